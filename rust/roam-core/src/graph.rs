@@ -1,0 +1,270 @@
+//! The graph of one training step: operators, tensors (storages), and what orders them.
+//!
+//! A [`Graph`] is immutable and valid by construction: the only ways to one are
+//! [`crate::builder::GraphBuilder`] and the JSON reader, which uses it.
+//! Nothing here depends on names; ties are broken by program position alone.
+
+use crate::ids::{OperatorId, RegionId, TensorId};
+use serde::{Deserialize, Serialize};
+
+/// What a tensor is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Kind {
+    /// A trained weight.
+    Parameter,
+    /// A module's buffer.
+    Buffer,
+    /// What an optimizer keeps from step to step.
+    OptimizerState,
+    /// Given to the step by its caller.
+    Input,
+    /// The derivative of the loss with respect to a parameter.
+    Gradient,
+    /// Made in the forward pass or the loss, used in the backward pass.
+    Activation,
+    /// Anything else that lives only inside the step.
+    Temporary,
+    /// Returned by the step.
+    Output,
+}
+
+/// Where a tensor is alive beyond the step. Only step-local tensors may live in the pool.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Residency {
+    /// Made and dead within the step.
+    StepLocal,
+    /// Exists before the step, dies at its last use in it.
+    Enters,
+    /// Made in the step, exists after it.
+    Leaves,
+    /// Exists before and after the step: a constant of the memory count.
+    Persistent,
+}
+
+/// The part of the step that an operator belongs to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Phase {
+    /// The model's forward pass.
+    Forward,
+    /// The loss.
+    Loss,
+    /// The backward pass.
+    Backward,
+    /// The optimizer, gradient clipping included.
+    Update,
+    /// Communication between ranks.
+    Collective,
+}
+
+/// Operators of one sequence keep their program order among themselves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Sequence {
+    /// Draws from a random-number generator.
+    Random,
+    /// Communicates with other ranks.
+    Collective,
+}
+
+/// Where in the user's program an operator comes from. Empty strings and line 0 mean unknown.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Source {
+    /// Dotted path of the module, for example `transformer.h.3.mlp`.
+    #[serde(default)]
+    pub module: String,
+    /// The user's file.
+    #[serde(default)]
+    pub file: String,
+    /// The user's line in that file, counted from 1.
+    #[serde(default)]
+    pub line: u32,
+}
+
+/// A storage. Two views of one storage are one tensor.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Tensor {
+    /// For people; no rule depends on it.
+    pub name: String,
+    /// Bytes of the storage, before rounding.
+    pub size_bytes: u64,
+    /// What it is for.
+    pub kind: Kind,
+    /// Where it is alive beyond the step.
+    pub residency: Residency,
+    /// Least alignment of its own, a power of two; the graph's where 0.
+    pub alignment_bytes: u64,
+}
+
+/// Permission for an output to take the memory of an input that dies at this operator.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct ReusePair {
+    /// A step-local tensor the operator reads and does not mutate.
+    pub input: TensorId,
+    /// A step-local tensor the operator creates, of the same size.
+    pub output: TensorId,
+}
+
+/// One call of one kernel.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Operator {
+    /// The kernel, for example `aten.add.Tensor`.
+    pub name: String,
+    /// Its place in program order; a permutation over all operators.
+    pub position: u32,
+    /// The part of the step it belongs to.
+    pub phase: Phase,
+    /// Tensors whose value it uses, in any order, no doubles. A tensor that is mutated need not be listed.
+    pub reads: Vec<TensorId>,
+    /// Tensors it makes.
+    pub creates: Vec<TensorId>,
+    /// Tensors it changes in place.
+    pub mutates: Vec<TensorId>,
+    /// Bytes that live only while it runs.
+    pub workspace_bytes: u64,
+    /// Which outputs may take which inputs' memory.
+    pub reuse: Vec<ReusePair>,
+    /// The sequence it belongs to, if any.
+    pub sequence: Option<Sequence>,
+    /// The conditional region it belongs to, if any.
+    pub region: Option<RegionId>,
+    /// Where it comes from.
+    pub source: Source,
+}
+
+/// A part of the step that runs only if a tensor's value says so. Reserved: the first format
+/// version stores regions, planning takes every region as run.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Region {
+    /// For people.
+    pub name: String,
+    /// The tensor whose value decides.
+    pub predicate: TensorId,
+    /// The region around this one, if any.
+    pub parent: Option<RegionId>,
+}
+
+/// A valid training step. See the module's documentation.
+#[derive(Clone, Debug)]
+pub struct Graph {
+    pub(crate) name: String,
+    pub(crate) device: String,
+    pub(crate) alignment_bytes: u64,
+    pub(crate) operators: Vec<Operator>,
+    pub(crate) tensors: Vec<Tensor>,
+    pub(crate) control: Vec<(OperatorId, OperatorId)>,
+    pub(crate) regions: Vec<Region>,
+    // Derived by the builder.
+    /// Operators by program position.
+    pub(crate) program_order: Vec<OperatorId>,
+    /// Who makes each tensor; `None` for those that exist before the step.
+    pub(crate) creator: Vec<Option<OperatorId>>,
+    /// Who reads or mutates each tensor, by program position, no doubles.
+    pub(crate) users: Adjacency,
+    /// Every ordering constraint (data, mutation, sequence, control), no doubles, by program position.
+    pub(crate) predecessors: Adjacency,
+    /// The same, turned round.
+    pub(crate) successors: Adjacency,
+}
+
+/// Lists of operators, one list a row, in one allocation.
+#[derive(Clone, Debug, Default)]
+pub struct Adjacency {
+    pub(crate) starts: Vec<u32>,
+    pub(crate) items: Vec<OperatorId>,
+}
+
+impl Adjacency {
+    /// The row's operators.
+    #[inline]
+    pub fn row(&self, index: usize) -> &[OperatorId] {
+        &self.items[self.starts[index] as usize..self.starts[index + 1] as usize]
+    }
+}
+
+impl Graph {
+    /// For people.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+    /// The device that the step runs on, for example `cpu` or `cuda`.
+    pub fn device(&self) -> &str {
+        &self.device
+    }
+    /// Every size is rounded up to a multiple of this wherever bytes are counted.
+    pub fn alignment_bytes(&self) -> u64 {
+        self.alignment_bytes
+    }
+    /// All operators, by id.
+    pub fn operators(&self) -> &[Operator] {
+        &self.operators
+    }
+    /// All tensors, by id.
+    pub fn tensors(&self) -> &[Tensor] {
+        &self.tensors
+    }
+    /// The caller's own ordering constraints: (before, after).
+    pub fn control(&self) -> &[(OperatorId, OperatorId)] {
+        &self.control
+    }
+    /// All conditional regions, by id.
+    pub fn regions(&self) -> &[Region] {
+        &self.regions
+    }
+    /// One operator.
+    pub fn operator(&self, id: OperatorId) -> &Operator {
+        &self.operators[id.index()]
+    }
+    /// One tensor.
+    pub fn tensor(&self, id: TensorId) -> &Tensor {
+        &self.tensors[id.index()]
+    }
+    /// Operators by program position.
+    pub fn program_order(&self) -> &[OperatorId] {
+        &self.program_order
+    }
+    /// Who makes the tensor; `None` if it exists before the step.
+    pub fn creator(&self, id: TensorId) -> Option<OperatorId> {
+        self.creator[id.index()]
+    }
+    /// Who reads or mutates the tensor, by program position.
+    pub fn users(&self, id: TensorId) -> &[OperatorId] {
+        self.users.row(id.index())
+    }
+    /// What must run before the operator.
+    pub fn predecessors(&self, id: OperatorId) -> &[OperatorId] {
+        self.predecessors.row(id.index())
+    }
+    /// What must run after the operator.
+    pub fn successors(&self, id: OperatorId) -> &[OperatorId] {
+        self.successors.row(id.index())
+    }
+    /// The tensor's bytes as counted everywhere: rounded up to the graph's and its own alignment.
+    /// The builder has checked that the sum over all tensors and workspaces stays below 2^63.
+    #[inline]
+    pub fn counted_bytes(&self, id: TensorId) -> u64 {
+        let tensor = self.tensor(id);
+        round_up(tensor.size_bytes, self.alignment_bytes.max(tensor.alignment_bytes))
+    }
+    /// The operator's workspace as counted everywhere.
+    #[inline]
+    pub fn workspace_bytes(&self, id: OperatorId) -> u64 {
+        round_up(self.operator(id).workspace_bytes, self.alignment_bytes)
+    }
+    /// Sum of all persistent tensors.
+    pub fn persistent_bytes(&self) -> u64 {
+        (0..self.tensors.len() as u32)
+            .map(TensorId)
+            .filter(|&id| self.tensor(id).residency == Residency::Persistent)
+            .map(|id| self.counted_bytes(id))
+            .sum()
+    }
+}
+
+/// Rounds up to a multiple of a power of two.
+#[inline]
+pub(crate) fn round_up(bytes: u64, alignment: u64) -> u64 {
+    (bytes + (alignment - 1)) & !(alignment - 1)
+}

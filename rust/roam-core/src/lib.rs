@@ -1,0 +1,7 @@
+//! The planner of roam: plain Rust that knows no Python.
+//!
+//! graph -> liveness -> order -> layout -> plan -> verify
+
+pub mod graph;
+pub mod ids;
+pub mod plan;
