@@ -1,0 +1,12 @@
+"""Training steps to plan: known architectures from their configurations, never their weights.
+
+    >>> import roam.zoo
+    >>> "gpt2-xl" in roam.zoo.names()
+    True
+
+Importing this package imports neither torch nor the libraries that the models come from; :func:`build` does.
+"""
+
+from roam.zoo.catalog import Entry, ZooError, ZooStep, build, entries, names
+
+__all__ = ["Entry", "ZooError", "ZooStep", "build", "entries", "names"]

@@ -1,0 +1,239 @@
+"""The list of the zoo's models, and how one becomes a training step."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from roam.errors import RoamError
+
+if TYPE_CHECKING:
+    import torch
+
+DTYPES = ("float32", "bfloat16")
+OPTIMIZERS = ("adamw", "adam", "sgd", "sgd-momentum")
+DEFAULT_SEQ = 512
+
+
+class ZooError(RoamError, ValueError):
+    """A model, a size or an optimizer that the zoo does not have, or a library that it needs and cannot import."""
+
+
+@dataclass(frozen=True)
+class ZooStep:
+    """One training step, ready for ``roam.capture(step.train_step, step.model, step.optimizer, *step.batch)``."""
+
+    train_step: Callable[..., torch.Tensor]
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    batch: tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A model of the zoo.
+
+    ``family`` names the module of this package that builds it, ``max_seq`` is its longest sequence in tokens
+    (``None`` where the model sees images), ``arguments`` is what tells it from the others of its family.
+    """
+
+    name: str
+    summary: str
+    family: str
+    requires: str | None = None
+    max_seq: int | None = None
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def default_seq(self) -> int | None:
+        """Tokens of a sequence where the caller names no number."""
+        return None if self.max_seq is None else min(DEFAULT_SEQ, self.max_seq)
+
+
+def _image(name: str, function: str, summary: str, size: int = 224, **options: Any) -> Entry:
+    arguments = {"function": function, "size": size, "options": options}
+    return Entry(name, f"{summary}, 3x{size}x{size}", "vision", "torchvision", None, arguments)
+
+
+def _text(name: str, architecture: str, summary: str, max_seq: int, **config: Any) -> Entry:
+    return Entry(name, summary, "language", "transformers", max_seq, {"architecture": architecture, "config": config})
+
+
+_ENTRIES = (
+    _image("alexnet", "alexnet", "AlexNet"),
+    _image("vgg11", "vgg11", "VGG-11"),
+    _image("vgg16", "vgg16", "VGG-16"),
+    _image("resnet18", "resnet18", "ResNet-18"),
+    _image("resnet50", "resnet50", "ResNet-50"),
+    _image("mnasnet0_5", "mnasnet0_5", "MNASNet 0.5"),
+    _image("mobilenet_v2", "mobilenet_v2", "MobileNetV2"),
+    _image("efficientnet_b0", "efficientnet_b0", "EfficientNet-B0"),
+    # The auxiliary head normalizes over one value per channel at batch 1, which PyTorch refuses to train.
+    _image(
+        "inception_v3",
+        "inception_v3",
+        "Inception v3 without its auxiliary head",
+        299,
+        aux_logits=False,
+        init_weights=True,
+    ),
+    _image("vit_b_16", "vit_b_16", "ViT-B/16"),
+    Entry("unet", "U-Net for segmentation, 3x224x224, 31 M parameters", "unet"),
+    _text("bert-base", "bert", "BERT base, masked language model", 512),
+    _text(
+        "roberta-base",
+        "roberta",
+        "RoBERTa base, masked language model",
+        512,
+        vocab_size=50265,
+        max_position_embeddings=514,
+    ),
+    _text("gpt2", "gpt2", "GPT-2 small, causal language model", 1024),
+    _text("gpt2-medium", "gpt2", "GPT-2 medium, causal language model", 1024, n_embd=1024, n_layer=24, n_head=16),
+    _text("gpt2-large", "gpt2", "GPT-2 large, causal language model", 1024, n_embd=1280, n_layer=36, n_head=20),
+    _text("gpt2-xl", "gpt2", "GPT-2 XL, causal language model", 1024, n_embd=1600, n_layer=48, n_head=25),
+    _text(
+        "llama-1b",
+        "llama",
+        "Llama-like decoder, 1.2 B parameters, grouped queries",
+        8192,
+        vocab_size=128256,
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_hidden_layers=16,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=8192,
+        tie_word_embeddings=True,
+    ),
+    Entry("moe", "Decoder with 8 experts in every second layer, top 2 with a fixed capacity", "moe", None, 1024),
+    _text(
+        "bert-tiny",
+        "bert",
+        "BERT of 2 layers, for tests",
+        128,
+        vocab_size=512,
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=128,
+        max_position_embeddings=128,
+    ),
+    _text(
+        "gpt2-tiny",
+        "gpt2",
+        "GPT-2 of 2 layers, for tests",
+        128,
+        vocab_size=512,
+        n_embd=64,
+        n_layer=2,
+        n_head=2,
+        n_positions=128,
+        bos_token_id=None,
+        eos_token_id=None,
+    ),
+    _text(
+        "llama-tiny",
+        "llama",
+        "Llama-like decoder of 2 layers, for tests",
+        128,
+        vocab_size=512,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+    ),
+    Entry(
+        "moe-tiny",
+        "Mixture of experts of 2 layers, for tests",
+        "moe",
+        None,
+        128,
+        {"vocabulary": 512, "width": 64, "layers": 2, "heads": 2, "experts": 4},
+    ),
+)
+
+_BY_NAME: Mapping[str, Entry] = MappingProxyType({entry.name: entry for entry in _ENTRIES})
+
+
+def names() -> tuple[str, ...]:
+    """Names that :func:`build` takes."""
+    return tuple(_BY_NAME)
+
+
+def entries() -> tuple[Entry, ...]:
+    """What the zoo has, in the order of :func:`names`."""
+    return _ENTRIES
+
+
+def build(
+    name: str,
+    *,
+    batch: int = 1,
+    seq: int | None = None,
+    dtype: str = "float32",
+    optimizer: str = "adamw",
+    device: str = "cpu",
+) -> ZooStep:
+    """Build a model in training mode, its optimizer, one batch of random data and the step that trains it.
+
+    Everything is made under whatever mode is active: inside ``with roam.fake(device):`` nothing is allocated.
+
+    Args:
+        name: one of :func:`names`.
+        batch: samples in the batch.
+        seq: tokens in a sequence; the smaller of 512 and the model's longest if ``None``. Text models only.
+        dtype: ``float32`` or ``bfloat16``, of parameters, buffers and images.
+        optimizer: ``adamw``, ``adam``, ``sgd`` (without momentum) or ``sgd-momentum``, in single-tensor form.
+        device: where the tensors are made.
+
+    Raises:
+        ZooError: unknown or impossible settings, or the model's library is not installed.
+    """
+    entry = _BY_NAME.get(name)
+    if entry is None:
+        raise ZooError(f"the zoo has no model {name!r}; it has {', '.join(_BY_NAME)}")
+    if batch < 1:
+        raise ZooError(f"batch must be at least 1, not {batch}")
+    if dtype not in DTYPES:
+        raise ZooError(f"dtype must be one of {', '.join(DTYPES)}, not {dtype!r}")
+    if optimizer not in OPTIMIZERS:
+        raise ZooError(f"optimizer must be one of {', '.join(OPTIMIZERS)}, not {optimizer!r}")
+    sizes = {"batch": batch}
+    if entry.max_seq is None:
+        if seq is not None:
+            raise ZooError(f"{name} sees images and has no sequence length")
+    else:
+        sizes["seq"] = seq if seq is not None else entry.default_seq
+        # A causal loss compares each token with the one before it.
+        if not 2 <= sizes["seq"] <= entry.max_seq:
+            raise ZooError(f"{name} takes sequences of 2 to {entry.max_seq} tokens, not {sizes['seq']}")
+
+    if entry.requires is not None:
+        try:
+            importlib.import_module(entry.requires)
+        except ImportError as error:
+            raise ZooError(
+                f"{name} needs {entry.requires}, which cannot be imported ({error}); pip install 'roam-torch[zoo]'"
+            ) from error
+
+    import torch
+
+    from roam.zoo.optimizers import make_optimizer
+
+    family = importlib.import_module(f"roam.zoo.{entry.family}")
+    # Under fake tensors a finished module cannot be converted (``Module.to`` swaps parameters), so it is made so.
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(getattr(torch, dtype))
+    try:
+        with torch.device(device):
+            model, train_step, data = family.build(**entry.arguments, **sizes)
+    finally:
+        torch.set_default_dtype(before)
+    model.train()
+    return ZooStep(train_step, model, make_optimizer(optimizer, model), data)
