@@ -1,0 +1,85 @@
+# The one task runner: people, .ci/run and .github/workflows all call these targets.
+# Needs Python 3.10 or newer with venv, a Rust toolchain with rustfmt and clippy, and access to PyPI and crates.io.
+
+VENV ?= .venv
+PYTHON ?= python3
+BIN := $(VENV)/bin
+WHEELS := target/wheels
+# Holds numpy and the wheel alone, to show that planning a graph file needs nothing else.
+BARE := target/bare-venv
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export PIP_NO_INPUT := 1
+export PYO3_PYTHON := $(abspath $(BIN))/python
+
+.PHONY: help install wheel demo test rust-test wheel-test bench lint format ci clean
+
+help:
+	@echo "make install     the release wheel and everything that tests need, into VENV ($(VENV))"
+	@echo "make demo        install; plan GPT-2 XL's whole step; train a small GPT-2 by its plan next to eager"
+	@echo "make ci          install, lint and all tests: what continuous integration runs"
+	@echo "make test        the Python tests, against what is installed"
+	@echo "make rust-test   the planner's tests; its benchmarks run once each"
+	@echo "make wheel-test  the wheel in an empty environment, without torch and mip"
+	@echo "make bench       the planner's benchmarks"
+	@echo "make lint        rustfmt, clippy, ruff, mypy, stubtest"
+	@echo "make format      let rustfmt and ruff rewrite the sources"
+	@echo "make clean       remove what these targets made"
+
+$(BIN)/maturin:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet 'maturin>=1.9,<2'
+
+wheel: $(BIN)/maturin
+	rm -rf $(WHEELS)
+	$(BIN)/maturin build --quiet --release --locked --out $(WHEELS)
+
+# The second pip call replaces an older build of the same version, which the first one would keep.
+install: wheel
+	$(BIN)/pip install --quiet "$$(echo $(WHEELS)/*.whl)[zoo,dev]"
+	$(BIN)/pip install --quiet --no-deps --force-reinstall $(WHEELS)/*.whl
+
+demo: install
+	$(BIN)/roam plan gpt2-xl
+	$(BIN)/python examples/train_gpt2.py
+
+test:
+	$(BIN)/python -m pytest
+
+rust-test:
+	cargo test --locked --quiet
+	cargo test --locked --quiet --benches
+
+wheel-test:
+	$(PYTHON) -m venv --clear $(BARE)
+	$(BARE)/bin/pip install --quiet numpy
+	$(BARE)/bin/pip install --quiet --no-deps $(WHEELS)/*.whl
+	$(BARE)/bin/python tests/check_wheel.py
+
+bench:
+	cargo bench --locked
+
+lint:
+	cargo fmt --all --check
+	cargo clippy --locked --quiet --workspace --all-targets -- -D warnings
+	$(BIN)/ruff check --quiet .
+	$(BIN)/ruff format --check --quiet .
+	$(BIN)/mypy
+	$(BIN)/python -m mypy.stubtest roam._core
+
+format:
+	cargo fmt --all
+	$(BIN)/ruff check --quiet --fix .
+	$(BIN)/ruff format --quiet .
+
+# One after another: the machine's cores belong to the step that runs.
+ci:
+	$(MAKE) --no-print-directory install
+	$(MAKE) --no-print-directory lint
+	$(MAKE) --no-print-directory rust-test
+	$(MAKE) --no-print-directory wheel-test
+	$(MAKE) --no-print-directory test
+
+clean:
+	cargo clean --quiet
+	rm -rf .venv .hypothesis .mypy_cache .pytest_cache .ruff_cache
