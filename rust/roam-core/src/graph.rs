@@ -5,7 +5,9 @@
 //! Nothing here depends on names; ties are broken by program position alone.
 
 use crate::ids::{OperatorId, RegionId, TensorId};
+use crate::json::strict;
 use serde::{Deserialize, Serialize};
+use std::sync::OnceLock;
 
 /// What a tensor is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -71,20 +73,33 @@ pub enum Sequence {
 
 /// Where in the user's program an operator comes from. Empty strings and line 0 mean unknown.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Source {
     /// Dotted path of the module, for example `transformer.h.3.mlp`.
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "String::is_empty")]
     pub module: String,
     /// The user's file.
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "String::is_empty")]
     pub file: String,
     /// The user's line in that file, counted from 1.
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "is_zero")]
     pub line: u32,
+}
+
+impl Source {
+    fn is_unknown(&self) -> bool {
+        *self == Self::default()
+    }
+}
+
+/// Fields that say nothing are left out of files.
+fn is_zero<T: Default + PartialEq>(value: &T) -> bool {
+    *value == T::default()
 }
 
 /// A storage. Two views of one storage are one tensor.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Tensor {
     /// For people; no rule depends on it.
     pub name: String,
@@ -95,11 +110,13 @@ pub struct Tensor {
     /// Where it is alive beyond the step.
     pub residency: Residency,
     /// Least alignment of its own, a power of two; the graph's where 0.
+    #[serde(default, skip_serializing_if = "is_zero")]
     pub alignment_bytes: u64,
 }
 
 /// Permission for an output to take the memory of an input that dies at this operator.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(from = "(TensorId, TensorId)", into = "(TensorId, TensorId)")]
 pub struct ReusePair {
     /// A step-local tensor the operator reads and does not mutate.
     pub input: TensorId,
@@ -107,8 +124,21 @@ pub struct ReusePair {
     pub output: TensorId,
 }
 
+impl From<(TensorId, TensorId)> for ReusePair {
+    fn from((input, output): (TensorId, TensorId)) -> Self {
+        Self { input, output }
+    }
+}
+
+impl From<ReusePair> for (TensorId, TensorId) {
+    fn from(pair: ReusePair) -> Self {
+        (pair.input, pair.output)
+    }
+}
+
 /// One call of one kernel.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Operator {
     /// The kernel, for example `aten.add.Tensor`.
     pub name: String,
@@ -117,32 +147,42 @@ pub struct Operator {
     /// The part of the step it belongs to.
     pub phase: Phase,
     /// Tensors whose value it uses, in any order, no doubles. A tensor that is mutated need not be listed.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub reads: Vec<TensorId>,
     /// Tensors it makes.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub creates: Vec<TensorId>,
     /// Tensors it changes in place.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub mutates: Vec<TensorId>,
     /// Bytes that live only while it runs.
+    #[serde(default, skip_serializing_if = "is_zero")]
     pub workspace_bytes: u64,
     /// Which outputs may take which inputs' memory.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub reuse: Vec<ReusePair>,
     /// The sequence it belongs to, if any.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub sequence: Option<Sequence>,
     /// The conditional region it belongs to, if any.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub region: Option<RegionId>,
     /// Where it comes from.
+    #[serde(default, skip_serializing_if = "Source::is_unknown", deserialize_with = "strict::one")]
     pub source: Source,
 }
 
 /// A part of the step that runs only if a tensor's value says so. Reserved: the first format
 /// version stores regions, planning takes every region as run.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Region {
     /// For people.
     pub name: String,
     /// The tensor whose value decides.
     pub predicate: TensorId,
     /// The region around this one, if any.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub parent: Option<RegionId>,
 }
 
@@ -167,7 +207,24 @@ pub struct Graph {
     pub(crate) predecessors: Adjacency,
     /// The same, turned round.
     pub(crate) successors: Adjacency,
+    /// Computed when first asked for.
+    pub(crate) digest: OnceLock<String>,
 }
+
+/// Equal in what the caller said; the rest follows from it.
+impl PartialEq for Graph {
+    fn eq(&self, other: &Self) -> bool {
+        self.name == other.name
+            && self.device == other.device
+            && self.alignment_bytes == other.alignment_bytes
+            && self.operators == other.operators
+            && self.tensors == other.tensors
+            && self.control == other.control
+            && self.regions == other.regions
+    }
+}
+
+impl Eq for Graph {}
 
 /// Lists of operators, one list a row, in one allocation.
 #[derive(Clone, Debug, Default)]

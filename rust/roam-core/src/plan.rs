@@ -18,6 +18,7 @@ pub enum Status {
 
 /// What the caller may choose.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Settings {
     /// How many operators may run at once. Only 1 is planned so far.
     pub streams: u32,
@@ -27,8 +28,21 @@ pub struct Settings {
     pub time_limit_s: Option<f64>,
 }
 
+impl Settings {
+    /// Whether the settings make sense; otherwise what does not.
+    pub fn check(&self) -> Result<(), String> {
+        match self.time_limit_s {
+            Some(limit) if !limit.is_finite() || limit < 0.0 => {
+                Err(format!("time_limit_s must be a finite number of seconds, not negative; found {limit}"))
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
 /// One order and layout that was tried.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Candidate {
     /// How the order was found, for example `program`, `lescea`, `depth_first`.
     pub order: String,
@@ -40,8 +54,8 @@ pub struct Candidate {
     pub pool_bytes: u64,
 }
 
-/// See the module's documentation. Bytes everywhere; persistent tensors count only where said.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+/// An execution order and a memory layout. Bytes everywhere; persistent tensors count only where said.
+#[derive(Clone, Debug, PartialEq)]
 pub struct Plan {
     /// SHA-256 of the graph's canonical JSON, in hexadecimal.
     pub graph_digest: String,
@@ -80,7 +94,7 @@ pub struct Plan {
 impl Plan {
     /// (pool + outside) / lower bound - 1; 0 where both are 0.
     pub fn gap(&self) -> f64 {
-        let local = (self.pool_bytes + self.outside_bytes) as f64;
+        let local = self.pool_bytes as f64 + self.outside_bytes as f64;
         if local == 0.0 { 0.0 } else { local / self.lower_bound_bytes as f64 - 1.0 }
     }
 
@@ -89,7 +103,8 @@ impl Plan {
         if self.pool_bytes == 0 {
             0.0
         } else {
-            (self.pool_bytes - self.pool_peak_bytes) as f64 / self.pool_bytes as f64
+            // As floating point, since a plan that was read from a file may claim anything.
+            (self.pool_bytes as f64 - self.pool_peak_bytes as f64) / self.pool_bytes as f64
         }
     }
 }
