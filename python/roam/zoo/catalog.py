@@ -90,6 +90,7 @@ _ENTRIES = (
         512,
         vocab_size=50265,
         max_position_embeddings=514,
+        type_vocab_size=1,
     ),
     _text("gpt2", "gpt2", "GPT-2 small, causal language model", 1024),
     _text("gpt2-medium", "gpt2", "GPT-2 medium, causal language model", 1024, n_embd=1024, n_layer=24, n_head=16),
@@ -166,6 +167,18 @@ def names() -> tuple[str, ...]:
     return tuple(_BY_NAME)
 
 
+def entry(name: str) -> Entry:
+    """One model of the zoo.
+
+    Raises:
+        ZooError: there is none of that name.
+    """
+    try:
+        return _BY_NAME[name]
+    except KeyError:
+        raise ZooError(f"the zoo has no model {name!r}; it has {', '.join(_BY_NAME)}") from None
+
+
 def entries() -> tuple[Entry, ...]:
     """What the zoo has, in the order of :func:`names`."""
     return _ENTRIES
@@ -195,9 +208,7 @@ def build(
     Raises:
         ZooError: unknown or impossible settings, or the model's library is not installed.
     """
-    entry = _BY_NAME.get(name)
-    if entry is None:
-        raise ZooError(f"the zoo has no model {name!r}; it has {', '.join(_BY_NAME)}")
+    chosen = entry(name)
     if batch < 1:
         raise ZooError(f"batch must be at least 1, not {batch}")
     if dtype not in DTYPES:
@@ -205,34 +216,34 @@ def build(
     if optimizer not in OPTIMIZERS:
         raise ZooError(f"optimizer must be one of {', '.join(OPTIMIZERS)}, not {optimizer!r}")
     sizes = {"batch": batch}
-    if entry.max_seq is None:
+    if chosen.max_seq is None:
         if seq is not None:
             raise ZooError(f"{name} sees images and has no sequence length")
     else:
-        sizes["seq"] = seq if seq is not None else entry.default_seq
+        sizes["seq"] = min(DEFAULT_SEQ, chosen.max_seq) if seq is None else seq
         # A causal loss compares each token with the one before it.
-        if not 2 <= sizes["seq"] <= entry.max_seq:
-            raise ZooError(f"{name} takes sequences of 2 to {entry.max_seq} tokens, not {sizes['seq']}")
+        if not 2 <= sizes["seq"] <= chosen.max_seq:
+            raise ZooError(f"{name} takes sequences of 2 to {chosen.max_seq} tokens, not {sizes['seq']}")
 
-    if entry.requires is not None:
+    if chosen.requires is not None:
         try:
-            importlib.import_module(entry.requires)
+            importlib.import_module(chosen.requires)
         except ImportError as error:
             raise ZooError(
-                f"{name} needs {entry.requires}, which cannot be imported ({error}); pip install 'roam-torch[zoo]'"
+                f"{name} needs {chosen.requires}, which cannot be imported ({error}); pip install 'roam-torch[zoo]'"
             ) from error
 
     import torch
 
     from roam.zoo.optimizers import make_optimizer
 
-    family = importlib.import_module(f"roam.zoo.{entry.family}")
+    family = importlib.import_module(f"roam.zoo.{chosen.family}")
     # Under fake tensors a finished module cannot be converted (``Module.to`` swaps parameters), so it is made so.
     before = torch.get_default_dtype()
     torch.set_default_dtype(getattr(torch, dtype))
     try:
         with torch.device(device):
-            model, train_step, data = family.build(**entry.arguments, **sizes)
+            model, train_step, data = family.build(**chosen.arguments, **sizes)
     finally:
         torch.set_default_dtype(before)
     model.train()

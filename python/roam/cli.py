@@ -1,0 +1,284 @@
+"""The command ``roam``. What it prints and its exit codes are documented in docs/cli.md."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import roam
+from roam import zoo
+from roam.errors import CaptureError, FormatError, GraphError, PlanError, RoamError
+from roam.report import Progress, figures, peak_place, plan_table
+from roam.report.table import columns
+
+if TYPE_CHECKING:
+    from roam import Graph
+
+EXIT_OK = 0
+EXIT_INVALID_PLAN = 1
+EXIT_BAD_INPUT = 2
+EXIT_CAPTURE_REFUSED = 3
+EXIT_INTERNAL = 4
+EXIT_INTERRUPTED = 130
+
+_EXIT_CODES = """\
+exit codes:
+  0    done
+  1    the plan is invalid
+  2    wrong usage, or a file, model or setting that cannot be used
+  3    the training step cannot be captured
+  4    an error of roam itself
+  130  interrupted
+"""
+
+_GRAPH_SUFFIXES = (".json", ".json.gz")
+_CAPTURE_DEFAULTS: dict[str, Any] = {
+    "batch": 1,
+    "seq": None,
+    "dtype": "float32",
+    "optimizer": "adamw",
+    "step": "steady",
+    "device": "cpu",
+}
+
+
+class _UsageError(RoamError):
+    """Arguments that parse, but not together."""
+
+
+def _positive_int(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise ValueError
+    return value
+
+
+def _positive_seconds(text: str) -> float:
+    value = float(text)
+    if not (math.isfinite(value) and value > 0):
+        raise ValueError
+    return value
+
+
+# argparse names the type in its message: "invalid positive integer value: '0'".
+_positive_int.__name__ = "positive integer"
+_positive_seconds.__name__ = "number of seconds"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="roam",
+        description="Plan the memory of PyTorch training steps.",
+        epilog=_EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"roam {roam.__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    def command(name: str, run: Callable[[argparse.Namespace], int], summary: str) -> argparse.ArgumentParser:
+        made = commands.add_parser(
+            name,
+            help=summary,
+            description=summary[0].upper() + summary[1:] + ".",
+            epilog=_EXIT_CODES,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        made.set_defaults(run=run)
+        made.add_argument("--json", action="store_true", help="print one JSON object; bytes and seconds, not rounded")
+        return made
+
+    plan = command("plan", _plan, "plan a model of the zoo or a graph file, verify the plan and print its figures")
+    plan.add_argument(
+        "model", metavar="MODEL_OR_GRAPH", help="a name that 'roam zoo' lists, or a .json or .json.gz file"
+    )
+    capture = plan.add_argument_group("capture", "for models of the zoo; a graph file has been captured already")
+    # None tells an option that was not given from one that repeats its default.
+    capture.add_argument("--batch", type=_positive_int, metavar="N", help="samples (default 1)")
+    capture.add_argument(
+        "--seq", type=_positive_int, metavar="N", help="tokens a sample (default: 512, or the model's most)"
+    )
+    capture.add_argument("--dtype", choices=zoo.DTYPES, help="of the model (default float32)")
+    capture.add_argument("--optimizer", choices=zoo.OPTIMIZERS, help="(default adamw)")
+    capture.add_argument(
+        "--step",
+        choices=("first", "steady"),
+        help="the step that makes optimizer state, or any later one (default steady)",
+    )
+    capture.add_argument("--device", choices=("cpu", "cuda"), help="(default cpu)")
+    plan.add_argument("--no-reuse", action="store_true", help="let no output take the memory of a dying input")
+    plan.add_argument(
+        "--time-limit",
+        type=_positive_seconds,
+        metavar="S",
+        help="stop planning after S seconds with the best plan so far",
+    )
+    plan.add_argument("--save-graph", metavar="PATH", help="write the graph; compressed if PATH ends in .gz")
+    plan.add_argument("--save-plan", metavar="PATH", help="write the plan; compressed if PATH ends in .gz")
+
+    verify = command("verify", _verify, "check a plan against its graph")
+    verify.add_argument("graph", metavar="GRAPH")
+    verify.add_argument("plan", metavar="PLAN")
+
+    command("zoo", _zoo, "list the models that 'roam plan' knows by name")
+    return parser
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _write_json(values: dict[str, Any]) -> None:
+    _write(json.dumps(values, allow_nan=False) + "\n")
+
+
+def _peak_rss_bytes() -> int | None:
+    """Most memory this process has held, as the system counts it; ``None`` where the system does not say."""
+    try:
+        import resource
+    except ImportError:
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _capture(arguments: argparse.Namespace) -> tuple[Graph, dict[str, Any]]:
+    """Capture a model of the zoo; returns its graph and the settings used."""
+    settings = {
+        name: default if getattr(arguments, name) is None else getattr(arguments, name)
+        for name, default in _CAPTURE_DEFAULTS.items()
+    }
+    step = settings.pop("step")
+    with roam.fake(settings["device"]):
+        made = zoo.build(arguments.model, **settings)
+    graph = roam.capture(made.train_step, made.model, made.optimizer, *made.batch, step=step)
+    if settings["seq"] is None:
+        settings["seq"] = zoo.entry(arguments.model).default_seq
+    return graph, {**settings, "step": step}
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    name = arguments.model
+    values: dict[str, Any] = {"model": name}
+    if name in zoo.names():
+        start = time.perf_counter()
+        with Progress(f"capturing {name}"):
+            graph, settings = _capture(arguments)
+        values |= settings
+        values["capture_s"] = time.perf_counter() - start
+        details = [f"batch {settings['batch']}", f"seq {settings['seq']}" if settings["seq"] else ""]
+        details += [settings["dtype"], settings["optimizer"], f"{settings['step']} step", settings["device"]]
+        title = f"{name} ({', '.join(detail for detail in details if detail)})"
+    elif name.endswith(_GRAPH_SUFFIXES):
+        given = [f"--{option}" for option in _CAPTURE_DEFAULTS if getattr(arguments, option) is not None]
+        if given:
+            raise _UsageError(f"{', '.join(given)}: only for models of the zoo; {name} has been captured already")
+        with Progress(f"reading {name}"):
+            graph = roam.Graph.load(name)
+        values |= {option: None for option in _CAPTURE_DEFAULTS}
+        values |= {"device": graph.device, "capture_s": None}
+        title = name
+    else:
+        raise _UsageError(f"{name!r} is neither a model that 'roam zoo' lists nor a file ending in .json or .json.gz")
+
+    start = time.perf_counter()
+    with Progress(f"planning {graph.num_operators:,} operators"):
+        plan = roam.optimize(graph, reuse=not arguments.no_reuse, time_limit_s=arguments.time_limit)
+    values["plan_s"] = time.perf_counter() - start
+    start = time.perf_counter()
+    roam.verify(graph, plan)
+    values["verify_s"] = time.perf_counter() - start
+    values["verified"] = True
+
+    if arguments.save_graph is not None:
+        graph.save(arguments.save_graph)
+    if arguments.save_plan is not None:
+        plan.save(arguments.save_plan)
+    values |= figures(graph, plan)
+    place = peak_place(graph, plan)
+    if arguments.json:
+        values["peak_operator"] = None if place is None else vars(place)
+        values["peak_rss_bytes"] = _peak_rss_bytes()
+        _write_json(values)
+    else:
+        _write(plan_table(title, values, place))
+    return EXIT_OK
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    graph = roam.Graph.load(arguments.graph)
+    plan = roam.Plan.load(arguments.plan)
+    files = {"graph": arguments.graph, "plan": arguments.plan}
+    try:
+        roam.verify(graph, plan)
+    except PlanError as error:
+        if not arguments.json:
+            raise
+        _write_json({**files, "valid": False, "code": getattr(error, "code", None), "error": str(error)})
+        return EXIT_INVALID_PLAN
+    if arguments.json:
+        _write_json({**files, "valid": True, "code": None, "error": None})
+    else:
+        _write(f"valid: {arguments.plan} is a plan of {arguments.graph}\n")
+    return EXIT_OK
+
+
+def _zoo(arguments: argparse.Namespace) -> int:
+    entries = zoo.entries()
+    if arguments.json:
+        fields = ("name", "summary", "requires", "default_seq", "max_seq")
+        _write_json({"models": [{name: getattr(entry, name) for name in fields} for entry in entries]})
+    else:
+        _write(columns((entry.name, entry.summary) for entry in entries) + "\n")
+    return EXIT_OK
+
+
+def _complain(message: str) -> None:
+    sys.stderr.write(f"roam: {message}\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command with ``argv`` (the process's own arguments if ``None``) and return its exit code."""
+    arguments = _parser().parse_args(argv)
+    try:
+        code: int = arguments.run(arguments)
+        return code
+    except KeyboardInterrupt:
+        _complain("interrupted")
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The interpreter flushes standard output once more at exit; let that go nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _complain("nobody reads the output any more")
+        return EXIT_BAD_INPUT
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename is not None else ""
+        _complain(f"{where}{error.strerror or error}")
+        return EXIT_BAD_INPUT
+    except (GraphError, FormatError, zoo.ZooError, _UsageError) as error:
+        _complain(str(error))
+        return EXIT_BAD_INPUT
+    except CaptureError as error:
+        _complain(f"cannot capture this step: {error}")
+        return EXIT_CAPTURE_REFUSED
+    except PlanError as error:
+        _complain(f"invalid plan: {error}")
+        return EXIT_INVALID_PLAN
+    except RoamError as error:
+        _complain(str(error))
+        return EXIT_INTERNAL
+    except Exception:
+        traceback.print_exc()
+        _complain("an error of roam itself; please report it with the lines above")
+        return EXIT_INTERNAL
+
+
+if __name__ == "__main__":
+    sys.exit(main())

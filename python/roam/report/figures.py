@@ -1,0 +1,76 @@
+"""A plan's figures under the names of its attributes, and where in the user's program its peak lies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from roam import Graph, Plan
+
+_ATTRIBUTES = (
+    "program_order_peak_bytes",
+    "peak_bytes",
+    "pool_bytes",
+    "pool_peak_bytes",
+    "outside_bytes",
+    "persistent_bytes",
+    "total_bytes",
+    "lower_bound_bytes",
+    "gap",
+    "fragmentation",
+    "status",
+)
+
+
+@dataclass(frozen=True)
+class Place:
+    """The operator that runs while the most bytes are live, and the user's line it comes from, where known."""
+
+    step: int
+    live_bytes: int
+    operator: str
+    phase: str
+    module: str
+    file: str
+    line: int
+
+    def __str__(self) -> str:
+        """One line for people: kernel, phase, module, file and line."""
+        parts = [self.operator, self.phase, self.module, f"{self.file}:{self.line}" if self.file else ""]
+        return ", ".join(part for part in parts if part)
+
+
+def _live_bytes(graph: Graph, plan: Plan) -> Any:
+    """Live bytes per step of the plan's order, int64 [operators]; a reused input is counted once with its output."""
+    live = graph.live_bytes(plan.order).copy()
+    if len(plan.reuse):
+        step_of = {operator: step for step, operator in enumerate(plan.order.tolist())}
+        for _, output in plan.reuse:
+            live[step_of[graph.creator(output)]] -= graph.counted_bytes[output]
+    return live
+
+
+def peak_place(graph: Graph, plan: Plan) -> Place | None:
+    """The first step of the plan whose live bytes are the peak; ``None`` for a graph without operators."""
+    if graph.num_operators == 0:
+        return None
+    live = _live_bytes(graph, plan)
+    step = int(live.argmax())
+    operator = graph.operator(int(plan.order[step]))
+    return Place(step, int(live[step]), operator.name, operator.phase, operator.module, operator.file, operator.line)
+
+
+def figures(graph: Graph, plan: Plan) -> dict[str, Any]:
+    """The plan's attributes by name (bytes, fractions, seconds; not rounded), and what they are made of.
+
+    ``saved_by_order_bytes`` and ``saved_by_reuse_bytes`` add up to program order's peak less the plan's.
+    """
+    result: dict[str, Any] = {name: getattr(plan, name) for name in _ATTRIBUTES}
+    ordered = int(graph.live_bytes(plan.order).max(initial=0))
+    result["saved_by_order_bytes"] = plan.program_order_peak_bytes - ordered
+    result["saved_by_reuse_bytes"] = ordered - plan.peak_bytes
+    result["timings_s"] = dict(plan.timings_s)
+    result["operators"] = graph.num_operators
+    result["tensors"] = graph.num_tensors
+    return result

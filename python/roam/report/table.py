@@ -1,0 +1,71 @@
+"""Tables for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from roam.report.figures import Place
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
+
+
+def format_bytes(size_bytes: int) -> str:
+    """Bytes in the largest binary unit that leaves at least 1, with two decimals: ``1536`` is ``1.50 KiB``."""
+    value, unit = float(size_bytes), 0
+    while abs(value) >= 1024 and unit + 1 < len(_UNITS):
+        value, unit = value / 1024, unit + 1
+    return f"{size_bytes} B" if unit == 0 else f"{value:.2f} {_UNITS[unit]}"
+
+
+def columns(rows: Iterable[tuple[str, ...]], right: tuple[int, ...] = ()) -> str:
+    """Rows of text as aligned columns; those numbered in ``right`` are aligned to the right."""
+    cells = [row for row in rows]
+    widths = [max(len(row[index]) for row in cells if index < len(row)) for index in range(max(map(len, cells)))]
+    lines = []
+    for row in cells:
+        padded = (
+            text.rjust(widths[index]) if index in right else text.ljust(widths[index]) for index, text in enumerate(row)
+        )
+        lines.append("  ".join(padded).rstrip())
+    return "\n".join(lines)
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part / whole:.1%} of program order" if whole else ""
+
+
+def plan_table(title: str, values: Mapping[str, Any], place: Place | None) -> str:
+    """The figures of one plan, a line each: bytes exactly, in a readable unit, and what they mean.
+
+    ``values`` is what :func:`roam.report.figures` returns; ``capture_s``, ``plan_s`` and ``verify_s`` are shown
+    where given.
+    """
+    program = values["program_order_peak_bytes"]
+
+    def row(label: str, size_bytes: int, note: str) -> tuple[str, ...]:
+        return label, f"{size_bytes:,}", format_bytes(size_bytes), note
+
+    rows = [
+        row("program order", program, "peak inside the step as eager PyTorch orders it"),
+        row("saved by ordering", values["saved_by_order_bytes"], _share(values["saved_by_order_bytes"], program)),
+        row("saved by reuse", values["saved_by_reuse_bytes"], _share(values["saved_by_reuse_bytes"], program)),
+        row("peak", values["peak_bytes"], "most live bytes inside the step by the plan"),
+        row("lower bound", values["lower_bound_bytes"], "no order has a lower peak"),
+        row("pool", values["pool_bytes"], f"one static block; {values['fragmentation']:.2%} fragmentation"),
+        row("outside", values["outside_bytes"], "values that enter or leave the step, and workspace"),
+        row("persistent", values["persistent_bytes"], "parameters, buffers, optimizer state"),
+        row("total", values["total_bytes"], "persistent + pool + outside"),
+    ]
+    facts = [
+        ("gap", f"{values['gap']:.2%} above the lower bound ({values['status'].replace('_', ' ')})"),
+        ("verified", "yes" if values.get("verified") else "no"),
+    ]
+    if place is not None:
+        facts.append(("at the peak", f"step {place.step:,}: {place}"))
+    times = [(name, values.get(f"{name}_s")) for name in ("capture", "plan", "verify")]
+    spent = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in times if seconds is not None)
+    if spent:
+        facts.append(("time", spent))
+    heading = f"{title}: {values['operators']:,} operators, {values['tensors']:,} tensors"
+    return "\n".join([heading, "", columns(rows, right=(1, 2)), "", columns(facts), ""])
