@@ -182,7 +182,7 @@ def _plan(arguments: argparse.Namespace) -> int:
             raise _UsageError(f"{', '.join(given)}: only for models of the zoo; {name} has been captured already")
         with Progress(f"reading {name}"):
             graph = roam.Graph.load(name)
-        values |= {option: None for option in _CAPTURE_DEFAULTS}
+        values |= dict.fromkeys(_CAPTURE_DEFAULTS)
         values |= {"device": graph.device, "capture_s": None}
         title = name
     else:
@@ -274,7 +274,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RoamError as error:
         _complain(str(error))
         return EXIT_INTERNAL
-    except Exception:
+    except Exception:  # noqa: BLE001 - the last line of defence of a program, and it hides nothing
         traceback.print_exc()
         _complain("an error of roam itself; please report it with the lines above")
         return EXIT_INTERNAL

@@ -20,7 +20,7 @@ def format_bytes(size_bytes: int) -> str:
 
 def columns(rows: Iterable[tuple[str, ...]], right: tuple[int, ...] = ()) -> str:
     """Rows of text as aligned columns; those numbered in ``right`` are aligned to the right."""
-    cells = [row for row in rows]
+    cells = list(rows)
     widths = [max(len(row[index]) for row in cells if index < len(row)) for index in range(max(map(len, cells)))]
     lines = []
     for row in cells:
