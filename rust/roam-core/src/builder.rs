@@ -153,17 +153,16 @@ impl GraphBuilder {
                 return Err(alignment(format!("tensor `{}`", tensor.name), tensor.alignment_bytes));
             }
             if tensor.size_bytes >= MAX_TOTAL_BYTES {
-                return Err(out_of_range(format!("size_bytes of tensor `{}`", tensor.name), tensor.size_bytes));
+                let what = format!("size_bytes of tensor `{}`", tensor.name);
+                return Err(out_of_range(what, None, tensor.size_bytes));
             }
             total = add(total, self.counted_bytes(TensorId(index as u32)))
                 .ok_or_else(|| GraphError::TotalTooLarge { at: format!("tensor `{}`", tensor.name), site: None })?;
         }
         for operator in &self.operators {
             if operator.workspace_bytes >= MAX_TOTAL_BYTES {
-                return Err(out_of_range(
-                    format!("workspace_bytes of {}", Site::of(operator)),
-                    operator.workspace_bytes,
-                ));
+                let site = Some(Site::of(operator));
+                return Err(out_of_range("workspace_bytes".into(), site, operator.workspace_bytes));
             }
             total = add(total, round_up(operator.workspace_bytes, self.alignment_bytes)).ok_or_else(|| {
                 let site = Site::of(operator);
@@ -467,8 +466,8 @@ const TOO_MANY_TENSORS: GraphError = GraphError::TooMany { what: "tensors", max:
 const TOO_MANY_OPERATORS: GraphError = GraphError::TooMany { what: "operators", max: u32::MAX as u64 };
 const TOO_MANY_REGIONS: GraphError = GraphError::TooMany { what: "regions", max: u32::MAX as u64 };
 
-fn out_of_range(what: String, value: u64) -> GraphError {
-    GraphError::OutOfRange { what, value: value.to_string(), max: MAX_TOTAL_BYTES - 1 }
+fn out_of_range(what: String, site: Option<Box<Site>>, value: u64) -> GraphError {
+    GraphError::OutOfRange { what, site, value: value.to_string(), max: MAX_TOTAL_BYTES - 1 }
 }
 
 /// Rows of operators from (row, position) pairs, without doubles, each row by position.

@@ -130,14 +130,26 @@ pub enum GraphError {
         known: Option<Box<Site>>,
     },
     /// A number that must not be negative, or does not fit its type.
-    #[error("{what} must be between 0 and {max}, not {value}")]
+    #[error("{what}{} must be between 0 and {max}, not {value}", site.as_ref().map(|site| format!(" of {site}")).unwrap_or_default())]
     OutOfRange {
-        /// Which number, with the tensor or operator it belongs to.
+        /// Which number, with the tensor or region it belongs to.
         what: String,
+        /// The operator it belongs to, if it is one.
+        site: Option<Box<Site>>,
         /// The value as given.
         value: String,
         /// The largest value allowed.
         max: u64,
+    },
+    /// A word that is none of those allowed, for example of a kind or a phase.
+    #[error("{what}{}: {message}", site.as_ref().map(|site| format!(" of {site}")).unwrap_or_default())]
+    UnknownName {
+        /// Which word, with the tensor it belongs to.
+        what: String,
+        /// The operator it belongs to, if it is one.
+        site: Option<Box<Site>>,
+        /// The word and those allowed.
+        message: String,
     },
     /// All sizes and workspaces together do not fit a signed 64-bit number.
     #[error("all tensors and workspaces together reach 2^63 bytes at {at}")]
@@ -312,6 +324,7 @@ impl GraphError {
             Self::UnknownRegion { .. } => "unknown_region",
             Self::UnknownOperator { .. } => "unknown_operator",
             Self::OutOfRange { .. } => "out_of_range",
+            Self::UnknownName { .. } => "unknown_name",
             Self::TotalTooLarge { .. } => "total_too_large",
             Self::CreatedTwice { .. } => "created_twice",
             Self::NeverCreated { .. } => "never_created",
@@ -360,10 +373,11 @@ impl GraphError {
             | Self::ControlSelf { site }
             | Self::ControlAgainstProgramOrder { site, .. } => Some(site),
             Self::UnknownOperator { known: site, .. }
+            | Self::OutOfRange { site, .. }
+            | Self::UnknownName { site, .. }
             | Self::TotalTooLarge { site, .. }
             | Self::NeverCreated { user: site, .. } => site.as_deref(),
-            Self::OutOfRange { .. }
-            | Self::Alignment { .. }
+            Self::Alignment { .. }
             | Self::RegionPredicate { .. }
             | Self::RegionParent { .. }
             | Self::RegionCycle { .. }

@@ -1,0 +1,86 @@
+"""Training-memory planning for PyTorch.
+
+A training step (forward, loss, backward, optimizer update) becomes one :class:`Graph`; :func:`optimize` finds a
+:class:`Plan` for it, an execution order and a memory layout, together with a lower bound that proves how good it is;
+:func:`verify` checks a plan on its own; :func:`compile` runs the real step by it.
+
+Importing this package loads neither torch nor a solver: :func:`capture`, :func:`compile` and :func:`fake` do so when
+they are first looked up.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from roam._core import (
+    Candidate,
+    Graph,
+    GraphBuilder,
+    Operator,
+    Plan,
+    Tensor,
+    __version__,
+)
+from roam.errors import (
+    CaptureError,
+    ExecutionError,
+    FormatError,
+    GraphError,
+    PlanError,
+    RoamError,
+    SolverUnavailable,
+)
+
+if TYPE_CHECKING:
+    from roam.capture import capture, fake
+    from roam.runtime import compile
+
+__all__ = [
+    "Candidate",
+    "CaptureError",
+    "ExecutionError",
+    "FormatError",
+    "Graph",
+    "GraphBuilder",
+    "GraphError",
+    "Operator",
+    "Plan",
+    "PlanError",
+    "RoamError",
+    "SolverUnavailable",
+    "Tensor",
+    "__version__",
+    "capture",
+    "compile",
+    "fake",
+]
+
+# Public names that need torch, and the module each comes from.
+_LAZY = {"capture": "roam.capture", "fake": "roam.capture", "compile": "roam.runtime"}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    value = getattr(import_module(_LAZY[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(set(globals()) | set(__all__))
+
+
+class _Package(ModuleType):
+    """Keeps `roam.capture` the function: importing the subpackage of that name would bind the name to the module."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if not (name in _LAZY and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

@@ -1,0 +1,72 @@
+"""Everything that roam raises on purpose.
+
+All of it derives from :class:`RoamError`. Beside its message an error says where it happened, as far as that is known.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "CaptureError",
+    "ExecutionError",
+    "FormatError",
+    "GraphError",
+    "PlanError",
+    "RoamError",
+    "SolverUnavailable",
+]
+
+
+class RoamError(Exception):
+    """Something that roam could not do, or refused to do.
+
+    Attributes:
+        code: the kind of fault for programs, in snake case and stable between versions, for example ``"cycle"``;
+            empty where there is none.
+        operator: name of the operator at fault, or None.
+        position: that operator's place in program order, or None.
+        source: ``"file:line"`` of the user's code that the operator comes from, or None.
+    """
+
+    code: str
+    operator: str | None
+    position: int | None
+    source: str | None
+
+    def __init__(
+        self,
+        message: str = "",
+        *,
+        code: str = "",
+        operator: str | None = None,
+        position: int | None = None,
+        source: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.code = code
+        self.operator = operator
+        self.position = position
+        self.source = source
+
+
+class GraphError(RoamError, ValueError):
+    """A graph is not a valid training step."""
+
+
+class FormatError(RoamError, ValueError):
+    """A file or text is not a graph or a plan in the documented form."""
+
+
+class CaptureError(RoamError):
+    """A training step cannot be captured as it is."""
+
+
+class PlanError(RoamError):
+    """A graph cannot be planned as asked, or a plan does not fit its graph."""
+
+
+class ExecutionError(RoamError):
+    """A planned step could not run, or failed while it ran."""
+
+
+class SolverUnavailable(RoamError):
+    """The exact tier needs a solver that is missing or does not work here."""

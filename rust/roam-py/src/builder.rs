@@ -1,0 +1,164 @@
+//! `roam.GraphBuilder`.
+
+use crate::convert::Where;
+use crate::errors::graph_error;
+use crate::graph::PyGraph;
+use crate::guard::detached;
+use pyo3::prelude::*;
+use roam_core::builder::GraphBuilder;
+use roam_core::error::Site;
+use roam_core::graph::{Operator, Region, ReusePair, Source, Tensor};
+use roam_core::ids::{OperatorId, RegionId, TensorId};
+
+const MAX_BYTES: u64 = i64::MAX as u64;
+
+/// Builds a graph by hand. Numbers that the methods return name what was added.
+#[pyclass(name = "GraphBuilder", module = "roam")]
+pub(crate) struct PyGraphBuilder {
+    builder: GraphBuilder,
+}
+
+#[pymethods]
+impl PyGraphBuilder {
+    /// See the stub file.
+    #[new]
+    #[pyo3(signature = (name = String::new(), device = String::from("cpu"), alignment_bytes = None))]
+    fn new(name: String, device: String, alignment_bytes: Option<&Bound<'_, PyAny>>) -> PyResult<Self> {
+        let alignment_bytes = match alignment_bytes {
+            Some(value) => Where::new("alignment_bytes", None).integer(value, MAX_BYTES)?,
+            None if device.split(':').next() == Some("cpu") => 64,
+            None => 512,
+        };
+        Ok(Self { builder: GraphBuilder::new(name, device, alignment_bytes) })
+    }
+
+    /// Adds a tensor (a storage, not a view) and returns its number.
+    #[pyo3(signature = (name, size_bytes, *, kind = "temporary", residency = "step_local", alignment_bytes = None))]
+    fn tensor(
+        &mut self,
+        name: String,
+        size_bytes: &Bound<'_, PyAny>,
+        kind: &str,
+        residency: &str,
+        alignment_bytes: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<u32> {
+        let py = size_bytes.py();
+        let of = |field: &str| format!("{field} of tensor `{name}`");
+        let tensor = Tensor {
+            size_bytes: Where::new(&of("size_bytes"), None).integer(size_bytes, MAX_BYTES)?,
+            kind: Where::new(&of("kind"), None).name(py, kind)?,
+            residency: Where::new(&of("residency"), None).name(py, residency)?,
+            alignment_bytes: match alignment_bytes {
+                Some(value) => Where::new(&of("alignment_bytes"), None).integer(value, MAX_BYTES)?,
+                None => 0,
+            },
+            name,
+        };
+        Ok(self.builder.tensor(tensor).map_err(|error| graph_error(py, &error))?.0)
+    }
+
+    /// Adds an operator and returns its number.
+    #[pyo3(signature = (
+        name, *, reads = None, creates = None, mutates = None, workspace_bytes = None, reuse = None,
+        phase = "forward", sequence = None, region = None, module = String::new(), file = String::new(),
+        line = None, position = None
+    ))]
+    #[allow(clippy::too_many_arguments)] // Keyword arguments of the Python function.
+    fn operator(
+        &mut self,
+        py: Python<'_>,
+        name: String,
+        reads: Option<&Bound<'_, PyAny>>,
+        creates: Option<&Bound<'_, PyAny>>,
+        mutates: Option<&Bound<'_, PyAny>>,
+        workspace_bytes: Option<&Bound<'_, PyAny>>,
+        reuse: Option<&Bound<'_, PyAny>>,
+        phase: &str,
+        sequence: Option<&str>,
+        region: Option<&Bound<'_, PyAny>>,
+        module: String,
+        file: String,
+        line: Option<&Bound<'_, PyAny>>,
+        position: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<u32> {
+        let next = u32::try_from(self.builder.num_operators()).unwrap_or(u32::MAX);
+        let mut site = Site { name, position: next, file, line: 0 };
+        if let Some(value) = line {
+            site.line = Where::new("line", Some(&site)).integer32(value)?;
+        }
+        if let Some(value) = position {
+            site.position = Where::new("position", Some(&site)).integer32(value)?;
+        }
+        let at = |what| Where::new(what, Some(&site));
+        let tensors = |what, values: Option<&Bound<'_, PyAny>>| match values {
+            Some(values) => at(what).tensors(values),
+            None => Ok(Vec::new()),
+        };
+        let pair = |pair: Bound<'_, PyAny>| -> PyResult<ReusePair> {
+            let (input, output): (Bound<'_, PyAny>, Bound<'_, PyAny>) = pair.extract()?;
+            let number = |value| Ok::<_, PyErr>(TensorId(at("reuse").integer32(value)?));
+            Ok(ReusePair { input: number(&input)?, output: number(&output)? })
+        };
+        let operator = Operator {
+            reads: tensors("reads", reads)?,
+            creates: tensors("creates", creates)?,
+            mutates: tensors("mutates", mutates)?,
+            workspace_bytes: match workspace_bytes {
+                Some(value) => at("workspace_bytes").integer(value, MAX_BYTES)?,
+                None => 0,
+            },
+            reuse: match reuse {
+                Some(pairs) => pairs.try_iter()?.map(|item| pair(item?)).collect::<PyResult<_>>()?,
+                None => Vec::new(),
+            },
+            phase: at("phase").name(py, phase)?,
+            sequence: sequence.map(|text| at("sequence").name(py, text)).transpose()?,
+            region: region.map(|value| at("region").integer32(value)).transpose()?.map(RegionId),
+            position: site.position,
+            source: Source { module, file: site.file.clone(), line: site.line },
+            name: site.name,
+        };
+        Ok(self.builder.operator(operator).map_err(|error| graph_error(py, &error))?.0)
+    }
+
+    /// Demands that operator `before` runs before operator `after`.
+    fn control(&mut self, before: &Bound<'_, PyAny>, after: &Bound<'_, PyAny>) -> PyResult<()> {
+        let end = |value| Ok::<_, PyErr>(OperatorId(Where::new("end of a control edge", None).integer32(value)?));
+        self.builder.control(end(before)?, end(after)?);
+        Ok(())
+    }
+
+    /// Adds a conditional region and returns its number.
+    #[pyo3(signature = (name, predicate, parent = None))]
+    fn region(
+        &mut self,
+        py: Python<'_>,
+        name: String,
+        predicate: &Bound<'_, PyAny>,
+        parent: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<u32> {
+        let of = |field: &str| format!("{field} of region `{name}`");
+        let predicate = TensorId(Where::new(&of("predicate"), None).integer32(predicate)?);
+        let what = of("parent");
+        let parent = parent.map(|value| Where::new(&what, None).integer32(value)).transpose()?.map(RegionId);
+        let region = Region { name, predicate, parent };
+        Ok(self.builder.region(region).map_err(|error| graph_error(py, &error))?.0)
+    }
+
+    /// Checks everything and returns the graph; the builder may go on.
+    fn build(&self, py: Python<'_>) -> PyResult<PyGraph> {
+        let builder = self.builder.clone();
+        let graph = detached(py, || builder.build())?.map_err(|error| graph_error(py, &error))?;
+        Ok(PyGraph::new(graph))
+    }
+
+    fn __repr__(&self) -> String {
+        format!(
+            "GraphBuilder(name={:?}, device={:?}, operators={}, tensors={})",
+            self.builder.name,
+            self.builder.device,
+            self.builder.num_operators(),
+            self.builder.num_tensors()
+        )
+    }
+}

@@ -1,0 +1,230 @@
+//! `roam.Plan` and its candidates.
+
+use crate::convert::{array, max_bytes_or_default, to_i64};
+use crate::entries::word;
+use crate::errors::format_error;
+use crate::guard::detached;
+use numpy::PyArray1;
+use pyo3::prelude::*;
+use pyo3::sync::PyOnceLock;
+use pyo3::types::{PyBytes, PyDict, PyTuple, PyType};
+use roam_core::json::{load_plan, read_plan, save_plan, write_plan};
+use roam_core::plan::{Candidate, Plan};
+use std::path::PathBuf;
+use std::sync::Arc;
+
+/// One order and layout that was tried.
+#[pyclass(name = "Candidate", module = "roam", frozen, eq)]
+#[derive(PartialEq)]
+pub(crate) struct PyCandidate {
+    candidate: Candidate,
+}
+
+#[pymethods]
+impl PyCandidate {
+    /// How the order was found.
+    #[getter]
+    fn order(&self) -> &str {
+        &self.candidate.order
+    }
+    /// How the layout was found.
+    #[getter]
+    fn layout(&self) -> &str {
+        &self.candidate.layout
+    }
+    /// Most live bytes over the steps.
+    #[getter]
+    fn peak_bytes(&self) -> u64 {
+        self.candidate.peak_bytes
+    }
+    /// Bytes of the pool.
+    #[getter]
+    fn pool_bytes(&self) -> u64 {
+        self.candidate.pool_bytes
+    }
+    fn __repr__(&self) -> String {
+        let Candidate { order, layout, peak_bytes, pool_bytes } = &self.candidate;
+        format!("Candidate(order={order:?}, layout={layout:?}, peak_bytes={peak_bytes}, pool_bytes={pool_bytes})")
+    }
+}
+
+/// An execution order and a memory layout for one graph, with what they cost.
+#[pyclass(name = "Plan", module = "roam", frozen, eq)]
+pub(crate) struct PyPlan {
+    plan: Arc<Plan>,
+    timings_s: Vec<(String, f64)>,
+    order: PyOnceLock<Py<PyArray1<i64>>>,
+    offsets: PyOnceLock<Py<PyArray1<i64>>>,
+}
+
+/// Timings are no part of a plan: they differ from run to run.
+impl PartialEq for PyPlan {
+    fn eq(&self, other: &Self) -> bool {
+        self.plan == other.plan
+    }
+}
+
+impl PyPlan {
+    pub(crate) fn new(plan: Plan, timings_s: Vec<(String, f64)>) -> Self {
+        Self { plan: Arc::new(plan), timings_s, order: PyOnceLock::new(), offsets: PyOnceLock::new() }
+    }
+
+    pub(crate) fn inner(&self) -> &Arc<Plan> {
+        &self.plan
+    }
+}
+
+#[pymethods]
+impl PyPlan {
+    /// SHA-256 of the JSON of the graph that the plan is for.
+    #[getter]
+    fn graph_digest(&self) -> &str {
+        &self.plan.graph_digest
+    }
+    /// What was asked for.
+    #[getter]
+    fn settings<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let settings = PyDict::new(py);
+        settings.set_item("streams", self.plan.settings.streams)?;
+        settings.set_item("reuse", self.plan.settings.reuse)?;
+        settings.set_item("time_limit_s", self.plan.settings.time_limit_s)?;
+        Ok(settings)
+    }
+    /// Numbers of the operators in execution order.
+    #[getter]
+    fn order<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray1<i64>>> {
+        let values = || self.plan.order.iter().map(|id| to_i64(id.0)).collect();
+        Ok(self.order.get_or_try_init(py, || array(py, values()))?.bind(py).clone())
+    }
+    /// Offset in the pool per tensor; -1 where it is not in the pool.
+    #[getter]
+    fn offsets<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray1<i64>>> {
+        let values = || self.plan.offsets.iter().map(|offset| offset.map_or(-1, to_i64)).collect();
+        Ok(self.offsets.get_or_try_init(py, || array(py, values()))?.bind(py).clone())
+    }
+    /// Pairs (input, output): the output takes the memory of the input.
+    #[getter]
+    fn reuse<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        PyTuple::new(py, self.plan.reuse.iter().map(|pair| (pair.input.0, pair.output.0)))
+    }
+    /// Most live bytes over the steps in program order, without reuse.
+    #[getter]
+    fn program_order_peak_bytes(&self) -> u64 {
+        self.plan.program_order_peak_bytes
+    }
+    /// Most live bytes over the steps.
+    #[getter]
+    fn peak_bytes(&self) -> u64 {
+        self.plan.peak_bytes
+    }
+    /// Most live bytes over the steps of the tensors in the pool.
+    #[getter]
+    fn pool_peak_bytes(&self) -> u64 {
+        self.plan.pool_peak_bytes
+    }
+    /// Bytes of the pool.
+    #[getter]
+    fn pool_bytes(&self) -> u64 {
+        self.plan.pool_bytes
+    }
+    /// Most live bytes over the steps of what is not in the pool, workspace included.
+    #[getter]
+    fn outside_bytes(&self) -> u64 {
+        self.plan.outside_bytes
+    }
+    /// Bytes of all persistent tensors.
+    #[getter]
+    fn persistent_bytes(&self) -> u64 {
+        self.plan.persistent_bytes
+    }
+    /// Persistent + pool + outside.
+    #[getter]
+    fn total_bytes(&self) -> u64 {
+        self.plan.total_bytes
+    }
+    /// No order can have a lower peak.
+    #[getter]
+    fn lower_bound_bytes(&self) -> u64 {
+        self.plan.lower_bound_bytes
+    }
+    /// Number of the operator whose cut gives the lower bound, or None.
+    #[getter]
+    fn bound_operator(&self) -> Option<u32> {
+        self.plan.bound_operator.map(|operator| operator.0)
+    }
+    /// (pool + outside) / lower bound - 1.
+    #[getter]
+    fn gap(&self) -> f64 {
+        self.plan.gap()
+    }
+    /// (pool - peak of the pool's tensors) / pool.
+    #[getter]
+    fn fragmentation(&self) -> f64 {
+        self.plan.fragmentation()
+    }
+    /// `optimal`, `feasible` or `timed_out`.
+    #[getter]
+    fn status(&self) -> String {
+        word(self.plan.status)
+    }
+    /// What was tried.
+    #[getter]
+    fn candidates<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        let entry = |candidate: &Candidate| Py::new(py, PyCandidate { candidate: candidate.clone() });
+        PyTuple::new(py, self.plan.candidates.iter().map(entry).collect::<PyResult<Vec<_>>>()?)
+    }
+    /// Seconds per stage of planning; empty for a plan that was read from a file.
+    #[getter]
+    fn timings_s<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let timings = PyDict::new(py);
+        for (stage, seconds) in &self.timings_s {
+            timings.set_item(stage, seconds)?;
+        }
+        Ok(timings)
+    }
+
+    /// Writes the plan to a file, compressed if the path ends in `.gz`.
+    fn save(&self, py: Python<'_>, path: PathBuf) -> PyResult<()> {
+        detached(py, || save_plan(&path, &self.plan))?.map_err(|error| format_error(py, &error, Some(&path)))
+    }
+    /// Reads a plan from a file, compressed or not.
+    #[classmethod]
+    #[pyo3(signature = (path, *, max_bytes = None))]
+    fn load(_class: &Bound<'_, PyType>, py: Python<'_>, path: PathBuf, max_bytes: Option<u64>) -> PyResult<Self> {
+        let plan = detached(py, || load_plan(&path, max_bytes_or_default(max_bytes)))?;
+        Ok(Self::new(plan.map_err(|error| format_error(py, &error, Some(&path)))?, Vec::new()))
+    }
+    /// The JSON.
+    fn to_json<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
+        let mut bytes = Vec::new();
+        detached(py, || write_plan(&mut bytes, &self.plan))??;
+        Ok(PyBytes::new(py, &bytes))
+    }
+    /// Reads a plan from its JSON, compressed or not.
+    #[classmethod]
+    #[pyo3(signature = (data, *, max_bytes = None))]
+    fn from_json(_class: &Bound<'_, PyType>, py: Python<'_>, data: &[u8], max_bytes: Option<u64>) -> PyResult<Self> {
+        let plan = detached(py, || read_plan(data, max_bytes_or_default(max_bytes)))?;
+        Ok(Self::new(plan.map_err(|error| format_error(py, &error, None))?, Vec::new()))
+    }
+
+    fn __reduce__<'py>(slf: &Bound<'py, Self>) -> PyResult<(Bound<'py, PyAny>, (Bound<'py, PyBytes>,))> {
+        Ok((slf.get_type().getattr("from_json")?, (slf.get().to_json(slf.py())?,)))
+    }
+
+    fn __repr__(&self) -> String {
+        format!(
+            "Plan(status={}, operators={}, pool_bytes={}, outside_bytes={}, persistent_bytes={}, total_bytes={}, \
+             program_order_peak_bytes={}, lower_bound_bytes={}, gap={:.4})",
+            word(self.plan.status),
+            self.plan.order.len(),
+            self.plan.pool_bytes,
+            self.plan.outside_bytes,
+            self.plan.persistent_bytes,
+            self.plan.total_bytes,
+            self.plan.program_order_peak_bytes,
+            self.plan.lower_bound_bytes,
+            self.plan.gap()
+        )
+    }
+}
