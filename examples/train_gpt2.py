@@ -1,0 +1,131 @@
+"""Train a small GPT-2 twice, by eager PyTorch and by a roam plan, and compare every loss bit for bit.
+
+The text is this repository's own documentation and licence, a byte a token, so nothing is downloaded. Model, dropout, AdamW,
+norm clipping and the cosine schedule are what one would write without roam; the only difference is `roam.compile`.
+
+Exits with 1 if any loss or any final parameter differs in any bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import transformers
+
+import roam
+from roam.report import format_bytes
+from roam.runtime.measure import MemoryTrace, measure_peak
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+VOCABULARY = 256
+SEQ = 128
+BATCH = 8
+
+
+def read_text() -> torch.Tensor:
+    """All of the repository's documentation as bytes, int64 [characters]."""
+    files = [*sorted(REPOSITORY.glob("*.md")), *sorted(REPOSITORY.glob("docs/**/*.md")), REPOSITORY / "LICENSE"]
+    return torch.tensor(list(b"\n".join(file.read_bytes() for file in files)))
+
+
+def train_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, tokens: torch.Tensor) -> torch.Tensor:
+    """One step of training on tokens [batch, seq]; returns the loss, a scalar."""
+    optimizer.zero_grad()
+    loss = model(input_ids=tokens, labels=tokens).loss
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=False)
+    optimizer.step()
+    return loss
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one way of training gave."""
+
+    losses: list[float]
+    parameters: list[torch.Tensor]
+    memory: MemoryTrace
+    seconds: float
+
+
+def train(step: Callable[..., torch.Tensor], text: torch.Tensor, steps: int) -> Run:
+    """Train a new model for ``steps`` steps; the same seeds, so the same model, batches and dropout, at every call.
+
+    The last step's memory is measured and its time left out.
+    """
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=VOCABULARY,
+        n_positions=SEQ,
+        n_embd=256,
+        n_layer=4,
+        n_head=4,
+        bos_token_id=None,
+        eos_token_id=None,
+        use_cache=False,
+    )
+    model = transformers.GPT2LMHeadModel(config).train()
+    model.loss_type = "ForCausalLM"
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False, fused=False)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=steps)
+    draw = torch.Generator().manual_seed(1)
+
+    losses: list[float] = []
+    seconds = 0.0
+    memory = None
+    for number in range(steps):
+        starts = torch.randint(len(text) - SEQ, (BATCH,), generator=draw)
+        tokens = torch.stack([text[start : start + SEQ] for start in starts.tolist()])
+        if number == steps - 1:
+            results: list[torch.Tensor] = []
+            memory = measure_peak(lambda batch=tokens, results=results: results.append(step(model, optimizer, batch)))
+            loss = results.pop()
+        else:
+            start_s = time.perf_counter()
+            loss = step(model, optimizer, tokens)
+            seconds += time.perf_counter() - start_s
+        losses.append(loss.item())
+        scheduler.step()
+    assert memory is not None
+    return Run(losses, [parameter.detach().clone() for parameter in model.parameters()], memory, seconds)
+
+
+def main() -> int:
+    """Train both ways, print the comparison, and return the exit code."""
+    parser = argparse.ArgumentParser(description="Train a small GPT-2 by eager PyTorch and by a roam plan.")
+    parser.add_argument("--steps", type=int, default=20, metavar="N", help="at least 3 (default 20)")
+    steps = parser.parse_args().steps
+    if steps < 3:
+        parser.error("--steps must be at least 3")
+
+    text = read_text()
+    print(f"text: {len(text):,} bytes; batches of {BATCH} x {SEQ} tokens; {steps} steps")
+    eager = train(train_step, text, steps)
+    compiled = roam.compile(train_step)
+    planned = train(compiled, text, steps)
+
+    print(f"\n{'step':>4}  {'eager loss':>20}  {'loss by plan':>20}")
+    for number, (one, other) in enumerate(zip(eager.losses, planned.losses, strict=True), start=1):
+        print(f"{number:>4}  {one!r:>20}  {other!r:>20}  {'equal' if one == other else 'DIFFERENT'}")
+
+    plan = compiled.plan
+    print(f"\n{'peak inside a step':<18}  {'planned':>12}  {'measured':>12}  {'s per step':>10}")
+    rows = (("eager", plan.program_order_peak_bytes, eager), ("by plan", plan.peak_bytes, planned))
+    for name, promised, run in rows:
+        measured = format_bytes(run.memory.peak_bytes)
+        print(f"{name:<18}  {format_bytes(promised):>12}  {measured:>12}  {run.seconds / (steps - 1):>10.3f}")
+    print(f"\nthe plan: lower bound {format_bytes(plan.lower_bound_bytes)}, {plan.gap:.2%} above it")
+
+    same = eager.losses == planned.losses and all(map(torch.equal, eager.parameters, planned.parameters))
+    print(f"losses and final parameters: {'equal bit for bit' if same else 'DIFFERENT'}")
+    return 0 if same else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

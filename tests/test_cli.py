@@ -1,0 +1,388 @@
+"""The command: what it prints for people and programs, and its exit codes."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import roam
+from roam import cli, zoo
+from roam.report import Progress, format_bytes, progress
+
+FIGURES = (
+    "program_order_peak_bytes",
+    "peak_bytes",
+    "pool_bytes",
+    "pool_peak_bytes",
+    "outside_bytes",
+    "persistent_bytes",
+    "total_bytes",
+    "lower_bound_bytes",
+    "gap",
+    "fragmentation",
+    "status",
+)
+
+
+def two_branches() -> roam.Graph:
+    """Two branches that program order makes side by side; one after the other they need less."""
+    builder = roam.GraphBuilder("two branches")
+    weight = builder.tensor("weight", 4096, kind="parameter", residency="persistent")
+    results, larges = [], []
+    for branch in ("left", "right"):
+        large = builder.tensor(f"{branch} large", 65536)
+        builder.operator(f"make {branch}", reads=[weight], creates=[large], file="net.py", line=7, module="net.body")
+        larges.append(large)
+    for large, branch in zip(larges, ("left", "right"), strict=True):
+        small = builder.tensor(f"{branch} small", 64)
+        builder.operator(f"shrink {branch}", reads=[large], creates=[small])
+        results.append(small)
+    loss = builder.tensor("loss", 4, kind="output", residency="leaves")
+    builder.operator("join", reads=results, creates=[loss], workspace_bytes=128, phase="loss")
+    return builder.build()
+
+
+@pytest.fixture
+def graph_file(tmp_path: Path) -> str:
+    path = str(tmp_path / "graph.json")
+    two_branches().save(path)
+    return path
+
+
+@pytest.fixture
+def plan_file(tmp_path: Path) -> str:
+    path = str(tmp_path / "plan.json")
+    roam.optimize(two_branches()).save(path)
+    return path
+
+
+def run(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "roam.cli", *arguments], capture_output=True, text=True, **options)
+
+
+def assert_one_line(text: str, *words: str) -> None:
+    assert text.startswith("roam: ")
+    assert text.count("\n") == 1
+    assert all(word in text for word in words)
+
+
+def test_a_graph_file_is_planned_for_programs(graph_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", graph_file, "--json"]) == 0
+    captured = capsys.readouterr()
+    values = json.loads(captured.out)
+    plan = roam.optimize(two_branches())
+    assert {name: values[name] for name in FIGURES} == {name: getattr(plan, name) for name in FIGURES}
+    assert values["peak_bytes"] < values["program_order_peak_bytes"]
+    saved = values["saved_by_order_bytes"] + values["saved_by_reuse_bytes"]
+    assert saved == values["program_order_peak_bytes"] - values["peak_bytes"]
+    assert values["model"] == graph_file
+    assert (values["operators"], values["tensors"]) == (5, 6)
+    assert values["verified"] is True
+    assert values["capture_s"] is None
+    assert values["plan_s"] > 0
+    assert values["peak_rss_bytes"] > 2**20
+    assert values["timings_s"].keys() == plan.timings_s.keys()
+    assert values["peak_operator"]["live_bytes"] == values["peak_bytes"]
+    assert (values["peak_operator"]["file"], values["peak_operator"]["line"]) in {("net.py", 7), ("", 0)}
+    assert captured.err == ""
+
+
+def test_a_graph_file_is_planned_for_people(graph_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", graph_file]) == 0
+    text = capsys.readouterr().out
+    plan = roam.optimize(two_branches())
+    lines = {line.split("  ")[0]: line for line in text.splitlines()}
+    assert text.startswith(f"{graph_file}: 5 operators, 6 tensors\n")
+    assert f"{plan.program_order_peak_bytes:,}" in lines["program order"]
+    assert f"{plan.total_bytes:,}" in lines["total"]
+    assert f"{plan.lower_bound_bytes:,}" in lines["lower bound"]
+    assert f"{plan.gap:.2%}" in lines["gap"]
+    assert lines["verified"].endswith("yes")
+    assert "at the peak" in lines
+    assert not any(line.endswith(" ") for line in text.splitlines())
+
+
+def test_a_plan_can_do_without_reuse(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    builder = roam.GraphBuilder()
+    first, second = builder.tensor("first", 1024), builder.tensor("second", 1024)
+    builder.operator("make", creates=[first])
+    builder.operator("relu", reads=[first], creates=[second], reuse=[(first, second)])
+    path = str(tmp_path / "graph.json.gz")
+    builder.build().save(path)
+    results = []
+    for options in ([], ["--no-reuse"]):
+        assert cli.main(["plan", path, "--json", *options]) == 0
+        results.append(json.loads(capsys.readouterr().out))
+    assert [values["peak_bytes"] for values in results] == [1024, 2048]
+    assert [values["saved_by_reuse_bytes"] for values in results] == [1024, 0]
+    assert [values["saved_by_order_bytes"] for values in results] == [0, 0]
+    assert [values["peak_operator"]["live_bytes"] for values in results] == [1024, 2048]
+
+
+def test_an_empty_graph(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(tmp_path / "graph.json")
+    roam.GraphBuilder().build().save(path)
+    assert cli.main(["plan", path, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["total_bytes"] == 0
+    assert cli.main(["plan", path]) == 0
+
+
+def test_what_is_saved_can_be_verified(graph_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    graph, plan = str(tmp_path / "copy.json.gz"), str(tmp_path / "plan.json.gz")
+    assert cli.main(["plan", graph_file, "--save-graph", graph, "--save-plan", plan]) == 0
+    capsys.readouterr()
+    assert cli.main(["verify", graph, plan]) == 0
+    assert capsys.readouterr().out == f"valid: {plan} is a plan of {graph}\n"
+    assert cli.main(["verify", graph, plan, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["valid"] is True
+    assert roam.Graph.load(graph) == two_branches()
+
+
+def test_an_invalid_plan(graph_file: str, plan_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    values = json.loads(Path(plan_file).read_text())
+    values["peak_bytes"] += 64
+    Path(plan_file).write_text(json.dumps(values))
+    assert cli.main(["verify", graph_file, plan_file]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert_one_line(captured.err, "invalid plan")
+    assert cli.main(["verify", graph_file, plan_file, "--json"]) == 1
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["valid"] is False
+    assert answer["code"]
+    assert answer["error"]
+
+
+def test_a_plan_of_another_graph(tmp_path: Path, plan_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    other = str(tmp_path / "other.json")
+    roam.GraphBuilder().build().save(other)
+    assert cli.main(["verify", other, plan_file]) == 1
+    assert_one_line(capsys.readouterr().err, "invalid plan")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["plan", "{tmp}/missing.json"], ["missing.json", "No such file"]),
+        (["plan", "{tmp}/folder.json"], ["folder.json"]),
+        (["plan", "{tmp}/cut.json"], []),
+        (["plan", "{tmp}/text.json.gz"], []),
+        (["plan", "{plan}"], []),
+        (["plan", "gpt5"], ["'gpt5'", "roam zoo"]),
+        (["plan", "{graph}", "--batch", "2", "--step", "first"], ["--batch, --step", "captured already"]),
+        (["plan", "alexnet", "--seq", "8"], ["no sequence length"]),
+        (["plan", "gpt2-tiny", "--seq", "129"], ["2 to 128"]),
+        (["plan", "{graph}", "--save-plan", "{tmp}/no/such/plan.json"], ["plan.json", "No such file"]),
+        (["verify", "{graph}", "{tmp}/missing.json"], ["missing.json", "No such file"]),
+        (["verify", "{graph}", "{graph}"], []),
+    ],
+)
+def test_bad_input_is_one_clear_line(
+    arguments: list[str],
+    words: list[str],
+    graph_file: str,
+    plan_file: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "folder.json").mkdir()
+    (tmp_path / "cut.json").write_bytes(Path(graph_file).read_bytes()[:100])
+    (tmp_path / "text.json.gz").write_text("not compressed, not JSON")
+    named = [text.format(tmp=tmp_path, graph=graph_file, plan=plan_file) for text in arguments]
+    assert cli.main(named) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert_one_line(captured.err, *words)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["paint"],
+        ["plan"],
+        ["plan", "gpt2", "--batch", "0"],
+        ["plan", "gpt2", "--seq", "many"],
+        ["plan", "gpt2", "--dtype", "int8"],
+        ["plan", "gpt2", "--time-limit", "0"],
+        ["plan", "gpt2", "--time-limit", "nan"],
+        ["plan", "gpt2", "--time-limit", "inf"],
+        ["verify", "graph.json"],
+    ],
+)
+def test_wrong_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(arguments)
+    assert exit_.value.code == 2
+    assert "usage: roam" in capsys.readouterr().err
+
+
+def test_a_step_that_cannot_be_captured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    build = zoo.build
+
+    def build_branching(*args: Any, **kwargs: Any) -> zoo.ZooStep:
+        made = build(*args, **kwargs)
+
+        def train_step(model: Any, optimizer: Any, *batch: Any) -> Any:
+            loss = made.train_step(model, optimizer, *batch)
+            return loss if loss.item() > 1 else None
+
+        return zoo.ZooStep(train_step, made.model, made.optimizer, made.batch)
+
+    monkeypatch.setattr(zoo, "build", build_branching)
+    assert cli.main(["plan", "gpt2-tiny"]) == 3
+    assert "roam: cannot capture this step: " in capsys.readouterr().err
+
+
+def test_an_error_of_roam_itself(
+    graph_file: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("the planner fell over")
+
+    monkeypatch.setattr(roam, "optimize", fail)
+    assert cli.main(["plan", graph_file]) == 4
+    text = capsys.readouterr().err
+    assert "the planner fell over" in text
+    assert text.endswith("please report it with the lines above\n")
+
+
+def test_an_interrupt(graph_file: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupt(*args: Any, **kwargs: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(roam, "optimize", interrupt)
+    assert cli.main(["plan", graph_file]) == 130
+    assert capsys.readouterr().err == "roam: interrupted\n"
+
+
+def test_nobody_reads_the_output() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as output:
+        done = subprocess.run(
+            [sys.executable, "-m", "roam.cli", "zoo"], stdout=output, stderr=subprocess.PIPE, text=True
+        )
+    assert done.returncode == 2
+    assert_one_line(done.stderr, "nobody reads")
+
+
+def test_a_graph_file_needs_neither_torch_nor_a_solver(graph_file: str) -> None:
+    code = f"import sys; from roam.cli import main; main(['plan', {graph_file!r}]); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = set(done.stdout.splitlines()[-1].split())
+    assert "roam.cli" in loaded
+    assert not loaded & {"torch", "mip", "torchvision", "transformers"}
+
+
+def test_the_zoo_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["zoo"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(zoo.names())
+    assert cli.main(["zoo", "--json"]) == 0
+    models = json.loads(capsys.readouterr().out)["models"]
+    assert [model["name"] for model in models] == list(zoo.names())
+    assert {"summary", "requires", "default_seq", "max_seq"} < models[0].keys()
+
+
+def test_version_and_help() -> None:
+    assert run("--version", check=True).stdout == f"roam {roam.__version__}\n"
+    for command in ([], ["plan"], ["verify"], ["zoo"]):
+        assert "exit codes:" in run(*command, "--help", check=True).stdout
+
+
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        ("gpt2-tiny", ["--batch", "2", "--seq", "16"]),
+        ("gpt2-tiny", ["--step", "first", "--optimizer", "sgd-momentum"]),
+        ("llama-tiny", ["--optimizer", "sgd", "--dtype", "bfloat16"]),
+        ("bert-tiny", ["--optimizer", "adam", "--no-reuse"]),
+        ("moe-tiny", []),
+    ],
+)
+def test_a_model_of_the_zoo(model: str, options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    graph, plan = str(tmp_path / "graph.json.gz"), str(tmp_path / "plan.json.gz")
+    assert cli.main(["plan", model, "--json", *options, "--save-graph", graph, "--save-plan", plan]) == 0
+    values = json.loads(capsys.readouterr().out)
+    assert values["model"] == model
+    assert values["capture_s"] > 0
+    assert values["verified"] is True
+    assert values["operators"] > 100
+    assert values["lower_bound_bytes"] <= values["peak_bytes"] <= values["program_order_peak_bytes"]
+    given = dict(zip(options[::2], options[1::2], strict=False))
+    assert values["batch"] == int(given.get("--batch", 1))
+    assert values["seq"] == int(given.get("--seq", 128))
+    assert values["step"] == given.get("--step", "steady")
+    assert values["optimizer"] == given.get("--optimizer", "adamw")
+    with_options = ["--no-reuse"] if "--no-reuse" in options else []
+    assert cli.main(["plan", graph, "--json", *with_options]) == 0
+    again = json.loads(capsys.readouterr().out)
+    assert {name: again[name] for name in FIGURES} == {name: values[name] for name in FIGURES}
+    assert cli.main(["verify", graph, plan]) == 0
+
+
+def test_gpt2_xl_within_its_budget() -> None:
+    values = json.loads(run("plan", "gpt2-xl", "--json", check=True).stdout)
+    assert values["operators"] >= 10_000
+    assert values["capture_s"] < 60
+    assert values["plan_s"] < 2
+    assert values["peak_rss_bytes"] < 4e9
+    assert values["gap"] <= 0.01
+    assert values["verified"] is True
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.00 KiB"),
+        (1536, "1.50 KiB"),
+        (3 * 2**30, "3.00 GiB"),
+        (2**70, "1024.00 EiB"),
+    ],
+)
+def test_readable_bytes(size_bytes: int, text: str) -> None:
+    assert format_bytes(size_bytes) == text
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_is_silent_at_first() -> None:
+    stream = Terminal()
+    with Progress("working", stream):
+        pass
+    assert stream.getvalue() == ""
+
+
+@pytest.mark.parametrize("stream", [io.StringIO(), Terminal()], ids=["file", "terminal"])
+def test_progress_shows_long_work(stream: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "_PATIENCE_S", 0.01)
+    with Progress("working", stream):
+        deadline = time.monotonic() + 10
+        while not stream.getvalue() and time.monotonic() < deadline:
+            time.sleep(0.01)
+    if stream.isatty():
+        assert stream.getvalue().startswith("\rroam: working, 0 s")
+        assert stream.getvalue().endswith("\r\x1b[K")
+    else:
+        assert stream.getvalue() == "roam: working ...\n"
+
+
+def test_progress_survives_a_closed_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "_PATIENCE_S", 0.0)
+    stream = Terminal()
+    stream.close()
+    with Progress("working", stream):
+        time.sleep(0.05)
