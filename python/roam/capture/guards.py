@@ -1,0 +1,347 @@
+"""Guards: whether a step's Python state is still what capture saw.
+
+A captured step has every Python value that it met frozen into it: which branch was taken, the probability of a dropout, the
+number of layers in a list. `Guards` notices when such a value is another one now, in well under a millisecond; `ArgGuard` does
+so for the arguments of a call, where new tensors of the same kind are fine.
+
+Plain values are compared by exact type and value, floats by their bits; containers by their entries; everything else by identity.
+Tensors that are not parameters are compared by their metadata, so that an owner may replace them. Not guarded, because a
+compiled step reads them anew at every call: learning rates, schedulers, optimizer state, loss scales, gradients.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Collection
+from itertools import chain
+from typing import Any, Final
+
+import torch
+from torch.utils import _pytree as pytree
+
+from .reach import Reach
+from .spaces import ArraySpace, Items, MappingSpace, SequenceSpace, SetSpace, Space
+from .values import is_numpy_array, same, same_elements, show
+
+# Switches of PyTorch's that change what a step computes.
+_AMBIENT: Final[tuple[tuple[str, Callable[[], Any]], ...]] = (
+    ("gradient mode", torch.is_grad_enabled),
+    ("inference mode", torch.is_inference_mode_enabled),
+    ("autocast on cpu", lambda: torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu")),
+    ("autocast on cuda", lambda: torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda")),
+    ("default dtype", torch.get_default_dtype),
+    ("deterministic mode", torch.are_deterministic_algorithms_enabled),
+    ("float32 matmul precision", torch.get_float32_matmul_precision),
+)
+# Holders that many quick comparisons may go through at once: exact types, whose iteration runs nobody's code.
+_QUICK_HOLDERS: Final = frozenset({dict, OrderedDict, defaultdict, list, deque})
+
+
+class _AnyTensor:
+    """Stands for a tensor whose owner may replace it; its metadata is checked apart."""
+
+
+class Guards:
+    """A flat list of checks over the state that a step reaches.
+
+    The usual case, nothing changed, is decided by a few passes over all containers at once that compare sizes and the identities
+    of keys and values. Only where those differ is a container looked at entry by entry. Objects, modules and parameters that the
+    guards compare by identity are kept alive by them; tensors that may be replaced are not.
+
+    Args:
+        reach: the state, as it is now.
+        ignore: paths that may change, each with everything beneath it, such as ``"self.history"``.
+    """
+
+    def __init__(self, reach: Reach, ignore: Collection[str] = ()) -> None:
+        ignored = tuple(ignore)
+        checks = [
+            _SpaceCheck(place.space, ignored)
+            for place in reach.places
+            if place.guarded and not place.space.is_immutable and not _is_under(place.space.path, ignored)
+        ]
+        self._bulk = _Bulk([check for check in checks if check.is_quick])
+        self._single = [check for check in checks if not check.is_quick]
+        self._fixed: list[tuple[str, torch.Tensor, tuple[Any, ...]]] = []
+        self._replaceable: list[tuple[str, Space, Any, tuple[Any, ...]]] = []
+        seen: set[int] = set()
+        for slot in reach.slots:
+            if slot.kind in ("argument", "state") or _is_under(slot.path, ignored):
+                continue
+            if _is_fixed(slot.tensor) or (slot.kind == "group" and type(slot.key) is int):
+                if id(slot.tensor) not in seen:
+                    seen.add(id(slot.tensor))
+                    self._fixed.append((slot.path, slot.tensor, _metadata(slot.tensor)))
+            elif slot.kind != "group":  # the others in groups are live numbers
+                self._replaceable.append((slot.path, slot.space, slot.key, _metadata(slot.tensor)))
+        self._storages = self._storage_list()
+        self._aliasing = _pattern(self._storages)
+        self._ambient = [(name, read, read()) for name, read in _AMBIENT]
+
+    def failure(self) -> str | None:
+        """None while everything is as it was, else the first difference: its path, the old value and the new one."""
+        for name, read, expected in self._ambient:
+            if read() != expected:
+                return f"PyTorch's {name} changed from {show(expected)} to {show(read())}"
+        return self._bulk.failure() or self._single_failure() or self._tensor_failure()
+
+    def storage_indices(self) -> dict[int, int]:
+        """The storages of all guarded tensors of now, each with the place of its first tensor in a fixed order."""
+        indices: dict[int, int] = {}
+        for index, storage in enumerate(self._storage_list()):
+            indices.setdefault(storage, index)
+        return indices
+
+    def _single_failure(self) -> str | None:
+        for check in self._single:
+            reason = check.failure()
+            if reason is not None:
+                return reason
+        return None
+
+    def _tensor_failure(self) -> str | None:
+        for path, tensor, expected in self._fixed:
+            if _metadata(tensor) != expected:
+                return _metadata_change(path, expected, _metadata(tensor))
+        for path, space, key, expected in self._replaceable:
+            value = space.get(key)
+            if not issubclass(type(value), torch.Tensor):
+                return f"{path} changed from a tensor to {show(value)}"
+            if _metadata(value) != expected:
+                return _metadata_change(path, expected, _metadata(value))
+        storages = self._storage_list()
+        if storages != self._storages:
+            if _pattern(storages) != self._aliasing:
+                return "the tensors that the step reaches share memory in another way than before"
+            self._storages = storages
+        return None
+
+    def _storage_list(self) -> list[int]:
+        """An identity of the memory of each guarded tensor."""
+        storages = [_storage(tensor) for _, tensor, _ in self._fixed]
+        storages += [_storage(space.get(key)) for _, space, key, _ in self._replaceable]
+        return storages
+
+
+class _SpaceCheck:
+    """The expected contents of one space."""
+
+    __slots__ = ("expected", "ignored", "is_quick", "space")
+
+    def __init__(self, space: Space, ignored: tuple[str, ...]) -> None:
+        self.space = space
+        self.ignored = ignored
+        self.expected: Items = []
+        self.rebase()
+        if isinstance(space, SetSpace):
+            self.is_quick = type(space.holder) is set and not self.expected
+        else:
+            # Tensors that are replaced at every step would fail the quick comparison at every step.
+            self.is_quick = (
+                isinstance(space, (MappingSpace, SequenceSpace))
+                and type(space.holder) in _QUICK_HOLDERS
+                and not any(value is _AnyTensor for _, value in self.expected)
+                and not (ignored and any(_is_under(space.label(key), ignored) for key, _ in self.expected))
+            )
+
+    def rebase(self) -> None:
+        """Expect what is there now."""
+        self.expected = [
+            (key, _AnyTensor if issubclass(type(value), torch.Tensor) and not _is_fixed(value) else value)
+            for key, value in self.space.items()
+        ]
+
+    def failure(self) -> str | None:
+        space, items = self.space, self.space.items()
+        if isinstance(space, SetSpace):
+            if same_elements([key for key, _ in self.expected], [key for key, _ in items]):
+                return None
+            return f"{space.path} holds other elements than before"
+        if len(items) != len(self.expected) or not all(
+            same(old, key) for (key, _), (old, _) in zip(items, self.expected, strict=True)
+        ):
+            return self._key_change(items)
+        for (key, value), (_, expected) in zip(items, self.expected, strict=True):
+            if not self._is_same(key, expected, value):
+                return f"{space.label(key)} changed from {_show(expected)} to {show(value)}"
+        return None
+
+    def _is_same(self, key: Any, expected: Any, value: Any) -> bool:
+        if same(expected, value):
+            return True
+        if expected is _AnyTensor:
+            return issubclass(type(value), torch.Tensor)
+        if self.space.is_live(key):
+            return not issubclass(type(value), torch.Tensor)
+        return bool(self.ignored) and _is_under(self.space.label(key), self.ignored)
+
+    def _key_change(self, items: Items) -> str:
+        space = self.space
+        if isinstance(space, SequenceSpace):
+            return f"{space.path} changed from {len(self.expected)} to {len(items)} entries"
+        for key, value in items:
+            if not any(same(old, key) for old, _ in self.expected):
+                return f"{space.label(key)} changed from nothing to {show(value)}"
+        for old, expected in self.expected:
+            if not any(same(old, key) for key, _ in items):
+                return f"{space.label(old)} changed from {_show(expected)} to nothing"
+        return f"the entries of {space.path} changed their order"
+
+
+class _Bulk:
+    """Many space checks in a few passes."""
+
+    def __init__(self, checks: list[_SpaceCheck]) -> None:
+        self._checks = checks
+        self._holders: list[Any] = [check.space.holder for check in checks]  # type: ignore[attr-defined]
+        # Views show the dictionary of now, however often it changes.
+        self._values = [holder.values() if isinstance(holder, dict) else holder for holder in self._holders]
+        self._dictionaries = [holder for holder in self._holders if isinstance(holder, dict)]
+        self._expect()
+
+    def _expect(self) -> None:
+        self._sizes = [len(check.expected) for check in self._checks]
+        self._expected = [value for check in self._checks for _, value in check.expected]
+        self._keys = [
+            key for check in self._checks if isinstance(check.space, MappingSpace) for key, _ in check.expected
+        ]
+
+    def failure(self) -> str | None:
+        if (
+            list(map(len, self._holders)) == self._sizes
+            and all(map(operator.is_, chain.from_iterable(self._values), self._expected))
+            and all(map(operator.is_, chain.from_iterable(self._dictionaries), self._keys))
+        ):
+            return None
+        for check in self._checks:
+            items = check.space.items()
+            if len(items) != len(check.expected) or not all(
+                key is old and value is expected
+                for (key, value), (old, expected) in zip(items, check.expected, strict=True)
+            ):
+                reason = check.failure()
+                if reason is not None:
+                    return reason
+                check.rebase()
+        self._expect()
+        return None
+
+
+class ArgGuard:
+    """Whether a call's arguments fit a captured step: the same structure, tensors of the same metadata that share memory in the
+    same way, equal plain values, the same models, optimizers and other objects. Tensors themselves may be new at every call.
+
+    Args:
+        args: the positional arguments of the captured call.
+        kwargs: its keyword arguments.
+        guards: the state's guards; where given, an argument that shares memory with a parameter, buffer or loose tensor must do
+            so again, and no other may.
+    """
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], guards: Guards | None = None) -> None:
+        self._guards = guards
+        leaves, self._spec = pytree.tree_flatten_with_path((args, kwargs))
+        self._leaves = [(_argument_path(path), _leaf(value)) for path, value in leaves]
+        self._aliasing = self._alias([value for _, value in leaves])
+
+    def failure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+        """None where the plan of the captured call fits this one too, else the first difference."""
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        if spec != self._spec:
+            return "the arguments have another structure than before"
+        for (path, expected), value in zip(self._leaves, leaves, strict=True):
+            if isinstance(expected, _Leaf):
+                if not issubclass(type(value), torch.Tensor):
+                    return f"{path} changed from a tensor to {show(value)}"
+                if _metadata(value) != expected.metadata:
+                    return _metadata_change(path, expected.metadata, _metadata(value))
+            elif not same(expected, _leaf(value)):
+                return f"{path} changed from {show(expected)} to {show(value)}"
+        if self._alias(leaves) != self._aliasing:
+            return "the arguments share memory, with one another or with the step's state, in another way than before"
+        return None
+
+    def _alias(self, leaves: list[Any]) -> tuple[list[int], list[int]]:
+        storages = [_storage(leaf) for leaf in leaves if issubclass(type(leaf), torch.Tensor)]
+        owned = self._guards.storage_indices() if self._guards else {}
+        return _pattern(storages), [owned.get(storage, -1) for storage in storages]
+
+
+class _Leaf:
+    """What is expected of a tensor among the arguments."""
+
+    __slots__ = ("metadata",)
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.metadata = _metadata(tensor)
+
+
+def _leaf(value: Any) -> Any:
+    """What to expect of an argument: an array's contents would be frozen into the step, so they count as a plain value."""
+    if issubclass(type(value), torch.Tensor):
+        return _Leaf(value)
+    if is_numpy_array(value) and not value.dtype.hasobject:
+        return tuple(ArraySpace(value, "").items())
+    return value
+
+
+def _argument_path(path: tuple[Any, ...]) -> str:
+    is_keyword, rest = path[0].idx == 1, path[1:]
+    if is_keyword:
+        return f"{rest[0].key}{pytree.keystr(rest[1:])}"
+    return f"args{pytree.keystr(rest)}"
+
+
+def _is_under(path: str, prefixes: tuple[str, ...]) -> bool:
+    return any(path == prefix or (path.startswith(prefix) and path[len(prefix)] in ".[{ ") for prefix in prefixes)
+
+
+def _is_fixed(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is itself part of what was captured: gradients are accumulated in it, optimizers hold it."""
+    return issubclass(type(tensor), torch.nn.Parameter) or (tensor.requires_grad and tensor.is_leaf)
+
+
+def _metadata(tensor: torch.Tensor) -> tuple[Any, ...]:
+    hooks, post_hooks = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
+    is_strided = tensor.layout is torch.strided
+    return (
+        type(tensor),
+        tensor.dtype,
+        tensor.shape,
+        tensor.stride() if is_strided else tensor.layout,
+        tensor.storage_offset() if is_strided else 0,
+        tensor.device,
+        tensor.requires_grad,
+        tensor.is_leaf,
+        len(hooks) if hooks else 0,
+        len(post_hooks) if post_hooks else 0,
+    )
+
+
+_METADATA: Final = (
+    "type", "dtype", "shape", "strides", "storage offset", "device", "requires_grad", "is_leaf", "gradient hooks", "gradient hooks"
+)  # fmt: skip
+
+
+def _metadata_change(path: str, expected: tuple[Any, ...], actual: tuple[Any, ...]) -> str:
+    what, old, new = next(item for item in zip(_METADATA, expected, actual, strict=True) if item[1] != item[2])
+    return f"the {what} of {path} changed from {show(old)} to {show(new)}"
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    """An identity of a tensor's memory, unique among those alive; tensors without a storage of their own stand for themselves."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):
+        return id(tensor)
+
+
+def _pattern(storages: list[int]) -> list[int]:
+    """For each, the place of the first that is the same."""
+    first: dict[int, int] = {}
+    return [first.setdefault(storage, index) for index, storage in enumerate(storages)]
+
+
+def _show(expected: Any) -> str:
+    return "a tensor" if expected is _AnyTensor else show(expected)

@@ -1,0 +1,553 @@
+"""Reach: everything that a training step can get at, found by one walk that runs none of the user's code.
+
+The walk starts at the user's function and its arguments and goes through closures, bound objects, partials, the globals
+that code names, classes, containers, modules and optimizers. Library packages are not entered: their functions and
+classes are taken to stay as they are. Modules that the user wrote himself are entered name by name, as his functions use them.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import inspect
+import random
+import sys
+import types
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import torch
+from torch.utils import _pytree as pytree
+
+from roam.errors import CaptureError
+
+from .spaces import (
+    ArraySpace,
+    CellSpace,
+    ClassSpace,
+    FunctionSpace,
+    MappingSpace,
+    NamesSpace,
+    OptimizerSpace,
+    SequenceSpace,
+    SetSpace,
+    SlotsSpace,
+    Space,
+)
+from .values import MISSING, is_numpy_array, is_plain
+
+# Packages whose functions and classes are not entered, beside the standard library.
+_LIBRARIES: Final = frozenset(
+    [
+        "torch",
+        "torchvision",
+        "torchaudio",
+        "torchgen",
+        "functorch",
+        "triton",
+        "numpy",
+        "scipy",
+        "pandas",
+        "sklearn",
+        "matplotlib",
+        "PIL",
+        "transformers",
+        "tokenizers",
+        "safetensors",
+        "huggingface_hub",
+        "accelerate",
+        "datasets",
+        "tqdm",
+        "wandb",
+        "tensorboard",
+        "tensorboardX",
+        "mlflow",
+        "rich",
+        "loguru",
+        "pytest",
+        "_pytest",
+        "hypothesis",
+        "mip",
+        "cffi",
+    ]
+) | frozenset(sys.stdlib_module_names) - {"__main__"}
+_LIBRARY_PREFIXES: Final = ("roam.capture", "roam.runtime", "roam._core")
+# Objects that only watch a training run: their attributes change at every step and no result depends on them.
+_WATCHERS: Final = frozenset(
+    ["tqdm", "wandb", "tensorboard", "tensorboardX", "mlflow", "rich", "loguru", "pytest", "_pytest", "hypothesis"]
+)
+_WATCHER_PREFIXES: Final = ("torch.utils.tensorboard", "torch.profiler", "torch.autograd.profiler")
+# Standard library modules whose instances are mere holders of attributes.
+_HOLDERS: Final = frozenset({"builtins", "types", "argparse", "collections"})
+# Methods that no step runs on an object that it has been given ready-made.
+_NOT_IN_STEP: Final = frozenset(
+    {"__init__", "__new__", "__init_subclass__", "__repr__", "__str__", "extra_repr", "__del__"}
+)
+_SCHEDULERS: Final = (torch.optim.lr_scheduler.LRScheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+_MOST_SPACES: Final = 1_000_000
+
+TensorKind = Literal["parameter", "buffer", "group", "state", "loose", "argument"]
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A place that holds a tensor.
+
+    Attributes:
+        path: how a reader would write it.
+        tensor: what was found there.
+        space: the holder; ``slot.space.get(slot.key)`` is the tensor of now, ``slot.space.set(slot.key, t)`` puts another.
+        kind: ``parameter`` and ``buffer`` of a module, ``group`` and ``state`` of an optimizer, ``argument`` among the call's
+            arguments, ``loose`` anywhere else.
+    """
+
+    path: str
+    tensor: torch.Tensor
+    space: Space
+    key: Any
+    kind: TensorKind
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A space and how it is treated: `guarded` ones must stay as they are from step to step, the others are live state."""
+
+    space: Space
+    guarded: bool
+
+
+def _top(module: object) -> str:
+    return module.partition(".")[0] if type(module) is str else ""
+
+
+def _is_library(module: object) -> bool:
+    return type(module) is str and (_top(module) in _LIBRARIES or module.startswith(_LIBRARY_PREFIXES))
+
+
+def _is_watcher(kind: type) -> bool:
+    module = kind.__module__
+    if _top(module) in _WATCHERS or (type(module) is str and module.startswith(_WATCHER_PREFIXES)):
+        return True
+    return _top(module) in sys.stdlib_module_names and module not in _HOLDERS and module != "__main__"
+
+
+@functools.cache
+def _names_of(code: types.CodeType) -> tuple[tuple[str, ...], frozenset[str]]:
+    """The globals that a code object and the functions inside it name, in order, and every attribute that they name."""
+    names: dict[str, None] = {}
+    attributes: set[str] = set()
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"):
+            names[instruction.argval] = None
+        elif instruction.opname in ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR"):
+            attributes.add(instruction.argval)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            inner, inner_attributes = _names_of(constant)
+            names.update(dict.fromkeys(inner))
+            attributes |= inner_attributes
+    return tuple(names), frozenset(attributes)
+
+
+def _index(path: str) -> Callable[[Any], str]:
+    return lambda key: f"{path}[{key!r}]" if type(key) in (str, int) else f"{path}[...]"
+
+
+def _child(path: str) -> Callable[[Any], str]:
+    """Names of a module's children, parameters and buffers, and of an object's attributes."""
+    return lambda key: (
+        f"{path}[{key}]"
+        if type(key) is str and key.isdigit()
+        else f"{path}.{key}"
+        if type(key) is str
+        else f"{path}[...]"
+    )
+
+
+class Reach:
+    """What one call of a training step can reach.
+
+    Every list is in the order of the walk: the arguments first, then the function; breadth first; the same program gives the
+    same order. Each entry comes with its path.
+
+    Attributes:
+        modules: all modules, submodules too.
+        optimizers, schedulers, scalers, generators: likewise; schedulers are torch's learning rate schedulers, scalers are
+            ``torch.amp.GradScaler``, generators are ``torch.Generator``.
+        random_sources: ``random.Random`` and NumPy generators that the step holds.
+        iterators: iterators and generators that the step holds; what they have left cannot be put back.
+        slots: every place that holds a tensor; `parameters`, `buffers` and `tensors` select from them.
+        places: every space, guarded or live.
+    """
+
+    def __init__(self) -> None:
+        self.modules: list[tuple[str, torch.nn.Module]] = []
+        self.optimizers: list[tuple[str, torch.optim.Optimizer]] = []
+        self.schedulers: list[tuple[str, Any]] = []
+        self.scalers: list[tuple[str, Any]] = []
+        self.generators: list[tuple[str, torch.Generator]] = []
+        self.random_sources: list[tuple[str, Any]] = []
+        self.iterators: list[tuple[str, Any]] = []
+        self.slots: list[Slot] = []
+        self.places: list[Place] = []
+
+    @classmethod
+    def of(
+        cls, train_step: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Reach:
+        """Walk everything that ``train_step(*args, **kwargs)`` can reach.
+
+        Raises:
+            CaptureError: if there is so much of it that guarding it would cost more than the step.
+        """
+        reach = cls()
+        _Walk(reach).run(train_step, args, kwargs or {})
+        return reach
+
+    @property
+    def parameters(self) -> list[Slot]:
+        """Parameters in their modules; a tied one once for each module that holds it."""
+        return [slot for slot in self.slots if slot.kind == "parameter"]
+
+    @property
+    def buffers(self) -> list[Slot]:
+        """Buffers in their modules."""
+        return [slot for slot in self.slots if slot.kind == "buffer"]
+
+    @property
+    def tensors(self) -> list[Slot]:
+        """Loose tensors, each once: in closures, globals, containers and attributes, and known by no module, optimizer or
+        argument.
+        """
+        owned = {id(slot.tensor) for slot in self.slots if slot.kind != "loose"}
+        loose: list[Slot] = []
+        for slot in self.slots:
+            if slot.kind == "loose" and id(slot.tensor) not in owned:
+                owned.add(id(slot.tensor))
+                loose.append(slot)
+        return loose
+
+
+class _Walk:
+    """One breadth-first walk. Guarded state goes first: what both guarded and live state hold is guarded."""
+
+    def __init__(self, reach: Reach) -> None:
+        self.reach = reach
+        self.seen: dict[int, object] = {}  # keeps what it names alive, so that no id is used twice
+        self.guarded: deque[tuple[Any, str]] = deque()
+        self.live: deque[tuple[Any, str]] = deque()
+        self.is_guarding = True
+        self.root_globals: object = None
+
+    def run(self, train_step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._arguments(train_step, args, kwargs)
+        self._root(train_step)
+        while self.guarded or self.live:
+            self.is_guarding = bool(self.guarded)
+            value, path = (self.guarded or self.live).popleft()
+            self._visit(value, path)
+            if len(self.reach.places) > _MOST_SPACES:
+                raise CaptureError(
+                    f"the step reaches more than {_MOST_SPACES} objects (at {path}); pass it less, or close over less"
+                )
+
+    # -- roots -----------------------------------------------------------------------------------------------------------
+
+    def _arguments(self, train_step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for name, value in _bind(train_step, args, kwargs):
+            self._argument(value, name)
+
+    def _argument(self, argument: Any, name: str) -> None:
+        """Enter an argument. Containers that `torch.utils._pytree` knows are new at every call: a snapshot restores them, but
+        guards look at their leaves only, through `ArgGuard`.
+        """
+
+        def restore_later(node: Any) -> bool:
+            if isinstance(node, (dict, list, deque)) and self._is_new(node):
+                space = MappingSpace if isinstance(node, dict) else SequenceSpace
+                self._place(space(node, name, label=_index(name)), guarded=False)  # type: ignore[arg-type]
+            return False
+
+        leaves, _ = pytree.tree_flatten_with_path(argument, is_leaf=restore_later)
+        for keys, leaf in leaves:
+            path = name + pytree.keystr(keys)
+            if issubclass(type(leaf), torch.Tensor):
+                self.reach.slots.append(Slot(path, leaf, SequenceSpace((leaf,), path), 0, "argument"))
+            else:
+                self._enqueue(leaf, path)
+
+    def _root(self, step: Any) -> None:
+        """Enter the user's function, whichever package it is from."""
+        if isinstance(step, functools.partial):
+            self._is_new(step)
+            self._partial(step, "partial", self._root)
+        elif isinstance(step, types.MethodType):
+            self._is_new(step)
+            self._enqueue(step.__self__, "self")
+            self._root(step.__func__)
+        elif isinstance(step, types.FunctionType):
+            self.root_globals = step.__globals__
+            if self._is_new(step):
+                self._function(step, step.__name__, is_root=True)
+        else:
+            self._enqueue(step, "train_step")
+
+    # -- the walk --------------------------------------------------------------------------------------------------------
+
+    def _is_new(self, value: object) -> bool:
+        if id(value) in self.seen:
+            return False
+        self.seen[id(value)] = value
+        return True
+
+    def _place(self, space: Space, guarded: bool | None = None) -> None:
+        self.reach.places.append(Place(space, self.is_guarding if guarded is None else guarded))
+
+    def _enqueue(self, value: Any, path: str) -> None:
+        if value is not MISSING and not is_plain(value):
+            (self.guarded if self.is_guarding else self.live).append((value, path))
+
+    def _fill(self, space: Space, kind: TensorKind = "loose", guarded: bool | None = None) -> None:
+        """Record a space, its tensors, and what is to be entered from it."""
+        self._place(space, guarded)
+        for key, value in space.items():
+            if issubclass(type(value), torch.Tensor):
+                self.reach.slots.append(Slot(space.label(key), value, space, key, kind))
+            else:
+                self._enqueue(value, space.label(key))
+
+    def _visit(self, value: Any, path: str) -> None:
+        if not self._is_new(value):
+            return
+        kind = type(value)
+        if issubclass(kind, torch.nn.Module):
+            self._module(value, path)
+        elif issubclass(kind, torch.optim.Optimizer):
+            self._optimizer(value, path)
+        elif issubclass(kind, _SCHEDULERS):
+            self.reach.schedulers.append((path, value))
+            self._live_object(value, path)
+        elif issubclass(kind, torch.amp.GradScaler):
+            self.reach.scalers.append((path, value))
+            self._live_object(value, path)
+        elif issubclass(kind, torch.Generator):
+            self.reach.generators.append((path, value))
+        elif issubclass(kind, random.Random) or _is_numpy_generator(kind):
+            self.reach.random_sources.append((path, value))
+        elif kind is types.FunctionType:
+            if not _is_library(value.__globals__.get("__name__")):
+                self._function(value, path)
+            elif value.__closure__ and hasattr(value, "__wrapped__"):
+                self._enqueue(value.__wrapped__, path)  # a library's decorator around a function of the user's
+        elif kind is types.MethodType:
+            self._enqueue(value.__self__, f"{path}.__self__")
+            self._enqueue(value.__func__, path)
+        elif issubclass(kind, functools.partial):
+            self._partial(value, path, lambda function: self._enqueue(function, f"{path}.func"))
+        elif issubclass(kind, type):
+            self._class(value, path)
+        elif issubclass(kind, dict):
+            self._fill(MappingSpace(value, path, label=_index(path)))
+            self._attributes(value, path)
+        elif issubclass(kind, (list, deque, tuple)):
+            self._fill(SequenceSpace(value, path, label=_index(path)))
+            self._attributes(value, path)
+        elif issubclass(kind, (set, frozenset)):
+            if issubclass(kind, set):
+                self._fill(SetSpace(value, path, label=lambda key: f"{path}{{...}}"))
+            else:
+                for element in frozenset.__iter__(value):
+                    self._enqueue(element, f"{path}{{...}}")
+        elif is_numpy_array(value):
+            if not value.dtype.hasobject:
+                self._place(ArraySpace(value, path))
+        elif issubclass(kind, (weakref.ref, types.ModuleType, types.CodeType, types.BuiltinFunctionType)):
+            pass  # modules are entered by name, from the functions that use them
+        elif issubclass(kind, (property, staticmethod, classmethod)):
+            self._descriptor(value, path)
+        elif kind is types.MappingProxyType:
+            for key, item in value.items():
+                self._enqueue(item, _index(path)(key))
+        elif _is_iterator(kind):
+            self.reach.iterators.append((path, value))
+        elif not _is_watcher(kind):
+            self._attributes(value, path)
+            self._enqueue(kind, kind.__qualname__)
+
+    def _module(self, module: torch.nn.Module, path: str) -> None:
+        self.reach.modules.append((path, module))
+        holders = {"_parameters": "parameter", "_buffers": "buffer", "_modules": "loose"}
+        label = _child(path)
+        attributes = object.__getattribute__(module, "__dict__")
+        for name, kind in holders.items():
+            holder = attributes.get(name)
+            if isinstance(holder, dict) and self._is_new(holder):
+                self._fill(MappingSpace(holder, path, label=label), kind)  # type: ignore[arg-type]
+        self._fill(MappingSpace(attributes, path, label=label))
+        self._enqueue(type(module), type(module).__qualname__)
+
+    def _optimizer(self, optimizer: torch.optim.Optimizer, path: str) -> None:
+        """Guard hyper-parameters through the optimizer, and keep every holder for the snapshot."""
+        self.reach.optimizers.append((path, optimizer))
+        self._place(OptimizerSpace(optimizer, path), guarded=True)
+        attributes = optimizer.__dict__
+        self._place(MappingSpace(attributes, path, label=_child(path)), guarded=False)
+        for name, value in attributes.items():
+            if name not in ("state", "param_groups", "defaults"):
+                self._enqueue(value, f"{path}.{name}")
+        groups = f"{path}.param_groups"
+        self._place(SequenceSpace(optimizer.param_groups, groups, label=_index(groups)), guarded=False)
+        paths = {id(slot.tensor): slot.path for slot in reversed(self.reach.slots) if slot.kind == "parameter"}
+        for number, group in enumerate(optimizer.param_groups):
+            where = f"{groups}[{number}]"
+            self._fill(MappingSpace(group, where, label=_index(where)), "group", guarded=False)
+            parameters = f"{where}['params']"
+            if isinstance(group["params"], list) and self._is_new(group["params"]):
+                self._fill(SequenceSpace(group["params"], parameters, label=_index(parameters)), "group", guarded=False)
+        self._state(optimizer.state, f"{path}.state", paths)
+        if type(optimizer).__module__ and not _is_library(type(optimizer).__module__):
+            self._enqueue(type(optimizer), type(optimizer).__qualname__)
+
+    def _state(self, state: dict[Any, Any], path: str, paths: dict[int, str]) -> None:
+        def label(key: Any) -> str:
+            return f"{path}[{paths.get(id(key), '...')}]"
+
+        self._place(MappingSpace(state, path, label=label), guarded=False)
+        for key, entry in state.items():
+            if isinstance(entry, dict) and self._is_new(entry):
+                self._fill_live(MappingSpace(entry, label(key), label=_index(label(key))), "state")
+
+    def _fill_live(self, space: Space, kind: TensorKind) -> None:
+        was, self.is_guarding = self.is_guarding, False
+        self._fill(space, kind)
+        self.is_guarding = was
+
+    def _live_object(self, value: object, path: str) -> None:
+        """A scheduler or a scaler: its attributes move from step to step; its optimizer is entered as one."""
+        attributes = value.__dict__
+        self._fill_live(MappingSpace(attributes, path, label=_child(path)), "state")
+        for name, part in attributes.items():
+            if isinstance(part, torch.optim.Optimizer):
+                self.guarded.append((part, f"{path}.{name}"))
+
+    def _partial(self, value: functools.partial[Any], path: str, enter: Callable[[Any], None]) -> None:
+        self._enqueue(value.args, f"{path}.args")
+        self._fill(MappingSpace(value.keywords, f"{path}.keywords", label=_index(f"{path}.keywords")))
+        if value.__dict__:
+            self._fill(MappingSpace(value.__dict__, path, label=_child(path)))
+        enter(value.func)
+
+    def _function(self, function: types.FunctionType, path: str, is_root: bool = False) -> None:
+        of = "" if is_root else f" of {function.__qualname__}"
+        self._place(FunctionSpace(function, path))
+        code, defaults = function.__code__, function.__defaults__ or ()
+        names = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
+        if not is_plain(defaults):
+            self._fill(SequenceSpace(defaults, path, label=lambda index: f"default {names[index]}{of}"))
+        if function.__kwdefaults__:
+            self._fill(MappingSpace(function.__kwdefaults__, path, label=lambda name: f"default {name}{of}"))
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            if self._is_new(cell):
+                self._fill(CellSpace(cell, name, f"closure {name}{of}"))
+        if function.__dict__:
+            self._fill(MappingSpace(function.__dict__, path, label=_child(path)))
+        self._globals(function, is_root)
+
+    def _globals(self, function: types.FunctionType, is_root: bool) -> None:
+        names, attributes = _names_of(function.__code__)
+        holder = function.__globals__
+        if names:
+            prefix = "" if holder is self.root_globals else f"{holder.get('__name__')}."
+            self._fill(NamesSpace(holder, names, f"global {prefix}", label=lambda name: f"global {prefix}{name}"))
+        for name in names:
+            self._user_module(holder.get(name), f"global {name}", attributes)
+
+    def _user_module(self, module: Any, path: str, attributes: frozenset[str]) -> None:
+        """Enter a module that the user wrote by the names that his code could take from it."""
+        if not isinstance(module, types.ModuleType) or _is_library(module.__name__):
+            return
+        names = sorted(name for name in attributes if name in module.__dict__)
+        if names:
+            self._fill(NamesSpace(module.__dict__, names, path, label=_child(path)))
+        for name in names:
+            part = module.__dict__[name]
+            if isinstance(part, types.ModuleType) and self._is_new(part):
+                self._user_module(part, f"{path}.{name}", attributes)
+
+    def _class(self, value: type, path: str) -> None:
+        """Enter a class of the user's, and those it is derived from: its attributes, and what its methods name."""
+        for base in type.__dict__["__mro__"].__get__(value):
+            if base is value and _is_library(base.__module__):
+                return
+            if base is not value:
+                if not _is_library(base.__module__):
+                    self._enqueue(base, base.__qualname__)
+                continue
+            space = ClassSpace(base, path, label=_child(path))
+            self._place(space)
+            for name, item in space.items():
+                if name in _NOT_IN_STEP:
+                    continue
+                if issubclass(type(item), torch.Tensor):
+                    self.reach.slots.append(Slot(space.label(name), item, space, name, "loose"))
+                else:
+                    self._enqueue(item, space.label(name))
+
+    def _descriptor(self, value: Any, path: str) -> None:
+        parts = (value.fget, value.fset) if isinstance(value, property) else (value.__func__,)
+        for part in parts:
+            if part is not None:
+                self._enqueue(part, path)
+
+    def _attributes(self, value: object, path: str) -> None:
+        """Enter an object through its ``__dict__`` and ``__slots__``."""
+        try:
+            attributes = object.__getattribute__(value, "__dict__")
+        except AttributeError:
+            attributes = None
+        is_mere_container = type(value).__module__ in ("builtins", "collections") and not attributes
+        if type(attributes) is dict and not is_mere_container and self._is_new(attributes):
+            self._fill(MappingSpace(attributes, path, label=_child(path)))
+        slots = {
+            name: slot
+            for base in reversed(type(value).__mro__)
+            for name, slot in vars(base).items()
+            if type(slot) is types.MemberDescriptorType and not _is_library(base.__module__)
+        }
+        if slots:
+            self._fill(SlotsSpace(value, slots, path, label=_child(path)))
+
+
+def _bind(train_step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The arguments of a call under the names that the function gives them."""
+    try:
+        signature = inspect.signature(train_step)
+        bound = signature.bind(*args, **kwargs).arguments
+    except (TypeError, ValueError):
+        yield from ((f"args[{position}]", value) for position, value in enumerate(args))
+        yield from kwargs.items()
+        return
+    for name, value in bound.items():
+        kind = signature.parameters[name].kind
+        if kind is inspect.Parameter.VAR_POSITIONAL:
+            yield from ((f"{name}[{position}]", item) for position, item in enumerate(value))
+        elif kind is inspect.Parameter.VAR_KEYWORD:
+            yield from value.items()
+        else:
+            yield name, value
+
+
+def _is_iterator(kind: type) -> bool:
+    """Whether objects of this class hand out values one by one and forget them."""
+    if kind in (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType):
+        return True
+    is_builtin = kind.__module__ in ("builtins", "itertools", "_io", "collections")
+    return is_builtin and "__next__" in vars(kind) and not issubclass(kind, OrderedDict)
+
+
+def _is_numpy_generator(kind: type) -> bool:
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and issubclass(kind, (numpy.random.Generator, numpy.random.RandomState))

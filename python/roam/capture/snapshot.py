@@ -1,0 +1,200 @@
+"""Snapshot: everything that a step reaches, kept so that tracing can run the user's function and leave no mark.
+
+A snapshot keeps the contents of every holder, not copies of the values in them; tensors' values are not copied: whether one was
+written to shows in its version counter.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from .reach import Place, Reach
+from .spaces import ArraySpace, Items, OptimizerSpace, SequenceSpace, SetSpace, Space
+from .values import MISSING, same, show
+
+
+class Snapshot:
+    """The state that `reach` found, as it is now.
+
+    Kept are the contents and order of every holder; ``.grad``, ``requires_grad`` and the version of every tensor; the state of
+    Python's, NumPy's and PyTorch's default random generators, CUDA's where CUDA is in use, and of every generator that the step
+    reaches. What iterators have handed out cannot be kept (`Reach.iterators`).
+    """
+
+    def __init__(self, reach: Reach) -> None:
+        # An optimizer's hyper-parameters are a view of holders that are kept in their own right.
+        places = [place for place in reach.places if not place.space.is_immutable]
+        self._holders = [(place, place.space.items()) for place in places]
+        tensors = {id(slot.tensor): (slot.path, slot.tensor) for slot in reversed(reach.slots)}
+        self._tensors = [_TensorState(path, tensor) for path, tensor in reversed(tensors.values())]
+        self._sources = _random_sources(reach)
+        with _disable_current_modes():
+            self._drawn = [read() for _, read, _ in self._sources]
+
+    def moved(self) -> list[str]:
+        """What changed since, other than live state: guarded Python values, parameters and other tensors written to or changed
+        in kind, random generators drawn from. Empty if nothing did.
+        """
+        reasons = [reason for place, items in self._holders if place.guarded for reason in _changes(place, items)]
+        reasons += [reason for state in self._tensors for reason in state.changes()]
+        with _disable_current_modes():
+            for (name, read, _), drawn in zip(self._sources, self._drawn, strict=True):
+                if not _is_same_state(read(), drawn):
+                    reasons.append(f"{name} was drawn from")
+        return reasons
+
+    def moved_live(self) -> list[str]:
+        """What changed since among live state: schedulers, loss scales, learning rates, the entries of optimizer state, the call's
+        own containers, gradients.
+        """
+        guarded = set(self.moved())
+        reasons = [reason for place, items in self._holders if not place.guarded for reason in _changes(place, items)]
+        reasons = [reason for reason in reasons if reason not in guarded]
+        return reasons + [f"{state.path}.grad changed" for state in self._tensors if state.has_other_gradient()]
+
+    def restore(self) -> None:
+        """Put everything back: the same holders with the old contents in the old order. Values of tensors are not touched.
+
+        Raises:
+            Exception: whatever a holder raised that refuses its old contents; everything else is put back all the same.
+        """
+        failures: list[Exception] = []
+        for place, items in self._holders:
+            if isinstance(place.space, OptimizerSpace) or _is_untouched(place.space, items):
+                continue
+            try:
+                place.space.put(items)
+            except Exception as error:
+                failures.append(error)
+        for state in self._tensors:
+            state.restore()
+        with _disable_current_modes():
+            for (_, read, write), drawn in zip(self._sources, self._drawn, strict=True):
+                if not _is_same_state(read(), drawn):
+                    write(drawn)
+        if failures:
+            raise failures[0]
+
+
+class _TensorState:
+    """What is kept of one tensor."""
+
+    __slots__ = ("grad", "path", "requires_grad", "tensor", "version")
+
+    def __init__(self, path: str, tensor: torch.Tensor) -> None:
+        self.path = path
+        self.tensor = tensor
+        self.requires_grad = tensor.requires_grad
+        self.grad = _gradient(tensor)
+        self.version = _version(tensor)
+
+    def has_other_gradient(self) -> bool:
+        return _gradient(self.tensor) is not self.grad
+
+    def changes(self) -> list[str]:
+        reasons = []
+        if self.tensor.requires_grad != self.requires_grad:
+            reasons.append(
+                f"the requires_grad of {self.path} changed from {self.requires_grad} to {self.tensor.requires_grad}"
+            )
+        if _version(self.tensor) != self.version:
+            reasons.append(f"{self.path} was written to")
+        return reasons
+
+    def restore(self) -> None:
+        if self.has_other_gradient():
+            self.tensor.grad = self.grad
+        if self.tensor.requires_grad != self.requires_grad:
+            self.tensor.requires_grad_(self.requires_grad)
+
+
+def _gradient(tensor: torch.Tensor) -> torch.Tensor | None:
+    # Asking a tensor that is no leaf for its gradient warns.
+    return tensor.grad if tensor.is_leaf else None
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _is_untouched(space: Space, items: Items) -> bool:
+    now = space.items()
+    if isinstance(space, ArraySpace):
+        return all(same(old, value) for (_, value), (_, old) in zip(now, items, strict=True))
+    return len(now) == len(items) and all(
+        key is old_key and value is old for (key, value), (old_key, old) in zip(now, items, strict=True)
+    )
+
+
+def _changes(place: Place, items: Items) -> list[str]:
+    """Readable differences between what a space held and what it holds."""
+    space = place.space
+    if _is_untouched(space, items):
+        return []
+    now = space.items()
+    if isinstance(space, SetSpace):
+        return [f"{space.path} holds other elements than before"]
+    if isinstance(space, SequenceSpace) and len(now) != len(items):
+        return [f"{space.path} changed from {len(items)} to {len(now)} entries"]
+    before = {_stand_in(key): (key, value) for key, value in items}
+    after = {_stand_in(key): (key, value) for key, value in now}
+    reasons = []
+    for stand_in in before | after:
+        key, old = before.get(stand_in, (None, MISSING))
+        key, value = after.get(stand_in, (key, MISSING))
+        if not same(old, value) and not (place.guarded and space.is_live(key)):
+            reasons.append(f"{space.label(key)} changed from {show(old)} to {show(value)}")
+    if not reasons and list(before) != list(after):
+        reasons.append(f"the entries of {space.path} changed their order")
+    return reasons
+
+
+def _stand_in(key: Any) -> Any:
+    """A key that may be hashed and compared in place of one that may not."""
+    if type(key) is tuple:
+        return tuple(map(_stand_in, key))
+    return (type(key), key) if type(key) in (str, int) else id(key)
+
+
+Source = tuple[str, Callable[[], Any], Callable[[Any], object]]
+
+
+def _random_sources(reach: Reach) -> list[Source]:
+    """Every random generator in question: its name, and how to read and write its state."""
+    sources: list[Source] = [
+        ("Python's random generator", random.getstate, random.setstate),
+        ("PyTorch's default generator", torch.get_rng_state, torch.set_rng_state),
+    ]
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        sources.append(("NumPy's default generator", numpy.random.get_state, numpy.random.set_state))
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        sources.append(("CUDA's default generators", torch.cuda.get_rng_state_all, torch.cuda.set_rng_state_all))
+    sources += [(path, generator.get_state, generator.set_state) for path, generator in reach.generators]
+    for path, source in reach.random_sources:
+        if isinstance(source, random.Random):
+            sources.append((path, source.getstate, source.setstate))
+        else:
+            bits = source.bit_generator if hasattr(source, "bit_generator") else source._bit_generator
+            sources.append((path, functools.partial(getattr, bits, "state"), functools.partial(setattr, bits, "state")))
+    return sources
+
+
+def _is_same_state(state: Any, other: Any) -> bool:
+    """Whether two states of a random generator are equal."""
+    if isinstance(state, torch.Tensor):
+        return torch.equal(state, other)
+    if isinstance(state, dict):
+        return all(_is_same_state(state[key], other[key]) for key in state)
+    if isinstance(state, (list, tuple)):
+        return all(map(_is_same_state, state, other))
+    if type(state).__module__ == "numpy":
+        return bool((state == other).all())
+    return bool(state == other)

@@ -1,0 +1,350 @@
+"""Spaces: the places in which a program keeps its values.
+
+A space is one mutable thing that holds values under keys: a dictionary, a list, a set, a closure cell, some names of a module,
+the attributes of an object, an optimizer's parameter groups. The walk over a step's state (`reach`) finds them, the guards
+(`guards`) compare their contents, and the snapshot (`snapshot`) puts contents back. Contents are read and written through the
+base types' own methods, so that nothing of the user's runs.
+"""
+
+from __future__ import annotations
+
+import types
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable
+from typing import Any, Final
+
+import torch
+
+from roam.errors import CaptureError
+
+from .values import MISSING, show
+
+Items = list[tuple[Any, Any]]
+
+# Values that an optimizer's user or its scheduler changes from step to step. The compiled step reads them at every call.
+LIVE_GROUP_KEYS: Final = frozenset({"lr", "initial_lr", "swa_lr"})
+# What torch itself writes while an optimizer is used; `_opt_called` is how a scheduler notices that a step was taken.
+LIVE_OPTIMIZER_KEYS: Final = frozenset({"state", "param_groups", "_opt_called", "_step_count"})
+
+
+class Space:
+    """One mutable holder of values.
+
+    Attributes:
+        path: how a reader would write it, such as ``model.h[0].attn.dropout``.
+    """
+
+    __slots__ = ("_label", "path")
+
+    def __init__(self, path: str, label: Callable[[Any], str] | None = None) -> None:
+        self.path = path
+        self._label = label
+
+    def items(self) -> Items:
+        """The keys and values of now, in order."""
+        raise NotImplementedError
+
+    def put(self, items: Items) -> None:
+        """Make these the contents again, in this order, in the same holder."""
+        raise NotImplementedError
+
+    def get(self, key: Any) -> Any:
+        """The value under `key`, or `MISSING`."""
+        return next(
+            (value for k, value in self.items() if k is key or (type(k) is type(key) is str and k == key)), MISSING
+        )
+
+    def set(self, key: Any, value: Any) -> None:
+        """Put one value under a key that is there already.
+
+        Raises:
+            CaptureError: if the holder is immutable.
+        """
+        raise CaptureError(
+            f"{self.label(key)} sits in a holder that cannot be changed; keep it in a list, dictionary or object"
+        )
+
+    @property
+    def is_immutable(self) -> bool:
+        """Whether the contents can never change."""
+        return False
+
+    def is_live(self, key: Any) -> bool:
+        """Whether the value under `key` may change from step to step without harm."""
+        return False
+
+    def label(self, key: Any) -> str:
+        """How a reader would write the value under `key`."""
+        return self._label(key) if self._label else f"{self.path}[{show(key)}]"
+
+
+class MappingSpace(Space):
+    """A dictionary of any kind: a user's, an object's attributes, a module's parameters."""
+
+    __slots__ = ("holder",)
+
+    def __init__(self, holder: dict[Any, Any], path: str, **options: Any) -> None:
+        super().__init__(path, **options)
+        self.holder = holder
+
+    def items(self) -> Items:
+        kind = OrderedDict if isinstance(self.holder, OrderedDict) else dict
+        return list(kind.items(self.holder))
+
+    def put(self, items: Items) -> None:
+        kind = OrderedDict if isinstance(self.holder, OrderedDict) else dict
+        kind.clear(self.holder)
+        for key, value in items:
+            kind.__setitem__(self.holder, key, value)
+
+    def get(self, key: Any) -> Any:
+        return dict.get(self.holder, key, MISSING)
+
+    def set(self, key: Any, value: Any) -> None:
+        (OrderedDict if isinstance(self.holder, OrderedDict) else dict).__setitem__(self.holder, key, value)
+
+
+class SequenceSpace(Space):
+    """A list, a deque, or (read only) a tuple that holds other things than plain values."""
+
+    __slots__ = ("holder",)
+
+    def __init__(self, holder: list[Any] | deque[Any] | tuple[Any, ...], path: str, **options: Any) -> None:
+        super().__init__(path, **options)
+        self.holder = holder
+
+    @property
+    def is_immutable(self) -> bool:
+        return isinstance(self.holder, tuple)
+
+    def _kind(self) -> Any:
+        return next(kind for kind in (list, deque, tuple) if isinstance(self.holder, kind))
+
+    def items(self) -> Items:
+        return list(enumerate(self._kind().__iter__(self.holder)))
+
+    def put(self, items: Items) -> None:
+        kind = self._kind()
+        if kind is tuple:
+            return
+        kind.clear(self.holder)
+        kind.extend(self.holder, [value for _, value in items])
+
+    def get(self, key: Any) -> Any:
+        return self.holder[key] if 0 <= key < len(self.holder) else MISSING
+
+    def set(self, key: Any, value: Any) -> None:
+        if self._kind() is tuple:
+            super().set(key, value)
+        self._kind().__setitem__(self.holder, key, value)
+
+
+class SetSpace(Space):
+    """A set; its elements are their own keys."""
+
+    __slots__ = ("holder",)
+
+    def __init__(self, holder: set[Any], path: str, **options: Any) -> None:
+        super().__init__(path, **options)
+        self.holder = holder
+
+    def items(self) -> Items:
+        return [(element, element) for element in set.__iter__(self.holder)]
+
+    def put(self, items: Items) -> None:
+        set.clear(self.holder)
+        set.update(self.holder, [element for element, _ in items])
+
+
+class CellSpace(Space):
+    """A variable that a function closes over."""
+
+    __slots__ = ("holder", "name")
+
+    def __init__(self, holder: types.CellType, name: str, path: str, **options: Any) -> None:
+        super().__init__(path, **options)
+        self.holder = holder
+        self.name = name
+
+    def items(self) -> Items:
+        try:
+            return [(self.name, self.holder.cell_contents)]
+        except ValueError:  # the variable has no value yet
+            return [(self.name, MISSING)]
+
+    def put(self, items: Items) -> None:
+        self.set(*items[0])
+
+    def set(self, key: Any, value: Any) -> None:
+        if value is not MISSING:
+            self.holder.cell_contents = value
+        elif self.items()[0][1] is not MISSING:
+            del self.holder.cell_contents
+
+    def label(self, key: Any) -> str:
+        return self.path
+
+
+class NamesSpace(Space):
+    """Some names of a namespace: the globals that a function uses."""
+
+    __slots__ = ("holder", "names")
+
+    def __init__(self, holder: dict[str, Any], names: Iterable[str], path: str, **options: Any) -> None:
+        super().__init__(path, **options)
+        self.holder = holder
+        self.names = tuple(names)
+
+    def items(self) -> Items:
+        return [(name, dict.get(self.holder, name, MISSING)) for name in self.names]
+
+    def put(self, items: Items) -> None:
+        for name, value in items:
+            self.set(name, value)
+
+    def set(self, key: Any, value: Any) -> None:
+        if value is MISSING:
+            dict.pop(self.holder, key, None)
+        else:
+            dict.__setitem__(self.holder, key, value)
+
+
+class SlotsSpace(Space):
+    """The attributes that an object keeps in ``__slots__``."""
+
+    __slots__ = ("_slots", "holder")
+
+    def __init__(self, holder: object, slots: dict[str, types.MemberDescriptorType], path: str, **options: Any) -> None:
+        super().__init__(path, **options)
+        self.holder = holder
+        self._slots = slots
+
+    def items(self) -> Items:
+        return [(name, self._read(slot)) for name, slot in self._slots.items()]
+
+    def _read(self, slot: types.MemberDescriptorType) -> Any:
+        try:
+            return slot.__get__(self.holder, type(self.holder))
+        except AttributeError:
+            return MISSING
+
+    def put(self, items: Items) -> None:
+        for name, value in items:
+            self.set(name, value)
+
+    def set(self, key: Any, value: Any) -> None:
+        slot = self._slots[key]
+        if value is not MISSING:
+            slot.__set__(self.holder, value)
+        elif self._read(slot) is not MISSING:
+            slot.__delete__(self.holder)
+
+
+class FunctionSpace(Space):
+    """What a function object holds besides its closure: its code and its defaults."""
+
+    __slots__ = ("holder",)
+    KEYS: Final = ("__code__", "__defaults__", "__kwdefaults__")
+
+    def __init__(self, holder: types.FunctionType, path: str, **options: Any) -> None:
+        super().__init__(path, **options)
+        self.holder = holder
+
+    def items(self) -> Items:
+        return [(key, getattr(self.holder, key)) for key in self.KEYS]
+
+    def put(self, items: Items) -> None:
+        for key, value in items:
+            setattr(self.holder, key, value)
+
+    def label(self, key: Any) -> str:
+        return f"{self.path}.{key}"
+
+
+class ClassSpace(Space):
+    """The attributes of a class."""
+
+    __slots__ = ("holder",)
+
+    def __init__(self, holder: type, path: str, **options: Any) -> None:
+        super().__init__(path, **options)
+        self.holder = holder
+
+    def items(self) -> Items:
+        # Dunder entries that are no functions are the interpreter's book-keeping, some of it made when first asked for.
+        return [
+            (key, value)
+            for key, value in type.__dict__["__dict__"].__get__(self.holder).items()
+            if not (key.startswith("__") and key.endswith("__")) or type(value) is types.FunctionType
+        ]
+
+    def put(self, items: Items) -> None:
+        kept = dict(items)
+        for key, value in self.items():
+            if key not in kept:
+                type.__delattr__(self.holder, key)
+            elif kept[key] is not value:
+                type.__setattr__(self.holder, key, kept[key])
+        present = dict(self.items())
+        for key, value in items:
+            if key not in present:
+                type.__setattr__(self.holder, key, value)
+
+    def set(self, key: Any, value: Any) -> None:
+        type.__setattr__(self.holder, key, value)
+
+
+class ArraySpace(Space):
+    """The shape, dtype and bytes of a NumPy array."""
+
+    __slots__ = ("holder",)
+
+    def __init__(self, holder: Any, path: str, **options: Any) -> None:
+        super().__init__(path, **options)
+        self.holder = holder
+
+    def items(self) -> Items:
+        return [("dtype", str(self.holder.dtype)), ("shape", self.holder.shape), ("values", self.holder.tobytes())]
+
+    def put(self, items: Items) -> None:
+        import numpy as np
+
+        values = dict(items)["values"]
+        if self.holder.tobytes() != values:
+            self.holder[...] = np.frombuffer(values, self.holder.dtype).reshape(self.holder.shape)
+
+    def label(self, key: Any) -> str:
+        return f"{self.path}.{key}"
+
+
+class OptimizerSpace(Space):
+    """An optimizer's hyper-parameters as the step sees them: through the optimizer, whichever objects hold them now.
+
+    ``load_state_dict`` replaces the list of groups and each group's dictionary; equal contents are the same hyper-parameters.
+    Keys are attribute names, ``param_groups`` (the number of groups) and pairs of a group's number and an entry's name.
+    """
+
+    __slots__ = ("holder",)
+
+    def __init__(self, holder: torch.optim.Optimizer, path: str) -> None:
+        super().__init__(path)
+        self.holder = holder
+
+    def items(self) -> Items:
+        attributes: dict[str, Any] = self.holder.__dict__
+        items: Items = [(key, value) for key, value in attributes.items() if key not in LIVE_OPTIMIZER_KEYS]
+        groups = attributes["param_groups"]
+        items.append(("param_groups", len(groups)))
+        for number, group in enumerate(groups):
+            for key in sorted(group):
+                value = group[key]
+                items.append(((number, key), tuple(value) if type(value) is list else value))
+        return items
+
+    def is_live(self, key: Any) -> bool:
+        return type(key) is tuple and key[1] in LIVE_GROUP_KEYS
+
+    def label(self, key: Any) -> str:
+        if type(key) is tuple:
+            return f"{self.path}.param_groups[{key[0]}][{key[1]!r}]"
+        return f"{self.path}.{key}"
