@@ -1,7 +1,8 @@
 """Train a small GPT-2 twice, by eager PyTorch and by a roam plan, and compare every loss bit for bit.
 
-The text is this repository's own documentation and licence, a byte a token, so nothing is downloaded. Model, dropout, AdamW,
-norm clipping and the cosine schedule are what one would write without roam; the only difference is `roam.compile`.
+The text is this repository's own documentation and licence, a byte a token, so nothing is downloaded. Model, dropout,
+AdamW, norm clipping and the cosine schedule are what one would write without roam; the only difference is
+`roam.compile`.
 
 Exits with 1 if any loss or any final parameter differs in any bit.
 """
@@ -17,10 +18,10 @@ from pathlib import Path
 
 import torch
 import transformers
+from roam.runtime.measure import MemoryTrace, measure_peak
 
 import roam
 from roam.report import format_bytes
-from roam.runtime.measure import MemoryTrace, measure_peak
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 VOCABULARY = 256

@@ -47,7 +47,7 @@ def _live_bytes(graph: Graph, plan: Plan) -> Any:
     if len(plan.reuse):
         step_of = {operator: step for step, operator in enumerate(plan.order.tolist())}
         for _, output in plan.reuse:
-            live[step_of[graph.creator(output)]] -= graph.counted_bytes[output]
+            live[step_of[graph.creator(output)]] -= graph.tensor_counted_bytes[output]
     return live
 
 
