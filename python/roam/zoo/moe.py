@@ -132,7 +132,8 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: torch
     """Train once on tokens [batch, seq]; returns the cross-entropy of the next token plus the weighted balance loss."""
     optimizer.zero_grad()
     scores, balance = model(tokens)
-    loss = F.cross_entropy(scores[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()) + BALANCE_WEIGHT * balance
+    loss: torch.Tensor = F.cross_entropy(scores[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+    loss = loss + BALANCE_WEIGHT * balance
     loss.backward()
     optimizer.step()
     return loss
