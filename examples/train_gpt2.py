@@ -18,10 +18,10 @@ from pathlib import Path
 
 import torch
 import transformers
-from roam.runtime.measure import MemoryTrace, measure_peak
 
 import roam
 from roam.report import format_bytes
+from roam.runtime.measure import MemoryTrace, measure_peak
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 VOCABULARY = 256
