@@ -8,4 +8,16 @@ pub mod error;
 pub mod graph;
 pub mod ids;
 pub mod json;
+pub mod liveness;
+pub mod optimize;
 pub mod plan;
+pub mod stages;
+pub mod synthetic;
+pub mod verify;
+
+mod bound;
+mod control;
+mod flow;
+mod layout;
+mod order;
+mod problem;

@@ -1,0 +1,250 @@
+//! The lower bound: what must be live when one operator runs, whatever the order.
+//!
+//! When operator v runs, the operators already done form a down-set that holds v's ancestors and
+//! neither v nor its descendants. Live are the tensors that cross this set, v's outputs and its
+//! workspace. The least such set is a minimum cut (docs/theory.md has the network and the proofs,
+//! with reuse, with tensors that enter or leave the step). Every cut bounds the peak of every order.
+
+use crate::control::{Stop, Watch};
+use crate::flow::{self, INFINITE, Network};
+use crate::graph::Residency;
+use crate::liveness::{Profile, largest_matching};
+use crate::problem::{NONE, Op, Problem, Ten};
+use rayon::prelude::*;
+use std::cmp::Reverse;
+use std::collections::BTreeMap;
+
+/// Arcs that one cut may look at.
+const WORK_PER_CUT: u64 = 4_000_000;
+/// Operators that may be looked at for one problem.
+const MOST_CUTS: usize = 48;
+/// Inputs up to which every choice of reuse is cut on its own.
+const MOST_CHOICES: usize = 4;
+
+/// The least that can be live while one operator runs.
+#[derive(Clone, Debug)]
+pub(crate) struct Cut {
+    pub(crate) bytes: u64,
+    /// Sets of operators that would have run before, each attaining the cut: the smallest and the
+    /// largest. Empty where the search for them was cut short.
+    pub(crate) done: Vec<Vec<bool>>,
+}
+
+/// Cuts already made, by operator.
+#[derive(Clone, Debug)]
+pub(crate) struct Bounds {
+    bytes: BTreeMap<Op, u64>,
+    /// What one operator needs for itself: a bound that costs nothing.
+    floor: Option<(Op, u64)>,
+}
+
+impl Bounds {
+    /// Begins with the operator whose own inputs, outputs and workspace, less all it may reuse,
+    /// are the most.
+    pub(crate) fn new(problem: &Problem) -> Self {
+        let own = |op: Op| {
+            let inputs: u64 = problem.uses.row(op).iter().map(|&tensor| problem.size(tensor)).sum();
+            let pairs: Vec<(Ten, Ten)> = problem.permissions(op).iter().map(|&(_, i, o)| (i, o)).collect();
+            let saved: u64 = largest_matching(&pairs).iter().map(|&(input, _)| problem.size(input)).sum();
+            inputs + problem.transient(op) - saved
+        };
+        let floor = (0..problem.len() as Op).map(|op| (op, own(op))).max_by_key(|&(op, bytes)| (bytes, Reverse(op)));
+        Bounds { bytes: BTreeMap::new(), floor }
+    }
+
+    /// The best bound so far and its operator.
+    pub(crate) fn best(&self) -> (u64, Option<Op>) {
+        let cuts = self.bytes.iter().map(|(&op, &bytes)| (op, bytes));
+        // The first operator in program order wins ties.
+        match self.floor.into_iter().chain(cuts).max_by_key(|&(op, bytes)| (bytes, Reverse(op))) {
+            Some((op, bytes)) => (bytes, Some(op)),
+            None => (0, None),
+        }
+    }
+
+    pub(crate) fn record(&mut self, op: Op, bytes: u64) {
+        self.bytes.insert(op, bytes);
+    }
+
+    /// Looks at the operators at the top of an order's profile, highest first, until none of the
+    /// others could give more than what is proved, or enough have been looked at. A cut never
+    /// exceeds its operator's place in the profile, so the others need no look.
+    pub(crate) fn inspect(
+        &mut self,
+        problem: &Problem,
+        order: &[Op],
+        profile: &Profile,
+        watch: &Watch,
+    ) -> Result<(), Stop> {
+        let mut steps: Vec<u32> = (0..order.len() as u32).collect();
+        steps.sort_unstable_by_key(|&step| (Reverse(profile.live[step as usize]), order[step as usize]));
+        steps.retain(|&step| !self.bytes.contains_key(&order[step as usize]));
+        let mut steps = steps.into_iter().peekable();
+        let mut pending = Vec::new();
+        let mut made = self.bytes.len();
+        let mut best = self.best().0;
+        // Batches double, whatever the number of threads, so that plans do not depend on it.
+        let mut batch = 1;
+        while made < MOST_CUTS {
+            pending.clear();
+            while pending.len() < batch.min(MOST_CUTS - made) {
+                match steps.next_if(|&step| profile.live[step as usize] > best) {
+                    Some(step) => pending.push(order[step as usize]),
+                    None => break,
+                }
+            }
+            if pending.is_empty() {
+                break;
+            }
+            let cuts: Vec<Cut> =
+                pending.par_iter().map(|&op| cut(problem, op, watch)).collect::<Result<_, _>>()?;
+            for (&op, cut) in pending.iter().zip(&cuts) {
+                best = best.max(cut.bytes);
+                self.bytes.insert(op, cut.bytes);
+            }
+            made += pending.len();
+            batch = (2 * batch).min(8);
+        }
+        Ok(())
+    }
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Side {
+    /// Runs before in every order.
+    Before,
+    /// The operator itself, and what runs after it in every order.
+    After,
+    Free,
+}
+
+/// The least that can be live while `op` runs.
+pub(crate) fn cut(problem: &Problem, op: Op, watch: &Watch) -> Result<Cut, Stop> {
+    let mut side = vec![Side::Free; problem.len()];
+    spread(op, Side::Before, |at| problem.predecessors.row(at), &mut side);
+    spread(op, Side::After, |at| problem.successors.row(at), &mut side);
+    side[op as usize] = Side::After;
+
+    // An input can be reused only if no other user must come later.
+    let pairs: Vec<(Ten, Ten)> = problem
+        .permissions(op)
+        .iter()
+        .filter(|&&(_, input, _)| {
+            problem.users.row(input).iter().all(|&user| user == op || side[user as usize] != Side::After)
+        })
+        .map(|&(_, input, output)| (input, output))
+        .collect();
+    let (choices, discount) = reuse_choices(problem, &pairs);
+
+    let mut work = WORK_PER_CUT;
+    let mut least: Option<Cut> = None;
+    for reused in &choices {
+        let (network, index, fixed) = network(problem, op, &side, reused);
+        let flow = network.solve(&mut work, watch)?;
+        let bytes = (fixed + flow.value + problem.transient(op)) - discount;
+        if least.as_ref().is_none_or(|cut| bytes < cut.bytes) {
+            let done = flow.sides.into_iter().flatten().map(|reached| {
+                (0..problem.len())
+                    .map(|other| match side[other] {
+                        Side::Before => true,
+                        Side::After => false,
+                        Side::Free => reached[index[other] as usize],
+                    })
+                    .collect()
+            });
+            least = Some(Cut { bytes, done: done.collect() });
+        }
+    }
+    Ok(least.unwrap_or(Cut { bytes: 0, done: Vec::new() }))
+}
+
+/// Marks everything that can be reached from `op`, itself left out.
+fn spread<'a>(op: Op, mark: Side, next: impl Fn(Op) -> &'a [u32], side: &mut [Side]) {
+    let mut stack = vec![op];
+    while let Some(at) = stack.pop() {
+        for &to in next(at) {
+            if side[to as usize] == Side::Free {
+                side[to as usize] = mark;
+                stack.push(to);
+            }
+        }
+    }
+}
+
+/// The sets of inputs of which at least one holds all that are reused in the best case, and what
+/// to take off the cut for reuse that the sets do not tell apart.
+fn reuse_choices(problem: &Problem, pairs: &[(Ten, Ten)]) -> (Vec<Vec<Ten>>, u64) {
+    let mut inputs: Vec<Ten> = pairs.iter().map(|&(input, _)| input).collect();
+    inputs.dedup();
+    let all = largest_matching(pairs);
+    if all.len() == inputs.len() {
+        return (vec![inputs], 0);
+    }
+    if inputs.len() > MOST_CHOICES {
+        return (vec![Vec::new()], all.iter().map(|&(input, _)| problem.size(input)).sum());
+    }
+    let sets = (0u32..1 << inputs.len())
+        .filter(|set| set.count_ones() as usize == all.len())
+        .map(|set| (0..inputs.len()).filter(|i| set >> i & 1 != 0).map(|i| inputs[i]).collect::<Vec<_>>())
+        .filter(|chosen| {
+            let among: Vec<(Ten, Ten)> = pairs.iter().copied().filter(|(input, _)| chosen.contains(input)).collect();
+            largest_matching(&among).len() == all.len()
+        })
+        .collect();
+    (sets, 0)
+}
+
+/// The network whose minimum cut, added to the returned bytes, is what crosses the best down-set;
+/// and the node of every free operator. The inputs in `reused` count only if another user is
+/// still to come: else an output takes their memory.
+fn network(problem: &Problem, op: Op, side: &[Side], reused: &[Ten]) -> (Network, Vec<u32>, u64) {
+    let mut network = Network::new();
+    let mut index = vec![NONE; problem.len()];
+    for (other, &at) in side.iter().enumerate() {
+        if at == Side::Free {
+            index[other] = network.add_node();
+        }
+    }
+    let mut fixed = 0;
+    for (tensor, item) in problem.tensors.iter().enumerate() {
+        let creator = if item.creator == NONE { Side::Before } else { side[item.creator as usize] };
+        if creator == Side::After {
+            continue;
+        }
+        let forgives = reused.contains(&(tensor as u32));
+        let users = problem.users.row(tensor as u32).iter().filter(|&&user| !(forgives && user == op));
+        let must_cross = item.residency == Residency::Leaves
+            || users.clone().any(|&user| side[user as usize] == Side::After);
+        let from = if creator == Side::Before { flow::SOURCE } else { index[item.creator as usize] };
+        if must_cross {
+            if creator == Side::Before {
+                fixed += item.size;
+            } else {
+                network.add_arc(from, flow::SINK, item.size, 0);
+            }
+            continue;
+        }
+        let mut free = users.filter(|&&user| side[user as usize] == Side::Free).peekable();
+        let Some(&first) = free.next() else { continue };
+        if free.peek().is_none() {
+            network.add_arc(from, index[first as usize], item.size, 0);
+        } else {
+            let node = network.add_node();
+            network.add_arc(from, node, item.size, 0);
+            network.add_arc(node, index[first as usize], INFINITE, 0);
+            for &user in free {
+                network.add_arc(node, index[user as usize], INFINITE, 0);
+            }
+        }
+    }
+    for (other, &at) in side.iter().enumerate() {
+        if at == Side::Free {
+            for &before in problem.predecessors.row(other as u32) {
+                if side[before as usize] == Side::Free {
+                    network.add_arc(index[other], index[before as usize], INFINITE, 0);
+                }
+            }
+        }
+    }
+    (network, index, fixed)
+}

@@ -1,0 +1,54 @@
+//! How a caller watches and stops planning.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
+
+/// Receives the name of the stage that begins and the share of the work done so far, in [0, 1].
+pub type Progress = Box<dyn Fn(&str, f64) + Send + Sync>;
+
+/// The caller's hold on a running [`crate::optimize::optimize`].
+#[derive(Default)]
+pub struct Control {
+    /// Set it to true and planning ends soon with [`crate::optimize::OptimizeError::Cancelled`].
+    pub cancel: Arc<AtomicBool>,
+    /// Planning ends soon after this with the best plan so far.
+    pub deadline: Option<Instant>,
+    /// Called at the beginning of every stage, on the thread that plans.
+    pub progress: Option<Progress>,
+}
+
+/// Why a long loop must end.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Stop {
+    Cancelled,
+    TimedOut,
+}
+
+/// What long loops ask, at most every few microseconds of work.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Watch {
+    cancel: Arc<AtomicBool>,
+    deadline: Option<Instant>,
+}
+
+impl Watch {
+    pub(crate) fn new(cancel: Arc<AtomicBool>, deadline: Option<Instant>) -> Self {
+        Watch { cancel, deadline }
+    }
+
+    /// As this one, but without a deadline: for the little that must always be done.
+    pub(crate) fn patient(&self) -> Self {
+        Watch { cancel: self.cancel.clone(), deadline: None }
+    }
+
+    pub(crate) fn check(&self) -> Result<(), Stop> {
+        if self.cancel.load(Ordering::Relaxed) {
+            Err(Stop::Cancelled)
+        } else if self.deadline.is_some_and(|deadline| Instant::now() >= deadline) {
+            Err(Stop::TimedOut)
+        } else {
+            Ok(())
+        }
+    }
+}

@@ -1,0 +1,251 @@
+//! Maximum flow and minimum cut by blocking flows (Dinic 1970).
+
+use crate::control::{Stop, Watch};
+
+/// A capacity that no cut pays: the graph's bytes sum to less.
+pub(crate) const INFINITE: u64 = 1 << 63;
+
+/// A flow network under construction. Node 0 is the source, node 1 the sink.
+#[derive(Clone, Debug)]
+pub(crate) struct Network {
+    nodes: u32,
+    arcs: Vec<(u32, u32, u64, u64)>,
+}
+
+/// What came out.
+#[derive(Clone, Debug)]
+pub(crate) struct Flow {
+    /// Bytes sent; no cut is smaller.
+    pub(crate) value: u64,
+    /// The smallest and the largest source side of a minimum cut, per node; `None` where the work
+    /// limit ended the search, so that a cut may be larger than the value.
+    pub(crate) sides: Option<[Vec<bool>; 2]>,
+}
+
+pub(crate) const SOURCE: u32 = 0;
+pub(crate) const SINK: u32 = 1;
+
+impl Network {
+    pub(crate) fn new() -> Self {
+        Network { nodes: 2, arcs: Vec::new() }
+    }
+
+    pub(crate) fn add_node(&mut self) -> u32 {
+        self.nodes += 1;
+        self.nodes - 1
+    }
+
+    /// An arc with capacities there and back.
+    pub(crate) fn add_arc(&mut self, from: u32, to: u32, forward: u64, backward: u64) {
+        self.arcs.push((from, to, forward, backward));
+    }
+
+    /// Sends as much as `work` looks at arcs allow, and counts them off it.
+    pub(crate) fn solve(self, work: &mut u64, watch: &Watch) -> Result<Flow, Stop> {
+        let mut residual = Residual::new(self.nodes as usize, &self.arcs);
+        let mut value = 0;
+        let mut complete = true;
+        while residual.find_distances(work) {
+            watch.check()?;
+            value += residual.block(work);
+            if *work == 0 {
+                complete = false;
+                break;
+            }
+        }
+        let sides = complete.then(|| residual.sides());
+        Ok(Flow { value, sides })
+    }
+}
+
+struct Residual {
+    starts: Vec<u32>,
+    to: Vec<u32>,
+    capacity: Vec<u64>,
+    /// Each arc's other direction.
+    twin: Vec<u32>,
+    /// Arcs to the sink along arcs with capacity left; `u32::MAX` where there is no way.
+    distance: Vec<u32>,
+}
+
+impl Residual {
+    fn new(nodes: usize, arcs: &[(u32, u32, u64, u64)]) -> Self {
+        let mut starts = vec![0u32; nodes + 1];
+        for &(from, to, _, _) in arcs {
+            starts[from as usize + 1] += 1;
+            starts[to as usize + 1] += 1;
+        }
+        for node in 0..nodes {
+            starts[node + 1] += starts[node];
+        }
+        let mut next = starts.clone();
+        let mut place = |node: u32| {
+            next[node as usize] += 1;
+            (next[node as usize] - 1) as usize
+        };
+        let count = 2 * arcs.len();
+        let (mut ends, mut capacity, mut twin) = (vec![0; count], vec![0; count], vec![0; count]);
+        for &(from, to, forward, backward) in arcs {
+            let (there, back) = (place(from), place(to));
+            (ends[there], capacity[there], twin[there]) = (to, forward, back as u32);
+            (ends[back], capacity[back], twin[back]) = (from, backward, there as u32);
+        }
+        Residual { starts, to: ends, capacity, twin, distance: Vec::new() }
+    }
+
+    fn arcs(&self, node: u32) -> std::ops::Range<usize> {
+        self.starts[node as usize] as usize..self.starts[node as usize + 1] as usize
+    }
+
+    /// Breadth first from the sink; whether the source still reaches it.
+    fn find_distances(&mut self, work: &mut u64) -> bool {
+        self.distance = vec![u32::MAX; self.starts.len() - 1];
+        self.distance[SINK as usize] = 0;
+        let mut queue = vec![SINK];
+        let mut head = 0;
+        while head < queue.len() {
+            let node = queue[head];
+            head += 1;
+            for arc in self.arcs(node) {
+                *work = work.saturating_sub(1);
+                let from = self.to[arc];
+                if self.distance[from as usize] == u32::MAX && self.capacity[self.twin[arc] as usize] > 0 {
+                    self.distance[from as usize] = self.distance[node as usize] + 1;
+                    queue.push(from);
+                }
+            }
+        }
+        self.distance[SOURCE as usize] != u32::MAX
+    }
+
+    /// Fills the shortest paths; stops early when the work is used up.
+    fn block(&mut self, work: &mut u64) -> u64 {
+        let mut sent = 0;
+        let mut current: Vec<u32> = self.starts.clone();
+        let mut path: Vec<usize> = Vec::new();
+        let mut node = SOURCE;
+        while *work > 0 {
+            if node == SINK {
+                let amount = path.iter().map(|&arc| self.capacity[arc]).min().unwrap_or(0);
+                let mut first_full = path.len();
+                for (place, &arc) in path.iter().enumerate().rev() {
+                    self.capacity[arc] -= amount;
+                    self.capacity[self.twin[arc] as usize] += amount;
+                    if self.capacity[arc] == 0 {
+                        first_full = place;
+                    }
+                }
+                *work = work.saturating_sub(path.len() as u64);
+                sent += amount;
+                node = self.to[self.twin[path[first_full]] as usize];
+                path.truncate(first_full);
+                continue;
+            }
+            let end = self.starts[node as usize + 1];
+            let from = current[node as usize];
+            let open = (from..end).find(|&arc| {
+                self.capacity[arc as usize] > 0
+                    && self.distance[self.to[arc as usize] as usize] < self.distance[node as usize]
+            });
+            *work = work.saturating_sub(u64::from(open.unwrap_or(end) - from) + 1);
+            current[node as usize] = open.unwrap_or(end);
+            match open {
+                Some(arc) => {
+                    path.push(arc as usize);
+                    node = self.to[arc as usize];
+                }
+                None => {
+                    // A dead end: forget it and step back.
+                    self.distance[node as usize] = u32::MAX;
+                    match path.pop() {
+                        Some(arc) => node = self.to[self.twin[arc] as usize],
+                        None => break,
+                    }
+                }
+            }
+        }
+        sent
+    }
+
+    /// What the source reaches, and what does not reach the sink.
+    fn sides(&mut self) -> [Vec<bool>; 2] {
+        let mut reached = vec![false; self.starts.len() - 1];
+        reached[SOURCE as usize] = true;
+        let mut stack = vec![SOURCE];
+        while let Some(node) = stack.pop() {
+            for arc in self.arcs(node) {
+                let to = self.to[arc];
+                if self.capacity[arc] > 0 && !reached[to as usize] {
+                    reached[to as usize] = true;
+                    stack.push(to);
+                }
+            }
+        }
+        // The last search from the sink found what still reaches it.
+        let largest = self.distance.iter().map(|&distance| distance == u32::MAX).collect();
+        [reached, largest]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Least capacity over all cuts, by trying every source side.
+    fn smallest_cut(nodes: u32, arcs: &[(u32, u32, u64, u64)]) -> u64 {
+        (0u32..1 << nodes)
+            .filter(|side| side & 1 != 0 && side & 2 == 0)
+            .map(|side| {
+                let inside = |node: u32| side >> node & 1 != 0;
+                arcs.iter()
+                    .map(|&(from, to, forward, backward)| match (inside(from), inside(to)) {
+                        (true, false) => forward,
+                        (false, true) => backward,
+                        _ => 0,
+                    })
+                    .sum()
+            })
+            .min()
+            .unwrap_or(0)
+    }
+
+    #[test]
+    fn flow_equals_the_smallest_cut() {
+        let mut random = crate::synthetic::Random::new(7);
+        for _ in 0..2000 {
+            let nodes = 2 + random.below(6) as u32;
+            let mut network = Network::new();
+            for _ in 2..nodes {
+                network.add_node();
+            }
+            let arcs: Vec<_> = (0..random.below(16))
+                .map(|_| {
+                    let (from, to) = (random.below(nodes as u64) as u32, random.below(nodes as u64) as u32);
+                    (from, to, random.below(10), random.below(4))
+                })
+                .filter(|(from, to, _, _)| from != to)
+                .collect();
+            for &(from, to, forward, backward) in &arcs {
+                network.add_arc(from, to, forward, backward);
+            }
+            let expected = smallest_cut(nodes, &arcs);
+            let flow = network.clone().solve(&mut u64::MAX.clone(), &Watch::default()).expect("nothing stops it");
+            assert_eq!(flow.value, expected);
+            for side in flow.sides.expect("no limit") {
+                let paid: u64 = arcs
+                    .iter()
+                    .map(|&(from, to, forward, backward)| match (side[from as usize], side[to as usize]) {
+                        (true, false) => forward,
+                        (false, true) => backward,
+                        _ => 0,
+                    })
+                    .sum();
+                assert!(side[0] && !side[1]);
+                assert_eq!(paid, expected);
+            }
+            // Cut short, the flow is still below every cut.
+            let short = network.solve(&mut random.below(20), &Watch::default()).expect("nothing stops it");
+            assert!(short.value <= expected);
+        }
+    }
+}

@@ -1,0 +1,126 @@
+//! Which addresses are taken when: finds the lowest gap for a block.
+//!
+//! A segment tree over time. A node keeps, as merged address spans, what the blocks take that
+//! cover its whole time range (`cover`) and what all blocks take that touch it (`touch`). A query
+//! over a time range reads the `touch` of the nodes that make it up and the `cover` of the nodes
+//! above its two ends: O(log times) lists. In a tight layout merged spans are few, so a placement
+//! costs O(log^2) in practice, where comparing with every overlapping block is linear.
+
+use super::blocks::Block;
+use crate::graph::round_up;
+
+/// Disjoint spans of addresses that do not touch each other, ascending.
+#[derive(Clone, Debug, Default)]
+struct Spans(Vec<(u64, u64)>);
+
+impl Spans {
+    fn insert(&mut self, from: u64, to: u64) {
+        let first = self.0.partition_point(|&(_, end)| end < from);
+        let last = first + self.0[first..].partition_point(|&(start, _)| start <= to);
+        if first == last {
+            self.0.insert(first, (from, to));
+        } else {
+            let merged = (from.min(self.0[first].0), to.max(self.0[last - 1].1));
+            self.0[first] = merged;
+            self.0.drain(first + 1..last);
+        }
+    }
+}
+
+/// See the module's documentation.
+pub(super) struct Gaps {
+    cover: Vec<Spans>,
+    touch: Vec<Spans>,
+    /// Leaves begin here.
+    width: usize,
+}
+
+impl Gaps {
+    pub(super) fn new(times: u32) -> Self {
+        let width = (times.max(1) as usize).next_power_of_two();
+        Gaps { cover: vec![Spans::default(); 2 * width], touch: vec![Spans::default(); 2 * width], width }
+    }
+
+    /// The lowest aligned offset at which nothing is in the block's way.
+    pub(super) fn lowest(&self, block: &Block) -> u64 {
+        let mut lists: Vec<&[(u64, u64)]> = Vec::with_capacity(64);
+        for node in self.ends(block) {
+            if !self.cover[node].0.is_empty() {
+                lists.push(&self.cover[node].0);
+            }
+        }
+        for node in self.parts(block) {
+            if !self.touch[node].0.is_empty() {
+                lists.push(&self.touch[node].0);
+            }
+        }
+        let mut offset = 0;
+        loop {
+            let before = offset;
+            lists.retain_mut(|spans| {
+                let past = match spans {
+                    [(_, end), ..] if *end > offset => 0,
+                    _ => spans.partition_point(|&(_, end)| end <= offset),
+                };
+                *spans = &spans[past..];
+                while let [(start, end), rest @ ..] = *spans {
+                    if *start >= offset + block.size {
+                        break;
+                    }
+                    offset = round_up(*end, block.alignment);
+                    *spans = rest;
+                }
+                !spans.is_empty()
+            });
+            if offset == before {
+                return offset;
+            }
+        }
+    }
+
+    pub(super) fn insert(&mut self, block: &Block, offset: u64) {
+        let to = offset + block.size;
+        for node in self.parts(block) {
+            self.cover[node].insert(offset, to);
+            self.touch[node].insert(offset, to);
+        }
+        for node in self.ends(block) {
+            self.touch[node].insert(offset, to);
+        }
+    }
+
+    /// The fewest nodes that make up the block's time range.
+    fn parts(&self, block: &Block) -> Vec<usize> {
+        let (mut begin, mut end) = (self.width + block.start as usize, self.width + block.end as usize);
+        let mut nodes = Vec::with_capacity(32);
+        while begin < end {
+            if begin % 2 == 1 {
+                nodes.push(begin);
+                begin += 1;
+            }
+            if end % 2 == 1 {
+                end -= 1;
+                nodes.push(end);
+            }
+            begin /= 2;
+            end /= 2;
+        }
+        nodes
+    }
+
+    /// The leaves at the two ends of the time range and everything above them. All of them touch
+    /// the range, and everything above one of its parts is among them.
+    fn ends(&self, block: &Block) -> Vec<usize> {
+        let (mut first, mut last) = (self.width + block.start as usize, self.width + block.end as usize - 1);
+        let mut nodes = Vec::with_capacity(32);
+        while first > 0 {
+            nodes.push(first);
+            if last != first {
+                nodes.push(last);
+            }
+            first /= 2;
+            last /= 2;
+        }
+        nodes
+    }
+}

@@ -1,0 +1,73 @@
+//! Greedy layouts: each block, in a fixed sequence, at the lowest offset that is free all its life.
+
+use super::blocks::{Block, Blocks};
+use super::gaps::Gaps;
+use crate::control::{Stop, Watch};
+use std::cmp::Reverse;
+
+/// Which blocks go first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Sequence {
+    /// The largest.
+    Size,
+    /// The largest product of size and lifetime.
+    Area,
+    /// The longest-lived.
+    Lifetime,
+    /// The first created: first fit, as an allocator that sees the whole address space would do.
+    Start,
+}
+
+impl Sequence {
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Sequence::Size => "size",
+            Sequence::Area => "area",
+            Sequence::Lifetime => "lifetime",
+            Sequence::Start => "first_fit",
+        }
+    }
+
+    fn sorted(self, blocks: &Blocks) -> Vec<u32> {
+        let lifetime = |block: &Block| u64::from(block.end - block.start);
+        // Larger keys go first.
+        let key = |block: &Block| -> (u128, u64) {
+            match self {
+                Sequence::Size => (u128::from(block.size), lifetime(block)),
+                Sequence::Area => (u128::from(block.size) * u128::from(lifetime(block)), block.size),
+                Sequence::Lifetime => (u128::from(lifetime(block)), block.size),
+                Sequence::Start => (u128::from(u32::MAX - block.start), block.size),
+            }
+        };
+        let mut sequence: Vec<u32> = (0..blocks.all.len() as u32).collect();
+        sequence.sort_by_cached_key(|&at| {
+            let block = &blocks.all[at as usize];
+            (Reverse(key(block)), block.start, at)
+        });
+        sequence
+    }
+}
+
+/// Offsets per block; `None` where one would reach `limit` or beyond.
+pub(super) fn place(
+    blocks: &Blocks,
+    sequence: Sequence,
+    limit: u64,
+    watch: &Watch,
+) -> Result<Option<Vec<u64>>, Stop> {
+    let mut offsets = vec![0; blocks.all.len()];
+    let mut gaps = Gaps::new(blocks.times);
+    for (placed, at) in sequence.sorted(blocks).into_iter().enumerate() {
+        if placed % 64 == 0 {
+            watch.check()?;
+        }
+        let block = &blocks.all[at as usize];
+        let offset = gaps.lowest(block);
+        if offset + block.size >= limit {
+            return Ok(None);
+        }
+        gaps.insert(block, offset);
+        offsets[at as usize] = offset;
+    }
+    Ok(Some(offsets))
+}

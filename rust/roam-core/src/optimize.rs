@@ -1,0 +1,342 @@
+//! From a graph to a plan: tries a portfolio of orders, refines the best, proves a bound, lays the
+//! best orders out, and takes the plan with the fewest bytes. Program order is always among them,
+//! so no plan is worse.
+//!
+//! The result depends on the graph and the settings alone, not on the number of threads: work is
+//! counted, candidates are compared in a fixed order, and the first of equals wins. Only a deadline
+//! that cuts the search short can change a plan, and its status says so.
+
+use crate::bound::Bounds;
+pub use crate::control::{Control, Progress};
+use crate::control::{Stop, Watch};
+use crate::graph::{Graph, Residency, ReusePair};
+use crate::ids::TensorId;
+use crate::layout::{self, Layout};
+use crate::liveness::Profile;
+use crate::order::{self, Method};
+use crate::plan::{Candidate, Plan, Settings, Status};
+use crate::problem::{Op, Problem};
+use crate::verify::{PlanViolation, verify};
+use rayon::prelude::*;
+use std::time::{Duration, Instant};
+use thiserror::Error;
+
+/// Why there is no plan.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum OptimizeError {
+    /// The caller asked to stop.
+    #[error("planning was cancelled")]
+    Cancelled,
+    /// More than one stream, or none.
+    #[error("plans for {streams} streams are not supported, only for 1")]
+    UnsupportedStreams {
+        /// What was asked for.
+        streams: u32,
+    },
+    /// A time limit that is negative or not a number.
+    #[error("the time limit must be a number of seconds that is not negative")]
+    InvalidTimeLimit,
+    /// The planner made a plan that its own verifier refuses: a defect of this library.
+    #[error("the planner made an invalid plan, please report it: {0}")]
+    SelfCheck(#[source] PlanViolation),
+}
+
+impl OptimizeError {
+    /// The variant's name for programs, in snake case; stable between versions.
+    pub fn code(&self) -> &'static str {
+        match self {
+            Self::Cancelled => "cancelled",
+            Self::UnsupportedStreams { .. } => "unsupported_streams",
+            Self::InvalidTimeLimit => "invalid_time_limit",
+            Self::SelfCheck(_) => "self_check",
+        }
+    }
+}
+
+/// Seconds spent per stage, in the order of the stages.
+pub type Timings = Vec<(&'static str, f64)>;
+
+/// Plans a step. See [`optimize_timed`].
+///
+/// # Errors
+/// See [`OptimizeError`].
+pub fn optimize(graph: &Graph, settings: &Settings, control: &Control) -> Result<Plan, OptimizeError> {
+    optimize_timed(graph, settings, control).map(|(plan, _)| plan)
+}
+
+/// Plans a step, and says how long each stage took.
+///
+/// The plan has been verified. Its peak is never above program order's; where the deadline or the
+/// settings' time limit ended the search it is the best found so far, with [`Status::TimedOut`].
+///
+/// # Errors
+/// See [`OptimizeError`].
+pub fn optimize_timed(
+    graph: &Graph,
+    settings: &Settings,
+    control: &Control,
+) -> Result<(Plan, Timings), OptimizeError> {
+    if settings.streams != 1 {
+        return Err(OptimizeError::UnsupportedStreams { streams: settings.streams });
+    }
+    let limit = match settings.time_limit_s {
+        None => None,
+        Some(seconds) if seconds.is_nan() || seconds < 0.0 => return Err(OptimizeError::InvalidTimeLimit),
+        // A limit beyond what an instant can hold is none.
+        Some(seconds) => Duration::try_from_secs_f64(seconds).ok().and_then(|limit| Instant::now().checked_add(limit)),
+    };
+    let deadline = match (limit, control.deadline) {
+        (Some(a), Some(b)) => Some(a.min(b)),
+        (a, b) => a.or(b),
+    };
+    let watch = Watch::new(control.cancel.clone(), deadline);
+    let mut stages = Stages { control, timings: Vec::new() };
+    let search = Search::new(graph, settings, &watch, &mut stages)?;
+    let plan = search.run(&mut stages)?;
+    stages.time("verify", 0.9, || verify(graph, &plan)).map_err(OptimizeError::SelfCheck)?;
+    Ok((plan, stages.timings))
+}
+
+/// Reports stages as they begin and times them.
+struct Stages<'a> {
+    control: &'a Control,
+    timings: Timings,
+}
+
+impl Stages<'_> {
+    fn time<T>(&mut self, stage: &'static str, share_done: f64, work: impl FnOnce() -> T) -> T {
+        if let Some(progress) = &self.control.progress {
+            progress(stage, share_done);
+        }
+        let begin = Instant::now();
+        let result = work();
+        self.timings.push((stage, begin.elapsed().as_secs_f64()));
+        result
+    }
+}
+
+/// An order on trial.
+struct Trial {
+    name: &'static str,
+    order: Vec<Op>,
+    profile: Profile,
+}
+
+/// A layout found for a trial.
+struct Placed {
+    trial: usize,
+    layout: Layout,
+}
+
+struct Search<'a> {
+    graph: &'a Graph,
+    settings: &'a Settings,
+    watch: &'a Watch,
+    problem: Problem,
+    /// The same without reuse: what program order costs eager execution.
+    plain: Problem,
+    program_peak: u64,
+    trials: Vec<Trial>,
+    bounds: Bounds,
+    placed: Vec<Placed>,
+    timed_out: bool,
+}
+
+/// A part of the search that a deadline may end early.
+type Stage<'a> = fn(&mut Search<'a>) -> Result<(), Stop>;
+
+/// Names of trials that are not an order [`Method`].
+const PROGRAM_WITHOUT_REUSE: &str = "program_without_reuse";
+const REFINED: &str = "refined";
+/// How many of the best orders are refined.
+const REFINE: usize = 2;
+
+impl<'a> Search<'a> {
+    /// Program order, laid out by first fit: what there always is.
+    fn new(
+        graph: &'a Graph,
+        settings: &'a Settings,
+        watch: &'a Watch,
+        stages: &mut Stages<'_>,
+    ) -> Result<Self, OptimizeError> {
+        let patient = watch.patient();
+        stages.time("program_order", 0.0, || {
+            let plain = Problem::new(graph, false);
+            let program = plain.program_order();
+            let profile = Profile::new(&plain, &program);
+            let layout = layout::first_fit(&plain, &profile, &patient).map_err(|_| OptimizeError::Cancelled)?;
+            let problem = if settings.reuse { Problem::new(graph, true) } else { plain.clone() };
+            Ok(Search {
+                graph,
+                settings,
+                watch,
+                bounds: Bounds::new(&problem),
+                problem,
+                plain,
+                program_peak: profile.peak,
+                trials: vec![Trial { name: PROGRAM_WITHOUT_REUSE, order: program, profile }],
+                placed: vec![Placed { trial: 0, layout }],
+                timed_out: false,
+            })
+        })
+    }
+
+    fn run(mut self, stages: &mut Stages<'_>) -> Result<Plan, OptimizeError> {
+        let all: [(&'static str, f64, Stage<'a>); 4] = [
+            ("order", 0.1, Self::find_orders),
+            ("refine", 0.3, Self::refine_orders),
+            ("layout", 0.5, Self::lay_out),
+            ("bound", 0.7, Self::prove_bound),
+        ];
+        for (name, share_done, stage) in all {
+            match stages.time(name, share_done, || stage(&mut self)) {
+                Ok(()) => {}
+                Err(Stop::TimedOut) => {
+                    self.timed_out = true;
+                    break;
+                }
+                Err(Stop::Cancelled) => return Err(OptimizeError::Cancelled),
+            }
+        }
+        Ok(self.plan())
+    }
+
+    fn find_orders(&mut self) -> Result<(), Stop> {
+        let problem = &self.problem;
+        let found: Vec<Result<Trial, Stop>> = Method::ALL
+            .par_iter()
+            .map(|&method| {
+                let order = method.order(problem, self.watch)?;
+                let profile = Profile::new(problem, &order);
+                Ok(Trial { name: method.name(), order, profile })
+            })
+            .collect();
+        // Whatever is found before a stop counts.
+        let mut stopped = Ok(());
+        for trial in found {
+            match trial {
+                Ok(trial) => self.trials.push(trial),
+                Err(stop) => stopped = Err(stop),
+            }
+        }
+        stopped
+    }
+
+    /// Trials from the most promising on.
+    fn ranking(&self) -> Vec<usize> {
+        let mut ranking: Vec<usize> = (0..self.trials.len()).collect();
+        ranking.sort_by_key(|&at| {
+            let profile = &self.trials[at].profile;
+            (profile.least_total(), profile.peak, at)
+        });
+        ranking
+    }
+
+    fn refine_orders(&mut self) -> Result<(), Stop> {
+        for at in self.ranking().into_iter().take(REFINE) {
+            let Trial { order, profile, .. } = &self.trials[at];
+            let (order, profile) =
+                order::refine(&self.problem, order.clone(), profile.clone(), &mut self.bounds, self.watch)?;
+            if profile.least_total() < self.trials[at].profile.least_total() {
+                self.trials.push(Trial { name: REFINED, order, profile });
+            }
+        }
+        Ok(())
+    }
+
+    fn total(&self, placed: &Placed) -> u64 {
+        placed.layout.pool_bytes + self.trials[placed.trial].profile.outside_peak
+    }
+
+    /// The layout with the fewest bytes; of equals the one with the lowest peak, then the first.
+    fn best(&self) -> &Placed {
+        let key = |placed: &&Placed| (self.total(placed), self.trials[placed.trial].profile.peak);
+        // `min_by_key` takes the first of equals, and there is always the first one.
+        self.placed.iter().min_by_key(key).unwrap_or(&self.placed[0])
+    }
+
+    fn lay_out(&mut self) -> Result<(), Stop> {
+        for at in self.ranking() {
+            let profile = &self.trials[at].profile;
+            // An order whose peak is above program order's would break the promise never to be worse.
+            if profile.peak > self.program_peak {
+                continue;
+            }
+            let best = self.total(self.best());
+            if profile.least_total() > best {
+                continue;
+            }
+            let problem = if self.trials[at].name == PROGRAM_WITHOUT_REUSE { &self.plain } else { &self.problem };
+            let limit = best - profile.outside_peak + 1;
+            if let Some(layout) = layout::best(problem, profile, limit, self.watch)? {
+                self.placed.push(Placed { trial: at, layout });
+            }
+        }
+        Ok(())
+    }
+
+    fn prove_bound(&mut self) -> Result<(), Stop> {
+        let Trial { order, profile, .. } = &self.trials[self.best().trial];
+        let (order, profile) = (order.clone(), profile.clone());
+        self.bounds.inspect(&self.problem, &order, &profile, self.watch)
+    }
+
+    fn plan(self) -> Plan {
+        let Placed { trial, layout } = self.best();
+        let Trial { order, profile, .. } = &self.trials[*trial];
+        let problem = if *trial == 0 { &self.plain } else { &self.problem };
+        let mut offsets: Vec<Option<u64>> = self
+            .graph
+            .tensors()
+            .iter()
+            .map(|tensor| (tensor.residency == Residency::StepLocal).then_some(0))
+            .collect();
+        for (tensor, item) in problem.tensors.iter().enumerate() {
+            if item.in_pool() {
+                offsets[problem.tensor_id(tensor as u32).index()] = Some(layout.offsets[tensor]);
+            }
+        }
+        let local = layout.pool_bytes + profile.outside_peak;
+        let persistent_bytes = self.graph.persistent_bytes();
+        let (bound, bound_operator) = self.bounds.best();
+        let pair = |&(input, output): &(u32, u32)| -> ReusePair {
+            let id = |tensor| -> TensorId { problem.tensor_id(tensor) };
+            ReusePair { input: id(input), output: id(output) }
+        };
+        Plan {
+            graph_digest: self.graph.digest().to_owned(),
+            settings: self.settings.clone(),
+            order: order.iter().map(|&op| problem.operator_id(op)).collect(),
+            offsets,
+            reuse: profile.pairs.iter().map(pair).collect(),
+            program_order_peak_bytes: self.program_peak,
+            peak_bytes: profile.peak,
+            pool_peak_bytes: profile.pool_peak,
+            pool_bytes: layout.pool_bytes,
+            outside_bytes: profile.outside_peak,
+            persistent_bytes,
+            total_bytes: local + persistent_bytes,
+            lower_bound_bytes: bound,
+            bound_operator: bound_operator.map(|op| problem.operator_id(op)),
+            status: match (local == bound, self.timed_out) {
+                (true, _) => Status::Optimal,
+                (false, true) => Status::TimedOut,
+                (false, false) => Status::Feasible,
+            },
+            candidates: self
+                .placed
+                .iter()
+                .map(|placed| {
+                    let trial = &self.trials[placed.trial];
+                    Candidate {
+                        order: trial.name.into(),
+                        layout: placed.layout.method.into(),
+                        peak_bytes: trial.profile.peak,
+                        pool_bytes: placed.layout.pool_bytes,
+                    }
+                })
+                .collect(),
+        }
+    }
+}

@@ -1,0 +1,70 @@
+//! Execution orders: cheap heuristics, each a pure function of the problem.
+
+mod depth_first;
+mod list;
+mod refine;
+mod reversed;
+mod updates;
+
+pub(crate) use refine::refine;
+
+use crate::control::{Stop, Watch};
+use crate::problem::{Op, Problem};
+use list::Preference;
+
+/// How an order is found. The planner tries all of them, in this order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Method {
+    /// What eager PyTorch does.
+    Program,
+    /// List scheduling for the least live bytes (LESCEA).
+    Lescea,
+    /// Depth first from the step's ends, costly inputs first.
+    DepthFirst,
+    /// Program order, with every weight update as soon as its gradient is ready.
+    EagerUpdates,
+    /// Program order, with whatever does not add to the live bytes as soon as it fits.
+    EarlyFrees,
+    /// List scheduling from the step's end backwards.
+    Reversed,
+}
+
+impl Method {
+    pub(crate) const ALL: [Method; 6] = [
+        Method::Program,
+        Method::Lescea,
+        Method::DepthFirst,
+        Method::EagerUpdates,
+        Method::EarlyFrees,
+        Method::Reversed,
+    ];
+
+    /// The name under which plans list it.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Method::Program => "program",
+            Method::Lescea => "lescea",
+            Method::DepthFirst => "depth_first",
+            Method::EagerUpdates => "eager_updates",
+            Method::EarlyFrees => "early_frees",
+            Method::Reversed => "reversed",
+        }
+    }
+
+    /// A valid order.
+    pub(crate) fn order(self, problem: &Problem, watch: &Watch) -> Result<Vec<Op>, Stop> {
+        let order = match self {
+            Method::Program => problem.program_order(),
+            Method::Lescea => list::schedule(problem, Preference::LeastLive, watch)?,
+            Method::DepthFirst => depth_first::depth_first(problem, watch)?,
+            Method::EagerUpdates => updates::eager_updates(problem, watch)?,
+            Method::EarlyFrees => list::schedule(problem, Preference::ProgramOrder, watch)?,
+            Method::Reversed => reversed::reversed(problem, watch)?,
+        };
+        debug_assert!(problem.is_valid_order(&order), "{} breaks a constraint", self.name());
+        Ok(order)
+    }
+}
+
+/// How many steps pass between two looks at the watch.
+const STRIDE: usize = 256;

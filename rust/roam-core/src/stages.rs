@@ -1,0 +1,87 @@
+//! The planner's stages one by one, for benchmarks, tests and experiments. Plans are made by
+//! [`crate::optimize::optimize`].
+
+use crate::bound;
+use crate::control::Watch;
+use crate::graph::Graph;
+use crate::layout;
+use crate::liveness::Profile;
+use crate::order::Method;
+use crate::problem::Problem;
+
+/// A graph made ready for planning.
+pub struct Prepared {
+    problem: Problem,
+    watch: Watch,
+}
+
+/// An order of program positions and what it costs.
+pub struct Ordered {
+    order: Vec<u32>,
+    profile: Profile,
+}
+
+impl Ordered {
+    /// Program positions in execution order.
+    pub fn positions(&self) -> &[u32] {
+        &self.order
+    }
+
+    /// Most live bytes over the steps, persistent tensors left out.
+    pub fn peak_bytes(&self) -> u64 {
+        self.profile.peak
+    }
+
+    /// Most live bytes of the pool's tensors: no layout takes less.
+    pub fn pool_peak_bytes(&self) -> u64 {
+        self.profile.pool_peak
+    }
+
+    /// The program position of the first operator at the peak; `None` without operators.
+    pub fn peak_position(&self) -> Option<u32> {
+        let step = self.profile.live.iter().position(|&live| live == self.profile.peak)?;
+        Some(self.order[step])
+    }
+}
+
+impl Prepared {
+    /// Without `reuse` no reuse permission counts.
+    pub fn new(graph: &Graph, reuse: bool) -> Self {
+        Prepared { problem: Problem::new(graph, reuse), watch: Watch::default() }
+    }
+
+    /// The names of all orders.
+    pub fn orders() -> impl Iterator<Item = &'static str> {
+        Method::ALL.iter().map(|method| method.name())
+    }
+
+    /// An order by name; `None` if there is none of that name.
+    pub fn order(&self, name: &str) -> Option<Ordered> {
+        let method = Method::ALL.into_iter().find(|method| method.name() == name)?;
+        let order = method.order(&self.problem, &self.watch).ok()?;
+        Some(self.measure(order))
+    }
+
+    /// Lifetimes, reuse and live bytes of an order of program positions that the graph permits.
+    pub fn measure(&self, order: Vec<u32>) -> Ordered {
+        let profile = Profile::new(&self.problem, &order);
+        Ordered { order, profile }
+    }
+
+    /// The names of all layouts.
+    pub fn layouts() -> impl Iterator<Item = &'static str> {
+        layout::Method::ALL.iter().map(|method| method.name())
+    }
+
+    /// Bytes of the pool as laid out by name; `None` if there is no layout of that name.
+    pub fn pool_bytes(&self, ordered: &Ordered, name: &str) -> Option<u64> {
+        let method = layout::Method::ALL.into_iter().find(|method| method.name() == name)?;
+        let layout = layout::by_method(&self.problem, &ordered.profile, method, u64::MAX, &self.watch).ok()??;
+        Some(layout.pool_bytes)
+    }
+
+    /// The least that can be live while the operator at a program position runs.
+    pub fn cut_bytes(&self, position: u32) -> Option<u64> {
+        bound::cut(&self.problem, position, &self.watch).ok().map(|cut| cut.bytes)
+    }
+}

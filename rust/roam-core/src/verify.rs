@@ -1,0 +1,581 @@
+//! Checks a plan against its graph, before anything executes it.
+//!
+//! Shares no code with the planner: constraints, lifetimes and figures are worked out anew from the
+//! operators' own lists. The lower bound itself is not proved again (docs/theory.md has the proof),
+//! only that the plan does not contradict it.
+
+use crate::error::Site;
+use crate::graph::{Graph, Residency, ReusePair, Sequence};
+use crate::ids::{OperatorId, TensorId};
+use crate::plan::{Plan, Status};
+use std::collections::{BTreeMap, BTreeSet};
+use thiserror::Error;
+
+/// What is wrong with a plan. Tensors are named by their names, operators by their [`Site`].
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum PlanViolation {
+    /// The plan was made for another graph.
+    #[error("the plan was made for the graph with digest {found}, this one has {expected}")]
+    GraphDigest {
+        /// This graph's digest.
+        expected: String,
+        /// The plan's digest.
+        found: String,
+    },
+    /// The plan runs several operators at once, which this version does not know.
+    #[error("the plan is for {streams} streams; this version verifies plans for 1")]
+    Streams {
+        /// Streams in the plan's settings.
+        streams: u32,
+    },
+    /// The order names an operator that the graph does not have.
+    #[error("the order names unknown operator {operator}")]
+    UnknownOperator {
+        /// The number.
+        operator: u32,
+    },
+    /// The order runs an operator twice.
+    #[error("the order runs {site} twice")]
+    OperatorDoubled {
+        /// The operator.
+        site: Box<Site>,
+    },
+    /// The order leaves an operator out.
+    #[error("the order leaves out {site}")]
+    OperatorMissing {
+        /// The operator.
+        site: Box<Site>,
+    },
+    /// An operator runs before the one that writes what it reads.
+    #[error("{site} reads tensor `{tensor}` before {before} has written it")]
+    ReadTooEarly {
+        /// The reader.
+        site: Box<Site>,
+        /// The creator or mutator whose value it needs.
+        before: Box<Site>,
+        /// The tensor.
+        tensor: String,
+    },
+    /// An operator changes a tensor while its old value is still needed or not yet written.
+    #[error("{site} mutates tensor `{tensor}` before {before} has used it")]
+    MutatedTooEarly {
+        /// The mutator.
+        site: Box<Site>,
+        /// The creator, mutator or reader that must come first.
+        before: Box<Site>,
+        /// The tensor.
+        tensor: String,
+    },
+    /// Operators of one sequence are not in program order.
+    #[error("{site} runs before {before}, but both belong to one sequence")]
+    SequenceBroken {
+        /// Runs too early.
+        site: Box<Site>,
+        /// Must come first.
+        before: Box<Site>,
+    },
+    /// A control edge is not respected.
+    #[error("{site} runs before {before}, against a control edge")]
+    ControlBroken {
+        /// Runs too early.
+        site: Box<Site>,
+        /// Must come first.
+        before: Box<Site>,
+    },
+    /// There must be one offset, or its absence, per tensor.
+    #[error("the plan has {found} offsets for {expected} tensors")]
+    OffsetCount {
+        /// Tensors in the graph.
+        expected: usize,
+        /// Offsets in the plan.
+        found: usize,
+    },
+    /// A step-local tensor has no place in the pool.
+    #[error("step-local tensor `{tensor}` has no offset")]
+    OffsetMissing {
+        /// The tensor.
+        tensor: String,
+    },
+    /// A tensor that outlives the step, or comes from before, is in the pool.
+    #[error("tensor `{tensor}` is not step-local, yet has an offset")]
+    OffsetUnexpected {
+        /// The tensor.
+        tensor: String,
+    },
+    /// An offset is not a multiple of the alignment.
+    #[error("offset {offset} of tensor `{tensor}` is not a multiple of {alignment_bytes}")]
+    Misaligned {
+        /// The tensor.
+        tensor: String,
+        /// Its offset.
+        offset: u64,
+        /// What it must be a multiple of.
+        alignment_bytes: u64,
+    },
+    /// A tensor reaches beyond the pool.
+    #[error("tensor `{tensor}` at offset {offset} with {size_bytes} bytes does not fit a pool of {pool_bytes}")]
+    OutsidePool {
+        /// The tensor.
+        tensor: String,
+        /// Its offset.
+        offset: u64,
+        /// Its counted size.
+        size_bytes: u64,
+        /// The pool.
+        pool_bytes: u64,
+    },
+    /// Two tensors are live at once and share bytes.
+    #[error("tensors `{tensor}` and `{other}` share bytes while {site} runs")]
+    Overlap {
+        /// One tensor.
+        tensor: String,
+        /// The other.
+        other: String,
+        /// The operator at which both are live.
+        site: Box<Site>,
+    },
+    /// The plan reuses memory although its settings forbid it.
+    #[error("the plan lists reuse pairs although reuse is off")]
+    ReuseOff,
+    /// No operator permits this reuse.
+    #[error("no operator permits `{output}` to take the memory of `{input}`")]
+    ReuseNotPermitted {
+        /// The input.
+        input: String,
+        /// The output.
+        output: String,
+    },
+    /// The input of a reuse pair is still needed afterwards.
+    #[error("`{output}` takes the memory of `{input}` at {site}, but `{input}` is used later")]
+    ReuseOfLive {
+        /// The operator.
+        site: Box<Site>,
+        /// The input.
+        input: String,
+        /// The output.
+        output: String,
+    },
+    /// A tensor is the input, or the output, of two reuse pairs.
+    #[error("tensor `{tensor}` is in two reuse pairs on the same side")]
+    ReuseDoubled {
+        /// The tensor.
+        tensor: String,
+    },
+    /// The two tensors of a reuse pair lie at different offsets.
+    #[error("`{output}` reuses the memory of `{input}` but has another offset")]
+    ReuseOffsets {
+        /// The input.
+        input: String,
+        /// The output.
+        output: String,
+    },
+    /// A figure of the plan is not what the graph says.
+    #[error("{figure} is {actual}, not {claimed}")]
+    Figure {
+        /// The plan's attribute.
+        figure: &'static str,
+        /// What the plan says.
+        claimed: u64,
+        /// What it is.
+        actual: u64,
+    },
+    /// The plan needs more than program order without reuse.
+    #[error("the plan's peak of {peak_bytes} is above program order's, {program_order_peak_bytes}")]
+    WorseThanProgramOrder {
+        /// The plan's peak.
+        peak_bytes: u64,
+        /// Program order's.
+        program_order_peak_bytes: u64,
+    },
+    /// The plan undercuts its own lower bound.
+    #[error("the lower bound {lower_bound_bytes} is above the plan's peak {peak_bytes}")]
+    BoundAbovePeak {
+        /// The bound.
+        lower_bound_bytes: u64,
+        /// The peak.
+        peak_bytes: u64,
+    },
+    /// The bound's operator does not exist, or is not named although there is a bound.
+    #[error("the lower bound's operator is missing or unknown")]
+    BoundOperator,
+    /// The status contradicts the figures.
+    #[error("status {status:?} does not go with {total_bytes} step-local bytes and a bound of {lower_bound_bytes}")]
+    Status {
+        /// The plan's status.
+        status: Status,
+        /// Pool and outside together.
+        total_bytes: u64,
+        /// The bound.
+        lower_bound_bytes: u64,
+    },
+}
+
+impl PlanViolation {
+    /// The variant's name for programs, in snake case; stable between versions.
+    pub fn code(&self) -> &'static str {
+        match self {
+            Self::GraphDigest { .. } => "graph_digest",
+            Self::Streams { .. } => "streams",
+            Self::UnknownOperator { .. } => "unknown_operator",
+            Self::OperatorDoubled { .. } => "operator_doubled",
+            Self::OperatorMissing { .. } => "operator_missing",
+            Self::ReadTooEarly { .. } => "read_too_early",
+            Self::MutatedTooEarly { .. } => "mutated_too_early",
+            Self::SequenceBroken { .. } => "sequence_broken",
+            Self::ControlBroken { .. } => "control_broken",
+            Self::OffsetCount { .. } => "offset_count",
+            Self::OffsetMissing { .. } => "offset_missing",
+            Self::OffsetUnexpected { .. } => "offset_unexpected",
+            Self::Misaligned { .. } => "misaligned",
+            Self::OutsidePool { .. } => "outside_pool",
+            Self::Overlap { .. } => "overlap",
+            Self::ReuseOff => "reuse_off",
+            Self::ReuseNotPermitted { .. } => "reuse_not_permitted",
+            Self::ReuseOfLive { .. } => "reuse_of_live",
+            Self::ReuseDoubled { .. } => "reuse_doubled",
+            Self::ReuseOffsets { .. } => "reuse_offsets",
+            Self::Figure { .. } => "figure",
+            Self::WorseThanProgramOrder { .. } => "worse_than_program_order",
+            Self::BoundAbovePeak { .. } => "bound_above_peak",
+            Self::BoundOperator => "bound_operator",
+            Self::Status { .. } => "status",
+        }
+    }
+
+    /// The operator at fault, where there is one.
+    pub fn site(&self) -> Option<&Site> {
+        match self {
+            Self::OperatorDoubled { site }
+            | Self::OperatorMissing { site }
+            | Self::ReadTooEarly { site, .. }
+            | Self::MutatedTooEarly { site, .. }
+            | Self::SequenceBroken { site, .. }
+            | Self::ControlBroken { site, .. }
+            | Self::Overlap { site, .. }
+            | Self::ReuseOfLive { site, .. } => Some(site),
+            _ => None,
+        }
+    }
+}
+
+/// Checks that the plan is one for this graph, respects every constraint, never lets two live
+/// tensors share bytes, and claims nothing that is not so. Near-linear in the graph's size.
+///
+/// # Errors
+/// The first [`PlanViolation`] found.
+pub fn verify(graph: &Graph, plan: &Plan) -> Result<(), PlanViolation> {
+    if plan.graph_digest != graph.digest() {
+        let (expected, found) = (graph.digest().to_owned(), plan.graph_digest.clone());
+        return Err(PlanViolation::GraphDigest { expected, found });
+    }
+    if plan.settings.streams != 1 {
+        return Err(PlanViolation::Streams { streams: plan.settings.streams });
+    }
+    let step = steps(graph, &plan.order)?;
+    check_constraints(graph, &step)?;
+    let lives = Lives::new(graph, &step);
+    check_offsets(graph, plan)?;
+    let pairs = check_reuse(graph, plan, &lives)?;
+    check_overlaps(graph, plan, &lives, &pairs)?;
+    check_figures(graph, plan, &lives, &pairs)
+}
+
+fn site(graph: &Graph, id: OperatorId) -> Box<Site> {
+    Site::of(graph.operator(id))
+}
+
+fn name(graph: &Graph, id: TensorId) -> String {
+    graph.tensor(id).name.clone()
+}
+
+fn tensors(graph: &Graph) -> impl Iterator<Item = TensorId> {
+    (0..graph.tensors().len() as u32).map(TensorId)
+}
+
+/// The step of every operator, by id.
+fn steps(graph: &Graph, order: &[OperatorId]) -> Result<Vec<usize>, PlanViolation> {
+    let mut step: Vec<Option<usize>> = vec![None; graph.operators().len()];
+    for (at, &id) in order.iter().enumerate() {
+        match step.get_mut(id.index()) {
+            None => return Err(PlanViolation::UnknownOperator { operator: id.0 }),
+            Some(Some(_)) => return Err(PlanViolation::OperatorDoubled { site: site(graph, id) }),
+            Some(slot) => *slot = Some(at),
+        }
+    }
+    step.into_iter()
+        .enumerate()
+        .map(|(index, at)| at.ok_or_else(|| PlanViolation::OperatorMissing { site: site(graph, OperatorId(index as u32)) }))
+        .collect()
+}
+
+/// Who touched a tensor last, as program order goes by.
+#[derive(Clone, Copy, Default)]
+struct Access {
+    writer: Option<OperatorId>,
+    /// The reader since the last write that runs last in the plan.
+    latest_reader: Option<OperatorId>,
+}
+
+fn check_constraints(graph: &Graph, step: &[usize]) -> Result<(), PlanViolation> {
+    let mut by_position: Vec<OperatorId> = (0..graph.operators().len() as u32).map(OperatorId).collect();
+    by_position.sort_unstable_by_key(|&id| graph.operator(id).position);
+
+    let mut access = vec![Access::default(); graph.tensors().len()];
+    let mut last_random: Option<OperatorId> = None;
+    let mut last_collective: Option<OperatorId> = None;
+    let runs_before = |first: OperatorId, second: OperatorId| step[first.index()] < step[second.index()];
+    for &id in &by_position {
+        let operator = graph.operator(id);
+        for &tensor in &operator.reads {
+            let known = &mut access[tensor.index()];
+            if let Some(writer) = known.writer.filter(|&writer| !runs_before(writer, id)) {
+                let (site, before) = (site(graph, id), site(graph, writer));
+                return Err(PlanViolation::ReadTooEarly { site, before, tensor: name(graph, tensor) });
+            }
+            if known.latest_reader.is_none_or(|reader| runs_before(reader, id)) {
+                known.latest_reader = Some(id);
+            }
+        }
+        for &tensor in &operator.mutates {
+            let known = &mut access[tensor.index()];
+            // The operator may have been noted as a reader just above.
+            let earlier = [known.writer, known.latest_reader.filter(|&reader| reader != id)];
+            if let Some(before) = earlier.into_iter().flatten().find(|&earlier| !runs_before(earlier, id)) {
+                let (site, before) = (site(graph, id), site(graph, before));
+                return Err(PlanViolation::MutatedTooEarly { site, before, tensor: name(graph, tensor) });
+            }
+            *known = Access { writer: Some(id), latest_reader: None };
+        }
+        for &tensor in &operator.creates {
+            access[tensor.index()].writer = Some(id);
+        }
+        let last = match operator.sequence {
+            Some(Sequence::Random) => &mut last_random,
+            Some(Sequence::Collective) => &mut last_collective,
+            None => continue,
+        };
+        if let Some(before) = last.replace(id).filter(|&before| !runs_before(before, id)) {
+            return Err(PlanViolation::SequenceBroken { site: site(graph, id), before: site(graph, before) });
+        }
+    }
+    for &(before, after) in graph.control() {
+        if !runs_before(before, after) {
+            return Err(PlanViolation::ControlBroken { site: site(graph, after), before: site(graph, before) });
+        }
+    }
+    Ok(())
+}
+
+/// Creation and last use of every tensor in one order.
+struct Lives {
+    /// The order, turned back from steps.
+    order: Vec<OperatorId>,
+    /// First step at which the tensor is live; `None` where it never is (persistent tensors).
+    first: Vec<Option<usize>>,
+    /// Last step at which it is live.
+    last: Vec<usize>,
+}
+
+impl Lives {
+    fn new(graph: &Graph, step: &[usize]) -> Self {
+        let mut order = vec![OperatorId(0); step.len()];
+        for (index, &at) in step.iter().enumerate() {
+            order[at] = OperatorId(index as u32);
+        }
+        let count = graph.tensors().len();
+        let mut lives = Lives { order, first: vec![None; count], last: vec![0; count] };
+        let Some(end) = step.len().checked_sub(1) else { return lives };
+        for tensor in tensors(graph) {
+            match graph.tensor(tensor).residency {
+                Residency::Enters => lives.first[tensor.index()] = Some(0),
+                Residency::Leaves => lives.last[tensor.index()] = end,
+                Residency::StepLocal | Residency::Persistent => {}
+            }
+        }
+        for (operator, &at) in graph.operators().iter().zip(step) {
+            for tensor in &operator.creates {
+                lives.first[tensor.index()] = Some(at);
+            }
+            for tensor in operator.creates.iter().chain(&operator.reads).chain(&operator.mutates) {
+                let last = &mut lives.last[tensor.index()];
+                *last = at.max(*last);
+            }
+        }
+        lives
+    }
+}
+
+fn check_offsets(graph: &Graph, plan: &Plan) -> Result<(), PlanViolation> {
+    if plan.offsets.len() != graph.tensors().len() {
+        return Err(PlanViolation::OffsetCount { expected: graph.tensors().len(), found: plan.offsets.len() });
+    }
+    let mut pool_bytes = 0;
+    for id in tensors(graph) {
+        let tensor = graph.tensor(id);
+        let is_local = tensor.residency == Residency::StepLocal;
+        let offset = match plan.offsets[id.index()] {
+            Some(offset) if is_local => offset,
+            Some(_) => return Err(PlanViolation::OffsetUnexpected { tensor: name(graph, id) }),
+            None if is_local => return Err(PlanViolation::OffsetMissing { tensor: name(graph, id) }),
+            None => continue,
+        };
+        let alignment_bytes = graph.alignment_bytes().max(tensor.alignment_bytes);
+        if offset % alignment_bytes != 0 {
+            return Err(PlanViolation::Misaligned { tensor: name(graph, id), offset, alignment_bytes });
+        }
+        let size_bytes = graph.counted_bytes(id);
+        match offset.checked_add(size_bytes).filter(|&end| end <= plan.pool_bytes) {
+            Some(end) => pool_bytes = end.max(pool_bytes),
+            None => {
+                let (tensor, pool_bytes) = (name(graph, id), plan.pool_bytes);
+                return Err(PlanViolation::OutsidePool { tensor, offset, size_bytes, pool_bytes });
+            }
+        }
+    }
+    expect("pool_bytes", plan.pool_bytes, pool_bytes)
+}
+
+/// The reuse pairs by output: whose memory it takes.
+type Pairs = BTreeMap<TensorId, TensorId>;
+
+fn check_reuse(graph: &Graph, plan: &Plan, lives: &Lives) -> Result<Pairs, PlanViolation> {
+    if !plan.settings.reuse && !plan.reuse.is_empty() {
+        return Err(PlanViolation::ReuseOff);
+    }
+    let permitted: BTreeSet<ReusePair> = graph.operators().iter().flat_map(|operator| operator.reuse.iter().copied()).collect();
+    let mut inputs = BTreeSet::new();
+    let mut pairs = Pairs::new();
+    for &pair in &plan.reuse {
+        let named = |id: TensorId| graph.tensors().get(id.index()).map_or(format!("{}", id.0), |tensor| tensor.name.clone());
+        let (input, output) = (named(pair.input), named(pair.output));
+        if !permitted.contains(&pair) {
+            return Err(PlanViolation::ReuseNotPermitted { input, output });
+        }
+        if !inputs.insert(pair.input) {
+            return Err(PlanViolation::ReuseDoubled { tensor: input });
+        }
+        if pairs.insert(pair.output, pair.input).is_some() {
+            return Err(PlanViolation::ReuseDoubled { tensor: output });
+        }
+        // A permission is given by the operator that makes the output.
+        let at = lives.first[pair.output.index()];
+        if at != Some(lives.last[pair.input.index()]) {
+            let operator = lives.order[at.unwrap_or(0)];
+            return Err(PlanViolation::ReuseOfLive { site: site(graph, operator), input, output });
+        }
+        if plan.offsets[pair.input.index()] != plan.offsets[pair.output.index()] {
+            return Err(PlanViolation::ReuseOffsets { input, output });
+        }
+    }
+    Ok(pairs)
+}
+
+/// Walks through the steps with the set of live tensors by offset; a newcomer needs to be compared
+/// with its two neighbours only, since those in the set do not overlap each other.
+fn check_overlaps(graph: &Graph, plan: &Plan, lives: &Lives, pairs: &Pairs) -> Result<(), PlanViolation> {
+    let mut born: Vec<Vec<TensorId>> = vec![Vec::new(); lives.order.len()];
+    let mut dead: Vec<Vec<TensorId>> = vec![Vec::new(); lives.order.len() + 1];
+    let handed_over: BTreeSet<TensorId> = pairs.values().copied().collect();
+    for id in tensors(graph) {
+        if let (Some(_), Some(first)) = (plan.offsets[id.index()], lives.first[id.index()]) {
+            if graph.counted_bytes(id) > 0 {
+                born[first].push(id);
+                // A tensor whose memory is taken over goes when its successor comes.
+                let gone = lives.last[id.index()] + usize::from(!handed_over.contains(&id));
+                dead[gone].push(id);
+            }
+        }
+    }
+    let mut live: BTreeMap<u64, (u64, TensorId)> = BTreeMap::new();
+    for (at, newcomers) in born.iter().enumerate() {
+        for id in &dead[at] {
+            if let Some(offset) = plan.offsets[id.index()] {
+                live.remove(&offset);
+            }
+        }
+        for &id in newcomers {
+            let Some(offset) = plan.offsets[id.index()] else { continue };
+            let end = offset + graph.counted_bytes(id);
+            let below = live.range(..=offset).next_back().filter(|&(_, &(end_below, _))| end_below > offset);
+            let above = live.range(offset..).next().filter(|&(&start_above, _)| start_above < end);
+            if let Some((_, &(_, other))) = below.or(above) {
+                let (tensor, other) = (name(graph, id), name(graph, other));
+                return Err(PlanViolation::Overlap { tensor, other, site: site(graph, lives.order[at]) });
+            }
+            live.insert(offset, (end, id));
+        }
+    }
+    Ok(())
+}
+
+fn expect(figure: &'static str, claimed: u64, actual: u64) -> Result<(), PlanViolation> {
+    if claimed == actual { Ok(()) } else { Err(PlanViolation::Figure { figure, claimed, actual }) }
+}
+
+/// Most live bytes in the pool, beside it, and together.
+fn peaks(graph: &Graph, lives: &Lives, pairs: &Pairs) -> (u64, u64, u64) {
+    // (came, went) per step, in the pool and beside it.
+    let mut pool = vec![(0u64, 0u64); lives.order.len() + 1];
+    let mut beside = pool.clone();
+    for id in tensors(graph) {
+        let Some(first) = lives.first[id.index()] else { continue };
+        let changes = if graph.tensor(id).residency == Residency::StepLocal { &mut pool } else { &mut beside };
+        let size = graph.counted_bytes(id);
+        changes[first].0 += size;
+        changes[lives.last[id.index()] + 1].1 += size;
+    }
+    let mut saved = vec![0u64; lives.order.len()];
+    for (&output, &input) in pairs {
+        saved[lives.last[input.index()]] += graph.counted_bytes(output);
+    }
+    let (mut in_pool, mut outside) = (0, 0);
+    let (mut pool_peak, mut outside_peak, mut peak) = (0, 0, 0);
+    for (at, &id) in lives.order.iter().enumerate() {
+        in_pool = in_pool + pool[at].0 - pool[at].1;
+        outside = outside + beside[at].0 - beside[at].1;
+        let pool_now = in_pool - saved[at];
+        let outside_now = outside + graph.workspace_bytes(id);
+        pool_peak = pool_now.max(pool_peak);
+        outside_peak = outside_now.max(outside_peak);
+        peak = (pool_now + outside_now).max(peak);
+    }
+    (pool_peak, outside_peak, peak)
+}
+
+fn check_figures(graph: &Graph, plan: &Plan, lives: &Lives, pairs: &Pairs) -> Result<(), PlanViolation> {
+    let (pool_peak, outside, peak) = peaks(graph, lives, pairs);
+    expect("pool_peak_bytes", plan.pool_peak_bytes, pool_peak)?;
+    expect("outside_bytes", plan.outside_bytes, outside)?;
+    expect("peak_bytes", plan.peak_bytes, peak)?;
+    let program: Vec<usize> = graph.operators().iter().map(|operator| operator.position as usize).collect();
+    let (_, _, program_peak) = peaks(graph, &Lives::new(graph, &program), &Pairs::new());
+    expect("program_order_peak_bytes", plan.program_order_peak_bytes, program_peak)?;
+    let is_persistent = |id: &TensorId| graph.tensor(*id).residency == Residency::Persistent;
+    let persistent = tensors(graph).filter(is_persistent).map(|id| graph.counted_bytes(id)).sum();
+    expect("persistent_bytes", plan.persistent_bytes, persistent)?;
+    // The pool is not bounded by the builder's limit on all sizes: a hostile plan could overflow.
+    let local = plan.pool_bytes.saturating_add(outside);
+    expect("total_bytes", plan.total_bytes, local.saturating_add(persistent))?;
+
+    if peak > program_peak {
+        let (peak_bytes, program_order_peak_bytes) = (peak, program_peak);
+        return Err(PlanViolation::WorseThanProgramOrder { peak_bytes, program_order_peak_bytes });
+    }
+    // The peak never exceeds pool and outside together, so the bound is below these too.
+    if plan.lower_bound_bytes > peak {
+        return Err(PlanViolation::BoundAbovePeak { lower_bound_bytes: plan.lower_bound_bytes, peak_bytes: peak });
+    }
+    let bound_operator_is_known = match plan.bound_operator {
+        Some(id) => id.index() < graph.operators().len(),
+        None => plan.lower_bound_bytes == 0,
+    };
+    if !bound_operator_is_known {
+        return Err(PlanViolation::BoundOperator);
+    }
+    if (plan.status == Status::Optimal) != (local == plan.lower_bound_bytes) {
+        let (status, lower_bound_bytes) = (plan.status, plan.lower_bound_bytes);
+        return Err(PlanViolation::Status { status, total_bytes: local, lower_bound_bytes });
+    }
+    Ok(())
+}

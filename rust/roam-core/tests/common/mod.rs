@@ -1,0 +1,141 @@
+//! Random graphs with everything that orders operators or holds memory.
+
+// Each test binary uses its own part of this.
+#![allow(dead_code)]
+
+use roam_core::builder::GraphBuilder;
+use roam_core::graph::{Graph, Kind, Operator, Phase, Residency, ReusePair, Sequence, Source, Tensor};
+use roam_core::ids::{OperatorId, TensorId};
+use roam_core::plan::Settings;
+use roam_core::synthetic::Random;
+
+pub(crate) const SETTINGS: Settings = Settings { streams: 1, reuse: true, time_limit_s: None };
+
+/// A valid graph of up to `most` operators: several outputs, empty and oddly aligned tensors, all
+/// residencies, mutations, workspaces, sequences, control edges, reuse permissions.
+pub(crate) fn random_graph(random: &mut Random, most: u64) -> Graph {
+    let count = random.below(most + 1);
+    let mut builder = GraphBuilder::new("random", "cpu", [1, 8, 64][random.below(3) as usize]);
+    // What can be used: id, size, whether it is step-local.
+    let mut present: Vec<(TensorId, u64, bool)> = Vec::new();
+    // Few sizes, so that reuse and ties happen.
+    let unit = [1, 5, 64][random.below(3) as usize];
+    let size = |random: &mut Random| if random.once_in(12) { 0 } else { unit * (1 + random.below(6)) };
+    let tensor = |random: &mut Random, builder: &mut GraphBuilder, residency| {
+        let size_bytes = size(random);
+        let alignment_bytes = if random.once_in(10) { 128 } else { 0 };
+        let name = format!("t{}", builder.num_tensors());
+        let made = Tensor { name, size_bytes, kind: Kind::Temporary, residency, alignment_bytes };
+        let id = builder.tensor(made).expect("few tensors");
+        let alignment = builder.alignment_bytes.max(alignment_bytes);
+        (id, size_bytes.next_multiple_of(alignment), residency == Residency::StepLocal)
+    };
+    for _ in 0..random.below(3) {
+        let residency = if random.once_in(2) { Residency::Enters } else { Residency::Persistent };
+        present.push(tensor(random, &mut builder, residency));
+    }
+    for position in 0..count {
+        let (mut reads, mut mutates) = (Vec::new(), Vec::new());
+        for _ in 0..random.below(4).min(present.len() as u64) {
+            // Recent tensors more often, as in real steps.
+            let back = 1 + random.below(present.len() as u64).min(random.below(present.len() as u64));
+            let at = present[present.len() - back as usize];
+            if !reads.contains(&at) && !mutates.contains(&at) {
+                if random.once_in(5) { mutates.push(at) } else { reads.push(at) }
+            }
+        }
+        let mut creates = Vec::new();
+        for _ in 0..[1, 1, 1, 1, 0, 2, 2, 3][random.below(8) as usize] {
+            let residency = if random.once_in(10) { Residency::Leaves } else { Residency::StepLocal };
+            creates.push(tensor(random, &mut builder, residency));
+        }
+        let mut reuse = Vec::new();
+        for &(input, input_size, input_local) in &reads {
+            for &(output, output_size, output_local) in &creates {
+                if input_local && output_local && input_size == output_size && !random.once_in(4) {
+                    reuse.push(ReusePair { input, output });
+                }
+            }
+        }
+        present.extend(&creates);
+        let ids = |list: &[(TensorId, u64, bool)]| list.iter().map(|&(id, _, _)| id).collect();
+        let operator = Operator {
+            name: format!("op{position}"),
+            position: position as u32,
+            phase: if position * 3 > count * 2 && random.once_in(2) { Phase::Update } else { Phase::Forward },
+            reads: ids(&reads),
+            creates: ids(&creates),
+            mutates: ids(&mutates),
+            workspace_bytes: if random.once_in(5) { size(random) } else { 0 },
+            reuse,
+            sequence: match random.below(12) {
+                0 => Some(Sequence::Random),
+                1 => Some(Sequence::Collective),
+                _ => None,
+            },
+            region: None,
+            source: Source::default(),
+        };
+        builder.operator(operator).expect("few operators");
+        if position > 0 && random.once_in(8) {
+            builder.control(OperatorId(random.below(position) as u32), OperatorId(position as u32));
+        }
+    }
+    builder.build().expect("valid by construction")
+}
+
+/// All orders that the graph permits, one after another.
+pub(crate) fn each_order(graph: &Graph, visit: &mut impl FnMut(&[OperatorId])) {
+    fn extend(graph: &Graph, order: &mut Vec<OperatorId>, visit: &mut impl FnMut(&[OperatorId])) {
+        if order.len() == graph.operators().len() {
+            visit(order);
+        }
+        for id in (0..graph.operators().len() as u32).map(OperatorId) {
+            let is_ready = graph.predecessors(id).iter().all(|before| order.contains(before));
+            if is_ready && !order.contains(&id) {
+                order.push(id);
+                extend(graph, order, visit);
+                order.pop();
+            }
+        }
+    }
+    extend(graph, &mut Vec::new(), visit);
+}
+
+/// The peak of an order, worked out step by step from the definition; with reuse, at every
+/// operator the best of all sets of disjoint permitted pairs.
+pub(crate) fn peak_by_definition(graph: &Graph, order: &[OperatorId], reuse: bool) -> u64 {
+    let step_of = |id: OperatorId| order.iter().position(|&other| other == id).expect("a permutation");
+    let live_at = |tensor: TensorId, step: usize| {
+        let uses = graph.users(tensor).iter().map(|&user| step_of(user));
+        let created = graph.creator(tensor).map(step_of);
+        match graph.tensor(tensor).residency {
+            Residency::Persistent => false,
+            Residency::Enters => step <= uses.max().unwrap_or(0),
+            Residency::Leaves => created.is_some_and(|from| from <= step),
+            Residency::StepLocal => {
+                let from = created.expect("made in the step");
+                from <= step && step <= uses.max().unwrap_or(from)
+            }
+        }
+    };
+    let all = (0..graph.tensors().len() as u32).map(TensorId);
+    (0..order.len())
+        .map(|step| {
+            let operator = graph.operator(order[step]);
+            let live: u64 = all.clone().filter(|&t| live_at(t, step)).map(|t| graph.counted_bytes(t)).sum();
+            let dies = |pair: &&ReusePair| !graph.users(pair.input).iter().any(|&user| step_of(user) > step);
+            let pairs: Vec<ReusePair> = operator.reuse.iter().filter(dies).copied().collect();
+            let saved = if reuse { most_saved(graph, &pairs) } else { 0 };
+            live - saved + graph.workspace_bytes(order[step])
+        })
+        .max()
+        .unwrap_or(0)
+}
+
+fn most_saved(graph: &Graph, pairs: &[ReusePair]) -> u64 {
+    let Some((first, others)) = pairs.split_first() else { return 0 };
+    let apart: Vec<ReusePair> =
+        others.iter().filter(|pair| pair.input != first.input && pair.output != first.output).copied().collect();
+    most_saved(graph, others).max(graph.counted_bytes(first.input) + most_saved(graph, &apart))
+}

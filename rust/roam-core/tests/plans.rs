@@ -1,0 +1,77 @@
+//! Plans of random graphs: valid, bounded by what brute force finds, never worse than program order.
+
+mod common;
+
+use common::{SETTINGS, each_order, peak_by_definition, random_graph};
+use roam_core::ids::OperatorId;
+use roam_core::liveness::live_bytes;
+use roam_core::optimize::{Control, optimize};
+use roam_core::plan::{Settings, Status};
+use roam_core::stages::Prepared;
+use roam_core::synthetic::Random;
+use roam_core::verify::verify;
+
+#[test]
+fn every_bound_is_below_and_every_plan_above_the_best_order() {
+    let mut random = Random::new(1);
+    let (mut tight, mut optimal, mut graphs) = (0, 0, 0);
+    for _ in 0..3000 {
+        let graph = random_graph(&mut random, 7);
+        for reuse in [false, true] {
+            let mut best = u64::MAX;
+            each_order(&graph, &mut |order| best = best.min(peak_by_definition(&graph, order, reuse)));
+            let plan = optimize(&graph, &Settings { reuse, ..SETTINGS }, &Control::default()).expect("a plan");
+            verify(&graph, &plan).expect("valid");
+            assert!(plan.lower_bound_bytes <= best, "{} > {best}", plan.lower_bound_bytes);
+            assert!(best <= plan.peak_bytes);
+            assert!(plan.peak_bytes <= plan.program_order_peak_bytes);
+            let prepared = Prepared::new(&graph, reuse);
+            for position in 0..graph.operators().len() as u32 {
+                assert!(prepared.cut_bytes(position).expect("not stopped") <= best);
+            }
+            if plan.status == Status::Optimal {
+                assert_eq!(plan.pool_bytes + plan.outside_bytes, best);
+            }
+            graphs += 1;
+            tight += u32::from(plan.lower_bound_bytes == best);
+            optimal += u32::from(plan.peak_bytes == best);
+        }
+    }
+    println!("{graphs} graphs: bound met by {tight}, peak optimal in {optimal}");
+    // Neither the bound nor the plans are just valid: both are nearly always exact.
+    assert!(tight * 10 >= graphs * 9 && optimal * 10 >= graphs * 9);
+}
+
+#[test]
+fn live_bytes_follow_the_definition() {
+    let mut random = Random::new(2);
+    for _ in 0..2000 {
+        let graph = random_graph(&mut random, 12);
+        for name in Prepared::orders() {
+            for reuse in [false, true] {
+                let ordered = Prepared::new(&graph, reuse).order(name).expect("a known order");
+                let order: Vec<OperatorId> =
+                    ordered.positions().iter().map(|&position| graph.program_order()[position as usize]).collect();
+                let expected = peak_by_definition(&graph, &order, reuse);
+                assert_eq!(ordered.peak_bytes(), expected, "{name}");
+                if !reuse {
+                    let live = live_bytes(&graph, &order).expect("a valid order");
+                    assert_eq!(live.into_iter().max().unwrap_or(0), expected);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn larger_plans_are_valid_and_repeatable() {
+    let mut random = Random::new(3);
+    for round in 0..400 {
+        let graph = random_graph(&mut random, 150);
+        let settings = Settings { reuse: round % 2 == 0, ..SETTINGS };
+        let plan = optimize(&graph, &settings, &Control::default()).expect("a plan");
+        let one_thread = rayon::ThreadPoolBuilder::new().num_threads(1).build().expect("a pool");
+        let again = one_thread.install(|| optimize(&graph, &settings, &Control::default())).expect("a plan");
+        assert_eq!(plan, again);
+    }
+}
