@@ -22,6 +22,8 @@ from roam._core import (
     Plan,
     Tensor,
     __version__,
+    optimize,
+    verify,
 )
 from roam.errors import (
     CaptureError,
@@ -55,6 +57,8 @@ __all__ = [
     "capture",
     "compile",
     "fake",
+    "optimize",
+    "verify",
 ]
 
 # Public names that need torch, and the module each comes from.

@@ -20,10 +20,10 @@ pub(crate) struct PyGraphBuilder {
 
 #[pymethods]
 impl PyGraphBuilder {
-    /// See the stub file.
+    /// An empty graph.
     #[new]
-    #[pyo3(signature = (name = String::new(), device = String::from("cpu"), alignment_bytes = None))]
-    fn new(name: String, device: String, alignment_bytes: Option<&Bound<'_, PyAny>>) -> PyResult<Self> {
+    #[pyo3(signature = (name = "", device = "cpu", alignment_bytes = None))]
+    fn new(name: &str, device: &str, alignment_bytes: Option<&Bound<'_, PyAny>>) -> PyResult<Self> {
         let alignment_bytes = match alignment_bytes {
             Some(value) => Where::new("alignment_bytes", None).integer(value, MAX_BYTES)?,
             None if device.split(':').next() == Some("cpu") => 64,
@@ -60,7 +60,7 @@ impl PyGraphBuilder {
     /// Adds an operator and returns its number.
     #[pyo3(signature = (
         name, *, reads = None, creates = None, mutates = None, workspace_bytes = None, reuse = None,
-        phase = "forward", sequence = None, region = None, module = String::new(), file = String::new(),
+        phase = "forward", sequence = None, region = None, module = "", file = "",
         line = None, position = None
     ))]
     #[allow(clippy::too_many_arguments)] // Keyword arguments of the Python function.
@@ -76,13 +76,13 @@ impl PyGraphBuilder {
         phase: &str,
         sequence: Option<&str>,
         region: Option<&Bound<'_, PyAny>>,
-        module: String,
-        file: String,
+        module: &str,
+        file: &str,
         line: Option<&Bound<'_, PyAny>>,
         position: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<u32> {
         let next = u32::try_from(self.builder.num_operators()).unwrap_or(u32::MAX);
-        let mut site = Site { name, position: next, file, line: 0 };
+        let mut site = Site { name, position: next, file: file.to_owned(), line: 0 };
         if let Some(value) = line {
             site.line = Where::new("line", Some(&site)).integer32(value)?;
         }
@@ -115,7 +115,7 @@ impl PyGraphBuilder {
             sequence: sequence.map(|text| at("sequence").name(py, text)).transpose()?,
             region: region.map(|value| at("region").integer32(value)).transpose()?.map(RegionId),
             position: site.position,
-            source: Source { module, file: site.file.clone(), line: site.line },
+            source: Source { module: module.to_owned(), file: file.to_owned(), line: site.line },
             name: site.name,
         };
         Ok(self.builder.operator(operator).map_err(|error| graph_error(py, &error))?.0)

@@ -1,8 +1,8 @@
 //! `roam.Graph`.
 
-use crate::convert::{array, max_bytes_or_default, to_i64};
+use crate::convert::{array, max_bytes_or_default, order_of, to_i64};
 use crate::entries::{PyOperator, PyTensor};
-use crate::errors::format_error;
+use crate::errors::{Class, Fault, format_error};
 use crate::guard::detached;
 use numpy::PyArray1;
 use pyo3::exceptions::PyIndexError;
@@ -12,6 +12,7 @@ use pyo3::types::{PyBytes, PyTuple, PyType};
 use roam_core::graph::Graph;
 use roam_core::ids::{OperatorId, TensorId};
 use roam_core::json::{load_graph, read_graph, save_graph, write_graph};
+use roam_core::liveness;
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -215,6 +216,24 @@ impl PyGraph {
         let triples = self.graph.regions().iter();
         let triples = triples.map(|region| (&region.name, region.predicate.0, region.parent.map(|parent| parent.0)));
         PyTuple::new(py, triples)
+    }
+
+    /// Live bytes at every step of an order (program order by default), without reuse.
+    #[pyo3(signature = (order = None))]
+    fn live_bytes<'py>(
+        &self,
+        py: Python<'py>,
+        order: Option<&Bound<'py, PyAny>>,
+    ) -> PyResult<Bound<'py, PyArray1<i64>>> {
+        let order = match order {
+            Some(order) => order_of(order)?,
+            None => self.graph.program_order().to_vec(),
+        };
+        let live = detached(py, || liveness::live_bytes(&self.graph, &order))?;
+        let live = live.map_err(|error| {
+            Fault { class: Class::Plan, message: error.to_string(), code: "order", site: None }.raise(py)
+        })?;
+        Ok(array(py, live.into_iter().map(to_i64).collect())?.into_bound(py))
     }
 
     /// Writes the graph to a file, compressed if the path ends in `.gz`.

@@ -6,7 +6,9 @@ mod entries;
 mod errors;
 mod graph;
 mod guard;
+mod optimize;
 mod plan;
+mod verify;
 
 /// The planner. Use it through the package `roam`.
 #[pyo3::pymodule]
@@ -18,7 +20,14 @@ mod _core {
     #[pymodule_export]
     use crate::graph::PyGraph;
     #[pymodule_export]
+    use crate::optimize::optimize;
+    #[pymodule_export]
     use crate::plan::{PyCandidate, PyPlan};
     #[pymodule_export]
+    use crate::verify::verify;
+
+    /// The version of the distribution, which is that of the crates.
+    #[pymodule_export]
+    #[allow(non_upper_case_globals)] // Python's name for it.
     const __version__: &str = env!("CARGO_PKG_VERSION");
 }

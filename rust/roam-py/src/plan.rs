@@ -9,6 +9,7 @@ use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyBytes, PyDict, PyTuple, PyType};
 use roam_core::json::{load_plan, read_plan, save_plan, write_plan};
+use roam_core::optimize::Timings;
 use roam_core::plan::{Candidate, Plan};
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -52,7 +53,7 @@ impl PyCandidate {
 #[pyclass(name = "Plan", module = "roam", frozen, eq)]
 pub(crate) struct PyPlan {
     plan: Arc<Plan>,
-    timings_s: Vec<(String, f64)>,
+    timings_s: Timings,
     order: PyOnceLock<Py<PyArray1<i64>>>,
     offsets: PyOnceLock<Py<PyArray1<i64>>>,
 }
@@ -65,7 +66,7 @@ impl PartialEq for PyPlan {
 }
 
 impl PyPlan {
-    pub(crate) fn new(plan: Plan, timings_s: Vec<(String, f64)>) -> Self {
+    pub(crate) fn new(plan: Plan, timings_s: Timings) -> Self {
         Self { plan: Arc::new(plan), timings_s, order: PyOnceLock::new(), offsets: PyOnceLock::new() }
     }
 

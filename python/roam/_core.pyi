@@ -1,0 +1,465 @@
+"""The planner. Use it through the package `roam`."""
+
+import os
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, SupportsIndex, TypedDict, final
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["Candidate", "Graph", "GraphBuilder", "Operator", "Plan", "Tensor", "__version__", "optimize", "verify"]
+
+_Kind = Literal[
+    "parameter", "buffer", "optimizer_state", "input", "gradient", "activation", "temporary", "output"
+]
+_Residency = Literal["step_local", "enters", "leaves", "persistent"]
+_Phase = Literal["forward", "loss", "backward", "update", "collective"]
+_Sequence = Literal["random", "collective"]
+_Status = Literal["optimal", "feasible", "timed_out"]
+_Path = str | os.PathLike[str]
+_Numbers = npt.NDArray[np.int64]
+
+class _Settings(TypedDict):
+    streams: int
+    reuse: bool
+    time_limit_s: float | None
+
+__version__: str
+
+@final
+class Operator:
+    """One operator of a graph. Read-only."""
+
+    @property
+    def id(self) -> int:
+        """Its number in the graph."""
+    @property
+    def name(self) -> str:
+        """The kernel, for example ``aten.add.Tensor``."""
+    @property
+    def position(self) -> int:
+        """Its place in program order."""
+    @property
+    def phase(self) -> _Phase:
+        """The part of the step it belongs to."""
+    @property
+    def reads(self) -> tuple[int, ...]:
+        """Numbers of the tensors it reads."""
+    @property
+    def creates(self) -> tuple[int, ...]:
+        """Numbers of the tensors it makes."""
+    @property
+    def mutates(self) -> tuple[int, ...]:
+        """Numbers of the tensors it changes in place."""
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes that live only while it runs, before rounding."""
+    @property
+    def reuse(self) -> tuple[tuple[int, int], ...]:
+        """Pairs (input, output): the output may take the memory of the input where that dies here."""
+    @property
+    def sequence(self) -> _Sequence | None:
+        """The sequence whose program order it keeps, or None."""
+    @property
+    def region(self) -> int | None:
+        """Number of its conditional region, or None."""
+    @property
+    def module(self) -> str:
+        """Dotted path of the module it belongs to; empty where unknown."""
+    @property
+    def file(self) -> str:
+        """The user's file; empty where unknown."""
+    @property
+    def line(self) -> int:
+        """The user's line, counted from 1; 0 where unknown."""
+    def __eq__(self, other: object, /) -> bool: ...
+    def __ne__(self, other: object, /) -> bool: ...
+
+@final
+class Tensor:
+    """One tensor (a storage, not a view) of a graph. Read-only."""
+
+    @property
+    def id(self) -> int:
+        """Its number in the graph."""
+    @property
+    def name(self) -> str:
+        """For people; no rule depends on it."""
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the storage, before rounding."""
+    @property
+    def counted_bytes(self) -> int:
+        """Bytes as counted everywhere: rounded up to the alignment."""
+    @property
+    def kind(self) -> _Kind:
+        """What it is for."""
+    @property
+    def residency(self) -> _Residency:
+        """Where it is alive beyond the step. Only step-local tensors may live in the pool."""
+    @property
+    def alignment_bytes(self) -> int:
+        """Least alignment of its own; the graph's where 0."""
+    def __eq__(self, other: object, /) -> bool: ...
+    def __ne__(self, other: object, /) -> bool: ...
+
+@final
+class Graph:
+    """A training step: operators, tensors (storages) and what orders them. Immutable and valid.
+
+    Come by one through :func:`roam.capture`, :class:`GraphBuilder` or :meth:`load`. Operators and tensors are named by
+    their numbers, which count from 0; where a method takes a number, negative ones count from the end and a number out
+    of range is an :class:`IndexError`. Arrays are read-only and of 64-bit integers.
+    """
+
+    @property
+    def name(self) -> str:
+        """For people."""
+    @property
+    def device(self) -> str:
+        """The device that the step runs on, for example ``cpu``."""
+    @property
+    def alignment_bytes(self) -> int:
+        """Every size is rounded up to a multiple of this wherever bytes are counted."""
+    @property
+    def num_operators(self) -> int:
+        """How many operators there are."""
+    @property
+    def num_tensors(self) -> int:
+        """How many tensors there are."""
+    @property
+    def persistent_bytes(self) -> int:
+        """Sum of all persistent tensors, in bytes."""
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the canonical JSON, in hexadecimal: by it a plan names its graph."""
+    def operator(self, operator: SupportsIndex) -> Operator:
+        """One operator."""
+    def tensor(self, tensor: SupportsIndex) -> Tensor:
+        """One tensor."""
+    @property
+    def operators(self) -> tuple[Operator, ...]:
+        """All operators, by number."""
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All tensors, by number."""
+    @property
+    def tensor_sizes_bytes(self) -> _Numbers:
+        """Bytes of every tensor's storage, before rounding. Shape [num_tensors]."""
+    @property
+    def tensor_counted_bytes(self) -> _Numbers:
+        """Bytes of every tensor as counted everywhere: rounded up to its alignment. Shape [num_tensors]."""
+    @property
+    def workspaces_bytes(self) -> _Numbers:
+        """Bytes of every operator's workspace as counted everywhere: rounded up. Shape [num_operators]."""
+    @property
+    def positions(self) -> _Numbers:
+        """Every operator's place in program order. Shape [num_operators]."""
+    @property
+    def program_order(self) -> _Numbers:
+        """Numbers of the operators in program order. Shape [num_operators]."""
+    def predecessors(self, operator: SupportsIndex) -> tuple[int, ...]:
+        """Numbers of the operators that must run before the operator, by program position.
+
+        Direct constraints only: data, mutation, sequence, control.
+        """
+    def successors(self, operator: SupportsIndex) -> tuple[int, ...]:
+        """Numbers of the operators that must run after the operator, by program position."""
+    def users(self, tensor: SupportsIndex) -> tuple[int, ...]:
+        """Numbers of the operators that read or mutate the tensor, by program position."""
+    def creator(self, tensor: SupportsIndex) -> int | None:
+        """Number of the operator that makes the tensor; None if it exists before the step."""
+    @property
+    def control(self) -> tuple[tuple[int, int], ...]:
+        """The caller's own ordering constraints, as pairs (before, after)."""
+    @property
+    def regions(self) -> tuple[tuple[str, int, int | None], ...]:
+        """Conditional regions, as triples (name, predicate tensor, parent region or None)."""
+    def live_bytes(self, order: Iterable[SupportsIndex] | None = None) -> _Numbers:
+        """Live bytes at every step of an order, without reuse. Shape [num_operators].
+
+        Persistent tensors are left out, workspaces counted.
+
+        Args:
+            order: numbers of the operators; program order where None.
+
+        Raises:
+            PlanError: the order is none that the graph permits.
+        """
+    def save(self, path: _Path) -> None:
+        """Writes the graph to a file, compressed if the path ends in ``.gz``. Equal graphs give equal files.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+    @classmethod
+    def load(cls, path: _Path, *, max_bytes: int | None = None) -> Graph:
+        """Reads a graph from a file, compressed or not.
+
+        Args:
+            max_bytes: the most bytes to take, after decompression; 512 MiB where None.
+
+        Raises:
+            FormatError: the file is not of the documented form.
+            GraphError: it is, but the graph is not valid.
+            OSError: the file cannot be read.
+        """
+    def to_json(self) -> bytes:
+        """The canonical JSON, see ``docs/formats.md``. Equal graphs give equal bytes."""
+    @classmethod
+    def from_json(cls, data: bytes, *, max_bytes: int | None = None) -> Graph:
+        """Reads a graph from its JSON, compressed or not. Arguments and errors as for :meth:`load`."""
+    def __reduce__(self) -> tuple[Callable[[bytes], Graph], tuple[bytes]]: ...
+    def __hash__(self) -> int: ...
+    def __eq__(self, other: object, /) -> bool: ...
+    def __ne__(self, other: object, /) -> bool: ...
+
+@final
+class GraphBuilder:
+    """Builds a graph by hand.
+
+    The numbers that :meth:`tensor`, :meth:`operator` and :meth:`region` return name what was added. Operators may refer
+    to tensors that are added later; everything is checked together by :meth:`build`.
+
+    >>> import roam
+    >>> b = roam.GraphBuilder("two layers")
+    >>> x = b.tensor("x", 4096, kind="input", residency="enters")
+    >>> h = b.tensor("h", 4096, kind="activation")
+    >>> y = b.tensor("y", 64, kind="output", residency="leaves")
+    >>> _ = b.operator("relu", reads=[x], creates=[h])
+    >>> _ = b.operator("sum", reads=[h], creates=[y])
+    >>> b.build()
+    Graph(name="two layers", device="cpu", operators=2, tensors=3, persistent_bytes=0)
+
+    Args:
+        name: for people.
+        device: the device that the step runs on.
+        alignment_bytes: a power of two; 64 on ``cpu`` and 512 elsewhere where None.
+    """
+
+    def __new__(
+        cls, name: str = "", device: str = "cpu", alignment_bytes: SupportsIndex | None = None
+    ) -> GraphBuilder: ...
+    def tensor(
+        self,
+        name: str,
+        size_bytes: SupportsIndex,
+        *,
+        kind: _Kind | str = "temporary",
+        residency: _Residency | str = "step_local",
+        alignment_bytes: SupportsIndex | None = None,
+    ) -> int:
+        """Adds a tensor (a storage, not a view) and returns its number.
+
+        Args:
+            name: for people.
+            size_bytes: bytes of the storage, before rounding.
+            kind: what it is for.
+            residency: where it is alive beyond the step.
+            alignment_bytes: least alignment of its own, a power of two; the graph's where None or 0.
+
+        Raises:
+            GraphError: a number is out of range, or a word is not one of those allowed.
+        """
+    def operator(
+        self,
+        name: str,
+        *,
+        reads: Iterable[SupportsIndex] | None = None,
+        creates: Iterable[SupportsIndex] | None = None,
+        mutates: Iterable[SupportsIndex] | None = None,
+        workspace_bytes: SupportsIndex | None = None,
+        reuse: Iterable[tuple[SupportsIndex, SupportsIndex]] | None = None,
+        phase: _Phase | str = "forward",
+        sequence: _Sequence | str | None = None,
+        region: SupportsIndex | None = None,
+        module: str = "",
+        file: str = "",
+        line: SupportsIndex | None = None,
+        position: SupportsIndex | None = None,
+    ) -> int:
+        """Adds an operator and returns its number.
+
+        Args:
+            name: the kernel.
+            reads: numbers of the tensors whose value it uses; one that it mutates need not be listed.
+            creates: numbers of the tensors that it makes.
+            mutates: numbers of the tensors that it changes in place.
+            workspace_bytes: bytes that live only while it runs; 0 where None.
+            reuse: pairs (input, output): the output may take the memory of the input where that dies here.
+            phase: the part of the step it belongs to.
+            sequence: operators of one sequence keep their program order among themselves.
+            region: number of its conditional region.
+            module: dotted path of the module it belongs to.
+            file: the user's file.
+            line: the user's line, counted from 1; unknown where None or 0.
+            position: its place in program order; as many operators as there are already where None.
+
+        Raises:
+            GraphError: a number is out of range, or a word is not one of those allowed.
+        """
+    def control(self, before: SupportsIndex, after: SupportsIndex) -> None:
+        """Demands that operator `before` runs before operator `after`."""
+    def region(self, name: str, predicate: SupportsIndex, parent: SupportsIndex | None = None) -> int:
+        """Adds a conditional region and returns its number.
+
+        Files keep regions; planning takes every region as run.
+
+        Args:
+            name: for people.
+            predicate: number of the tensor whose value decides.
+            parent: number of the region around this one.
+        """
+    def build(self) -> Graph:
+        """Checks everything and returns the graph. The builder may go on.
+
+        Raises:
+            GraphError: the graph is not a valid training step; `code` tells how, `operator` where.
+        """
+
+@final
+class Candidate:
+    """One order and layout that planning tried. Read-only."""
+
+    @property
+    def order(self) -> str:
+        """How the order was found, for example ``program`` or ``lescea``."""
+    @property
+    def layout(self) -> str:
+        """How the layout was found."""
+    @property
+    def peak_bytes(self) -> int:
+        """Most live bytes over the steps, persistent tensors left out."""
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes of the pool."""
+    def __eq__(self, other: object, /) -> bool: ...
+    def __ne__(self, other: object, /) -> bool: ...
+
+@final
+class Plan:
+    """An execution order and a memory layout for one graph, with what they cost.
+
+    Bytes everywhere; persistent tensors count only where said. A plan that was read from a file may claim anything until
+    :func:`roam.verify` has checked it. Two plans are equal where everything but `timings_s` is.
+    """
+
+    @property
+    def graph_digest(self) -> str:
+        """SHA-256 of the JSON of the graph that the plan is for."""
+    @property
+    def settings(self) -> _Settings:
+        """What was asked for."""
+    @property
+    def order(self) -> _Numbers:
+        """Numbers of the operators in execution order. Shape [num_operators], read-only."""
+    @property
+    def offsets(self) -> _Numbers:
+        """Offset in the pool per tensor; -1 where it is not in the pool. Shape [num_tensors], read-only."""
+    @property
+    def reuse(self) -> tuple[tuple[int, int], ...]:
+        """Pairs (input, output): the output takes the memory of the input."""
+    @property
+    def program_order_peak_bytes(self) -> int:
+        """Most live bytes over the steps in program order, without reuse."""
+    @property
+    def peak_bytes(self) -> int:
+        """Most live bytes over the steps: pool tensors, outside tensors, workspace."""
+    @property
+    def pool_peak_bytes(self) -> int:
+        """Most live bytes over the steps of the tensors in the pool."""
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes of the pool: the largest offset + counted size."""
+    @property
+    def outside_bytes(self) -> int:
+        """Most live bytes over the steps of what is not in the pool, workspace included."""
+    @property
+    def persistent_bytes(self) -> int:
+        """Bytes of all persistent tensors."""
+    @property
+    def total_bytes(self) -> int:
+        """Persistent + pool + outside."""
+    @property
+    def lower_bound_bytes(self) -> int:
+        """No order can have a lower peak."""
+    @property
+    def bound_operator(self) -> int | None:
+        """Number of the operator whose cut gives the lower bound, or None."""
+    @property
+    def gap(self) -> float:
+        """(pool + outside) / lower bound - 1; 0 where both are 0."""
+    @property
+    def fragmentation(self) -> float:
+        """(pool - peak of the pool's tensors) / pool; 0 for an empty pool."""
+    @property
+    def status(self) -> _Status:
+        """``optimal`` (no plan can use less), ``feasible``, or ``timed_out`` (feasible, but the search was cut short)."""
+    @property
+    def candidates(self) -> tuple[Candidate, ...]:
+        """What was tried, in a fixed order."""
+    @property
+    def timings_s(self) -> dict[str, float]:
+        """Seconds per stage of planning; empty for a plan that was read from a file."""
+    def save(self, path: _Path) -> None:
+        """Writes the plan to a file, compressed if the path ends in ``.gz``. Equal plans give equal files.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+    @classmethod
+    def load(cls, path: _Path, *, max_bytes: int | None = None) -> Plan:
+        """Reads a plan from a file, compressed or not. It is not verified by this.
+
+        Args:
+            max_bytes: the most bytes to take, after decompression; 512 MiB where None.
+
+        Raises:
+            FormatError: the file is not of the documented form.
+            OSError: the file cannot be read.
+        """
+    def to_json(self) -> bytes:
+        """The JSON, see ``docs/formats.md``. Equal plans give equal bytes."""
+    @classmethod
+    def from_json(cls, data: bytes, *, max_bytes: int | None = None) -> Plan:
+        """Reads a plan from its JSON, compressed or not. Arguments and errors as for :meth:`load`."""
+    def __reduce__(self) -> tuple[Callable[[bytes], Plan], tuple[bytes]]: ...
+    def __eq__(self, other: object, /) -> bool: ...
+    def __ne__(self, other: object, /) -> bool: ...
+
+def optimize(
+    graph: Graph,
+    streams: int = 1,
+    reuse: bool = True,
+    time_limit_s: float | None = None,
+    exact: Literal["auto", "off"] | str = "auto",
+    progress: Callable[[str, float], Any] | None = None,
+) -> Plan:
+    """Finds an execution order and a memory layout that use little memory, and proves how little is possible.
+
+    The same graph and settings give the same plan on any number of threads, unless the time limit cuts the search short.
+    No plan is worse than program order. Other Python threads run meanwhile; Ctrl-C ends planning.
+
+    Args:
+        graph: what to plan.
+        streams: how many operators may run at once. This version plans for 1 only.
+        reuse: whether an output may take the memory of an input that dies, where the graph permits it.
+        time_limit_s: wall-clock limit in seconds; at its end the best plan so far is returned, with status
+            ``timed_out``. No limit where None.
+        exact: ``auto`` or ``off``. This version has no exact tier, so both do the same.
+        progress: called on the calling thread with the stage that begins and the share of the work done, in [0, 1]. What
+            it raises ends planning and is raised here.
+
+    Raises:
+        PlanError: the graph cannot be planned as asked.
+        ValueError: an argument makes no sense.
+    """
+
+def verify(graph: Graph, plan: Plan) -> None:
+    """Checks that a plan is valid for a graph and that every figure it claims is true.
+
+    Shares no code with the planner.
+
+    Raises:
+        PlanError: it is not; `code` tells how.
+    """

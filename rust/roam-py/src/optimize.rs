@@ -1,0 +1,96 @@
+//! `roam.optimize`.
+
+use crate::errors::{Class, Fault};
+use crate::graph::PyGraph;
+use crate::guard::internal_error;
+use crate::plan::PyPlan;
+use pyo3::prelude::*;
+use rayon::ThreadPoolBuilder;
+use roam_core::graph::Graph;
+use roam_core::optimize::{Control, OptimizeError, Timings, optimize_timed};
+use roam_core::plan::{Plan, Settings};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
+use std::thread;
+use std::time::Duration;
+
+/// How often the calling thread looks for Ctrl-C.
+const WAKE: Duration = Duration::from_millis(50);
+
+/// Finds an execution order and a memory layout that use little memory, and proves how little is possible.
+#[pyfunction]
+#[pyo3(signature = (graph, streams = 1, reuse = true, time_limit_s = None, exact = "auto", progress = None))]
+pub(crate) fn optimize(
+    py: Python<'_>,
+    graph: &Bound<'_, PyGraph>,
+    streams: i64,
+    reuse: bool,
+    time_limit_s: Option<f64>,
+    exact: &str,
+    progress: Option<Py<PyAny>>,
+) -> PyResult<PyPlan> {
+    let refuse = |code: &str, message: String| Fault { class: Class::Plan, message, code, site: None }.raise(py);
+    if streams != 1 {
+        let message = format!("planning for {streams} streams is not implemented, only for 1");
+        return Err(refuse("unsupported_streams", message));
+    }
+    if !matches!(exact, "auto" | "off") {
+        return Err(refuse("invalid_exact", format!("exact must be \"auto\" or \"off\", not {exact:?}")));
+    }
+    let settings = Settings { streams: 1, reuse, time_limit_s };
+    settings.check().map_err(|message| refuse("invalid_time_limit", message))?;
+    let (plan, timings) = plan_apart(py, graph.get().inner().clone(), settings, progress)?
+        .map_err(|error| refuse(error.code(), error.to_string()))?;
+    Ok(PyPlan::new(plan, timings))
+}
+
+/// Plans on a thread of its own, while the calling thread serves Ctrl-C and the progress callback.
+fn plan_apart(
+    py: Python<'_>,
+    graph: Arc<Graph>,
+    settings: Settings,
+    progress: Option<Py<PyAny>>,
+) -> PyResult<Result<(Plan, Timings), OptimizeError>> {
+    let (sender, stages) = mpsc::channel();
+    let report = move |stage: &str, share_done: f64| {
+        // Fails only when the calling thread has stopped listening; then there is no one to tell.
+        let _ = sender.send((stage.to_owned(), share_done));
+    };
+    let cancel = Arc::new(AtomicBool::new(false));
+    let control = Control { cancel: cancel.clone(), deadline: None, progress: Some(Box::new(report)) };
+    let worker = thread::Builder::new().name("roam-optimize".into()).spawn(move || {
+        // Threads of its own: those of rayon's global pool do not survive a fork of the process.
+        match ThreadPoolBuilder::new().build() {
+            Ok(pool) => pool.install(|| optimize_timed(&graph, &settings, &control)),
+            Err(_) => optimize_timed(&graph, &settings, &control),
+        }
+        // The channel closes here, or where a panic unwinds: `control` owns its only sender.
+    })?;
+    py.detach(|| {
+        let listened = listen(stages, progress);
+        if listened.is_err() {
+            cancel.store(true, Ordering::Relaxed);
+        }
+        let result = worker.join();
+        listened?;
+        result.map_err(|panic| Python::attach(|py| internal_error(py, &*panic)))
+    })
+}
+
+/// Until the planner is done: passes its stages on, and lets Python handle its signals.
+fn listen(stages: Receiver<(String, f64)>, progress: Option<Py<PyAny>>) -> PyResult<()> {
+    loop {
+        let stage = match stages.recv_timeout(WAKE) {
+            Ok(stage) => Some(stage),
+            Err(RecvTimeoutError::Timeout) => None,
+            Err(RecvTimeoutError::Disconnected) => return Ok(()),
+        };
+        Python::attach(|py| {
+            if let (Some(stage), Some(progress)) = (stage, &progress) {
+                progress.call1(py, stage)?;
+            }
+            py.check_signals()
+        })?;
+    }
+}

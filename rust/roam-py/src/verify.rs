@@ -1,0 +1,16 @@
+//! `roam.verify`.
+
+use crate::errors::{Class, Fault};
+use crate::graph::PyGraph;
+use crate::guard::detached;
+use crate::plan::PyPlan;
+use pyo3::prelude::*;
+
+/// Checks that a plan is valid for a graph and that every figure it claims is true.
+#[pyfunction]
+pub(crate) fn verify(py: Python<'_>, graph: &Bound<'_, PyGraph>, plan: &Bound<'_, PyPlan>) -> PyResult<()> {
+    let (graph, plan) = (graph.get().inner(), plan.get().inner());
+    detached(py, || roam_core::verify::verify(graph, plan))?.map_err(|error| {
+        Fault { class: Class::Plan, message: error.to_string(), code: error.code(), site: error.site() }.raise(py)
+    })
+}
