@@ -1,0 +1,275 @@
+//! The verifier catches every kind of fault, and refuses nothing else.
+
+mod common;
+
+use common::{SETTINGS, random_graph};
+use roam_core::graph::{Graph, Residency};
+use roam_core::ids::{OperatorId, TensorId};
+use roam_core::optimize::{Control, optimize};
+use roam_core::plan::{Plan, Settings, Status};
+use roam_core::synthetic::Random;
+use roam_core::verify::verify;
+use std::collections::BTreeMap;
+
+/// Steps at which a tensor is live in an order, both ends inclusive; `None` for persistent ones.
+fn live_steps(graph: &Graph, order: &[OperatorId], tensor: TensorId) -> Option<(usize, usize)> {
+    let step_of = |id: OperatorId| order.iter().position(|&other| other == id).expect("a permutation");
+    let created = graph.creator(tensor).map(step_of);
+    let last = graph.users(tensor).iter().map(|&user| step_of(user)).max();
+    match graph.tensor(tensor).residency {
+        Residency::Persistent => None,
+        Residency::Leaves => created.map(|from| (from, order.len() - 1)),
+        _ => Some((created.unwrap_or(0), last.or(created).unwrap_or(0))),
+    }
+}
+
+/// Two pool tensors of non-zero size, live at one step, that no used reuse pair connects there.
+fn live_together(graph: &Graph, plan: &Plan) -> Vec<(TensorId, TensorId)> {
+    let ids: Vec<TensorId> = (0..graph.tensors().len() as u32)
+        .map(TensorId)
+        .filter(|&id| plan.offsets[id.index()].is_some() && graph.counted_bytes(id) > 0)
+        .collect();
+    let steps: BTreeMap<TensorId, (usize, usize)> =
+        ids.iter().map(|&id| (id, live_steps(graph, &plan.order, id).expect("in the pool"))).collect();
+    let mut together = Vec::new();
+    for (at, &a) in ids.iter().enumerate() {
+        for &b in &ids[at + 1..] {
+            let ((a_first, a_last), (b_first, b_last)) = (steps[&a], steps[&b]);
+            let paired = plan.reuse.iter().any(|pair| [(a, b), (b, a)].contains(&(pair.input, pair.output)));
+            if a_first <= b_last && b_first <= a_last && !paired {
+                together.push((a, b));
+            }
+        }
+    }
+    together
+}
+
+/// A corrupted copy of the plan and the codes by which it may be refused; `None` where the plan
+/// offers no way to go wrong like this.
+type Corruption = fn(&Graph, &Plan, &mut Random) -> Option<(Plan, &'static [&'static str])>;
+
+fn pick<T: Copy>(list: &[T], random: &mut Random) -> Option<T> {
+    if list.is_empty() { None } else { Some(list[random.below(list.len() as u64) as usize]) }
+}
+
+fn edited(plan: &Plan, edit: impl FnOnce(&mut Plan)) -> Plan {
+    let mut plan = plan.clone();
+    edit(&mut plan);
+    plan
+}
+
+fn pool_tensors(graph: &Graph, plan: &Plan, in_pool: bool) -> Vec<usize> {
+    (0..graph.tensors().len()).filter(|&at| plan.offsets[at].is_some() == in_pool).collect()
+}
+
+const CORRUPTIONS: [(&str, Corruption); 22] = [
+    ("operator moved before what it waits for", |graph, plan, random| {
+        let waiting: Vec<usize> =
+            (0..plan.order.len()).filter(|&step| !graph.predecessors(plan.order[step]).is_empty()).collect();
+        let step = pick(&waiting, random)?;
+        let id = plan.order[step];
+        let before = pick(graph.predecessors(id), random)?;
+        let plan = edited(plan, |plan| {
+            plan.order.remove(step);
+            let to = plan.order.iter().position(|&other| other == before).expect("present");
+            plan.order.insert(to, id);
+        });
+        Some((plan, &["read_too_early", "mutated_too_early", "sequence_broken", "control_broken"]))
+    }),
+    ("operator missing", |_, plan, random| {
+        let id = pick(&plan.order, random)?;
+        Some((edited(plan, |plan| plan.order.retain(|&other| other != id)), &["operator_missing"]))
+    }),
+    ("operator doubled", |_, plan, random| {
+        let id = pick(&plan.order, random)?;
+        let to = random.below(plan.order.len() as u64 + 1) as usize;
+        Some((edited(plan, |plan| plan.order.insert(to, id)), &["operator_doubled"]))
+    }),
+    ("operator unknown", |graph, plan, _| {
+        let unknown = OperatorId(graph.operators().len() as u32);
+        Some((edited(plan, |plan| plan.order.push(unknown)), &["unknown_operator"]))
+    }),
+    ("live tensors overlapped", |graph, plan, random| {
+        let (a, b) = pick(&live_together(graph, plan), random)?;
+        let plan = edited(plan, |plan| plan.offsets[a.index()] = plan.offsets[b.index()]);
+        // Moving the topmost tensor changes the pool; a partner by reuse is left behind.
+        Some((plan, &["overlap", "figure", "misaligned", "outside_pool", "reuse_offsets"]))
+    }),
+    ("offset beyond the pool", |graph, plan, random| {
+        let sized = |&at: &usize| graph.counted_bytes(TensorId(at as u32)) > 0;
+        let tensors: Vec<usize> = pool_tensors(graph, plan, true).into_iter().filter(sized).collect();
+        let at = pick(&tensors, random)?;
+        let far = if random.once_in(2) { plan.pool_bytes.next_multiple_of(128) } else { u64::MAX - 127 };
+        Some((edited(plan, |plan| plan.offsets[at] = Some(far)), &["outside_pool"]))
+    }),
+    ("offset misaligned", |graph, plan, random| {
+        let at = pick(&pool_tensors(graph, plan, true), random)?;
+        let aligned = graph.alignment_bytes().max(graph.tensors()[at].alignment_bytes) > 1;
+        let off = || edited(plan, |plan| plan.offsets[at] = plan.offsets[at].map(|offset| offset + 1));
+        aligned.then(|| (off(), &["misaligned"][..]))
+    }),
+    ("offset missing", |graph, plan, random| {
+        let at = pick(&pool_tensors(graph, plan, true), random)?;
+        Some((edited(plan, |plan| plan.offsets[at] = None), &["offset_missing"]))
+    }),
+    ("offset of a tensor outside the pool", |graph, plan, random| {
+        let at = pick(&pool_tensors(graph, plan, false), random)?;
+        Some((edited(plan, |plan| plan.offsets[at] = Some(0)), &["offset_unexpected"]))
+    }),
+    ("one offset too many", |_, plan, _| Some((edited(plan, |plan| plan.offsets.push(None)), &["offset_count"]))),
+    ("reuse pair forgotten", |graph, plan, random| {
+        let pair = pick(&plan.reuse, random)?;
+        assert!(graph.counted_bytes(pair.input) > 0, "reuse of nothing saves nothing");
+        Some((edited(plan, |plan| plan.reuse.retain(|&other| other != pair)), &["overlap"]))
+    }),
+    ("reuse pair doubled", |_, plan, random| {
+        let pair = pick(&plan.reuse, random)?;
+        Some((edited(plan, |plan| plan.reuse.push(pair)), &["reuse_doubled"]))
+    }),
+    ("reuse pair turned round", |_, plan, random| {
+        let at = random.below(plan.reuse.len() as u64) as usize;
+        let turned = || {
+            edited(plan, |plan| {
+                let pair = &mut plan.reuse[at];
+                std::mem::swap(&mut pair.input, &mut pair.output);
+            })
+        };
+        (!plan.reuse.is_empty()).then(|| (turned(), &["reuse_not_permitted"][..]))
+    }),
+    ("reuse of a tensor that is used later", |graph, plan, random| {
+        let end = |id| live_steps(graph, &plan.order, id).map(|(_, last)| last);
+        let start = |id| live_steps(graph, &plan.order, id).map(|(first, _)| first);
+        let early: Vec<_> = graph
+            .operators()
+            .iter()
+            .flat_map(|operator| operator.reuse.iter().copied())
+            .filter(|pair| end(pair.input) > start(pair.output))
+            .filter(|pair| plan.reuse.iter().all(|used| used.input != pair.input && used.output != pair.output))
+            .collect();
+        let pair = pick(&early, random)?;
+        Some((edited(plan, |plan| plan.reuse.push(pair)), &["reuse_of_live"]))
+    }),
+    ("reuse pair apart", |graph, plan, random| {
+        let pair = pick(&plan.reuse, random)?;
+        let plan = edited(plan, |plan| {
+            plan.pool_bytes = (2 * plan.pool_bytes).next_multiple_of(128) + graph.counted_bytes(pair.output);
+            plan.offsets[pair.output.index()] = Some(plan.pool_bytes - graph.counted_bytes(pair.output));
+        });
+        Some((plan, &["reuse_offsets"]))
+    }),
+    ("reuse though off", |_, plan, _| {
+        let off = || edited(plan, |plan| plan.settings.reuse = false);
+        (!plan.reuse.is_empty()).then(|| (off(), &["reuse_off"][..]))
+    }),
+    ("wrong figure", |_, plan, random| {
+        let change = if random.once_in(2) { 1u64 } else { 1u64.wrapping_neg() };
+        let which = random.below(7);
+        let plan = edited(plan, |plan| {
+            let figure = match which {
+                0 => &mut plan.program_order_peak_bytes,
+                1 => &mut plan.peak_bytes,
+                2 => &mut plan.pool_peak_bytes,
+                3 => &mut plan.pool_bytes,
+                4 => &mut plan.outside_bytes,
+                5 => &mut plan.persistent_bytes,
+                _ => &mut plan.total_bytes,
+            };
+            *figure = figure.wrapping_add(change);
+        });
+        Some((plan, &["figure", "outside_pool"]))
+    }),
+    ("bound above the peak", |_, plan, _| {
+        Some((edited(plan, |plan| plan.lower_bound_bytes = plan.peak_bytes + 1), &["bound_above_peak"]))
+    }),
+    ("bound without its operator", |_, plan, _| {
+        let without = || edited(plan, |plan| plan.bound_operator = None);
+        (plan.lower_bound_bytes > 0).then(|| (without(), &["bound_operator"][..]))
+    }),
+    ("status contradicted", |_, plan, _| {
+        let status = if plan.status == Status::Optimal { Status::Feasible } else { Status::Optimal };
+        Some((edited(plan, |plan| plan.status = status), &["status"]))
+    }),
+    ("digest of another graph", |_, plan, _| {
+        Some((edited(plan, |plan| plan.graph_digest.replace_range(0..1, "x")), &["graph_digest"]))
+    }),
+    ("two streams", |_, plan, _| Some((edited(plan, |plan| plan.settings.streams = 2), &["streams"]))),
+];
+
+#[test]
+fn every_corruption_is_caught() {
+    let mut random = Random::new(4);
+    let mut caught = [0; CORRUPTIONS.len()];
+    for _ in 0..1500 {
+        let graph = random_graph(&mut random, 12);
+        let plan = optimize(&graph, &SETTINGS, &Control::default()).expect("a plan");
+        for (at, (name, corrupt)) in CORRUPTIONS.iter().enumerate() {
+            if let Some((corrupted, codes)) = corrupt(&graph, &plan, &mut random) {
+                let violation = verify(&graph, &corrupted).expect_err(name);
+                assert!(codes.contains(&violation.code()), "{name}: {violation}");
+                assert!(!violation.to_string().is_empty());
+                caught[at] += 1;
+            }
+        }
+    }
+    for ((name, _), count) in CORRUPTIONS.iter().zip(caught) {
+        assert!(count >= 100, "{name}: tried {count} times only");
+    }
+}
+
+/// Random offsets: refused as an overlap exactly where comparing all pairs finds one.
+#[test]
+fn overlaps_are_found_exactly() {
+    let mut random = Random::new(5);
+    let (mut refused, mut accepted) = (0, 0);
+    for round in 0..4000 {
+        let graph = random_graph(&mut random, 10);
+        let settings = Settings { reuse: round % 2 == 0, ..SETTINGS };
+        let mut plan = optimize(&graph, &settings, &Control::default()).expect("a plan");
+        let room = [1, 3, 6][random.below(3) as usize] * plan.pool_bytes / 128;
+        let mut pool_bytes = 0;
+        for at in 0..plan.offsets.len() {
+            // Outputs that reuse come after their inputs in the graph's numbering.
+            let id = TensorId(at as u32);
+            if plan.offsets[at].is_some() {
+                let input = plan.reuse.iter().find(|pair| pair.output == id).map(|pair| pair.input);
+                let offset = match input {
+                    Some(input) => plan.offsets[input.index()].expect("step-local"),
+                    None => 128 * random.below(room + 1),
+                };
+                plan.offsets[at] = Some(offset);
+                pool_bytes = pool_bytes.max(offset + graph.counted_bytes(id));
+            }
+        }
+        let grown = pool_bytes.wrapping_sub(plan.pool_bytes);
+        plan.pool_bytes = pool_bytes;
+        plan.total_bytes = plan.total_bytes.wrapping_add(grown);
+        let is_optimal = plan.pool_bytes + plan.outside_bytes == plan.lower_bound_bytes;
+        plan.status = if is_optimal { Status::Optimal } else { Status::Feasible };
+        // Alignments in a chain may differ; such offsets are refused for another reason.
+        let misaligned = (0..plan.offsets.len()).any(|at| {
+            let alignment = graph.alignment_bytes().max(graph.tensors()[at].alignment_bytes);
+            plan.offsets[at].is_some_and(|offset| offset % alignment != 0)
+        });
+        assert!(!misaligned);
+        let overlaps = live_together(&graph, &plan).iter().any(|&(a, b)| {
+            let span = |id: TensorId| {
+                let offset = plan.offsets[id.index()].expect("in the pool");
+                (offset, offset + graph.counted_bytes(id))
+            };
+            let ((a_from, a_to), (b_from, b_to)) = (span(a), span(b));
+            a_from < b_to && b_from < a_to
+        });
+        match verify(&graph, &plan) {
+            Ok(()) => {
+                assert!(!overlaps);
+                accepted += 1;
+            }
+            Err(violation) => {
+                assert!(overlaps, "{violation}");
+                assert_eq!(violation.code(), "overlap");
+                refused += 1;
+            }
+        }
+    }
+    assert!(refused > 400 && accepted > 400, "{refused} refused, {accepted} accepted");
+}
