@@ -1,11 +1,12 @@
 """Guards: whether a step's Python state is still what capture saw.
 
-A captured step has every Python value that it met frozen into it: which branch was taken, the probability of a dropout, the
-number of layers in a list. `Guards` notices when such a value is another one now, in well under a millisecond; `ArgGuard` does
-so for the arguments of a call, where new tensors of the same kind are fine.
+A captured step has every Python value that it met frozen into it: which branch was taken, the probability of a
+dropout, the number of layers in a list. `Guards` notices when such a value is another one now, in well under a
+millisecond; `ArgGuard` does so for the arguments of a call, where new tensors of the same kind are fine.
 
-Plain values are compared by exact type and value, floats by their bits; containers by their entries; everything else by identity.
-Tensors that are not parameters are compared by their metadata, so that an owner may replace them. Not guarded, because a
+Plain values are compared by exact type and value, floats by their bits; containers by their entries; everything else
+by identity. Tensors that are not parameters are compared by their metadata, so that an owner may replace them. Not
+guarded, because a
 compiled step reads them anew at every call: learning rates, schedulers, optimizer state, loss scales, gradients.
 """
 
@@ -38,6 +39,10 @@ _AMBIENT: Final[tuple[tuple[str, Callable[[], Any]], ...]] = (
 _QUICK_HOLDERS: Final = frozenset({dict, OrderedDict, defaultdict, list, deque})
 
 
+_LIVE: Final = object()
+"""Stands for a live float among the arguments."""
+
+
 class _AnyTensor:
     """Stands for a tensor whose owner may replace it; its metadata is checked apart."""
 
@@ -45,9 +50,9 @@ class _AnyTensor:
 class Guards:
     """A flat list of checks over the state that a step reaches.
 
-    The usual case, nothing changed, is decided by a few passes over all containers at once that compare sizes and the identities
-    of keys and values. Only where those differ is a container looked at entry by entry. Objects, modules and parameters that the
-    guards compare by identity are kept alive by them; tensors that may be replaced are not.
+    The usual case, nothing changed, is decided by a few passes over all containers at once that compare sizes and the
+    identities of keys and values. Only where those differ is a container looked at entry by entry. Objects, modules
+    and parameters that the guards compare by identity are kept alive by them; tensors that may be replaced are not.
 
     Args:
         reach: the state, as it is now.
@@ -229,20 +234,28 @@ class _Bulk:
 
 
 class ArgGuard:
-    """Whether a call's arguments fit a captured step: the same structure, tensors of the same metadata that share memory in the
-    same way, equal plain values, the same models, optimizers and other objects. Tensors themselves may be new at every call.
+    """Whether a call's arguments fit a captured step: the same structure, tensors of the same metadata that share
+    memory in the same way, equal plain values, the same models, optimizers and other objects. Tensors themselves may
+    be new at every call.
 
     Args:
         args: the positional arguments of the captured call.
         kwargs: its keyword arguments.
-        guards: the state's guards; where given, an argument that shares memory with a parameter, buffer or loose tensor must do
+        guards: the state's guards; where given, an argument that shares memory with a parameter, buffer or loose
+            tensor must do
             so again, and no other may.
+        live: places among the flattened arguments of floats that the step reads anew at every call.
     """
 
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], guards: Guards | None = None) -> None:
+    def __init__(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], guards: Guards | None = None, live: Collection[int] = ()
+    ) -> None:
         self._guards = guards
         leaves, self._spec = pytree.tree_flatten_with_path((args, kwargs))
-        self._leaves = [(_argument_path(path), _leaf(value)) for path, value in leaves]
+        self._leaves = [
+            (_argument_path(path), _LIVE if index in live else _leaf(value))
+            for index, (path, value) in enumerate(leaves)
+        ]
         self._aliasing = self._alias([value for _, value in leaves])
 
     def failure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
@@ -256,6 +269,9 @@ class ArgGuard:
                     return f"{path} changed from a tensor to {show(value)}"
                 if _metadata(value) != expected.metadata:
                     return _metadata_change(path, expected.metadata, _metadata(value))
+            elif expected is _LIVE:
+                if type(value) is not float:
+                    return f"{path} changed from a float to {show(value)}"
             elif not same(expected, _leaf(value)):
                 return f"{path} changed from {show(expected)} to {show(value)}"
         if self._alias(leaves) != self._aliasing:
@@ -278,7 +294,9 @@ class _Leaf:
 
 
 def _leaf(value: Any) -> Any:
-    """What to expect of an argument: an array's contents would be frozen into the step, so they count as a plain value."""
+    """What to expect of an argument: an array's contents would be frozen into the step, so they count as a plain
+    value.
+    """
     if issubclass(type(value), torch.Tensor):
         return _Leaf(value)
     if is_numpy_array(value) and not value.dtype.hasobject:
@@ -330,7 +348,9 @@ def _metadata_change(path: str, expected: tuple[Any, ...], actual: tuple[Any, ..
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    """An identity of a tensor's memory, unique among those alive; tensors without a storage of their own stand for themselves."""
+    """An identity of a tensor's memory, unique among those alive; tensors without a storage of their own stand for
+    themselves.
+    """
     try:
         return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):

@@ -2,12 +2,12 @@
 
 The walk starts at the user's function and its arguments and goes through closures, bound objects, partials, the globals
 that code names, classes, containers, modules and optimizers. Library packages are not entered: their functions and
-classes are taken to stay as they are. Modules that the user wrote himself are entered name by name, as his functions use them.
+classes are taken to stay as they are. Modules that the user wrote himself are entered name by name, as his functions
+use them.
 """
 
 from __future__ import annotations
 
-import dis
 import functools
 import inspect
 import random
@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 
 from roam.errors import CaptureError
 
+from .origins import is_library, is_opaque, names_of
 from .spaces import (
     ArraySpace,
     CellSpace,
@@ -39,52 +40,9 @@ from .spaces import (
 )
 from .values import MISSING, is_numpy_array, is_plain
 
-# Packages whose functions and classes are not entered, beside the standard library.
-_LIBRARIES: Final = frozenset(
-    [
-        "torch",
-        "torchvision",
-        "torchaudio",
-        "torchgen",
-        "functorch",
-        "triton",
-        "numpy",
-        "scipy",
-        "pandas",
-        "sklearn",
-        "matplotlib",
-        "PIL",
-        "transformers",
-        "tokenizers",
-        "safetensors",
-        "huggingface_hub",
-        "accelerate",
-        "datasets",
-        "tqdm",
-        "wandb",
-        "tensorboard",
-        "tensorboardX",
-        "mlflow",
-        "rich",
-        "loguru",
-        "pytest",
-        "_pytest",
-        "hypothesis",
-        "mip",
-        "cffi",
-    ]
-) | frozenset(sys.stdlib_module_names) - {"__main__"}
-_LIBRARY_PREFIXES: Final = ("roam.capture", "roam.runtime", "roam._core")
-# Objects that only watch a training run: their attributes change at every step and no result depends on them.
-_WATCHERS: Final = frozenset(
-    ["tqdm", "wandb", "tensorboard", "tensorboardX", "mlflow", "rich", "loguru", "pytest", "_pytest", "hypothesis"]
-)
-_WATCHER_PREFIXES: Final = ("torch.utils.tensorboard", "torch.profiler", "torch.autograd.profiler")
-# Standard library modules whose instances are mere holders of attributes.
-_HOLDERS: Final = frozenset({"builtins", "types", "argparse", "collections"})
 # Methods that no step runs on an object that it has been given ready-made.
 _NOT_IN_STEP: Final = frozenset(
-    {"__init__", "__new__", "__init_subclass__", "__repr__", "__str__", "extra_repr", "__del__"}
+    {"__init__", "__new__", "__init_subclass__", "__del__", "__repr__", "__str__", "extra_repr"}
 )
 _SCHEDULERS: Final = (torch.optim.lr_scheduler.LRScheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
 _MOST_SPACES: Final = 1_000_000
@@ -99,8 +57,10 @@ class Slot:
     Attributes:
         path: how a reader would write it.
         tensor: what was found there.
-        space: the holder; ``slot.space.get(slot.key)`` is the tensor of now, ``slot.space.set(slot.key, t)`` puts another.
-        kind: ``parameter`` and ``buffer`` of a module, ``group`` and ``state`` of an optimizer, ``argument`` among the call's
+        space: the holder; ``slot.space.get(slot.key)`` is the tensor of now, ``slot.space.set(slot.key, t)`` puts
+            another.
+        kind: ``parameter`` and ``buffer`` of a module, ``group`` and ``state`` of an optimizer, ``argument`` among
+            the call's
             arguments, ``loose`` anywhere else.
     """
 
@@ -113,43 +73,12 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A space and how it is treated: `guarded` ones must stay as they are from step to step, the others are live state."""
+    """A space and how it is treated: `guarded` ones must stay as they are from step to step, the others are live
+    state.
+    """
 
     space: Space
     guarded: bool
-
-
-def _top(module: object) -> str:
-    return module.partition(".")[0] if type(module) is str else ""
-
-
-def _is_library(module: object) -> bool:
-    return type(module) is str and (_top(module) in _LIBRARIES or module.startswith(_LIBRARY_PREFIXES))
-
-
-def _is_watcher(kind: type) -> bool:
-    module = kind.__module__
-    if _top(module) in _WATCHERS or (type(module) is str and module.startswith(_WATCHER_PREFIXES)):
-        return True
-    return _top(module) in sys.stdlib_module_names and module not in _HOLDERS and module != "__main__"
-
-
-@functools.cache
-def _names_of(code: types.CodeType) -> tuple[tuple[str, ...], frozenset[str]]:
-    """The globals that a code object and the functions inside it name, in order, and every attribute that they name."""
-    names: dict[str, None] = {}
-    attributes: set[str] = set()
-    for instruction in dis.get_instructions(code):
-        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"):
-            names[instruction.argval] = None
-        elif instruction.opname in ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR"):
-            attributes.add(instruction.argval)
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            inner, inner_attributes = _names_of(constant)
-            names.update(dict.fromkeys(inner))
-            attributes |= inner_attributes
-    return tuple(names), frozenset(attributes)
 
 
 def _index(path: str) -> Callable[[Any], str]:
@@ -158,24 +87,25 @@ def _index(path: str) -> Callable[[Any], str]:
 
 def _child(path: str) -> Callable[[Any], str]:
     """Names of a module's children, parameters and buffers, and of an object's attributes."""
-    return lambda key: (
-        f"{path}[{key}]"
-        if type(key) is str and key.isdigit()
-        else f"{path}.{key}"
-        if type(key) is str
-        else f"{path}[...]"
-    )
+
+    def label(key: Any) -> str:
+        if type(key) is not str:
+            return f"{path}[...]"
+        return f"{path}[{key}]" if key.isdigit() else f"{path}.{key}"
+
+    return label
 
 
 class Reach:
     """What one call of a training step can reach.
 
-    Every list is in the order of the walk: the arguments first, then the function; breadth first; the same program gives the
-    same order. Each entry comes with its path.
+    Every list is in the order of the walk: the arguments first, then the function; breadth first; the same program
+    gives the same order. Each entry comes with its path.
 
     Attributes:
         modules: all modules, submodules too.
-        optimizers, schedulers, scalers, generators: likewise; schedulers are torch's learning rate schedulers, scalers are
+        optimizers, schedulers, scalers, generators: likewise; schedulers are torch's learning rate schedulers,
+            scalers are
             ``torch.amp.GradScaler``, generators are ``torch.Generator``.
         random_sources: ``random.Random`` and NumPy generators that the step holds.
         iterators: iterators and generators that the step holds; what they have left cannot be put back.
@@ -219,8 +149,8 @@ class Reach:
 
     @property
     def tensors(self) -> list[Slot]:
-        """Loose tensors, each once: in closures, globals, containers and attributes, and known by no module, optimizer or
-        argument.
+        """Loose tensors, each once: in closures, globals, containers and attributes, and known by no module,
+        optimizer or argument.
         """
         owned = {id(slot.tensor) for slot in self.slots if slot.kind != "loose"}
         loose: list[Slot] = []
@@ -254,15 +184,15 @@ class _Walk:
                     f"the step reaches more than {_MOST_SPACES} objects (at {path}); pass it less, or close over less"
                 )
 
-    # -- roots -----------------------------------------------------------------------------------------------------------
+    # -- roots
 
     def _arguments(self, train_step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for name, value in _bind(train_step, args, kwargs):
             self._argument(value, name)
 
     def _argument(self, argument: Any, name: str) -> None:
-        """Enter an argument. Containers that `torch.utils._pytree` knows are new at every call: a snapshot restores them, but
-        guards look at their leaves only, through `ArgGuard`.
+        """Enter an argument. Containers that `torch.utils._pytree` knows are new at every call: a snapshot restores
+        them, but guards look at their leaves only, through `ArgGuard`.
         """
 
         def restore_later(node: Any) -> bool:
@@ -295,7 +225,7 @@ class _Walk:
         else:
             self._enqueue(step, "train_step")
 
-    # -- the walk --------------------------------------------------------------------------------------------------------
+    # -- the walk
 
     def _is_new(self, value: object) -> bool:
         if id(value) in self.seen:
@@ -338,7 +268,7 @@ class _Walk:
         elif issubclass(kind, random.Random) or _is_numpy_generator(kind):
             self.reach.random_sources.append((path, value))
         elif kind is types.FunctionType:
-            if not _is_library(value.__globals__.get("__name__")):
+            if not is_library(value.__globals__.get("__name__")):
                 self._function(value, path)
             elif value.__closure__ and hasattr(value, "__wrapped__"):
                 self._enqueue(value.__wrapped__, path)  # a library's decorator around a function of the user's
@@ -373,7 +303,7 @@ class _Walk:
                 self._enqueue(item, _index(path)(key))
         elif _is_iterator(kind):
             self.reach.iterators.append((path, value))
-        elif not _is_watcher(kind):
+        elif not is_opaque(kind):
             self._attributes(value, path)
             self._enqueue(kind, kind.__qualname__)
 
@@ -408,7 +338,7 @@ class _Walk:
             if isinstance(group["params"], list) and self._is_new(group["params"]):
                 self._fill(SequenceSpace(group["params"], parameters, label=_index(parameters)), "group", guarded=False)
         self._state(optimizer.state, f"{path}.state", paths)
-        if type(optimizer).__module__ and not _is_library(type(optimizer).__module__):
+        if type(optimizer).__module__ and not is_library(type(optimizer).__module__):
             self._enqueue(type(optimizer), type(optimizer).__qualname__)
 
     def _state(self, state: dict[Any, Any], path: str, paths: dict[int, str]) -> None:
@@ -457,7 +387,7 @@ class _Walk:
         self._globals(function, is_root)
 
     def _globals(self, function: types.FunctionType, is_root: bool) -> None:
-        names, attributes = _names_of(function.__code__)
+        names, attributes = names_of(function.__code__)
         holder = function.__globals__
         if names:
             prefix = "" if holder is self.root_globals else f"{holder.get('__name__')}."
@@ -467,7 +397,7 @@ class _Walk:
 
     def _user_module(self, module: Any, path: str, attributes: frozenset[str]) -> None:
         """Enter a module that the user wrote by the names that his code could take from it."""
-        if not isinstance(module, types.ModuleType) or _is_library(module.__name__):
+        if not isinstance(module, types.ModuleType) or is_library(module.__name__):
             return
         names = sorted(name for name in attributes if name in module.__dict__)
         if names:
@@ -480,10 +410,10 @@ class _Walk:
     def _class(self, value: type, path: str) -> None:
         """Enter a class of the user's, and those it is derived from: its attributes, and what its methods name."""
         for base in type.__dict__["__mro__"].__get__(value):
-            if base is value and _is_library(base.__module__):
+            if base is value and is_library(base.__module__):
                 return
             if base is not value:
-                if not _is_library(base.__module__):
+                if not is_library(base.__module__):
                     self._enqueue(base, base.__qualname__)
                 continue
             space = ClassSpace(base, path, label=_child(path))
@@ -515,7 +445,7 @@ class _Walk:
             name: slot
             for base in reversed(type(value).__mro__)
             for name, slot in vars(base).items()
-            if type(slot) is types.MemberDescriptorType and not _is_library(base.__module__)
+            if type(slot) is types.MemberDescriptorType and not is_library(base.__module__)
         }
         if slots:
             self._fill(SlotsSpace(value, slots, path, label=_child(path)))

@@ -1,7 +1,7 @@
 """Snapshot: everything that a step reaches, kept so that tracing can run the user's function and leave no mark.
 
-A snapshot keeps the contents of every holder, not copies of the values in them; tensors' values are not copied: whether one was
-written to shows in its version counter.
+A snapshot keeps the contents of every holder, not copies of the values in them; tensors' values are not copied:
+whether one was written to shows in its version counter.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .reach import Place, Reach
@@ -23,9 +24,9 @@ from .values import MISSING, same, show
 class Snapshot:
     """The state that `reach` found, as it is now.
 
-    Kept are the contents and order of every holder; ``.grad``, ``requires_grad`` and the version of every tensor; the state of
-    Python's, NumPy's and PyTorch's default random generators, CUDA's where CUDA is in use, and of every generator that the step
-    reaches. What iterators have handed out cannot be kept (`Reach.iterators`).
+    Kept are the contents and order of every holder; ``.grad``, ``requires_grad`` and the version of every tensor; the
+    state of Python's, NumPy's and PyTorch's default random generators, CUDA's where CUDA is in use, and of every
+    generator that the step reaches. What iterators have handed out cannot be kept (`Reach.iterators`).
     """
 
     def __init__(self, reach: Reach) -> None:
@@ -39,8 +40,8 @@ class Snapshot:
             self._drawn = [read() for _, read, _ in self._sources]
 
     def moved(self) -> list[str]:
-        """What changed since, other than live state: guarded Python values, parameters and other tensors written to or changed
-        in kind, random generators drawn from. Empty if nothing did.
+        """What changed since, other than live state: guarded Python values, parameters and other tensors written to
+        or changed in kind, random generators drawn from. Empty if nothing did.
         """
         reasons = [reason for place, items in self._holders if place.guarded for reason in _changes(place, items)]
         reasons += [reason for state in self._tensors for reason in state.changes()]
@@ -51,8 +52,8 @@ class Snapshot:
         return reasons
 
     def moved_live(self) -> list[str]:
-        """What changed since among live state: schedulers, loss scales, learning rates, the entries of optimizer state, the call's
-        own containers, gradients.
+        """What changed since among live state: schedulers, loss scales, learning rates, the entries of optimizer
+        state, the call's own containers, gradients.
         """
         guarded = set(self.moved())
         reasons = [reason for place, items in self._holders if not place.guarded for reason in _changes(place, items)]
@@ -60,7 +61,8 @@ class Snapshot:
         return reasons + [f"{state.path}.grad changed" for state in self._tensors if state.has_other_gradient()]
 
     def restore(self) -> None:
-        """Put everything back: the same holders with the old contents in the old order. Values of tensors are not touched.
+        """Put everything back: the same holders with the old contents in the old order. Values of tensors are not
+        touched.
 
         Raises:
             Exception: whatever a holder raised that refuses its old contents; everything else is put back all the same.
@@ -121,7 +123,8 @@ def _gradient(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+    # A fake tensor has no values that could be written to.
+    return 0 if isinstance(tensor, FakeTensor) or tensor.is_inference() else tensor._version
 
 
 def _is_untouched(space: Space, items: Items) -> bool:

@@ -1,9 +1,9 @@
 """Spaces: the places in which a program keeps its values.
 
-A space is one mutable thing that holds values under keys: a dictionary, a list, a set, a closure cell, some names of a module,
-the attributes of an object, an optimizer's parameter groups. The walk over a step's state (`reach`) finds them, the guards
-(`guards`) compare their contents, and the snapshot (`snapshot`) puts contents back. Contents are read and written through the
-base types' own methods, so that nothing of the user's runs.
+A space is one mutable thing that holds values under keys: a dictionary, a list, a set, a closure cell, some names of
+a module, the attributes of an object, an optimizer's parameter groups. The walk over a step's state (`reach`) finds
+them, the guards (`guards`) compare their contents, and the snapshot (`snapshot`) puts contents back. Contents are
+read and written through the base types' own methods, so that nothing of the user's runs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from .values import MISSING, show
 
 Items = list[tuple[Any, Any]]
 
-# Values that an optimizer's user or its scheduler changes from step to step. The compiled step reads them at every call.
+# Values that an optimizer's user or its scheduler changes from step to step. The compiled step reads them at every
+# call.
 LIVE_GROUP_KEYS: Final = frozenset({"lr", "initial_lr", "swa_lr"})
 # What torch itself writes while an optimizer is used; `_opt_called` is how a scheduler notices that a step was taken.
 LIVE_OPTIMIZER_KEYS: Final = frozenset({"state", "param_groups", "_opt_called", "_step_count"})
@@ -320,8 +321,9 @@ class ArraySpace(Space):
 class OptimizerSpace(Space):
     """An optimizer's hyper-parameters as the step sees them: through the optimizer, whichever objects hold them now.
 
-    ``load_state_dict`` replaces the list of groups and each group's dictionary; equal contents are the same hyper-parameters.
-    Keys are attribute names, ``param_groups`` (the number of groups) and pairs of a group's number and an entry's name.
+    ``load_state_dict`` replaces the list of groups and each group's dictionary; equal contents are the same hyper-
+    parameters. Keys are attribute names, ``param_groups`` (the number of groups) and pairs of a group's number and an
+    entry's name.
     """
 
     __slots__ = ("holder",)

@@ -20,8 +20,8 @@ class _Missing:
 
 MISSING: Final = _Missing()
 
-# Immutable values whose own `==` is exact and runs no user code. Floats and complex numbers are apart: they are compared
-# by bits, so that nan equals nan and 0.0 differs from -0.0.
+# Immutable values whose own `==` is exact and runs no user code. Floats and complex numbers are apart: they are
+# compared by bits, so that nan equals nan and 0.0 differs from -0.0.
 _EXACT: Final = frozenset(
     {
         bool,
@@ -59,7 +59,9 @@ def is_numpy_array(value: object) -> bool:
 
 
 def is_plain(value: object) -> bool:
-    """Whether `value` is immutable all through and is compared by value: numbers, strings, dtypes, tuples of them, ..."""
+    """Whether `value` is immutable all through and is compared by value: numbers, strings, dtypes, tuples of them,
+    ...
+    """
     kind = type(value)
     if kind in _EXACT or kind is float or kind is complex:
         return True

@@ -1,0 +1,89 @@
+"""Reads phase, module path and user line of an operator from the Python stack.
+
+The stack is walked once per operator, from the inside out, up to the frame that called the user's step. What a code
+object means is decided once and remembered.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+
+from roam.capture.program import Source
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_ROAM = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_UPDATE_FILES = (_TORCH + "optim" + os.sep, os.path.join(_TORCH, "nn", "utils", "clip_grad.py"))
+_AUTOGRAD_FILES = tuple(os.path.join(_TORCH, "autograd", name) for name in ("__init__.py", "graph.py"))
+_LOSS_NAMES = ("loss", "cross_entropy", "nll", "kl_div")
+
+# Bits of what a code object is.
+_USER, _MODULE, _BACKWARD, _UPDATE, _LOSS = 1, 2, 4, 8, 16
+
+
+def _classify(code: CodeType) -> int:
+    file, name = code.co_filename, code.co_name
+    bits = 0
+    if file.startswith(_TORCH):
+        if file.startswith(_UPDATE_FILES):
+            bits |= _UPDATE
+        if name in ("backward", "_engine_run_backward") and file.startswith(_AUTOGRAD_FILES):
+            bits |= _BACKWARD
+    elif not file.startswith((_ROAM + "capture", _ROAM + "runtime", "<")):
+        bits |= _USER
+    if name == "forward" and code.co_argcount and code.co_varnames[0] == "self":
+        bits |= _MODULE
+    lowered = name.lower()
+    if any(part in lowered for part in _LOSS_NAMES) or file.endswith(os.path.join("modules", "loss.py")):
+        bits |= _LOSS
+    return bits
+
+
+class Frames:
+    """One capture's view of the stack."""
+
+    def __init__(self, module_names: dict[int, str]) -> None:
+        """`module_names`: dotted path by id of each module that the step can reach."""
+        self._module_names = module_names
+        self._bits: dict[CodeType, int] = {}
+        self._forward_sources: dict[int, Source] = {}
+        self.root: CodeType | None = None
+        """The code of the function that calls the step; the walk ends there."""
+
+    def here(self) -> tuple[str, Source]:
+        """Phase and source of the operator that is being dispatched now."""
+        frame: FrameType | None = sys._getframe(2)
+        bits_seen = 0
+        user: FrameType | None = None
+        module = ""
+        while frame is not None and frame.f_code is not self.root:
+            code = frame.f_code
+            bits = self._bits.get(code)
+            if bits is None:
+                bits = self._bits[code] = _classify(code)
+            if bits:
+                bits_seen |= bits
+                if bits & _USER and user is None:
+                    user = frame
+                if bits & _MODULE and not module:
+                    module = self._module_names.get(id(_first_local(frame)), "")
+            frame = frame.f_back
+        source = Source(module, user.f_code.co_filename, user.f_lineno or 0) if user else Source()
+        if bits_seen & _BACKWARD:
+            node = torch._C._current_autograd_node()
+            made_by = self._forward_sources.get(node._sequence_nr()) if node is not None else None
+            return "backward", made_by or source
+        if bits_seen & _UPDATE:
+            return "update", source
+        if torch.is_grad_enabled():
+            # The autograd node of this operator, if it has one, was numbered just before the kernel was reached.
+            self._forward_sources.setdefault(torch.autograd._get_sequence_nr() - 1, source)
+        return ("loss" if bits_seen & _LOSS else "forward"), source
+
+
+def _first_local(frame: FrameType) -> Any:
+    return frame.f_locals.get("self")

@@ -1,0 +1,104 @@
+"""Lowers a recorded program to the planner's graph: call `i` becomes operator `i`."""
+
+from __future__ import annotations
+
+import torch
+
+from roam._core import Graph, GraphBuilder
+from roam.capture.program import Program, refs
+
+
+def lower(program: Program, *, name: str, device: str) -> Graph:
+    """The graph of a program.
+
+    A storage becomes a tensor, whatever number of views it has. A view or a live number has no memory of its own: its
+    operator creates nothing, and a control edge leads from it to each operator that uses it.
+    """
+    builder = GraphBuilder(name, device=device)
+    outgoing = {slot for slot in refs(program.result[0])}
+    outgoing.update(slot for host_call in program.after for slot in refs(host_call.arguments))
+    kinds, leaving = _kinds(program, outgoing)
+    for number, storage in enumerate(program.storages):
+        if storage.creator < 0:
+            residency = "persistent"
+        elif number in leaving:
+            residency = "leaves"
+        else:
+            residency = "step_local"
+        builder.tensor(storage.name, storage.size_bytes, kind=kinds[number], residency=residency)
+
+    created: list[list[int]] = [[] for _ in program.calls]
+    for number, storage in enumerate(program.storages):
+        if storage.creator >= 0:
+            created[storage.creator].append(number)
+    makers: dict[int, int] = {}
+    for index, call in enumerate(program.calls):
+        mutated = dict.fromkeys(_storage(program, slot) for slot in call.mutates)
+        touched = dict.fromkeys(_storage(program, slot) for slot in call.refs() if program.slots[slot] is not None)
+        builder.operator(
+            call.name,
+            reads=[number for number in touched if number not in mutated],
+            creates=created[index],
+            mutates=list(mutated),
+            phase=call.phase,
+            sequence="random" if call.random else None,
+            module=call.source.module,
+            file=call.source.file,
+            line=call.source.line,
+        )
+        for maker in dict.fromkeys(makers[slot] for slot in call.refs() if slot in makers):
+            builder.control(maker, index)
+        for slot in call.outputs:
+            if slot is not None and _storage(program, slot) not in created[index]:
+                makers[slot] = index
+    return builder.build()
+
+
+def _kinds(program: Program, outgoing: set[int]) -> tuple[list[str], set[int]]:
+    """The kind of each storage, and which storages leave the step."""
+    kinds = ["temporary"] * len(program.storages)
+    backward = [call for call in program.calls if call.phase == "backward"]
+    used_in_backward = {_storage(program, slot) for call in backward for slot in call.refs()}
+    for number, storage in enumerate(program.storages):
+        if storage.creator >= 0 and number in used_in_backward:
+            if program.calls[storage.creator].phase in ("forward", "loss"):
+                kinds[number] = "activation"
+    for call in program.calls:
+        if call.phase == "update":
+            for slot in call.refs():
+                number = _storage(program, slot)
+                creator = program.storages[number].creator if number >= 0 else -1
+                if creator >= 0 and program.calls[creator].phase == "backward":
+                    kinds[number] = "gradient"
+    leaving = set()
+    for slot in outgoing:
+        number = _storage(program, slot)
+        if number >= 0 and program.storages[number].creator >= 0:
+            kinds[number] = "output"
+            leaving.add(number)
+    for owner, slot in program.rebinds:
+        number = _storage(program, slot)
+        kinds[number] = owner.kind
+        leaving.add(number)
+    for owner, slot in program.owned:
+        if program.slots[slot] is not None:
+            kinds[_storage(program, slot)] = owner.kind
+    for _, slot in program.constants:
+        kinds[_storage(program, slot)] = "buffer"
+    return kinds, {number for number in leaving if program.storages[number].creator >= 0}
+
+
+def _storage(program: Program, slot: int) -> int:
+    meta = program.slots[slot]
+    return -1 if meta is None else meta.storage
+
+
+def device_of(program: Program) -> str:
+    """The device that most of the step's bytes are on."""
+    sizes: dict[torch.device, int] = {}
+    seen: set[int] = set()
+    for meta in program.slots:
+        if meta is not None and meta.storage not in seen:
+            seen.add(meta.storage)
+            sizes[meta.device] = sizes.get(meta.device, 0) + program.storages[meta.storage].size_bytes
+    return max(sizes, key=lambda device: sizes[device]).type if sizes else "cpu"

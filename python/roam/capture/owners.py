@@ -1,0 +1,115 @@
+"""Owners: where a step's tensors live between calls.
+
+A plan never keeps a tensor of the user's. It keeps the tensor's owner (a module's table, an optimizer's state, a list)
+and looks the tensor up at every call, so `load_state_dict`, checkpoints and evaluation between steps just work.
+During capture every owner holds a fake tensor in the real one's place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from roam.capture.spaces import Space
+from roam.capture.values import MISSING
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlaceOwner:
+    """A place that the step's function can reach: a module's table, an attribute, a closure cell, a global, a list."""
+
+    space: Space
+    key: Any
+    path: str
+    kind: str
+    tied: bool
+    """Whether an earlier place holds the same tensor; that one is asked at run time."""
+
+    def get(self) -> Any:
+        return self.space.get(self.key)
+
+    def set(self, value: Any) -> None:
+        self.space.set(self.key, value)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StateOwner:
+    """One tensor of an optimizer's state. `load_state_dict` replaces these, so nothing but the way to them is kept."""
+
+    optimizer: torch.optim.Optimizer
+    parameter: PlaceOwner
+    key: str
+    path: str
+    kind: str = "optimizer_state"
+
+    def get(self) -> Any:
+        entry = self.optimizer.state.get(self.parameter.get())
+        return MISSING if entry is None else entry.get(self.key, MISSING)
+
+    def set(self, value: Any) -> None:
+        self.optimizer.state[self.parameter.get()][self.key] = value
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GradientOwner:
+    """A parameter's `.grad`."""
+
+    parameter: PlaceOwner
+    path: str
+    kind: str = "gradient"
+
+    def get(self) -> Any:
+        gradient = self.parameter.get().grad
+        return MISSING if gradient is None else gradient
+
+    def set(self, value: Any) -> None:
+        self.parameter.get().grad = value
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ArgumentOwner:
+    """The call's own argument, by its place among the flattened arguments: a tensor of the batch, or a live float."""
+
+    index: int
+    path: str
+    kind: str = "input"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RateOwner:
+    """A learning rate: a live number of an optimizer's group."""
+
+    optimizer: torch.optim.Optimizer
+    group: int
+    path: str
+    kind: str = "live"
+
+    def get(self) -> Any:
+        return self.optimizer.param_groups[self.group]["lr"]
+
+    def set(self, value: Any) -> None:
+        self.optimizer.param_groups[self.group]["lr"] = value
+
+
+Owner = PlaceOwner | StateOwner | GradientOwner
+"""What holds a tensor between calls."""
+
+
+def state_owners(optimizers: list[torch.optim.Optimizer], parameters: list[PlaceOwner]) -> Iterator[StateOwner]:
+    """The state tensors that exist now, by optimizer, parameter and key."""
+    for number, optimizer in enumerate(optimizers):
+        for owner in parameters:
+            # `state` is a defaultdict: asking for a missing entry would make it.
+            for key, value in optimizer.state.get(owner.get(), {}).items():
+                if isinstance(value, torch.Tensor):
+                    yield StateOwner(optimizer, owner, key, f"optimizer[{number}].state[{owner.path}][{key!r}]")
+
+
+def gradient_owners(parameters: list[PlaceOwner]) -> Iterator[GradientOwner]:
+    """The gradients that exist now."""
+    for owner in parameters:
+        if owner.get().grad is not None:
+            yield GradientOwner(owner, f"{owner.path}.grad")

@@ -1,0 +1,157 @@
+"""What capture records: a flat list of calls over numbered values.
+
+A `Program` is to the runtime what the graph is to the planner: call `i` of the program is operator `i` of the graph.
+Values live in numbered slots; a slot is a tensor (possibly a view) or a live number. Nothing here runs anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """Stands for the value of a slot inside a call's arguments or a program's results."""
+
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a call comes from: dotted module path, the user's file and line ('' and 0 where unknown)."""
+
+    module: str = ""
+    file: str = ""
+    line: int = 0
+
+    def __str__(self) -> str:
+        place = f"{self.file}:{self.line}" if self.file else "unknown line"
+        return f"{place} in {self.module}" if self.module else place
+
+
+@dataclass(frozen=True, slots=True)
+class TensorMeta:
+    """A tensor value: what the first run is checked against."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    device: torch.device
+    storage: int
+    """Number of its storage in `Program.storages`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """A memory block: the planner's tensor. Size in bytes."""
+
+    size_bytes: int
+    creator: int
+    """The call that makes it, or -1 where it exists before the step."""
+    name: str
+
+
+@dataclass(slots=True)
+class Call:
+    """One call of one kernel, or of one Python operator on live numbers."""
+
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outputs: tuple[int | None, ...]
+    """Slots of the results in order; None for a result that is one of the arguments, or nothing."""
+    returns_sequence: bool
+    phase: str
+    source: Source
+    mutates: tuple[int, ...] = ()
+    """Slots of the arguments whose memory it changes."""
+    random: bool = False
+
+    @property
+    def name(self) -> str:
+        """`aten.add.Tensor` for a kernel, `float.truediv` for arithmetic on live numbers."""
+        if isinstance(self.target, torch._ops.OpOverload):
+            return str(self.target)
+        return f"float.{self.target.__name__}"
+
+    def refs(self) -> Iterator[int]:
+        """Slots of all arguments, nested ones included."""
+        yield from refs(self.args)
+        yield from refs(self.kwargs)
+
+    def run(self, values: dict[int, Any]) -> Any:
+        """Runs the call on the values of its slots and puts its results among them."""
+        result = self.target(
+            *substitute(self.args, lambda ref: values[ref.slot]),
+            **substitute(self.kwargs, lambda ref: values[ref.slot]),
+        )
+        for slot, value in zip(self.outputs, result if self.returns_sequence else (result,), strict=True):
+            if slot is not None:
+                values[slot] = value
+        return result
+
+
+@dataclass(frozen=True, slots=True)
+class HostCall:
+    """A scheduler's `step`, called inside the user's step and run for real after each run."""
+
+    scheduler: Any
+    path: str
+    arguments: Any
+    """(args, kwargs) with a Ref for every tensor and live number."""
+    position: int
+    """How many calls came before it."""
+
+
+@dataclass(slots=True)
+class Program:
+    """A captured step."""
+
+    calls: list[Call] = field(default_factory=list)
+    slots: list[TensorMeta | None] = field(default_factory=list)
+    """Per slot: the tensor's meta, or None for a live number."""
+    storages: list[Storage] = field(default_factory=list)
+    owned: list[tuple[Any, int]] = field(default_factory=list)
+    """(owner, slot): values that are looked up from their owners at every call."""
+    constants: list[tuple[torch.Tensor, int]] = field(default_factory=list)
+    """(real tensor, slot): literal tensors of the user's code."""
+    result: Any = None
+    """The step's result: (leaves, pytree spec), each leaf a Ref or a plain constant."""
+    rebinds: list[tuple[Any, int]] = field(default_factory=list)
+    """(owner, slot): owners that hold another tensor after the step than before."""
+    dropped: list[Any] = field(default_factory=list)
+    """Owners of gradients that the step takes away without putting another in their place."""
+    plain_state: list[tuple[Any, Any]] = field(default_factory=list)
+    """(owner, value): what an optimizer's state holds after the step beside tensors."""
+    stepped: list[Any] = field(default_factory=list)
+    """Optimizers whose `step` the user's step calls."""
+    after: list[HostCall] = field(default_factory=list)
+    """Schedulers to step after the run, in this order."""
+
+
+def refs(value: Any) -> Iterator[int]:
+    """Slots of every `Ref` in a nest of tuples, lists and dicts."""
+    if isinstance(value, Ref):
+        yield value.slot
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from refs(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from refs(item)
+
+
+def substitute(value: Any, function: Callable[[Ref], Any]) -> Any:
+    """The nest with every `Ref` replaced."""
+    if isinstance(value, Ref):
+        return function(value)
+    if isinstance(value, (tuple, list)):
+        return type(value)(substitute(item, function) for item in value)
+    if isinstance(value, dict):
+        return {key: substitute(item, function) for key, item in value.items()}
+    return value

@@ -1,0 +1,401 @@
+"""The recorder: a dispatch mode that writes down every operator of a step run on fake tensors."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    UnsupportedOperatorException,
+)
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from roam.capture.frames import Frames
+from roam.capture.live import LiveFloat, LiveInt, LiveNode
+from roam.capture.program import Call, Program, Ref, Source, Storage, TensorMeta
+from roam.errors import CaptureError
+
+aten = torch.ops.aten
+
+# Kernels that change arguments although their schema does not say so: argument positions, and the position of the
+# flag that makes them do it.
+_HIDDEN_MUTATION: dict[Any, tuple[tuple[int, ...], int]] = {
+    aten.native_batch_norm.default: ((3, 4), 5),
+    aten.cudnn_batch_norm.default: ((3, 4), 5),
+    aten.miopen_batch_norm.default: ((3, 4), 5),
+}
+# Kernels whose result shares the argument's storage although their schema does not say so.
+_HIDDEN_ALIAS = {aten._unsafe_view.default, aten._reshape_alias.default, aten.lift_fresh.default}
+# Kernels that give a tensor another storage or size under the same name.
+_REFUSED = {
+    "aten.set_": "it gives a tensor another storage",
+    "aten.resize_": "it changes the size of a storage",
+    "aten.resize_as_": "it changes the size of a storage",
+    "aten.set_data": "it gives a tensor another storage",
+    "aten.nonzero": "the shape of its result depends on data",
+    "aten.masked_select": "the shape of its result depends on data",
+    "aten._unique2": "the shape of its result depends on data",
+    "aten.unique_consecutive": "the shape of its result depends on data",
+    "aten.equal": "its result is a Python bool that depends on data",
+}
+UNKNOWN = -1
+"""The slot of a number that nobody can know during the step."""
+_LIVE_STAND_IN = 0.5
+"""Kernels on fake tensors see this in place of a live number; neither shapes nor dtypes depend on it."""
+
+
+class Recorder(TorchDispatchMode):
+    """Records one run of a step into `program`. Use as a context manager inside the fake mode."""
+
+    def __init__(self, frames: Frames) -> None:
+        super().__init__()
+        self.program = Program()
+        self.frames = frames
+        self._storage_numbers: dict[int, int] = {}
+        self._kept: list[Any] = []  # Storages stay alive, so that none's address is given out twice.
+        self._tagged: list[FakeTensor] = []
+        self._generator_state_set = ""
+
+    # -- values that exist before the step
+
+    def add_owned(self, owner: Any, tensor: FakeTensor, name: str) -> int:
+        """Registers a tensor that its owner holds before the step; the slot it gets."""
+        slot = self._add_tensor(tensor, creator=-1, name=name)
+        # Only these are kept: a reference to any other would change how autograd accumulates gradients.
+        self._tagged.append(tensor)
+        self.program.owned.append((owner, slot))
+        return slot
+
+    def add_live(self, owner: Any, origin: str, *, is_integer: bool = False) -> Any:
+        """A live number that its owner holds: a `LiveFloat` or `LiveInt`."""
+        live = self._live(is_integer, origin)
+        self.program.owned.append((owner, live.node.slot))
+        return live
+
+    def slot_of(self, value: Any) -> int | None:
+        """The slot of a tensor or live number of this recording; None for anything else."""
+        if isinstance(value, torch.Tensor):
+            tag = getattr(value, "_roam_slot", None)
+            return int(tag[1]) if tag is not None and tag[0] is self else None
+        node = getattr(value, "node", None) if isinstance(value, (torch.SymFloat, torch.SymInt)) else None
+        if not isinstance(node, LiveNode) or node.recorder is not self:
+            return None
+        if node.slot == UNKNOWN:
+            self.refuse(f"{node.origin} is not known until the step has run", code="unknown_number")
+        return node.slot
+
+    def close(self) -> None:
+        """Takes the marks off the tensors again."""
+        for tensor in self._tagged:
+            if getattr(tensor, "_roam_slot", (None,))[0] is self:
+                del tensor._roam_slot
+        self._tagged.clear()
+
+    # -- recording
+
+    def refuse(self, message: str, *, code: str, op: str = "", source: Source | None = None) -> NoReturn:
+        """Raises the typed error that names operator and user line."""
+        if source is None:
+            _, source = self.frames.here()
+        where = f"{op} at {source}" if op else str(source)
+        raise CaptureError(f"{where}: {message}", code=code, operator=op, source=str(source))
+
+    def scalar_call(self, function: Callable[..., Any], operands: tuple[Any, ...]) -> Any:
+        """Records Python arithmetic on live numbers."""
+        phase, source = self.frames.here()
+        is_integer = function is not operator.truediv and function is not float
+        arguments = []
+        for operand in operands:
+            if isinstance(operand, (float, torch.SymFloat)):
+                is_integer = False
+            if not isinstance(operand, (torch.SymFloat, torch.SymInt)):
+                arguments.append(operand)
+            elif (slot := self.slot_of(operand)) is not None:
+                arguments.append(Ref(slot))
+            else:
+                self.refuse("a symbolic number of another tracer", code="foreign_symbol", source=source)
+        if is_integer and function is operator.pow:
+            self.refuse("an integer power of a live integer may be int or float", code="live_power", source=source)
+        live = self._live(is_integer, f"arithmetic at {source}")
+        self.program.calls.append(
+            Call(function, tuple(arguments), {}, (live.node.slot,), False, phase, source)
+        )
+        return live
+
+    def unknown(self, origin: str) -> Any:
+        """A number that nobody can know during the step; any use of it is refused."""
+        return LiveFloat(LiveNode(self, UNKNOWN, False, origin))
+
+    def references(self, value: Any, user: str) -> Any:
+        """The nest with a `Ref` for every tensor and live number."""
+        if isinstance(value, (torch.Tensor, torch.SymFloat, torch.SymInt)):
+            slot = self.slot_of(value)
+            if slot is None:
+                self.refuse(f"{user} is given a tensor that capture could not find", code="unknown_tensor")
+            return Ref(slot)
+        if isinstance(value, (tuple, list)):
+            return type(value)(self.references(item, user) for item in value)
+        if isinstance(value, dict):
+            return {key: self.references(item, user) for key, item in value.items()}
+        return value
+
+    def generator_state_set(self) -> None:
+        """Notes that the step sets a generator's state in Python, which no operator shows."""
+        _, source = self.frames.here()
+        self._generator_state_set = str(source)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace != "aten":
+            if func.namespace in ("profiler", "prim"):
+                return func(*args, **kwargs)
+            phase, source = self.frames.here()
+            self.refuse("operators outside of aten are not captured yet", code="foreign_operator", op=str(func))
+        if func is aten._local_scalar_dense.default:
+            return self._item(func, args[0])
+        phase, source = self.frames.here()
+        if (reason := _REFUSED.get(str(func._overloadpacket))) is not None:
+            self.refuse(reason, code="refused_operator", op=str(func), source=source)
+        if func is aten.lift_fresh.default and not isinstance(args[0], FakeTensor):
+            return self._literal(args[0], phase, source)
+        call = Call(func, (), {}, (), False, phase, source, random=torch.Tag.nondeterministic_seeded in func.tags)
+        plain_args, call.args = self._arguments(args, call)
+        plain_kwargs, call.kwargs = self._arguments(kwargs, call)
+        try:
+            result = func(*plain_args, **plain_kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            self.refuse(
+                "its result's shape or value depends on data; use a form with a fixed shape, such as torch.where",
+                code="data_dependent", op=str(func), source=source,
+            )  # fmt: skip
+        except UnsupportedOperatorException:
+            self.refuse("it has no fake kernel", code="no_fake_kernel", op=str(func), source=source)
+        call.mutates = self._mutated(func, args, kwargs, call)
+        self._record(call, result, args, kwargs)
+        return result
+
+    def _record(self, call: Call, result: Any, args: Any, kwargs: Any) -> None:
+        """Appends the call with its results, unless it only answers a question about metadata."""
+        flat = result if isinstance(result, (tuple, list)) else (result,)
+        if call.target._schema.returns and not any(isinstance(item, torch.Tensor) for item in flat):
+            return
+        arguments = {id(tensor): tensor for tensor in _tensors((args, kwargs))}
+        argument_storages = {
+            self.program.slots[slot].storage: slot  # type: ignore[union-attr]
+            for slot in map(self.slot_of, arguments.values())
+            if slot is not None
+        }
+        index = len(self.program.calls)
+        outputs: list[int | None] = []
+        for position, item in enumerate(flat):
+            if not isinstance(item, torch.Tensor):
+                outputs.append(None)
+                continue
+            if id(item) in arguments:
+                outputs.append(None)
+                continue
+            if any(not isinstance(size, int) for size in item.shape):
+                self.refuse(
+                    "the shape of its result depends on data", code="data_dependent",
+                    op=call.name, source=call.source,
+                )  # fmt: skip
+            if item.layout is not torch.strided:
+                self.refuse(
+                    f"tensors of layout {item.layout} are not captured", code="layout",
+                    op=call.name, source=call.source,
+                )  # fmt: skip
+            slot = self._add_tensor(item, creator=index, name=f"{call.target._opname}_{index}")
+            self._check_aliasing(call, position, slot, argument_storages)
+            outputs.append(slot)
+        call.outputs = tuple(outputs)
+        call.returns_sequence = isinstance(result, (tuple, list))
+        self.program.calls.append(call)
+
+    def _check_aliasing(self, call: Call, position: int, slot: int, argument_storages: dict[int, int]) -> None:
+        """Storage identity and schema must agree on what is a view."""
+        meta = self.program.slots[slot]
+        assert meta is not None
+        shares = meta.storage in argument_storages
+        returns = call.target._schema.returns
+        declared = returns[min(position, len(returns) - 1)].alias_info is not None
+        if shares and not declared and call.target not in _HIDDEN_ALIAS:
+            self.refuse(
+                "its result shares an argument's storage and its schema does not say so",
+                code="hidden_alias", op=call.name, source=call.source,
+            )  # fmt: skip
+        # A declared alias that shares nothing is a copy: `aten.reshape` and its kin may do either.
+
+    def _item(self, func: Any, tensor: Any) -> Any:
+        phase, source = self.frames.here()
+        slot = self._slot_of_argument(tensor, str(func), source)
+        meta = self.program.slots[slot]
+        assert meta is not None
+        if meta.dtype is torch.bool or meta.dtype.is_complex:
+            known = self.known_value(slot)
+            if known is None:
+                self.refuse(
+                    "the value of a tensor decides something in Python: a plan would freeze what it decided at capture. "
+                    "Use a form that stays on tensors, such as torch.where",
+                    code="value_reached_python", op=str(func), source=source,
+                )  # fmt: skip
+            return known
+        live = self._live(not meta.dtype.is_floating_point, f".item() at {source}")
+        self.program.calls.append(Call(func, (Ref(slot),), {}, (live.node.slot,), False, phase, source))
+        return live
+
+    def _literal(self, real: torch.Tensor, phase: str, source: Source) -> Any:
+        """A tensor written out in the user's code: kept as a constant, copied fresh at every run."""
+        fake = aten.lift_fresh.default(real)
+        number = len(self.program.constants)
+        constant = self._new_slot(fake, self._new_storage(fake, -1, f"literal_{number}"))
+        with _disable_current_modes():
+            self.program.constants.append((real.detach().clone(), constant))
+        index = len(self.program.calls)
+        slot = self._add_tensor(fake, creator=index, name=f"tensor_{index}")
+        self.program.calls.append(
+            Call(aten.clone.default, (Ref(constant),), {}, (slot,), False, phase, source)
+        )
+        # The fake mode remembers the literal's value and would answer `.item()` with it.
+        fake.constant = None
+        return fake
+
+    def _mutated(self, func: Any, args: Any, kwargs: Any, call: Call) -> tuple[int, ...]:
+        changed: list[Any] = []
+        for position, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                changed.append(args[position] if position < len(args) else kwargs.get(argument.name))
+        hidden = _HIDDEN_MUTATION.get(func)
+        if hidden is not None and args[hidden[1]]:
+            changed.extend(args[position] for position in hidden[0])
+        slots = [self._slot_of_argument(t, call.name, call.source) for t in _tensors(changed)]
+        for slot in slots:
+            meta = self.program.slots[slot]
+            if meta is not None and torch.Tag.inplace_view in func.tags:
+                self.refuse(
+                    "it changes a tensor's shape in place; use the form that returns a view",
+                    code="inplace_view", op=call.name, source=call.source,
+                )  # fmt: skip
+        return tuple(dict.fromkeys(slots))
+
+    def known_value(self, slot: int) -> Any:
+        """The Python value of a slot that depends on nothing but constants written in the step; None for any other.
+
+        Library code asks such questions of tensors that it has just made (`torch.arange(n)`), and the answer never
+        changes. The calls behind the slot are run for real.
+        """
+        program = self.program
+        needed_slots, needed_storages, chosen = {slot}, set[int](), []
+        if (meta := program.slots[slot]) is not None:
+            needed_storages.add(meta.storage)
+        for call in reversed(program.calls):
+            written = {program.slots[s].storage for s in call.mutates}  # type: ignore[union-attr]
+            if not needed_storages & written and not needed_slots & set(call.outputs):
+                continue
+            if call.random:
+                return None
+            chosen.append(call)
+            for argument in call.refs():
+                needed_slots.add(argument)
+                if (meta := program.slots[argument]) is not None:
+                    needed_storages.add(meta.storage)
+        if any(number in needed_slots for _, number in program.owned):
+            return None
+        with _disable_current_modes(), torch.no_grad():
+            values: dict[int, Any] = {number: tensor.clone() for tensor, number in program.constants}
+            for call in reversed(chosen):
+                call.run(values)
+            value = values[slot]
+            return value.item() if isinstance(value, torch.Tensor) else value
+
+    # -- arguments and slots
+
+    def _arguments(self, value: Any, call: Call) -> tuple[Any, Any]:
+        """The arguments for the fake kernel, and the same with slots for tensors and live numbers."""
+        if isinstance(value, torch.Tensor):
+            return value, Ref(self._slot_of_argument(value, str(call.target), call.source))
+        if isinstance(value, (torch.SymFloat, torch.SymInt)):
+            slot = self.slot_of(value)
+            if slot is None:
+                self.refuse(
+                    "a symbolic number of another tracer", code="foreign_symbol",
+                    op=str(call.target), source=call.source,
+                )  # fmt: skip
+            stand_in: float = 1 if isinstance(value, torch.SymInt) else _LIVE_STAND_IN
+            return stand_in, Ref(slot)
+        if isinstance(value, (tuple, list)):
+            pairs = [self._arguments(item, call) for item in value]
+            return type(value)(p for p, _ in pairs), type(value)(r for _, r in pairs)
+        if isinstance(value, dict):
+            pairs_by_key = {key: self._arguments(item, call) for key, item in value.items()}
+            return {k: p for k, (p, _) in pairs_by_key.items()}, {k: r for k, (_, r) in pairs_by_key.items()}
+        return value, value
+
+    def _slot_of_argument(self, tensor: Any, op: str, source: Source) -> int:
+        slot = self.slot_of(tensor)
+        if slot is None:
+            shape = tuple(tensor.shape)
+            self.refuse(
+                f"a tensor of shape {shape} that capture could not find; pass it to the step as an argument, or keep "
+                "it in a module, a list or an attribute that the step's function can reach",
+                code="unknown_tensor", op=op, source=source,
+            )  # fmt: skip
+        meta = self.program.slots[slot]
+        assert meta is not None
+        if self._storage_numbers.get(tensor.untyped_storage()._cdata) != meta.storage:
+            self.refuse("a tensor was given another storage (.data = ...)", code="storage_replaced", op=op, source=source)
+        return slot
+
+    def _live(self, is_integer: bool, origin: str) -> Any:
+        slot = len(self.program.slots)
+        self.program.slots.append(None)
+        node = LiveNode(self, slot, is_integer, origin)
+        return (LiveInt if is_integer else LiveFloat)(node)
+
+    def _add_tensor(self, tensor: Any, *, creator: int, name: str) -> int:
+        storage = tensor.untyped_storage()
+        number = self._storage_numbers.get(storage._cdata)
+        if number is None:
+            number = self._new_storage(tensor, creator, name)
+            self._storage_numbers[storage._cdata] = number
+            self._kept.append(storage)
+        slot = self._new_slot(tensor, number)
+        tensor._roam_slot = (self, slot)
+        return slot
+
+    def _new_storage(self, tensor: Any, creator: int, name: str) -> int:
+        self.program.storages.append(Storage(tensor.untyped_storage().nbytes(), creator, name))
+        return len(self.program.storages) - 1
+
+    def _new_slot(self, tensor: Any, storage: int) -> int:
+        self.program.slots.append(
+            TensorMeta(
+                tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset(), tensor.dtype, tensor.device, storage
+            )
+        )
+        return len(self.program.slots) - 1
+
+    def finish(self) -> None:
+        """Checks what only the whole recording shows."""
+        if self._generator_state_set and any(call.random for call in self.program.calls):
+            raise CaptureError(
+                f"{self._generator_state_set}: the step sets a random generator's state and draws random numbers "
+                "(checkpointing with dropout does); the recomputed draw would differ",
+                code="generator_state",
+            )
+
+
+def _tensors(value: Any) -> list[Any]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, (tuple, list)):
+        return [tensor for item in value for tensor in _tensors(item)]
+    if isinstance(value, dict):
+        return [tensor for item in value.values() for tensor in _tensors(item)]
+    return []

@@ -1,0 +1,217 @@
+"""Rewrites of a recorded program that change neither results nor what eager PyTorch does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from roam.capture.owners import GradientOwner
+from roam.capture.program import Call, HostCall, Program, Ref, Storage, TensorMeta, refs, substitute
+
+aten = torch.ops.aten
+
+
+def accumulate_in_place(program: Program) -> None:
+    """Adds a gradient into one that dies there, as autograd's engine does.
+
+    The engine adds the second gradient of a tensor into the first where nobody else holds it. Under a fake mode it takes
+    the other branch and makes a third tensor, which eager never has. The sum has the same bits either way.
+    """
+    last_use = _last_uses(program)
+    kept = {_storage(program, slot) for slot in _outgoing(program)}
+    replaced: dict[int, int] = {}
+    for index, call in enumerate(program.calls):
+        _redirect(call, replaced)
+        if call.phase != "backward" or call.target is not aten.add.Tensor or call.kwargs or len(call.args) != 2:
+            continue
+        left, right = call.args
+        if not isinstance(left, Ref) or not isinstance(right, Ref):
+            continue
+        (out,) = call.outputs
+        old, new, sum_ = program.slots[left.slot], program.slots[right.slot], program.slots[out]  # type: ignore[index]
+        if old is None or new is None or sum_ is None:
+            continue
+        is_ours = program.storages[old.storage].creator >= 0 and old.storage not in kept
+        is_same = (old.shape, old.stride, old.dtype) == (sum_.shape, sum_.stride, sum_.dtype) and new.shape == old.shape
+        if (
+            is_ours and is_same and new.storage != old.storage and last_use[old.storage] == index
+            and _covers_storage(program, old)
+        ):  # fmt: skip
+            call.target, call.mutates, call.outputs = aten.add_.Tensor, (left.slot,), (None,)
+            replaced[out] = left.slot  # type: ignore[index]
+            # Whatever used the sum's storage uses the old gradient's from here on.
+            last_use[old.storage] = last_use[sum_.storage]
+            if sum_.storage in kept:
+                kept.add(old.storage)
+            for slot, meta in enumerate(program.slots):
+                if meta is not None and meta.storage == sum_.storage:
+                    program.slots[slot] = replace(meta, storage=old.storage)
+    _redirect_results(program, replaced)
+
+
+def prune(program: Program) -> Program:
+    """The program without calls whose results nobody uses and gradients that it only drops; slots numbered anew."""
+    needed = set(_outgoing(program))
+    written = {_storage(program, slot) for slot in needed}
+    persistent = {number for number, storage in enumerate(program.storages) if storage.creator < 0}
+    calls: list[Call] = []
+    positions: list[int] = []
+    for index in range(len(program.calls) - 1, -1, -1):
+        call = program.calls[index]
+        has_effect = call.random or not call.outputs or bool(_changes(program, call) & (written | persistent))
+        if not has_effect and not needed & set(call.outputs):
+            continue
+        calls.append(call)
+        positions.append(index)
+        for slot in call.refs():
+            needed.add(slot)
+            if program.slots[slot] is not None:
+                written.add(_storage(program, slot))
+    calls.reverse()
+    moved = {old: new for new, old in enumerate(reversed(positions))}
+    owned = [
+        (owner, slot)
+        for owner, slot in program.owned
+        if slot in needed or not isinstance(owner, GradientOwner) and program.slots[slot] is not None
+    ]
+    constants = [(tensor, slot) for tensor, slot in program.constants if slot in needed]
+    return _renumber(program, calls, moved, owned, constants)
+
+
+def _renumber(
+    program: Program, calls: list[Call], moved: dict[int, int], owned: list[Any], constants: list[Any]
+) -> Program:
+    slots: dict[int, int] = {}
+    storages: dict[int, int] = {}
+    result = Program()
+
+    def slot_of(old: int) -> int:
+        if old not in slots:
+            slots[old] = len(result.slots)
+            result.slots.append(_meta(program.slots[old]))
+        return slots[old]
+
+    def _meta(meta: TensorMeta | None) -> TensorMeta | None:
+        if meta is None:
+            return None
+        if meta.storage not in storages:
+            storages[meta.storage] = len(result.storages)
+            storage = program.storages[meta.storage]
+            creator = moved[storage.creator] if storage.creator >= 0 else -1
+            result.storages.append(Storage(storage.size_bytes, creator, storage.name))
+        return replace(meta, storage=storages[meta.storage])
+
+    def renamed(value: Any) -> Any:
+        return substitute(value, lambda ref: Ref(slot_of(ref.slot)))
+
+    result.owned = [(owner, slot_of(slot)) for owner, slot in owned]
+    result.constants = [(tensor, slot_of(slot)) for tensor, slot in constants]
+    for call in calls:
+        args, kwargs = renamed(call.args), renamed(call.kwargs)
+        result.calls.append(
+            replace(
+                call,
+                args=args,
+                kwargs=kwargs,
+                outputs=tuple(None if slot is None else slot_of(slot) for slot in call.outputs),
+                mutates=tuple(slot_of(slot) for slot in call.mutates),
+            )
+        )
+    leaves, spec = program.result
+    result.result = ([renamed(leaf) for leaf in leaves], spec)
+    result.rebinds = [(owner, slot_of(slot)) for owner, slot in program.rebinds]
+    result.dropped = list(program.dropped)
+    result.plain_state = list(program.plain_state)
+    result.stepped = list(program.stepped)
+    result.after = [HostCall(h.scheduler, h.path, renamed(h.arguments), h.position) for h in program.after]
+    return result
+
+
+def difference(first: Program, second: Program) -> str | None:
+    """None where two traces are the same program, else the first thing that differs, for the user to read."""
+    for one, other in zip(first.calls, second.calls, strict=False):
+        if one != other:
+            return f"{one.name} at {one.source} became {other.name} at {other.source}"
+    if len(first.calls) != len(second.calls):
+        longer = max(first.calls, second.calls, key=len)
+        call = longer[min(len(first.calls), len(second.calls))]
+        return f"{call.name} at {call.source} ran in one trace and not in the other"
+    for what, one_value, other_value in (
+        ("tensors", first.slots, second.slots),
+        ("storages", first.storages, second.storages),
+        ("owners", _paths(first.owned), _paths(second.owned)),
+        ("state left behind", _paths(first.rebinds), _paths(second.rebinds)),
+        ("plain optimizer state", _plain(first), _plain(second)),
+        ("results", first.result, second.result),
+        ("schedulers", [h.path for h in first.after], [h.path for h in second.after]),
+    ):
+        if one_value != other_value:
+            return f"the {what} differ"
+    for (one_tensor, _), (other_tensor, _) in zip(first.constants, second.constants, strict=True):
+        if one_tensor.dtype != other_tensor.dtype or not torch.equal(one_tensor, other_tensor):
+            return "a tensor written out in the step's code has other values"
+    return None
+
+
+def _paths(bindings: list[tuple[Any, int]]) -> list[tuple[str, int]]:
+    return [(owner.path, slot) for owner, slot in bindings]
+
+
+def _plain(program: Program) -> list[tuple[str, Any]]:
+    return [(owner.path, value) for owner, value in program.plain_state]
+
+
+def _storage(program: Program, slot: int) -> int:
+    meta = program.slots[slot]
+    return -1 if meta is None else meta.storage
+
+
+def _outgoing(program: Program) -> list[int]:
+    """Slots whose values leave the program."""
+    leaves, _ = program.result
+    slots = list(refs(leaves)) + [slot for _, slot in program.rebinds]
+    for host_call in program.after:
+        slots += refs(host_call.arguments)
+    return slots
+
+
+def _changes(program: Program, call: Call) -> set[int]:
+    return {_storage(program, slot) for slot in call.mutates}
+
+
+def _last_uses(program: Program) -> dict[int, int]:
+    """The last call that touches each storage."""
+    uses: dict[int, int] = {}
+    for index, call in enumerate(program.calls):
+        for slot in (*call.refs(), *(slot for slot in call.outputs if slot is not None)):
+            uses[_storage(program, slot)] = index
+    return uses
+
+
+def _covers_storage(program: Program, meta: TensorMeta) -> bool:
+    """Whether a tensor fills its whole storage, each byte once, in some order of its dimensions."""
+    expected = 1
+    for stride, size in sorted((s, n) for s, n in zip(meta.stride, meta.shape, strict=True) if n != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return meta.offset == 0 and expected * meta.dtype.itemsize == program.storages[meta.storage].size_bytes
+
+
+def _redirect(call: Call, replaced: dict[int, int]) -> None:
+    if replaced and any(slot in replaced for slot in call.refs()):
+        call.args = substitute(call.args, lambda ref: Ref(replaced.get(ref.slot, ref.slot)))
+        call.kwargs = substitute(call.kwargs, lambda ref: Ref(replaced.get(ref.slot, ref.slot)))
+        call.mutates = tuple(replaced.get(slot, slot) for slot in call.mutates)
+
+
+def _redirect_results(program: Program, replaced: dict[int, int]) -> None:
+    def new(ref: Ref) -> Ref:
+        return Ref(replaced.get(ref.slot, ref.slot))
+
+    leaves, spec = program.result
+    program.result = (substitute(leaves, new), spec)
+    program.rebinds = [(owner, replaced.get(slot, slot)) for owner, slot in program.rebinds]
+    program.after = [HostCall(h.scheduler, h.path, substitute(h.arguments, new), h.position) for h in program.after]

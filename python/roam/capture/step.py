@@ -1,0 +1,194 @@
+"""Captures a whole training step: traces until two runs agree, and leaves the user's objects as they were."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from roam._core import Graph
+from roam.capture.guards import ArgGuard, Guards
+from roam.capture.lower import device_of, lower
+from roam.capture.owners import GradientOwner
+from roam.capture.program import Program
+from roam.capture.reach import Reach
+from roam.capture.rewrite import accumulate_in_place, difference, prune
+from roam.capture.snapshot import Snapshot
+from roam.capture.trace import trace
+from roam.capture.world import World
+from roam.errors import CaptureError
+
+_MOST_TRACES = 3
+"""A first step, a steady one, and the steady one again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One program with its graph: of the first step, which makes the optimizer's state, or of every later one."""
+
+    program: Program
+    graph: Graph
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedStep:
+    """A captured step and what its plans depend on."""
+
+    first: Variant | None
+    """The step that makes state; None where a call leaves the same state behind that it found."""
+    steady: Variant
+    guards: Guards
+    arguments: ArgGuard
+
+
+def capture(
+    train_step: Callable[..., Any], *args: Any, step: Literal["first", "steady"] = "steady", **kwargs: Any
+) -> Graph:
+    """The graph of one whole training step: forward, backward and optimizer.
+
+    The user's function is run on fake tensors, unmodified, with the user's own modules and optimizers, which are left
+    exactly as they were. No weights are allocated and nothing is computed.
+
+    Args:
+        train_step: the user's function. Modules, optimizers and schedulers are found among its arguments, in its
+            closure, in the object that it is bound to, and in the globals that it names.
+        *args, **kwargs: what it would be called with.
+        step: ``"steady"``, a step that finds the optimizer's state in place, or ``"first"``, the one that makes it.
+
+    Returns:
+        The graph, in bytes; operators are in the order in which eager PyTorch runs them.
+
+    Raises:
+        CaptureError: where the step cannot be captured exactly, naming the operator and the user's line.
+
+    Example:
+        >>> def train_step(model, optimizer, x, y):
+        ...     optimizer.zero_grad()
+        ...     loss = torch.nn.functional.cross_entropy(model(x), y)
+        ...     loss.backward()
+        ...     optimizer.step()
+        ...     return loss
+        >>> graph = roam.capture(train_step, model, optimizer, x, y)
+    """
+    captured = capture_step(train_step, args, kwargs)
+    if step == "steady":
+        return captured.steady.graph
+    if step != "first":
+        raise CaptureError(f"step is 'first' or 'steady', not {step!r}", code="argument")
+    if captured.first is None:
+        raise CaptureError(
+            "there is no first step to capture: the optimizer has its state already, or keeps none", code="no_first_step"
+        )
+    return captured.first.graph
+
+
+def capture_step(
+    train_step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, keep_grads: bool = False
+) -> CapturedStep:
+    """As `capture`, with the programs that the runtime runs and the guards that tell when they fit.
+
+    Args:
+        train_step, args, kwargs: the user's function and a call of it.
+        keep_grads: whether `.grad` of every parameter outlives the step, as under eager PyTorch.
+    """
+    reach = Reach.of(train_step, args, kwargs)
+    _refuse_unseen_state(reach)
+    guards = Guards(reach)
+    world = World(reach, args, kwargs)
+    snapshot = Snapshot(reach)
+    try:
+        fake_args, fake_kwargs = world.enter()
+        try:
+            programs = _traces(world, reach, train_step, fake_args, fake_kwargs, live_arguments=True)
+            live_arguments = True
+        except CaptureError as error:
+            # A float argument that decides something in Python cannot be live; it is guarded by value instead.
+            if error.code != "value_reached_python" or not _has_float(world):
+                raise
+            snapshot.restore()
+            world = World(reach, args, kwargs)
+            fake_args, fake_kwargs = world.enter()
+            programs = _traces(world, reach, train_step, fake_args, fake_kwargs, live_arguments=False)
+            live_arguments = False
+    finally:
+        snapshot.restore()
+    first, steady = programs[0], programs[-1]
+    carried = {owner.path for owner, _ in steady.owned if isinstance(owner, GradientOwner)}
+    for program in (first, steady):
+        if not keep_grads:
+            _drop_gradients(program, carried)
+    steady = prune(steady)
+    is_steady = first is programs[-1] or difference(first, programs[-1]) is None
+    name = getattr(train_step, "__name__", type(train_step).__name__)
+    live = [index for index, leaf in enumerate(world.leaves) if live_arguments and type(leaf) is float]
+    return CapturedStep(
+        None if is_steady else _variant(prune(first), f"{name} (first step)"),
+        _variant(steady, name),
+        guards,
+        ArgGuard(args, kwargs, guards, live=live),
+    )
+
+
+def _variant(program: Program, name: str) -> Variant:
+    return Variant(program, lower(program, name=name, device=device_of(program)))
+
+
+def _traces(
+    world: World,
+    reach: Reach,
+    train_step: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    live_arguments: bool,
+) -> list[Program]:
+    """Traces of successive steps, until two in a row are the same program."""
+    inside = Snapshot(reach)
+    programs: list[Program] = []
+    change: str | None = None
+    for _ in range(_MOST_TRACES):
+        program = trace(world, train_step, args, kwargs, live_arguments=live_arguments)
+        moved = inside.moved()
+        if moved:
+            raise CaptureError(
+                f"the step changes Python state that a captured step would not change again: {moved[0]}", code="moved"
+            )
+        accumulate_in_place(program)
+        programs.append(prune(program))
+        if len(programs) > 1:
+            change = difference(programs[-2], programs[-1])
+            if change is None:
+                return programs
+    raise CaptureError(f"two runs of the step on the same state are not the same program: {change}", code="unstable")
+
+
+def _drop_gradients(program: Program, carried: set[str]) -> None:
+    """Lets gradients die that the next step would not look at."""
+    for owner, _ in program.rebinds:
+        if isinstance(owner, GradientOwner) and owner.path not in carried:
+            program.dropped.append(owner)
+    program.rebinds = [
+        (owner, slot)
+        for owner, slot in program.rebinds
+        if not isinstance(owner, GradientOwner) or owner.path in carried
+    ]
+
+
+def _has_float(world: World) -> bool:
+    return any(type(leaf) is float for leaf in world.leaves)
+
+
+def _refuse_unseen_state(reach: Reach) -> None:
+    """What the step holds and no guard can compare."""
+    for path, _ in reach.iterators:
+        raise CaptureError(
+            f"{path} is an iterator; what it gives at capture would be given for ever. Take the next batch outside of "
+            "the step and pass it as an argument",
+            code="iterator",
+        )
+    for path, scaler in reach.scalers:
+        if scaler.is_enabled():
+            raise CaptureError(f"{path} is a gradient scaler; scalers are not captured yet", code="scaler")
+
+
+__all__ = ["CapturedStep", "Variant", "capture", "capture_step"]

@@ -1,0 +1,152 @@
+"""The world of one capture: the user's own objects with fake tensors in the place of real ones.
+
+The step's function runs unmodified on unmodified modules and optimizers, so what it touches must hold fakes while it is
+traced. `World` finds every owner, puts fakes in, and says after a trace what the step left in each owner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+import torch
+import torch.utils._pytree as pytree
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from roam.capture.fake import mode_of
+from roam.capture.owners import ArgumentOwner, Owner, PlaceOwner, RateOwner, gradient_owners, state_owners
+from roam.capture.reach import Reach
+from roam.errors import CaptureError
+
+_CLASSES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor)
+
+
+class World:
+    """Owners of everything the step can reach, and the fakes in them."""
+
+    def __init__(self, reach: Reach, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.reach = reach
+        self.optimizers: list[torch.optim.Optimizer] = [optimizer for _, optimizer in reach.optimizers]
+        paths_and_leaves, self.spec = pytree.tree_flatten_with_path((args, kwargs))
+        self.leaves = [leaf for _, leaf in paths_and_leaves]
+        self.arguments = [
+            ArgumentOwner(index, f"argument {pytree.keystr(path)}") for index, (path, _) in enumerate(paths_and_leaves)
+        ]
+        self.places = list(_places(reach))
+        """Owners whose tensors exist before any step: parameters, buffers, the user's own."""
+        self.parameters = [owner for owner in self.places if owner.kind == "parameter" and not owner.tied]
+        self.rates = [
+            RateOwner(optimizer, group, f"{path}.param_groups[{group}]['lr']")
+            for path, optimizer in reach.optimizers
+            for group in range(len(optimizer.param_groups))
+        ]
+        self._check()
+        tensors = [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
+        self.mode: FakeTensorMode = mode_of([*tensors, *(owner.get() for owner in self.owners())])
+        self._fakes: dict[int, tuple[Any, Any]] = {}
+
+    def owners(self) -> Iterator[Owner]:
+        """Every owner that holds a tensor now, each tensor once; state and gradients included."""
+        yield from (owner for owner in self.places if not owner.tied)
+        yield from state_owners(self.optimizers, self.parameters)
+        yield from gradient_owners(self.parameters)
+
+    def enter(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Puts fakes in place of all real tensors; the step's arguments with fakes. A `Snapshot` undoes it."""
+        states = [(optimizer, list(optimizer.state.items())) for optimizer in self.optimizers]
+        # All places are read before any is written.
+        for owner, tensor in [(owner, owner.get()) for owner in self.places]:
+            owner.set(self._fake(tensor))
+        for optimizer, entries in states:
+            optimizer.state.clear()
+            for parameter, entry in entries:
+                optimizer.state[self._fake(parameter)] = {key: self._fake(value) for key, value in entry.items()}
+        leaves = [self._fake(leaf) for leaf in self.leaves]
+        self.forget_values()
+        return pytree.tree_unflatten(leaves, self.spec)  # type: ignore[no-any-return]
+
+    def forget_values(self) -> None:
+        """A fake made from a literal remembers its value, and `.item()` would answer with it for ever."""
+        for owner in self.owners():
+            owner.get().constant = None
+
+    def signature(self) -> tuple[tuple[str, Any], ...]:
+        """What exists between steps now, with metadata: it tells a first step from a steady one."""
+        return tuple((owner.path, describe(owner.get())) for owner in self.owners())
+
+    def _fake(self, tensor: Any) -> Any:
+        """The one fake for a tensor; views that share a storage get fakes that share one."""
+        if not isinstance(tensor, torch.Tensor) or isinstance(tensor, FakeTensor):
+            return tensor
+        if id(tensor) in self._fakes:
+            return self._fakes[id(tensor)][1]
+        gradient, tensor.grad = tensor.grad, None  # faked apart, so that it too has one fake
+        try:
+            found = self.mode.from_tensor(tensor)
+        finally:
+            tensor.grad = gradient
+        self._fakes[id(tensor)] = tensor, found
+        if gradient is not None:
+            found.grad = self._fake(gradient)
+        return found
+
+    def _check(self) -> None:
+        """Refuses what the fakes could not stand for."""
+        for path, module in self.reach.modules:
+            if type(module).__module__.startswith("torch._dynamo"):
+                _refuse(f"{path} is wrapped by torch.compile; pass the module itself", "compiled_module")
+            if isinstance(module, torch.jit.ScriptModule):
+                _refuse(f"{path} is a TorchScript module; pass the Python module", "script_module")
+        for owner in self.owners():
+            _check_tensor(owner.get(), owner.path)
+        for leaf, argument in zip(self.leaves, self.arguments, strict=True):
+            if isinstance(leaf, torch.Tensor) and not isinstance(leaf, torch.nn.Parameter):
+                _check_tensor(leaf, argument.path)
+                if leaf.requires_grad:
+                    _refuse(f"{argument.path} requires a gradient; only parameters may", "argument_gradient")
+        for path, optimizer in self.reach.optimizers:
+            for group in optimizer.param_groups:
+                for name in ("foreach", "fused", "capturable", "differentiable"):
+                    if group.get(name):
+                        _refuse(
+                            f"{path} is {type(optimizer).__name__}({name}=True); this version captures the "
+                            f"single-tensor form, {name}=False",
+                            "optimizer_form",
+                        )
+                if isinstance(group["lr"], torch.Tensor):
+                    _refuse(f"{path} has a tensor as its learning rate; give it a float", "tensor_rate")
+            for entry in optimizer.state.values():
+                if any(isinstance(value, (list, tuple, dict)) for value in entry.values()):
+                    _refuse(f"{path} keeps nested state, which is not captured", "nested_state")
+
+
+def describe(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What a plan depends on of a tensor that it does not own."""
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
+
+
+def _places(reach: Reach) -> Iterator[PlaceOwner]:
+    seen: set[int] = set()
+    for slot in reach.slots:
+        if slot.kind in ("argument", "state"):
+            continue
+        is_parameter = isinstance(slot.tensor, torch.nn.Parameter)
+        yield PlaceOwner(
+            slot.space, slot.key, slot.path, "parameter" if is_parameter else "buffer", id(slot.tensor) in seen
+        )
+        seen.add(id(slot.tensor))
+
+
+def _check_tensor(tensor: Any, path: str) -> None:
+    if type(tensor) not in _CLASSES:
+        _refuse(f"{path} is a {type(tensor).__name__}; tensor subclasses are not captured", "subclass")
+    if tensor.layout is not torch.strided:
+        _refuse(f"{path} has layout {tensor.layout}; only strided tensors are captured", "layout")
+    if tensor.grad_fn is not None:
+        _refuse(f"{path} has a gradient history from outside of the step; detach it", "outer_history")
+    if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
+        _refuse(f"{path} has a gradient hook; hooks on tensors are not captured", "tensor_hook")
+
+
+def _refuse(message: str, code: str) -> NoReturn:
+    raise CaptureError(message, code=code)

@@ -1,0 +1,320 @@
+"""`roam.compile`: the user's training step, run by its plan."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.utils._pytree as pytree
+
+import roam
+from roam import Plan
+from roam.capture.owners import ArgumentOwner, GradientOwner, RateOwner, StateOwner
+from roam.capture.program import TensorMeta
+from roam.capture.step import CapturedStep, Variant, capture_step
+from roam.capture.values import MISSING
+from roam.errors import ExecutionError
+from roam.runtime.execute import Executor
+
+logger = logging.getLogger("roam")
+
+OnChange = Literal["replan", "raise", "eager"]
+_MOST_CAPTURES = 8
+"""Plans kept for one step; more of them means that something changes at every call."""
+
+
+def compile(
+    train_step: Callable[..., Any],
+    *,
+    on_change: OnChange = "replan",
+    keep_grads: bool = False,
+    time_limit_s: float | None = None,
+) -> Step:
+    """A training step that runs by its plan, with the same signature and, bit for bit, the same results.
+
+    The first call captures and plans, and runs one real step like every later call. Parameters, buffers and optimizer
+    state are updated in place in the user's own objects, so checkpoints, schedulers and evaluation work as ever.
+
+    Args:
+        train_step: the user's function: forward, backward and optimizer.
+        on_change: what to do with a call that no plan fits (another batch shape, `model.eval()`, another dropout):
+            ``"replan"`` captures and plans anew, ``"raise"`` raises `ExecutionError`, ``"eager"`` runs the user's
+            function itself. The first call and the change from the first step to the steady one are no such calls.
+        keep_grads: keep `.grad` after the step as eager PyTorch does. By default consumed gradients die early and
+            `.grad` is None after the step.
+        time_limit_s: limit for planning, in seconds.
+
+    Raises:
+        CaptureError: at a call, where the step cannot be captured exactly.
+        ExecutionError: at a call that no plan fits (``on_change="raise"``), or where running failed.
+
+    The environment variable ``ROAM_DISABLE=1`` makes every call run the user's function.
+    """
+    if on_change not in ("replan", "raise", "eager"):
+        raise ValueError(f"on_change is 'replan', 'raise' or 'eager', not {on_change!r}")
+    return Step(train_step, on_change=on_change, keep_grads=keep_grads, time_limit_s=time_limit_s)
+
+
+class Step:
+    """What `compile` returns. Call it like the user's function."""
+
+    def __init__(
+        self, train_step: Callable[..., Any], *, on_change: OnChange, keep_grads: bool, time_limit_s: float | None
+    ) -> None:
+        functools.update_wrapper(self, train_step)
+        self._train_step = train_step
+        self._on_change: OnChange = on_change
+        self._keep_grads = keep_grads
+        self._time_limit_s = time_limit_s
+        self._captures: list[_Captured] = []
+        self._torn: list[tuple[Any, Any, int]] = []
+        self._torn_reason = ""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if os.environ.get("ROAM_DISABLE", "0") not in ("", "0"):
+            return self._train_step(*args, **kwargs)
+        self._refuse_torn()
+        runner, reason = self._find(args, kwargs)
+        if runner is None:
+            if self._captures and self._on_change == "eager":
+                logger.info("no plan fits this call, so it runs eagerly: %s", reason)
+                return self._train_step(*args, **kwargs)
+            if self._captures and self._on_change == "raise":
+                raise ExecutionError(f"no plan fits this call: {reason}", code="no_plan_fits")
+            runner = self._capture(args, kwargs, reason)
+        try:
+            return runner.run(args, kwargs)
+        except Torn as torn:
+            self._torn = torn.owners
+            self._torn_reason = str(torn.error)
+            raise torn.error from torn.error.__cause__
+
+    def plan(self, *args: Any, **kwargs: Any) -> Plan:
+        """The plan by which this call would run; nothing is run.
+
+        Its `total_bytes` is the memory that the step will take, known before step 1.
+        """
+        runner, reason = self._find(args, kwargs)
+        return (runner or self._capture(args, kwargs, reason)).plan
+
+    @property
+    def plans(self) -> list[tuple[str, Plan]]:
+        """Every plan made so far, with the name of its graph; the most recently used capture first."""
+        return [(runner.name, runner.plan) for captured in self._captures for runner in captured.runners]
+
+    def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Runner | None, str]:
+        reason = "it is the first"
+        for place, captured in enumerate(self._captures):
+            failure = captured.step.guards.failure() or captured.step.arguments.failure(args, kwargs)
+            if failure is None:
+                for runner in captured.runners:
+                    failure = runner.state_failure()
+                    if failure is None:
+                        self._captures.insert(0, self._captures.pop(place))
+                        return runner, ""
+            if place == 0:
+                reason = failure or reason
+        return None, reason
+
+    def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str) -> Runner:
+        if len(self._captures) == _MOST_CAPTURES:
+            logger.warning(
+                "this step has been planned %d times and is planned again: %s. Values that change at every call belong "
+                "in tensors or float arguments",
+                _MOST_CAPTURES, reason,
+            )  # fmt: skip
+            self._captures.pop()
+        step = capture_step(self._train_step, args, kwargs, keep_grads=self._keep_grads)
+        variants = [variant for variant in (step.first, step.steady) if variant is not None]
+        captured = _Captured(step, [Runner(variant, self._time_limit_s) for variant in variants])
+        self._captures.insert(0, captured)
+        for runner in captured.runners:
+            if runner.state_failure() is None:
+                return runner
+        raise ExecutionError(
+            f"no plan fits the state that it was captured from: {captured.runners[-1].state_failure()}", code="no_plan_fits"
+        )
+
+    def _refuse_torn(self) -> None:
+        """After a step that failed half-way nothing runs until what it had written to is loaded again."""
+        waiting = [owner.path for owner, tensor, version in self._torn if owner.get() is tensor and tensor._version == version]
+        if waiting:
+            raise ExecutionError(
+                f"an earlier step failed half-way ({self._torn_reason}); load {_listed(waiting)} again first", code="torn"
+            )
+        self._torn = []
+
+
+@dataclass(slots=True)
+class _Captured:
+    step: CapturedStep
+    runners: list[Runner]
+
+
+class Torn(Exception):
+    """A run failed after it had written to the user's tensors."""
+
+    def __init__(self, error: ExecutionError, owners: list[tuple[Any, Any, int]]) -> None:
+        super().__init__(str(error))
+        self.error = error
+        self.owners = owners
+
+
+class Runner:
+    """Runs one variant of a captured step by its plan."""
+
+    def __init__(self, variant: Variant, time_limit_s: float | None) -> None:
+        self.name = variant.graph.name
+        program = self._program = variant.program
+        # Outputs do not take their inputs' memory yet, so a plan that counts on it would promise too much.
+        self.plan = roam.optimize(variant.graph, reuse=False, time_limit_s=time_limit_s)
+        roam.verify(variant.graph, self.plan)
+        logger.info(
+            "%s: %.1f MiB planned in the step, %.1f MiB in program order, %.1f MiB at least, beside %.1f MiB that persist",
+            self.name, *(value / 2**20 for value in (
+                self.plan.peak_bytes, self.plan.program_order_peak_bytes, self.plan.lower_bound_bytes,
+                self.plan.persistent_bytes,
+            )),
+        )  # fmt: skip
+        self._executor = Executor(program, self.plan.order.tolist())
+        self._checked = False
+        self._owners = [owner for owner, _ in program.owned]
+        self._live_state = [
+            (owner, _expected(program.slots[slot]))
+            for owner, slot in program.owned
+            if isinstance(owner, (StateOwner, GradientOwner))
+        ]
+        known = {owner.path for owner in self._owners}
+        new_state = [owner for owner, _ in program.rebinds if owner.path not in known]
+        self._absent = new_state + [owner for owner, _ in program.plain_state if not _is_present(owner)]
+        self._plain_state = [(owner, value) for owner, value in program.plain_state if not _is_present(owner)]
+        self._sharing = _pattern([program.slots[slot].storage for _, slot in program.owned if program.slots[slot]])  # type: ignore[union-attr]
+        self._devices = {meta.device.type for meta in program.slots if meta is not None}
+
+    def state_failure(self) -> str | None:
+        """None where optimizer state and gradients are as this variant finds them, else what is not."""
+        for owner, expected in self._live_state:
+            tensor = owner.get()
+            if tensor is MISSING:
+                return f"{owner.path} does not exist yet"
+            if (tensor.shape, tensor.dtype, tensor.device, tensor.stride()) != expected:
+                return f"{owner.path} has another shape, dtype, device or strides than before"
+        for owner in self._absent:
+            if _is_present(owner):
+                return f"{owner.path} exists already"
+        return None
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        program = self._program
+        leaves = pytree.tree_leaves((args, kwargs))
+        inputs = [leaves[owner.index] if isinstance(owner, ArgumentOwner) else owner.get() for owner in self._owners]
+        self._check_inputs(inputs)
+        inputs += [tensor for tensor, _ in program.constants]
+        for owner in program.dropped:
+            owner.parameter.get().grad = None
+        generator = torch.get_rng_state()
+        with _interrupts_wait(), self._kernels_alone():
+            try:
+                run = self._executor.run if self._checked else self._executor.run_checked
+                result, rebinds, after = run(inputs)
+            except Exception as error:
+                raise self._failed(error, generator) from error
+            for (owner, _), value in zip(program.rebinds, rebinds, strict=True):
+                owner.set(value)
+            for owner, value in self._plain_state:
+                owner.set(value)
+            for optimizer in program.stepped:
+                optimizer._opt_called = True  # what a scheduler looks for
+        self._checked = True
+        for host_call, (arguments, keywords) in zip(program.after, after, strict=True):
+            host_call.scheduler.step(*arguments, **keywords)
+        return pytree.tree_unflatten(result, program.result[1])
+
+    def _check_inputs(self, inputs: list[Any]) -> None:
+        """The last look before anything is changed."""
+        storages = []
+        for owner, value in zip(self._owners, inputs, strict=True):
+            if isinstance(value, torch.Tensor):
+                storages.append(value.untyped_storage()._cdata)
+            elif isinstance(owner, RateOwner) and type(value) not in (float, int):
+                raise ExecutionError(f"{owner.path} is a {type(value).__name__}, not a float", code="rate")
+        if _pattern(storages) != self._sharing:
+            raise ExecutionError("tensors of the step share memory in another way than at capture", code="sharing")
+
+    @contextmanager
+    def _kernels_alone(self) -> Iterator[None]:
+        """The program holds its own backward pass and its own casts: autograd and autocast stay out."""
+        with ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            for device in self._devices:
+                if torch.is_autocast_enabled(device):
+                    stack.enter_context(torch.autocast(device, enabled=False))
+            yield
+
+    def _failed(self, error: Exception, generator: torch.Tensor) -> Exception:
+        failure = self._executor.failure(error)
+        if failure is None:
+            return error
+        changed = self._executor.changed_before(failure)
+        where = f"{failure.call.name} at {failure.call.source}"
+        if not changed:
+            torch.set_rng_state(generator)
+            return ExecutionError(
+                f"{where} failed: {error}. Nothing had been updated yet", code="failed", operator=failure.call.name,
+                source=str(failure.call.source),
+            )  # fmt: skip
+        owners = [(owner, owner.get()) for owner in self._owners if owner.path in set(changed)]
+        torn = ExecutionError(
+            f"{where} failed: {error}. Already updated, perhaps in part: {_listed(changed)}",
+            code="torn", operator=failure.call.name, source=str(failure.call.source),
+        )  # fmt: skip
+        torn.__cause__ = error
+        return Torn(torn, [(owner, tensor, tensor._version) for owner, tensor in owners])
+
+
+def _expected(meta: TensorMeta | None) -> tuple[Any, ...]:
+    assert meta is not None, "state is made of tensors"
+    return torch.Size(meta.shape), meta.dtype, meta.device, meta.stride
+
+
+def _is_present(owner: StateOwner) -> bool:
+    return owner.get() is not MISSING
+
+
+def _pattern(storages: list[int]) -> list[int]:
+    """For each storage, the place of the first that is the same."""
+    first: dict[int, int] = {}
+    return [first.setdefault(storage, place) for place, storage in enumerate(storages)]
+
+
+def _listed(paths: list[str], most: int = 4) -> str:
+    shown = ", ".join(paths[:most])
+    return shown if len(paths) <= most else f"{shown} and {len(paths) - most} more"
+
+
+@contextmanager
+def _interrupts_wait() -> Iterator[None]:
+    """Ctrl-C takes effect at the end of the step, not in the middle of an update."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    pressed: list[Any] = []
+    before = signal.getsignal(signal.SIGINT)
+    signal.signal(signal.SIGINT, lambda *event: pressed.append(event))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if pressed:
+        if callable(before):
+            before(*pressed[0])
+        else:
+            raise KeyboardInterrupt
