@@ -242,6 +242,12 @@ def test_a_step_that_cannot_be_captured(monkeypatch: pytest.MonkeyPatch, capsys:
     assert "roam: cannot capture this step: " in capsys.readouterr().err
 
 
+def test_a_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert cli.main(["plan", "gpt2-tiny", "--device", "cuda"]) == 2
+    assert "roam: no CUDA device" in capsys.readouterr().err
+
+
 def test_an_error_of_roam_itself(
     graph_file: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -35,7 +35,7 @@ def test_the_architecture_table_names_what_exists() -> None:
     for _, _, _, modules, tests, _ in rows[2:]:
         for cell in (modules, tests):
             folder = Path()
-            for name in re.findall(r"`([\w/.]+(?:/|\.rs|\.pyi?))`", cell):
+            for name in re.findall(r"`([\w/.-]+(?:/|\.rs|\.pyi?))`", cell):
                 # A bare name stands beside the one before it.
                 path = Path(name) if "/" in name.rstrip("/") else folder / name
                 folder = path if name.endswith("/") else path.parent

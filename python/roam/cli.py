@@ -155,13 +155,14 @@ def _capture(arguments: argparse.Namespace) -> tuple[Graph, dict[str, Any]]:
         name: default if getattr(arguments, name) is None else getattr(arguments, name)
         for name, default in _CAPTURE_DEFAULTS.items()
     }
-    step = settings.pop("step")
-    with roam.fake(settings["device"]):
-        made = zoo.build(arguments.model, **settings)
-    graph = roam.capture(made.train_step, made.model, made.optimizer, *made.batch, step=step)
-    if settings["seq"] is None:
-        settings["seq"] = zoo.entry(arguments.model).default_seq
-    return graph, {**settings, "step": step}
+    step, device = settings.pop("step"), settings.pop("device")
+    # Before torch is imported, which takes its time.
+    sizes = zoo.check(arguments.model, **settings)
+    with Progress(f"capturing {arguments.model}"):
+        with roam.fake(device):
+            made = zoo.build(arguments.model, **settings, device=device)
+        graph = roam.capture(made.train_step, made.model, made.optimizer, *made.batch, step=step)
+    return graph, {**settings, "seq": sizes.get("seq"), "step": step, "device": device}
 
 
 def _plan(arguments: argparse.Namespace) -> int:
@@ -169,8 +170,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     values: dict[str, Any] = {"model": name}
     if name in zoo.names():
         start = time.perf_counter()
-        with Progress(f"capturing {name}"):
-            graph, settings = _capture(arguments)
+        graph, settings = _capture(arguments)
         values |= settings
         values["capture_s"] = time.perf_counter() - start
         details = [f"batch {settings['batch']}", f"seq {settings['seq']}" if settings["seq"] else ""]
@@ -266,6 +266,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         _complain(str(error))
         return EXIT_BAD_INPUT
     except CaptureError as error:
+        if error.code == "no_device":
+            _complain(str(error))
+            return EXIT_BAD_INPUT
         _complain(f"cannot capture this step: {error}")
         return EXIT_CAPTURE_REFUSED
     except PlanError as error:

@@ -184,6 +184,31 @@ def entries() -> tuple[Entry, ...]:
     return _ENTRIES
 
 
+def check(name: str, *, batch: int, seq: int | None, dtype: str, optimizer: str) -> dict[str, int]:
+    """Check what :func:`build` is asked for, without importing torch; returns the sizes of the model's batch.
+
+    Raises:
+        ZooError: unknown or impossible settings.
+    """
+    chosen = entry(name)
+    if batch < 1:
+        raise ZooError(f"batch must be at least 1, not {batch}")
+    if dtype not in DTYPES:
+        raise ZooError(f"dtype must be one of {', '.join(DTYPES)}, not {dtype!r}")
+    if optimizer not in OPTIMIZERS:
+        raise ZooError(f"optimizer must be one of {', '.join(OPTIMIZERS)}, not {optimizer!r}")
+    sizes = {"batch": batch}
+    if chosen.max_seq is None:
+        if seq is not None:
+            raise ZooError(f"{name} sees images and has no sequence length")
+    else:
+        sizes["seq"] = min(DEFAULT_SEQ, chosen.max_seq) if seq is None else seq
+        # A causal loss compares each token with the one before it.
+        if not 2 <= sizes["seq"] <= chosen.max_seq:
+            raise ZooError(f"{name} takes sequences of 2 to {chosen.max_seq} tokens, not {sizes['seq']}")
+    return sizes
+
+
 def build(
     name: str,
     *,
@@ -208,23 +233,8 @@ def build(
     Raises:
         ZooError: unknown or impossible settings, or the model's library is not installed.
     """
+    sizes = check(name, batch=batch, seq=seq, dtype=dtype, optimizer=optimizer)
     chosen = entry(name)
-    if batch < 1:
-        raise ZooError(f"batch must be at least 1, not {batch}")
-    if dtype not in DTYPES:
-        raise ZooError(f"dtype must be one of {', '.join(DTYPES)}, not {dtype!r}")
-    if optimizer not in OPTIMIZERS:
-        raise ZooError(f"optimizer must be one of {', '.join(OPTIMIZERS)}, not {optimizer!r}")
-    sizes = {"batch": batch}
-    if chosen.max_seq is None:
-        if seq is not None:
-            raise ZooError(f"{name} sees images and has no sequence length")
-    else:
-        sizes["seq"] = min(DEFAULT_SEQ, chosen.max_seq) if seq is None else seq
-        # A causal loss compares each token with the one before it.
-        if not 2 <= sizes["seq"] <= chosen.max_seq:
-            raise ZooError(f"{name} takes sequences of 2 to {chosen.max_seq} tokens, not {sizes['seq']}")
-
     if chosen.requires is not None:
         try:
             importlib.import_module(chosen.requires)
