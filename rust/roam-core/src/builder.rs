@@ -441,7 +441,14 @@ impl GraphBuilder {
         if let Some(error) = backward {
             // Not merely out of order but impossible in any order? Then say that instead.
             return Err(match find_cycle(self.operators.len(), &edges) {
-                Some(cycle) => GraphError::Cycle { sites: cycle.into_iter().map(|id| *self.site(id)).collect() },
+                Some(cycle) => {
+                    let mut sites: Vec<Site> = cycle.into_iter().map(|id| *self.site(id)).collect();
+                    // Begin where the program reaches the cycle.
+                    let first = sites.iter().enumerate().min_by_key(|(_, site)| site.position);
+                    let first = first.map_or(0, |(index, _)| index);
+                    sites.rotate_left(first);
+                    GraphError::Cycle { sites }
+                }
                 None => error,
             });
         }
