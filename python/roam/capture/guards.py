@@ -163,14 +163,15 @@ class _SpaceCheck:
             if same_elements([key for key, _ in self.expected], [key for key, _ in items]):
                 return None
             return f"{space.path} holds other elements than before"
-        if len(items) != len(self.expected) or not all(
-            same(old, key) for (key, _), (old, _) in zip(items, self.expected, strict=True)
-        ):
-            return self._key_change(items)
-        for (key, value), (_, expected) in zip(items, self.expected, strict=True):
+        for (key, value), (old, expected) in zip(items, self.expected, strict=False):
+            if not same(old, key):
+                break
             if not self._is_same(key, expected, value):
                 return f"{space.label(key)} changed from {_show(expected)} to {show(value)}"
-        return None
+        else:
+            if len(items) == len(self.expected):
+                return None
+        return self._key_change(items)
 
     def _is_same(self, key: Any, expected: Any, value: Any) -> bool:
         if same(expected, value):

@@ -17,7 +17,7 @@ import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, get_args
 
 import torch
 from torch.utils import _pytree as pytree
@@ -48,6 +48,7 @@ _SCHEDULERS: Final = (torch.optim.lr_scheduler.LRScheduler, torch.optim.lr_sched
 _MOST_SPACES: Final = 1_000_000
 
 TensorKind = Literal["parameter", "buffer", "group", "state", "loose", "argument"]
+_RANKS: Final = {kind: rank for rank, kind in enumerate(get_args(TensorKind))}
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +136,8 @@ class Reach:
         """
         reach = cls()
         _Walk(reach).run(train_step, args, kwargs or {})
+        # Where several places hold one tensor, its module's name says most.
+        reach.slots.sort(key=lambda slot: _RANKS[slot.kind])
         return reach
 
     @property
@@ -168,6 +171,7 @@ class _Walk:
         self.reach = reach
         self.seen: dict[int, object] = {}  # keeps what it names alive, so that no id is used twice
         self.guarded: deque[tuple[Any, str]] = deque()
+        self.optimizers: deque[tuple[Any, str]] = deque()  # after the modules whose parameters they name
         self.live: deque[tuple[Any, str]] = deque()
         self.is_guarding = True
         self.root_globals: object = None
@@ -175,8 +179,11 @@ class _Walk:
     def run(self, train_step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._arguments(train_step, args, kwargs)
         self._root(train_step)
-        while self.guarded or self.live:
-            self.is_guarding = bool(self.guarded)
+        while self.guarded or self.optimizers or self.live:
+            self.is_guarding = bool(self.guarded or self.optimizers)
+            if not self.guarded and self.optimizers:
+                self._optimizer(*self.optimizers.popleft())
+                continue
             value, path = (self.guarded or self.live).popleft()
             self._visit(value, path)
             if len(self.reach.places) > _MOST_SPACES:
@@ -256,7 +263,7 @@ class _Walk:
         if issubclass(kind, torch.nn.Module):
             self._module(value, path)
         elif issubclass(kind, torch.optim.Optimizer):
-            self._optimizer(value, path)
+            self.optimizers.append((value, path))
         elif issubclass(kind, _SCHEDULERS):
             self.reach.schedulers.append((path, value))
             self._live_object(value, path)

@@ -73,7 +73,7 @@ class Snapshot:
                 continue
             try:
                 place.space.put(items)
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - raised again once the rest is back
                 failures.append(error)
         for state in self._tensors:
             state.restore()

@@ -17,7 +17,7 @@ import torch
 
 from roam.errors import CaptureError
 
-from .values import MISSING, show
+from .values import MISSING, same, show
 
 Items = list[tuple[Any, Any]]
 
@@ -51,9 +51,7 @@ class Space:
 
     def get(self, key: Any) -> Any:
         """The value under `key`, or `MISSING`."""
-        return next(
-            (value for k, value in self.items() if k is key or (type(k) is type(key) is str and k == key)), MISSING
-        )
+        return next((value for other, value in self.items() if same(other, key)), MISSING)
 
     def set(self, key: Any, value: Any) -> None:
         """Put one value under a key that is there already.
@@ -61,9 +59,7 @@ class Space:
         Raises:
             CaptureError: if the holder is immutable.
         """
-        raise CaptureError(
-            f"{self.label(key)} sits in a holder that cannot be changed; keep it in a list, dictionary or object"
-        )
+        raise CaptureError(f"{self.label(key)} cannot be replaced where it is; keep it in a list or as an attribute")
 
     @property
     def is_immutable(self) -> bool:
