@@ -96,8 +96,7 @@ impl Bounds {
             if pending.is_empty() {
                 break;
             }
-            let cuts: Vec<Cut> =
-                pending.par_iter().map(|&op| cut(problem, op, watch)).collect::<Result<_, _>>()?;
+            let cuts: Vec<Cut> = pending.par_iter().map(|&op| cut(problem, op, watch)).collect::<Result<_, _>>()?;
             for (&op, cut) in pending.iter().zip(&cuts) {
                 best = best.max(cut.bytes);
                 self.bytes.insert(op, cut.bytes);
@@ -213,8 +212,8 @@ fn network(problem: &Problem, op: Op, side: &[Side], reused: &[Ten]) -> (Network
         }
         let forgives = reused.contains(&(tensor as u32));
         let users = problem.users.row(tensor as u32).iter().filter(|&&user| !(forgives && user == op));
-        let must_cross = item.residency == Residency::Leaves
-            || users.clone().any(|&user| side[user as usize] == Side::After);
+        let must_cross =
+            item.residency == Residency::Leaves || users.clone().any(|&user| side[user as usize] == Side::After);
         let from = if creator == Side::Before { flow::SOURCE } else { index[item.creator as usize] };
         if must_cross {
             if creator == Side::Before {

@@ -72,11 +72,7 @@ pub fn optimize(graph: &Graph, settings: &Settings, control: &Control) -> Result
 ///
 /// # Errors
 /// See [`OptimizeError`].
-pub fn optimize_timed(
-    graph: &Graph,
-    settings: &Settings,
-    control: &Control,
-) -> Result<(Plan, Timings), OptimizeError> {
+pub fn optimize_timed(graph: &Graph, settings: &Settings, control: &Control) -> Result<(Plan, Timings), OptimizeError> {
     if settings.streams != 1 {
         return Err(OptimizeError::UnsupportedStreams { streams: settings.streams });
     }
@@ -263,12 +259,14 @@ impl<'a> Search<'a> {
             if profile.peak > self.program_peak {
                 continue;
             }
-            let best = self.total(self.best());
-            if profile.least_total() > best {
+            let best = self.best();
+            let (total, peak) = (self.total(best), self.trials[best.trial].profile.peak);
+            // Only fewer bytes are better, or as many with a lower peak.
+            if (profile.least_total(), profile.peak) >= (total, peak) {
                 continue;
             }
             let problem = if self.trials[at].name == PROGRAM_WITHOUT_REUSE { &self.plain } else { &self.problem };
-            let limit = best - profile.outside_peak + 1;
+            let limit = total - profile.outside_peak + u64::from(profile.peak < peak);
             if let Some(layout) = layout::best(problem, profile, limit, self.watch)? {
                 self.placed.push(Placed { trial: at, layout });
             }
@@ -286,12 +284,8 @@ impl<'a> Search<'a> {
         let Placed { trial, layout } = self.best();
         let Trial { order, profile, .. } = &self.trials[*trial];
         let problem = if *trial == 0 { &self.plain } else { &self.problem };
-        let mut offsets: Vec<Option<u64>> = self
-            .graph
-            .tensors()
-            .iter()
-            .map(|tensor| (tensor.residency == Residency::StepLocal).then_some(0))
-            .collect();
+        let mut offsets: Vec<Option<u64>> =
+            self.graph.tensors().iter().map(|tensor| (tensor.residency == Residency::StepLocal).then_some(0)).collect();
         for (tensor, item) in problem.tensors.iter().enumerate() {
             if item.in_pool() {
                 offsets[problem.tensor_id(tensor as u32).index()] = Some(layout.offsets[tensor]);

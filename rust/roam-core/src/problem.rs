@@ -154,8 +154,7 @@ impl Problem {
             made.sort_unstable();
             made
         }));
-        let predecessors =
-            Rows::collect(operator_ids.iter().map(|&id| graph.predecessors(id).iter().map(position)));
+        let predecessors = Rows::collect(operator_ids.iter().map(|&id| graph.predecessors(id).iter().map(position)));
         let successors = predecessors.transposed(operator_ids.len());
 
         let mut permissions = Vec::new();

@@ -79,7 +79,8 @@ pub fn transformer_step(shape: Transformer) -> Result<Graph, GraphError> {
             let first_bias = tape.parameter("first.bias", 4 * inner)?;
             let hidden = tape.call("addmm", &[normed, first, first_bias], 4 * tokens * inner, true)?;
             let (activated, saved) = if is_attention {
-                let log_sums = tape.tensor("log_sums", 4 * tokens * width / 64, Kind::Activation, Residency::StepLocal)?;
+                let log_sums =
+                    tape.tensor("log_sums", 4 * tokens * width / 64, Kind::Activation, Residency::StepLocal)?;
                 let out = tape.tensor("attended", stream, Kind::Activation, Residency::StepLocal)?;
                 tape.operator("attention", &[hidden], &[out, log_sums], &[], 4 * tokens * 64, &[])?;
                 (out, vec![out, log_sums])
@@ -149,7 +150,14 @@ pub fn transformer_step(shape: Transformer) -> Result<Graph, GraphError> {
             gradients.push((half.first_bias, bias, 4 * half.inner));
             let through = tape.tensor("through", stream, Kind::Temporary, Residency::StepLocal)?;
             let weight = tape.tensor("norm.gradient", 4 * width, Kind::Gradient, Residency::StepLocal)?;
-            tape.operator("native_layer_norm_backward", &[normed, half.residual, half.norm], &[through, weight], &[], 0, &[])?;
+            tape.operator(
+                "native_layer_norm_backward",
+                &[normed, half.residual, half.norm],
+                &[through, weight],
+                &[],
+                0,
+                &[],
+            )?;
             gradients.push((half.norm, weight, 4 * width));
             gradient = tape.pointwise("add", &[before, through], stream)?;
         }
@@ -191,7 +199,13 @@ struct Tape {
 }
 
 impl Tape {
-    fn tensor(&mut self, name: &str, size_bytes: u64, kind: Kind, residency: Residency) -> Result<TensorId, GraphError> {
+    fn tensor(
+        &mut self,
+        name: &str,
+        size_bytes: u64,
+        kind: Kind,
+        residency: Residency,
+    ) -> Result<TensorId, GraphError> {
         let name = format!("{}.{name}.{}", self.module, self.builder.num_tensors());
         self.local_sizes.push((residency == Residency::StepLocal).then_some(size_bytes));
         self.builder.tensor(Tensor { name, size_bytes, kind, residency, alignment_bytes: 0 })

@@ -305,7 +305,9 @@ fn steps(graph: &Graph, order: &[OperatorId]) -> Result<Vec<usize>, PlanViolatio
     }
     step.into_iter()
         .enumerate()
-        .map(|(index, at)| at.ok_or_else(|| PlanViolation::OperatorMissing { site: site(graph, OperatorId(index as u32)) }))
+        .map(|(index, at)| {
+            at.ok_or_else(|| PlanViolation::OperatorMissing { site: site(graph, OperatorId(index as u32)) })
+        })
         .collect()
 }
 
@@ -443,11 +445,13 @@ fn check_reuse(graph: &Graph, plan: &Plan, lives: &Lives) -> Result<Pairs, PlanV
     if !plan.settings.reuse && !plan.reuse.is_empty() {
         return Err(PlanViolation::ReuseOff);
     }
-    let permitted: BTreeSet<ReusePair> = graph.operators().iter().flat_map(|operator| operator.reuse.iter().copied()).collect();
+    let permitted: BTreeSet<ReusePair> =
+        graph.operators().iter().flat_map(|operator| operator.reuse.iter().copied()).collect();
     let mut inputs = BTreeSet::new();
     let mut pairs = Pairs::new();
     for &pair in &plan.reuse {
-        let named = |id: TensorId| graph.tensors().get(id.index()).map_or(format!("{}", id.0), |tensor| tensor.name.clone());
+        let named =
+            |id: TensorId| graph.tensors().get(id.index()).map_or(format!("{}", id.0), |tensor| tensor.name.clone());
         let (input, output) = (named(pair.input), named(pair.output));
         if !permitted.contains(&pair) {
             return Err(PlanViolation::ReuseNotPermitted { input, output });

@@ -49,12 +49,7 @@ impl Sequence {
 }
 
 /// Offsets per block; `None` where one would reach `limit` or beyond.
-pub(super) fn place(
-    blocks: &Blocks,
-    sequence: Sequence,
-    limit: u64,
-    watch: &Watch,
-) -> Result<Option<Vec<u64>>, Stop> {
+pub(super) fn place(blocks: &Blocks, sequence: Sequence, limit: u64, watch: &Watch) -> Result<Option<Vec<u64>>, Stop> {
     let mut offsets = vec![0; blocks.all.len()];
     let mut gaps = Gaps::new(blocks.times);
     for (placed, at) in sequence.sorted(blocks).into_iter().enumerate() {

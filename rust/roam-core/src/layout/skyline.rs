@@ -36,11 +36,9 @@ pub(super) fn place(blocks: &Blocks, limit: u64, watch: &Watch) -> Result<Option
             offsets[at as usize] = offset;
             left -= 1;
             lines.remove(&start);
-            for (from, to, level) in [
-                (start, block.start, height),
-                (block.start, block.end, offset + block.size),
-                (block.end, end, height),
-            ] {
+            for (from, to, level) in
+                [(start, block.start, height), (block.start, block.end, offset + block.size), (block.end, end, height)]
+            {
                 if from < to {
                     lines.insert(from, (to, level));
                     lowest.push(Reverse((level, from, to)));
@@ -89,13 +87,8 @@ impl<'a> Waiting<'a> {
             (block.start, Reverse(block.size), at)
         });
         let width = by_start.len().next_power_of_two();
-        let mut waiting = Waiting {
-            blocks,
-            by_start,
-            longest: vec![0; 2 * width],
-            earliest_end: vec![u32::MAX; 2 * width],
-            width,
-        };
+        let mut waiting =
+            Waiting { blocks, by_start, longest: vec![0; 2 * width], earliest_end: vec![u32::MAX; 2 * width], width };
         for place in 0..waiting.by_start.len() {
             let block = &blocks.all[waiting.by_start[place] as usize];
             waiting.longest[width + place] = block.end - block.start;

@@ -33,11 +33,8 @@ pub(super) fn depth_first(problem: &Problem, watch: &Watch) -> Result<Vec<Op>, S
         }
         need[at] = need[at].max(held.saturating_add(problem.transient(op)));
         left[at] = problem.creates.row(op).iter().map(|&t| problem.size(t)).sum();
-        since[at] = if problem.is_update[at] {
-            before.iter().map(|&p| since[p as usize]).max().unwrap_or(0)
-        } else {
-            op
-        };
+        since[at] =
+            if problem.is_update[at] { before.iter().map(|&p| since[p as usize]).max().unwrap_or(0) } else { op };
         inputs.push(before);
     }
 

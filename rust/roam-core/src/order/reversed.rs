@@ -14,8 +14,7 @@ use std::collections::BTreeSet;
 type Key = (i64, u64, Reverse<Op>);
 
 pub(super) fn reversed(problem: &Problem, watch: &Watch) -> Result<Vec<Op>, Stop> {
-    let mut waiting: Vec<u32> =
-        (0..problem.len() as Op).map(|op| problem.successors.row(op).len() as u32).collect();
+    let mut waiting: Vec<u32> = (0..problem.len() as Op).map(|op| problem.successors.row(op).len() as u32).collect();
     // Leaving tensors are live from the start, seen backwards.
     let mut live: Vec<bool> = problem.tensors.iter().map(|item| item.residency == Residency::Leaves).collect();
     // What each operator would do now: change of the live bytes, bytes added while it runs.
@@ -43,10 +42,8 @@ pub(super) fn reversed(problem: &Problem, watch: &Watch) -> Result<Vec<Op>, Stop
         let (delta, added) = effect[op as usize];
         (delta, added, Reverse(op))
     };
-    let mut ready: BTreeSet<Key> = (0..problem.len() as Op)
-        .filter(|&op| waiting[op as usize] == 0)
-        .map(|op| key(op, &effect))
-        .collect();
+    let mut ready: BTreeSet<Key> =
+        (0..problem.len() as Op).filter(|&op| waiting[op as usize] == 0).map(|op| key(op, &effect)).collect();
     let mut order = Vec::with_capacity(problem.len());
     while let Some((_, _, Reverse(op))) = ready.pop_first() {
         if order.len() % STRIDE == 0 {

@@ -7,8 +7,7 @@ use crate::problem::{Op, Problem};
 /// Program order, except that an operator of the update phase runs as soon as it can, and the
 /// updates that it makes possible right after it: each gradient is used up when it is ready.
 pub(super) fn eager_updates(problem: &Problem, watch: &Watch) -> Result<Vec<Op>, Stop> {
-    let mut waiting: Vec<u32> =
-        (0..problem.len() as Op).map(|op| problem.predecessors.row(op).len() as u32).collect();
+    let mut waiting: Vec<u32> = (0..problem.len() as Op).map(|op| problem.predecessors.row(op).len() as u32).collect();
     let mut order = Vec::with_capacity(problem.len());
     // Updates that can run now; the last one in is the first out, so that a chain runs to its end.
     let mut ready: Vec<Op> = Vec::new();
