@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import roam
 from hypothesis import strategies as st
+
+import roam
 
 PHASES = ["forward", "loss", "backward", "update", "collective"]
 # Few sizes, so that equal ones (which reuse needs) are common; 0 is a size like any other.

@@ -7,8 +7,9 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-import roam
 from hypothesis import given
+
+import roam
 from reference import Reference
 from strategies import graphs, renumbered
 
@@ -131,7 +132,9 @@ FAULTS: list[tuple[str, str | None, Fault]] = [
 ]
 
 
-@pytest.mark.parametrize(("code", "operator", "fault"), FAULTS, ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize(
+    ("code", "operator", "fault"), FAULTS, ids=lambda value: value if isinstance(value, str) else ""
+)
 def test_faults_are_refused_by_name(code: str, operator: str | None, fault: Fault) -> None:
     builder = chain()
     with pytest.raises(roam.GraphError) as caught:
@@ -199,7 +202,11 @@ def test_the_graphs_alignment_is_checked(alignment_bytes: int) -> None:
 
 
 def test_alignment_follows_the_device() -> None:
-    assert [roam.GraphBuilder("", device).build().alignment_bytes for device in ("cpu", "cpu:0", "cuda")] == [64, 64, 512]
+    assert [roam.GraphBuilder("", device).build().alignment_bytes for device in ("cpu", "cpu:0", "cuda")] == [
+        64,
+        64,
+        512,
+    ]
 
 
 def test_what_is_no_number_is_a_type_error() -> None:

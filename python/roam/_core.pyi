@@ -9,9 +9,7 @@ import numpy.typing as npt
 
 __all__ = ["Candidate", "Graph", "GraphBuilder", "Operator", "Plan", "Tensor", "__version__", "optimize", "verify"]
 
-_Kind = Literal[
-    "parameter", "buffer", "optimizer_state", "input", "gradient", "activation", "temporary", "output"
-]
+_Kind = Literal["parameter", "buffer", "optimizer_state", "input", "gradient", "activation", "temporary", "output"]
 _Residency = Literal["step_local", "enters", "leaves", "persistent"]
 _Phase = Literal["forward", "loss", "backward", "update", "collective"]
 _Sequence = Literal["random", "collective"]
