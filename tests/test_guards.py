@@ -581,6 +581,47 @@ def test_equal_plain_values_are_those_that_print_alike(left: Any, right: Any) ->
     assert same(left, left)
 
 
+def test_equal_values_in_new_objects_pass() -> None:
+    model, optimizer, x = parts()
+    guards = guards_of(plain_step, model, optimizer, x)
+    model.dropout.p = float("0.1")
+    model.dropout.extra_state = 1
+    assert_failure(guards, "model.dropout.extra_state")
+    del model.dropout.extra_state
+    for _ in range(3):
+        assert guards.failure() is None
+    model.dropout.p = 0.2
+    assert_failure(guards, "model.dropout.p changed from 0.1 to 0.2")
+
+
+def test_functions_behind_descriptors_and_caches_are_entered(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Schedule:
+        @property
+        def a(self) -> float:
+            return ALPHA
+
+        @functools.cached_property
+        def b(self) -> Any:
+            return LIMITS
+
+        @staticmethod
+        def c() -> Any:
+            return SHARED
+
+    @functools.lru_cache
+    def flagged() -> Any:
+        return FLAG
+
+    schedule = Schedule()
+    reach = Reach.of(lambda: (schedule, flagged))
+    assert [slot.path for slot in reach.tensors] == ["global SHARED"]
+    guards = Guards(reach)
+    for name in ("ALPHA", "LIMITS", "FLAG"):
+        monkeypatch.setitem(globals(), name, 0)
+        assert_failure(guards, f"global {name}")
+        monkeypatch.undo()
+
+
 def test_switches_of_pytorch_are_guarded() -> None:
     model, optimizer, x = parts()
     guards = guards_of(plain_step, model, optimizer, x)

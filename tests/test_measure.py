@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -38,6 +39,13 @@ def test_a_case_counted_by_hand() -> None:
     assert [block.size_bytes for block in trace.unfreed] == [7]
     assert trace.workspaces == ()
     assert trace.value.numel() == 7
+
+
+def test_the_documents_example_runs() -> None:
+    text = (Path(__file__).parent.parent / "docs/measurement.md").read_text()
+    example = text.split("```python\n")[1].split("```")[0]
+    assert "peak_bytes == 4001" in example
+    exec(example, {})
 
 
 def test_operators_hold_inputs_and_outputs_at_once() -> None:

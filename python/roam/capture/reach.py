@@ -303,8 +303,10 @@ class _Walk:
                 self._place(ArraySpace(value, path))
         elif issubclass(kind, (weakref.ref, types.ModuleType, types.CodeType, types.BuiltinFunctionType)):
             pass  # modules are entered by name, from the functions that use them
-        elif issubclass(kind, (property, staticmethod, classmethod)):
+        elif issubclass(kind, (property, staticmethod, classmethod, functools.cached_property)):
             self._descriptor(value, path)
+        elif kind is functools._lru_cache_wrapper:
+            self._enqueue(value.__wrapped__, path)
         elif kind is types.MappingProxyType:
             for key, item in value.items():
                 self._enqueue(item, _index(path)(key))
@@ -434,8 +436,9 @@ class _Walk:
                     self._enqueue(item, space.label(name))
 
     def _descriptor(self, value: Any, path: str) -> None:
-        parts = (value.fget, value.fset) if isinstance(value, property) else (value.__func__,)
-        for part in parts:
+        """Enter the functions behind a property or a method that is not an ordinary one."""
+        for name in ("fget", "fset", "func", "__func__"):
+            part = getattr(value, name, None)
             if part is not None:
                 self._enqueue(part, path)
 

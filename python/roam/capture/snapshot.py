@@ -178,7 +178,7 @@ def _random_sources(reach: Reach) -> list[Source]:
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         sources.append(("NumPy's default generator", numpy.random.get_state, numpy.random.set_state))
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
         sources.append(("CUDA's default generators", torch.cuda.get_rng_state_all, torch.cuda.set_rng_state_all))
     sources += [(path, generator.get_state, generator.set_state) for path, generator in reach.generators]
     for path, source in reach.random_sources:
