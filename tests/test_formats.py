@@ -6,6 +6,7 @@ import gzip
 import hashlib
 import json
 import pickle
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -86,6 +87,20 @@ def test_the_bytes_of_a_graph_do_not_change() -> None:
 
 def test_the_digest_is_of_the_canonical_text() -> None:
     assert small_graph().digest == hashlib.sha256(GRAPH_TEXT).hexdigest()
+
+
+def test_the_documents_examples_are_true() -> None:
+    document = (Path(__file__).parent.parent / "docs" / "formats.md").read_text(encoding="utf-8")
+    graph_text, plan_text = re.findall(r"```json\n(.*?)```", document, flags=re.DOTALL)
+    graph = roam.Graph.from_json(graph_text.encode())
+    assert graph.to_json().decode() == graph_text
+    plan = roam.Plan.from_json(plan_text.encode())
+    roam.verify(graph, plan)
+    made, shown = json.loads(roam.optimize(graph).to_json()), json.loads(plan_text)
+    assert made.keys() == shown.keys()
+    # The document shows one of the candidates.
+    assert shown.pop("candidates")[0] in made.pop("candidates")
+    assert made == shown
 
 
 @given(graphs())

@@ -136,10 +136,13 @@ FAULTS: list[tuple[str, str | None, Fault]] = [
     ("code", "operator", "fault"), FAULTS, ids=lambda value: value if isinstance(value, str) else ""
 )
 def test_faults_are_refused_by_name(code: str, operator: str | None, fault: Fault) -> None:
-    builder = chain()
-    with pytest.raises(roam.GraphError) as caught:
+    def build() -> None:
+        builder = chain()
         fault(builder)
         builder.build()
+
+    with pytest.raises(roam.GraphError) as caught:
+        build()
     error = caught.value
     assert (error.code, error.operator) == (code, operator)
     if operator is not None:
@@ -251,6 +254,7 @@ def test_a_graph_shows_what_was_built() -> None:
     third = graph.operator(2)
     assert third == graph.operators[-1] == graph.operator(-1)
     assert third != graph.operator(0)
+    assert len({*graph.operators, *graph.tensors, third}) == 8
     shown = (third.id, third.position, third.phase, third.sequence, third.region, third.module, third.file, third.line)
     assert shown == (2, 2, "update", "random", 0, "layer.1", "train.py", 0)
     assert (third.reads, third.creates, third.mutates, third.reuse) == ((2,), (4,), (), ())

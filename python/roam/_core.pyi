@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterable
-from typing import Any, Literal, SupportsIndex, TypedDict, final
+from typing import Any, ClassVar, Literal, SupportsIndex, TypedDict, final
 
 import numpy as np
 import numpy.typing as npt
@@ -70,6 +70,7 @@ class Operator:
     @property
     def line(self) -> int:
         """The user's line, counted from 1; 0 where unknown."""
+    def __hash__(self) -> int: ...
     def __eq__(self, other: object, /) -> bool: ...
     def __ne__(self, other: object, /) -> bool: ...
 
@@ -98,6 +99,7 @@ class Tensor:
     @property
     def alignment_bytes(self) -> int:
         """Least alignment of its own; the graph's where 0."""
+    def __hash__(self) -> int: ...
     def __eq__(self, other: object, /) -> bool: ...
     def __ne__(self, other: object, /) -> bool: ...
 
@@ -331,6 +333,7 @@ class Candidate:
     @property
     def pool_bytes(self) -> int:
         """Bytes of the pool."""
+    __hash__: ClassVar[None]  # type: ignore[assignment]
     def __eq__(self, other: object, /) -> bool: ...
     def __ne__(self, other: object, /) -> bool: ...
 
@@ -422,6 +425,7 @@ class Plan:
     def from_json(cls, data: bytes, *, max_bytes: int | None = None) -> Plan:
         """Reads a plan from its JSON, compressed or not. Arguments and errors as for :meth:`load`."""
     def __reduce__(self) -> tuple[Callable[[bytes], Plan], tuple[bytes]]: ...
+    __hash__: ClassVar[None]  # type: ignore[assignment]
     def __eq__(self, other: object, /) -> bool: ...
     def __ne__(self, other: object, /) -> bool: ...
 

@@ -12,7 +12,15 @@ use roam_core::ids::{OperatorId, RegionId, TensorId};
 
 const MAX_BYTES: u64 = i64::MAX as u64;
 
-/// Builds a graph by hand. Numbers that the methods return name what was added.
+/// Builds a graph by hand.
+///
+/// The numbers that `tensor`, `operator` and `region` return name what was added. Operators may refer to tensors that
+/// are added later; everything is checked together by `build`.
+///
+/// Args:
+///     name: for people.
+///     device: the device that the step runs on.
+///     alignment_bytes: a power of two; 64 on ``cpu`` and 512 elsewhere where None.
 #[pyclass(name = "GraphBuilder", module = "roam")]
 pub(crate) struct PyGraphBuilder {
     builder: GraphBuilder,
@@ -33,6 +41,14 @@ impl PyGraphBuilder {
     }
 
     /// Adds a tensor (a storage, not a view) and returns its number.
+    ///
+    /// Args:
+    ///     name: for people.
+    ///     size_bytes: bytes of the storage, before rounding.
+    ///     kind: ``parameter``, ``buffer``, ``optimizer_state``, ``input``, ``gradient``, ``activation``, ``temporary``
+    ///         or ``output``.
+    ///     residency: ``step_local``, ``enters``, ``leaves`` or ``persistent``.
+    ///     alignment_bytes: least alignment of its own, a power of two; the graph's where None or 0.
     #[pyo3(signature = (name, size_bytes, *, kind = "temporary", residency = "step_local", alignment_bytes = None))]
     fn tensor(
         &mut self,
@@ -58,6 +74,21 @@ impl PyGraphBuilder {
     }
 
     /// Adds an operator and returns its number.
+    ///
+    /// Args:
+    ///     name: the kernel.
+    ///     reads: numbers of the tensors whose value it uses; one that it mutates need not be listed.
+    ///     creates: numbers of the tensors that it makes.
+    ///     mutates: numbers of the tensors that it changes in place.
+    ///     workspace_bytes: bytes that live only while it runs; 0 where None.
+    ///     reuse: pairs (input, output): the output may take the memory of the input where that dies here.
+    ///     phase: ``forward``, ``loss``, ``backward``, ``update`` or ``collective``.
+    ///     sequence: ``random`` or ``collective``; operators of one sequence keep their program order.
+    ///     region: number of its conditional region.
+    ///     module: dotted path of the module it belongs to.
+    ///     file: the user's file.
+    ///     line: the user's line, counted from 1; unknown where None or 0.
+    ///     position: its place in program order; as many operators as there are already where None.
     #[pyo3(signature = (
         name, *, reads = None, creates = None, mutates = None, workspace_bytes = None, reuse = None,
         phase = "forward", sequence = None, region = None, module = "", file = "",
@@ -145,7 +176,10 @@ impl PyGraphBuilder {
         Ok(self.builder.region(region).map_err(|error| graph_error(py, &error))?.0)
     }
 
-    /// Checks everything and returns the graph; the builder may go on.
+    /// Checks everything and returns the graph. The builder may go on.
+    ///
+    /// Raises:
+    ///     GraphError: the graph is not a valid training step; `code` tells how, `operator` where.
     fn build(&self, py: Python<'_>) -> PyResult<PyGraph> {
         let builder = self.builder.clone();
         let graph = detached(py, || builder.build())?.map_err(|error| graph_error(py, &error))?;

@@ -5,6 +5,7 @@ use pyo3::types::PyTuple;
 use roam_core::graph::{Graph, Operator, Tensor};
 use roam_core::ids::{OperatorId, TensorId};
 use serde::Serialize;
+use std::hash::{Hash, Hasher};
 use std::sync::Arc;
 
 /// The word for an enum's value, as it stands in files.
@@ -13,11 +14,23 @@ pub(crate) fn word<T: Serialize>(value: T) -> String {
 }
 
 /// One operator of a graph.
-#[pyclass(name = "Operator", module = "roam", frozen, eq)]
-#[derive(PartialEq)]
+#[pyclass(name = "Operator", module = "roam", frozen, eq, hash)]
 pub(crate) struct PyOperator {
     graph: Arc<Graph>,
     number: OperatorId,
+}
+
+/// Equal in number and contents, whatever else their graphs hold.
+impl PartialEq for PyOperator {
+    fn eq(&self, other: &Self) -> bool {
+        self.number == other.number && self.get() == other.get()
+    }
+}
+
+impl Hash for PyOperator {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        (self.number, &self.get().name).hash(state);
+    }
 }
 
 impl PyOperator {
@@ -124,11 +137,24 @@ impl PyOperator {
 }
 
 /// One tensor (a storage, not a view) of a graph.
-#[pyclass(name = "Tensor", module = "roam", frozen, eq)]
-#[derive(PartialEq)]
+#[pyclass(name = "Tensor", module = "roam", frozen, eq, hash)]
 pub(crate) struct PyTensor {
     graph: Arc<Graph>,
     number: TensorId,
+}
+
+/// Equal in number, contents and counted size, whatever else their graphs hold.
+impl PartialEq for PyTensor {
+    fn eq(&self, other: &Self) -> bool {
+        let counted = |tensor: &Self| tensor.graph.counted_bytes(tensor.number);
+        self.number == other.number && self.get() == other.get() && counted(self) == counted(other)
+    }
+}
+
+impl Hash for PyTensor {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        (self.number, &self.get().name).hash(state);
+    }
 }
 
 impl PyTensor {

@@ -19,6 +19,22 @@ use std::time::Duration;
 const WAKE: Duration = Duration::from_millis(50);
 
 /// Finds an execution order and a memory layout that use little memory, and proves how little is possible.
+///
+/// The same graph and settings give the same plan on any number of threads, unless the time limit cuts the search short.
+/// No plan is worse than program order. Other Python threads run meanwhile; Ctrl-C ends planning.
+///
+/// Args:
+///     graph: what to plan.
+///     streams: how many operators may run at once. This version plans for 1 only.
+///     reuse: whether an output may take the memory of an input that dies, where the graph permits it.
+///     time_limit_s: wall-clock limit in seconds; at its end the best plan so far is returned, with status
+///         ``timed_out``. No limit where None.
+///     exact: ``auto`` or ``off``. This version has no exact tier, so both do the same.
+///     progress: called on the calling thread with the stage that begins and the share of the work done, in [0, 1].
+///         What it raises ends planning and is raised here.
+///
+/// Raises:
+///     PlanError: the graph cannot be planned as asked.
 #[pyfunction]
 #[pyo3(signature = (graph, streams = 1, reuse = true, time_limit_s = None, exact = "auto", progress = None))]
 pub(crate) fn optimize(
