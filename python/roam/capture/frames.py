@@ -72,7 +72,7 @@ class Frames:
                 if bits & _MODULE and not module:
                     module = self._module_names.get(id(_first_local(frame)), "")
             frame = frame.f_back
-        source = Source(module, user.f_code.co_filename, user.f_lineno or 0) if user else Source()
+        source = Source(module, user.f_code.co_filename, user.f_lineno) if user else Source()
         if bits_seen & _BACKWARD:
             node = torch._C._current_autograd_node()
             made_by = self._forward_sources.get(node._sequence_nr()) if node is not None else None
@@ -81,7 +81,7 @@ class Frames:
             return "update", source
         if torch.is_grad_enabled():
             # The autograd node of this operator, if it has one, was numbered just before the kernel was reached.
-            self._forward_sources.setdefault(torch.autograd._get_sequence_nr() - 1, source)
+            self._forward_sources.setdefault(torch._C._autograd._get_sequence_nr() - 1, source)
         return ("loss" if bits_seen & _LOSS else "forward"), source
 
 

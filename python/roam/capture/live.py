@@ -100,7 +100,7 @@ def _unary(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return method
 
 
-def _of_value(function: Callable[..., Any]) -> Callable[..., Any]:
+def _of_value(function: Any) -> Callable[..., Any]:
     """What can only be answered with the number itself."""
 
     def method(self: Any, *others: Any) -> Any:
@@ -140,6 +140,7 @@ LiveInt: Any = type("LiveInt", (torch.SymInt,), dict(_ARITHMETIC))
 
 def as_live(number: Any) -> Any:
     """A live number that came back from C++ as torch's plain class gets its arithmetic back."""
-    if isinstance(getattr(number, "node", None), LiveNode) and isinstance(number, (torch.SymFloat, torch.SymInt)):
-        return (LiveInt if number.node.is_integer_value else LiveFloat)(number.node)
+    node: Any = getattr(number, "node", None)
+    if isinstance(node, LiveNode) and isinstance(number, (torch.SymFloat, torch.SymInt)):
+        return (LiveInt if node.is_integer_value else LiveFloat)(node)
     return number

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from roam.capture.reach import Reach
 from roam.capture.spaces import Space
 from roam.capture.values import MISSING
 
@@ -98,14 +99,15 @@ Owner = PlaceOwner | StateOwner | GradientOwner
 """What holds a tensor between calls."""
 
 
-def state_owners(optimizers: list[torch.optim.Optimizer], parameters: list[PlaceOwner]) -> Iterator[StateOwner]:
-    """The state tensors that exist now, by optimizer, parameter and key."""
-    for number, optimizer in enumerate(optimizers):
-        for owner in parameters:
-            # `state` is a defaultdict: asking for a missing entry would make it.
-            for key, value in optimizer.state.get(owner.get(), {}).items():
-                if isinstance(value, torch.Tensor):
-                    yield StateOwner(optimizer, owner, key, f"optimizer[{number}].state[{owner.path}][{key!r}]")
+def state_owners(reach: Reach, parameters: list[PlaceOwner], *, plain: bool = False) -> Iterator[StateOwner]:
+    """What the optimizers' state holds now, in its own order: tensors, or with `plain` everything else."""
+    owners = {id(owner.get()): owner for owner in parameters}
+    for path, optimizer in reach.optimizers:
+        for parameter, entry in optimizer.state.items():
+            owner = owners[id(parameter)]
+            for key, value in entry.items():
+                if isinstance(value, torch.Tensor) is not plain:
+                    yield StateOwner(optimizer, owner, key, f"{path}.state[{owner.path}][{key!r}]")
 
 
 def gradient_owners(parameters: list[PlaceOwner]) -> Iterator[GradientOwner]:

@@ -125,7 +125,9 @@ class Program:
     rebinds: list[tuple[Any, int]] = field(default_factory=list)
     """(owner, slot): owners that hold another tensor after the step than before."""
     dropped: list[Any] = field(default_factory=list)
-    """Owners of gradients that the step takes away without putting another in their place."""
+    """Owners of gradients from before the step that nothing in it looks at."""
+    absent: list[Any] = field(default_factory=list)
+    """Owners that must hold nothing before the step: what this program makes, another variant finds."""
     plain_state: list[tuple[Any, Any]] = field(default_factory=list)
     """(owner, value): what an optimizer's state holds after the step beside tensors."""
     stepped: list[Any] = field(default_factory=list)

@@ -53,7 +53,7 @@ class Recorder(TorchDispatchMode):
     """Records one run of a step into `program`. Use as a context manager inside the fake mode."""
 
     def __init__(self, frames: Frames) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.program = Program()
         self.frames = frames
         self._storage_numbers: dict[int, int] = {}
@@ -93,7 +93,7 @@ class Recorder(TorchDispatchMode):
         """Takes the marks off the tensors again."""
         for tensor in self._tagged:
             if getattr(tensor, "_roam_slot", (None,))[0] is self:
-                del tensor._roam_slot
+                del tensor._roam_slot  # type: ignore[attr-defined]
         self._tagged.clear()
 
     # -- recording

@@ -21,6 +21,10 @@ def accumulate_in_place(program: Program) -> None:
     """
     last_use = _last_uses(program)
     kept = {_storage(program, slot) for slot in _outgoing(program)}
+    views: dict[int, list[int]] = {}
+    for slot, meta in enumerate(program.slots):
+        if meta is not None:
+            views.setdefault(meta.storage, []).append(slot)
     replaced: dict[int, int] = {}
     for index, call in enumerate(program.calls):
         _redirect(call, replaced)
@@ -45,30 +49,30 @@ def accumulate_in_place(program: Program) -> None:
             last_use[old.storage] = last_use[sum_.storage]
             if sum_.storage in kept:
                 kept.add(old.storage)
-            for slot, meta in enumerate(program.slots):
-                if meta is not None and meta.storage == sum_.storage:
-                    program.slots[slot] = replace(meta, storage=old.storage)
+            for slot in views.pop(sum_.storage):
+                program.slots[slot] = replace(program.slots[slot], storage=old.storage)  # type: ignore[type-var]
+                views[old.storage].append(slot)
     _redirect_results(program, replaced)
 
 
 def prune(program: Program) -> Program:
     """The program without calls whose results nobody uses and gradients that it only drops; slots numbered anew."""
     needed = set(_outgoing(program))
-    written = {_storage(program, slot) for slot in needed}
-    persistent = {number for number, storage in enumerate(program.storages) if storage.creator < 0}
+    # Storages whose contents matter later: those that persist, and those of needed values.
+    matters = {number for number, storage in enumerate(program.storages) if storage.creator < 0}
+    matters.update(_storage(program, slot) for slot in needed)
     calls: list[Call] = []
     positions: list[int] = []
     for index in range(len(program.calls) - 1, -1, -1):
         call = program.calls[index]
-        has_effect = call.random or not call.outputs or bool(_changes(program, call) & (written | persistent))
-        if not has_effect and not needed & set(call.outputs):
+        has_effect = call.random or not call.outputs or any(_storage(program, slot) in matters for slot in call.mutates)
+        if not has_effect and needed.isdisjoint(call.outputs):
             continue
         calls.append(call)
         positions.append(index)
         for slot in call.refs():
             needed.add(slot)
-            if program.slots[slot] is not None:
-                written.add(_storage(program, slot))
+            matters.add(_storage(program, slot))
     calls.reverse()
     moved = {old: new for new, old in enumerate(reversed(positions))}
     owned = [
@@ -123,6 +127,7 @@ def _renumber(
     result.result = ([renamed(leaf) for leaf in leaves], spec)
     result.rebinds = [(owner, slot_of(slot)) for owner, slot in program.rebinds]
     result.dropped = list(program.dropped)
+    result.absent = list(program.absent)
     result.plain_state = list(program.plain_state)
     result.stepped = list(program.stepped)
     result.after = [HostCall(h.scheduler, h.path, renamed(h.arguments), h.position) for h in program.after]
@@ -175,10 +180,6 @@ def _outgoing(program: Program) -> list[int]:
     for host_call in program.after:
         slots += refs(host_call.arguments)
     return slots
-
-
-def _changes(program: Program, call: Call) -> set[int]:
-    return {_storage(program, slot) for slot in call.mutates}
 
 
 def _last_uses(program: Program) -> dict[int, int]:

@@ -115,8 +115,7 @@ def capture_step(
     first, steady = programs[0], programs[-1]
     carried = {owner.path for owner, _ in steady.owned if isinstance(owner, GradientOwner)}
     for program in (first, steady):
-        if not keep_grads:
-            _drop_gradients(program, carried)
+        _settle_gradients(program, carried, keep_grads)
     steady = prune(steady)
     is_steady = first is programs[-1] or difference(first, programs[-1]) is None
     name = getattr(train_step, "__name__", type(train_step).__name__)
@@ -162,16 +161,19 @@ def _traces(
     raise CaptureError(f"two runs of the step on the same state are not the same program: {change}", code="unstable")
 
 
-def _drop_gradients(program: Program, carried: set[str]) -> None:
-    """Lets gradients die that the next step would not look at."""
-    for owner, _ in program.rebinds:
-        if isinstance(owner, GradientOwner) and owner.path not in carried:
+def _settle_gradients(program: Program, carried: set[str], keep_grads: bool) -> None:
+    """Decides which gradients outlive the step: those that the next step looks at, or all where the caller wants so."""
+    owned = {owner.path for owner, _ in program.owned}
+    rebinds = []
+    for owner, slot in program.rebinds:
+        is_gradient = isinstance(owner, GradientOwner)
+        if not is_gradient or keep_grads or owner.path in carried:
+            rebinds.append((owner, slot))
+        if is_gradient and owner.path not in owned and owner.path not in carried:
             program.dropped.append(owner)
-    program.rebinds = [
-        (owner, slot)
-        for owner, slot in program.rebinds
-        if not isinstance(owner, GradientOwner) or owner.path in carried
-    ]
+        elif owner.path not in owned:
+            program.absent.append(owner)
+    program.rebinds = rebinds
 
 
 def _has_float(world: World) -> bool:

@@ -15,10 +15,10 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 
 from roam.capture.frames import Frames
 from roam.capture.live import as_live
-from roam.capture.owners import ArgumentOwner, GradientOwner, Owner, StateOwner
+from roam.capture.owners import GradientOwner, Owner, StateOwner, state_owners
 from roam.capture.program import HostCall, Program, Ref
 from roam.capture.record import Recorder
-from roam.capture.values import MISSING, is_plain
+from roam.capture.values import is_plain, same
 from roam.capture.world import World
 from roam.errors import CaptureError
 
@@ -39,6 +39,7 @@ def trace(world: World, step: Callable[..., Any], args: tuple[Any, ...], kwargs:
     frames.root = _run.__code__
     recorder = Recorder(frames)
     before: list[tuple[Owner, Any]] = [(owner, owner.get()) for owner in world.owners()]
+    plain = {owner.path: owner.get() for owner in state_owners(world.reach, world.parameters, plain=True)}
     rates = [owner.get() for owner in world.rates]
     try:
         for owner, tensor in before:
@@ -56,6 +57,7 @@ def trace(world: World, step: Callable[..., Any], args: tuple[Any, ...], kwargs:
         recorder.finish()
         _results(world, recorder, result)
         _endings(world, recorder, before)
+        _plain_endings(world, recorder, plain)
         return recorder.program
     finally:
         recorder.close()
@@ -215,14 +217,18 @@ def _endings(world: World, recorder: Recorder, before: list[tuple[Owner, Any]]) 
                 program.dropped.append(owner)
             else:
                 raise CaptureError(f"the step removes {owner.path}", code="owner_removed")
-    for number, optimizer in enumerate(world.optimizers):
-        for parameter in world.parameters:
-            for key, value in optimizer.state.get(parameter.get(), {}).items():
-                if not isinstance(value, torch.Tensor):
-                    owner = StateOwner(optimizer, parameter, key, f"optimizer[{number}].state[{parameter.path}][{key!r}]")
-                    if not is_plain(value):
-                        raise CaptureError(f"{owner.path} is a {type(value).__name__}", code="optimizer_state")
-                    program.plain_state.append((owner, value))
 
 
-__all__ = ["MISSING", "ArgumentOwner", "trace", "user_line"]
+def _plain_endings(world: World, recorder: Recorder, before: dict[str, Any]) -> None:
+    """What the step adds to optimizer state beside tensors. Numbers that change from step to step are refused."""
+    for owner in state_owners(world.reach, world.parameters, plain=True):
+        value = owner.get()
+        if not is_plain(value):
+            raise CaptureError(f"{owner.path} is a {type(value).__name__}", code="optimizer_state")
+        if owner.path not in before:
+            recorder.program.plain_state.append((owner, value))
+            recorder.program.absent.append(owner)
+        elif not same(before[owner.path], value):
+            raise CaptureError(
+                f"{owner.path} is a Python number that the step changes; a plan would freeze it", code="optimizer_state"
+            )

@@ -48,7 +48,7 @@ class World:
     def owners(self) -> Iterator[Owner]:
         """Every owner that holds a tensor now, each tensor once; state and gradients included."""
         yield from (owner for owner in self.places if not owner.tied)
-        yield from state_owners(self.optimizers, self.parameters)
+        yield from state_owners(self.reach, self.parameters)
         yield from gradient_owners(self.parameters)
 
     def enter(self) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -192,10 +192,6 @@ class Runner:
             for owner, slot in program.owned
             if isinstance(owner, (StateOwner, GradientOwner))
         ]
-        known = {owner.path for owner in self._owners}
-        new_state = [owner for owner, _ in program.rebinds if owner.path not in known]
-        self._absent = new_state + [owner for owner, _ in program.plain_state if not _is_present(owner)]
-        self._plain_state = [(owner, value) for owner, value in program.plain_state if not _is_present(owner)]
         self._sharing = _pattern([program.slots[slot].storage for _, slot in program.owned if program.slots[slot]])  # type: ignore[union-attr]
         self._devices = {meta.device.type for meta in program.slots if meta is not None}
 
@@ -207,8 +203,8 @@ class Runner:
                 return f"{owner.path} does not exist yet"
             if (tensor.shape, tensor.dtype, tensor.device, tensor.stride()) != expected:
                 return f"{owner.path} has another shape, dtype, device or strides than before"
-        for owner in self._absent:
-            if _is_present(owner):
+        for owner in self._program.absent:
+            if owner.get() is not MISSING:
                 return f"{owner.path} exists already"
         return None
 
@@ -220,7 +216,7 @@ class Runner:
         inputs += [tensor for tensor, _ in program.constants]
         for owner in program.dropped:
             owner.parameter.get().grad = None
-        generator = torch.get_rng_state()
+        generator = torch.get_rng_state().numpy().tobytes()  # not a tensor: it would count as memory of the step
         with _interrupts_wait(), self._kernels_alone():
             try:
                 run = self._executor.run if self._checked else self._executor.run_checked
@@ -229,7 +225,7 @@ class Runner:
                 raise self._failed(error, generator) from error
             for (owner, _), value in zip(program.rebinds, rebinds, strict=True):
                 owner.set(value)
-            for owner, value in self._plain_state:
+            for owner, value in program.plain_state:
                 owner.set(value)
             for optimizer in program.stepped:
                 optimizer._opt_called = True  # what a scheduler looks for
@@ -259,14 +255,14 @@ class Runner:
                     stack.enter_context(torch.autocast(device, enabled=False))
             yield
 
-    def _failed(self, error: Exception, generator: torch.Tensor) -> Exception:
+    def _failed(self, error: Exception, generator: bytes) -> Exception:
         failure = self._executor.failure(error)
         if failure is None:
             return error
         changed = self._executor.changed_before(failure)
         where = f"{failure.call.name} at {failure.call.source}"
         if not changed:
-            torch.set_rng_state(generator)
+            torch.set_rng_state(torch.frombuffer(bytearray(generator), dtype=torch.uint8))
             return ExecutionError(
                 f"{where} failed: {error}. Nothing had been updated yet", code="failed", operator=failure.call.name,
                 source=str(failure.call.source),
@@ -283,10 +279,6 @@ class Runner:
 def _expected(meta: TensorMeta | None) -> tuple[Any, ...]:
     assert meta is not None, "state is made of tensors"
     return torch.Size(meta.shape), meta.dtype, meta.device, meta.stride
-
-
-def _is_present(owner: StateOwner) -> bool:
-    return owner.get() is not MISSING
 
 
 def _pattern(storages: list[int]) -> list[int]:
