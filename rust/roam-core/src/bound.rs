@@ -18,6 +18,10 @@ use std::collections::BTreeMap;
 const WORK_PER_CUT: u64 = 4_000_000;
 /// Operators that may be looked at for one problem.
 const MOST_CUTS: usize = 48;
+/// Operators that one bound may probe.
+const MOST_PROBES: usize = 64;
+/// Cuts made side by side; fixed, so that plans do not depend on the number of threads.
+const BATCH: usize = 8;
 /// Inputs up to which every choice of reuse is cut on its own.
 const MOST_CHOICES: usize = 4;
 
@@ -62,8 +66,10 @@ impl Bounds {
         }
     }
 
+    /// Notes that no order has a peak below `bytes`, by a cut at `op`.
     pub(crate) fn record(&mut self, op: Op, bytes: u64) {
-        self.bytes.insert(op, bytes);
+        let known = self.bytes.entry(op).or_default();
+        *known = bytes.max(*known);
     }
 
     /// Looks at the operators at the top of an order's profile, highest first, until none of the
@@ -83,7 +89,6 @@ impl Bounds {
         let mut pending = Vec::new();
         let mut made = self.bytes.len();
         let mut best = self.best().0;
-        // Batches double, whatever the number of threads, so that plans do not depend on it.
         let mut batch = 1;
         while made < MOST_CUTS {
             pending.clear();
@@ -99,10 +104,10 @@ impl Bounds {
             let cuts: Vec<Cut> = pending.par_iter().map(|&op| cut(problem, op, watch)).collect::<Result<_, _>>()?;
             for (&op, cut) in pending.iter().zip(&cuts) {
                 best = best.max(cut.bytes);
-                self.bytes.insert(op, cut.bytes);
+                self.record(op, cut.bytes);
             }
             made += pending.len();
-            batch = (2 * batch).min(8);
+            batch = (2 * batch).min(BATCH);
         }
         Ok(())
     }
@@ -119,11 +124,82 @@ enum Side {
 
 /// The least that can be live while `op` runs.
 pub(crate) fn cut(problem: &Problem, op: Op, watch: &Watch) -> Result<Cut, Stop> {
-    let mut side = vec![Side::Free; problem.len()];
-    spread(op, Side::Before, |at| problem.predecessors.row(at), &mut side);
-    spread(op, Side::After, |at| problem.successors.row(at), &mut side);
-    side[op as usize] = Side::After;
+    cut_between(problem, op, &sides(problem, op), watch)
+}
 
+/// What must run before an operator, and what after it.
+fn sides(problem: &Problem, op: Op) -> Vec<Side> {
+    let mut side = vec![Side::Free; problem.len()];
+    spread(op, Side::Before, problem, &mut side);
+    spread(op, Side::After, problem, &mut side);
+    side
+}
+
+/// A bound that asks more than a single cut: it assumes that some order has a peak below `target`,
+/// the peak of `order`, and draws conclusions.
+///
+/// Where the cut at `op` wants an operator on the other side of `op` than `order` has it, that
+/// operator is probed: if with it there its own cut reaches the target, no order below the target has
+/// it there, and it is fixed on its present side. Then the cut is made anew. The result, at most
+/// the target, bounds every order; its sets are what an order below the target could still pass.
+pub(crate) fn probe(problem: &Problem, op: Op, order: &[Op], target: u64, watch: &Watch) -> Result<Cut, Stop> {
+    let mut step = vec![0u32; order.len()];
+    for (at, &other) in order.iter().enumerate() {
+        step[other as usize] = at as u32;
+    }
+    let mut side = sides(problem, op);
+    let mut left = MOST_PROBES;
+    loop {
+        let mut cut = cut_between(problem, op, &side, watch)?;
+        cut.bytes = cut.bytes.min(target);
+        let Some(done) = cut.done.first().filter(|_| cut.bytes < target) else { return Ok(cut) };
+        let mut moved: Vec<Op> = (0..problem.len() as Op)
+            .filter(|&other| side[other as usize] == Side::Free)
+            .filter(|&other| done[other as usize] != (step[other as usize] < step[op as usize]))
+            .collect();
+        moved.sort_by_key(|&other| (Reverse(problem.transient(other)), other));
+        let mut fixed = false;
+        for batch in moved.chunks(BATCH) {
+            if fixed || left < batch.len() {
+                break;
+            }
+            left -= batch.len();
+            let probed: Vec<u64> = batch
+                .par_iter()
+                .map(|&other| {
+                    let earlier = done[other as usize];
+                    cut_between(problem, other, &sides_across(problem, op, other, earlier, &side), watch)
+                        .map(|cut| cut.bytes)
+                })
+                .collect::<Result<_, _>>()?;
+            for (&other, _) in batch.iter().zip(&probed).filter(|&(_, &bytes)| bytes >= target) {
+                let stays = if done[other as usize] { Side::After } else { Side::Before };
+                side[other as usize] = stays;
+                spread(other, stays, problem, &mut side);
+                fixed = true;
+            }
+        }
+        if !fixed {
+            return Ok(cut);
+        }
+    }
+}
+
+/// What runs before and after `other` if it runs earlier (or later) than `op`, whose own sides are given.
+fn sides_across(problem: &Problem, op: Op, other: Op, earlier: bool, side: &[Side]) -> Vec<Side> {
+    let mut across = sides(problem, other);
+    // If `other` runs before `op`, then also before all that runs after `op`, and the other way round.
+    let shared = if earlier { Side::After } else { Side::Before };
+    for (at, known) in across.iter_mut().enumerate() {
+        if at as Op != other && (at as Op == op || side[at] == shared) {
+            *known = shared;
+        }
+    }
+    across
+}
+
+/// The least that can be live while `op` runs, if what runs before and after it is as given.
+fn cut_between(problem: &Problem, op: Op, side: &[Side], watch: &Watch) -> Result<Cut, Stop> {
     // An input can be reused only if no other user must come later.
     let pairs: Vec<(Ten, Ten)> = problem
         .permissions(op)
@@ -138,7 +214,7 @@ pub(crate) fn cut(problem: &Problem, op: Op, watch: &Watch) -> Result<Cut, Stop>
     let mut work = WORK_PER_CUT;
     let mut least: Option<Cut> = None;
     for reused in &choices {
-        let (network, index, fixed) = network(problem, op, &side, reused);
+        let (network, index, fixed) = network(problem, op, side, reused);
         let flow = network.solve(&mut work, watch)?;
         let bytes = (fixed + flow.value + problem.transient(op)) - discount;
         if least.as_ref().is_none_or(|cut| bytes < cut.bytes) {
@@ -157,11 +233,16 @@ pub(crate) fn cut(problem: &Problem, op: Op, watch: &Watch) -> Result<Cut, Stop>
     Ok(least.unwrap_or(Cut { bytes: 0, done: Vec::new() }))
 }
 
-/// Marks everything that can be reached from `op`, itself left out.
-fn spread<'a>(op: Op, mark: Side, next: impl Fn(Op) -> &'a [u32], side: &mut [Side]) {
+/// Marks all that must run before (or after) `op` too; for After `op` itself as well, which does
+/// not belong to what has been done when it runs.
+fn spread(op: Op, mark: Side, problem: &Problem, side: &mut [Side]) {
+    let next = if mark == Side::Before { &problem.predecessors } else { &problem.successors };
+    if mark == Side::After {
+        side[op as usize] = mark;
+    }
     let mut stack = vec![op];
     while let Some(at) = stack.pop() {
-        for &to in next(at) {
+        for &to in next.row(at) {
             if side[to as usize] == Side::Free {
                 side[to as usize] = mark;
                 stack.push(to);

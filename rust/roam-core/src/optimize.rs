@@ -13,9 +13,9 @@ use crate::graph::{Graph, Residency, ReusePair};
 use crate::ids::TensorId;
 use crate::layout::{self, Layout};
 use crate::liveness::Profile;
-use crate::order::{self, Method};
+use crate::order::{self, Method, Ordered};
 use crate::plan::{Candidate, Plan, Settings, Status};
-use crate::problem::{Op, Problem};
+use crate::problem::Problem;
 use crate::verify::{PlanViolation, verify};
 use rayon::prelude::*;
 use std::time::{Duration, Instant};
@@ -115,8 +115,7 @@ impl Stages<'_> {
 /// An order on trial.
 struct Trial {
     name: &'static str,
-    order: Vec<Op>,
-    profile: Profile,
+    ordered: Ordered,
 }
 
 /// A layout found for a trial.
@@ -144,9 +143,10 @@ type Stage<'a> = fn(&mut Search<'a>) -> Result<(), Stop>;
 
 /// Names of trials that are not an order [`Method`].
 const PROGRAM_WITHOUT_REUSE: &str = "program_without_reuse";
-const REFINED: &str = "refined";
-/// How many of the best orders are refined.
-const REFINE: usize = 2;
+/// How many of the best orders are split at their cuts.
+const SPLIT: usize = 2;
+/// How many times the search for layouts may place a block.
+const SEARCH_WORK: u64 = 400_000;
 
 impl<'a> Search<'a> {
     /// Program order, laid out by first fit: what there always is.
@@ -171,7 +171,7 @@ impl<'a> Search<'a> {
                 problem,
                 plain,
                 program_peak: profile.peak,
-                trials: vec![Trial { name: PROGRAM_WITHOUT_REUSE, order: program, profile }],
+                trials: vec![Trial { name: PROGRAM_WITHOUT_REUSE, ordered: Ordered { order: program, profile } }],
                 placed: vec![Placed { trial: 0, layout }],
                 timed_out: false,
             })
@@ -179,11 +179,12 @@ impl<'a> Search<'a> {
     }
 
     fn run(mut self, stages: &mut Stages<'_>) -> Result<Plan, OptimizeError> {
-        let all: [(&'static str, f64, Stage<'a>); 4] = [
+        let all: [(&'static str, f64, Stage<'a>); 5] = [
             ("order", 0.1, Self::find_orders),
             ("refine", 0.3, Self::refine_orders),
-            ("layout", 0.5, Self::lay_out),
-            ("bound", 0.7, Self::prove_bound),
+            ("bound", 0.5, Self::prove_bound),
+            ("layout", 0.6, Self::lay_out),
+            ("search", 0.7, Self::search_layouts),
         ];
         for (name, share_done, stage) in all {
             match stages.time(name, share_done, || stage(&mut self)) {
@@ -205,7 +206,7 @@ impl<'a> Search<'a> {
             .map(|&method| {
                 let order = method.order(problem, self.watch)?;
                 let profile = Profile::new(problem, &order);
-                Ok(Trial { name: method.name(), order, profile })
+                Ok(Trial { name: method.name(), ordered: Ordered { order, profile } })
             })
             .collect();
         // Whatever is found before a stop counts.
@@ -223,67 +224,104 @@ impl<'a> Search<'a> {
     fn ranking(&self) -> Vec<usize> {
         let mut ranking: Vec<usize> = (0..self.trials.len()).collect();
         ranking.sort_by_key(|&at| {
-            let profile = &self.trials[at].profile;
+            let profile = &self.trials[at].ordered.profile;
             (profile.least_total(), profile.peak, at)
         });
         ranking
     }
 
     fn refine_orders(&mut self) -> Result<(), Stop> {
-        for at in self.ranking().into_iter().take(REFINE) {
-            let Trial { order, profile, .. } = &self.trials[at];
-            let (order, profile) =
-                order::refine(&self.problem, order.clone(), profile.clone(), &mut self.bounds, self.watch)?;
-            if profile.least_total() < self.trials[at].profile.least_total() {
-                self.trials.push(Trial { name: REFINED, order, profile });
+        for at in self.ranking().into_iter().take(SPLIT) {
+            let ordered = self.trials[at].ordered.clone();
+            let before = ordered.profile.least_total();
+            let ordered = order::split(&self.problem, ordered, &mut self.bounds, self.watch)?;
+            if ordered.profile.least_total() < before {
+                self.trials.push(Trial { name: "split", ordered });
             }
         }
+        if self.trials.iter().any(|trial| trial.ordered.profile.peak <= self.bounds.best().0) {
+            return Ok(());
+        }
+        let staged = order::stage(&self.problem, &mut self.bounds, self.watch)?;
+        self.trials.extend(staged.map(|ordered| Trial { name: "staged", ordered }));
         Ok(())
     }
 
     fn total(&self, placed: &Placed) -> u64 {
-        placed.layout.pool_bytes + self.trials[placed.trial].profile.outside_peak
+        placed.layout.pool_bytes + self.trials[placed.trial].ordered.profile.outside_peak
     }
 
     /// The layout with the fewest bytes; of equals the one with the lowest peak, then the first.
     fn best(&self) -> &Placed {
-        let key = |placed: &&Placed| (self.total(placed), self.trials[placed.trial].profile.peak);
+        let key = |placed: &&Placed| (self.total(placed), self.trials[placed.trial].ordered.profile.peak);
         // `min_by_key` takes the first of equals, and there is always the first one.
         self.placed.iter().min_by_key(key).unwrap_or(&self.placed[0])
     }
 
     fn lay_out(&mut self) -> Result<(), Stop> {
         for at in self.ranking() {
-            let profile = &self.trials[at].profile;
+            let profile = &self.trials[at].ordered.profile;
             // An order whose peak is above program order's would break the promise never to be worse.
             if profile.peak > self.program_peak {
                 continue;
             }
             let best = self.best();
-            let (total, peak) = (self.total(best), self.trials[best.trial].profile.peak);
+            let (total, peak) = (self.total(best), self.trials[best.trial].ordered.profile.peak);
             // Only fewer bytes are better, or as many with a lower peak.
             if (profile.least_total(), profile.peak) >= (total, peak) {
                 continue;
             }
-            let problem = if self.trials[at].name == PROGRAM_WITHOUT_REUSE { &self.plain } else { &self.problem };
             let limit = total - profile.outside_peak + u64::from(profile.peak < peak);
-            if let Some(layout) = layout::best(problem, profile, limit, self.watch)? {
+            if let Some(layout) = layout::best(self.problem_of(at), profile, limit, self.watch)? {
                 self.placed.push(Placed { trial: at, layout });
             }
         }
         Ok(())
     }
 
+    /// Where no layout met its order's floor: searches, the most promising orders first.
+    fn search_layouts(&mut self) -> Result<(), Stop> {
+        let mut work = SEARCH_WORK;
+        for at in self.ranking() {
+            let profile = &self.trials[at].ordered.profile;
+            let total = self.total(self.best());
+            if profile.peak > self.program_peak || profile.least_total() >= total {
+                continue;
+            }
+            let known =
+                self.placed.iter().filter(|placed| placed.trial == at).min_by_key(|placed| placed.layout.pool_bytes);
+            let limit = total - profile.outside_peak;
+            let mut share = work / 2;
+            work -= share;
+            let layout = layout::search(
+                self.problem_of(at),
+                profile,
+                known.map(|placed| &placed.layout),
+                limit,
+                &mut share,
+                self.watch,
+            )?;
+            work += share;
+            self.placed.extend(layout.map(|layout| Placed { trial: at, layout }));
+        }
+        Ok(())
+    }
+
     fn prove_bound(&mut self) -> Result<(), Stop> {
-        let Trial { order, profile, .. } = &self.trials[self.best().trial];
-        let (order, profile) = (order.clone(), profile.clone());
-        self.bounds.inspect(&self.problem, &order, &profile, self.watch)
+        let Some(&first) = self.ranking().first() else { return Ok(()) };
+        let Ordered { order, profile } = &self.trials[first].ordered;
+        self.bounds.inspect(&self.problem, order, profile, self.watch)
+    }
+
+    /// The problem that a trial's order is laid out for.
+    fn problem_of(&self, trial: usize) -> &Problem {
+        if trial == 0 { &self.plain } else { &self.problem }
     }
 
     fn plan(self) -> Plan {
         let Placed { trial, layout } = self.best();
-        let Trial { order, profile, .. } = &self.trials[*trial];
-        let problem = if *trial == 0 { &self.plain } else { &self.problem };
+        let Ordered { order, profile } = &self.trials[*trial].ordered;
+        let problem = self.problem_of(*trial);
         let mut offsets: Vec<Option<u64>> =
             self.graph.tensors().iter().map(|tensor| (tensor.residency == Residency::StepLocal).then_some(0)).collect();
         for (tensor, item) in problem.tensors.iter().enumerate() {
@@ -326,7 +364,7 @@ impl<'a> Search<'a> {
                     Candidate {
                         order: trial.name.into(),
                         layout: placed.layout.method.into(),
-                        peak_bytes: trial.profile.peak,
+                        peak_bytes: trial.ordered.profile.peak,
                         pool_bytes: placed.layout.pool_bytes,
                     }
                 })

@@ -64,12 +64,27 @@ impl Blocks {
         Blocks { all, times: starts.len() as u32, block_of }
     }
 
+    /// Largest offset plus size.
+    pub(super) fn pool_bytes(&self, offsets: &[u64]) -> u64 {
+        self.all.iter().zip(offsets).map(|(block, offset)| offset + block.size).max().unwrap_or(0)
+    }
+
     pub(super) fn layout(&self, method: &'static str, offsets: &[u64]) -> Layout {
-        let pool_bytes = self.all.iter().zip(offsets).map(|(block, offset)| offset + block.size).max();
         Layout {
             method,
-            pool_bytes: pool_bytes.unwrap_or(0),
+            pool_bytes: self.pool_bytes(offsets),
             offsets: self.block_of.iter().map(|&at| if at == NONE { 0 } else { offsets[at as usize] }).collect(),
         }
+    }
+
+    /// The offsets per block that a layout gives.
+    pub(super) fn offsets(&self, layout: &Layout) -> Vec<u64> {
+        let mut offsets = vec![0; self.all.len()];
+        for (tensor, &at) in self.block_of.iter().enumerate() {
+            if at != NONE {
+                offsets[at as usize] = layout.offsets[tensor];
+            }
+        }
+        offsets
     }
 }

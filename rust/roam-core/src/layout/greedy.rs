@@ -28,7 +28,7 @@ impl Sequence {
         }
     }
 
-    fn sorted(self, blocks: &Blocks) -> Vec<u32> {
+    pub(super) fn sorted(self, blocks: &Blocks) -> Vec<u32> {
         let lifetime = |block: &Block| u64::from(block.end - block.start);
         // Larger keys go first.
         let key = |block: &Block| -> (u128, u64) {
@@ -48,21 +48,31 @@ impl Sequence {
     }
 }
 
-/// Offsets per block; `None` where one would reach `limit` or beyond.
+/// Offsets per block; `None` where one would reach beyond `limit`, or up to it.
 pub(super) fn place(blocks: &Blocks, sequence: Sequence, limit: u64, watch: &Watch) -> Result<Option<Vec<u64>>, Stop> {
+    let (placed, _) = place_in(blocks, &sequence.sorted(blocks), limit, watch)?;
+    Ok(placed.ok())
+}
+
+/// What a sequence gives: offsets per block, or the place in the sequence of the first block that
+/// does not end below the limit.
+pub(super) type Placed = Result<Vec<u64>, usize>;
+
+/// Places the blocks in the given sequence; also says how many were looked at.
+pub(super) fn place_in(blocks: &Blocks, sequence: &[u32], limit: u64, watch: &Watch) -> Result<(Placed, usize), Stop> {
     let mut offsets = vec![0; blocks.all.len()];
     let mut gaps = Gaps::new(blocks.times);
-    for (placed, at) in sequence.sorted(blocks).into_iter().enumerate() {
-        if placed % 64 == 0 {
+    for (at, &index) in sequence.iter().enumerate() {
+        if at % 64 == 0 {
             watch.check()?;
         }
-        let block = &blocks.all[at as usize];
+        let block = &blocks.all[index as usize];
         let offset = gaps.lowest(block);
         if offset + block.size >= limit {
-            return Ok(None);
+            return Ok((Err(at), at + 1));
         }
         gaps.insert(block, offset);
-        offsets[at as usize] = offset;
+        offsets[index as usize] = offset;
     }
-    Ok(Some(offsets))
+    Ok((Ok(offsets), sequence.len()))
 }

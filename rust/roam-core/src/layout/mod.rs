@@ -6,6 +6,7 @@
 mod blocks;
 mod gaps;
 mod greedy;
+mod search;
 mod skyline;
 
 use crate::control::{Stop, Watch};
@@ -108,4 +109,29 @@ pub(crate) fn best(
         }
     }
     Ok(found)
+}
+
+/// A layout that takes less than `limit`, if the search finds one before its `work` (placements of
+/// a block) is used up. It starts from `known`, a layout of the same order, or from the largest blocks.
+pub(crate) fn search(
+    problem: &Problem,
+    profile: &Profile,
+    known: Option<&Layout>,
+    limit: u64,
+    work: &mut u64,
+    watch: &Watch,
+) -> Result<Option<Layout>, Stop> {
+    let blocks = Blocks::new(problem, profile);
+    let sequence = match known {
+        // Placed from the bottom up, every block comes to lie no higher than it did.
+        Some(layout) => {
+            let offsets = blocks.offsets(layout);
+            let mut sequence: Vec<u32> = (0..blocks.all.len() as u32).collect();
+            sequence.sort_by_key(|&at| (offsets[at as usize], blocks.all[at as usize].start, at));
+            sequence
+        }
+        None => Sequence::Size.sorted(&blocks),
+    };
+    let offsets = search::improve(&blocks, sequence, profile.pool_peak, limit, work, watch)?;
+    Ok(offsets.map(|offsets| blocks.layout("search", &offsets)))
 }

@@ -26,44 +26,85 @@ pub(super) enum Preference {
     ProgramOrder,
 }
 
-pub(super) fn schedule(problem: &Problem, preference: Preference, watch: &Watch) -> Result<Vec<Op>, Stop> {
-    let mut front = Front::new(problem);
-    let mut ready_by_position = BinaryHeap::new();
-    let mut done = vec![false; problem.len()];
-    let mut order = Vec::with_capacity(problem.len());
-    for op in 0..problem.len() as Op {
+/// What a schedule starts from.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Start<'a> {
+    /// Bytes that count as reached before the first step.
+    pub(super) ceiling: u64,
+    /// Per operator a stage; no operator runs before all those of earlier stages. The stages must
+    /// not contradict the constraints. Empty: a single stage.
+    pub(super) stages: &'a [u32],
+}
+
+impl Start<'_> {
+    /// Nothing is known.
+    pub(super) const PLAIN: Start<'static> = Start { ceiling: 0, stages: &[] };
+
+    fn stage(&self, op: Op) -> usize {
+        self.stages.get(op as usize).map_or(0, |&stage| stage as usize)
+    }
+}
+
+pub(super) fn schedule(
+    problem: &Problem,
+    preference: Preference,
+    start: Start<'_>,
+    watch: &Watch,
+) -> Result<Vec<Op>, Stop> {
+    let operators = 0..problem.len() as Op;
+    let last_stage = operators.clone().map(|op| start.stage(op)).max().unwrap_or(0);
+    // Per stage the operators yet to run, and those that wait for nothing but their stage.
+    let mut left = vec![0u32; last_stage + 1];
+    let mut held: Vec<Vec<Op>> = vec![Vec::new(); last_stage + 1];
+    let mut front = Front::new(problem, start.ceiling);
+    for op in operators {
+        left[start.stage(op)] += 1;
         if front.waiting[op as usize] == 0 {
-            front.enter(op);
-            ready_by_position.push(Reverse(op));
+            held[start.stage(op)].push(op);
         }
     }
-    while order.len() < problem.len() {
-        if order.len() % STRIDE == 0 {
-            watch.check()?;
+    let mut by_position = BinaryHeap::new();
+    let mut done = vec![false; problem.len()];
+    let mut order = Vec::with_capacity(problem.len());
+    for stage in 0..=last_stage {
+        for op in std::mem::take(&mut held[stage]) {
+            front.enter(op);
+            by_position.push(Reverse(op));
         }
-        let fitting = front.ready.least_within(front.peak.saturating_sub(front.live));
-        let next = match preference {
-            Preference::LeastLive => fitting.map(|(_, op)| op).or_else(|| front.ready.smallest()),
-            Preference::ProgramOrder => {
-                while ready_by_position.peek().is_some_and(|Reverse(op)| done[*op as usize]) {
-                    ready_by_position.pop();
-                }
-                let shrinking = fitting.filter(|&(delta, _)| delta <= 0).map(|(_, op)| op);
-                shrinking.or_else(|| ready_by_position.peek().map(|&Reverse(op)| op))
+        while left[stage] > 0 {
+            if order.len() % STRIDE == 0 {
+                watch.check()?;
             }
-        };
-        let Some(op) = next else {
-            // The graph is acyclic, so something is ready until all is done.
-            unreachable!("no operator is ready");
-        };
-        done[op as usize] = true;
-        order.push(op);
-        front.run(op);
-        for &after in problem.successors.row(op) {
-            front.waiting[after as usize] -= 1;
-            if front.waiting[after as usize] == 0 {
-                front.enter(after);
-                ready_by_position.push(Reverse(after));
+            let fitting = front.ready.least_within(front.peak.saturating_sub(front.live));
+            let next = match preference {
+                Preference::LeastLive => fitting.map(|(_, op)| op).or_else(|| front.ready.smallest()),
+                Preference::ProgramOrder => {
+                    while by_position.peek().is_some_and(|Reverse(op)| done[*op as usize]) {
+                        by_position.pop();
+                    }
+                    let shrinking = fitting.filter(|&(delta, _)| delta <= 0).map(|(_, op)| op);
+                    shrinking.or_else(|| by_position.peek().map(|&Reverse(op)| op))
+                }
+            };
+            let Some(op) = next else {
+                // The constraints are acyclic and the stages keep to them.
+                unreachable!("no operator is ready");
+            };
+            done[op as usize] = true;
+            left[stage] -= 1;
+            order.push(op);
+            front.run(op);
+            for &after in problem.successors.row(op) {
+                front.waiting[after as usize] -= 1;
+                if front.waiting[after as usize] > 0 {
+                    continue;
+                }
+                if start.stage(after) == stage {
+                    front.enter(after);
+                    by_position.push(Reverse(after));
+                } else {
+                    held[start.stage(after)].push(after);
+                }
             }
         }
     }
@@ -75,6 +116,8 @@ struct Front<'a> {
     problem: &'a Problem,
     /// Predecessors yet to run, per operator.
     waiting: Vec<u32>,
+    /// Whether the operator has become ready.
+    entered: Vec<bool>,
     /// Users yet to run, per tensor: how many, and their ids xor-ed (the id itself once one is left).
     users_left: Vec<(u32, u32)>,
     /// How each operator would change the live bytes if it ran now.
@@ -87,7 +130,7 @@ struct Front<'a> {
 }
 
 impl<'a> Front<'a> {
-    fn new(problem: &'a Problem) -> Self {
+    fn new(problem: &'a Problem, ceiling: u64) -> Self {
         let users_left: Vec<(u32, u32)> = (0..problem.tensors.len() as u32)
             .map(|tensor| {
                 let users = problem.users.row(tensor);
@@ -115,7 +158,17 @@ impl<'a> Front<'a> {
         };
         let ready = ReadyTree::new(problem, &most_saved);
         let waiting = (0..problem.len() as Op).map(|op| problem.predecessors.row(op).len() as u32).collect();
-        Front { problem, waiting, users_left, delta, most_saved, live, peak: live, ready }
+        Front {
+            problem,
+            waiting,
+            entered: vec![false; problem.len()],
+            users_left,
+            delta,
+            most_saved,
+            live,
+            peak: ceiling.max(live),
+            ready,
+        }
     }
 
     /// What reuse saves if the operator runs now.
@@ -129,6 +182,7 @@ impl<'a> Front<'a> {
 
     /// Makes the operator ready, or brings its entry up to date.
     fn enter(&mut self, op: Op) {
+        self.entered[op as usize] = true;
         let reuses = !self.most_saved.is_empty()
             && self.most_saved[op as usize] > 0
             && self.saving_now(op) == self.most_saved[op as usize];
@@ -148,7 +202,7 @@ impl<'a> Front<'a> {
             let item = &self.problem.tensors[tensor as usize];
             if left == 1 && item.residency != Residency::Leaves {
                 self.delta[last as usize] -= item.size as i64;
-                if self.waiting[last as usize] == 0 {
+                if self.entered[last as usize] {
                     self.enter(last);
                 }
             }

@@ -6,11 +6,11 @@ mod refine;
 mod reversed;
 mod updates;
 
-pub(crate) use refine::refine;
+pub(crate) use refine::{Ordered, split, stage};
 
 use crate::control::{Stop, Watch};
 use crate::problem::{Op, Problem};
-use list::Preference;
+use list::{Preference, Start};
 
 /// How an order is found. The planner tries all of them, in this order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -55,10 +55,10 @@ impl Method {
     pub(crate) fn order(self, problem: &Problem, watch: &Watch) -> Result<Vec<Op>, Stop> {
         let order = match self {
             Method::Program => problem.program_order(),
-            Method::Lescea => list::schedule(problem, Preference::LeastLive, watch)?,
+            Method::Lescea => list::schedule(problem, Preference::LeastLive, Start::PLAIN, watch)?,
             Method::DepthFirst => depth_first::depth_first(problem, watch)?,
             Method::EagerUpdates => updates::eager_updates(problem, watch)?,
-            Method::EarlyFrees => list::schedule(problem, Preference::ProgramOrder, watch)?,
+            Method::EarlyFrees => list::schedule(problem, Preference::ProgramOrder, Start::PLAIN, watch)?,
             Method::Reversed => reversed::reversed(problem, watch)?,
         };
         debug_assert!(problem.is_valid_order(&order), "{} breaks a constraint", self.name());

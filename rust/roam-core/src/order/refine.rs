@@ -1,59 +1,124 @@
 //! Peak-driven refinement: let the order pass the minimum cut at its peak.
 //!
-//! The cut says which operators to have done when the peak's operator runs. Running those first,
-//! then the operator, then the others, each part in its old order, is a valid order that is as good
-//! as can be at this operator. It is kept where the whole becomes better.
+//! The cut at an operator says what to have done when the operator runs, so that as few bytes as
+//! can be are live then. Two ways to use it:
+//!
+//! - *split* an order: run what the cut says first, then the operator, then the others, each part in its old
+//!   order. This is as good as can be at that operator; it is kept where the whole becomes better.
+//! - *stage* the list scheduler: let it begin anew, but not pass the operator before the cut's set
+//!   is done, nor anything else before the operator. The new schedule's peak gives the next cut,
+//!   within the stages made so far, and so on.
+//!
+//! docs/theory.md shows that both respect every constraint.
 
-use crate::bound::{self, Bounds};
+use super::list::{self, Preference, Start};
+use crate::bound::{self, Bounds, Cut};
 use crate::control::{Stop, Watch};
 use crate::liveness::Profile;
 use crate::problem::{Op, Problem};
 use std::cmp::Reverse;
 
-/// Rounds at most; every round makes one cut and two profiles.
-const MOST_ROUNDS: usize = 24;
+/// Splits tried on one order; each makes one cut and two profiles.
+const MOST_SPLITS: usize = 24;
+/// Cuts by which the scheduler is staged; each makes one cut and two schedules.
+const MOST_STAGES: usize = 16;
 
-/// Better orders have smaller scores.
-fn score(profile: &Profile, bound: u64) -> (u64, u64, u128) {
-    let excess = profile.live.iter().map(|&live| u128::from(live.saturating_sub(bound))).sum();
-    (profile.least_total(), profile.peak, excess)
+/// An order and what it costs.
+#[derive(Clone, Debug)]
+pub(crate) struct Ordered {
+    pub(crate) order: Vec<Op>,
+    pub(crate) profile: Profile,
 }
 
-/// An order that is no worse, and its profile. The cuts go into `bounds`.
-pub(crate) fn refine(
-    problem: &Problem,
-    mut order: Vec<Op>,
-    mut profile: Profile,
-    bounds: &mut Bounds,
-    watch: &Watch,
-) -> Result<(Vec<Op>, Profile), Stop> {
-    for _ in 0..MOST_ROUNDS {
-        let Some(peak_step) = (0..order.len()).min_by_key(|&step| (Reverse(profile.live[step]), step)) else { break };
-        let op = order[peak_step];
-        let cut = bound::cut(problem, op, watch)?;
+impl Ordered {
+    fn new(problem: &Problem, order: Vec<Op>) -> Self {
+        debug_assert!(problem.is_valid_order(&order));
+        let profile = Profile::new(problem, &order);
+        Ordered { order, profile }
+    }
+
+    /// Better orders have smaller scores.
+    fn score(&self, bound: u64) -> (u64, u64, u128) {
+        let excess = self.profile.live.iter().map(|&live| u128::from(live.saturating_sub(bound))).sum();
+        (self.profile.least_total(), self.profile.peak, excess)
+    }
+
+    /// The first operator at the peak.
+    fn peak_operator(&self) -> Option<Op> {
+        let highest = (0..self.order.len()).min_by_key(|&step| (Reverse(self.profile.live[step]), step));
+        highest.map(|step| self.order[step])
+    }
+
+    /// The cut at the peak; `None` where it shows that no order has a lower peak.
+    fn cut(&self, problem: &Problem, bounds: &mut Bounds, watch: &Watch) -> Result<Option<(Op, Cut)>, Stop> {
+        let Some(op) = self.peak_operator() else { return Ok(None) };
+        let cut = bound::probe(problem, op, &self.order, self.profile.peak, watch)?;
         bounds.record(op, cut.bytes);
-        if cut.bytes >= profile.peak {
-            break;
-        }
+        Ok((cut.bytes < self.profile.peak).then_some((op, cut)))
+    }
+}
+
+/// Splits the order at its peaks as long as it becomes better. The cuts go into `bounds`.
+pub(crate) fn split(problem: &Problem, mut best: Ordered, bounds: &mut Bounds, watch: &Watch) -> Result<Ordered, Stop> {
+    for _ in 0..MOST_SPLITS {
+        let Some((op, cut)) = best.cut(problem, bounds, watch)? else { break };
         let (bound, _) = bounds.best();
-        let best = cut
-            .done
-            .iter()
-            .map(|done| {
-                let first = order.iter().filter(|&&other| done[other as usize]);
-                let rest = order.iter().filter(|&&other| !done[other as usize] && other != op);
-                let reordered: Vec<Op> = first.chain([&op]).chain(rest).copied().collect();
-                let profile = Profile::new(problem, &reordered);
-                (score(&profile, bound), reordered, profile)
-            })
-            .min_by(|a, b| a.0.cmp(&b.0));
-        match best {
-            Some((better, reordered, its_profile)) if better < score(&profile, bound) => {
-                debug_assert!(problem.is_valid_order(&reordered));
-                (order, profile) = (reordered, its_profile);
-            }
+        let parted = cut.done.iter().map(|done| {
+            let first = best.order.iter().filter(|&&other| done[other as usize]);
+            let rest = best.order.iter().filter(|&&other| !done[other as usize] && other != op);
+            Ordered::new(problem, first.chain([&op]).chain(rest).copied().collect())
+        });
+        match parted.min_by_key(|ordered| ordered.score(bound)) {
+            Some(better) if better.score(bound) < best.score(bound) => best = better,
             _ => break,
         }
     }
-    Ok((order, profile))
+    Ok(best)
+}
+
+/// The best schedule found in stages. The cuts go into `bounds`.
+pub(crate) fn stage(problem: &Problem, bounds: &mut Bounds, watch: &Watch) -> Result<Option<Ordered>, Stop> {
+    let mut best: Option<Ordered> = None;
+    // The smallest of the sets that attain a cut, then the largest.
+    for which in 0..2 {
+        let mut stages = vec![0u32; problem.len()];
+        for _ in 0..MOST_STAGES {
+            let (bound, _) = bounds.best();
+            let start = Start { ceiling: bound, stages: &stages };
+            let mut found: Option<Ordered> = None;
+            for preference in [Preference::LeastLive, Preference::ProgramOrder] {
+                let ordered = Ordered::new(problem, list::schedule(problem, preference, start, watch)?);
+                if found.as_ref().is_none_or(|other| ordered.score(bound) < other.score(bound)) {
+                    found = Some(ordered);
+                }
+            }
+            let Some(found) = found else { break };
+            if best.as_ref().is_none_or(|best| found.score(bound) < best.score(bound)) {
+                best = Some(found.clone());
+            }
+            let Some((op, cut)) = found.cut(problem, bounds, watch)? else { return Ok(best) };
+            let Some(done) = cut.done.get(which) else { break };
+            if !insert(&mut stages, op, done) {
+                break;
+            }
+        }
+    }
+    Ok(best)
+}
+
+/// Divides the operator's stage into what is done, the operator itself, and the rest. Returns
+/// whether that changes anything: an operator is alone in its stage once it has been inserted.
+fn insert(stages: &mut [u32], op: Op, done: &[bool]) -> bool {
+    let divided = stages[op as usize];
+    let mut alone = true;
+    for (other, stage) in stages.iter_mut().enumerate() {
+        if *stage > divided {
+            *stage += 2;
+        } else if *stage == divided && other != op as usize {
+            alone = false;
+            *stage += if done[other] { 0 } else { 2 };
+        }
+    }
+    stages[op as usize] = divided + 1;
+    !alone
 }
