@@ -56,7 +56,7 @@ class Frames:
 
     def here(self) -> tuple[str, Source]:
         """Phase and source of the operator that is being dispatched now."""
-        frame: FrameType | None = sys._getframe(2)
+        frame: FrameType | None = sys._getframe(1)
         bits_seen = 0
         user: FrameType | None = None
         module = ""

@@ -1,0 +1,328 @@
+"""What capture sees, what it keeps live, what it refuses, and that it leaves no mark."""
+
+from __future__ import annotations
+
+import contextvars
+import inspect
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import roam
+import torch
+from training import TRAININGS, assert_same_bits, state_of
+
+functional = torch.nn.functional
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(6, 8)
+        self.norm = torch.nn.BatchNorm1d(8)
+        self.drop = torch.nn.Dropout(0.2)
+        self.second = torch.nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.drop(torch.relu(self.norm(self.first(x)))))
+
+
+def parts() -> tuple[Net, torch.optim.Optimizer, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    model = Net()
+    return model, torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(5, 6), torch.tensor([0, 1, 2, 0, 1])
+
+
+def plain_step(model, optimizer, x, y):
+    optimizer.zero_grad()
+    loss = functional.cross_entropy(model(x), y)
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+class TestTheGraph:
+    def test_holds_the_whole_step_in_eager_order(self) -> None:
+        graph = roam.capture(plain_step, *parts())
+        phases = [operator.phase for operator in graph.operators]
+        assert set(phases) == {"forward", "loss", "backward", "update"}
+        assert phases.index("loss") < phases.index("backward") < phases.index("update")
+        assert list(graph.program_order) == list(range(graph.num_operators))
+
+    def test_names_module_and_user_line(self) -> None:
+        graph = roam.capture(plain_step, *parts())
+        products = [operator for operator in graph.operators if operator.name == "aten.addmm.default"]
+        assert [operator.module for operator in products] == ["model.first", "model.second"]
+        assert all(operator.file == __file__ for operator in products)
+        backward = next(operator for operator in graph.operators if operator.name == "aten.native_batch_norm_backward.default")
+        assert backward.module == "model.norm"
+
+    def test_counts_every_persistent_byte(self) -> None:
+        model, optimizer, x, y = parts()
+        graph = roam.capture(plain_step, model, optimizer, x, y)
+        tensors = [*model.parameters(), *model.buffers(), x, y]
+        assert graph.persistent_bytes == sum(-(-t.untyped_storage().nbytes() // 64) * 64 for t in tensors)
+
+    def test_says_that_batch_norm_changes_its_statistics(self) -> None:
+        graph = roam.capture(plain_step, *parts())
+        norm = next(operator for operator in graph.operators if operator.name == "aten.native_batch_norm.default")
+        names = {graph.tensor(tensor).name for tensor in norm.mutates}
+        assert names == {"model.norm.running_mean", "model.norm.running_var"}
+
+    def test_keeps_random_operators_in_sequence(self) -> None:
+        graph = roam.capture(plain_step, *parts())
+        drawn = [operator for operator in graph.operators if operator.sequence == "random"]
+        assert [operator.name for operator in drawn] == ["aten.bernoulli_.float"]
+
+    def test_is_the_same_every_time(self) -> None:
+        assert roam.capture(plain_step, *parts()).to_json() == roam.capture(plain_step, *parts()).to_json()
+
+    def test_of_a_fake_model_is_that_of_a_real_one(self) -> None:
+        real = roam.capture(plain_step, *parts())
+        with roam.fake():
+            model = Net()
+            x, y = torch.empty(5, 6), torch.empty(5, dtype=torch.int64)
+        fake = roam.capture(plain_step, model, torch.optim.SGD(model.parameters(), lr=0.1), x, y)
+        assert real.to_json() == fake.to_json()
+
+    def test_of_a_first_step_makes_the_state(self) -> None:
+        model, _, x, y = parts()
+        optimizer = torch.optim.AdamW(model.parameters())
+        first = roam.capture(plain_step, model, optimizer, x, y, step="first")
+        steady = roam.capture(plain_step, model, optimizer, x, y)
+        made = sum(t.size_bytes for t in first.tensors if t.kind == "optimizer_state" and t.residency == "leaves")
+        kept = sum(t.size_bytes for t in steady.tensors if t.kind == "optimizer_state" and t.residency == "persistent")
+        assert made == kept == sum(8 * p.numel() + 4 for p in model.parameters())
+
+    def test_of_a_first_step_needs_one(self) -> None:
+        with pytest.raises(roam.CaptureError, match="no first step"):
+            roam.capture(plain_step, *parts(), step="first")
+
+    def test_adds_tied_gradients_in_place_as_the_engine_does(self) -> None:
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False), torch.nn.Linear(4, 4, bias=False))
+        model[1].weight = model[0].weight
+
+        def step(model, optimizer, x):
+            optimizer.zero_grad()
+            model(x).square().sum().backward()
+            optimizer.step()
+
+        graph = roam.capture(step, model, torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(2, 4))
+        sums = [operator.name for operator in graph.operators if operator.name.startswith("aten.add")]
+        assert "aten.add_.Tensor" in sums
+        assert "aten.add.Tensor" not in sums
+
+
+class TestLeavesNoMark:
+    @pytest.mark.parametrize("name", TRAININGS)
+    def test_on_models_optimizers_and_generators(self, name: str) -> None:
+        torch.manual_seed(0)
+        training = TRAININGS[name]()
+        arguments = training.batch(torch.Generator().manual_seed(0))
+        held = [id(tensor) for tensor in (*training.model.parameters(), *training.model.buffers())]
+        before = state_of(training)
+        roam.capture(training.step, *training.objects, *arguments)
+        assert_same_bits(before, state_of(training))
+        assert held == [id(tensor) for tensor in (*training.model.parameters(), *training.model.buffers())]
+        assert not training.optimizer.state
+        assert all(parameter.grad is None for parameter in training.model.parameters())
+
+    def test_even_when_the_step_fails(self) -> None:
+        model, optimizer, x, y = parts()
+        held = list(model.parameters())
+
+        def step(model, optimizer, x, y):
+            plain_step(model, optimizer, x, y)
+            raise RuntimeError("deliberate")
+
+        with pytest.raises(roam.CaptureError, match="deliberate") as caught:
+            roam.capture(step, model, optimizer, x, y)
+        assert caught.value.source == f"{__file__}:{step.__code__.co_firstlineno + 2}"
+        assert all(one is other for one, other in zip(held, model.parameters(), strict=True))
+        assert optimizer.param_groups[0]["lr"] == 0.1
+        assert optimizer.param_groups[0]["params"][0] is held[0]
+
+    def test_with_gradients_in_place(self) -> None:
+        model, optimizer, x, y = parts()
+        functional.cross_entropy(model(x), y).backward()
+        gradients = [(parameter.grad, parameter.grad.clone()) for parameter in model.parameters()]
+        roam.capture(plain_step, model, optimizer, x, y)
+        for parameter, (gradient, value) in zip(model.parameters(), gradients, strict=True):
+            assert parameter.grad is gradient
+            assert torch.equal(gradient, value)
+
+
+HISTORY: list[Any] = []
+COUNT = 0
+
+
+def printing(loss: torch.Tensor) -> Any:
+    print(loss.item())  # value
+    return loss
+
+
+def formatting(loss: torch.Tensor) -> Any:
+    f"{loss.item():.3f}"  # value
+    return loss
+
+
+def printing_a_tensor(loss: torch.Tensor) -> Any:
+    print(loss)  # value
+    return loss
+
+
+def branching(loss: torch.Tensor) -> Any:
+    if loss > 1:  # value
+        return loss
+    return loss * 2
+
+
+def appending(loss: torch.Tensor) -> Any:
+    HISTORY.append(1)
+    return loss
+
+
+def counting(loss: torch.Tensor) -> Any:
+    global COUNT
+    COUNT += 1
+    return loss * COUNT
+
+
+def python_random(loss: torch.Tensor) -> Any:
+    return loss * random.random()
+
+
+def numpy_random(loss: torch.Tensor) -> Any:
+    return loss * float(np.random.rand())
+
+
+def data_shape(loss: torch.Tensor) -> Any:
+    return loss + torch.nonzero(loss).sum()  # value
+
+
+def mask_shape(loss: torch.Tensor) -> Any:
+    return loss + loss[loss > 0].sum()  # value
+
+
+def other_storage(loss: torch.Tensor) -> Any:
+    kept = loss.detach()
+    kept.data = torch.zeros(())
+    return loss + kept  # value
+
+
+def converting(loss: torch.Tensor) -> Any:
+    return torch.tensor(float(loss))  # value
+
+
+def stopping(loss: torch.Tensor) -> Any:
+    raise StopIteration
+
+
+class TestRefuses:
+    @pytest.mark.parametrize(
+        "hostile",
+        [printing, formatting, printing_a_tensor, branching, data_shape, mask_shape, other_storage, converting],
+    )
+    def test_what_brings_values_to_python_and_names_the_line(self, hostile: Any, capsys: Any) -> None:
+        model, optimizer, x, y = parts()
+
+        def step(model, optimizer, x, y):
+            return hostile(plain_step(model, optimizer, x, y))
+
+        with pytest.raises(roam.CaptureError) as caught:
+            roam.capture(step, model, optimizer, x, y)
+        lines, first = inspect.getsourcelines(hostile)
+        line = first + next(place for place, text in enumerate(lines) if text.rstrip().endswith("# value"))
+        assert f"{__file__}:{line}" in str(caught.value)
+        assert capsys.readouterr().out == ""
+
+    @pytest.mark.parametrize("hostile", [appending, counting, python_random, numpy_random, stopping])
+    def test_what_moves_python_state_and_puts_it_back(self, hostile: Any) -> None:
+        model, optimizer, x, y = parts()
+        before = (len(HISTORY), COUNT, random.getstate(), np.random.get_state()[1].tolist())
+
+        def step(model, optimizer, x, y):
+            return hostile(plain_step(model, optimizer, x, y))
+
+        with pytest.raises(roam.CaptureError):
+            roam.capture(step, model, optimizer, x, y)
+        assert before == (len(HISTORY), COUNT, random.getstate(), np.random.get_state()[1].tolist())
+
+    @pytest.mark.parametrize("form", ["foreach", "fused"])
+    def test_optimizer_forms_that_are_not_captured(self, form: str) -> None:
+        model, _, x, y = parts()
+        with pytest.raises(roam.CaptureError, match=form):
+            roam.capture(plain_step, model, torch.optim.AdamW(model.parameters(), **{form: True}), x, y)
+
+    def test_a_tensor_that_it_cannot_find(self) -> None:
+        model, optimizer, x, y = parts()
+        hidden = contextvars.ContextVar("hidden", default=torch.ones(3))
+
+        def step(model, optimizer, x, y):
+            optimizer.zero_grad()
+            loss = functional.cross_entropy(model(x) * hidden.get(), y)
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        with pytest.raises(roam.CaptureError, match=r"aten.mul.Tensor at .*shape \(3,\) that capture could not find"):
+            roam.capture(step, model, optimizer, x, y)
+
+    def test_hooks_on_tensors(self) -> None:
+        model, optimizer, x, y = parts()
+        model.first.weight.register_hook(lambda gradient: gradient * 2)
+        with pytest.raises(roam.CaptureError, match="hook"):
+            roam.capture(plain_step, model, optimizer, x, y)
+
+    def test_checkpointing_with_dropout(self) -> None:
+        from torch.utils.checkpoint import checkpoint
+
+        model, optimizer, x, y = parts()
+
+        def step(model, optimizer, x, y):
+            optimizer.zero_grad()
+            hidden = checkpoint(lambda x: model.drop(model.first(x)), x, use_reentrant=False)
+            loss = functional.cross_entropy(model.second(hidden), y)
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        with pytest.raises(roam.CaptureError, match="generator"):
+            roam.capture(step, model, optimizer, x, y)
+        model.drop.p = 0.0
+        roam.capture(step, model, optimizer, x, y)
+
+    def test_a_batch_taken_inside_the_step(self) -> None:
+        model, optimizer, x, y = parts()
+        batches = iter([(x, y)] * 3)
+
+        def step(model, optimizer):
+            return plain_step(model, optimizer, *next(batches))
+
+        with pytest.raises(roam.CaptureError, match="iterator"):
+            roam.capture(step, model, optimizer)
+
+    def test_the_rate_after_the_scheduler(self) -> None:
+        model, optimizer, x, y = parts()
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+
+        def step(model, optimizer, x, y):
+            loss = plain_step(model, optimizer, x, y)
+            scheduler.step()
+            return loss, optimizer.param_groups[0]["lr"]
+
+        with pytest.raises(roam.CaptureError, match="not known until the step has run"):
+            roam.capture(step, model, optimizer, x, y)
+
+    def test_a_scheduler_stepped_before_the_optimizer(self) -> None:
+        model, optimizer, x, y = parts()
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+
+        def step(model, optimizer, x, y):
+            scheduler.step()
+            return plain_step(model, optimizer, x, y)
+
+        with pytest.raises(roam.CaptureError, match="not known until the step has run"):
+            roam.capture(step, model, optimizer, x, y)
+
