@@ -37,6 +37,11 @@ impl Ordered {
         self.profile.pool_peak
     }
 
+    /// Most live bytes of everything else, workspace included.
+    pub fn outside_peak_bytes(&self) -> u64 {
+        self.profile.outside_peak
+    }
+
     /// The program position of the first operator at the peak; `None` without operators.
     pub fn peak_position(&self) -> Option<u32> {
         let step = self.profile.live.iter().position(|&live| live == self.profile.peak)?;

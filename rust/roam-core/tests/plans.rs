@@ -47,6 +47,23 @@ fn every_bound_is_below_and_every_plan_above_the_best_order() {
     );
 }
 
+/// Never worse than program order, its layout included, whatever reuse makes of it.
+#[test]
+fn no_plan_takes_more_than_program_order_laid_out() {
+    let mut random = Random::new(10);
+    for _ in 0..500 {
+        let graph = random_graph(&mut random, 40);
+        let plan = optimize(&graph, &SETTINGS, &Control::default()).expect("a plan");
+        for reuse in [false, true] {
+            let prepared = Prepared::new(&graph, reuse);
+            let program = prepared.order("program").expect("a known order");
+            let pool = Prepared::layouts().filter_map(|layout| prepared.pool_bytes(&program, layout)).min();
+            let total = pool.expect("several layouts") + program.outside_peak_bytes();
+            assert!(plan.pool_bytes + plan.outside_bytes <= total);
+        }
+    }
+}
+
 #[test]
 fn live_bytes_follow_the_definition() {
     let mut random = Random::new(2);
