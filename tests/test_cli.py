@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -268,6 +269,18 @@ def test_an_interrupt(graph_file: str, monkeypatch: pytest.MonkeyPatch, capsys: 
     monkeypatch.setattr(roam, "optimize", interrupt)
     assert cli.main(["plan", graph_file]) == 130
     assert capsys.readouterr().err == "roam: interrupted\n"
+
+
+def test_ctrl_c_during_capture() -> None:
+    command = [sys.executable, "-m", "roam.cli", "plan", "gpt2-large"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        assert process.stderr.readline() == "roam: capturing gpt2-large ...\n"
+        process.send_signal(signal.SIGINT)
+        output, complaint = process.communicate(timeout=60)
+    # The interpreter may end itself by the signal after all is said and done; to a shell both are 130.
+    assert process.returncode in (130, -signal.SIGINT)
+    assert (output, complaint) == ("", "roam: interrupted\n")
 
 
 def test_nobody_reads_the_output() -> None:
