@@ -52,7 +52,7 @@ def pooled(graph: roam.Graph) -> set[int]:
 
 
 @given(graphs(max_operators=14), st.booleans())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_plans_are_valid_and_their_figures_true(graph: roam.Graph, reuse: bool) -> None:
     plan = roam.optimize(graph, reuse=reuse)
     roam.verify(graph, plan)
@@ -93,7 +93,7 @@ def test_plans_are_valid_and_their_figures_true(graph: roam.Graph, reuse: bool) 
 
 
 @given(graphs(max_operators=9), st.booleans())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_no_order_goes_below_the_bound(graph: roam.Graph, reuse: bool) -> None:
     plan = roam.optimize(graph, reuse=reuse)
     least = Reference(graph, reuse=reuse).least_peak()
@@ -104,7 +104,7 @@ def test_no_order_goes_below_the_bound(graph: roam.Graph, reuse: bool) -> None:
 
 
 @given(graphs(max_operators=5), st.booleans())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_the_brute_force_weighs_every_order(graph: roam.Graph, reuse: bool) -> None:
     reference = Reference(graph, reuse=reuse)
     orders = filter(reference.permits, permutations(range(graph.num_operators)))
@@ -112,7 +112,7 @@ def test_the_brute_force_weighs_every_order(graph: roam.Graph, reuse: bool) -> N
 
 
 @given(graphs(max_operators=14), st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_numbers_and_names_change_nothing(graph: roam.Graph, data: st.DataObject) -> None:
     operators = data.draw(st.permutations(range(graph.num_operators)))
     tensors = data.draw(st.permutations(range(graph.num_tensors)))
@@ -125,7 +125,7 @@ def test_numbers_and_names_change_nothing(graph: roam.Graph, data: st.DataObject
 
 
 @given(graphs(max_operators=14))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_threads_change_nothing(graph: roam.Graph) -> None:
     with pytest.MonkeyPatch.context() as patch:
         texts = set()
@@ -152,7 +152,7 @@ def refuses(graph: roam.Graph, plan: roam.Plan, *codes: str) -> bool:
 
 
 @given(graphs(min_operators=2, max_operators=14), st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_an_operator_before_its_input_is_caught(graph: roam.Graph, data: st.DataObject) -> None:
     waiting = [operator for operator in range(graph.num_operators) if graph.predecessors(operator)]
     assume(waiting)
@@ -169,7 +169,7 @@ def test_an_operator_before_its_input_is_caught(graph: roam.Graph, data: st.Data
 
 
 @given(graphs(min_operators=1, max_operators=14), st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_a_missing_or_doubled_operator_is_caught(graph: roam.Graph, data: st.DataObject) -> None:
     plan = roam.optimize(graph)
     place = data.draw(st.integers(0, graph.num_operators - 1))
@@ -184,7 +184,7 @@ def test_a_missing_or_doubled_operator_is_caught(graph: roam.Graph, data: st.Dat
 
 
 @given(graphs(min_operators=2, max_operators=14), st.booleans(), st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_shared_bytes_are_caught(graph: roam.Graph, reuse: bool, data: st.DataObject) -> None:
     plan = roam.optimize(graph, reuse=reuse)
     reference, pool = Reference(graph), pooled(graph)
@@ -210,7 +210,7 @@ def test_shared_bytes_are_caught(graph: roam.Graph, reuse: bool, data: st.DataOb
 
 
 @given(graphs(min_operators=1, max_operators=14), st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_offsets_beside_the_pool_are_caught(graph: roam.Graph, data: st.DataObject) -> None:
     plan = roam.optimize(graph)
     sizes = graph.tensor_counted_bytes.tolist()
@@ -238,7 +238,7 @@ def test_offsets_beside_the_pool_are_caught(graph: roam.Graph, data: st.DataObje
 
 
 @given(graphs(max_operators=14), st.sampled_from(FIGURES[:8]), st.sampled_from([-1, 1, 64]))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_a_wrong_figure_is_caught(graph: roam.Graph, figure: str, error: int) -> None:
     plan = roam.optimize(graph)
     claimed = getattr(plan, figure) + error
@@ -249,7 +249,7 @@ def test_a_wrong_figure_is_caught(graph: roam.Graph, figure: str, error: int) ->
 
 
 @given(graphs(min_operators=1, max_operators=14))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_wrong_claims_are_caught(graph: roam.Graph) -> None:
     plan = roam.optimize(graph)
     above = plan.peak_bytes + 1
@@ -264,7 +264,7 @@ def test_wrong_claims_are_caught(graph: roam.Graph) -> None:
 
 
 @given(graphs(min_operators=1, max_operators=14), st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_reuse_that_is_not_permitted_is_caught(graph: roam.Graph, data: st.DataObject) -> None:
     plan = roam.optimize(graph)
     permitted = {pair for operator in graph.operators for pair in operator.reuse}
