@@ -51,7 +51,23 @@ def lower(program: Program, *, name: str, device: str) -> Graph:
         for slot in call.outputs:
             if slot is not None and _storage(program, slot) not in created[index]:
                 makers[slot] = index
+    _updates_wait(program, builder)
     return builder.build()
+
+
+def _updates_wait(program: Program, builder: GraphBuilder) -> None:
+    """No update starts before the backward pass does, so that a failure in the forward pass leaves them all undone.
+
+    This costs no memory: what an update needs and frees, its gradient, comes later still.
+    """
+    begins = next((index for index, call in enumerate(program.calls) if call.phase == "backward"), None)
+    if begins is None:
+        return
+    persistent = {number for number, storage in enumerate(program.storages) if storage.creator < 0}
+    for index in range(begins + 1, len(program.calls)):
+        call = program.calls[index]
+        if call.phase == "update" and any(_storage(program, slot) in persistent for slot in call.mutates):
+            builder.control(begins, index)
 
 
 def _kinds(program: Program, outgoing: set[int]) -> tuple[list[str], set[int]]:

@@ -177,6 +177,7 @@ class Recorder(TorchDispatchMode):
             )  # fmt: skip
         except UnsupportedOperatorException:
             self.refuse("it has no fake kernel", code="no_fake_kernel", op=str(func), source=source)
+        result = _as_real(func, args, result)
         call.mutates = self._mutated(func, args, kwargs, call)
         self._record(call, result, args, kwargs)
         return result
@@ -186,6 +187,7 @@ class Recorder(TorchDispatchMode):
         flat = result if isinstance(result, (tuple, list)) else (result,)
         if call.target._schema.returns and not any(isinstance(item, torch.Tensor) for item in flat):
             return
+        flat = _without_masked(call, args, kwargs, flat)
         arguments = {id(tensor): tensor for tensor in _tensors((args, kwargs))}
         argument_storages = {
             self.program.slots[slot].storage: slot  # type: ignore[union-attr]
@@ -389,6 +391,26 @@ class Recorder(TorchDispatchMode):
                 "(checkpointing with dropout does); the recomputed draw would differ",
                 code="generator_state",
             )
+
+
+def _as_real(func: Any, args: Any, result: Any) -> Any:
+    """Puts right what fake kernels are known to get wrong; the first real run finds any that are not known."""
+    if func is aten.native_batch_norm.default and args[0].device.type == "cpu":
+        output, *statistics = result
+        is_mixed = any(t is not None and t.dtype is not args[0].dtype for t in args[1:5])
+        if is_mixed and args[5]:
+            return (output, *(statistic.float() for statistic in statistics))
+    return result
+
+
+def _without_masked(call: Call, args: Any, kwargs: Any, results: Any) -> Any:
+    """The results that an `output_mask` asks for; fake kernels make the others too, real ones need not."""
+    for position, argument in enumerate(call.target._schema.arguments):
+        if argument.name == "output_mask":
+            mask = args[position] if position < len(args) else kwargs.get("output_mask")
+            if mask is not None and len(mask) == len(results):
+                return [result if wanted else None for wanted, result in zip(mask, results, strict=True)]
+    return results
 
 
 def _tensors(value: Any) -> list[Any]:

@@ -1,0 +1,572 @@
+"""A compiled step keeps its promises: owners, guards, gradients, failure, interruption."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import roam
+from training import TRAININGS, assert_same_bits, run, state_of, tensors_and_numbers
+
+functional = torch.nn.functional
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(6, 8)
+        self.norm = torch.nn.BatchNorm1d(8)
+        self.drop = torch.nn.Dropout(0.25)
+        self.second = torch.nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.drop(torch.relu(self.norm(self.first(x)))))
+
+
+def plain_step(model, optimizer, x, y):
+    optimizer.zero_grad()
+    loss = functional.cross_entropy(model(x), y)
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+Script = Callable[[Callable[[Any], Any]], list[Any]]
+
+
+def both(script: Script) -> None:
+    """Runs a user's script with eager steps and with compiled ones; everything it returns must have the same bits."""
+    outcomes = []
+    for wrap in (lambda step: step, roam.compile):
+        torch.manual_seed(0)
+        outcomes.append(tensors_and_numbers(script(wrap), torch.get_rng_state()))
+    assert_same_bits(*outcomes)
+
+
+def batches(count: int, size: int = 5) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(7)
+    return [
+        (torch.randn(size, 6, generator=generator), torch.randint(0, 3, (size,), generator=generator)) for _ in range(count)
+    ]
+
+
+def adamw(model: torch.nn.Module, **options: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), **{"lr": 0.01, **options})
+
+
+class TestStepsAsUsersWriteThem:
+    """One script a line of what is captured, against eager."""
+
+    def check(self, make_step: Callable[[Any], Any], optimizer: Callable[..., Any] = adamw, model: Any = Net) -> None:
+        def script(wrap):
+            net = model()
+            chosen = optimizer(net)
+            step = wrap(make_step(net))
+            returned = [step(net, chosen, x, y) for x, y in batches(4)]
+            return [returned, net.state_dict(), chosen.state_dict()]
+
+        both(script)
+
+    @pytest.mark.parametrize("momentum", [0.0, 0.9])
+    @pytest.mark.parametrize("set_to_none", [True, False])
+    def test_both_forms_of_zero_grad(self, momentum: float, set_to_none: bool) -> None:
+        def make(net):
+            def step(model, optimizer, x, y):
+                optimizer.zero_grad(set_to_none=set_to_none)
+                loss = functional.cross_entropy(model(x), y)
+                loss.backward()
+                optimizer.step()
+                return loss
+
+            return step
+
+        self.check(make, lambda net: torch.optim.SGD(net.parameters(), lr=0.1, momentum=momentum))
+
+    def test_zero_grad_at_the_end(self) -> None:
+        def make(net):
+            def step(model, optimizer, x, y):
+                loss = functional.cross_entropy(model(x), y)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                return loss
+
+            return step
+
+        self.check(make)
+
+    def test_gradients_that_nobody_zeroes(self) -> None:
+        def make(net):
+            def step(model, optimizer, x, y):
+                loss = functional.cross_entropy(model(x), y)
+                loss.backward()
+                optimizer.step()
+                return loss
+
+            return step
+
+        self.check(make)
+
+    def test_several_losses_and_metrics(self) -> None:
+        def make(net):
+            def step(model, optimizer, x, y):
+                optimizer.zero_grad()
+                logits = model(x)
+                first = functional.cross_entropy(logits, y)
+                second = logits.square().mean()
+                first.backward(retain_graph=True)
+                (0.1 * second).backward()
+                norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+                optimizer.step()
+                right = (logits.detach().argmax(-1) == y).sum()
+                return {"losses": (first, second), "norm": norm, "right": right.item(), "rate": optimizer.param_groups[0]["lr"]}
+
+            return step
+
+        self.check(make)
+
+    def test_clipping_by_value(self) -> None:
+        def make(net):
+            def step(model, optimizer, x, y):
+                optimizer.zero_grad()
+                functional.cross_entropy(model(x), y).backward()
+                torch.nn.utils.clip_grad_value_(model.parameters(), 0.01)
+                optimizer.step()
+
+            return step
+
+        self.check(make)
+
+    def test_views_and_in_place_operators(self) -> None:
+        class Twisted(Net):
+            def forward(self, x):
+                hidden = self.first(x)
+                hidden[:, :4].mul_(2)
+                left, right = hidden.chunk(2, dim=1)
+                both = torch.cat([left.t().contiguous().t(), right.flip(0)], 1)
+                both += hidden.view(-1)[:8]
+                return self.second(torch.nn.functional.relu(both, inplace=True).transpose(0, 1).reshape(8, -1).t())
+
+        self.check(lambda net: plain_step, model=Twisted)
+
+    def test_frozen_and_unused_parameters(self) -> None:
+        class Partial(Net):
+            def __init__(self):
+                super().__init__()
+                self.unused = torch.nn.Linear(3, 3)
+                self.first.weight.requires_grad_(False)
+
+        self.check(lambda net: plain_step, model=Partial)
+
+    def test_tied_weights(self) -> None:
+        class Tied(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.into = torch.nn.Linear(6, 6, bias=False)
+                self.out = torch.nn.Linear(6, 6, bias=False)
+                self.out.weight = self.into.weight
+
+            def forward(self, x):
+                return self.out(torch.tanh(self.into(x)))
+
+        self.check(lambda net: plain_step, model=Tied)
+
+    def test_several_parameter_groups(self) -> None:
+        def optimizer(net):
+            return torch.optim.AdamW(
+                [
+                    {"params": net.first.parameters(), "lr": 0.1, "weight_decay": 0.0},
+                    {"params": net.second.parameters(), "betas": (0.8, 0.9)},
+                ],
+                lr=0.01,
+                amsgrad=True,
+            )
+
+        self.check(lambda net: plain_step, optimizer)
+
+    def test_closures_bound_methods_and_globals(self) -> None:
+        class Trainer:
+            def __init__(self):
+                self.model = Net()
+                self.optimizer = adamw(self.model)
+                self.weights = [torch.tensor([1.0, 2.0, 0.5])]
+
+            def step(self, batch, *, scale):
+                self.optimizer.zero_grad()
+                loss = functional.cross_entropy(self.model(batch["x"]), batch["more"][0], weight=self.weights[0]) * scale
+                loss.backward()
+                self.optimizer.step()
+                return loss
+
+        def script(wrap):
+            trainer = Trainer()
+            step = wrap(trainer.step)
+            returned = [step({"x": x, "more": [y]}, scale=0.5 + place) for place, (x, y) in enumerate(batches(4))]
+            return [returned, trainer.model.state_dict(), trainer.optimizer.state_dict()]
+
+        both(script)
+
+    def test_a_constant_written_in_the_step(self) -> None:
+        def make(net):
+            def step(model, optimizer, x, y):
+                optimizer.zero_grad()
+                weight = torch.tensor([1.0, 2.0, 0.25])
+                weight += torch.arange(3)
+                loss = functional.cross_entropy(model(x), y, weight=weight)
+                loss.backward()
+                optimizer.step()
+                return loss
+
+            return step
+
+        self.check(make)
+
+    def test_autocast(self) -> None:
+        def make(net):
+            def step(model, optimizer, x, y):
+                optimizer.zero_grad()
+                with torch.autocast("cpu", dtype=torch.bfloat16):
+                    loss = functional.cross_entropy(model(x), y)
+                loss.backward()
+                optimizer.step()
+                return loss
+
+            return step
+
+        self.check(make)
+
+    def test_a_scheduler_that_looks_at_the_loss(self) -> None:
+        def script(wrap):
+            net = Net()
+            optimizer = adamw(net)
+            scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5, threshold=0.5)
+
+            def train_step(x, y):
+                loss = plain_step(net, optimizer, x, y)
+                scheduler.step(loss.detach())
+                return loss
+
+            step = wrap(train_step)
+            returned = []
+            for x, y in batches(6):
+                returned += [step(x, y), optimizer.param_groups[0]["lr"]]
+            return [returned, net.state_dict(), scheduler.state_dict()["num_bad_epochs"]]
+
+        both(script)
+
+
+class TestOwners:
+    def test_a_rate_changed_by_hand_takes_effect_at_once(self) -> None:
+        captures = []
+
+        def script(wrap):
+            net = Net()
+            optimizer = adamw(net)
+            step = wrap(plain_step)
+            returned = []
+            for place, (x, y) in enumerate(batches(6)):
+                optimizer.param_groups[0]["lr"] = 0.1 / (place + 1)
+                returned.append(step(net, optimizer, x, y))
+            captures.append(getattr(step, "plans", None))
+            return [returned, net.state_dict()]
+
+        both(script)
+        assert len(captures[1]) == 2  # the first step and the steady one; no rate is frozen in either
+
+    def test_a_scheduler_outside_of_the_step_does_not_warn(self) -> None:
+        def script(wrap):
+            net = Net()
+            optimizer = adamw(net)
+            scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=10, cycle_momentum=False)
+            step = wrap(plain_step)
+            returned = []
+            for x, y in batches(5):
+                returned.append(step(net, optimizer, x, y))
+                scheduler.step()
+            return [returned, net.state_dict(), optimizer.param_groups[0]["lr"]]
+
+        both(script)
+
+    def test_load_state_dict_between_steps(self) -> None:
+        def script(wrap):
+            net = Net()
+            optimizer = adamw(net)
+            step = wrap(plain_step)
+            data = batches(6)
+            for x, y in data[:3]:
+                step(net, optimizer, x, y)
+            file = io.BytesIO()
+            torch.save([net.state_dict(), optimizer.state_dict()], file)
+            for x, y in data[3:]:
+                step(net, optimizer, x, y)
+            file.seek(0)
+            model_state, optimizer_state = torch.load(file)
+            net.load_state_dict(model_state)
+            optimizer.load_state_dict(optimizer_state)
+            returned = [step(net, optimizer, x, y) for x, y in data[3:]]
+            return [returned, net.state_dict(), optimizer.state_dict()]
+
+        both(script)
+
+    def test_evaluation_between_steps(self) -> None:
+        def script(wrap):
+            net = Net()
+            optimizer = adamw(net)
+            step = wrap(plain_step)
+            returned = []
+            for x, y in batches(4):
+                returned.append(step(net, optimizer, x, y))
+                net.eval()
+                with torch.no_grad():
+                    returned.append(net(x))
+                net.train()
+            return returned
+
+        both(script)
+
+    @pytest.mark.parametrize("form", ["planned", "eager"])
+    def test_save_stop_load_and_go_on_in_a_new_process(self, form: str, tmp_path: Path) -> None:
+        """Two processes of ten steps are one run of twenty, whichever way the first ten were run."""
+        straight, _ = run(TRAININGS["gpt2"], 20, roam.compile)
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        program = Path(__file__).parent / "resume.py"
+        for part in (0, 1):
+            disable = {"ROAM_DISABLE": "1"} if form == "eager" and part == 0 else {}
+            subprocess.run(
+                [sys.executable, str(program), str(part), str(tmp_path)], check=True, env={**environment, **disable}, timeout=300
+            )
+        losses = torch.load(tmp_path / "losses-0.pt") + torch.load(tmp_path / "losses-1.pt")
+        assert_same_bits(straight[:20], losses)
+        assert_same_bits(straight[20:], torch.load(tmp_path / "end.pt", weights_only=False))
+
+
+class TestGuards:
+    def test_another_shape_is_planned_once(self) -> None:
+        steps = []
+
+        def script(wrap):
+            net = Net()
+            optimizer = adamw(net)
+            step = wrap(plain_step)
+            steps.append(step)
+            data = [*batches(3), *batches(2, size=3), *batches(3), *batches(1, size=3)]
+            return [[step(net, optimizer, x, y) for x, y in data], net.state_dict()]
+
+        both(script)
+        assert len(steps[1].plans) == 3
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            lambda net, optimizer: setattr(net.drop, "p", 0.5),
+            lambda net, optimizer: net.norm.eval(),
+            lambda net, optimizer: setattr(net, "drop", torch.nn.Identity()),
+            lambda net, optimizer: net.first.requires_grad_(False),
+            lambda net, optimizer: optimizer.param_groups[0].update(weight_decay=0.3),
+            lambda net, optimizer: setattr(net.first.weight, "data", net.first.weight.data.clone().mul_(2)),
+            lambda net, optimizer: net.second.register_forward_hook(lambda module, args, result: result * 2),
+            lambda net, optimizer: optimizer.state.clear(),
+        ],
+        ids=["dropout", "eval", "module", "frozen", "decay", "data", "hook", "state"],
+    )
+    def test_a_change_behind_the_plan_is_seen(self, change: Callable[[Any, Any], None]) -> None:
+        def script(wrap):
+            net = Net()
+            optimizer = adamw(net)
+            step = wrap(plain_step)
+            returned = []
+            for place, (x, y) in enumerate(batches(5)):
+                if place == 3:
+                    change(net, optimizer)
+                returned.append(step(net, optimizer, x, y))
+            return [returned, net.state_dict(), optimizer.state_dict()]
+
+        both(script)
+
+    def test_a_call_that_no_plan_fits_raises_where_wanted(self) -> None:
+        net = Net()
+        optimizer = adamw(net)
+        step = roam.compile(plain_step, on_change="raise")
+        x, y = batches(1)[0]
+        step(net, optimizer, x, y)
+        step(net, optimizer, x, y)
+        before = tensors_and_numbers(net.state_dict(), optimizer.state_dict())
+        with pytest.raises(roam.ExecutionError, match=r"shape.*\[5, 6\].*\[3, 6\]"):
+            step(net, optimizer, x[:3], y[:3])
+        assert_same_bits(before, tensors_and_numbers(net.state_dict(), optimizer.state_dict()))
+        step(net, optimizer, x, y)
+
+    def test_a_call_that_no_plan_fits_runs_eagerly_where_wanted(self, caplog: pytest.LogCaptureFixture) -> None:
+        def script(wrap):
+            net = Net()
+            optimizer = adamw(net)
+            step = plain_step if wrap is not roam.compile else roam.compile(plain_step, on_change="eager")
+            return [[step(net, optimizer, x, y) for x, y in [*batches(3), *batches(2, size=3)]], net.state_dict()]
+
+        with caplog.at_level(logging.INFO, logger="roam"):
+            both(script)
+        assert "runs eagerly" in caplog.text
+
+    def test_a_wrong_choice_is_refused(self) -> None:
+        with pytest.raises(ValueError, match="on_change"):
+            roam.compile(plain_step, on_change="perhaps")  # type: ignore[arg-type]
+
+    def test_the_kill_switch(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("ROAM_DISABLE", "1")
+        net = Net()
+        step = roam.compile(plain_step)
+        assert step(net, adamw(net), *batches(1)[0]).requires_grad
+        assert step.plans == []
+
+
+class TestMemoryIsKnownBeforeStepOne:
+    def test_plan_runs_nothing(self) -> None:
+        net = Net()
+        optimizer = adamw(net)
+        before = tensors_and_numbers(net.state_dict(), optimizer.state_dict(), torch.get_rng_state())
+        step = roam.compile(plain_step)
+        plan = step.plan(net, optimizer, *batches(1)[0])
+        assert plan.persistent_bytes > 0
+        assert plan.total_bytes >= plan.persistent_bytes + plan.peak_bytes
+        assert_same_bits(before, tensors_and_numbers(net.state_dict(), optimizer.state_dict(), torch.get_rng_state()))
+        names = [name for name, _ in step.plans]
+        step(net, optimizer, *batches(1)[0])
+        assert [name for name, _ in step.plans] == names == ["plain_step (first step)", "plain_step"]
+
+
+class Breaking:
+    """A kernel that fails at a chosen call of a chosen operator, as one that runs out of memory would."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, step: Any, operator: str, error: BaseException) -> None:
+        runner = step._captures[0].runners[-1]
+        globals_ = runner._executor._run.__globals__
+        (name,) = [name for name, value in globals_.items() if str(value) == operator]
+
+        def fail(*args: Any, **kwargs: Any) -> Any:
+            raise error
+
+        monkeypatch.setitem(globals_, name, fail)
+
+
+class TestFailure:
+    def trained(self, net: Any = None) -> tuple[Any, torch.nn.Module, torch.optim.Optimizer, Any]:
+        torch.manual_seed(0)
+        net = net or Net()
+        optimizer = adamw(net)
+        step = roam.compile(plain_step)
+        data = batches(4)
+        for x, y in data[:2]:
+            step(net, optimizer, x, y)
+        return step, net, optimizer, data
+
+    def test_before_any_update_leaves_everything_as_it_was(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        step, net, optimizer, data = self.trained(torch.nn.Sequential(torch.nn.Dropout(0.1), torch.nn.Linear(6, 3)))
+        before = tensors_and_numbers(net.state_dict(), optimizer.state_dict(), torch.get_rng_state())
+        with monkeypatch.context() as patch:
+            Breaking(patch, step, "aten.addmm.default", RuntimeError("out of memory"))
+            with pytest.raises(roam.ExecutionError, match=r"aten.addmm.default at .*out of memory.*Nothing had been") as caught:
+                step(net, optimizer, *data[2])
+        assert isinstance(caught.value.__cause__, RuntimeError)
+        assert_same_bits(before, tensors_and_numbers(net.state_dict(), optimizer.state_dict(), torch.get_rng_state()))
+        step(net, optimizer, *data[2])
+
+    def test_in_mid_update_says_what_was_updated_and_waits_for_a_reload(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        step, net, optimizer, data = self.trained()
+        file = io.BytesIO()
+        torch.save([net.state_dict(), optimizer.state_dict()], file)
+        with monkeypatch.context() as patch:
+            Breaking(patch, step, "aten.addcdiv_.default", RuntimeError("out of memory"))
+            with pytest.raises(roam.ExecutionError, match="Already updated") as caught:
+                step(net, optimizer, *data[2])
+        assert caught.value.code == "torn"
+        with pytest.raises(roam.ExecutionError, match="again first"):
+            step(net, optimizer, *data[2])
+        file.seek(0)
+        model_state, optimizer_state = torch.load(file)
+        net.load_state_dict(model_state)
+        optimizer.load_state_dict(optimizer_state)
+        step(net, optimizer, *data[2])
+
+    def test_of_two_compiled_steps_on_one_model_is_each_its_own(self) -> None:
+        def script(wrap):
+            net = Net()
+            optimizer = adamw(net)
+            first, second = wrap(plain_step), wrap(lambda *args: plain_step(*args) * 2)
+            returned = []
+            for place, (x, y) in enumerate(batches(6)):
+                returned.append((first if place % 2 else second)(net, optimizer, x, y))
+            return [returned, net.state_dict(), optimizer.state_dict()]
+
+        both(script)
+
+    @pytest.mark.skipif(threading.current_thread() is not threading.main_thread(), reason="signals need the main thread")
+    def test_an_interrupt_waits_for_the_end_of_the_step(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        step, net, optimizer, data = self.trained()
+        eager, eager_net, eager_optimizer, _ = self.trained()
+        plain_step(eager_net, eager_optimizer, *data[2])
+        runner = step._captures[0].runners[-1]
+        globals_ = runner._executor._run.__globals__
+        (name,) = [name for name, value in globals_.items() if str(value) == "aten.addcdiv_.default"]
+        kernel = globals_[name]
+        torch.manual_seed(5)
+        generator = torch.get_rng_state()
+
+        def pressed(*args: Any, **kwargs: Any) -> Any:
+            os.kill(os.getpid(), signal.SIGINT)
+            return kernel(*args, **kwargs)
+
+        monkeypatch.setitem(globals_, name, pressed)
+        with pytest.raises(KeyboardInterrupt):
+            step(net, optimizer, *data[2])
+        monkeypatch.undo()
+        assert not torch.equal(generator, torch.get_rng_state())
+        counts = {int(entry["step"]) for entry in optimizer.state.values()}
+        assert counts == {3}
+        step(net, optimizer, *data[3])
+
+    def test_results_are_fresh_and_detached(self) -> None:
+        step, net, optimizer, data = self.trained()
+        first = step(net, optimizer, *data[2])
+        value = first.clone()
+        second = step(net, optimizer, *data[3])
+        assert not first.requires_grad
+        assert first.data_ptr() != second.data_ptr()
+        assert torch.equal(first, value)
+
+
+def test_a_kernel_that_differs_from_capture_is_caught_on_the_first_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    net = Net()
+    optimizer = adamw(net)
+    step = roam.compile(plain_step)
+    step.plan(net, optimizer, *batches(1)[0])
+    runner = step._captures[0].runners[0]
+    call = next(call for call in runner._program.calls if call.name == "aten.relu.default")
+    monkeypatch.setattr(call, "target", lambda x: torch.relu(x).t().contiguous().t())
+    before = tensors_and_numbers([p for p in net.parameters()])
+    with pytest.raises(roam.ExecutionError, match=r"strides"):
+        step(net, optimizer, *batches(1)[0])
+    assert_same_bits(before, tensors_and_numbers([p for p in net.parameters()]))
+
+
+def test_a_report_line_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    net = Net()
+    with caplog.at_level(logging.INFO, logger="roam"):
+        roam.compile(plain_step).plan(net, adamw(net), *batches(1)[0])
+    assert "in program order" in caplog.text
+    assert json.dumps(caplog.messages)
+
+
+__all__ = ["state_of"]
