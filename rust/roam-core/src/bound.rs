@@ -4,6 +4,9 @@
 //! neither v nor its descendants. Live are the tensors that cross this set, v's outputs and its
 //! workspace. The least such set is a minimum cut (docs/theory.md has the network and the proofs,
 //! with reuse, with tensors that enter or leave the step). Every cut bounds the peak of every order.
+//!
+//! [`probe`] goes further: supposing an order with a lower peak than a known one, it derives on which
+//! side of v other operators must lie, and cuts again.
 
 use crate::control::{Stop, Watch};
 use crate::flow::{self, INFINITE, Network};
@@ -38,13 +41,13 @@ pub(crate) struct Cut {
 #[derive(Clone, Debug)]
 pub(crate) struct Bounds {
     bytes: BTreeMap<Op, u64>,
-    /// What one operator needs for itself: a bound that costs nothing.
+    /// What one operator needs for itself, or what enters the step: bounds that cost nothing.
     floor: Option<(Op, u64)>,
 }
 
 impl Bounds {
     /// Begins with the operator whose own inputs, outputs and workspace, less all it may reuse,
-    /// are the most.
+    /// are the most; or with all that enters, which is live when the first operator runs, used or not.
     pub(crate) fn new(problem: &Problem) -> Self {
         let own = |op: Op| {
             let inputs: u64 = problem.uses.row(op).iter().map(|&tensor| problem.size(tensor)).sum();
@@ -52,7 +55,10 @@ impl Bounds {
             let saved: u64 = largest_matching(&pairs).iter().map(|&(input, _)| problem.size(input)).sum();
             inputs + problem.transient(op) - saved
         };
-        let floor = (0..problem.len() as Op).map(|op| (op, own(op))).max_by_key(|&(op, bytes)| (bytes, Reverse(op)));
+        let entering: u64 = problem.tensors.iter().filter(|item| item.creator == NONE).map(|item| item.size).sum();
+        let floor = (0..problem.len() as Op)
+            .map(|op| (op, own(op).max(if op == 0 { entering } else { 0 })))
+            .max_by_key(|&(op, bytes)| (bytes, Reverse(op)));
         Bounds { bytes: BTreeMap::new(), floor }
     }
 
