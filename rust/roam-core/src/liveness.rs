@@ -168,7 +168,7 @@ impl Profile {
     }
 }
 
-/// Disjoint pairs with the most bytes. Paired tensors have equal sizes, so tensors of different
+/// Disjoint pairs with the most bytes, out of pairs sorted by input. Paired tensors have equal sizes, so tensors of different
 /// sizes never compete, and the most pairs are the most bytes: augmenting paths (Kuhn) find them.
 pub(crate) fn largest_matching(pairs: &[(Ten, Ten)]) -> Vec<(Ten, Ten)> {
     if pairs.len() <= 1 {
@@ -179,6 +179,10 @@ pub(crate) fn largest_matching(pairs: &[(Ten, Ten)]) -> Vec<(Ten, Ten)> {
     let mut outputs: Vec<Ten> = pairs.iter().map(|&(_, output)| output).collect();
     outputs.sort_unstable();
     outputs.dedup();
+    if inputs.len() == pairs.len() && outputs.len() == pairs.len() {
+        // Disjoint already, as in operators over whole lists of tensors.
+        return pairs.to_vec();
+    }
     let choices: Vec<Vec<usize>> = inputs
         .iter()
         .map(|wanted| {

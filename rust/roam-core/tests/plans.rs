@@ -88,7 +88,7 @@ fn live_bytes_follow_the_definition() {
 #[test]
 fn larger_plans_are_valid_and_repeatable() {
     let mut random = Random::new(3);
-    for round in 0..400 {
+    for round in 0..120 {
         let graph = random_graph(&mut random, 150);
         let settings = Settings { reuse: round % 2 == 0, ..SETTINGS };
         let plan = optimize(&graph, &settings, &Control::default()).expect("a plan");
@@ -143,7 +143,7 @@ fn renumbered(graph: &Graph, random: &mut Random) -> Graph {
 #[test]
 fn numbers_and_names_change_no_figure() {
     let mut random = Random::new(9);
-    for round in 0..600 {
+    for round in 0..300 {
         let graph = random_graph(&mut random, 60);
         let other = renumbered(&graph, &mut random);
         let settings = Settings { reuse: round % 2 == 0, ..SETTINGS };
