@@ -6,6 +6,7 @@ object means is decided once and remembered.
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from types import CodeType, FrameType
@@ -66,13 +67,15 @@ class Frames:
             if bits is None:
                 bits = self._bits[code] = _classify(code)
             if bits:
+                if frame.f_back is not None and frame.f_back.f_code is self.root:
+                    bits &= ~_LOSS  # the step itself is not its loss, whatever the user calls it
                 bits_seen |= bits
                 if bits & _USER and user is None:
                     user = frame
                 if bits & _MODULE and not module:
                     module = self._module_names.get(id(_first_local(frame)), "")
             frame = frame.f_back
-        source = Source(module, user.f_code.co_filename, user.f_lineno) if user else Source()
+        source = Source(module, shown_path(user.f_code.co_filename), user.f_lineno) if user else Source()
         if bits_seen & _BACKWARD:
             node = torch._C._current_autograd_node()
             made_by = self._forward_sources.get(node._sequence_nr()) if node is not None else None
@@ -83,6 +86,16 @@ class Frames:
             # The autograd node of this operator, if it has one, was numbered just before the kernel was reached.
             self._forward_sources.setdefault(torch._C._autograd._get_sequence_nr() - 1, source)
         return ("loss" if bits_seen & _LOSS else "forward"), source
+
+
+@functools.cache
+def shown_path(file: str) -> str:
+    """The user's own files in full; an installed package's from the package on, the same on every machine."""
+    for folder in ("site-packages", "dist-packages"):
+        before, separator, after = file.rpartition(os.sep + folder + os.sep)
+        if separator:
+            return after
+    return file.removeprefix(os.path.dirname(_ROAM.rstrip(os.sep)) + os.sep)
 
 
 def _first_local(frame: FrameType) -> Any:

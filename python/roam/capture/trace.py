@@ -13,7 +13,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
 
-from roam.capture.frames import Frames
+from roam.capture.frames import Frames, shown_path
 from roam.capture.live import as_live
 from roam.capture.owners import GradientOwner, Owner, StateOwner, state_owners
 from roam.capture.program import HostCall, Program, Ref
@@ -90,7 +90,7 @@ def user_line(error: BaseException) -> str:
     roam_folder = __file__.removesuffix("trace.py")
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if not frame.filename.startswith((torch_folder, roam_folder, "<")):
-            return f"{frame.filename}:{frame.lineno}"
+            return f"{shown_path(frame.filename)}:{frame.lineno}"
     return "unknown line"
 
 
