@@ -23,6 +23,8 @@ const WORK_PER_CUT: u64 = 4_000_000;
 const MOST_CUTS: usize = 48;
 /// Operators that one bound may probe.
 const MOST_PROBES: usize = 64;
+/// Operators looked at, over all probes of one bound; very large graphs get fewer.
+const PROBE_WORK: usize = 1_500_000;
 /// Cuts made side by side; fixed, so that plans do not depend on the number of threads.
 const BATCH: usize = 8;
 /// Inputs up to which every choice of reuse is cut on its own.
@@ -154,7 +156,7 @@ pub(crate) fn probe(problem: &Problem, op: Op, order: &[Op], target: u64, watch:
         step[other as usize] = at as u32;
     }
     let mut side = sides(problem, op);
-    let mut left = MOST_PROBES;
+    let mut left = (PROBE_WORK / problem.len().max(1)).clamp(BATCH, MOST_PROBES);
     loop {
         let mut cut = cut_between(problem, op, &side, watch)?;
         cut.bytes = cut.bytes.min(target);

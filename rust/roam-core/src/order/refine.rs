@@ -22,6 +22,12 @@ use std::cmp::Reverse;
 const MOST_SPLITS: usize = 24;
 /// Cuts by which the scheduler is staged; each makes one cut and two schedules.
 const MOST_STAGES: usize = 16;
+/// Operators looked at, over all rounds; very large graphs get fewer rounds.
+const WORK: usize = 500_000;
+
+fn rounds(problem: &Problem, most: usize) -> usize {
+    (WORK / problem.len().max(1)).clamp(1, most)
+}
 
 /// An order and what it costs.
 #[derive(Clone, Debug)]
@@ -60,7 +66,7 @@ impl Ordered {
 
 /// Splits the order at its peaks as long as it becomes better. The cuts go into `bounds`.
 pub(crate) fn split(problem: &Problem, mut best: Ordered, bounds: &mut Bounds, watch: &Watch) -> Result<Ordered, Stop> {
-    for _ in 0..MOST_SPLITS {
+    for _ in 0..rounds(problem, MOST_SPLITS) {
         let Some((op, cut)) = best.cut(problem, bounds, watch)? else { break };
         let (bound, _) = bounds.best();
         let parted = cut.done.iter().map(|done| {
@@ -82,7 +88,7 @@ pub(crate) fn stage(problem: &Problem, bounds: &mut Bounds, watch: &Watch) -> Re
     // The smallest of the sets that attain a cut, then the largest.
     for which in 0..2 {
         let mut stages = vec![0u32; problem.len()];
-        for _ in 0..MOST_STAGES {
+        for _ in 0..rounds(problem, MOST_STAGES) {
             let (bound, _) = bounds.best();
             let start = Start { ceiling: bound, stages: &stages };
             let mut found: Option<Ordered> = None;
