@@ -369,6 +369,25 @@ def test_closures_are_guarded() -> None:
     assert_failure(guards, "closure nothing changed from None to 1")
 
 
+def test_a_set_whose_hashes_meet_is_put_back() -> None:
+    numbers = {8, 0}  # In a table of eight both want the same place, so the order is that of insertion.
+    assert list(numbers) == [8, 0]
+
+    def step() -> set[int]:
+        return numbers
+
+    snapshot = Snapshot(Reach.of(step))
+    numbers.clear()
+    numbers.update([0, 8])
+    assert list(numbers) == [0, 8]
+    assert snapshot.moved() == []
+    numbers.add(1)
+    assert snapshot.moved() == ["closure numbers holds other elements than before"]
+    snapshot.restore()
+    assert numbers == {0, 8}
+    assert snapshot.moved() == []
+
+
 def test_unset_variables_are_guarded() -> None:
     def step() -> Any:
         return later, MISSING_GLOBAL  # type: ignore[name-defined]  # noqa: F821
