@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-import roam
 import torch
+
+import roam
 from training import TRAININGS, assert_same_bits, state_of
 
 functional = torch.nn.functional
@@ -55,7 +56,9 @@ class TestTheGraph:
         products = [operator for operator in graph.operators if operator.name == "aten.addmm.default"]
         assert [operator.module for operator in products] == ["model.first", "model.second"]
         assert all(operator.file == __file__ for operator in products)
-        backward = next(operator for operator in graph.operators if operator.name == "aten.native_batch_norm_backward.default")
+        backward = next(
+            operator for operator in graph.operators if operator.name == "aten.native_batch_norm_backward.default"
+        )
         assert backward.module == "model.norm"
 
     def test_counts_every_persistent_byte(self) -> None:
@@ -325,4 +328,3 @@ class TestRefuses:
 
         with pytest.raises(roam.CaptureError, match="not known until the step has run"):
             roam.capture(step, model, optimizer, x, y)
-

@@ -58,7 +58,8 @@ def both(script: Script) -> None:
 def batches(count: int, size: int = 5) -> list[tuple[torch.Tensor, torch.Tensor]]:
     generator = torch.Generator().manual_seed(7)
     return [
-        (torch.randn(size, 6, generator=generator), torch.randint(0, 3, (size,), generator=generator)) for _ in range(count)
+        (torch.randn(size, 6, generator=generator), torch.randint(0, 3, (size,), generator=generator))
+        for _ in range(count)
     ]
 
 
@@ -131,7 +132,12 @@ class TestStepsAsUsersWriteThem:
                 norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
                 optimizer.step()
                 right = (logits.detach().argmax(-1) == y).sum()
-                return {"losses": (first, second), "norm": norm, "right": right.item(), "rate": optimizer.param_groups[0]["lr"]}
+                return {
+                    "losses": (first, second),
+                    "norm": norm,
+                    "right": right.item(),
+                    "rate": optimizer.param_groups[0]["lr"],
+                }
 
             return step
 
@@ -205,7 +211,9 @@ class TestStepsAsUsersWriteThem:
 
             def step(self, batch, *, scale):
                 self.optimizer.zero_grad()
-                loss = functional.cross_entropy(self.model(batch["x"]), batch["more"][0], weight=self.weights[0]) * scale
+                loss = (
+                    functional.cross_entropy(self.model(batch["x"]), batch["more"][0], weight=self.weights[0]) * scale
+                )
                 loss.backward()
                 self.optimizer.step()
                 return loss
@@ -345,7 +353,10 @@ class TestOwners:
         for part in (0, 1):
             disable = {"ROAM_DISABLE": "1"} if form == "eager" and part == 0 else {}
             subprocess.run(
-                [sys.executable, str(program), str(part), str(tmp_path)], check=True, env={**environment, **disable}, timeout=300
+                [sys.executable, str(program), str(part), str(tmp_path)],
+                check=True,
+                env={**environment, **disable},
+                timeout=300,
             )
         losses = torch.load(tmp_path / "losses-0.pt") + torch.load(tmp_path / "losses-1.pt")
         assert_same_bits(straight[:20], losses)
@@ -476,7 +487,9 @@ class TestFailure:
         before = tensors_and_numbers(net.state_dict(), optimizer.state_dict(), torch.get_rng_state())
         with monkeypatch.context() as patch:
             Breaking(patch, step, "aten.addmm.default", RuntimeError("out of memory"))
-            with pytest.raises(roam.ExecutionError, match=r"aten.addmm.default at .*out of memory.*Nothing had been") as caught:
+            with pytest.raises(
+                roam.ExecutionError, match=r"aten.addmm.default at .*out of memory.*Nothing had been"
+            ) as caught:
                 step(net, optimizer, *data[2])
         assert isinstance(caught.value.__cause__, RuntimeError)
         assert_same_bits(before, tensors_and_numbers(net.state_dict(), optimizer.state_dict(), torch.get_rng_state()))
@@ -511,7 +524,9 @@ class TestFailure:
 
         both(script)
 
-    @pytest.mark.skipif(threading.current_thread() is not threading.main_thread(), reason="signals need the main thread")
+    @pytest.mark.skipif(
+        threading.current_thread() is not threading.main_thread(), reason="signals need the main thread"
+    )
     def test_an_interrupt_waits_for_the_end_of_the_step(self, monkeypatch: pytest.MonkeyPatch) -> None:
         step, net, optimizer, data = self.trained()
         eager, eager_net, eager_optimizer, _ = self.trained()
@@ -555,10 +570,10 @@ def test_a_kernel_that_differs_from_capture_is_caught_on_the_first_run(monkeypat
     runner = step._captures[0].runners[0]
     call = next(call for call in runner._program.calls if call.name == "aten.relu.default")
     monkeypatch.setattr(call, "target", lambda x: torch.relu(x).t().contiguous().t())
-    before = tensors_and_numbers([p for p in net.parameters()])
+    before = tensors_and_numbers(list(net.parameters()))
     with pytest.raises(roam.ExecutionError, match=r"strides"):
         step(net, optimizer, *batches(1)[0])
-    assert_same_bits(before, tensors_and_numbers([p for p in net.parameters()]))
+    assert_same_bits(before, tensors_and_numbers(list(net.parameters())))
 
 
 def test_a_report_line_is_logged(caplog: pytest.LogCaptureFixture) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
-import roam
 import torch
-from training import TRAININGS, assert_same_bits, run
 from torch.utils._python_dispatch import TorchDispatchMode
+
+import roam
+from training import TRAININGS, assert_same_bits, run
 
 STEPS = 20
 

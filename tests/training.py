@@ -117,8 +117,10 @@ def assert_same_bits(one: list[Any], other: list[Any]) -> None:
         assert type(a) is type(b), place
         if isinstance(a, torch.Tensor):
             assert (a.dtype, a.shape) == (b.dtype, b.shape), place
-            assert a.contiguous().view(torch.uint8).equal(b.contiguous().view(torch.uint8)) if a.dim() else (
-                a.reshape(1).view(torch.uint8).equal(b.reshape(1).view(torch.uint8))
+            assert (
+                a.contiguous().view(torch.uint8).equal(b.contiguous().view(torch.uint8))
+                if a.dim()
+                else (a.reshape(1).view(torch.uint8).equal(b.reshape(1).view(torch.uint8)))
             ), place
         else:
             assert repr(a) == repr(b), place

@@ -36,9 +36,7 @@ def fake(device: str = "cpu") -> Iterator[None]:
     """
     kind = torch.device(device).type
     if kind == "cuda" and not torch.cuda.is_available():
-        raise CaptureError(
-            'no CUDA device on this machine; capture with roam.fake("cpu")', code="no_device"
-        )
+        raise CaptureError('no CUDA device on this machine; capture with roam.fake("cpu")', code="no_device")
     with new_mode(), torch.device(device):
         yield
 

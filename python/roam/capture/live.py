@@ -70,7 +70,9 @@ class LiveNode:
         )
 
     guard_int = guard_float = int_ = _value
-    guard_bool = bool_ = expect_true = guard_size_oblivious = guard_or_false = guard_or_true = statically_known_true = _reached_python
+    guard_bool = bool_ = expect_true = guard_size_oblivious = guard_or_false = guard_or_true = statically_known_true = (
+        _reached_python
+    )
     wrap_int = wrap_float = wrap_bool = _reached_python
     str = _graph_repr = _reached_python
 

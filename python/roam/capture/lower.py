@@ -15,7 +15,7 @@ def lower(program: Program, *, name: str, device: str) -> Graph:
     operator creates nothing, and a control edge leads from it to each operator that uses it.
     """
     builder = GraphBuilder(name, device=device)
-    outgoing = {slot for slot in refs(program.result[0])}
+    outgoing = set(refs(program.result[0]))
     outgoing.update(slot for host_call in program.after for slot in refs(host_call.arguments))
     kinds, leaving = _kinds(program, outgoing)
     for number, storage in enumerate(program.storages):
@@ -76,9 +76,9 @@ def _kinds(program: Program, outgoing: set[int]) -> tuple[list[str], set[int]]:
     backward = [call for call in program.calls if call.phase == "backward"]
     used_in_backward = {_storage(program, slot) for call in backward for slot in call.refs()}
     for number, storage in enumerate(program.storages):
-        if storage.creator >= 0 and number in used_in_backward:
-            if program.calls[storage.creator].phase in ("forward", "loss"):
-                kinds[number] = "activation"
+        is_used = storage.creator >= 0 and number in used_in_backward
+        if is_used and program.calls[storage.creator].phase in ("forward", "loss"):
+            kinds[number] = "activation"
     for call in program.calls:
         if call.phase == "update":
             for slot in call.refs():

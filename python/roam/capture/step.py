@@ -77,7 +77,8 @@ def capture(
         raise CaptureError(f"step is 'first' or 'steady', not {step!r}", code="argument")
     if captured.first is None:
         raise CaptureError(
-            "there is no first step to capture: the optimizer has its state already, or keeps none", code="no_first_step"
+            "there is no first step to capture: the optimizer has its state already, or keeps none",
+            code="no_first_step",
         )
     return captured.first.graph
 

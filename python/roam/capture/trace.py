@@ -23,7 +23,9 @@ from roam.capture.world import World
 from roam.errors import CaptureError
 
 
-def trace(world: World, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, live_arguments: bool) -> Program:
+def trace(
+    world: World, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, live_arguments: bool
+) -> Program:
     """One recorded run in a world of fakes. The world is left as the step leaves it.
 
     Args:
@@ -159,7 +161,12 @@ def _scheduler(world: World, recorder: Recorder, path: str, scheduler: Any) -> I
         if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in arguments):
             arguments = tuple(a.detach() if isinstance(a, torch.Tensor) else a for a in arguments)
         recorder.program.after.append(
-            HostCall(scheduler, path, recorder.references((arguments, keywords), f"{path}.step()"), len(recorder.program.calls))
+            HostCall(
+                scheduler,
+                path,
+                recorder.references((arguments, keywords), f"{path}.step()"),
+                len(recorder.program.calls),
+            )
         )
         for owner in rates:
             owner.set(recorder.unknown(f"the learning rate after {path}.step()"))
@@ -171,7 +178,7 @@ def _scheduler(world: World, recorder: Recorder, path: str, scheduler: Any) -> I
     with (
         mock.patch.object(scheduler, "step", step),
         mock.patch.object(scheduler, "get_last_lr", last_rates),
-        mock.patch.dict(scheduler.__dict__, {name: unknown for name in ("last_epoch", "_step_count", "_last_lr")}),
+        mock.patch.dict(scheduler.__dict__, dict.fromkeys(("last_epoch", "_step_count", "_last_lr"), unknown)),
     ):
         yield
 

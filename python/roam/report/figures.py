@@ -37,9 +37,7 @@ class Place:
 
     def __str__(self) -> str:
         """One line for people: kernel, phase, module, file and line."""
-        # Where a library is installed says nothing; which of its files it is does.
-        file = self.file.rpartition("site-packages/")[2]
-        parts = [self.operator, self.phase, self.module, f"{file}:{self.line}" if file else ""]
+        parts = [self.operator, self.phase, self.module, f"{self.file}:{self.line}" if self.file else ""]
         return ", ".join(part for part in parts if part)
 
 

@@ -140,15 +140,19 @@ class Step:
             if runner.state_failure() is None:
                 return runner
         raise ExecutionError(
-            f"no plan fits the state that it was captured from: {captured.runners[-1].state_failure()}", code="no_plan_fits"
+            f"no plan fits the state that it was captured from: {captured.runners[-1].state_failure()}",
+            code="no_plan_fits",
         )
 
     def _refuse_torn(self) -> None:
         """After a step that failed half-way nothing runs until what it had written to is loaded again."""
-        waiting = [owner.path for owner, tensor, version in self._torn if owner.get() is tensor and tensor._version == version]
+        waiting = [
+            owner.path for owner, tensor, version in self._torn if owner.get() is tensor and tensor._version == version
+        ]
         if waiting:
             raise ExecutionError(
-                f"an earlier step failed half-way ({self._torn_reason}); load {_listed(waiting)} again first", code="torn"
+                f"an earlier step failed half-way ({self._torn_reason}); load {_listed(waiting)} again first",
+                code="torn",
             )
         self._torn = []
 

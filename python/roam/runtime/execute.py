@@ -121,14 +121,15 @@ class Executor:
         ]
         leaves, rebinds, after = self._outgoing(lambda ref: _Name(f"v{ref.slot}"))
         lines.append(f"    return ({names.show(leaves)}, {names.show(rebinds)}, {names.show(after)})")
-        exec(compile("\n".join(lines), _FILE, "exec"), names.values)  # noqa: S102 - our own text, no input of others in it
+        exec(compile("\n".join(lines), _FILE, "exec"), names.values)
         return names.values["run"]
 
     def _line(self, step: int, index: int, names: _Names) -> str:
         call = self.program.calls[index]
         args = [names.show(substitute(arg, lambda ref: _Name(f"v{ref.slot}"))) for arg in call.args]
         args += [
-            f"{key}={names.show(substitute(arg, lambda ref: _Name(f'v{ref.slot}')))}" for key, arg in call.kwargs.items()
+            f"{key}={names.show(substitute(arg, lambda ref: _Name(f'v{ref.slot}')))}"
+            for key, arg in call.kwargs.items()
         ]
         line = f"{names.constant(call.target)}({', '.join(args)})"
         if any(slot is not None for slot in call.outputs):
@@ -179,7 +180,7 @@ class _Names:
 
 def _frees(program: Program, order: list[int]) -> list[list[int]]:
     """Per step, the slots to forget after it: all views of the storages whose last use it is."""
-    outgoing = {slot for slot in refs(program.result[0])} | {slot for _, slot in program.rebinds}
+    outgoing = set(refs(program.result[0])) | {slot for _, slot in program.rebinds}
     outgoing.update(slot for host_call in program.after for slot in refs(host_call.arguments))
     kept = {_storage(program, slot) for slot in outgoing}
     kept.update(number for number, storage in enumerate(program.storages) if storage.creator < 0)
