@@ -167,6 +167,78 @@ class TestStepsAsUsersWriteThem:
 
         self.check(lambda net: plain_step, model=Twisted)
 
+    def test_tensors_that_change_their_own_shape(self) -> None:
+        class Shaped(Net):
+            def forward(self, x):
+                hidden = self.first(x)
+                hidden.unsqueeze_(0).transpose_(1, 2).mul_(2)
+                return self.second(hidden[0].t())
+
+        self.check(lambda net: plain_step, model=Shaped)
+
+    def test_buffers_and_attributes_that_are_replaced(self) -> None:
+        class Replacing(Net):
+            def __init__(self):
+                super().__init__()
+                self.register_buffer("average", torch.zeros(3))
+                self.last = torch.zeros(5, 3)
+
+            def forward(self, x):
+                result = self.second(torch.relu(self.first(x))) + 0.1 * self.last
+                self.average = 0.9 * self.average + 0.1 * result.detach().mean(0)
+                self.last = result.detach()
+                return result - self.average
+
+        self.check(lambda net: plain_step, model=Replacing)
+
+    def test_losses_whose_kernels_keep_more_than_their_result(self) -> None:
+        def make(net):
+            def step(model, optimizer, x, y):
+                optimizer.zero_grad()
+                wanted = functional.one_hot(y, 3).float()
+                result = model(x)
+                losses = [functional.mse_loss(result, wanted), functional.smooth_l1_loss(result, wanted)]
+                losses.append(functional.binary_cross_entropy(result.sigmoid(), wanted))
+                losses.append(functional.soft_margin_loss(result, wanted * 2 - 1))
+                sum(losses).backward()
+                optimizer.step()
+                return losses
+
+            return step
+
+        self.check(make)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_attention(self, dtype: torch.dtype) -> None:
+        class Attending(Net):
+            def __init__(self):
+                super().__init__()
+                self.into = torch.nn.Linear(6, 24)
+                self.to(dtype)
+
+            def forward(self, x):
+                parts = self.into(x.to(dtype))[None].chunk(3, -1)
+                heads = [part.reshape(1, -1, 2, 4).transpose(1, 2) for part in parts]
+                mixed = functional.scaled_dot_product_attention(*heads, is_causal=True)
+                return self.second(mixed.transpose(1, 2).reshape(-1, 8)).float()
+
+        self.check(lambda net: plain_step, model=Attending)
+
+    def test_channels_last(self) -> None:
+        class Convolutions(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.body = torch.nn.Sequential(
+                    torch.nn.Conv2d(2, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.ReLU(inplace=True),
+                    torch.nn.MaxPool2d(2), torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(), torch.nn.Linear(8, 3),
+                ).to(memory_format=torch.channels_last)  # fmt: skip
+
+            def forward(self, x):
+                images = x.repeat(1, 12).view(-1, 2, 6, 6).contiguous(memory_format=torch.channels_last)
+                return self.body(images)
+
+        self.check(lambda net: plain_step, model=Convolutions)
+
     def test_frozen_and_unused_parameters(self) -> None:
         class Partial(Net):
             def __init__(self):

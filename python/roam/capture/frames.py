@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
+import sysconfig
 from types import CodeType, FrameType
 from typing import Any
 
@@ -18,6 +19,7 @@ from roam.capture.program import Source
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _ROAM = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_STANDARD = sysconfig.get_path("stdlib") + os.sep
 _UPDATE_FILES = (_TORCH + "optim" + os.sep, os.path.join(_TORCH, "nn", "utils", "clip_grad.py"))
 _AUTOGRAD_FILES = tuple(os.path.join(_TORCH, "autograd", name) for name in ("__init__.py", "graph.py"))
 _LOSS_NAMES = ("loss", "cross_entropy", "nll", "kl_div")
@@ -34,7 +36,7 @@ def _classify(code: CodeType) -> int:
             bits |= _UPDATE
         if name in ("backward", "_engine_run_backward") and file.startswith(_AUTOGRAD_FILES):
             bits |= _BACKWARD
-    elif not file.startswith((_ROAM + "capture", _ROAM + "runtime", "<")):
+    elif not file.startswith((_ROAM + "capture", _ROAM + "runtime", "<")) and not _is_standard(file):
         bits |= _USER
     if name == "forward" and code.co_argcount and code.co_varnames[0] == "self":
         bits |= _MODULE
@@ -42,6 +44,10 @@ def _classify(code: CodeType) -> int:
     if any(part in lowered for part in _LOSS_NAMES) or file.endswith(os.path.join("modules", "loss.py")):
         bits |= _LOSS
     return bits
+
+
+def _is_standard(file: str) -> bool:
+    return file.startswith(_STANDARD) and "-packages" + os.sep not in file
 
 
 class Frames:
@@ -75,9 +81,9 @@ class Frames:
                 if bits & _MODULE and not module:
                     module = self._module_names.get(id(_first_local(frame)), "")
             frame = frame.f_back
-        source = Source(module, shown_path(user.f_code.co_filename), user.f_lineno) if user else Source()
+        source = Source(module, shown_path(user.f_code.co_filename), user.f_lineno) if user is not None else Source()
         if bits_seen & _BACKWARD:
-            node = torch._C._current_autograd_node()
+            node: Any = torch._C._current_autograd_node()  # None between the nodes, whatever the stub says
             made_by = self._forward_sources.get(node._sequence_nr()) if node is not None else None
             return "backward", made_by or source
         if bits_seen & _UPDATE:

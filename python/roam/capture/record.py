@@ -30,7 +30,20 @@ _HIDDEN_MUTATION: dict[Any, tuple[tuple[int, ...], int]] = {
     aten.miopen_batch_norm.default: ((3, 4), 5),
 }
 # Kernels whose result shares the argument's storage although their schema does not say so.
-_HIDDEN_ALIAS = {aten._unsafe_view.default, aten._reshape_alias.default, aten.lift_fresh.default}
+_HIDDEN_ALIAS = {
+    aten._unsafe_view.default,
+    aten._reshape_alias.default,
+    aten.lift_fresh.default,
+    aten.unsafe_split.Tensor,
+    aten.unsafe_split_with_sizes.default,
+}
+# Losses whose CPU kernels write the unreduced loss into the result's storage first and never give the rest of it back.
+_REDUCED_LOSSES = {
+    aten.mse_loss.default,
+    aten.smooth_l1_loss.default,
+    aten.soft_margin_loss.default,
+    aten.binary_cross_entropy.default,
+}
 # Kernels that give a tensor another storage or size under the same name.
 _REFUSED = {
     "aten.set_": "it gives a tensor another storage",
@@ -122,9 +135,7 @@ class Recorder(TorchDispatchMode):
         if is_integer and function is operator.pow:
             self.refuse("an integer power of a live integer may be int or float", code="live_power", source=source)
         live = self._live(is_integer, f"arithmetic at {source}")
-        self.program.calls.append(
-            Call(function, tuple(arguments), {}, (live.node.slot,), False, phase, source)
-        )
+        self.program.calls.append(Call(function, tuple(arguments), {}, (live.node.slot,), False, phase, source))
         return live
 
     def unknown(self, origin: str) -> Any:
@@ -177,6 +188,9 @@ class Recorder(TorchDispatchMode):
             )  # fmt: skip
         except UnsupportedOperatorException:
             self.refuse("it has no fake kernel", code="no_fake_kernel", op=str(func), source=source)
+        if torch.Tag.inplace_view in func.tags:
+            self._reshape_in_place(call, result)
+            return result
         result = _as_real(func, args, result)
         call.mutates = self._mutated(func, args, kwargs, call)
         self._record(call, result, args, kwargs)
@@ -213,7 +227,8 @@ class Recorder(TorchDispatchMode):
                     f"tensors of layout {item.layout} are not captured", code="layout",
                     op=call.name, source=call.source,
                 )  # fmt: skip
-            slot = self._add_tensor(item, creator=index, name=f"{call.target._opname}_{index}")
+            size_bytes = _reduced_bytes(args) if call.target in _REDUCED_LOSSES else 0
+            slot = self._add_tensor(item, creator=index, name=f"{call.target._opname}_{index}", at_least=size_bytes)
             self._check_aliasing(call, position, slot, argument_storages)
             outputs.append(slot)
         call.outputs = tuple(outputs)
@@ -261,9 +276,7 @@ class Recorder(TorchDispatchMode):
             self.program.constants.append((real.detach().clone(), constant))
         index = len(self.program.calls)
         slot = self._add_tensor(fake, creator=index, name=f"tensor_{index}")
-        self.program.calls.append(
-            Call(aten.clone.default, (Ref(constant),), {}, (slot,), False, phase, source)
-        )
+        self.program.calls.append(Call(aten.clone.default, (Ref(constant),), {}, (slot,), False, phase, source))
         # The fake mode remembers the literal's value and would answer `.item()` with it.
         fake.constant = None
         return fake
@@ -276,15 +289,20 @@ class Recorder(TorchDispatchMode):
         hidden = _HIDDEN_MUTATION.get(func)
         if hidden is not None and args[hidden[1]]:
             changed.extend(args[position] for position in hidden[0])
-        slots = [self._slot_of_argument(t, call.name, call.source) for t in _tensors(changed)]
-        for slot in slots:
-            meta = self.program.slots[slot]
-            if meta is not None and torch.Tag.inplace_view in func.tags:
-                self.refuse(
-                    "it changes a tensor's shape in place; use the form that returns a view",
-                    code="inplace_view", op=call.name, source=call.source,
-                )  # fmt: skip
-        return tuple(dict.fromkeys(slots))
+        return tuple(dict.fromkeys(self._slot_of_argument(t, call.name, call.source) for t in _tensors(changed)))
+
+    def _reshape_in_place(self, call: Call, tensor: Any) -> None:
+        """A tensor that changes its own shape (`x.unsqueeze_(0)`) is another view under the same name from here on."""
+        slot = self.slot_of(tensor)
+        if any(slot == owned for _, owned in self.program.owned):
+            self.refuse(
+                "it changes the shape of a tensor from outside of the step in place; use the form that returns a view",
+                code="inplace_view", op=call.name, source=call.source,
+            )  # fmt: skip
+        name = call.target._opname.removesuffix("_")
+        call.target = _with_arguments_of(call.target, getattr(aten, name))
+        call.outputs = (self._add_tensor(tensor, creator=len(self.program.calls), name=name),)
+        self.program.calls.append(call)
 
     def known_value(self, slot: int) -> Any:
         """The Python value of a slot that depends on nothing but constants written in the step; None for any other.
@@ -351,7 +369,9 @@ class Recorder(TorchDispatchMode):
         meta = self.program.slots[slot]
         assert meta is not None
         if self._storage_numbers.get(tensor.untyped_storage()._cdata) != meta.storage:
-            self.refuse("a tensor was given another storage (.data = ...)", code="storage_replaced", op=op, source=source)
+            self.refuse(
+                "a tensor was given another storage (.data = ...)", code="storage_replaced", op=op, source=source
+            )
         return slot
 
     def _live(self, is_integer: bool, origin: str) -> Any:
@@ -360,25 +380,30 @@ class Recorder(TorchDispatchMode):
         node = LiveNode(self, slot, is_integer, origin)
         return (LiveInt if is_integer else LiveFloat)(node)
 
-    def _add_tensor(self, tensor: Any, *, creator: int, name: str) -> int:
+    def _add_tensor(self, tensor: Any, *, creator: int, name: str, at_least: int = 0) -> int:
         storage = tensor.untyped_storage()
         number = self._storage_numbers.get(storage._cdata)
         if number is None:
-            number = self._new_storage(tensor, creator, name)
+            number = self._new_storage(tensor, creator, name, at_least)
             self._storage_numbers[storage._cdata] = number
             self._kept.append(storage)
         slot = self._new_slot(tensor, number)
         tensor._roam_slot = (self, slot)
         return slot
 
-    def _new_storage(self, tensor: Any, creator: int, name: str) -> int:
-        self.program.storages.append(Storage(tensor.untyped_storage().nbytes(), creator, name))
+    def _new_storage(self, tensor: Any, creator: int, name: str, at_least: int = 0) -> int:
+        self.program.storages.append(Storage(max(tensor.untyped_storage().nbytes(), at_least), creator, name))
         return len(self.program.storages) - 1
 
     def _new_slot(self, tensor: Any, storage: int) -> int:
         self.program.slots.append(
             TensorMeta(
-                tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset(), tensor.dtype, tensor.device, storage
+                tuple(tensor.shape),
+                tuple(tensor.stride()),
+                tensor.storage_offset(),
+                tensor.dtype,
+                tensor.device,
+                storage,
             )
         )
         return len(self.program.slots) - 1
@@ -401,6 +426,20 @@ def _as_real(func: Any, args: Any, result: Any) -> Any:
         if is_mixed and args[5]:
             return (output, *(statistic.float() for statistic in statistics))
     return result
+
+
+def _reduced_bytes(args: Any) -> int:
+    """Bytes of the unreduced loss of a prediction and a target on the CPU; 0 elsewhere."""
+    if args[0].device.type != "cpu":
+        return 0
+    return int(torch.broadcast_shapes(args[0].shape, args[1].shape).numel()) * int(args[0].element_size())
+
+
+def _with_arguments_of(func: Any, packet: Any) -> Any:
+    """The overload that takes the same arguments."""
+    wanted = [(argument.name, str(argument.type)) for argument in func._schema.arguments]
+    overloads = (getattr(packet, name) for name in packet.overloads())
+    return next(o for o in overloads if wanted == [(a.name, str(a.type)) for a in o._schema.arguments])
 
 
 def _without_masked(call: Call, args: Any, kwargs: Any, results: Any) -> Any:

@@ -95,6 +95,11 @@ class World:
         for path, module in self.reach.modules:
             if type(module).__module__.startswith("torch._dynamo"):
                 _refuse(f"{path} is wrapped by torch.compile; pass the module itself", "compiled_module")
+            if isinstance(module, torch.nn.RNNBase):
+                # torch.lstm and its kin choose another kernel for real tensors than for fake ones.
+                _refuse(
+                    f"{path} is a {type(module).__name__}; recurrent layers are not captured yet", "recurrent_layer"
+                )
             if isinstance(module, torch.jit.ScriptModule):
                 _refuse(f"{path} is a TorchScript module; pass the Python module", "script_module")
         for owner in self.owners():
