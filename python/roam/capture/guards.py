@@ -19,11 +19,20 @@ from itertools import chain
 from typing import Any, Final
 
 import torch
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils import _pytree as pytree
 
 from .reach import Reach
 from .spaces import ArraySpace, Items, MappingSpace, SequenceSpace, SetSpace, Space
 from .values import is_numpy_array, same, same_elements, show
+
+
+def _attention_kernels() -> tuple[bool, ...]:
+    cuda = torch.backends.cuda
+    return (
+        cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled(), cuda.cudnn_sdp_enabled()
+    )  # fmt: skip
+
 
 # Switches of PyTorch's that change what a step computes.
 _AMBIENT: Final[tuple[tuple[str, Callable[[], Any]], ...]] = (
@@ -31,7 +40,11 @@ _AMBIENT: Final[tuple[tuple[str, Callable[[], Any]], ...]] = (
     ("inference mode", torch.is_inference_mode_enabled),
     ("autocast on cpu", lambda: torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu")),
     ("autocast on cuda", lambda: torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda")),
+    ("autocast cache", torch.is_autocast_cache_enabled),
     ("default dtype", torch.get_default_dtype),
+    ("default device", torch.get_default_device),
+    ("function modes", lambda: tuple(map(type, _get_current_function_mode_stack()))),
+    ("choice of attention kernels", _attention_kernels),
     ("deterministic mode", torch.are_deterministic_algorithms_enabled),
     ("float32 matmul precision", torch.get_float32_matmul_precision),
 )
@@ -333,13 +346,15 @@ def _metadata(tensor: torch.Tensor) -> tuple[Any, ...]:
         tensor.device,
         tensor.requires_grad,
         tensor.is_leaf,
+        tensor.is_conj() or tensor.is_neg(),
+        tensor.is_inference(),
         len(hooks) if hooks else 0,
         len(post_hooks) if post_hooks else 0,
     )
 
 
 _METADATA: Final = (
-    "type", "dtype", "shape", "strides", "storage offset", "device", "requires_grad", "is_leaf", "gradient hooks", "gradient hooks"
+    "type", "dtype", "shape", "strides", "storage offset", "device", "requires_grad", "is_leaf", "conjugate or negative bit", "inference mode", "gradient hooks", "gradient hooks"
 )  # fmt: skip
 
 

@@ -136,8 +136,9 @@ _ARITHMETIC: dict[str, Callable[..., Any]] = {
     },
 }  # fmt: skip
 
-LiveFloat: Any = type("LiveFloat", (torch.SymFloat,), dict(_ARITHMETIC))
-LiveInt: Any = type("LiveInt", (torch.SymInt,), dict(_ARITHMETIC))
+# `isinstance(lr, float)` must say what it says of the number itself.
+LiveFloat: Any = type("LiveFloat", (torch.SymFloat,), _ARITHMETIC | {"__class__": property(lambda self: float)})
+LiveInt: Any = type("LiveInt", (torch.SymInt,), _ARITHMETIC | {"__class__": property(lambda self: int)})
 
 
 def as_live(number: Any) -> Any:

@@ -130,6 +130,8 @@ class Program:
     """Owners that must hold nothing before the step: what this program makes, another variant finds."""
     plain_state: list[tuple[Any, Any]] = field(default_factory=list)
     """(owner, value): what an optimizer's state holds after the step beside tensors."""
+    plain_before: list[tuple[Any, Any]] = field(default_factory=list)
+    """(owner, value): what an optimizer's state must hold before the step beside tensors."""
     stepped: list[Any] = field(default_factory=list)
     """Optimizers whose `step` the user's step calls."""
     after: list[HostCall] = field(default_factory=list)

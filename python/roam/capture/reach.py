@@ -110,6 +110,7 @@ class Reach:
             ``torch.amp.GradScaler``, generators are ``torch.Generator``.
         random_sources: ``random.Random`` and NumPy generators that the step holds.
         iterators: iterators and generators that the step holds; what they have left cannot be put back.
+        caches: functions with a `functools.lru_cache`.
         slots: every place that holds a tensor; `parameters`, `buffers` and `tensors` select from them.
         places: every space, guarded or live.
     """
@@ -122,6 +123,7 @@ class Reach:
         self.generators: list[tuple[str, torch.Generator]] = []
         self.random_sources: list[tuple[str, Any]] = []
         self.iterators: list[tuple[str, Any]] = []
+        self.caches: list[tuple[str, Any]] = []
         self.slots: list[Slot] = []
         self.places: list[Place] = []
 
@@ -306,7 +308,10 @@ class _Walk:
         elif issubclass(kind, (property, staticmethod, classmethod, functools.cached_property)):
             self._descriptor(value, path)
         elif kind is functools._lru_cache_wrapper:
+            self.reach.caches.append((path, value))
             self._enqueue(value.__wrapped__, path)
+        elif kind.__module__ == "roam.runtime.compile":
+            self._enqueue(value.__wrapped__, path)  # a compiled step inside of another is the user's function
         elif kind is types.MappingProxyType:
             for key, item in value.items():
                 self._enqueue(item, _index(path)(key))

@@ -44,6 +44,8 @@ _REDUCED_LOSSES = {
     aten.soft_margin_loss.default,
     aten.binary_cross_entropy.default,
 }
+# Kernels whose result's shape hangs on the values of their numbers.
+_SHAPED_BY_NUMBERS = {aten.arange, aten.range}
 # Kernels that give a tensor another storage or size under the same name.
 _REFUSED = {
     "aten.set_": "it gives a tensor another storage",
@@ -56,6 +58,7 @@ _REFUSED = {
     "aten.unique_consecutive": "the shape of its result depends on data",
     "aten.equal": "its result is a Python bool that depends on data",
 }
+_REPLACED = "the tensor was given other data (.data = ...); write into the data that it has, as in p.data.copy_(...)"
 UNKNOWN = -1
 """The slot of a number that nobody can know during the step."""
 _LIVE_STAND_IN = 0.5
@@ -176,6 +179,7 @@ class Recorder(TorchDispatchMode):
             self.refuse(reason, code="refused_operator", op=str(func), source=source)
         if func is aten.lift_fresh.default and not isinstance(args[0], FakeTensor):
             return self._literal(args[0], phase, source)
+        self._refuse_deciding_numbers(func, args, kwargs, source)
         call = Call(func, (), {}, (), False, phase, source, random=torch.Tag.nondeterministic_seeded in func.tags)
         plain_args, call.args = self._arguments(args, call)
         plain_kwargs, call.kwargs = self._arguments(kwargs, call)
@@ -195,6 +199,17 @@ class Recorder(TorchDispatchMode):
         call.mutates = self._mutated(func, args, kwargs, call)
         self._record(call, result, args, kwargs)
         return result
+
+    def _refuse_deciding_numbers(self, func: Any, args: Any, kwargs: Any, source: Source) -> None:
+        """Refuses live numbers that decide a shape, or which kernels the backward pass is made of."""
+        is_deciding = func._overloadpacket in _SHAPED_BY_NUMBERS or (
+            func is aten.pow.Tensor_Scalar and torch.is_grad_enabled() and args[0].requires_grad
+        )
+        if is_deciding and any(isinstance(a, (torch.SymFloat, torch.SymInt)) for a in (*args, *kwargs.values())):
+            self.refuse(
+                "a number that changes from step to step decides which kernels run", code="value_reached_python",
+                op=str(func), source=source,
+            )  # fmt: skip
 
     def _record(self, call: Call, result: Any, args: Any, kwargs: Any) -> None:
         """Appends the call with its results, unless it only answers a question about metadata."""
@@ -366,13 +381,27 @@ class Recorder(TorchDispatchMode):
                 "it in a module, a list or an attribute that the step's function can reach",
                 code="unknown_tensor", op=op, source=source,
             )  # fmt: skip
+        if not self._is_intact(tensor, slot):
+            self.refuse(_REPLACED, code="storage_replaced", op=op, source=source)
+        return slot
+
+    def leaving(self, tensor: Any, place: str) -> int:
+        """The slot of a tensor that is at `place` after the step."""
+        slot = self.slot_of(tensor)
+        if slot is None:
+            raise CaptureError(f"the step puts a tensor of unknown origin at {place}", code="unknown_tensor")
+        if not self._is_intact(tensor, slot):
+            raise CaptureError(f"{place}: {_REPLACED}", code="storage_replaced")
+        return slot
+
+    def _is_intact(self, tensor: Any, slot: int) -> bool:
+        """Whether a tensor is still what its slot says; `.data = ...` makes it another behind the dispatcher's back."""
         meta = self.program.slots[slot]
         assert meta is not None
-        if self._storage_numbers.get(tensor.untyped_storage()._cdata) != meta.storage:
-            self.refuse(
-                "a tensor was given another storage (.data = ...)", code="storage_replaced", op=op, source=source
-            )
-        return slot
+        return (
+            self._storage_numbers.get(tensor.untyped_storage()._cdata) == meta.storage
+            and (tuple(tensor.shape), tensor.stride(), tensor.storage_offset()) == (meta.shape, meta.stride, meta.offset)
+        )  # fmt: skip
 
     def _live(self, is_integer: bool, origin: str) -> Any:
         slot = len(self.program.slots)
@@ -425,6 +454,10 @@ def _as_real(func: Any, args: Any, result: Any) -> Any:
         is_mixed = any(t is not None and t.dtype is not args[0].dtype for t in args[1:5])
         if is_mixed and args[5]:
             return (output, *(statistic.float() for statistic in statistics))
+    if func is aten.native_layer_norm.default and args[0].device.type == "cpu":
+        output, *statistics = result
+        if args[2] is not None and args[2].dtype is not args[0].dtype:
+            return (output, *(statistic.to(args[2].dtype) for statistic in statistics))
     return result
 
 

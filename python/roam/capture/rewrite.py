@@ -9,6 +9,7 @@ import torch
 
 from roam.capture.owners import GradientOwner
 from roam.capture.program import Call, HostCall, Program, Ref, Storage, TensorMeta, refs, substitute
+from roam.capture.values import same
 
 aten = torch.ops.aten
 
@@ -129,6 +130,7 @@ def _renumber(
     result.dropped = list(program.dropped)
     result.absent = list(program.absent)
     result.plain_state = list(program.plain_state)
+    result.plain_before = list(program.plain_before)
     result.stepped = list(program.stepped)
     result.after = [HostCall(h.scheduler, h.path, renamed(h.arguments), h.position) for h in program.after]
     return result
@@ -154,10 +156,47 @@ def difference(first: Program, second: Program) -> str | None:
     ):
         if one_value != other_value:
             return f"the {what} differ"
-    for (one_tensor, _), (other_tensor, _) in zip(first.constants, second.constants, strict=True):
-        if one_tensor.dtype != other_tensor.dtype or not torch.equal(one_tensor, other_tensor):
-            return "a tensor written out in the step's code has other values"
+    if not _same_constants(first, second):
+        return "a tensor written out in the step's code has other values"
     return None
+
+
+def agrees(live: Program, plain: Program) -> bool:
+    """Whether a trace with live numbers runs the kernels of one with plain numbers, on the same values but for those.
+
+    Code that asks for the very type of a number (`type(x) is float`) may take another way with a live one.
+    """
+    kernels, others = (
+        [call for call in program.calls if isinstance(call.target, torch._ops.OpOverload)] for program in (live, plain)
+    )
+    return (
+        len(kernels) == len(others)
+        and all(
+            one.target is other.target and _fits(live, (one.args, one.kwargs), (other.args, other.kwargs))
+            for one, other in zip(kernels, others, strict=True)
+        )
+        and _fits(live, live.result[0], plain.result[0])
+        and _same_constants(live, plain)
+    )
+
+
+def _fits(program: Program, value: Any, plain: Any) -> bool:
+    if isinstance(value, Ref):
+        return isinstance(plain, Ref) or (program.slots[value.slot] is None and type(plain) in (int, float))
+    if type(value) is not type(plain):
+        return False
+    if isinstance(value, (tuple, list)):
+        return len(value) == len(plain) and all(_fits(program, *pair) for pair in zip(value, plain, strict=True))
+    if isinstance(value, dict):
+        return value.keys() == plain.keys() and all(_fits(program, value[key], plain[key]) for key in value)
+    return same(value, plain)
+
+
+def _same_constants(first: Program, second: Program) -> bool:
+    return len(first.constants) == len(second.constants) and all(
+        one.dtype == other.dtype and torch.equal(one, other)
+        for (one, _), (other, _) in zip(first.constants, second.constants, strict=True)
+    )
 
 
 def _paths(bindings: list[tuple[Any, int]]) -> list[tuple[str, int]]:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
+
+import torch
+import torch.utils._pytree as pytree
 
 from roam._core import Graph
 from roam.capture.guards import ArgGuard, Guards
@@ -12,7 +16,7 @@ from roam.capture.lower import device_of, lower
 from roam.capture.owners import GradientOwner
 from roam.capture.program import Program
 from roam.capture.reach import Reach
-from roam.capture.rewrite import accumulate_in_place, difference, prune
+from roam.capture.rewrite import accumulate_in_place, agrees, difference, prune
 from roam.capture.snapshot import Snapshot
 from roam.capture.trace import trace
 from roam.capture.world import World
@@ -20,6 +24,8 @@ from roam.errors import CaptureError
 
 _MOST_TRACES = 3
 """A first step, a steady one, and the steady one again."""
+_one_at_a_time = threading.RLock()
+"""Tracing puts fakes and stand-ins where other threads would find them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,74 +98,93 @@ def capture_step(
         train_step, args, kwargs: the user's function and a call of it.
         keep_grads: whether `.grad` of every parameter outlives the step, as under eager PyTorch.
     """
-    reach = Reach.of(train_step, args, kwargs)
-    _refuse_unseen_state(reach)
-    guards = Guards(reach)
-    world = World(reach, args, kwargs)
-    snapshot = Snapshot(reach)
-    try:
-        fake_args, fake_kwargs = world.enter()
-        try:
-            programs = _traces(world, reach, train_step, fake_args, fake_kwargs, live_arguments=True)
-            live_arguments = True
-        except CaptureError as error:
+    with _one_at_a_time:
+        if torch.is_autocast_cache_enabled() and any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
+            raise CaptureError(
+                "autocast is on around the step, and its cache may hold casts of weights from before; enter it in the step, "
+                "or with cache_enabled=False",
+                code="autocast_cache",
+            )
+        reach = Reach.of(train_step, args, kwargs)
+        _refuse_unseen_state(reach)
+        guards = Guards(reach)
+        tracer = _Tracer(reach, train_step, args, kwargs)
+        floats = [index for index, leaf in enumerate(pytree.tree_leaves((args, kwargs))) if type(leaf) is float]
+        programs = tracer.live_programs() if floats else None
+        if programs is None:
             # A float argument that decides something in Python cannot be live; it is guarded by value instead.
-            if error.code != "value_reached_python" or not _has_float(world):
-                raise
-            snapshot.restore()
-            world = World(reach, args, kwargs)
-            fake_args, fake_kwargs = world.enter()
-            programs = _traces(world, reach, train_step, fake_args, fake_kwargs, live_arguments=False)
-            live_arguments = False
-    finally:
-        snapshot.restore()
-    first, steady = programs[0], programs[-1]
-    carried = {owner.path for owner, _ in steady.owned if isinstance(owner, GradientOwner)}
-    for program in (first, steady):
-        _settle_gradients(program, carried, keep_grads)
-    steady = prune(steady)
-    is_steady = first is programs[-1] or difference(first, programs[-1]) is None
-    name = getattr(train_step, "__name__", type(train_step).__name__)
-    live = [index for index, leaf in enumerate(world.leaves) if live_arguments and type(leaf) is float]
-    return CapturedStep(
-        None if is_steady else _variant(prune(first), f"{name} (first step)"),
-        _variant(steady, name),
-        guards,
-        ArgGuard(args, kwargs, guards, live=live),
-    )
+            floats, programs = [], tracer.programs(live_arguments=False)
+        first, steady = programs[0], programs[-1]
+        carried = {owner.path for owner, _ in steady.owned if isinstance(owner, GradientOwner)}
+        for program in (first, steady):
+            _settle_gradients(program, carried, keep_grads)
+        steady = prune(steady)
+        is_steady = difference(first, programs[-1]) is None and _absent(first) == _absent(steady)
+        name = getattr(train_step, "__name__", type(train_step).__name__)
+        return CapturedStep(
+            None if is_steady else _variant(prune(first), f"{name} (first step)"),
+            _variant(steady, name),
+            guards,
+            ArgGuard(args, kwargs, guards, live=floats),
+        )
+
+
+def _absent(program: Program) -> set[str]:
+    return {owner.path for owner in program.absent}
 
 
 def _variant(program: Program, name: str) -> Variant:
     return Variant(program, lower(program, name=name, device=device_of(program)))
 
 
-def _traces(
-    world: World,
-    reach: Reach,
-    train_step: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    *,
-    live_arguments: bool,
-) -> list[Program]:
-    """Traces of successive steps, until two in a row are the same program."""
-    inside = Snapshot(reach)
-    programs: list[Program] = []
-    change: str | None = None
-    for _ in range(_MOST_TRACES):
-        program = trace(world, train_step, args, kwargs, live_arguments=live_arguments)
-        moved = inside.moved()
-        if moved:
-            raise CaptureError(
-                f"the step changes Python state that a captured step would not change again: {moved[0]}", code="moved"
-            )
-        accumulate_in_place(program)
-        programs.append(prune(program))
-        if len(programs) > 1:
-            change = difference(programs[-2], programs[-1])
-            if change is None:
-                return programs
-    raise CaptureError(f"two runs of the step on the same state are not the same program: {change}", code="unstable")
+@dataclass(frozen=True, slots=True)
+class _Tracer:
+    """Traces one call of the user's function, any number of times, each from the state in which it was found."""
+
+    reach: Reach
+    train_step: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def programs(self, *, live_arguments: bool, only_first: bool = False) -> list[Program]:
+        """Successive steps, until two in a row are the same program; or the first alone."""
+        world = World(self.reach, self.args, self.kwargs)
+        snapshot = Snapshot(self.reach)
+        programs: list[Program] = []
+        change: str | None = None
+        try:
+            args, kwargs = world.enter()
+            inside = Snapshot(self.reach)
+            for _ in range(_MOST_TRACES):
+                program = trace(world, self.train_step, args, kwargs, live_arguments=live_arguments)
+                moved = inside.moved()
+                if moved:
+                    raise CaptureError(
+                        f"the step changes Python state that a captured step would not change again: {moved[0]}",
+                        code="moved",
+                    )
+                accumulate_in_place(program)
+                programs.append(prune(program))
+                if only_first:
+                    return programs
+                if len(programs) > 1:
+                    change = difference(programs[-2], programs[-1])
+                    if change is None:
+                        return programs
+        finally:
+            snapshot.restore()
+        raise CaptureError(
+            f"two runs of the step on the same state are not the same program: {change}", code="unstable"
+        )
+
+    def live_programs(self) -> list[Program] | None:
+        """The same with live float arguments; None where the step does something else with them than with floats."""
+        try:
+            programs = self.programs(live_arguments=True)
+        except CaptureError:
+            return None
+        (plain,) = self.programs(live_arguments=False, only_first=True)
+        return programs if agrees(programs[0], plain) else None
 
 
 def _settle_gradients(program: Program, carried: set[str], keep_grads: bool) -> None:
@@ -175,10 +200,6 @@ def _settle_gradients(program: Program, carried: set[str], keep_grads: bool) -> 
         elif owner.path not in owned:
             program.absent.append(owner)
     program.rebinds = rebinds
-
-
-def _has_float(world: World) -> bool:
-    return any(type(leaf) is float for leaf in world.leaves)
 
 
 def _refuse_unseen_state(reach: Reach) -> None:

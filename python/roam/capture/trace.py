@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -41,7 +43,7 @@ def trace(
     frames.root = _run.__code__
     recorder = Recorder(frames)
     before: list[tuple[Owner, Any]] = [(owner, owner.get()) for owner in world.owners()]
-    plain = {owner.path: owner.get() for owner in state_owners(world.reach, world.parameters, plain=True)}
+    plain = [(owner, owner.get()) for owner in state_owners(world.reach, world.parameters, plain=True)]
     rates = [owner.get() for owner in world.rates]
     try:
         for owner, tensor in before:
@@ -68,7 +70,16 @@ def trace(
         world.forget_values()
 
 
+_state = threading.local()
+
+
+def is_tracing() -> bool:
+    """Whether this thread runs a user's step on fake tensors now."""
+    return getattr(_state, "is_tracing", False)
+
+
 def _run(recorder: Recorder, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    _state.is_tracing = True
     try:
         return step(*args, **kwargs)
     except CaptureError:
@@ -84,6 +95,8 @@ def _run(recorder: Recorder, step: Callable[..., Any], args: tuple[Any, ...], kw
             f"the step raised {type(error).__name__} at {line} when it was run on fake tensors: {error}",
             code="step_raised", source=line,
         ) from error  # fmt: skip
+    finally:
+        _state.is_tracing = False
 
 
 def user_line(error: BaseException) -> str:
@@ -127,25 +140,39 @@ def _watched(world: World, recorder: Recorder) -> Iterator[None]:
         return as_live(plain_item(tensor))
 
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(torch.Tensor, "item", item))
+
+        def replace(holder: Any, name: str, stand_in: Callable[..., Any]) -> None:
+            stack.enter_context(mock.patch.object(holder, name, _in_trace(getattr(holder, name), stand_in)))
+
+        replace(torch.Tensor, "item", item)
         transformers = sys.modules.get("transformers.utils.import_utils")
         if hasattr(transformers, "is_fake_tensor"):
             # It would take other attention masks, hence other kernels, than on real tensors.
-            stack.enter_context(mock.patch.object(transformers, "is_fake_tensor", lambda _: False))
+            replace(transformers, "is_fake_tensor", lambda _: False)
         for holder in (torch, torch.random):
             for name in ("set_rng_state", "manual_seed", "seed"):
-                stack.enter_context(mock.patch.object(holder, name, generator_set))
+                replace(holder, name, generator_set)
         for name in ("__repr__", "__str__", "__format__"):
-            stack.enter_context(mock.patch.object(torch.Tensor, name, shown))
+            replace(torch.Tensor, name, shown)
         for path, scheduler in world.reach.schedulers:
             stack.enter_context(_scheduler(world, recorder, path, scheduler))
         yield
 
 
+def _in_trace(original: Callable[..., Any], stand_in: Callable[..., Any]) -> Callable[..., Any]:
+    """The stand-in for the thread that traces; other threads keep the original."""
+
+    @functools.wraps(original)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        return (stand_in if is_tracing() else original)(*args, **kwargs)
+
+    return function
+
+
 def _called_by_user() -> bool:
     """Whether the code that shows a tensor is the user's, not torch's own messages."""
     torch_folder = str(torch.__file__).removesuffix("__init__.py")
-    frame = sys._getframe(2)
+    frame = sys._getframe(3)  # past the stand-in and its wrapper
     return not frame.f_code.co_filename.startswith(torch_folder)
 
 
@@ -185,11 +212,12 @@ def _scheduler(world: World, recorder: Recorder, path: str, scheduler: Any) -> I
 
 def _results(world: World, recorder: Recorder, result: Any) -> None:
     """What the step returns: tensors and live numbers by slot, plain values as they are."""
-    leaves, spec = pytree.tree_flatten(result)
+    leaves, spec = pytree.tree_flatten(result, is_leaf=lambda value: type(value) is torch.Size)
     references = []
     for leaf in leaves:
-        slot = recorder.slot_of(leaf)
-        if slot is not None:
+        if isinstance(leaf, torch.Tensor):
+            references.append(Ref(recorder.leaving(leaf, "the step's result")))
+        elif (slot := recorder.slot_of(leaf)) is not None:
             references.append(Ref(slot))
         elif is_plain(leaf):
             references.append(leaf)
@@ -208,34 +236,41 @@ def _endings(world: World, recorder: Recorder, before: list[tuple[Owner, Any]]) 
     program.stepped = [optimizer for optimizer in world.optimizers if optimizer.__dict__.get("_opt_called")]
     held = {owner.path: tensor for owner, tensor in before}
     now = {owner.path: owner for owner in world.owners()}
+    for owner, tensor in before:
+        recorder.leaving(tensor, owner.path)
     for path, owner in now.items():
         tensor = owner.get()
         if held.get(path) is tensor:
             continue
         if not isinstance(owner, (StateOwner, GradientOwner)) and owner.kind == "parameter":
             raise CaptureError(f"the step puts another parameter at {path}", code="parameter_replaced")
-        slot = recorder.slot_of(tensor)
-        if slot is None:
-            raise CaptureError(f"the step puts a tensor of unknown origin at {path}", code="unknown_tensor")
-        program.rebinds.append((owner, slot))
+        program.rebinds.append((owner, recorder.leaving(tensor, path)))
     for owner, _ in before:
         if owner.path not in now:
             if isinstance(owner, GradientOwner):
                 program.dropped.append(owner)
             else:
                 raise CaptureError(f"the step removes {owner.path}", code="owner_removed")
+    # A gradient that was not there may well matter when it is.
+    program.absent += [
+        GradientOwner(parameter, path)
+        for parameter in world.parameters
+        if (path := f"{parameter.path}.grad") not in held and path not in now
+    ]
 
 
-def _plain_endings(world: World, recorder: Recorder, before: dict[str, Any]) -> None:
+def _plain_endings(world: World, recorder: Recorder, before: list[tuple[Any, Any]]) -> None:
     """What the step adds to optimizer state beside tensors. Numbers that change from step to step are refused."""
+    recorder.program.plain_before = before
+    known = {owner.path: value for owner, value in before}
     for owner in state_owners(world.reach, world.parameters, plain=True):
         value = owner.get()
         if not is_plain(value):
             raise CaptureError(f"{owner.path} is a {type(value).__name__}", code="optimizer_state")
-        if owner.path not in before:
+        if owner.path not in known:
             recorder.program.plain_state.append((owner, value))
             recorder.program.absent.append(owner)
-        elif not same(before[owner.path], value):
+        elif not same(known[owner.path], value):
             raise CaptureError(
                 f"{owner.path} is a Python number that the step changes; a plan would freeze it", code="optimizer_state"
             )

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any, Literal
 
 import torch
@@ -20,7 +21,8 @@ from roam import Plan
 from roam.capture.owners import ArgumentOwner, GradientOwner, RateOwner, StateOwner
 from roam.capture.program import TensorMeta
 from roam.capture.step import CapturedStep, Variant, capture_step
-from roam.capture.values import MISSING
+from roam.capture.trace import is_tracing
+from roam.capture.values import MISSING, same, show
 from roam.errors import ExecutionError
 from roam.runtime.execute import Executor
 
@@ -79,7 +81,7 @@ class Step:
         self._torn_reason = ""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if os.environ.get("ROAM_DISABLE", "0") not in ("", "0"):
+        if os.environ.get("ROAM_DISABLE", "0") not in ("", "0") or is_tracing():
             return self._train_step(*args, **kwargs)
         self._refuse_torn()
         runner, reason = self._find(args, kwargs)
@@ -96,6 +98,10 @@ class Step:
             self._torn = torn.owners
             self._torn_reason = str(torn.error)
             raise torn.error from torn.error.__cause__
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        """A compiled method, bound like any other."""
+        return self if instance is None else MethodType(self, instance)
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """The plan by which this call would run; nothing is run.
@@ -191,6 +197,10 @@ class Runner:
         self._executor = Executor(program, self.plan.order.tolist())
         self._checked = False
         self._owners = [owner for owner, _ in program.owned]
+        # Gradients that a run uses up are kept until it is done: it may fail, and be tried again.
+        used = {owner.path for owner in self._owners}
+        self._consumed = [owner for owner in program.dropped if owner.path in used]
+        self._ignored = [owner for owner in program.dropped if owner.path not in used]
         self._live_state = [
             (owner, _expected(program.slots[slot]))
             for owner, slot in program.owned
@@ -210,6 +220,9 @@ class Runner:
         for owner in self._program.absent:
             if owner.get() is not MISSING:
                 return f"{owner.path} exists already"
+        for owner, value in self._program.plain_before:
+            if not same(value, owner.get()):
+                return f"{owner.path} changed from {show(value)} to {show(owner.get())}"
         return None
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -218,7 +231,7 @@ class Runner:
         inputs = [leaves[owner.index] if isinstance(owner, ArgumentOwner) else owner.get() for owner in self._owners]
         self._check_inputs(inputs)
         inputs += [tensor for tensor, _ in program.constants]
-        for owner in program.dropped:
+        for owner in self._ignored:
             owner.parameter.get().grad = None
         generator = torch.get_rng_state().numpy().tobytes()  # not a tensor: it would count as memory of the step
         with _interrupts_wait(), self._kernels_alone():
@@ -227,6 +240,8 @@ class Runner:
                 result, rebinds, after = run(inputs)
             except Exception as error:
                 raise self._failed(error, generator) from error
+            for owner in self._consumed:
+                owner.parameter.get().grad = None
             for (owner, _), value in zip(program.rebinds, rebinds, strict=True):
                 owner.set(value)
             for owner, value in program.plain_state:
@@ -244,7 +259,7 @@ class Runner:
         for owner, value in zip(self._owners, inputs, strict=True):
             if isinstance(value, torch.Tensor):
                 storages.append(value.untyped_storage()._cdata)
-            elif isinstance(owner, RateOwner) and type(value) not in (float, int):
+            elif isinstance(owner, RateOwner) and (type(value) is bool or not isinstance(value, (float, int))):
                 raise ExecutionError(f"{owner.path} is a {type(value).__name__}, not a float", code="rate")
         if _pattern(storages) != self._sharing:
             raise ExecutionError("tensors of the step share memory in another way than at capture", code="sharing")
@@ -255,7 +270,7 @@ class Runner:
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
             for device in self._devices:
-                if torch.is_autocast_enabled(device):
+                if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
                     stack.enter_context(torch.autocast(device, enabled=False))
             yield
 
@@ -271,7 +286,11 @@ class Runner:
                 f"{where} failed: {error}. Nothing had been updated yet", code="failed", operator=failure.call.name,
                 source=str(failure.call.source),
             )  # fmt: skip
-        owners = [(owner, owner.get()) for owner in self._owners if owner.path in set(changed)]
+        owners = [
+            (owner, owner.get())
+            for owner in self._owners
+            if owner.path in set(changed) and not isinstance(owner, ArgumentOwner)
+        ]
         torn = ExecutionError(
             f"{where} failed: {error}. Already updated, perhaps in part: {_listed(changed)}",
             code="torn", operator=failure.call.name, source=str(failure.call.source),

@@ -223,7 +223,9 @@ class _Check:
         self._versions = [
             (values[slot], values[slot]._version)
             for slot in call.refs()
-            if self._program.slots[slot] is not None and _storage(self._program, slot) not in changed
+            if self._program.slots[slot] is not None
+            and _storage(self._program, slot) not in changed
+            and not values[slot].is_inference()  # those have no version
         ]
         self._generator = None if call.random else torch.get_rng_state()
 

@@ -1,0 +1,406 @@
+"""Scripts that users write, at their least tame: a compiled step gives the bits of eager, or says what it cannot do."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import roam
+from test_compile import batches, both, plain_step
+from training import assert_same_bits, tensors_and_numbers
+
+functional = torch.nn.functional
+
+
+def linear() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    net = torch.nn.Linear(6, 3)
+    return net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+
+
+class TestGradientsFromOutside:
+    """A gradient that was not there when the step was captured counts when it is."""
+
+    def test_accumulated_before_a_step_that_zeroes_at_its_end(self) -> None:
+        def script(wrap):
+            net, optimizer = linear()
+
+            @wrap
+            def step(x, y):
+                loss = functional.cross_entropy(net(x), y)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                return loss
+
+            returned = []
+            for index, (x, y) in enumerate(batches(6)):
+                if index in (2, 4):
+                    functional.cross_entropy(net(x * 2), y).backward()
+                if index == 4:
+                    net.bias.grad = None
+                returned.append(step(x, y))
+            return [returned, net.state_dict(), optimizer.state_dict()]
+
+        both(script)
+
+    @pytest.mark.parametrize("is_frozen", [True, False])
+    @pytest.mark.parametrize("set_to_none", [True, False])
+    def test_given_to_a_parameter_that_the_step_does_not_use(self, is_frozen: bool, set_to_none: bool) -> None:
+        def script(wrap):
+            net, other = torch.nn.Linear(6, 3), torch.nn.Linear(2, 2).requires_grad_(not is_frozen)
+            optimizer = torch.optim.SGD([*net.parameters(), *other.parameters()], lr=0.1, momentum=0.9)
+
+            @wrap
+            def step(x, y):
+                net.zero_grad(set_to_none=set_to_none)
+                loss = functional.cross_entropy(net(x), y)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=set_to_none)
+                return loss
+
+            returned = []
+            for index, (x, y) in enumerate(batches(6)):
+                if index in (2, 3):
+                    other.weight.grad = torch.ones(2, 2)
+                returned.append(step(x, y))
+            return [returned, net.state_dict(), other.state_dict(), optimizer.state_dict()]
+
+        both(script)
+
+    def test_are_still_there_after_a_step_that_failed_before_it_changed_anything(self) -> None:
+        def script(wrap):
+            net = torch.nn.Sequential(torch.nn.Embedding(4, 6), torch.nn.Linear(6, 3))
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+            def backward(x, y):
+                loss = functional.cross_entropy(net(x), y)
+                loss.backward()
+                return loss
+
+            @wrap
+            def step(x, y):
+                loss = backward(x, y)
+                optimizer.step()
+                optimizer.zero_grad()
+                return loss
+
+            good, bad, y = torch.tensor([1, 2, 3]), torch.tensor([1, 2, 9]), torch.tensor([0, 1, 2])
+            returned = []
+            for _ in range(2):
+                backward(good, y)
+                with pytest.raises((IndexError, roam.ExecutionError)):
+                    step(bad, y)
+                returned.append(step(good, y))
+            return [returned, net.state_dict()]
+
+        both(script)
+
+
+def test_a_failed_step_that_changed_only_its_arguments_says_so() -> None:
+    table = torch.nn.Embedding(4, 6)
+    net, optimizer = linear()
+
+    @roam.compile
+    def step(x, index, y):
+        x.mul_(2)
+        return plain_step(net, optimizer, x + table(index), y)
+
+    (x, y), index = batches(1)[0], torch.tensor([0, 1, 2, 3, 0])
+    step(x, index, y)
+    with pytest.raises(roam.ExecutionError, match=r"perhaps in part: argument \[0\]\[0\]$"):
+        step(x, index + 1, y)
+    step(x, index, y)
+
+
+class TestDataReplaced:
+    """`.data = ...` goes past every dispatcher."""
+
+    @pytest.mark.parametrize("of", ["parameter", "buffer", "gradient", "result"])
+    def test_is_refused(self, of: str) -> None:
+        net, optimizer = linear()
+        net.register_buffer("count", torch.zeros(3))
+        before = tensors_and_numbers(net.state_dict())
+
+        @roam.compile
+        def step(x, y):
+            optimizer.zero_grad()
+            result = net(x) + net.count
+            loss = functional.cross_entropy(result, y)
+            loss.backward()
+            tensor = {"parameter": net.weight, "buffer": net.count, "gradient": net.weight.grad, "result": loss}[of]
+            if of != "gradient":
+                optimizer.step()
+            tensor.data = tensor.data * 2
+            if of == "gradient":
+                optimizer.step()
+            return loss
+
+        with pytest.raises(roam.CaptureError, match=r"given other data"):
+            step(*batches(1)[0])
+        assert_same_bits(before, tensors_and_numbers(net.state_dict()))
+
+
+NUMBERS: dict[str, Callable[..., torch.Tensor]] = {
+    "isinstance": lambda h, s: h * (s if isinstance(s, float) else 100.0),
+    "type": lambda h, s: h * (s if type(s) is float else 100.0),
+    "exponent": lambda h, s: h.abs() ** s,
+    "shape": lambda h, s: h + torch.arange(0.0, s, 0.3).sum(),
+    "divmod": lambda h, s: h * divmod(s, 0.2)[1],
+    "numpy": lambda h, s: h * float(np.sqrt(s)),
+    "interpolation": lambda h, s: functional.interpolate(h[None], scale_factor=1 + s)[0][:, :3],
+}
+
+
+@pytest.mark.parametrize("use", NUMBERS)
+def test_a_float_argument_may_decide_anything(use: str) -> None:
+    def script(wrap):
+        net, optimizer = linear()
+
+        @wrap
+        def step(x, y, scale):
+            optimizer.zero_grad()
+            loss = functional.cross_entropy(NUMBERS[use](net(x), scale), y)
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        return [[step(x, y, s) for (x, y), s in zip(batches(4), [0.5, 0.0, 2.0, 0.5], strict=True)], net.state_dict()]
+
+    both(script)
+
+
+def test_numbers_of_the_step_are_floats_to_the_code_that_asks() -> None:
+    class Optimizer(torch.optim.Optimizer):
+        def __init__(self, parameters):
+            super().__init__(parameters, {"lr": 0.1})
+
+        @torch.no_grad()
+        def step(self):
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.add_(parameter.grad, alpha=-group["lr"] if isinstance(group["lr"], float) else 7.0)
+
+    def script(wrap):
+        net = torch.nn.Linear(6, 3)
+        optimizer = Optimizer(net.parameters())
+
+        @wrap
+        def step(x, y):
+            value = plain_step(net, optimizer, x, y).item()
+            assert isinstance(value, float)
+            return value
+
+        return [[step(x, y) for x, y in batches(3)], net.state_dict()]
+
+    both(script)
+
+
+def test_plain_optimizer_state_is_guarded() -> None:
+    class Optimizer(torch.optim.Optimizer):
+        def __init__(self, parameters):
+            super().__init__(parameters, {"lr": 0.1})
+
+        @torch.no_grad()
+        def step(self):
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    factor = self.state[parameter].setdefault("factor", 2.0)
+                    parameter.add_(parameter.grad, alpha=-group["lr"] * factor)
+
+    def script(wrap):
+        net = torch.nn.Linear(6, 3)
+        optimizer = Optimizer(net.parameters())
+        step = wrap(plain_step)
+        returned = []
+        for index, (x, y) in enumerate(batches(6)):
+            if index in (2, 4):
+                optimizer.state[net.weight]["factor"] = float(index)
+            returned.append(step(net, optimizer, x, y))
+        return [returned, net.state_dict(), optimizer.state_dict()]
+
+    both(script)
+
+
+def test_rates_from_numpy() -> None:
+    def script(wrap):
+        net, optimizer = linear()
+        step = wrap(plain_step)
+        returned = []
+        for rate, (x, y) in zip([0.1, np.float64(0.3), np.float64(0.2), 1], batches(4), strict=True):
+            optimizer.param_groups[0]["lr"] = rate
+            returned.append(step(net, optimizer, x, y))
+        return [returned, net.state_dict()]
+
+    both(script)
+
+
+class TestWhatSurroundsTheCall:
+    def alternate(
+        self, context: Callable[[], Any], make: Callable[[], tuple[Any, Any]], step: Any = plain_step
+    ) -> None:
+        def script(wrap):
+            objects = make()
+            run = wrap(step)
+            returned = []
+            for index, (x, y) in enumerate(batches(4)):
+                with context() if index % 2 else contextlib.nullcontext():
+                    returned.append(run(*objects, x, y))
+            return [returned, objects[0].state_dict()]
+
+        both(script)
+
+    def test_choice_of_attention_kernels(self) -> None:
+        class Attention(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.first, self.last = torch.nn.Linear(6, 24), torch.nn.Linear(8, 3)
+
+            def forward(self, x):
+                q, k, v = (part.reshape(1, 5, 2, 4).transpose(1, 2) for part in self.first(x)[None].chunk(3, -1))
+                mixed = functional.scaled_dot_product_attention(q, k, v)
+                return self.last(mixed.transpose(1, 2).reshape(5, 8))
+
+        def make():
+            net = Attention()
+            return net, torch.optim.SGD(net.parameters(), lr=0.1)
+
+        self.alternate(lambda: sdpa_kernel(SDPBackend.MATH), make)
+
+    def test_default_device(self) -> None:
+        def step(net, optimizer, x, y):
+            return plain_step(net, optimizer, x, y), str(torch.ones(2).device)
+
+        self.alternate(lambda: torch.device("meta"), linear, step)
+
+    def test_inference_mode(self) -> None:
+        self.alternate(torch.inference_mode, linear, lambda net, _, x, y: net(x).softmax(1))
+
+    def test_autocast_with_its_cache_is_refused(self) -> None:
+        net, optimizer = linear()
+        with torch.autocast("cpu"), pytest.raises(roam.CaptureError, match=r"cache_enabled=False"):
+            roam.compile(plain_step)(net, optimizer, *batches(1)[0])
+
+    def test_autocast_without_it(self) -> None:
+        self.alternate(lambda: torch.autocast("cpu", cache_enabled=False), linear)
+
+    def test_autocast_inside(self) -> None:
+        def step(net, optimizer, x, y):
+            optimizer.zero_grad()
+            with torch.autocast("cpu"):
+                loss = functional.cross_entropy(net(x) + net(2 * x), y)
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        def make():
+            net = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.LayerNorm(8), torch.nn.Linear(8, 3))
+            return net, torch.optim.SGD(net.parameters(), lr=0.1)
+
+        self.alternate(contextlib.nullcontext, make, step)
+
+
+@pytest.mark.parametrize("conjugate", [(0, 1, 4), (2, 3, 5)])
+def test_lazily_conjugated_arguments(conjugate: tuple[int, ...]) -> None:
+    def script(wrap):
+        net = torch.nn.Linear(6, 3, dtype=torch.complex64)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+        @wrap
+        def step(x):
+            optimizer.zero_grad()
+            loss = (net(x) * x[:, :3]).abs().sum()
+            loss.backward()
+            optimizer.step()
+            return loss, torch.view_as_real(x.resolve_conj()) + 1
+
+        generator = torch.Generator().manual_seed(1)
+        returned = []
+        for index in range(6):
+            x = torch.randn(5, 6, dtype=torch.complex64, generator=generator)
+            returned.append(step(x.conj() if index in conjugate else x))
+        return [returned, net.state_dict()]
+
+    both(script)
+
+
+def test_compiled_steps_inside_of_compiled_steps() -> None:
+    def script(wrap):
+        net, optimizer = linear()
+        inner = wrap(plain_step)
+
+        @wrap
+        def step(x, y):
+            return inner(net, optimizer, x, y) * 2
+
+        data = batches(6)
+        returned = [step(*data[0]), inner(net, optimizer, *data[1]), step(*data[2]), step(*data[3])]
+        return [returned, net.state_dict()]
+
+    both(script)
+
+
+def test_a_compiled_method() -> None:
+    def script(wrap):
+        class Trainer:
+            def __init__(self):
+                self.net, self.optimizer = linear()
+
+            @wrap
+            def step(self, x, y):
+                return plain_step(self.net, self.optimizer, x, y)
+
+        trainer = Trainer()
+        return [[trainer.step(x, y) for x, y in batches(3)], trainer.net.state_dict()]
+
+    both(script)
+
+
+def test_a_refused_capture_leaves_no_fake_tensor_in_a_cache() -> None:
+    @functools.lru_cache
+    def mask(size: int) -> torch.Tensor:
+        return torch.ones(size, size).triu()
+
+    net, optimizer = linear()
+
+    def step(x, y):
+        optimizer.zero_grad()
+        loss = functional.cross_entropy(mask(5) @ net(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    with pytest.raises(roam.CaptureError):
+        roam.compile(step)(*batches(1)[0])
+    assert type(mask(5)) is torch.Tensor
+    step(*batches(1)[0])
+
+
+def test_captures_in_several_threads_at_once() -> None:
+    originals = [torch.Tensor.item, torch.Tensor.__repr__, torch.manual_seed]
+    step = roam.compile(plain_step)
+    failures: list[Exception] = []
+
+    def work(net: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        try:
+            for x, y in batches(3):
+                step(net, optimizer, x, y)
+        except Exception as error:  # noqa: BLE001 - looked at below
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=linear()) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        assert repr(torch.ones(1)) == "tensor([1.])"
+    assert not failures
+    assert [torch.Tensor.item, torch.Tensor.__repr__, torch.manual_seed] == originals
+    assert roam.compile(lambda x: x.shape)(torch.ones(2, 3)).numel() == 6
