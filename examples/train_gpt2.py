@@ -139,7 +139,7 @@ def main() -> int:
         sizes = (format_bytes(size) for size in (promised, memory.peak_total_bytes, inside))
         print(f"{name:<18}  {'  '.join(f'{size:>12}' for size in sizes)}  {run.seconds_per_step:>10.3f}")
     print("(in kernels: the part of the measured peak that kernels took for themselves)")
-    print(f"\nthe plan: lower bound {format_bytes(plan.lower_bound_bytes)}, {plan.gap:.2%} above it")
+    print(f"\nthe plan: pool and what stays outside it are {plan.gap:.2%} above the least that any plan can have")
 
     same = eager.losses == planned.losses and all(map(torch.equal, eager.parameters, planned.parameters))
     print(f"losses and final parameters: {'equal bit for bit' if same else 'DIFFERENT'}")

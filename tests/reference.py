@@ -78,8 +78,15 @@ class Reference:
 
     def live_bytes(self, done: int, operator: int) -> int:
         """Bytes in use while `operator` runs after the operators in `done`, the best reuse there taken."""
-        alive = sum(self.bytes[tensor] for tensor in self.alive(done, operator))
-        return alive + self.workspaces[operator] - (self._saved(done, operator) if self.reuse else 0)
+        return sum(self._live_parts(done, operator))
+
+    def _live_parts(self, done: int, operator: int) -> tuple[int, int]:
+        """The same, apart: step-local tensors, and everything else."""
+        alive = self.alive(done, operator)
+        pool = {tensor for tensor in alive if self.graph.tensor(tensor).residency == "step_local"}
+        saved = self._saved(done, operator) if self.reuse else 0
+        in_pool = sum(self.bytes[tensor] for tensor in pool) - saved
+        return in_pool, sum(self.bytes[tensor] for tensor in alive - pool) + self.workspaces[operator]
 
     def _saved(self, done: int, operator: int) -> int:
         after = done | 1 << operator
@@ -128,3 +135,22 @@ class Reference:
             return min(peaks)
 
         return least(0)
+
+    def least_total(self) -> int:
+        """The least sum of the two peaks, of step-local tensors and of everything else, over all orders.
+
+        As :meth:`least_peak`, but of the endings of an order all are kept whose pair of peaks no other undercuts.
+        """
+
+        @cache
+        def least(done: int) -> frozenset[tuple[int, int]]:
+            if done == self.everything:
+                return frozenset({(0, 0)})
+            found = set()
+            for operator in range(self.graph.num_operators):
+                if not done >> operator & 1 and not self.before[operator] & ~done:
+                    pool, outside = self._live_parts(done, operator)
+                    found |= {(max(pool, p), max(outside, o)) for p, o in least(done | 1 << operator)}
+            return frozenset(one for one in found if not any(p <= one[0] and o <= one[1] for p, o in found - {one}))
+
+        return min(map(sum, least(0)))

@@ -27,6 +27,7 @@ FIGURES = (
     "persistent_bytes",
     "total_bytes",
     "lower_bound_bytes",
+    "total_lower_bound_bytes",
     "gap",
     "fragmentation",
     "status",
@@ -105,6 +106,7 @@ def test_a_graph_file_is_planned_for_people(graph_file: str, capsys: pytest.Capt
     assert f"{plan.program_order_peak_bytes:,}" in lines["program order"]
     assert f"{plan.total_bytes:,}" in lines["total"]
     assert f"{plan.lower_bound_bytes:,}" in lines["lower bound"]
+    assert f"{plan.total_lower_bound_bytes:,}" in lines["total at least"]
     assert f"{plan.gap:.2%}" in lines["gap"]
     assert lines["verified"].endswith("yes")
     assert "at the peak" in lines

@@ -385,11 +385,18 @@ class Plan:
     def lower_bound_bytes(self) -> int:
         """No order can have a lower peak."""
     @property
+    def total_lower_bound_bytes(self) -> int:
+        """No plan can have a smaller total.
+
+        At least persistent + the lower bound; more where the pool and what stays outside it cannot but have their
+        peaks at different steps.
+        """
+    @property
     def bound_operator(self) -> int | None:
         """Number of the operator whose cut gives the lower bound, or None."""
     @property
     def gap(self) -> float:
-        """(pool + outside) / lower bound - 1; 0 where both are 0."""
+        """(total - persistent) / (total's lower bound - persistent) - 1; 0 where both are 0."""
     @property
     def fragmentation(self) -> float:
         """(pool - peak of the pool's tensors) / pool; 0 for an empty pool."""

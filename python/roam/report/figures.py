@@ -17,6 +17,7 @@ _ATTRIBUTES = (
     "persistent_bytes",
     "total_bytes",
     "lower_bound_bytes",
+    "total_lower_bound_bytes",
     "gap",
     "fragmentation",
     "status",

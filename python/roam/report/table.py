@@ -56,9 +56,13 @@ def plan_table(title: str, values: Mapping[str, Any], place: Place | None) -> st
         row("outside", values["outside_bytes"], "values that enter or leave the step, and workspace"),
         row("persistent", values["persistent_bytes"], "parameters, buffers, optimizer state"),
         row("total", values["total_bytes"], "persistent + pool + outside"),
+        row("total at least", values["total_lower_bound_bytes"], "no plan has a smaller total"),
     ]
     facts = [
-        ("gap", f"{values['gap']:.2%} above the lower bound ({values['status'].replace('_', ' ')})"),
+        (
+            "gap",
+            f"{values['gap']:.2%} above the least that pool + outside can be ({values['status'].replace('_', ' ')})",
+        ),
         ("verified", "yes" if values.get("verified") else "no"),
     ]
     if place is not None:

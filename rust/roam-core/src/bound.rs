@@ -43,13 +43,14 @@ pub(crate) struct Cut {
 #[derive(Clone, Debug)]
 pub(crate) struct Bounds {
     bytes: BTreeMap<Op, u64>,
-    /// What one operator needs for itself, or what enters the step: bounds that cost nothing.
+    /// What one operator needs for itself, what enters or what leaves the step: bounds that cost nothing.
     floor: Option<(Op, u64)>,
 }
 
 impl Bounds {
     /// Begins with the operator whose own inputs, outputs and workspace, less all it may reuse,
-    /// are the most; or with all that enters, which is live when the first operator runs, used or not.
+    /// are the most; or with all that enters, which is live when the first operator runs, used or not;
+    /// or with all that leaves, which is live when the last one runs.
     pub(crate) fn new(problem: &Problem) -> Self {
         let own = |op: Op| {
             let inputs: u64 = problem.uses.row(op).iter().map(|&tensor| problem.size(tensor)).sum();
@@ -57,9 +58,16 @@ impl Bounds {
             let saved: u64 = largest_matching(&pairs).iter().map(|&(input, _)| problem.size(input)).sum();
             inputs + problem.transient(op) - saved
         };
-        let entering: u64 = problem.tensors.iter().filter(|item| item.creator == NONE).map(|item| item.size).sum();
+        let total = |residency: Residency| -> u64 {
+            problem.tensors.iter().filter(|item| item.residency == residency).map(|item| item.size).sum()
+        };
+        let (entering, leaving) = (total(Residency::Enters), total(Residency::Leaves));
         let floor = (0..problem.len() as Op)
-            .map(|op| (op, own(op).max(if op == 0 { entering } else { 0 })))
+            .map(|op| {
+                let at_begin = if op == 0 { entering } else { 0 };
+                let at_end = if op as usize + 1 == problem.len() { leaving } else { 0 };
+                (op, own(op).max(at_begin).max(at_end))
+            })
             .max_by_key(|&(op, bytes)| (bytes, Reverse(op)));
         Bounds { bytes: BTreeMap::new(), floor }
     }
@@ -283,7 +291,7 @@ fn reuse_choices(problem: &Problem, pairs: &[(Ten, Ten)]) -> (Vec<Vec<Ten>>, u64
 }
 
 /// The network whose minimum cut, added to the returned bytes, is what crosses the best down-set;
-/// and the node of every free operator. The inputs in `reused` count only if another user is
+/// and the node of every free operator. The inputs in `reused`, sorted, count only if another user is
 /// still to come: else an output takes their memory.
 fn network(problem: &Problem, op: Op, side: &[Side], reused: &[Ten]) -> (Network, Vec<u32>, u64) {
     let mut network = Network::new();
@@ -299,7 +307,7 @@ fn network(problem: &Problem, op: Op, side: &[Side], reused: &[Ten]) -> (Network
         if creator == Side::After {
             continue;
         }
-        let forgives = reused.contains(&(tensor as u32));
+        let forgives = reused.binary_search(&(tensor as u32)).is_ok();
         let users = problem.users.row(tensor as u32).iter().filter(|&&user| !(forgives && user == op));
         let must_cross =
             item.residency == Residency::Leaves || users.clone().any(|&user| side[user as usize] == Side::After);

@@ -98,6 +98,7 @@ pub fn write_plan(out: impl Write, plan: &Plan) -> io::Result<()> {
     write_field(&mut out, "persistent_bytes", &plan.persistent_bytes)?;
     write_field(&mut out, "total_bytes", &plan.total_bytes)?;
     write_field(&mut out, "lower_bound_bytes", &plan.lower_bound_bytes)?;
+    write_field(&mut out, "total_lower_bound_bytes", &plan.total_lower_bound_bytes)?;
     write_field(&mut out, "bound_operator", &plan.bound_operator)?;
     write_rows(&mut out, "candidates", &plan.candidates)?;
     write_field(&mut out, "order", &plan.order)?;
@@ -124,6 +125,7 @@ pub fn read_plan(input: impl Read, max_bytes: u64) -> Result<Plan, FormatError> 
         body.persistent_bytes,
         body.total_bytes,
         body.lower_bound_bytes,
+        body.total_lower_bound_bytes,
     ];
     let candidates = body.candidates.iter().flat_map(|candidate| [candidate.peak_bytes, candidate.pool_bytes]);
     let offsets = body.offsets.iter().flatten().copied();
@@ -144,6 +146,7 @@ pub fn read_plan(input: impl Read, max_bytes: u64) -> Result<Plan, FormatError> 
         persistent_bytes: body.persistent_bytes,
         total_bytes: body.total_bytes,
         lower_bound_bytes: body.lower_bound_bytes,
+        total_lower_bound_bytes: body.total_lower_bound_bytes,
         bound_operator: body.bound_operator,
         status: body.status,
         candidates: body.candidates,
@@ -175,6 +178,7 @@ struct PlanBody {
     persistent_bytes: u64,
     total_bytes: u64,
     lower_bound_bytes: u64,
+    total_lower_bound_bytes: u64,
     #[serde(deserialize_with = "Option::deserialize")] // Without this serde takes an absent key for null.
     bound_operator: Option<OperatorId>,
     #[serde(deserialize_with = "strict::list")]

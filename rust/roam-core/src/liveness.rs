@@ -174,69 +174,120 @@ pub(crate) fn largest_matching(pairs: &[(Ten, Ten)]) -> Vec<(Ten, Ten)> {
     if pairs.len() <= 1 {
         return pairs.to_vec();
     }
-    let mut inputs: Vec<Ten> = pairs.iter().map(|&(input, _)| input).collect();
-    inputs.dedup();
     let mut outputs: Vec<Ten> = pairs.iter().map(|&(_, output)| output).collect();
     outputs.sort_unstable();
     outputs.dedup();
-    if inputs.len() == pairs.len() && outputs.len() == pairs.len() {
+    let by_input: Vec<&[(Ten, Ten)]> = pairs.chunk_by(|a, b| a.0 == b.0).collect();
+    if by_input.len() == pairs.len() && outputs.len() == pairs.len() {
         // Disjoint already, as in operators over whole lists of tensors.
         return pairs.to_vec();
     }
-    let choices: Vec<Vec<usize>> = inputs
-        .iter()
-        .map(|wanted| {
-            pairs
-                .iter()
-                .filter(|(input, _)| input == wanted)
-                .filter_map(|(_, output)| outputs.binary_search(output).ok())
-                .collect()
-        })
-        .collect();
-    let mut taken_by = vec![usize::MAX; outputs.len()];
-    for input in 0..inputs.len() {
-        let mut seen = vec![false; outputs.len()];
-        augment(input, &choices, &mut taken_by, &mut seen);
+    let place = |&(_, output): &(Ten, Ten)| outputs.partition_point(|&other| other < output);
+    let choices = by_input.iter().map(|of_input| of_input.iter().map(place).collect()).collect();
+    let mut matching = Matching::new(choices, outputs.len());
+    for input in 0..by_input.len() {
+        matching.augment(input);
     }
-    let mut matched: Vec<(Ten, Ten)> = taken_by
-        .iter()
-        .zip(&outputs)
-        .filter(|(input, _)| **input != usize::MAX)
-        .map(|(&input, &output)| (inputs[input], output))
-        .collect();
-    matched.sort_unstable();
-    matched
+    let matched = by_input.iter().zip(&matching.holds).filter(|(_, output)| **output != NOBODY);
+    matched.map(|(of_input, &output)| (of_input[0].0, outputs[output])).collect()
 }
 
-/// One augmenting path from a free input, breadth-first so that no recursion can run deep.
-fn augment(input: usize, choices: &[Vec<usize>], taken_by: &mut [usize], seen: &mut [bool]) {
-    let mut reached_from = vec![usize::MAX; taken_by.len()];
-    let mut queue = vec![input];
-    let mut head = 0;
-    while head < queue.len() {
-        let from = queue[head];
-        head += 1;
-        for &output in &choices[from] {
-            if seen[output] {
-                continue;
-            }
-            seen[output] = true;
-            reached_from[output] = from;
-            if taken_by[output] != usize::MAX {
-                queue.push(taken_by[output]);
-                continue;
-            }
-            // Turn the path round, back to the free input.
-            let mut end = output;
-            loop {
-                let owner = reached_from[end];
-                let previous = taken_by.iter().position(|&holder| holder == owner);
-                taken_by[end] = owner;
-                match previous {
-                    Some(earlier) if owner != input => end = earlier,
-                    _ => return,
+/// Stands for no input, and for no output.
+const NOBODY: usize = usize::MAX;
+
+/// A matching of inputs with outputs that grows input by input.
+struct Matching {
+    /// The outputs that each input may take.
+    choices: Vec<Vec<usize>>,
+    /// The output of each input.
+    holds: Vec<usize>,
+    /// The input of each output.
+    held_by: Vec<usize>,
+    /// The input from which this search came to the output.
+    reached_from: Vec<usize>,
+    /// The last search that came to the output.
+    seen_by: Vec<usize>,
+    /// Outputs from which a search has found no end. None ever will, so they are left out from then on.
+    closed: Vec<bool>,
+}
+
+impl Matching {
+    fn new(choices: Vec<Vec<usize>>, outputs: usize) -> Self {
+        Matching {
+            holds: vec![NOBODY; choices.len()],
+            choices,
+            held_by: vec![NOBODY; outputs],
+            reached_from: vec![NOBODY; outputs],
+            seen_by: vec![NOBODY; outputs],
+            closed: vec![false; outputs],
+        }
+    }
+
+    /// One augmenting path from a free input, breadth-first so that no recursion can run deep.
+    fn augment(&mut self, input: usize) {
+        let mut queue = vec![input];
+        let mut met = Vec::new();
+        let mut head = 0;
+        while head < queue.len() {
+            let from = queue[head];
+            head += 1;
+            for &output in &self.choices[from] {
+                if self.closed[output] || self.seen_by[output] == input {
+                    continue;
                 }
+                self.seen_by[output] = input;
+                self.reached_from[output] = from;
+                met.push(output);
+                if self.held_by[output] == NOBODY {
+                    return self.turn_round(output);
+                }
+                queue.push(self.held_by[output]);
             }
+        }
+        for output in met {
+            self.closed[output] = true;
+        }
+    }
+
+    /// Matches every input on the way back with the output that was reached from it.
+    fn turn_round(&mut self, mut output: usize) {
+        while output != NOBODY {
+            let input = self.reached_from[output];
+            self.held_by[output] = input;
+            output = std::mem::replace(&mut self.holds[input], output);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::synthetic::Random;
+
+    fn most(pairs: &[(Ten, Ten)]) -> usize {
+        let Some((first, others)) = pairs.split_first() else { return 0 };
+        let apart: Vec<_> = others.iter().copied().filter(|pair| pair.0 != first.0 && pair.1 != first.1).collect();
+        most(others).max(1 + most(&apart))
+    }
+
+    #[test]
+    fn matchings_are_disjoint_and_largest() {
+        let mut random = Random::new(3);
+        for _ in 0..5000 {
+            let (inputs, outputs) = (1 + random.below(6), 1 + random.below(6));
+            let mut pairs: Vec<(Ten, Ten)> = (0..random.below(14))
+                .map(|_| (random.below(inputs) as Ten, 100 + random.below(outputs) as Ten))
+                .collect();
+            pairs.sort_unstable();
+            pairs.dedup();
+            let matched = largest_matching(&pairs);
+            assert_eq!(matched.len(), most(&pairs));
+            assert!(matched.iter().all(|pair| pairs.contains(pair)));
+            assert!(matched.windows(2).all(|two| two[0].0 < two[1].0));
+            let mut taken: Vec<Ten> = matched.iter().map(|pair| pair.1).collect();
+            taken.sort_unstable();
+            taken.dedup();
+            assert_eq!(taken.len(), matched.len());
         }
     }
 }

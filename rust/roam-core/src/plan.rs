@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Status {
-    /// The step-local total equals the lower bound: no plan can use less.
+    /// The total equals its lower bound: no plan can use less.
     Optimal,
     /// A valid plan; the gap says how far from the bound it may be.
     Feasible,
@@ -83,6 +83,9 @@ pub struct Plan {
     pub total_bytes: u64,
     /// No order can have a lower peak.
     pub lower_bound_bytes: u64,
+    /// No plan can have a smaller total: at least persistent + the lower bound, more where the pool and
+    /// what stays outside it cannot but have their peaks at different steps.
+    pub total_lower_bound_bytes: u64,
     /// The operator whose cut gives the lower bound.
     pub bound_operator: Option<OperatorId>,
     /// How the plan relates to the best one there is.
@@ -92,10 +95,12 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// (pool + outside) / lower bound - 1; 0 where both are 0.
+    /// By which share the step-local total, pool + outside, exceeds the least that any plan can have; 0 where both are 0.
     pub fn gap(&self) -> f64 {
+        // As floating point, since a plan that was read from a file may claim anything.
         let local = self.pool_bytes as f64 + self.outside_bytes as f64;
-        if local == 0.0 { 0.0 } else { local / self.lower_bound_bytes as f64 - 1.0 }
+        let least = self.total_lower_bound_bytes as f64 - self.persistent_bytes as f64;
+        if local == 0.0 { 0.0 } else { local / least - 1.0 }
     }
 
     /// (pool - peak of the pool's tensors) / pool; 0 for an empty pool.
@@ -103,7 +108,6 @@ impl Plan {
         if self.pool_bytes == 0 {
             0.0
         } else {
-            // As floating point, since a plan that was read from a file may claim anything.
             (self.pool_bytes as f64 - self.pool_peak_bytes as f64) / self.pool_bytes as f64
         }
     }

@@ -1,6 +1,6 @@
 //! The graph as the planner's algorithms see it: operators are named by their program position,
 //! tensors by a rank that depends only on positions and sizes, and tensors that never count
-//! (persistent or empty ones) are left out.
+//! (persistent or empty ones, or those of another [`Part`]) are left out.
 //!
 //! Algorithms that work on a [`Problem`] cannot let ids or names reach a plan: permuting either
 //! gives the same problem.
@@ -79,6 +79,27 @@ impl Item {
     }
 }
 
+/// What a problem counts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Part {
+    /// Every tensor that is not persistent, and workspace.
+    Whole,
+    /// Step-local tensors, which the pool holds.
+    Pool,
+    /// Tensors that enter or leave the step, and workspace.
+    Outside,
+}
+
+impl Part {
+    fn counts(self, residency: Residency) -> bool {
+        match residency {
+            Residency::StepLocal => self != Part::Outside,
+            Residency::Enters | Residency::Leaves => self != Part::Pool,
+            Residency::Persistent => false,
+        }
+    }
+}
+
 /// See the module's documentation.
 #[derive(Clone, Debug)]
 pub(crate) struct Problem {
@@ -105,6 +126,11 @@ pub(crate) struct Problem {
 
 impl Problem {
     pub(crate) fn new(graph: &Graph, reuse: bool) -> Self {
+        Self::of(graph, Part::Whole, reuse)
+    }
+
+    /// The problem in which nothing but the given part has a size.
+    pub(crate) fn of(graph: &Graph, part: Part, reuse: bool) -> Self {
         let operator_ids = graph.program_order().to_vec();
         let position = |id: &OperatorId| graph.operator(*id).position;
         let mut slot = vec![0u32; graph.tensors().len()];
@@ -119,7 +145,7 @@ impl Problem {
             .filter_map(|id| {
                 let tensor = graph.tensor(id);
                 let size = graph.counted_bytes(id);
-                (size > 0 && tensor.residency != Residency::Persistent).then(|| {
+                (size > 0 && part.counts(tensor.residency)).then(|| {
                     let item = Item {
                         size,
                         alignment: graph.alignment_bytes().max(tensor.alignment_bytes),
@@ -175,7 +201,10 @@ impl Problem {
         Problem {
             predecessors,
             successors,
-            workspace: operator_ids.iter().map(|&id| graph.workspace_bytes(id)).collect(),
+            workspace: match part {
+                Part::Pool => vec![0; operator_ids.len()],
+                Part::Whole | Part::Outside => operator_ids.iter().map(|&id| graph.workspace_bytes(id)).collect(),
+            },
             is_update: operator_ids.iter().map(|&id| graph.operator(id).phase == Phase::Update).collect(),
             tensors: counted.iter().map(|(item, _, _)| *item).collect(),
             users,

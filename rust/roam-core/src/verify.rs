@@ -196,18 +196,30 @@ pub enum PlanViolation {
         /// The peak.
         peak_bytes: u64,
     },
+    /// The total's lower bound is above the total, or below what the peak's lower bound says of it.
+    #[error("the total's lower bound {total_lower_bound_bytes} is not between {least} and {total_bytes}")]
+    TotalBound {
+        /// The bound.
+        total_lower_bound_bytes: u64,
+        /// Persistent bytes and the peak's lower bound.
+        least: u64,
+        /// The total.
+        total_bytes: u64,
+    },
     /// The bound's operator does not exist, or is not named although there is a bound.
     #[error("the lower bound's operator is missing or unknown")]
     BoundOperator,
     /// The status contradicts the figures.
-    #[error("status {status:?} does not go with {total_bytes} step-local bytes and a bound of {lower_bound_bytes}")]
+    #[error(
+        "status {status:?} does not go with a total of {total_bytes} and its lower bound {total_lower_bound_bytes}"
+    )]
     Status {
         /// The plan's status.
         status: Status,
-        /// Pool and outside together.
+        /// The total.
         total_bytes: u64,
-        /// The bound.
-        lower_bound_bytes: u64,
+        /// Its lower bound.
+        total_lower_bound_bytes: u64,
     },
 }
 
@@ -238,6 +250,7 @@ impl PlanViolation {
             Self::Figure { .. } => "figure",
             Self::WorseThanProgramOrder { .. } => "worse_than_program_order",
             Self::BoundAbovePeak { .. } => "bound_above_peak",
+            Self::TotalBound { .. } => "total_bound",
             Self::BoundOperator => "bound_operator",
             Self::Status { .. } => "status",
         }
@@ -558,15 +571,17 @@ fn check_figures(graph: &Graph, plan: &Plan, lives: &Lives, pairs: &Pairs) -> Re
     let is_persistent = |id: &TensorId| graph.tensor(*id).residency == Residency::Persistent;
     let persistent = tensors(graph).filter(is_persistent).map(|id| graph.counted_bytes(id)).sum();
     expect("persistent_bytes", plan.persistent_bytes, persistent)?;
-    // The pool is not bounded by the builder's limit on all sizes: a hostile plan could overflow.
-    let local = plan.pool_bytes.saturating_add(outside);
-    expect("total_bytes", plan.total_bytes, local.saturating_add(persistent))?;
+    // The pool is not bounded by the builder's limit on all sizes: a hostile plan's sum may not fit.
+    let total = plan.pool_bytes.checked_add(outside + persistent);
+    if total != Some(plan.total_bytes) {
+        let (claimed, actual) = (plan.total_bytes, total.unwrap_or(u64::MAX));
+        return Err(PlanViolation::Figure { figure: "total_bytes", claimed, actual });
+    }
 
     if peak > program_peak {
         let (peak_bytes, program_order_peak_bytes) = (peak, program_peak);
         return Err(PlanViolation::WorseThanProgramOrder { peak_bytes, program_order_peak_bytes });
     }
-    // The peak never exceeds pool and outside together, so the bound is below these too.
     if plan.lower_bound_bytes > peak {
         return Err(PlanViolation::BoundAbovePeak { lower_bound_bytes: plan.lower_bound_bytes, peak_bytes: peak });
     }
@@ -577,9 +592,14 @@ fn check_figures(graph: &Graph, plan: &Plan, lives: &Lives, pairs: &Pairs) -> Re
     if !bound_operator_is_known {
         return Err(PlanViolation::BoundOperator);
     }
-    if (plan.status == Status::Optimal) != (local == plan.lower_bound_bytes) {
-        let (status, lower_bound_bytes) = (plan.status, plan.lower_bound_bytes);
-        return Err(PlanViolation::Status { status, total_bytes: local, lower_bound_bytes });
+    let Plan { status, total_bytes, total_lower_bound_bytes, .. } = *plan;
+    // The peak never exceeds pool and outside together, so what bounds it bounds these too.
+    let least = plan.lower_bound_bytes + persistent;
+    if !(least..=total_bytes).contains(&total_lower_bound_bytes) {
+        return Err(PlanViolation::TotalBound { total_lower_bound_bytes, least, total_bytes });
+    }
+    if (status == Status::Optimal) != (total_bytes == total_lower_bound_bytes) {
+        return Err(PlanViolation::Status { status, total_bytes, total_lower_bound_bytes });
     }
     Ok(())
 }

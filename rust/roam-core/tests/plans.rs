@@ -3,7 +3,7 @@
 
 mod common;
 
-use common::{SETTINGS, each_order, peak_by_definition, random_graph};
+use common::{Peaks, SETTINGS, each_order, peaks_by_definition, random_graph};
 use roam_core::builder::GraphBuilder;
 use roam_core::graph::{Graph, ReusePair, Tensor};
 use roam_core::ids::{OperatorId, TensorId};
@@ -17,12 +17,16 @@ use roam_core::verify::verify;
 #[test]
 fn every_bound_is_below_and_every_plan_above_the_best_order() {
     let mut random = Random::new(1);
-    let (mut tight, mut optimal, mut graphs) = (0, 0, 0);
+    let (mut tight, mut optimal, mut total_tight, mut total_optimal, mut graphs) = (0, 0, 0, 0, 0);
     for _ in 0..3000 {
         let graph = random_graph(&mut random, 7);
         for reuse in [false, true] {
-            let mut best = u64::MAX;
-            each_order(&graph, &mut |order| best = best.min(peak_by_definition(&graph, order, reuse)));
+            let (mut best, mut best_total) = (u64::MAX, u64::MAX);
+            each_order(&graph, &mut |order| {
+                let peaks = peaks_by_definition(&graph, order, reuse);
+                best = best.min(peaks.whole);
+                best_total = best_total.min(peaks.pool + peaks.outside);
+            });
             let plan = optimize(&graph, &Settings { reuse, ..SETTINGS }, &Control::default()).expect("a plan");
             verify(&graph, &plan).expect("valid");
             assert!(plan.lower_bound_bytes <= best, "{} > {best}", plan.lower_bound_bytes);
@@ -32,10 +36,16 @@ fn every_bound_is_below_and_every_plan_above_the_best_order() {
             for position in 0..graph.operators().len() as u32 {
                 assert!(prepared.cut_bytes(position).expect("not stopped") <= best);
             }
+            let (total, total_bound) =
+                [plan.total_bytes, plan.total_lower_bound_bytes].map(|bytes| bytes - plan.persistent_bytes).into();
+            assert!(total_bound <= best_total, "{total_bound} > {best_total}");
+            assert!(best_total <= total);
             if plan.status == Status::Optimal {
-                assert_eq!(plan.pool_bytes + plan.outside_bytes, best);
+                assert_eq!(total, best_total);
             }
             graphs += 1;
+            total_tight += u32::from(total_bound == best_total);
+            total_optimal += u32::from(total == best_total);
             tight += u32::from(plan.lower_bound_bytes == best);
             optimal += u32::from(plan.peak_bytes == best);
         }
@@ -44,6 +54,10 @@ fn every_bound_is_below_and_every_plan_above_the_best_order() {
     assert!(
         tight * 100 >= graphs * 95 && optimal * 100 >= graphs * 99,
         "of {graphs} bounds {tight} were met and of as many peaks {optimal} optimal"
+    );
+    assert!(
+        total_tight * 100 >= graphs * 90 && total_optimal * 100 >= graphs * 95,
+        "of {graphs} bounds of the total {total_tight} were met and of as many totals {total_optimal} optimal"
     );
 }
 
@@ -74,8 +88,9 @@ fn live_bytes_follow_the_definition() {
                 let ordered = Prepared::new(&graph, reuse).order(name).expect("a known order");
                 let order: Vec<OperatorId> =
                     ordered.positions().iter().map(|&position| graph.program_order()[position as usize]).collect();
-                let expected = peak_by_definition(&graph, &order, reuse);
+                let Peaks { whole: expected, pool, outside } = peaks_by_definition(&graph, &order, reuse);
                 assert_eq!(ordered.peak_bytes(), expected, "{name}");
+                assert_eq!((ordered.pool_peak_bytes(), ordered.outside_peak_bytes()), (pool, outside), "{name}");
                 if !reuse {
                     let live = live_bytes(&graph, &order).expect("a valid order");
                     assert_eq!(live.into_iter().max().unwrap_or(0), expected);
@@ -152,7 +167,8 @@ fn numbers_and_names_change_no_figure() {
             let position = |id: &OperatorId| graph.operator(*id).position;
             (
                 plan.order.iter().map(position).collect::<Vec<_>>(),
-                [plan.peak_bytes, plan.pool_peak_bytes, plan.pool_bytes, plan.outside_bytes, plan.lower_bound_bytes],
+                [plan.peak_bytes, plan.pool_peak_bytes, plan.pool_bytes, plan.outside_bytes],
+                [plan.lower_bound_bytes, plan.total_lower_bound_bytes],
                 plan.bound_operator.as_ref().map(position),
                 plan.candidates,
             )

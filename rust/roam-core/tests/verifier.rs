@@ -62,7 +62,7 @@ fn pool_tensors(graph: &Graph, plan: &Plan, in_pool: bool) -> Vec<usize> {
     (0..graph.tensors().len()).filter(|&at| plan.offsets[at].is_some() == in_pool).collect()
 }
 
-const CORRUPTIONS: [(&str, Corruption); 22] = [
+const CORRUPTIONS: [(&str, Corruption); 24] = [
     ("operator moved before what it waits for", |graph, plan, random| {
         let waiting: Vec<usize> =
             (0..plan.order.len()).filter(|&step| !graph.predecessors(plan.order[step]).is_empty()).collect();
@@ -181,6 +181,14 @@ const CORRUPTIONS: [(&str, Corruption); 22] = [
     ("bound above the peak", |_, plan, _| {
         Some((edited(plan, |plan| plan.lower_bound_bytes = plan.peak_bytes + 1), &["bound_above_peak"]))
     }),
+    ("total's bound above the total", |_, plan, _| {
+        Some((edited(plan, |plan| plan.total_lower_bound_bytes = plan.total_bytes + 1), &["total_bound"]))
+    }),
+    ("total's bound below the peak's", |_, plan, _| {
+        let least = plan.lower_bound_bytes + plan.persistent_bytes;
+        let below = || edited(plan, |plan| plan.total_lower_bound_bytes = least - 1);
+        (least > 0).then(|| (below(), &["total_bound"][..]))
+    }),
     ("bound without its operator", |_, plan, _| {
         let without = || edited(plan, |plan| plan.bound_operator = None);
         (plan.lower_bound_bytes > 0).then(|| (without(), &["bound_operator"][..]))
@@ -243,7 +251,7 @@ fn overlaps_are_found_exactly() {
         let grown = pool_bytes.wrapping_sub(plan.pool_bytes);
         plan.pool_bytes = pool_bytes;
         plan.total_bytes = plan.total_bytes.wrapping_add(grown);
-        let is_optimal = plan.pool_bytes + plan.outside_bytes == plan.lower_bound_bytes;
+        let is_optimal = plan.total_bytes == plan.total_lower_bound_bytes;
         plan.status = if is_optimal { Status::Optimal } else { Status::Feasible };
         // Alignments in a chain may differ; such offsets are refused for another reason.
         let misaligned = (0..plan.offsets.len()).any(|at| {

@@ -148,12 +148,17 @@ impl PyPlan {
     fn lower_bound_bytes(&self) -> u64 {
         self.plan.lower_bound_bytes
     }
+    /// No plan can have a smaller total.
+    #[getter]
+    fn total_lower_bound_bytes(&self) -> u64 {
+        self.plan.total_lower_bound_bytes
+    }
     /// Number of the operator whose cut gives the lower bound, or None.
     #[getter]
     fn bound_operator(&self) -> Option<u32> {
         self.plan.bound_operator.map(|operator| operator.0)
     }
-    /// (pool + outside) / lower bound - 1.
+    /// By which share the step-local total exceeds the least that any plan can have.
     #[getter]
     fn gap(&self) -> f64 {
         self.plan.gap()
@@ -216,7 +221,7 @@ impl PyPlan {
     fn __repr__(&self) -> String {
         format!(
             "Plan(status={}, operators={}, pool_bytes={}, outside_bytes={}, persistent_bytes={}, total_bytes={}, \
-             program_order_peak_bytes={}, lower_bound_bytes={}, gap={:.4})",
+             program_order_peak_bytes={}, lower_bound_bytes={}, total_lower_bound_bytes={}, gap={:.4})",
             word(self.plan.status),
             self.plan.order.len(),
             self.plan.pool_bytes,
@@ -225,6 +230,7 @@ impl PyPlan {
             self.plan.total_bytes,
             self.plan.program_order_peak_bytes,
             self.plan.lower_bound_bytes,
+            self.plan.total_lower_bound_bytes,
             self.plan.gap()
         )
     }

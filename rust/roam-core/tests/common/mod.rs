@@ -102,9 +102,20 @@ pub(crate) fn each_order(graph: &Graph, visit: &mut impl FnMut(&[OperatorId])) {
     extend(graph, &mut Vec::new(), visit);
 }
 
-/// The peak of an order, worked out step by step from the definition; with reuse, at every
+/// What an order costs.
+#[derive(Clone, Copy, Default)]
+pub(crate) struct Peaks {
+    /// Most live bytes.
+    pub(crate) whole: u64,
+    /// Most live bytes of step-local tensors.
+    pub(crate) pool: u64,
+    /// Most live bytes of what enters or leaves, and workspace.
+    pub(crate) outside: u64,
+}
+
+/// The peaks of an order, worked out step by step from the definition; with reuse, at every
 /// operator the best of all sets of disjoint permitted pairs.
-pub(crate) fn peak_by_definition(graph: &Graph, order: &[OperatorId], reuse: bool) -> u64 {
+pub(crate) fn peaks_by_definition(graph: &Graph, order: &[OperatorId], reuse: bool) -> Peaks {
     let step_of = |id: OperatorId| order.iter().position(|&other| other == id).expect("a permutation");
     let live_at = |tensor: TensorId, step: usize| {
         let uses = graph.users(tensor).iter().map(|&user| step_of(user));
@@ -120,17 +131,22 @@ pub(crate) fn peak_by_definition(graph: &Graph, order: &[OperatorId], reuse: boo
         }
     };
     let all = (0..graph.tensors().len() as u32).map(TensorId);
-    (0..order.len())
-        .map(|step| {
-            let operator = graph.operator(order[step]);
-            let live: u64 = all.clone().filter(|&t| live_at(t, step)).map(|t| graph.counted_bytes(t)).sum();
-            let dies = |pair: &&ReusePair| !graph.users(pair.input).iter().any(|&user| step_of(user) > step);
-            let pairs: Vec<ReusePair> = operator.reuse.iter().filter(dies).copied().collect();
-            let saved = if reuse { most_saved(graph, &pairs) } else { 0 };
-            live - saved + graph.workspace_bytes(order[step])
-        })
-        .max()
-        .unwrap_or(0)
+    let mut peaks = Peaks::default();
+    for step in 0..order.len() {
+        let operator = graph.operator(order[step]);
+        let live = |in_pool: bool| -> u64 {
+            let counts = |&t: &TensorId| (graph.tensor(t).residency == Residency::StepLocal) == in_pool;
+            all.clone().filter(counts).filter(|&t| live_at(t, step)).map(|t| graph.counted_bytes(t)).sum()
+        };
+        let dies = |pair: &&ReusePair| !graph.users(pair.input).iter().any(|&user| step_of(user) > step);
+        let pairs: Vec<ReusePair> = operator.reuse.iter().filter(dies).copied().collect();
+        let saved = if reuse { most_saved(graph, &pairs) } else { 0 };
+        let (pool, outside) = (live(true) - saved, live(false) + graph.workspace_bytes(order[step]));
+        peaks.whole = peaks.whole.max(pool + outside);
+        peaks.pool = peaks.pool.max(pool);
+        peaks.outside = peaks.outside.max(outside);
+    }
+    peaks
 }
 
 fn most_saved(graph: &Graph, pairs: &[ReusePair]) -> u64 {
