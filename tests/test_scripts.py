@@ -243,6 +243,48 @@ def test_rates_from_numpy() -> None:
     both(script)
 
 
+def test_a_cycled_momentum_is_live() -> None:
+    plans: list[Any] = []
+
+    def script(wrap, make):
+        net = torch.nn.Linear(6, 3)
+        optimizer = make(net.parameters())
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=20)
+        step = wrap(plain_step)
+        returned = []
+        for x, y in batches(12):
+            returned.append(step(net, optimizer, x, y))
+            scheduler.step()
+        plans.append(getattr(step, "plans", []))
+        return [returned, net.state_dict(), optimizer.state_dict()]
+
+    for make in (
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True),
+        lambda parameters: torch.optim.AdamW(parameters, lr=0.1),
+    ):
+        both(functools.partial(script, make=make))
+        assert [name for name, _ in plans[-1]] == ["plain_step (first step)", "plain_step"]
+
+
+def test_what_code_asks_of_a_learning_rate_is_guarded() -> None:
+    def script(wrap):
+        net, optimizer = linear()
+
+        def step(x, y):
+            loss = plain_step(net, optimizer, x, y)
+            return loss * 2 if optimizer.param_groups[0]["lr"] > 0.05 else loss
+
+        run = wrap(step)
+        returned = []
+        for (x, y), rate in zip(batches(6), [0.1, 0.2, 0.01, np.float64(0.02), 0.3, 0], strict=True):
+            optimizer.param_groups[0]["lr"] = rate
+            returned.append(run(x, y))
+        assert len(getattr(run, "plans", [])) in (0, 3)
+        return [returned, net.state_dict()]
+
+    both(script)
+
+
 class TestWhatSurroundsTheCall:
     def alternate(
         self, context: Callable[[], Any], make: Callable[[], tuple[Any, Any]], step: Any = plain_step
@@ -404,3 +446,56 @@ def test_captures_in_several_threads_at_once() -> None:
     assert not failures
     assert [torch.Tensor.item, torch.Tensor.__repr__, torch.manual_seed] == originals
     assert roam.compile(lambda x: x.shape)(torch.ones(2, 3)).numel() == 6
+
+
+@pytest.mark.parametrize(
+    "change", [lambda batch: batch.pop("y"), lambda batch: batch.update(z=1), lambda batch: batch["x"].append(1)]
+)
+def test_containers_among_the_arguments_are_not_changed_behind_the_back(change: Callable[[Any], Any]) -> None:
+    net, optimizer = linear()
+
+    def step(batch):
+        loss = plain_step(net, optimizer, batch["x"][0], batch["y"])
+        change(batch)
+        return loss
+
+    x, y = batches(1)[0]
+    batch = {"x": [x], "y": y}
+    with pytest.raises(roam.CaptureError, match=r"among its arguments"):
+        roam.compile(step)(batch)
+    assert list(batch) == ["x", "y"]
+    assert len(batch["x"]) == 1
+
+
+def test_attributes_of_parameters_are_seen_and_guarded() -> None:
+    def script(wrap):
+        net, optimizer = linear()
+
+        @wrap
+        def step(x, y):
+            return plain_step(lambda x: net(x) * getattr(net.weight, "scale", 1.0), optimizer, x, y)
+
+        returned = []
+        for index, (x, y) in enumerate(batches(6)):
+            if index in (2, 4):
+                net.weight.scale = float(index)
+            returned.append(step(x, y))
+        return [returned, net.state_dict()]
+
+    both(script)
+
+
+def test_hooks_on_all_modules_are_guarded() -> None:
+    def script(wrap):
+        net, optimizer = linear()
+        step = wrap(plain_step)
+        returned = []
+        for index, (x, y) in enumerate(batches(4)):
+            with contextlib.ExitStack() as stack:
+                if index % 2:
+                    hook = torch.nn.modules.module.register_module_forward_hook(lambda *parts: parts[-1] * 1.5)
+                    stack.callback(hook.remove)
+                returned.append(step(net, optimizer, x, y))
+        return [returned, net.state_dict()]
+
+    both(script)

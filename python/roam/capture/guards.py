@@ -34,6 +34,11 @@ def _attention_kernels() -> tuple[bool, ...]:
     )  # fmt: skip
 
 
+_MODULE_HOOKS: Final = tuple(
+    hooks
+    for name, hooks in vars(torch.nn.modules.module).items()
+    if name.startswith("_global_") and isinstance(hooks, dict)
+)
 # Switches of PyTorch's that change what a step computes.
 _AMBIENT: Final[tuple[tuple[str, Callable[[], Any]], ...]] = (
     ("gradient mode", torch.is_grad_enabled),
@@ -45,6 +50,8 @@ _AMBIENT: Final[tuple[tuple[str, Callable[[], Any]], ...]] = (
     ("default device", torch.get_default_device),
     ("function modes", lambda: tuple(map(type, _get_current_function_mode_stack()))),
     ("choice of attention kernels", _attention_kernels),
+    ("hooks on all modules", lambda: tuple(chain.from_iterable(hooks.values() for hooks in _MODULE_HOOKS))),
+    ("hooks on saved tensors", lambda: torch._C._autograd._top_saved_tensors_default_hooks(True)),
     ("deterministic mode", torch.are_deterministic_algorithms_enabled),
     ("float32 matmul precision", torch.get_float32_matmul_precision),
 )
@@ -348,13 +355,14 @@ def _metadata(tensor: torch.Tensor) -> tuple[Any, ...]:
         tensor.is_leaf,
         tensor.is_conj() or tensor.is_neg(),
         tensor.is_inference(),
+        len(tensor.__dict__),
         len(hooks) if hooks else 0,
         len(post_hooks) if post_hooks else 0,
     )
 
 
 _METADATA: Final = (
-    "type", "dtype", "shape", "strides", "storage offset", "device", "requires_grad", "is_leaf", "conjugate or negative bit", "inference mode", "gradient hooks", "gradient hooks"
+    "type", "dtype", "shape", "strides", "storage offset", "device", "requires_grad", "is_leaf", "conjugate or negative bit", "inference mode", "attributes", "gradient hooks", "gradient hooks"
 )  # fmt: skip
 
 

@@ -62,6 +62,14 @@ class LiveNode:
         known = self.recorder.known_value(self.slot)
         return self._reached_python() if known is None else known
 
+    def decide(self, function: Callable[..., bool], others: tuple[Any, ...]) -> bool:
+        """A comparison: answered where a plan can hold on to the answer, otherwise refused."""
+        if all(type(other) in (int, float) for other in others):
+            answer = self.recorder.decided(self.slot, function, others)
+            if answer is not None:
+                return answer
+        return function(self._value(), *others)
+
     def _reached_python(self, *_: object) -> NoReturn:
         self.recorder.refuse(
             f"the value of {self.origin} reached Python: a plan would freeze what it decided at capture. "
@@ -111,6 +119,13 @@ def _of_value(function: Any) -> Callable[..., Any]:
     return method
 
 
+def _comparison(function: Any) -> Callable[..., bool]:
+    def method(self: Any, *others: Any) -> bool:
+        return bool(self.node.decide(function, others))
+
+    return method
+
+
 _ARITHMETIC: dict[str, Callable[..., Any]] = {
     **{
         f"__{name}__": _binary(getattr(operator, name))
@@ -128,10 +143,15 @@ _ARITHMETIC: dict[str, Callable[..., Any]] = {
     **{
         f"__{name}__": _of_value(function)
         for name, function in {
-            "bool": bool, "float": float, "int": int, "index": operator.index, "trunc": math.trunc, "round": round,
-            "floor": math.floor, "ceil": math.ceil, "eq": operator.eq, "ne": operator.ne, "lt": operator.lt,
-            "le": operator.le, "gt": operator.gt, "ge": operator.ge, "hash": hash, "repr": repr, "str": str,
-            "format": format,
+            "float": float, "int": int, "index": operator.index, "trunc": math.trunc, "round": round,
+            "floor": math.floor, "ceil": math.ceil, "hash": hash, "repr": repr, "str": str, "format": format,
+        }.items()
+    },
+    **{
+        f"__{name}__": _comparison(function)
+        for name, function in {
+            "bool": bool, "eq": operator.eq, "ne": operator.ne, "lt": operator.lt, "le": operator.le,
+            "gt": operator.gt, "ge": operator.ge,
         }.items()
     },
 }  # fmt: skip

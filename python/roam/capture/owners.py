@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from roam.capture.reach import Reach
-from roam.capture.spaces import Space
+from roam.capture.spaces import CYCLE_MARK, CYCLED_KEYS, Space
 from roam.capture.values import MISSING
 
 
@@ -81,18 +81,41 @@ class ArgumentOwner:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RateOwner:
-    """A learning rate: a live number of an optimizer's group."""
+    """A live number of an optimizer's group: the learning rate, or a momentum that a scheduler cycles."""
 
     optimizer: torch.optim.Optimizer
     group: int
     path: str
+    key: str = "lr"
+    index: int | None = None
+    """Its place where the group's entry is a tuple, such as the betas."""
     kind: str = "live"
 
     def get(self) -> Any:
-        return self.optimizer.param_groups[self.group]["lr"]
+        entry = self.optimizer.param_groups[self.group][self.key]
+        if self.index is None:
+            return entry
+        return entry[self.index] if isinstance(entry, (tuple, list)) and self.index < len(entry) else MISSING
 
     def set(self, value: Any) -> None:
-        self.optimizer.param_groups[self.group]["lr"] = value
+        group = self.optimizer.param_groups[self.group]
+        if self.index is not None:
+            entry = group[self.key]
+            value = (*entry[: self.index], value, *entry[self.index + 1 :])
+        group[self.key] = value
+
+
+def rate_owners(optimizer: torch.optim.Optimizer, path: str) -> Iterator[RateOwner]:
+    """The live numbers of an optimizer's groups."""
+    for number, group in enumerate(optimizer.param_groups):
+        where = f"{path}.param_groups[{number}]"
+        yield RateOwner(optimizer, number, f"{where}['lr']")
+        for key in sorted(CYCLED_KEYS & group.keys()) if CYCLE_MARK in group else ():
+            if isinstance(group[key], (tuple, list)):
+                for index in range(len(group[key])):
+                    yield RateOwner(optimizer, number, f"{where}[{key!r}][{index}]", key, index)
+            else:
+                yield RateOwner(optimizer, number, f"{where}[{key!r}]", key)
 
 
 Owner = PlaceOwner | StateOwner | GradientOwner

@@ -132,6 +132,8 @@ class Program:
     """(owner, value): what an optimizer's state holds after the step beside tensors."""
     plain_before: list[tuple[Any, Any]] = field(default_factory=list)
     """(owner, value): what an optimizer's state must hold before the step beside tensors."""
+    decisions: list[tuple[Any, Callable[..., bool], tuple[float, ...], bool]] = field(default_factory=list)
+    """(owner, comparison, constants, answer): what the step's code asked of live numbers."""
     stepped: list[Any] = field(default_factory=list)
     """Optimizers whose `step` the user's step calls."""
     after: list[HostCall] = field(default_factory=list)

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal, get_args
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from roam.errors import CaptureError
@@ -255,6 +256,8 @@ class _Walk:
         for key, value in space.items():
             if issubclass(type(value), torch.Tensor):
                 self.reach.slots.append(Slot(space.label(key), value, space, key, kind))
+                if value.__dict__ and not isinstance(value, FakeTensor) and self._is_new(value.__dict__):
+                    self._fill(MappingSpace(value.__dict__, space.label(key), label=_child(space.label(key))))
             else:
                 self._enqueue(value, space.label(key))
 

@@ -75,6 +75,7 @@ class Recorder(TorchDispatchMode):
         self._storage_numbers: dict[int, int] = {}
         self._kept: list[Any] = []  # Storages stay alive, so that none's address is given out twice.
         self._tagged: list[FakeTensor] = []
+        self._given: dict[int, tuple[Any, float]] = {}
         self._generator_state_set = ""
 
     # -- values that exist before the step
@@ -87,11 +88,25 @@ class Recorder(TorchDispatchMode):
         self.program.owned.append((owner, slot))
         return slot
 
-    def add_live(self, owner: Any, origin: str, *, is_integer: bool = False) -> Any:
-        """A live number that its owner holds: a `LiveFloat` or `LiveInt`."""
-        live = self._live(is_integer, origin)
+    def add_live(self, owner: Any, origin: str, *, value: float | None = None) -> Any:
+        """A live number that its owner holds. Where its `value` is given, comparisons are answered by it, and noted."""
+        live = self._live(False, origin)
         self.program.owned.append((owner, live.node.slot))
+        if value is not None:
+            self._given[live.node.slot] = owner, value
         return live
+
+    def decided(self, slot: int, function: Callable[..., bool], others: tuple[float, ...]) -> bool | None:
+        """What a comparison of a given number with constants says, as the program then takes for granted; None for
+        any other number.
+        """
+        if slot not in self._given:
+            return None
+        owner, value = self._given[slot]
+        decision = (owner, function, others, bool(function(value, *others)))
+        if decision not in self.program.decisions:
+            self.program.decisions.append(decision)
+        return decision[-1]
 
     def slot_of(self, value: Any) -> int | None:
         """The slot of a tensor or live number of this recording; None for anything else."""

@@ -130,6 +130,7 @@ def _renumber(
     result.dropped = list(program.dropped)
     result.absent = list(program.absent)
     result.plain_state = list(program.plain_state)
+    result.decisions = list(program.decisions)
     result.plain_before = list(program.plain_before)
     result.stepped = list(program.stepped)
     result.after = [HostCall(h.scheduler, h.path, renamed(h.arguments), h.position) for h in program.after]

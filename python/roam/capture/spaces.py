@@ -24,6 +24,9 @@ Items = list[tuple[Any, Any]]
 # Values that an optimizer's user or its scheduler changes from step to step. The compiled step reads them at every
 # call.
 LIVE_GROUP_KEYS: Final = frozenset({"lr", "initial_lr", "swa_lr"})
+# What a scheduler changes as well where it cycles the momentum; such a scheduler leaves its bounds in the group.
+CYCLED_KEYS: Final = frozenset({"momentum", "betas"})
+CYCLE_MARK: Final = "max_momentum"
 # What torch itself writes while an optimizer is used; `_opt_called` is how a scheduler notices that a step was taken.
 LIVE_OPTIMIZER_KEYS: Final = frozenset({"state", "param_groups", "_opt_called", "_step_count"})
 
@@ -340,7 +343,10 @@ class OptimizerSpace(Space):
         return items
 
     def is_live(self, key: Any) -> bool:
-        return type(key) is tuple and key[1] in LIVE_GROUP_KEYS
+        return type(key) is tuple and (
+            key[1] in LIVE_GROUP_KEYS
+            or (key[1] in CYCLED_KEYS and CYCLE_MARK in self.holder.param_groups[key[0]])
+        )  # fmt: skip
 
     def label(self, key: Any) -> str:
         if type(key) is tuple:

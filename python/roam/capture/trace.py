@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 import sys
 import threading
 import traceback
@@ -50,14 +51,22 @@ def trace(
             recorder.add_owned(owner, tensor, owner.path)
         args, kwargs = _own_arguments(world, recorder, args, kwargs, live_arguments)
         for rate_owner in world.rates:
-            rate_owner.set(recorder.add_live(rate_owner, f"the learning rate {rate_owner.path}"))
+            rate_owner.set(recorder.add_live(rate_owner, rate_owner.path, value=rate_owner.get()))
         for optimizer in world.optimizers:
             optimizer._opt_called = False  # type: ignore[attr-defined]
         with ExitStack() as stack:
             stack.enter_context(_watched(world, recorder))
             stack.enter_context(world.mode)
             stack.enter_context(recorder)
+            given = pytree.tree_flatten((args, kwargs))
             result = _run(recorder, step, args, kwargs)
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        if spec != given[1] or not all(map(operator.is_, leaves, given[0])):
+            raise CaptureError(
+                "the step changes a list or dictionary among its arguments, which a captured step would not do again; "
+                "let it work on a copy",
+                code="moved",
+            )
         recorder.finish()
         _results(world, recorder, result)
         _endings(world, recorder, before)
@@ -196,10 +205,10 @@ def _scheduler(world: World, recorder: Recorder, path: str, scheduler: Any) -> I
             )
         )
         for owner in rates:
-            owner.set(recorder.unknown(f"the learning rate after {path}.step()"))
+            owner.set(recorder.unknown(f"{owner.path} after {path}.step()"))
 
     def last_rates() -> list[Any]:
-        return [owner.get() for owner in rates]
+        return [owner.get() for owner in rates if owner.key == "lr"]
 
     unknown = recorder.unknown(f"{path}'s own counters")
     with (

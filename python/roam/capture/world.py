@@ -14,7 +14,7 @@ import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from roam.capture.fake import mode_of
-from roam.capture.owners import ArgumentOwner, Owner, PlaceOwner, RateOwner, gradient_owners, state_owners
+from roam.capture.owners import ArgumentOwner, Owner, PlaceOwner, gradient_owners, rate_owners, state_owners
 from roam.capture.reach import Reach
 from roam.errors import CaptureError
 
@@ -35,11 +35,7 @@ class World:
         self.places = list(_places(reach))
         """Owners whose tensors exist before any step: parameters, buffers, the user's own."""
         self.parameters = [owner for owner in self.places if owner.kind == "parameter" and not owner.tied]
-        self.rates = [
-            RateOwner(optimizer, group, f"{path}.param_groups[{group}]['lr']")
-            for path, optimizer in reach.optimizers
-            for group in range(len(optimizer.param_groups))
-        ]
+        self.rates = [owner for path, optimizer in reach.optimizers for owner in rate_owners(optimizer, path)]
         self._check()
         tensors = [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
         self.mode: FakeTensorMode = mode_of([*tensors, *(owner.get() for owner in self.owners())])
@@ -85,6 +81,7 @@ class World:
             found = self.mode.from_tensor(tensor)
         finally:
             tensor.grad = gradient
+        found.__dict__.update(tensor.__dict__)  # what the user noted on it, such as a scale of its own
         self._fakes[id(tensor)] = tensor, found
         if gradient is not None:
             found.grad = self._fake(gradient)
@@ -107,6 +104,8 @@ class World:
         for leaf, argument in zip(self.leaves, self.arguments, strict=True):
             if isinstance(leaf, torch.Tensor) and not isinstance(leaf, torch.nn.Parameter):
                 _check_tensor(leaf, argument.path)
+                if vars(leaf) and not isinstance(leaf, FakeTensor):
+                    _refuse(f"{argument.path} has attributes of its own, which are not captured", "tensor_attribute")
                 if leaf.requires_grad:
                     _refuse(f"{argument.path} requires a gradient; only parameters may", "argument_gradient")
         for path, optimizer in self.reach.optimizers:
@@ -120,6 +119,8 @@ class World:
                         )
                 if isinstance(group["lr"], torch.Tensor):
                     _refuse(f"{path} has a tensor as its learning rate; give it a float", "tensor_rate")
+                if any(isinstance(beta, torch.Tensor) for beta in group.get("betas", ())):
+                    _refuse(f"{path} has tensors as its betas; give it floats", "tensor_rate")
             for entry in optimizer.state.values():
                 if any(isinstance(value, (list, tuple, dict)) for value in entry.values()):
                     _refuse(f"{path} keeps nested state, which is not captured", "nested_state")
@@ -147,6 +148,8 @@ def _check_tensor(tensor: Any, path: str) -> None:
         _refuse(f"{path} is a {type(tensor).__name__}; tensor subclasses are not captured", "subclass")
     if tensor.layout is not torch.strided:
         _refuse(f"{path} has layout {tensor.layout}; only strided tensors are captured", "layout")
+    if not isinstance(tensor, FakeTensor) and any(isinstance(value, torch.Tensor) for value in vars(tensor).values()):
+        _refuse(f"{path} has tensors for attributes; keep them elsewhere", "tensor_attribute")
     if tensor.grad_fn is not None:
         _refuse(f"{path} has a gradient history from outside of the step; detach it", "outer_history")
     if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):

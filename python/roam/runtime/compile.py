@@ -220,6 +220,10 @@ class Runner:
         for owner in self._program.absent:
             if owner.get() is not MISSING:
                 return f"{owner.path} exists already"
+        for owner, comparison, constants, answer in self._program.decisions:
+            number = owner.get()
+            if not isinstance(number, (float, int)) or bool(comparison(number, *constants)) is not answer:
+                return f"{owner.path} is {show(number)} now, with which the step does something else"
         for owner, value in self._program.plain_before:
             if not same(value, owner.get()):
                 return f"{owner.path} changed from {show(value)} to {show(owner.get())}"
