@@ -11,7 +11,7 @@
 use crate::control::{Stop, Watch};
 use crate::flow::{self, INFINITE, Network};
 use crate::graph::Residency;
-use crate::liveness::{Profile, largest_matching};
+use crate::liveness::largest_matching;
 use crate::problem::{NONE, Op, Problem, Ten};
 use rayon::prelude::*;
 use std::cmp::Reverse;
@@ -19,8 +19,10 @@ use std::collections::BTreeMap;
 
 /// Arcs that one cut may look at.
 const WORK_PER_CUT: u64 = 4_000_000;
-/// Operators that may be looked at for one problem.
-const MOST_CUTS: usize = 48;
+/// Cuts that one inspection may make on a very large graph.
+const FEWEST_CUTS: usize = 48;
+/// Operators looked at, over all cuts of one inspection; small graphs get more cuts.
+const INSPECT_WORK: usize = 1_000_000;
 /// Operators that one bound may probe.
 const MOST_PROBES: usize = 64;
 /// Operators looked at, over all probes of one bound; very large graphs get fewer.
@@ -88,29 +90,23 @@ impl Bounds {
         *known = bytes.max(*known);
     }
 
-    /// Looks at the operators at the top of an order's profile, highest first, until none of the
-    /// others could give more than what is proved, or enough have been looked at. A cut never
-    /// exceeds its operator's place in the profile, so the others need no look.
-    pub(crate) fn inspect(
-        &mut self,
-        problem: &Problem,
-        order: &[Op],
-        profile: &Profile,
-        watch: &Watch,
-    ) -> Result<(), Stop> {
-        let mut steps: Vec<u32> = (0..order.len() as u32).collect();
-        steps.sort_unstable_by_key(|&step| (Reverse(profile.live[step as usize]), order[step as usize]));
-        steps.retain(|&step| !self.bytes.contains_key(&order[step as usize]));
-        let mut steps = steps.into_iter().peekable();
+    /// Looks at the operators by what is live in known orders while they run, highest first, until none of
+    /// the others could give more than what is proved, or enough have been looked at. `least_live` says per
+    /// operator the fewest bytes in any of these orders: no cut exceeds them, so the others need no look.
+    pub(crate) fn inspect(&mut self, problem: &Problem, least_live: &[u64], watch: &Watch) -> Result<(), Stop> {
+        let mut ops: Vec<Op> = (0..problem.len() as Op).filter(|op| !self.bytes.contains_key(op)).collect();
+        ops.sort_unstable_by_key(|&op| (Reverse(least_live[op as usize]), op));
+        let mut ops = ops.into_iter().peekable();
         let mut pending = Vec::new();
-        let mut made = self.bytes.len();
+        let most = (INSPECT_WORK / problem.len().max(1)).max(FEWEST_CUTS);
+        let mut made = 0;
         let mut best = self.best().0;
         let mut batch = 1;
-        while made < MOST_CUTS {
+        while made < most {
             pending.clear();
-            while pending.len() < batch.min(MOST_CUTS - made) {
-                match steps.next_if(|&step| profile.live[step as usize] > best) {
-                    Some(step) => pending.push(order[step as usize]),
+            while pending.len() < batch.min(most - made) {
+                match ops.next_if(|&op| least_live[op as usize] > best) {
+                    Some(op) => pending.push(op),
                     None => break,
                 }
             }

@@ -312,25 +312,38 @@ impl<'a> Search<'a> {
     }
 
     fn prove_bound(&mut self) -> Result<(), Stop> {
-        let Some(&first) = self.ranking().first() else { return Ok(()) };
-        let Ordered { order, profile } = &self.trials[first].ordered;
-        self.bounds.inspect(&self.problem, order, profile, self.watch)
+        let least_live = self.least_live(|ordered| ordered.profile.live.clone());
+        self.bounds.inspect(&self.problem, &least_live, self.watch)
+    }
+
+    /// Per operator the fewest bytes that are live while it runs in any of the orders tried.
+    fn least_live(&self, live: impl Fn(&Ordered) -> Vec<u64>) -> Vec<u64> {
+        let mut least = vec![u64::MAX; self.problem.len()];
+        for Trial { ordered, .. } in &self.trials {
+            for (&op, bytes) in ordered.order.iter().zip(live(ordered)) {
+                least[op as usize] = bytes.min(least[op as usize]);
+            }
+        }
+        least
     }
 
     /// Where the plan is not optimal yet: bounds the pool and what stays outside it apart. Their peaks may
     /// lie at different steps, where the bound of the common peak says too little of the sum.
     fn prove_total_bound(&mut self) -> Result<(), Stop> {
-        let best = self.best();
-        if self.total(best) <= self.bounds.best().0 {
+        if self.total(self.best()) <= self.bounds.best().0 {
             return Ok(());
         }
-        let order = &self.trials[best.trial].ordered.order;
         let mut sum = 0;
         for part in [Part::Pool, Part::Outside] {
             let problem = Problem::of(self.graph, part, self.settings.reuse);
             let mut bounds = Bounds::new(&problem);
-            bounds.inspect(&problem, order, &Profile::new(&problem, order), self.watch)?;
-            sum += bounds.best().0;
+            let least_live = self.least_live(|ordered| Profile::new(&problem, &ordered.order).live);
+            bounds.inspect(&problem, &least_live, self.watch)?;
+            if let (bytes, Some(op)) = bounds.best() {
+                sum += bytes;
+                // A part needs no more than the whole.
+                self.bounds.record(op, bytes);
+            }
         }
         self.total_bound = sum;
         Ok(())

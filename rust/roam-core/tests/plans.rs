@@ -5,7 +5,7 @@ mod common;
 
 use common::{Peaks, SETTINGS, each_order, peaks_by_definition, random_graph};
 use roam_core::builder::GraphBuilder;
-use roam_core::graph::{Graph, ReusePair, Tensor};
+use roam_core::graph::{Graph, Kind, Operator, Phase, Residency, ReusePair, Source, Tensor};
 use roam_core::ids::{OperatorId, TensorId};
 use roam_core::liveness::live_bytes;
 use roam_core::optimize::{Control, optimize};
@@ -59,6 +59,63 @@ fn every_bound_is_below_and_every_plan_above_the_best_order() {
         total_tight * 100 >= graphs * 90 && total_optimal * 100 >= graphs * 95,
         "of {graphs} bounds of the total {total_tight} were met and of as many totals {total_optimal} optimal"
     );
+}
+
+/// Activations that pile up, and gradients of many sizes whose updates can run at any time: at most steps of a good
+/// order an update runs that could as well run elsewhere, so only cuts at the few other operators prove anything.
+#[test]
+fn the_bound_is_found_among_operators_that_can_run_anywhere() {
+    let mut random = Random::new(5);
+    let mut builder = GraphBuilder::new("updates", "cpu", 64);
+    let mut tensor = |builder: &mut GraphBuilder, blocks: u64| {
+        let size_bytes = 64 * (1 + random.below(blocks));
+        let (kind, residency) = (Kind::Temporary, Residency::StepLocal);
+        let made = Tensor { name: String::new(), size_bytes, kind, residency, alignment_bytes: 0 };
+        builder.tensor(made).expect("few tensors")
+    };
+    let call = |builder: &mut GraphBuilder, reads: &[TensorId], creates: &[TensorId]| {
+        let operator = Operator {
+            name: String::new(),
+            position: builder.num_operators() as u32,
+            phase: Phase::Backward,
+            reads: reads.to_vec(),
+            creates: creates.to_vec(),
+            mutates: Vec::new(),
+            workspace_bytes: 0,
+            reuse: Vec::new(),
+            sequence: None,
+            region: None,
+            source: Source::default(),
+        };
+        builder.operator(operator).expect("few operators");
+    };
+    let mut activations = vec![tensor(&mut builder, 100)];
+    call(&mut builder, &[], &activations);
+    for layer in 0..150 {
+        let next = tensor(&mut builder, 100);
+        call(&mut builder, &[activations[layer]], &[next]);
+        activations.push(next);
+    }
+    let mut gradients = Vec::new();
+    let mut back = tensor(&mut builder, 1);
+    call(&mut builder, &activations[150..], &[back]);
+    for &activation in activations.iter().rev() {
+        let (before, gradient) = (tensor(&mut builder, 100), tensor(&mut builder, 1000));
+        call(&mut builder, &[back, activation], &[before]);
+        call(&mut builder, &[back, activation], &[gradient]);
+        gradients.push(gradient);
+        back = before;
+    }
+    for gradient in gradients {
+        let scaled = tensor(&mut builder, 1000);
+        call(&mut builder, &[gradient], &[scaled]);
+        call(&mut builder, &[scaled], &[]);
+    }
+    let graph = builder.build().expect("valid");
+    let plan = optimize(&graph, &SETTINGS, &Control::default()).expect("a plan");
+    let prepared = Prepared::new(&graph, true);
+    let cuts = (0..graph.operators().len() as u32).map(|position| prepared.cut_bytes(position).expect("not stopped"));
+    assert!(cuts.max() <= Some(plan.lower_bound_bytes));
 }
 
 /// Never worse than program order, its layout included, whatever reuse makes of it.

@@ -132,8 +132,8 @@ pub(crate) fn peaks_by_definition(graph: &Graph, order: &[OperatorId], reuse: bo
     };
     let all = (0..graph.tensors().len() as u32).map(TensorId);
     let mut peaks = Peaks::default();
-    for step in 0..order.len() {
-        let operator = graph.operator(order[step]);
+    for (step, &id) in order.iter().enumerate() {
+        let operator = graph.operator(id);
         let live = |in_pool: bool| -> u64 {
             let counts = |&t: &TensorId| (graph.tensor(t).residency == Residency::StepLocal) == in_pool;
             all.clone().filter(counts).filter(|&t| live_at(t, step)).map(|t| graph.counted_bytes(t)).sum()
@@ -141,7 +141,7 @@ pub(crate) fn peaks_by_definition(graph: &Graph, order: &[OperatorId], reuse: bo
         let dies = |pair: &&ReusePair| !graph.users(pair.input).iter().any(|&user| step_of(user) > step);
         let pairs: Vec<ReusePair> = operator.reuse.iter().filter(dies).copied().collect();
         let saved = if reuse { most_saved(graph, &pairs) } else { 0 };
-        let (pool, outside) = (live(true) - saved, live(false) + graph.workspace_bytes(order[step]));
+        let (pool, outside) = (live(true) - saved, live(false) + graph.workspace_bytes(id));
         peaks.whole = peaks.whole.max(pool + outside);
         peaks.pool = peaks.pool.max(pool);
         peaks.outside = peaks.outside.max(outside);
