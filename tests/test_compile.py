@@ -513,6 +513,61 @@ class TestGuards:
         assert step(net, adamw(net), *batches(1)[0]).requires_grad
         assert step.plans == []
 
+    def test_a_question_about_the_batch_is_asked_again_at_every_call(self) -> None:
+        steps = []
+
+        def asking_step(model, optimizer, x, y):
+            optimizer.zero_grad()
+            logits = model(x)
+            if (y == 0).any():
+                logits = logits * torch.tensor([2.0, 1.0, 1.0])
+            loss = functional.cross_entropy(logits, y)
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        def script(wrap):
+            net = Net()
+            optimizer = adamw(net)
+            step = wrap(asking_step)
+            steps.append(step)
+            data = [(x, y.clamp_min(place % 2)) for place, (x, y) in enumerate(batches(8))]
+            return [[step(net, optimizer, x, y) for x, y in data], net.state_dict()]
+
+        both(script)
+        assert len(steps[1].plans) == 3
+
+    def test_padded_batches_of_a_language_model(self) -> None:
+        """The library looks at the mask and takes another way where nothing is masked."""
+        import transformers
+
+        config = transformers.BertConfig(
+            num_hidden_layers=1, hidden_size=16, num_attention_heads=2, intermediate_size=16, vocab_size=50,
+            max_position_embeddings=12,
+        )  # fmt: skip
+
+        def padded_step(model, optimizer, batch):
+            optimizer.zero_grad()
+            output = model(**batch)
+            output.loss.backward()
+            optimizer.step()
+            return output.loss
+
+        def script(wrap):
+            model = transformers.BertForSequenceClassification(config).train()
+            optimizer = adamw(model)
+            step = wrap(padded_step)
+            generator = torch.Generator().manual_seed(3)
+            returned = []
+            for place in range(6):
+                mask = torch.ones(3, 8, dtype=torch.long)
+                mask[0, 5:] = place % 3 == 0
+                batch = {"input_ids": torch.randint(0, 50, (3, 8), generator=generator), "attention_mask": mask}
+                returned.append(step(model, optimizer, batch | {"labels": torch.tensor([0, 1, 0])}))
+            return [returned, model.state_dict()]
+
+        both(script)
+
 
 class TestMemoryIsKnownBeforeStepOne:
     def test_plan_runs_nothing(self) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +109,32 @@ class HostCall:
     """How many calls came before it."""
 
 
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A yes-or-no question about the values of the call's arguments, which decides what the step does.
+
+    Its slots are numbered as in the recording; it is run apart from the program, before it.
+    """
+
+    calls: list[Call]
+    inputs: list[tuple[Any, int]]
+    """(`ArgumentOwner`, slot)."""
+    constants: list[tuple[torch.Tensor, int]]
+    slot: int
+
+    def ask(self, arguments: list[Any]) -> Any:
+        """The answer for a call's flattened arguments; None where they are fake and nobody can say."""
+        values: dict[int, Any] = {slot: arguments[owner.index] for owner, slot in self.inputs}
+        if any(isinstance(value, FakeTensor) for value in values.values()):
+            return None
+        values.update((slot, tensor.clone()) for tensor, slot in self.constants)
+        with torch.no_grad():
+            for call in self.calls:
+                call.run(values)
+        value = values[self.slot]
+        return value.item() if isinstance(value, torch.Tensor) else value
+
+
 @dataclass(slots=True)
 class Program:
     """A captured step."""
@@ -134,6 +161,8 @@ class Program:
     """(owner, value): what an optimizer's state must hold before the step beside tensors."""
     decisions: list[tuple[Any, Callable[..., bool], tuple[float, ...], bool]] = field(default_factory=list)
     """(owner, comparison, constants, answer): what the step's code asked of live numbers."""
+    questions: list[tuple[Question, Any]] = field(default_factory=list)
+    """(question about the arguments, its answer at capture)."""
     stepped: list[Any] = field(default_factory=list)
     """Optimizers whose `step` the user's step calls."""
     after: list[HostCall] = field(default_factory=list)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -17,7 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from roam.capture.frames import Frames
 from roam.capture.live import LiveFloat, LiveInt, LiveNode
-from roam.capture.program import Call, Program, Ref, Source, Storage, TensorMeta
+from roam.capture.owners import ArgumentOwner
+from roam.capture.program import Call, Program, Question, Ref, Source, Storage, TensorMeta
 from roam.errors import CaptureError
 
 aten = torch.ops.aten
@@ -68,10 +70,12 @@ _LIVE_STAND_IN = 0.5
 class Recorder(TorchDispatchMode):
     """Records one run of a step into `program`. Use as a context manager inside the fake mode."""
 
-    def __init__(self, frames: Frames) -> None:
+    def __init__(self, frames: Frames, real_arguments: list[Any]) -> None:
+        """`real_arguments`: the call's flattened arguments as the user gave them."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.program = Program()
         self.frames = frames
+        self._real_arguments = real_arguments
         self._storage_numbers: dict[int, int] = {}
         self._kept: list[Any] = []  # Storages stay alive, so that none's address is given out twice.
         self._tagged: list[FakeTensor] = []
@@ -285,7 +289,7 @@ class Recorder(TorchDispatchMode):
         meta = self.program.slots[slot]
         assert meta is not None
         if meta.dtype is torch.bool or meta.dtype.is_complex:
-            known = self.known_value(slot)
+            known = self.known_value(slot, may_ask=meta.dtype is torch.bool)
             if known is None:
                 self.refuse(
                     "the value of a tensor decides something in Python: a plan would freeze what it decided at capture. "
@@ -334,11 +338,16 @@ class Recorder(TorchDispatchMode):
         call.outputs = (self._add_tensor(tensor, creator=len(self.program.calls), name=name),)
         self.program.calls.append(call)
 
-    def known_value(self, slot: int) -> Any:
+    def known_value(self, slot: int, *, may_ask: bool = False) -> Any:
         """The Python value of a slot that depends on nothing but constants written in the step; None for any other.
 
         Library code asks such questions of tensors that it has just made (`torch.arange(n)`), and the answer never
         changes. The calls behind the slot are run for real.
+
+        Args:
+            slot: the value.
+            may_ask: whether it may depend on the call's real arguments too (`attention_mask.all()`). The answer is then
+                asked for again at every call, and another one means another plan.
         """
         program = self.program
         needed_slots, needed_storages, chosen = {slot}, set[int](), []
@@ -350,19 +359,23 @@ class Recorder(TorchDispatchMode):
                 continue
             if call.random:
                 return None
-            chosen.append(call)
+            chosen.append(replace(call))
             for argument in call.refs():
                 needed_slots.add(argument)
                 if (meta := program.slots[argument]) is not None:
                     needed_storages.add(meta.storage)
-        if any(number in needed_slots for _, number in program.owned):
+        inputs = [(owner, number) for owner, number in program.owned if number in needed_slots]
+        if not all(may_ask and isinstance(owner, ArgumentOwner) for owner, _ in inputs):
             return None
-        with _disable_current_modes(), torch.no_grad():
-            values: dict[int, Any] = {number: tensor.clone() for tensor, number in program.constants}
-            for call in reversed(chosen):
-                call.run(values)
-            value = values[slot]
-            return value.item() if isinstance(value, torch.Tensor) else value
+        foreign = {program.slots[number].storage for _, number in inputs if program.slots[number] is not None}  # type: ignore[union-attr]
+        if any(program.slots[s].storage in foreign for call in chosen for s in call.mutates):  # type: ignore[union-attr]
+            return None
+        question = Question(chosen[::-1], inputs, list(program.constants), slot)
+        with _disable_current_modes():
+            answer = question.ask(self._real_arguments)
+        if inputs and answer is not None:
+            program.questions.append((question, answer))
+        return answer
 
     # -- arguments and slots
 

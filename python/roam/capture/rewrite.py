@@ -132,6 +132,7 @@ def _renumber(
     result.plain_state = list(program.plain_state)
     result.decisions = list(program.decisions)
     result.plain_before = list(program.plain_before)
+    result.questions = list(program.questions)
     result.stepped = list(program.stepped)
     result.after = [HostCall(h.scheduler, h.path, renamed(h.arguments), h.position) for h in program.after]
     return result

@@ -42,7 +42,7 @@ def trace(
     """
     frames = Frames({id(module): path for path, module in world.reach.modules})
     frames.root = _run.__code__
-    recorder = Recorder(frames)
+    recorder = Recorder(frames, world.leaves)
     before: list[tuple[Owner, Any]] = [(owner, owner.get()) for owner in world.owners()]
     plain = [(owner, owner.get()) for owner in state_owners(world.reach, world.parameters, plain=True)]
     rates = [owner.get() for owner in world.rates]

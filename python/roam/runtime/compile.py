@@ -122,7 +122,7 @@ class Step:
             failure = captured.step.guards.failure() or captured.step.arguments.failure(args, kwargs)
             if failure is None:
                 for runner in captured.runners:
-                    failure = runner.state_failure()
+                    failure = runner.state_failure() or runner.answer_failure(args, kwargs)
                     if failure is None:
                         self._captures.insert(0, self._captures.pop(place))
                         return runner, ""
@@ -227,6 +227,17 @@ class Runner:
         for owner, value in self._program.plain_before:
             if not same(value, owner.get()):
                 return f"{owner.path} changed from {show(value)} to {show(owner.get())}"
+        return None
+
+    def answer_failure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+        """None where the arguments' values decide as they did at capture, else which question they answer otherwise."""
+        if not self._program.questions:
+            return None
+        leaves = pytree.tree_leaves((args, kwargs))
+        with self._kernels_alone():
+            for question, answer in self._program.questions:
+                if question.ask(leaves) is not answer:
+                    return f"{question.calls[-1].source} asks about the values of an argument, and the answer is another one"
         return None
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
