@@ -148,12 +148,22 @@ def _watched(world: World, recorder: Recorder) -> Iterator[None]:
     def item(tensor: Any) -> Any:
         return as_live(plain_item(tensor))
 
+    def clips_together(tensors: list[Any], device: torch.device) -> bool:
+        # On the CPU the multi-tensor kernels do the same one by one.
+        if device.type != "cpu":
+            recorder.refuse(
+                f"on {device.type} PyTorch clips all gradients in one call, which is not captured; pass foreach=False",
+                code="optimizer_form",
+            )
+        return False
+
     with ExitStack() as stack:
 
         def replace(holder: Any, name: str, stand_in: Callable[..., Any]) -> None:
             stack.enter_context(mock.patch.object(holder, name, _in_trace(getattr(holder, name), stand_in)))
 
         replace(torch.Tensor, "item", item)
+        replace(torch.nn.utils.clip_grad, "_has_foreach_support", clips_together)
         transformers = sys.modules.get("transformers.utils.import_utils")
         if hasattr(transformers, "is_fake_tensor"):
             # It would take other attention masks, hence other kernels, than on real tensors.

@@ -117,6 +117,12 @@ class World:
                             f"single-tensor form, {name}=False",
                             "optimizer_form",
                         )
+                if group.get("foreach", False) is None and any(p.device.type != "cpu" for p in group["params"]):
+                    _refuse(
+                        f"{path} is {type(optimizer).__name__}(foreach=None), for which PyTorch chooses the multi-tensor "
+                        "form beside the CPU; this version captures the single-tensor form, foreach=False",
+                        "optimizer_form",
+                    )
                 if isinstance(group["lr"], torch.Tensor):
                     _refuse(f"{path} has a tensor as its learning rate; give it a float", "tensor_rate")
                 if any(isinstance(beta, torch.Tensor) for beta in group.get("betas", ())):
