@@ -182,10 +182,11 @@ impl<'a> Search<'a> {
     }
 
     fn run(mut self, stages: &mut Stages<'_>) -> Result<Plan, OptimizeError> {
-        let all: [(&'static str, f64, Stage<'a>); 6] = [
+        let all: [(&'static str, f64, Stage<'a>); 7] = [
             ("order", 0.1, Self::find_orders),
             ("refine", 0.3, Self::refine_orders),
             ("bound", 0.5, Self::prove_bound),
+            ("exact", 0.55, Self::search_orders),
             ("layout", 0.6, Self::lay_out),
             ("search", 0.7, Self::search_layouts),
             ("total_bound", 0.8, Self::prove_total_bound),
@@ -325,6 +326,22 @@ impl<'a> Search<'a> {
             }
         }
         least
+    }
+
+    /// Where no order meets the bound: exact search in the stretch that holds the lowest peak.
+    fn search_orders(&mut self) -> Result<(), Stop> {
+        let with_reuse = self.trials.iter().skip(1).map(|trial| &trial.ordered);
+        let Some(lowest) = with_reuse.min_by_key(|ordered| (ordered.profile.peak, ordered.profile.least_total())) else {
+            return Ok(());
+        };
+        if lowest.profile.peak > self.bounds.best().0 {
+            let before = lowest.profile.peak;
+            let ordered = order::lower_peaks(&self.problem, lowest.clone(), &mut self.bounds, self.watch)?;
+            if ordered.profile.peak < before {
+                self.trials.push(Trial { name: "exact", ordered });
+            }
+        }
+        Ok(())
     }
 
     /// Where the plan is not optimal yet: bounds the pool and what stays outside it apart. Their peaks may

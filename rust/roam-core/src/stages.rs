@@ -6,7 +6,7 @@ use crate::control::Watch;
 use crate::graph::Graph;
 use crate::layout;
 use crate::liveness::Profile;
-use crate::order::Method;
+use crate::order::{self, Method};
 use crate::problem::Problem;
 
 /// A graph made ready for planning.
@@ -71,6 +71,15 @@ impl Prepared {
     pub fn measure(&self, order: Vec<u32>) -> Ordered {
         let profile = Profile::new(&self.problem, &order);
         Ordered { order, profile }
+    }
+
+    /// An order with its peak lowered as far as exact search goes, and bytes that no order can go below.
+    pub fn lower_peaks(&self, ordered: &Ordered) -> Option<(Ordered, u64)> {
+        let mut bounds = bound::Bounds::new(&self.problem);
+        let start = order::Ordered { order: ordered.order.clone(), profile: ordered.profile.clone() };
+        let order::Ordered { order, profile } =
+            order::lower_peaks(&self.problem, start, &mut bounds, &self.watch).ok()?;
+        Some((Ordered { order, profile }, bounds.best().0))
     }
 
     /// The names of all layouts.

@@ -1,11 +1,16 @@
 //! Execution orders: cheap heuristics, each a pure function of the problem.
 
 mod depth_first;
+mod exact;
 mod list;
+mod peaks;
 mod refine;
 mod reversed;
+mod segments;
 mod updates;
+mod window;
 
+pub(crate) use peaks::lower_peaks;
 pub(crate) use refine::{Ordered, split, stage};
 
 use crate::control::{Stop, Watch};

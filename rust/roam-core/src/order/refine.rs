@@ -37,7 +37,7 @@ pub(crate) struct Ordered {
 }
 
 impl Ordered {
-    fn new(problem: &Problem, order: Vec<Op>) -> Self {
+    pub(super) fn new(problem: &Problem, order: Vec<Op>) -> Self {
         debug_assert!(problem.is_valid_order(&order));
         let profile = Profile::new(problem, &order);
         Ordered { order, profile }

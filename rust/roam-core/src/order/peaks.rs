@@ -1,0 +1,137 @@
+//! Exact search where it counts: in the stretch of an order that holds its peak.
+//!
+//! The stretch is first the trunk's segment around the peak, then more segments around that, up to the whole segment of
+//! the graph: what lies between two operators that have the same place in every order. As long as a sequence with a lower peak is
+//! found, the search goes on at the new peak. Where the whole segment has none, its peak bounds all orders.
+
+use super::exact::{self, Answer};
+use super::refine::Ordered;
+use super::segments;
+use super::window::Window;
+use crate::bound::Bounds;
+use crate::control::{Stop, Watch};
+use crate::problem::{Op, Problem};
+use std::ops::Range;
+
+/// Work granted to all searches for one order; an operator looked at, or an arc of a cut, is one unit.
+const WORK: u64 = 20_000_000;
+/// Windows are not made larger than this.
+const MOST_OPERATORS: usize = 1024;
+
+/// Lowers the peak of an order as far as the work allows. What is proved about all orders goes into `bounds`.
+pub(crate) fn lower_peaks(
+    problem: &Problem,
+    mut best: Ordered,
+    bounds: &mut Bounds,
+    watch: &Watch,
+) -> Result<Ordered, Stop> {
+    let whole = segments::insensitive(problem);
+    let on_trunk = segments::insensitive_on_trunk(problem);
+    let mut work = WORK;
+    while let Some(better) = improve(problem, &best, &whole, &on_trunk, bounds, &mut work, watch)? {
+        best = better;
+    }
+    Ok(best)
+}
+
+/// An order with a lower peak, or at least with one place less at the peak.
+fn improve(
+    problem: &Problem,
+    ordered: &Ordered,
+    whole: &[Op],
+    on_trunk: &[Op],
+    bounds: &mut Bounds,
+    work: &mut u64,
+    watch: &Watch,
+) -> Result<Option<Ordered>, Stop> {
+    let Ordered { order, profile } = ordered;
+    let Some(step) = profile.live.iter().position(|&live| live == profile.peak) else { return Ok(None) };
+    let mut step_of = vec![0; order.len()];
+    for (step, &op) in order.iter().enumerate() {
+        step_of[op as usize] = step;
+    }
+    let segment = around(step, 1, whole, &step_of);
+    let mut reach = 1;
+    let mut last = 0..0;
+    loop {
+        let wanted = around(step, reach, on_trunk, &step_of);
+        let range = wanted.start.max(segment.start).max(step.saturating_sub(MOST_OPERATORS / 2))
+            ..wanted.end.min(segment.end).min(step + MOST_OPERATORS / 2);
+        reach *= 2;
+        if range == last {
+            if range == segment || wanted == (0..order.len()) || range.len() + 1 >= MOST_OPERATORS {
+                return Ok(None);
+            }
+            continue;
+        }
+        let (bound, _) = bounds.best();
+        let elsewhere = profile.live[..range.start].iter().chain(&profile.live[range.end..]).max();
+        if profile.peak <= bound {
+            return Ok(None);
+        }
+        // Where the peak is reached elsewhere too, one place less at it is progress enough.
+        let floor = bound.max(elsewhere.copied().unwrap_or(0).min(profile.peak - 1));
+        *work = work.saturating_sub((problem.len() + problem.tensors.len()) as u64);
+        let window = Window::new(problem, order, profile, range.clone());
+        let found = least_peak(&window, floor, profile.peak, work, watch)?;
+        if range == segment && found.proved > bound {
+            bounds.record(order[step], found.proved);
+        }
+        if let Some(sequence) = found.sequence {
+            let mut order = order.clone();
+            for (place, at) in range.zip(sequence) {
+                order[place] = window.ops[at];
+            }
+            return Ok(Some(Ordered::new(problem, order)));
+        }
+        if found.proved < profile.peak {
+            return Ok(None);
+        }
+        last = range;
+    }
+}
+
+/// The steps from behind the `reach`-th cut before `step` up to the `reach`-th cut from there on.
+fn around(step: usize, reach: usize, cuts: &[Op], step_of: &[usize]) -> Range<usize> {
+    // Cuts keep their order in every order.
+    let next = cuts.partition_point(|&cut| step_of[cut as usize] < step);
+    let start = next.checked_sub(reach).map_or(0, |at| step_of[cuts[at] as usize] + 1);
+    let end = cuts.get(next + reach - 1).map_or(step_of.len(), |&cut| step_of[cut as usize] + 1);
+    start..end
+}
+
+struct Found {
+    /// The best sequence, if it has a lower peak than the present one.
+    sequence: Option<Vec<usize>>,
+    /// No sequence of the window has a lower peak than this, or than the floor.
+    proved: u64,
+}
+
+/// Lowers the window's peak from `peak` towards `floor`, halving what lies between.
+fn least_peak(window: &Window, floor: u64, peak: u64, work: &mut u64, watch: &Watch) -> Result<Found, Stop> {
+    let mut found = Found { sequence: None, proved: 0 };
+    let (mut low, mut high) = (floor, peak);
+    let mut budget = floor;
+    while low < high && budget < high && *work > 0 {
+        // A hard question may not use up all that easier ones need.
+        let mut share = (*work / 3).max(1);
+        *work -= share;
+        let answer = exact::within(window, budget, &mut share, watch)?;
+        *work += share;
+        match answer {
+            Answer::Order(sequence) => {
+                high = window.peak(&sequence).max(floor);
+                debug_assert!(high <= budget);
+                found.sequence = Some(sequence);
+                budget = low + (high - low) / 2;
+            }
+            Answer::AtLeast(bytes) => {
+                low = bytes.min(high);
+                found.proved = low;
+                budget = low + (high - low) / 2;
+            }
+            Answer::Unknown => budget += (high - budget).div_ceil(2),
+        }
+    }
+    Ok(found)
+}
