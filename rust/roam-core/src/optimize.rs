@@ -147,8 +147,8 @@ type Stage<'a> = fn(&mut Search<'a>) -> Result<(), Stop>;
 const PROGRAM_WITHOUT_REUSE: &str = "program_without_reuse";
 /// How many of the best orders are split at their cuts.
 const SPLIT: usize = 2;
-/// How many times the search for layouts may place a block.
-const SEARCH_WORK: u64 = 400_000;
+/// How many comparisons the search for layouts may make: a fraction of a second's work.
+const SEARCH_WORK: u64 = 100_000_000;
 
 impl<'a> Search<'a> {
     /// Program order, laid out by first fit: what there always is.
@@ -293,23 +293,15 @@ impl<'a> Search<'a> {
             if profile.peak > self.program_peak || profile.least_total() >= total {
                 continue;
             }
-            let known =
-                self.placed.iter().filter(|placed| placed.trial == at).min_by_key(|placed| placed.layout.pool_bytes);
             let limit = total - profile.outside_peak;
             let mut share = work / 2;
             work -= share;
-            let layout = layout::search(
-                self.problem_of(at),
-                profile,
-                known.map(|placed| &placed.layout),
-                limit,
-                &mut share,
-                self.watch,
-            )?;
+            let layout = layout::search(self.problem_of(at), profile, limit, &mut share, self.watch)?;
             work += share;
             self.placed.extend(layout.map(|layout| Placed { trial: at, layout }));
         }
-        Ok(())
+        // A search that found something before the deadline does not say that it was cut short.
+        self.watch.check()
     }
 
     fn prove_bound(&mut self) -> Result<(), Stop> {

@@ -3,6 +3,7 @@
 use super::Layout;
 use crate::liveness::Profile;
 use crate::problem::{NONE, Problem};
+use std::ops::Range;
 
 /// A piece of memory held over a half-open interval of times.
 #[derive(Clone, Copy, Debug)]
@@ -11,6 +12,13 @@ pub(super) struct Block {
     pub(super) alignment: u64,
     pub(super) start: u32,
     pub(super) end: u32,
+}
+
+impl Block {
+    /// The times over which it is held.
+    pub(super) fn times(&self) -> Range<usize> {
+        self.start as usize..self.end as usize
+    }
 }
 
 /// All blocks of an order, in a sequence that depends on positions and sizes alone.
@@ -54,14 +62,67 @@ impl Blocks {
             block.alignment = block.alignment.max(problem.tensors[output as usize].alignment);
             block.end = lifetimes.end[output as usize];
         }
-        let mut starts: Vec<u32> = all.iter().map(|block| block.start).collect();
-        starts.sort_unstable();
-        starts.dedup();
-        for block in &mut all {
-            block.start = starts.partition_point(|&start| start < block.start) as u32;
-            block.end = starts.partition_point(|&start| start < block.end) as u32;
+        let times = rank(&mut all);
+        Blocks { all, times, block_of }
+    }
+
+    /// Blocks that are not tensors of a graph.
+    pub(super) fn bare(mut all: Vec<Block>) -> Self {
+        let times = rank(&mut all);
+        let block_of = (0..all.len() as u32).collect();
+        Blocks { all, times, block_of }
+    }
+
+    /// The most bytes held at any time: no layout takes less.
+    pub(super) fn floor(&self) -> u64 {
+        let mut change = vec![(0u64, 0u64); self.times as usize + 1];
+        for block in &self.all {
+            change[block.start as usize].0 += block.size;
+            change[block.end as usize].1 += block.size;
         }
-        Blocks { all, times: starts.len() as u32, block_of }
+        let held = change.into_iter().scan(0, |held, (more, less)| {
+            *held = *held + more - less;
+            Some(*held)
+        });
+        held.max().unwrap_or(0)
+    }
+
+    /// How many pairs of blocks have lifetimes that meet.
+    pub(super) fn pairs(&self) -> u64 {
+        let mut change = vec![(0u64, 0u64); self.times as usize + 1];
+        for block in &self.all {
+            change[block.start as usize].0 += 1;
+            change[block.end as usize].1 += 1;
+        }
+        let pairs = change.into_iter().scan(0, |alive, (begin, end)| {
+            *alive -= end;
+            let pairs = *alive * begin + begin * begin.saturating_sub(1) / 2;
+            *alive += begin;
+            Some(pairs)
+        });
+        pairs.sum()
+    }
+
+    /// What the pool of some smallest layout is a multiple of; `None` where alignment can leave gaps.
+    ///
+    /// Where every size is a multiple of every alignment, pushing blocks down as far as they go
+    /// makes each offset a sum of sizes.
+    pub(super) fn unit(&self) -> Option<u64> {
+        let strictest = self.all.iter().map(|block| block.alignment).max()?;
+        let gcd = |mut a: u64, mut b: u64| {
+            while b > 0 {
+                (a, b) = (b, a % b);
+            }
+            a
+        };
+        let unit = self.all.iter().fold(0, |unit, block| gcd(unit, block.size));
+        let divides = |block: &Block| block.size % block.alignment == 0 && strictest % block.alignment == 0;
+        (unit % strictest == 0 && self.all.iter().all(divides)).then_some(unit)
+    }
+
+    /// The sum of all lifetimes, in times.
+    pub(super) fn area(&self) -> u64 {
+        self.all.iter().map(|block| u64::from(block.end - block.start)).sum()
     }
 
     /// Largest offset plus size.
@@ -76,15 +137,16 @@ impl Blocks {
             offsets: self.block_of.iter().map(|&at| if at == NONE { 0 } else { offsets[at as usize] }).collect(),
         }
     }
+}
 
-    /// The offsets per block that a layout gives.
-    pub(super) fn offsets(&self, layout: &Layout) -> Vec<u64> {
-        let mut offsets = vec![0; self.all.len()];
-        for (tensor, &at) in self.block_of.iter().enumerate() {
-            if at != NONE {
-                offsets[at as usize] = layout.offsets[tensor];
-            }
-        }
-        offsets
+/// Turns steps into ranks; says how many there are.
+fn rank(all: &mut [Block]) -> u32 {
+    let mut starts: Vec<u32> = all.iter().map(|block| block.start).collect();
+    starts.sort_unstable();
+    starts.dedup();
+    for block in all {
+        block.start = starts.partition_point(|&start| start < block.start) as u32;
+        block.end = starts.partition_point(|&start| start < block.end) as u32;
     }
+    starts.len() as u32
 }

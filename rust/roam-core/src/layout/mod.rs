@@ -4,8 +4,13 @@
 //! soon as one takes just that.
 
 mod blocks;
+mod buffers;
+mod canonical;
+mod csv;
+mod dive;
 mod gaps;
 mod greedy;
+mod incumbent;
 mod search;
 mod skyline;
 
@@ -13,7 +18,10 @@ use crate::control::{Stop, Watch};
 use crate::liveness::Profile;
 use crate::problem::Problem;
 use blocks::Blocks;
+pub use buffers::{Buffer, PackError, Packing, pack};
+pub use csv::{CsvError, read_csv};
 use greedy::Sequence;
+use incumbent::Incumbent;
 use rayon::prelude::*;
 
 /// Where every pool tensor lies.
@@ -83,55 +91,53 @@ pub(crate) fn by_method(
 }
 
 /// The best layout of the portfolio that takes less than `limit`, if any does.
-pub(crate) fn best(
-    problem: &Problem,
-    profile: &Profile,
-    mut limit: u64,
-    watch: &Watch,
-) -> Result<Option<Layout>, Stop> {
+pub(crate) fn best(problem: &Problem, profile: &Profile, limit: u64, watch: &Watch) -> Result<Option<Layout>, Stop> {
     let blocks = Blocks::new(problem, profile);
-    let mut found: Option<Layout> = None;
-    let (first, others) = Method::ALL.split_at(1);
-    // The first is nearly always enough; the others run side by side if it is not.
-    for methods in [first, others] {
-        if limit <= profile.pool_peak {
-            break;
-        }
-        let placed: Vec<Option<Vec<u64>>> =
-            methods.par_iter().map(|method| method.place(&blocks, limit, watch)).collect::<Result<_, _>>()?;
-        for (method, offsets) in methods.iter().zip(placed) {
-            if let Some(layout) = offsets.map(|offsets| blocks.layout(method.name(), &offsets)) {
-                if layout.pool_bytes < limit {
-                    limit = layout.pool_bytes;
-                    found = Some(layout);
-                }
-            }
-        }
-    }
-    Ok(found)
+    let mut incumbent = Incumbent::new(&blocks, limit);
+    let ended = portfolio(&mut incumbent, watch);
+    finish(incumbent, ended)
 }
 
-/// A layout that takes less than `limit`, if the search finds one before its `work` (placements of
-/// a block) is used up. It starts from `known`, a layout of the same order, or from the largest blocks.
+/// A layout that takes less than `limit`, if the search finds one before its `work`, counted in
+/// comparisons, is used up.
 pub(crate) fn search(
     problem: &Problem,
     profile: &Profile,
-    known: Option<&Layout>,
     limit: u64,
     work: &mut u64,
     watch: &Watch,
 ) -> Result<Option<Layout>, Stop> {
     let blocks = Blocks::new(problem, profile);
-    let sequence = match known {
-        // Placed from the bottom up, every block comes to lie no higher than it did.
-        Some(layout) => {
-            let offsets = blocks.offsets(layout);
-            let mut sequence: Vec<u32> = (0..blocks.all.len() as u32).collect();
-            sequence.sort_by_key(|&at| (offsets[at as usize], blocks.all[at as usize].start, at));
-            sequence
+    let mut incumbent = Incumbent::new(&blocks, limit);
+    let ended = search::improve(&mut incumbent, work, watch);
+    finish(incumbent, ended)
+}
+
+/// What was found before a deadline counts; a cancelled search gives nothing.
+fn finish(incumbent: Incumbent<'_>, ended: Result<(), Stop>) -> Result<Option<Layout>, Stop> {
+    match (ended, incumbent.found) {
+        (Ok(()), found) | (Err(Stop::TimedOut), found @ Some(_)) => {
+            Ok(found.map(|(method, offsets)| incumbent.blocks.layout(method, &offsets)))
         }
-        None => Sequence::Size.sorted(&blocks),
-    };
-    let offsets = search::improve(&blocks, sequence, profile.pool_peak, limit, work, watch)?;
-    Ok(offsets.map(|offsets| blocks.layout("search", &offsets)))
+        (Err(stop), _) => Err(stop),
+    }
+}
+
+/// Tries the methods of the portfolio.
+fn portfolio(incumbent: &mut Incumbent<'_>, watch: &Watch) -> Result<(), Stop> {
+    let (first, others) = Method::ALL.split_at(1);
+    // The first is nearly always enough; the others run side by side if it is not.
+    for methods in [first, others] {
+        if incumbent.is_done() {
+            break;
+        }
+        let Incumbent { blocks, limit, .. } = *incumbent;
+        let placed: Vec<_> = methods.par_iter().map(|method| method.place(blocks, limit, watch)).collect();
+        for (method, placed) in methods.iter().zip(placed) {
+            if let Some(offsets) = placed? {
+                incumbent.offer(method.name(), offsets);
+            }
+        }
+    }
+    Ok(())
 }

@@ -1,49 +1,145 @@
-//! Search for a better layout: the block that does not fit goes earlier.
-//!
-//! Greedy placement in a given sequence either stays below the limit, which is an improvement, or
-//! meets a block that does not fit below it. That block is moved to a random earlier place in the
-//! sequence, and the placement begins anew (squeaky wheel optimization; Joslin and Clements, 1999).
-//! The random numbers are the same in every run.
+//! Search for a better layout: rounds of dives and of branch and bound, from several rankings of
+//! the blocks side by side, with more and more work until the floor is met.
 
 use super::blocks::Blocks;
-use super::greedy::place_in;
+use super::canonical::{Canonical, Outcome};
+use super::dive::Pond;
+use super::greedy::Sequence;
+use super::incumbent::Incumbent;
 use crate::control::{Stop, Watch};
-use crate::synthetic::Random;
+use rayon::prelude::*;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// Placements from the start that one search may make.
-const MOST_ROUNDS: usize = 1000;
+/// Which blocks are tried first.
+const RANKINGS: [Sequence; 4] = [Sequence::Lifetime, Sequence::Area, Sequence::Size, Sequence::Start];
+/// Comparisons that branch and bound may make per ranking in the first round. Each round doubles them.
+const FIRST_BUDGET: u64 = 1 << 20;
+/// Rounds of dives alone that may pass without a better layout.
+const MOST_FRUITLESS: u32 = 50;
+/// What beginning a search counts, so that many searches of little cannot take for ever.
+const BEGIN: u64 = 1000;
+/// Most pairs of blocks that meet, and most sums of lifetimes, for which branch and bound keeps tables.
+const MOST_PAIRS: u64 = 1 << 22;
 
-/// Offsets below `limit`, as far below as the search gets before `work` placements of a block are
-/// used up or the floor is met. `sequence` is where to start from.
-pub(super) fn improve(
-    blocks: &Blocks,
-    mut sequence: Vec<u32>,
-    floor: u64,
-    mut limit: u64,
+/// A ranking, and what the searches that use it have learned.
+struct Ranking {
+    rank: Vec<u32>,
+    dive_blame: Vec<u32>,
+    branch_blame: Vec<u32>,
+}
+
+impl Ranking {
+    fn new(blocks: &Blocks, sequence: Sequence) -> Self {
+        let mut rank = vec![0; blocks.all.len()];
+        for (place, &at) in sequence.sorted(blocks).iter().enumerate() {
+            rank[at as usize] = place as u32;
+        }
+        let blame = vec![1; blocks.times as usize];
+        Ranking { rank, dive_blame: blame.clone(), branch_blame: blame }
+    }
+}
+
+/// Improves on the incumbent until the floor is met or `work`, counted in comparisons, is used up.
+pub(super) fn improve(incumbent: &mut Incumbent<'_>, work: &mut u64, watch: &Watch) -> Result<(), Stop> {
+    if incumbent.is_done() {
+        return Ok(());
+    }
+    let blocks = incumbent.blocks;
+    let mut rankings = RANKINGS.map(|sequence| Ranking::new(blocks, sequence));
+    let pond = Pond::new(blocks);
+    let canonical = (blocks.pairs() <= MOST_PAIRS && blocks.area() <= MOST_PAIRS).then(|| Canonical::new(blocks));
+    let mut budget = FIRST_BUDGET;
+    let mut fruitless = 0;
+    while *work > 0 && !incumbent.is_done() && fruitless < MOST_FRUITLESS {
+        watch.check()?;
+        let before = incumbent.limit;
+        dive(incumbent, &pond, &mut rankings, work, watch)?;
+        fruitless = if incumbent.limit < before { 0 } else { fruitless + 1 };
+        let Some(canonical) = &canonical else { continue };
+        fruitless = 0;
+        // The floor itself, and, in case that is out of reach, half the way.
+        for parts in [u64::MAX, 2] {
+            if *work == 0 || incumbent.is_done() {
+                break;
+            }
+            let capacity = incumbent.floor + (incumbent.limit - 1 - incumbent.floor) / parts;
+            if branch(incumbent, canonical, capacity, budget, &mut rankings, work, watch)? {
+                continue;
+            }
+            // Where alignment leaves gaps, a search that ends without a layout proves nothing, but
+            // there is little hope in more of it.
+            return Ok(());
+        }
+        budget = budget.saturating_mul(2);
+    }
+    Ok(())
+}
+
+/// One dive per ranking.
+fn dive(
+    incumbent: &mut Incumbent<'_>,
+    pond: &Pond<'_>,
+    rankings: &mut [Ranking],
     work: &mut u64,
     watch: &Watch,
-) -> Result<Option<Vec<u64>>, Stop> {
-    let mut random = Random::new(0);
-    let mut best = None;
-    for _ in 0..MOST_ROUNDS {
-        if limit <= floor || *work == 0 {
-            break;
-        }
-        watch.check()?;
-        let (placed, count) = place_in(blocks, &sequence, limit, watch)?;
-        *work = work.saturating_sub(count as u64);
-        match placed {
-            Ok(offsets) => {
-                limit = blocks.pool_bytes(&offsets);
-                best = Some(offsets);
-            }
-            // The first block of all does not fit: the limit is below its size.
-            Err(0) => break,
-            Err(at) => {
-                let earlier = random.below(at as u64) as usize;
-                sequence[earlier..=at].rotate_right(1);
-            }
+) -> Result<(), Stop> {
+    let Incumbent { floor, limit, .. } = *incumbent;
+    let target = floor + (limit - floor) / 4;
+    let dives: Vec<_> = rankings
+        .par_iter_mut()
+        .map(|ranking| pond.dive(&ranking.rank, &mut ranking.dive_blame, target, limit, watch))
+        .collect();
+    for dive in dives {
+        let (offsets, steps) = dive?;
+        *work = work.saturating_sub(BEGIN + steps);
+        if let Some(offsets) = offsets {
+            incumbent.offer("dive", offsets);
         }
     }
-    Ok(best)
+    Ok(())
+}
+
+/// Branch and bound per ranking, until the first one has an answer. False if that is of no use.
+fn branch(
+    incumbent: &mut Incumbent<'_>,
+    canonical: &Canonical<'_>,
+    capacity: u64,
+    budget: u64,
+    rankings: &mut [Ranking],
+    work: &mut u64,
+    watch: &Watch,
+) -> Result<bool, Stop> {
+    let budget = budget.min(work.div_ceil(RANKINGS.len() as u64));
+    // The lowest ranking with an answer so far: those after it need not begin.
+    let answered = AtomicUsize::new(usize::MAX);
+    let search = |(at, ranking): (usize, &Ranking)| {
+        if answered.load(Ordering::Relaxed) < at {
+            return (Ok(Outcome::Exhausted), 0, Vec::new());
+        }
+        let (mut left, mut blame) = (budget, ranking.branch_blame.clone());
+        let outcome = canonical.search(&ranking.rank, capacity, &mut blame, &mut left, watch);
+        if !matches!(outcome, Ok(Outcome::Exhausted)) {
+            answered.fetch_min(at, Ordering::Relaxed);
+        }
+        (outcome, budget - left, blame)
+    };
+    let outcomes: Vec<_> = rankings.par_iter().enumerate().map(search).collect();
+    // Nothing that comes after the first answer counts, whether it was begun or not.
+    for (ranking, (outcome, used, blame)) in rankings.iter_mut().zip(outcomes) {
+        *work = work.saturating_sub(BEGIN + used);
+        ranking.branch_blame = blame;
+        match outcome? {
+            Outcome::Found(offsets) => {
+                incumbent.offer("canonical", offsets);
+                break;
+            }
+            Outcome::Refuted => {
+                let Some(unit) = incumbent.blocks.unit() else { return Ok(false) };
+                incumbent.refute(capacity, unit);
+                break;
+            }
+            Outcome::Exhausted => {}
+        }
+    }
+    Ok(true)
 }

@@ -1,0 +1,41 @@
+//! The best layout so far, and what a better one has to keep below.
+
+use super::blocks::Blocks;
+
+/// What all searches for a layout of the same blocks share.
+#[derive(Clone, Debug)]
+pub(super) struct Incumbent<'a> {
+    pub(super) blocks: &'a Blocks,
+    /// Most bytes held at any time, or more where a search has refuted less.
+    pub(super) floor: u64,
+    /// Only a smaller pool than this is of use.
+    pub(super) limit: u64,
+    /// What found it, and its offsets per block. Its pool is the limit.
+    pub(super) found: Option<(&'static str, Vec<u64>)>,
+}
+
+impl<'a> Incumbent<'a> {
+    /// Nothing found yet.
+    pub(super) fn new(blocks: &'a Blocks, limit: u64) -> Self {
+        Incumbent { blocks, floor: blocks.floor(), limit, found: None }
+    }
+
+    /// Takes the offsets if they are better.
+    pub(super) fn offer(&mut self, method: &'static str, offsets: Vec<u64>) {
+        let pool_bytes = self.blocks.pool_bytes(&offsets);
+        if pool_bytes < self.limit {
+            self.limit = pool_bytes;
+            self.found = Some((method, offsets));
+        }
+    }
+
+    /// No layout takes `capacity` or less, and none between two multiples of `unit` is the smallest.
+    pub(super) fn refute(&mut self, capacity: u64, unit: u64) {
+        self.floor = self.floor.max((capacity / unit + 1) * unit);
+    }
+
+    /// Whether nothing better is possible.
+    pub(super) fn is_done(&self) -> bool {
+        self.limit <= self.floor
+    }
+}

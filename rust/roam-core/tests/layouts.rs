@@ -1,0 +1,297 @@
+//! Bare layout problems: the instance files at their bounds, random ones against brute force, and
+//! what packing promises.
+
+use roam_core::layout::{Buffer, CsvError, PackError, Packing, pack, read_csv};
+use roam_core::optimize::Control;
+use roam_core::synthetic::Random;
+use std::path::Path;
+use std::sync::atomic::Ordering;
+use std::time::Instant;
+
+/// Comparisons; enough for every small problem here.
+const WORK: u64 = 2_000_000_000;
+
+fn packed(buffers: &[Buffer], work: u64) -> Packing {
+    let packing = pack(buffers, work, &Control::default()).expect("a packing");
+    check(buffers, &packing);
+    packing
+}
+
+/// No two buffers share a byte at any time, and the figures are what they claim to be.
+fn check(buffers: &[Buffer], packing: &Packing) {
+    assert_eq!(buffers.len(), packing.offsets.len());
+    let mut top = 0;
+    let end = |at: usize| packing.offsets[at] + buffers[at].size_bytes;
+    let mut by_lower: Vec<usize> = (0..buffers.len()).collect();
+    by_lower.sort_by_key(|&at| buffers[at].lower);
+    for (place, &a) in by_lower.iter().enumerate() {
+        assert_eq!(packing.offsets[a] % buffers[a].alignment_bytes, 0, "buffer {a} is not aligned");
+        top = top.max(end(a));
+        let later = by_lower[place + 1..].iter().take_while(|&&b| buffers[b].lower < buffers[a].upper);
+        for &b in later {
+            let apart = end(a) <= packing.offsets[b] || end(b) <= packing.offsets[a];
+            let empty = buffers[a].size_bytes == 0 || buffers[b].size_bytes == 0;
+            assert!(apart || empty, "buffers {a} and {b} share bytes");
+        }
+    }
+    assert_eq!(top, packing.pool_bytes);
+    assert_eq!(live_bytes(buffers), packing.live_bytes);
+    assert!(packing.pool_bytes >= packing.live_bytes);
+    assert!(packing.optimal || packing.pool_bytes > packing.live_bytes);
+}
+
+/// Most bytes at any buffer's first time.
+fn live_bytes(buffers: &[Buffer]) -> u64 {
+    let at = |time| buffers.iter().filter(|b| b.lower <= time && time < b.upper).map(|b| b.size_bytes).sum();
+    buffers.iter().map(|buffer| at(buffer.lower)).max().unwrap_or(0)
+}
+
+/// The smallest pool below `limit`, or `limit`. Some sequence, each buffer at the lowest offset that
+/// it can have and none below the one before, makes it: take the buffers of a smallest packing whose
+/// offsets have the least sum, in the sequence of their offsets.
+fn brute_force(buffers: &[Buffer], limit: u64) -> u64 {
+    fn extend(buffers: &[Buffer], placed: &mut Vec<(usize, u64)>, top: u64, best: &mut u64) {
+        if top >= *best {
+            return;
+        }
+        if placed.len() == buffers.len() {
+            *best = top;
+            return;
+        }
+        let last = placed.last().map_or(0, |&(_, offset)| offset);
+        for (at, buffer) in buffers.iter().enumerate() {
+            if placed.iter().any(|&(other, _)| other == at) {
+                continue;
+            }
+            let meets = |other: &Buffer| other.lower < buffer.upper && buffer.lower < other.upper;
+            let tops = placed.iter().filter(|&&(other, _)| meets(&buffers[other]));
+            let top_below = tops.map(|&(other, offset)| offset + buffers[other].size_bytes).max().unwrap_or(0);
+            let offset = top_below.next_multiple_of(buffer.alignment_bytes);
+            if offset < last {
+                continue;
+            }
+            placed.push((at, offset));
+            extend(buffers, placed, top.max(offset + buffer.size_bytes), best);
+            placed.pop();
+        }
+    }
+    let mut best = limit;
+    extend(buffers, &mut Vec::new(), 0, &mut best);
+    best
+}
+
+/// At every time the same bytes are needed: two of the alive buffers are replaced by two others at
+/// each. Nothing may be wasted anywhere, so that many such problems have no packing at the bound.
+fn full(random: &mut Random, count: usize, alive: usize, sizes: u64) -> Vec<Buffer> {
+    let buffer = |lower, size_bytes| Buffer { lower, upper: u64::MAX, size_bytes, alignment_bytes: 1 };
+    let mut buffers: Vec<Buffer> = (0..alive).map(|_| buffer(0, 1 + random.below(sizes))).collect();
+    let mut held: Vec<usize> = (0..alive).collect();
+    let mut time = 0;
+    while buffers.len() < count {
+        time += 1;
+        let mut bytes = 0;
+        for _ in 0..2 {
+            let at = held.swap_remove(random.below(held.len() as u64) as usize);
+            buffers[at].upper = time;
+            bytes += buffers[at].size_bytes;
+        }
+        let part = 1 + random.below(bytes - 1);
+        for size in [part, bytes - part] {
+            held.push(buffers.len());
+            buffers.push(buffer(time, size));
+        }
+    }
+    buffers
+}
+
+fn random(random: &mut Random, count: u64, horizon: u64, sizes: u64, unit: u64, alignments: &[u64]) -> Vec<Buffer> {
+    (0..count)
+        .map(|_| {
+            let lower = random.below(horizon);
+            Buffer {
+                lower,
+                upper: lower + 1 + random.below(horizon / 2 + 1),
+                size_bytes: unit * (1 + random.below(sizes)),
+                alignment_bytes: alignments[random.below(alignments.len() as u64) as usize],
+            }
+        })
+        .collect()
+}
+
+#[test]
+fn small_problems_are_solved_as_brute_force_solves_them() {
+    let mut numbers = Random::new(1);
+    for _ in 0..1000 {
+        let (count, horizon) = (2 + numbers.below(6), 3 + numbers.below(8));
+        let sizes = 2 + numbers.below(9);
+        let buffers = random(&mut numbers, count, horizon, sizes, 8, &[1, 4, 8]);
+        let packing = packed(&buffers, WORK);
+        assert_eq!(packing.pool_bytes, brute_force(&buffers, u64::MAX), "{buffers:?}");
+        assert!(packing.optimal, "{buffers:?}");
+    }
+}
+
+#[test]
+fn what_cannot_meet_its_live_bytes_is_solved_as_brute_force_solves_it() {
+    let mut numbers = Random::new(2);
+    let mut above_live = 0;
+    for at in 0.. {
+        // Brute force takes its time.
+        if above_live == 3 {
+            break;
+        }
+        let buffers = full(&mut numbers, 12, 4 + at % 2, 8);
+        let packing = packed(&buffers, WORK);
+        assert!(packing.optimal, "{buffers:?}");
+        if packing.pool_bytes > packing.live_bytes {
+            above_live += 1;
+            assert_eq!(packing.pool_bytes, brute_force(&buffers, packing.pool_bytes), "{buffers:?}");
+        }
+    }
+}
+
+#[test]
+fn no_smallest_pool_is_claimed_where_alignment_leaves_gaps() {
+    let mut numbers = Random::new(3);
+    let mut open = 0;
+    for _ in 0..500 {
+        let count = 2 + numbers.below(5);
+        let buffers = random(&mut numbers, count, 6, 12, 1, &[1, 2, 4, 8]);
+        let packing = packed(&buffers, 100_000);
+        let best = brute_force(&buffers, u64::MAX);
+        assert!(packing.pool_bytes >= best, "{buffers:?}");
+        assert!(!packing.optimal || packing.pool_bytes == best, "{buffers:?}");
+        open += usize::from(!packing.optimal);
+    }
+    assert!(open > 0);
+}
+
+#[test]
+fn every_instance_file_is_packed_to_its_live_bytes() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../benches/layout");
+    let mut count = 0;
+    for entry in std::fs::read_dir(folder).expect("the instance folder exists") {
+        let path = entry.expect("a readable folder").path();
+        if path.extension().is_none_or(|extension| extension != "csv") {
+            continue;
+        }
+        let (_, buffers) = read_csv(&std::fs::read_to_string(&path).expect("readable")).expect("valid");
+        let packing = packed(&buffers, WORK);
+        assert_eq!(packing.pool_bytes, packing.live_bytes, "{}", path.display());
+        count += 1;
+    }
+    assert_eq!(count, 7);
+}
+
+#[test]
+fn thousands_of_random_buffers_come_within_one_percent() {
+    for (seed, horizon) in [(3, 50), (4, 1000), (5, 100_000)] {
+        let mut buffers = random(&mut Random::new(seed), 1500, horizon, 2000, 64, &[64]);
+        for buffer in &mut buffers {
+            buffer.upper = buffer.upper.min(buffer.lower + 1 + horizon / 20);
+        }
+        let packing = packed(&buffers, 400_000_000);
+        let gap = packing.pool_bytes as f64 / packing.live_bytes as f64 - 1.0;
+        assert!(gap <= 0.01, "seed {seed}: {gap}");
+    }
+}
+
+#[test]
+fn threads_change_nothing() {
+    let with = |threads: usize, buffers: &[Buffer]| {
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("a pool");
+        pool.install(|| packed(buffers, 60_000_000))
+    };
+    let mut searched = 0;
+    for seed in 0..20 {
+        let buffers = random(&mut Random::new(seed), 120, 60, 50, 1, &[1]);
+        let one = with(1, &buffers);
+        assert_eq!(one, with(4, &buffers), "seed {seed}");
+        searched += usize::from(["dive", "canonical"].contains(&one.method));
+    }
+    assert!(searched > 5, "{searched}");
+}
+
+#[test]
+fn the_sequence_of_buffers_does_not_matter() {
+    for seed in 0..10 {
+        let mut numbers = Random::new(seed);
+        let mut buffers = random(&mut numbers, 60, 40, 50, 1, &[1]);
+        let before = packed(&buffers, 10_000_000).pool_bytes;
+        for at in (1..buffers.len()).rev() {
+            buffers.swap(at, numbers.below(at as u64 + 1) as usize);
+        }
+        assert_eq!(before, packed(&buffers, 10_000_000).pool_bytes, "seed {seed}");
+    }
+}
+
+#[test]
+fn extreme_problems_are_packed() {
+    let buffer = |lower, upper, size_bytes| Buffer { lower, upper, size_bytes, alignment_bytes: 1 };
+    assert_eq!(packed(&[], WORK).pool_bytes, 0);
+    assert_eq!(packed(&[buffer(0, 1, 0), buffer(0, 9, 0)], WORK).pool_bytes, 0);
+    let large = 1 << 62;
+    let packing = packed(&[buffer(0, 2, large), buffer(1, 3, large - 9), buffer(0, u64::MAX, 3)], WORK);
+    assert_eq!(packing.pool_bytes, packing.live_bytes);
+    // One after another, all at once, and a staircase.
+    let many = |times: fn(u64) -> (u64, u64)| -> Vec<Buffer> {
+        (0..2000).map(|at| (times(at), at)).map(|((lower, upper), at)| buffer(lower, upper, 1 + at % 7)).collect()
+    };
+    for buffers in [many(|at| (at, at + 1)), many(|_| (0, 1)), many(|at| (at, at + 500)), many(|at| (at, 4000 - at))] {
+        let packing = packed(&buffers, 100_000_000);
+        assert!(packing.pool_bytes as f64 <= 1.01 * packing.live_bytes as f64, "{}", packing.pool_bytes);
+    }
+}
+
+#[test]
+fn impossible_problems_are_refused() {
+    let good = Buffer { lower: 0, upper: 1, size_bytes: 1, alignment_bytes: 1 };
+    let error = |bad: Buffer| pack(&[good, bad], WORK, &Control::default()).expect_err("refused");
+    assert_eq!(error(Buffer { lower: 3, upper: 3, ..good }), PackError::EmptyInterval { index: 1, lower: 3, upper: 3 });
+    assert_eq!(error(Buffer { lower: 4, upper: 3, ..good }), PackError::EmptyInterval { index: 1, lower: 4, upper: 3 });
+    assert_eq!(error(Buffer { alignment_bytes: 0, ..good }), PackError::Alignment { index: 1, alignment_bytes: 0 });
+    assert_eq!(error(Buffer { alignment_bytes: 6, ..good }), PackError::Alignment { index: 1, alignment_bytes: 6 });
+    assert_eq!(error(Buffer { size_bytes: u64::MAX, ..good }), PackError::TooLarge);
+    assert_eq!(error(Buffer { size_bytes: 1 << 63, ..good }), PackError::TooLarge);
+    assert_eq!(error(Buffer { alignment_bytes: 1 << 63, ..good }), PackError::TooLarge);
+}
+
+#[test]
+fn a_deadline_leaves_a_packing_and_cancelling_none() {
+    let buffers = random(&mut Random::new(7), 300, 100, 1000, 1, &[1]);
+    let packing = pack(&buffers, u64::MAX, &Control { deadline: Some(Instant::now()), ..Control::default() });
+    let packing = packing.expect("a packing");
+    check(&buffers, &packing);
+    assert!(packing.timed_out && !packing.optimal);
+    let control = Control::default();
+    control.cancel.store(true, Ordering::Relaxed);
+    assert_eq!(pack(&buffers, WORK, &control), Err(PackError::Cancelled));
+}
+
+#[test]
+fn comma_separated_values_are_read_strictly() {
+    let (ids, buffers) =
+        read_csv("id,lower,upper,size,alignment\nb1,0,3,4,2\nb 2,3,18446744073709551615,0,1\n").expect("valid");
+    assert_eq!(ids, ["b1", "b 2"]);
+    assert_eq!(buffers[0], Buffer { lower: 0, upper: 3, size_bytes: 4, alignment_bytes: 2 });
+    assert_eq!(buffers[1], Buffer { lower: 3, upper: u64::MAX, size_bytes: 0, alignment_bytes: 1 });
+    assert_eq!(read_csv("id,lower,upper,size\r\na,0,1,2\r\n").expect("valid").1[0].alignment_bytes, 1);
+    let error = |rows: &str| read_csv(&format!("id,lower,upper,size\n{rows}")).expect_err("refused");
+    assert_eq!(read_csv(""), Err(CsvError::Header));
+    assert_eq!(read_csv("id,lower,size,upper\n"), Err(CsvError::Header));
+    assert_eq!(error("a,0,1,2\n\nb,0,1,2\n"), CsvError::Fields { line: 3, expected: 4, found: 1 });
+    assert_eq!(error("a,0,1\n"), CsvError::Fields { line: 2, expected: 4, found: 3 });
+    assert_eq!(error(",0,1,2\n"), CsvError::EmptyId { line: 2 });
+    assert_eq!(error("a,0,1,2\na,0,1,2\n"), CsvError::DuplicateId { line: 3, id: "a".into() });
+    for (row, column) in [
+        ("a,x,1,2", "lower"),
+        ("a,-1,1,2", "lower"),
+        ("a,0,+1,2", "upper"),
+        ("a,0, 1,2", "upper"),
+        ("a,0,1,2.5", "size"),
+        ("a,0,1,", "size"),
+        ("a,0,1,18446744073709551616", "size"),
+    ] {
+        assert_eq!(error(row), CsvError::Number { line: 2, column }, "{row}");
+    }
+}
