@@ -323,7 +323,8 @@ impl<'a> Search<'a> {
     /// Where no order meets the bound: exact search in the stretch that holds the lowest peak.
     fn search_orders(&mut self) -> Result<(), Stop> {
         let with_reuse = self.trials.iter().skip(1).map(|trial| &trial.ordered);
-        let Some(lowest) = with_reuse.min_by_key(|ordered| (ordered.profile.peak, ordered.profile.least_total())) else {
+        let Some(lowest) = with_reuse.min_by_key(|ordered| (ordered.profile.peak, ordered.profile.least_total()))
+        else {
             return Ok(());
         };
         if lowest.profile.peak > self.bounds.best().0 {

@@ -73,6 +73,20 @@ impl Prepared {
         Ordered { order, profile }
     }
 
+    /// The order with the lowest peak that the heuristics find: every order as it is, split at its cuts, or staged.
+    pub fn heuristic(&self) -> Option<Ordered> {
+        let mut bounds = bound::Bounds::new(&self.problem);
+        let mut found = Vec::new();
+        for name in Self::orders() {
+            let Ordered { order, profile } = self.order(name)?;
+            let ordered = order::Ordered { order, profile };
+            found.push(order::split(&self.problem, ordered, &mut bounds, &self.watch).ok()?);
+        }
+        found.extend(order::stage(&self.problem, &mut bounds, &self.watch).ok()?);
+        let best = found.into_iter().min_by_key(|ordered| ordered.profile.peak)?;
+        Some(Ordered { order: best.order, profile: best.profile })
+    }
+
     /// An order with its peak lowered as far as exact search goes, and bytes that no order can go below.
     pub fn lower_peaks(&self, ordered: &Ordered) -> Option<(Ordered, u64)> {
         let mut bounds = bound::Bounds::new(&self.problem);

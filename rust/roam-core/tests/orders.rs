@@ -3,6 +3,9 @@
 mod common;
 
 use common::{each_order, peaks_by_definition, random_graph};
+use roam_core::builder::GraphBuilder;
+use roam_core::graph::{Graph, Kind, Operator, Phase, Residency, Source, Tensor};
+use roam_core::ids::TensorId;
 use roam_core::stages::Prepared;
 use roam_core::synthetic::Random;
 
@@ -44,4 +47,146 @@ fn what_is_proved_holds_for_every_order() {
             }
         }
     }
+}
+
+/// Builds a graph operator by operator; every tensor is step-local.
+struct Sketch(GraphBuilder);
+
+impl Sketch {
+    fn new() -> Self {
+        Sketch(GraphBuilder::new("sketch", "cpu", 1))
+    }
+
+    /// An operator that makes one tensor of `size_bytes`.
+    fn call(&mut self, phase: Phase, reads: &[TensorId], size_bytes: u64) -> TensorId {
+        let (name, residency) = (String::new(), Residency::StepLocal);
+        let made = Tensor { name, size_bytes, kind: Kind::Temporary, residency, alignment_bytes: 0 };
+        let output = self.0.tensor(made).expect("few tensors");
+        let mut reads = reads.to_vec();
+        reads.sort();
+        reads.dedup();
+        let operator = Operator {
+            name: String::new(),
+            position: self.0.num_operators() as u32,
+            phase,
+            reads,
+            creates: vec![output],
+            mutates: Vec::new(),
+            workspace_bytes: 0,
+            reuse: Vec::new(),
+            sequence: None,
+            region: None,
+            source: Source::default(),
+        };
+        self.0.operator(operator).expect("few operators");
+        output
+    }
+
+    fn build(self) -> Graph {
+        self.0.build().expect("valid by construction")
+    }
+}
+
+/// A randomly wired network (Xie et al., arXiv 1904.01569): every node reads one to three of the `near` nodes before it.
+fn randomly_wired(random: &mut Random, nodes: usize, near: u64) -> Graph {
+    let mut sketch = Sketch::new();
+    let mut made: Vec<TensorId> = vec![sketch.call(Phase::Forward, &[], 1 + random.below(8))];
+    let mut used = vec![false];
+    for node in 1..nodes {
+        let reads: Vec<usize> =
+            (0..1 + random.below(3)).map(|_| node - 1 - random.below(near.min(node as u64)) as usize).collect();
+        reads.iter().for_each(|&read| used[read] = true);
+        let reads: Vec<TensorId> = reads.iter().map(|&read| made[read]).collect();
+        made.push(sketch.call(Phase::Forward, &reads, 1 + random.below(8)));
+        used.push(false);
+    }
+    let ends: Vec<TensorId> = (0..nodes).filter(|&node| !used[node]).map(|node| made[node]).collect();
+    sketch.call(Phase::Forward, &ends, 1);
+    sketch.build()
+}
+
+/// A chain of cells as architecture search makes them (Zoph et al., arXiv 1707.07012): five nodes, each the sum of
+/// two separable convolutions of earlier nodes or of the last two cells; what nothing reads is concatenated.
+fn searched_cells(random: &mut Random, cells: usize) -> Graph {
+    let mut sketch = Sketch::new();
+    let mut last = [sketch.call(Phase::Forward, &[], 4), sketch.call(Phase::Forward, &[], 4)];
+    for _ in 0..cells {
+        let mut states = last.to_vec();
+        let mut loose = Vec::new();
+        for _ in 0..5 {
+            let parts: Vec<TensorId> = (0..2)
+                .map(|_| {
+                    let from = states[random.below(states.len() as u64) as usize];
+                    loose.retain(|&state| state != from);
+                    let middle = sketch.call(Phase::Forward, &[from], 1 + random.below(6));
+                    sketch.call(Phase::Forward, &[middle], 4)
+                })
+                .collect();
+            let sum = sketch.call(Phase::Forward, &parts, 4);
+            states.push(sum);
+            loose.push(sum);
+        }
+        last = [last[1], sketch.call(Phase::Forward, &loose, 4)];
+    }
+    sketch.build()
+}
+
+/// How many of the graphs' best heuristic orders exact search improves. It must prove its own to be the best.
+fn improved_by_exact_search(graphs: impl Iterator<Item = Graph>) -> usize {
+    let improves = |graph: &Graph| {
+        let prepared = Prepared::new(graph, true);
+        let heuristic = prepared.heuristic().expect("nothing stops it");
+        let (exact, bound) = prepared.lower_peaks(&heuristic).expect("nothing stops it");
+        assert_eq!(exact.peak_bytes(), bound);
+        exact.peak_bytes() < heuristic.peak_bytes()
+    };
+    graphs.filter(improves).count()
+}
+
+#[test]
+fn exact_search_beats_all_heuristics_on_randomly_wired_networks() {
+    let mut random = Random::new(23);
+    let improved = improved_by_exact_search((0..20).map(|_| randomly_wired(&mut random, 60, 20)));
+    assert!(improved >= 10, "only {improved} of 20");
+}
+
+#[test]
+fn exact_search_beats_all_heuristics_on_searched_cells() {
+    let mut random = Random::new(24);
+    let improved = improved_by_exact_search((0..20).map(|_| searched_cells(&mut random, 4)));
+    assert!(improved >= 5, "only {improved} of 20");
+}
+
+/// Two layers, each with a weight gradient made while its activation is alive. An update makes three tensors of
+/// the weight's size.
+fn two_updates(activation: u64, weight: u64) -> Graph {
+    let mut sketch = Sketch::new();
+    let first = sketch.call(Phase::Forward, &[], activation);
+    let second = sketch.call(Phase::Forward, &[first], activation);
+    let mut gradient = sketch.call(Phase::Backward, &[second], activation);
+    for saved in [second, first] {
+        let of_weight = sketch.call(Phase::Backward, &[gradient, saved], weight);
+        gradient = sketch.call(Phase::Backward, &[gradient, saved], activation);
+        let average = sketch.call(Phase::Update, &[of_weight], weight);
+        let square = sketch.call(Phase::Update, &[of_weight], weight);
+        sketch.call(Phase::Update, &[average, square], weight);
+    }
+    sketch.build()
+}
+
+/// The published rule waits where activations fill memory, and does not where weights do.
+#[test]
+fn updates_wait_for_memory_only() {
+    let peak = |graph: &Graph, order: &str| {
+        let prepared = Prepared::new(graph, false);
+        prepared.order(order).expect("a known order").peak_bytes()
+    };
+    // The first update finds three activations besides its gradient, and adds two weights. Once the next activation's
+    // gradient has been made, four activations and the gradient having been live, it finds two.
+    let large_activations = two_updates(10, 6);
+    assert_eq!(peak(&large_activations, "eager_updates"), 3 * 10 + 3 * 6);
+    assert_eq!(peak(&large_activations, "memory_aware_updates"), 4 * 10 + 6);
+    // Small activations: waiting would only add gradients.
+    let large_weights = two_updates(1, 100);
+    assert!(peak(&large_weights, "memory_aware_updates") <= peak(&large_weights, "eager_updates"));
 }

@@ -28,6 +28,8 @@ pub(crate) enum Method {
     DepthFirst,
     /// Program order, with every weight update as soon as its gradient is ready.
     EagerUpdates,
+    /// Program order, with every weight update when it fits under the estimated peak (ROAM).
+    MemoryAwareUpdates,
     /// Program order, with whatever does not add to the live bytes as soon as it fits.
     EarlyFrees,
     /// List scheduling from the step's end backwards.
@@ -35,11 +37,12 @@ pub(crate) enum Method {
 }
 
 impl Method {
-    pub(crate) const ALL: [Method; 6] = [
+    pub(crate) const ALL: [Method; 7] = [
         Method::Program,
         Method::Lescea,
         Method::DepthFirst,
         Method::EagerUpdates,
+        Method::MemoryAwareUpdates,
         Method::EarlyFrees,
         Method::Reversed,
     ];
@@ -51,6 +54,7 @@ impl Method {
             Method::Lescea => "lescea",
             Method::DepthFirst => "depth_first",
             Method::EagerUpdates => "eager_updates",
+            Method::MemoryAwareUpdates => "memory_aware_updates",
             Method::EarlyFrees => "early_frees",
             Method::Reversed => "reversed",
         }
@@ -63,6 +67,7 @@ impl Method {
             Method::Lescea => list::schedule(problem, Preference::LeastLive, Start::PLAIN, watch)?,
             Method::DepthFirst => depth_first::depth_first(problem, watch)?,
             Method::EagerUpdates => updates::eager_updates(problem, watch)?,
+            Method::MemoryAwareUpdates => updates::memory_aware_updates(problem, watch)?,
             Method::EarlyFrees => list::schedule(problem, Preference::ProgramOrder, Start::PLAIN, watch)?,
             Method::Reversed => reversed::reversed(problem, watch)?,
         };

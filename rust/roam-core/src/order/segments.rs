@@ -137,9 +137,8 @@ mod tests {
         for a in (0..count).rev() {
             for &next in problem.successors.row(a as Op) {
                 reaches[a][next as usize] = true;
-                for b in 0..count {
-                    reaches[a][b] |= reaches[next as usize][b];
-                }
+                let further = reaches[next as usize].clone();
+                reaches[a].iter_mut().zip(further).for_each(|(reached, via_next)| *reached |= via_next);
             }
         }
         reaches

@@ -1,44 +1,258 @@
-//! Earliest-possible weight updates.
+//! When weight updates run: as early as possible, or where memory permits.
 
 use super::STRIDE;
 use crate::control::{Stop, Watch};
-use crate::problem::{Op, Problem};
+use crate::graph::Residency;
+use crate::problem::{NONE, Op, Problem, Ten};
+use std::cmp::Reverse;
+use std::collections::{BinaryHeap, VecDeque};
 
-/// Program order, except that an operator of the update phase runs as soon as it can, and the
-/// updates that it makes possible right after it: each gradient is used up when it is ready.
+/// Program order, except that every update runs as soon as its gradients are ready, so that they are used up at once.
 pub(super) fn eager_updates(problem: &Problem, watch: &Watch) -> Result<Vec<Op>, Stop> {
-    let mut waiting: Vec<u32> = (0..problem.len() as Op).map(|op| problem.predecessors.row(op).len() as u32).collect();
-    let mut order = Vec::with_capacity(problem.len());
-    // Updates that can run now; the last one in is the first out, so that a chain runs to its end.
-    let mut ready: Vec<Op> = Vec::new();
-    let run = |op: Op, order: &mut Vec<Op>, waiting: &mut Vec<u32>, ready: &mut Vec<Op>| {
-        order.push(op);
-        for &after in problem.successors.row(op).iter().rev() {
-            waiting[after as usize] -= 1;
-            if waiting[after as usize] == 0 && problem.is_update[after as usize] {
-                ready.push(after);
-            }
+    let parts = Parts::new(problem);
+    schedule(problem, &parts, |_, _| false, watch)
+}
+
+/// The published rule (Shu et al., arXiv 2310.19295, section 4): an update that would not fit under the estimated
+/// peak together with what is live is delayed, and a delay radius bounds for how long.
+///
+/// The *estimated peak* is that of the other phases in program order, as if updates needed nothing and freed their
+/// gradients at once. The *radius* follows from the graph: an update waits for as long as there is a later moment at
+/// which less is live, all gradients counted that are made until then. So it does not wait where gradients pile up
+/// faster than activations die.
+pub(super) fn memory_aware_updates(problem: &Problem, watch: &Watch) -> Result<Vec<Op>, Stop> {
+    let parts = Parts::new(problem);
+    let Outlook { peak, improves } = Outlook::new(problem, &parts);
+    schedule(problem, &parts, |op, bytes| bytes > peak && improves[op as usize], watch)
+}
+
+/// What the other phases need in program order, as if updates needed nothing and freed their gradients at once.
+struct Outlook {
+    peak: u64,
+    /// Per operator of the other phases, whether fewer bytes are live at some moment after the one that follows it, if all
+    /// gradients made until then are kept.
+    improves: Vec<bool>,
+}
+
+impl Outlook {
+    fn new(problem: &Problem, parts: &Parts) -> Self {
+        let mut memory = Memory::new(problem);
+        for (tensor, left) in memory.left.iter_mut().enumerate() {
+            let users = problem.users.row(tensor as Ten).iter();
+            *left -= users.filter(|&&user| problem.is_update[user as usize]).count() as u32;
         }
-    };
-    let mut no_inputs: Vec<Op> =
-        (0..problem.len() as Op).filter(|&op| waiting[op as usize] == 0 && problem.is_update[op as usize]).collect();
-    no_inputs.reverse();
-    for op in 0..problem.len() as Op {
+        let mut waits_for = parts.waits_for.clone();
+        let (mut peak, mut held) = (0, 0);
+        let mut kept = vec![u64::MAX; problem.len()];
+        for op in (0..problem.len() as Op).filter(|&op| !problem.is_update[op as usize]) {
+            peak = peak.max(memory.run(problem, op));
+            parts.ready_after(problem, op, &mut waits_for, |part| held += parts.holds[part as usize]);
+            kept[op as usize] = memory.live + held;
+        }
+        let mut improves = vec![false; problem.len()];
+        let mut least = u64::MAX;
+        for op in (0..problem.len()).rev() {
+            improves[op] = least < kept[op];
+            least = least.min(kept[op]);
+        }
+        Outlook { peak, improves }
+    }
+}
+
+/// Program order of the other phases. After each of their operators run the updates whose gradients are ready, oldest
+/// first, until one `delays`: it is told the operator, and the most bytes that would be live during the update.
+fn schedule(
+    problem: &Problem,
+    parts: &Parts,
+    delays: impl Fn(Op, u64) -> bool,
+    watch: &Watch,
+) -> Result<Vec<Op>, Stop> {
+    let count = problem.len();
+    let mut memory = Memory::new(problem);
+    // Per operator after which one of the other phases it is to run; all of them, where nothing says otherwise.
+    let mut after = vec![count as Op; count];
+    let mut waits_for = parts.waits_for.clone();
+    let mut pending: VecDeque<u32> = VecDeque::new();
+    for op in (0..count as Op).filter(|&op| !problem.is_update[op as usize]) {
         if op as usize % STRIDE == 0 {
             watch.check()?;
         }
-        if problem.is_update[op as usize] {
-            // Updates that wait for nothing keep their place.
-            if no_inputs.last() == Some(&op) {
-                no_inputs.pop();
-                run(op, &mut order, &mut waiting, &mut ready);
+        after[op as usize] = op;
+        memory.run(problem, op);
+        parts.ready_after(problem, op, &mut waits_for, |part| pending.push_back(part));
+        while let Some(&part) = pending.front() {
+            if delays(op, memory.live.saturating_add(parts.added[part as usize])) {
+                break;
             }
-        } else {
-            run(op, &mut order, &mut waiting, &mut ready);
+            pending.pop_front();
+            for &update in &parts.members[part as usize] {
+                memory.run(problem, update);
+                after[update as usize] = op;
+            }
         }
-        while let Some(update) = ready.pop() {
-            run(update, &mut order, &mut waiting, &mut ready);
+    }
+    // What several updates share runs right before the first of them.
+    for op in (0..count as Op).rev().filter(|&op| parts.of[op as usize] == SHARED) {
+        let first = problem.successors.row(op).iter().map(|&next| after[next as usize]).min();
+        after[op as usize] = first.unwrap_or(count as Op);
+    }
+    // By those places, as far as the constraints permit.
+    let mut missing: Vec<u32> = (0..count as Op).map(|op| problem.predecessors.row(op).len() as u32).collect();
+    let key = |op: Op| {
+        let part = parts.of[op as usize];
+        // After the operator that made them possible: first what is shared, then one update after the other.
+        Reverse((after[op as usize], problem.is_update[op as usize], part != SHARED, part, op))
+    };
+    let mut ready: BinaryHeap<_> = (0..count as Op).filter(|&op| missing[op as usize] == 0).map(key).collect();
+    let mut order = Vec::with_capacity(count);
+    while let Some(Reverse((_, _, _, _, op))) = ready.pop() {
+        order.push(op);
+        for &next in problem.successors.row(op) {
+            missing[next as usize] -= 1;
+            if missing[next as usize] == 0 {
+                ready.push(key(next));
+            }
         }
     }
     Ok(order)
+}
+
+/// Stands for all updates together.
+const SHARED: u32 = NONE - 1;
+
+/// The update phase in its parts: one for each parameter, or for all that share a gradient.
+struct Parts {
+    /// Per operator its part; [`NONE`] outside the update phase, [`SHARED`] where several need it, such as what reads the learning
+    /// rate.
+    of: Vec<u32>,
+    /// Per part its operators in program order.
+    members: Vec<Vec<Op>>,
+    /// Per part the constraints that lead into it from other phases.
+    waits_for: Vec<u32>,
+    /// Per part the most bytes that it adds while it runs by itself.
+    added: Vec<u64>,
+    /// Per part the bytes from elsewhere that it is the last update to use.
+    holds: Vec<u64>,
+}
+
+impl Parts {
+    /// Connected are updates that wait for the other phases; those that do not, such as counting the step, prepare
+    /// the part that needs them.
+    fn new(problem: &Problem) -> Self {
+        let count = problem.len();
+        let updates = (0..count as Op).filter(|&op| problem.is_update[op as usize]);
+        let mut waits = vec![false; count];
+        for op in updates.clone() {
+            let mut before = problem.predecessors.row(op).iter();
+            waits[op as usize] = before.any(|&before| !problem.is_update[before as usize] || waits[before as usize]);
+        }
+        let mut of = vec![NONE; count];
+        let mut parts = 0;
+        let mut stack = Vec::new();
+        for first in updates.clone().filter(|&op| waits[op as usize]) {
+            if of[first as usize] != NONE {
+                continue;
+            }
+            of[first as usize] = parts;
+            stack.push(first);
+            while let Some(op) = stack.pop() {
+                for &next in problem.predecessors.row(op).iter().chain(problem.successors.row(op)) {
+                    if waits[next as usize] && of[next as usize] == NONE {
+                        of[next as usize] = parts;
+                        stack.push(next);
+                    }
+                }
+            }
+            parts += 1;
+        }
+        for op in updates.clone().rev().filter(|&op| !waits[op as usize]) {
+            let mut needed_by = problem.successors.row(op).iter().map(|&next| of[next as usize]);
+            let first = needed_by.next().filter(|&part| part != NONE);
+            of[op as usize] = first.filter(|&part| needed_by.all(|other| other == part)).unwrap_or(SHARED);
+        }
+        let mut members: Vec<Vec<Op>> = vec![Vec::new(); parts as usize];
+        for op in updates.filter(|&op| of[op as usize] != SHARED) {
+            members[of[op as usize] as usize].push(op);
+        }
+        let mut parts = Parts { waits_for: vec![0; members.len()], added: Vec::new(), holds: Vec::new(), of, members };
+        let mut left: Vec<u32> = (0..problem.tensors.len() as Ten).map(|t| problem.users.row(t).len() as u32).collect();
+        for (part, members) in parts.members.iter().enumerate() {
+            let (mut live, mut most, mut held) = (0i128, 0i128, 0u64);
+            for &op in members {
+                let outside =
+                    problem.predecessors.row(op).iter().filter(|&&before| !problem.is_update[before as usize]);
+                parts.waits_for[part] += outside.count() as u32;
+                most = most.max(live + i128::from(problem.transient(op)));
+                for &made in problem.creates.row(op) {
+                    let item = &problem.tensors[made as usize];
+                    let stays = !problem.users.row(made).is_empty() || item.residency == Residency::Leaves;
+                    live += if stays { i128::from(item.size) } else { 0 };
+                }
+                for &used in problem.uses.row(op) {
+                    left[used as usize] -= 1;
+                    let others =
+                        problem.users.row(used).iter().filter(|&&user| !problem.is_update[user as usize]).count();
+                    let item = &problem.tensors[used as usize];
+                    if left[used as usize] as usize == others && item.residency != Residency::Leaves {
+                        live -= i128::from(item.size);
+                        let is_own = item.creator != NONE && problem.is_update[item.creator as usize];
+                        held += if is_own { 0 } else { item.size };
+                    }
+                }
+            }
+            parts.added.push(u64::try_from(most).unwrap_or(0));
+            parts.holds.push(held);
+        }
+        parts
+    }
+
+    /// Tells which parts can run once the operator has run.
+    fn ready_after(&self, problem: &Problem, op: Op, waits_for: &mut [u32], mut tell: impl FnMut(u32)) {
+        for &next in problem.successors.row(op).iter().filter(|&&next| problem.is_update[next as usize]) {
+            let part = self.of[next as usize];
+            waits_for[part as usize] -= 1;
+            if waits_for[part as usize] == 0 {
+                tell(part);
+            }
+        }
+    }
+}
+
+/// Live bytes while operators run one by one, without reuse.
+struct Memory {
+    live: u64,
+    /// Per tensor the users to come.
+    left: Vec<u32>,
+    /// Per tensor whether it counts among the live bytes.
+    is_live: Vec<bool>,
+}
+
+impl Memory {
+    fn new(problem: &Problem) -> Self {
+        let left: Vec<u32> = (0..problem.tensors.len() as Ten).map(|t| problem.users.row(t).len() as u32).collect();
+        let is_live: Vec<bool> =
+            problem.tensors.iter().zip(&left).map(|(item, &left)| item.creator == NONE && left > 0).collect();
+        let entering = problem.tensors.iter().zip(&is_live).filter(|(_, is_live)| **is_live);
+        Memory { live: entering.map(|(item, _)| item.size).sum(), left, is_live }
+    }
+
+    /// Runs the operator; returns the live bytes meanwhile. Operators may run before others that they wait for.
+    fn run(&mut self, problem: &Problem, op: Op) -> u64 {
+        let meanwhile = self.live + problem.transient(op);
+        for &made in problem.creates.row(op) {
+            if self.left[made as usize] > 0 || problem.tensors[made as usize].residency == Residency::Leaves {
+                self.live += problem.size(made);
+                self.is_live[made as usize] = true;
+            }
+        }
+        for &used in problem.uses.row(op) {
+            let item = &problem.tensors[used as usize];
+            self.left[used as usize] -= 1;
+            if self.left[used as usize] == 0 && self.is_live[used as usize] && item.residency != Residency::Leaves {
+                self.live -= item.size;
+                self.is_live[used as usize] = false;
+            }
+        }
+        meanwhile
+    }
 }
