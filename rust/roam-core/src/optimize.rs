@@ -145,8 +145,10 @@ type Stage<'a> = fn(&mut Search<'a>) -> Result<(), Stop>;
 
 /// Names of trials that are not an order [`Method`].
 const PROGRAM_WITHOUT_REUSE: &str = "program_without_reuse";
-/// How many of the best orders are split at their cuts.
+/// How many of the best orders are split at their cuts in any case.
 const SPLIT: usize = 2;
+/// The others are split too where more than one part in so many of the peak may be gained.
+const WORTHWHILE: u64 = 1000;
 /// How many comparisons the search for layouts may make: a fraction of a second's work.
 const SEARCH_WORK: u64 = 100_000_000;
 
@@ -236,7 +238,25 @@ impl<'a> Search<'a> {
     }
 
     fn refine_orders(&mut self) -> Result<(), Stop> {
-        for at in self.ranking().into_iter().take(SPLIT) {
+        let ranking = self.ranking();
+        let (best, others) = ranking.split_at(SPLIT.min(ranking.len()));
+        self.split_orders(best)?;
+        if self.lowest_peak() <= self.bounds.best().0 {
+            return Ok(());
+        }
+        let staged = order::stage(&self.problem, &mut self.bounds, self.watch)?;
+        self.trials.extend(staged.map(|ordered| Trial { name: "staged", ordered }));
+        for other in others.chunks(1) {
+            if self.lowest_peak().saturating_sub(self.bounds.best().0) <= self.lowest_peak() / WORTHWHILE {
+                break;
+            }
+            self.split_orders(other)?;
+        }
+        Ok(())
+    }
+
+    fn split_orders(&mut self, trials: &[usize]) -> Result<(), Stop> {
+        for &at in trials {
             let ordered = self.trials[at].ordered.clone();
             let before = ordered.profile.least_total();
             let ordered = order::split(&self.problem, ordered, &mut self.bounds, self.watch)?;
@@ -244,12 +264,11 @@ impl<'a> Search<'a> {
                 self.trials.push(Trial { name: "split", ordered });
             }
         }
-        if self.trials.iter().any(|trial| trial.ordered.profile.peak <= self.bounds.best().0) {
-            return Ok(());
-        }
-        let staged = order::stage(&self.problem, &mut self.bounds, self.watch)?;
-        self.trials.extend(staged.map(|ordered| Trial { name: "staged", ordered }));
         Ok(())
+    }
+
+    fn lowest_peak(&self) -> u64 {
+        self.trials.iter().map(|trial| trial.ordered.profile.peak).min().unwrap_or(0)
     }
 
     fn total(&self, placed: &Placed) -> u64 {
