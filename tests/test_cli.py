@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -271,6 +272,20 @@ def test_an_interrupt(graph_file: str, monkeypatch: pytest.MonkeyPatch, capsys: 
     monkeypatch.setattr(roam, "optimize", interrupt)
     assert cli.main(["plan", graph_file]) == 130
     assert capsys.readouterr().err == "roam: interrupted\n"
+
+
+def test_a_swallowed_interrupt_counts_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def swallow(*args: Any, **kwargs: Any) -> None:
+        with contextlib.suppress(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(roam, "capture", swallow)
+    assert cli.main(["plan", "gpt2-tiny"]) == 130
+    output, complaint = capsys.readouterr()
+    assert output == ""
+    assert complaint.endswith("roam: interrupted\n")
 
 
 def test_ctrl_c_during_capture() -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import os
+import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import roam
@@ -149,6 +151,28 @@ def _peak_rss_bytes() -> int | None:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """Ctrl-C counts even where library code, busy importing, swallows the exception that it raises."""
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield  # somebody else's handler, or Ctrl-C is ignored on purpose
+        return
+    pressed = False
+
+    def press(*event: object) -> None:
+        nonlocal pressed
+        pressed = True
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, press)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if pressed:
+        raise KeyboardInterrupt
+
+
 def _capture(arguments: argparse.Namespace) -> tuple[Graph, dict[str, Any]]:
     """Capture a model of the zoo; returns its graph and the settings used."""
     settings = {
@@ -158,7 +182,7 @@ def _capture(arguments: argparse.Namespace) -> tuple[Graph, dict[str, Any]]:
     step, device = settings.pop("step"), settings.pop("device")
     # Before torch is imported, which takes its time.
     sizes = zoo.check(arguments.model, **settings)
-    with Progress(f"capturing {arguments.model}"):
+    with Progress(f"capturing {arguments.model}"), _interruptible():
         with roam.fake(device):
             made = zoo.build(arguments.model, **settings, device=device)
         graph = roam.capture(made.train_step, made.model, made.optimizer, *made.batch, step=step)
