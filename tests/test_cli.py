@@ -289,12 +289,12 @@ def test_a_swallowed_interrupt_counts_all_the_same(
 
 
 def test_ctrl_c_during_capture() -> None:
-    command = [sys.executable, "-m", "roam.cli", "plan", "gpt2-large"]
+    command = [sys.executable, "-m", "roam.cli", "plan", "gpt2"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
-        assert process.stderr.readline() == "roam: capturing gpt2-large ...\n"
+        assert process.stderr.readline() == "roam: capturing gpt2 ...\n"
         process.send_signal(signal.SIGINT)
-        output, complaint = process.communicate(timeout=60)
+        output, complaint = process.communicate(timeout=240)
     # The interpreter may end itself by the signal after all is said and done; to a shell both are 130.
     assert process.returncode in (130, -signal.SIGINT)
     assert (output, complaint) == ("", "roam: interrupted\n")
