@@ -12,7 +12,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 export PYO3_PYTHON := $(abspath $(BIN))/python
 
-.PHONY: help install wheel demo test rust-test wheel-test bench lint format ci clean
+.PHONY: help install wheel demo test rust-test nightly wheel-test bench lint format ci clean
 
 help:
 	@echo "make install     the release wheel and everything that tests need, into VENV ($(VENV))"
@@ -20,6 +20,7 @@ help:
 	@echo "make ci          install, lint and all tests: what continuous integration runs"
 	@echo "make test        the Python tests, against what is installed"
 	@echo "make rust-test   the planner's tests; its benchmarks run once each"
+	@echo "make nightly     100 000 random graphs and as many layouts, against brute force and the verifier"
 	@echo "make wheel-test  the wheel in an empty environment, without torch and mip"
 	@echo "make bench       the planner's benchmarks"
 	@echo "make lint        rustfmt, clippy, ruff, mypy, stubtest"
@@ -49,6 +50,10 @@ test:
 rust-test:
 	cargo test --locked --quiet
 	cargo test --locked --quiet --benches
+
+# ROAM_CASES says how many cases a sweep has.
+nightly:
+	cargo test --locked --profile checked --test nightly -- --ignored
 
 wheel-test:
 	$(PYTHON) -m venv --clear $(BARE)

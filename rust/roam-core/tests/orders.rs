@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{each_order, peaks_by_definition, random_graph};
+use common::{best_by_brute_force, random_graph};
 use roam_core::builder::GraphBuilder;
 use roam_core::graph::{Graph, Kind, Operator, Phase, Residency, Source, Tensor};
 use roam_core::ids::TensorId;
@@ -17,8 +17,7 @@ fn exact_orders_are_the_best_there_are() {
     for round in 0..4000 {
         let graph = random_graph(&mut random, if round % 10 == 0 { 9 } else { 7 });
         for reuse in [false, true] {
-            let mut best = u64::MAX;
-            each_order(&graph, &mut |order| best = best.min(peaks_by_definition(&graph, order, reuse).whole));
+            let (best, _) = best_by_brute_force(&graph, reuse);
             let prepared = Prepared::new(&graph, reuse);
             let program = prepared.order("program").expect("a known order");
             let (exact, bound) = prepared.lower_peaks(&program).expect("nothing stops it");

@@ -3,6 +3,8 @@
 // Each test binary uses its own part of this.
 #![allow(dead_code)]
 
+pub(crate) mod buffers;
+
 use roam_core::builder::GraphBuilder;
 use roam_core::graph::{Graph, Kind, Operator, Phase, Residency, ReusePair, Sequence, Source, Tensor};
 use roam_core::ids::{OperatorId, TensorId};
@@ -100,6 +102,16 @@ pub(crate) fn each_order(graph: &Graph, visit: &mut impl FnMut(&[OperatorId])) {
         }
     }
     extend(graph, &mut Vec::new(), visit);
+}
+
+/// The least that any order costs: most live bytes, and pool and outside apart, added up.
+pub(crate) fn best_by_brute_force(graph: &Graph, reuse: bool) -> (u64, u64) {
+    let mut best = (u64::MAX, u64::MAX);
+    each_order(graph, &mut |order| {
+        let peaks = peaks_by_definition(graph, order, reuse);
+        best = (best.0.min(peaks.whole), best.1.min(peaks.pool + peaks.outside));
+    });
+    best
 }
 
 /// What an order costs.

@@ -1,0 +1,94 @@
+//! Long random sweeps, for a machine that has the night: `make nightly`. Ignored by `cargo test`.
+//!
+//! Every case has a number of its own from which it is made, and a failure names it. `ROAM_CASES` says how many cases
+//! a sweep has (100 000 where it is not set), `ROAM_FIRST` with which it begins (0): `ROAM_FIRST=123 ROAM_CASES=1`
+//! repeats one case.
+
+mod common;
+
+use common::buffers::{brute_force, check, full, random};
+use common::{SETTINGS, best_by_brute_force, random_graph};
+use rayon::prelude::*;
+use roam_core::layout::pack;
+use roam_core::optimize::{Control, optimize};
+use roam_core::plan::{Settings, Status};
+use roam_core::synthetic::Random;
+use roam_core::verify::verify;
+use std::panic::catch_unwind;
+
+/// Runs a check on every case, and says in the end which failed and how.
+#[expect(clippy::disallowed_methods, reason = "how long a sweep is depends on who runs it")]
+fn sweep(check: impl Fn(u64, &mut Random) + Sync + std::panic::RefUnwindSafe) {
+    let number = |name: &str, otherwise: u64| match std::env::var(name) {
+        Ok(text) => text.parse().unwrap_or_else(|_| panic!("{name} must be a number, not {text:?}")),
+        Err(_) => otherwise,
+    };
+    let (first, count) = (number("ROAM_FIRST", 0), number("ROAM_CASES", 100_000));
+    let failed: Vec<String> = (first..first + count)
+        .into_par_iter()
+        .filter_map(|case| {
+            let panic = catch_unwind(|| check(case, &mut Random::new(case << 20))).err()?;
+            let text = panic.downcast_ref::<String>().map(String::as_str);
+            Some(format!("case {case}: {}", text.or(panic.downcast_ref::<&str>().copied()).unwrap_or("?")))
+        })
+        .collect();
+    assert!(failed.is_empty(), "{} of {count} cases failed:\n{}", failed.len(), failed.join("\n"));
+}
+
+/// One graph in ten is too large for brute force: there the verifier and the bound must agree, and another thread pool
+/// must give the same plan.
+#[test]
+#[ignore = "takes minutes"]
+fn random_graphs() {
+    sweep(|case, random| {
+        let large = case % 10 == 0;
+        let graph = random_graph(random, if large { 120 } else { 7 });
+        let settings = Settings { reuse: case % 3 > 0, ..SETTINGS };
+        let plan = optimize(&graph, &settings, &Control::default()).expect("a plan");
+        verify(&graph, &plan).expect("valid");
+        let total = plan.total_bytes - plan.persistent_bytes;
+        let total_bound = plan.total_lower_bound_bytes - plan.persistent_bytes;
+        assert!(plan.peak_bytes <= plan.program_order_peak_bytes);
+        assert!(plan.lower_bound_bytes <= plan.peak_bytes && total_bound <= total);
+        assert_eq!(plan.status == Status::Optimal, total == total_bound);
+        if large {
+            let one = rayon::ThreadPoolBuilder::new().num_threads(1).build().expect("a pool");
+            assert_eq!(plan, one.install(|| optimize(&graph, &settings, &Control::default())).expect("a plan"));
+        } else {
+            let (best, best_total) = best_by_brute_force(&graph, settings.reuse);
+            assert!(plan.lower_bound_bytes <= best, "a bound of {} above {best}", plan.lower_bound_bytes);
+            assert!(total_bound <= best_total, "a bound of the total of {total_bound} above {best_total}");
+            assert!(best <= plan.peak_bytes && best_total <= total);
+        }
+    });
+}
+
+/// Small instances against brute force; larger ones, random and full to the brim, for what packing promises.
+#[test]
+#[ignore = "takes minutes"]
+fn random_layouts() {
+    sweep(|case, numbers| {
+        let buffers = match case % 10 {
+            0 => {
+                let (count, horizon) = (20 + numbers.below(200), 5 + numbers.below(60));
+                random(numbers, count, horizon, 1000, 1, &[1, 1, 64])
+            }
+            1 => {
+                let (count, alive) = (8 + numbers.below(60) as usize, 3 + numbers.below(5) as usize);
+                full(numbers, count, alive, 64)
+            }
+            style => {
+                let (count, horizon, sizes) = (1 + numbers.below(7), 2 + numbers.below(9), 2 + numbers.below(9));
+                let alignments: &[u64] = if style == 2 { &[1, 2, 4, 8] } else { &[1, 4, 8] };
+                random(numbers, count, horizon, sizes, if style == 2 { 1 } else { 8 }, alignments)
+            }
+        };
+        let packing = pack(&buffers, 300_000, &Control::default()).expect("a packing");
+        check(&buffers, &packing);
+        if buffers.len() < 8 {
+            let best = brute_force(&buffers, u64::MAX);
+            assert!(packing.pool_bytes >= best);
+            assert!(!packing.optimal || packing.pool_bytes == best, "{} is not {best}", packing.pool_bytes);
+        }
+    });
+}
