@@ -28,6 +28,13 @@ pub struct Settings {
     pub time_limit_s: Option<f64>,
 }
 
+impl Default for Settings {
+    /// One stream, with reuse, without a time limit.
+    fn default() -> Self {
+        Settings { streams: 1, reuse: true, time_limit_s: None }
+    }
+}
+
 impl Settings {
     /// Whether the settings make sense; otherwise what does not.
     pub fn check(&self) -> Result<(), String> {
