@@ -365,6 +365,17 @@ def test_a_model_of_the_zoo(model: str, options: list[str], tmp_path: Path, caps
     assert cli.main(["verify", graph, plan]) == 0
 
 
+def test_hash_seeds_and_threads_change_no_file(tmp_path: Path) -> None:
+    files = []
+    for seed, threads in (("0", "1"), ("12345", "4")):
+        files.append([tmp_path / f"{part}-{seed}.json" for part in ("graph", "plan")])
+        graph, plan = map(str, files[-1])
+        environment = os.environ | {"PYTHONHASHSEED": seed, "RAYON_NUM_THREADS": threads}
+        run("plan", "moe-tiny", "--save-graph", graph, "--save-plan", plan, check=True, env=environment)
+    for one, other in zip(*files, strict=True):
+        assert one.read_bytes() == other.read_bytes()
+
+
 def test_gpt2_xl_within_its_budget() -> None:
     values = json.loads(run("plan", "gpt2-xl", "--json", check=True).stdout)
     assert values["operators"] >= 10_000
