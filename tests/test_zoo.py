@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import subprocess
 import sys
 
@@ -12,6 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 import roam
 from roam import zoo
 from roam.zoo.moe import CAPACITY_FACTOR, TOP, Experts
+from roam.zoo.recurrent import LongShortTerm
+from roam.zoo.wired import NEIGHBOURS, small_world
 
 # As published with the architectures: torchvision's weight metadata, the models' own cards. Tied weights count once.
 PARAMETERS = {
@@ -23,6 +26,7 @@ PARAMETERS = {
     "mnasnet0_5": 2_218_512,
     "mobilenet_v2": 3_504_872,
     "efficientnet_b0": 5_288_548,
+    "darts": 4_718_752,
     "vit_b_16": 86_567_656,
     "gpt2": 124_439_808,
     "gpt2-medium": 354_823_168,
@@ -41,7 +45,7 @@ PAPER = {
     "roberta-base",
     "gpt2-xl",
 }
-TINY = ("bert-tiny", "gpt2-tiny", "llama-tiny", "moe-tiny")
+TINY = ("bert-tiny", "gpt2-tiny", "llama-tiny", "moe-tiny", "lstm-tiny")
 
 
 def count(model: torch.nn.Module) -> int:
@@ -132,6 +136,41 @@ def test_experts_equal_a_loop_over_tokens(tokens: int) -> None:
     torch.testing.assert_close(balance, experts * (load * shares.mean(dim=0)).sum())
     if tokens == 24:
         assert max(seated) > capacity  # Some tokens were dropped.
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_wirings_are_acyclic_and_keep_their_links(seed: int) -> None:
+    before = small_world(32, random.Random(seed))
+    assert sum(len(links) for links in before) == 32 * NEIGHBOURS // 2
+    assert all(source < node for node, links in enumerate(before) for source in links)
+    assert all(len(set(links)) == len(links) for links in before)
+    assert before == small_world(32, random.Random(seed)) != small_world(32, random.Random(seed + 1))
+
+
+def test_written_out_cells_equal_torchs_lstm() -> None:
+    torch.manual_seed(0)
+    cell = LongShortTerm(8)
+    reference = torch.nn.LSTMCell(8, 8)
+    with torch.no_grad():
+        # PyTorch has the gates in the same sequence: in, forget, cell, out.
+        reference.weight_ih.copy_(cell.from_input.weight)
+        reference.bias_ih.copy_(cell.from_input.bias)
+        reference.weight_hh.copy_(cell.from_state.weight)
+        reference.bias_hh.copy_(cell.from_state.bias)
+    features, hidden, memory = torch.randn(3, 8), torch.randn(3, 8), torch.randn(3, 8)
+    torch.testing.assert_close(cell(features, hidden, memory), reference(features, (hidden, memory)))
+
+
+@pytest.mark.parametrize("name", ["randwire-tiny", "darts-tiny"])
+def test_irregular_networks_train_every_parameter(name: str) -> None:
+    torch.manual_seed(0)
+    made = zoo.build(name, batch=2, optimizer="sgd")
+    before = [parameter.detach().clone() for parameter in made.model.parameters()]
+    assert made.train_step(made.model, made.optimizer, *made.batch).isfinite()
+    # The loss of a batch-normalized network does not depend on some scales at first.
+    moved = [not torch.equal(*both) for both in zip(before, made.model.parameters(), strict=True)]
+    assert sum(moved) > 0.9 * len(moved)
+    assert all(parameter.grad is not None for parameter in made.model.parameters())
 
 
 def test_initial_values_of_real_models_stay_truncated() -> None:

@@ -62,6 +62,10 @@ def _text(name: str, architecture: str, summary: str, max_seq: int, **config: An
     return Entry(name, summary, "language", "transformers", max_seq, {"architecture": architecture, "config": config})
 
 
+_TINY_WIRED = {"width": 8, "nodes": 8}
+_TINY_CELLS = {"width": 4, "cells": 3}
+_TINY_RECURRENT = {"vocabulary": 512, "width": 32}
+
 _ENTRIES = (
     _image("alexnet", "alexnet", "AlexNet"),
     _image("vgg11", "vgg11", "VGG-11"),
@@ -82,6 +86,8 @@ _ENTRIES = (
     ),
     _image("vit_b_16", "vit_b_16", "ViT-B/16"),
     Entry("unet", "U-Net for segmentation, 3x224x224, 31 M parameters", "unet"),
+    Entry("randwire", "Randomly wired network, 3x224x224, three stages of 32 nodes", "wired"),
+    Entry("darts", "Network of searched cells (DARTS V2), 3x224x224", "cells"),
     _text("bert-base", "bert", "BERT base, masked language model", 512),
     _text(
         "roberta-base",
@@ -110,7 +116,11 @@ _ENTRIES = (
         max_position_embeddings=8192,
         tie_word_embeddings=True,
     ),
+    Entry("lstm", "Unrolled LSTM of 2 layers and 650 units, language model", "recurrent", None, 35),
     Entry("moe", "Decoder with 8 experts in every second layer, top 2 with a fixed capacity", "moe", None, 1024),
+    Entry("randwire-tiny", "Randomly wired network of 8 nodes a stage, for tests", "wired", arguments=_TINY_WIRED),
+    Entry("darts-tiny", "Network of 3 searched cells, for tests", "cells", arguments=_TINY_CELLS),
+    Entry("lstm-tiny", "Unrolled LSTM of 2 layers, for tests", "recurrent", None, 24, _TINY_RECURRENT),
     _text(
         "bert-tiny",
         "bert",

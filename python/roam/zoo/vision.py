@@ -7,22 +7,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import torchvision
 from torch._subclasses.fake_tensor import FakeTensor
 
-CLASSES = 1000
-
-
-def train_step(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, images: torch.Tensor, labels: torch.Tensor
-) -> torch.Tensor:
-    """Train once on images [batch, 3, height, width] with labels [batch]; returns the mean cross-entropy, a scalar."""
-    optimizer.zero_grad()
-    loss = F.cross_entropy(model(images), labels)
-    loss.backward()
-    optimizer.step()
-    return loss
+from roam.zoo.images import random_batch, train_step
 
 
 @contextmanager
@@ -46,6 +34,4 @@ def build(
     """Call torchvision's constructor ``function``; images are ``size`` pixels square."""
     with _no_redrawing_of_fakes():
         model = getattr(torchvision.models, function)(weights=None, **options)
-    images = torch.randn(batch, 3, size, size)
-    labels = torch.randint(CLASSES, (batch,))
-    return model, train_step, (images, labels)
+    return model, train_step, random_batch(batch, size)
