@@ -14,6 +14,7 @@ _Residency = Literal["step_local", "enters", "leaves", "persistent"]
 _Phase = Literal["forward", "loss", "backward", "update", "collective"]
 _Sequence = Literal["random", "collective"]
 _Status = Literal["optimal", "feasible", "timed_out"]
+_StreamModel = Literal["happens_before", "time_step"]
 _Path = str | os.PathLike[str]
 _Numbers = npt.NDArray[np.int64]
 
@@ -21,6 +22,8 @@ class _Settings(TypedDict):
     streams: int
     reuse: bool
     time_limit_s: float | None
+    speed: float | None
+    stream_model: _StreamModel
 
 __version__: str
 
@@ -52,6 +55,9 @@ class Operator:
     @property
     def workspace_bytes(self) -> int:
         """Bytes that live only while it runs, before rounding."""
+    @property
+    def flops(self) -> int:
+        """Floating-point operations that it takes; 0 where they do not matter or are not known."""
     @property
     def reuse(self) -> tuple[tuple[int, int], ...]:
         """Pairs (input, output): the output may take the memory of the input where that dies here."""
@@ -277,6 +283,7 @@ class GraphBuilder:
         file: str = "",
         line: SupportsIndex | None = None,
         position: SupportsIndex | None = None,
+        flops: SupportsIndex | None = None,
     ) -> int:
         """Adds an operator and returns its number.
 
@@ -294,6 +301,7 @@ class GraphBuilder:
             file: the user's file.
             line: the user's line, counted from 1; unknown where None or 0.
             position: its place in program order; as many operators as there are already where None.
+            flops: floating-point operations that it takes, for the model of time; 0 where None.
 
         Raises:
             GraphError: a number is out of range, or a word is not one of those allowed.
@@ -360,6 +368,24 @@ class Plan:
     @property
     def reuse(self) -> tuple[tuple[int, int], ...]:
         """Pairs (input, output): the output takes the memory of the input."""
+    @property
+    def streams(self) -> _Numbers:
+        """Stream per operator; 0 for all where there is one. Shape [num_operators], read-only."""
+    @property
+    def syncs(self) -> tuple[tuple[int, int], ...]:
+        """Pairs (before, after) of operators on different streams: `after` starts when `before` has completed."""
+    @property
+    def time_steps(self) -> list[int] | None:
+        """Time step per operator in the time-step model, else None."""
+    @property
+    def makespan_s(self) -> float | None:
+        """Seconds that the whole step takes by the model of time; None for one stream, like the next two."""
+    @property
+    def serial_s(self) -> float | None:
+        """Seconds of all operators one after another."""
+    @property
+    def critical_path_s(self) -> float | None:
+        """Seconds of the longest chain of operators that wait for each other: no number of streams is faster."""
     @property
     def program_order_peak_bytes(self) -> int:
         """Most live bytes over the steps in program order, without reuse."""
@@ -443,6 +469,9 @@ def optimize(
     time_limit_s: float | None = None,
     exact: Literal["auto", "off"] | str = "auto",
     progress: Callable[[str, float], Any] | None = None,
+    *,
+    speed: float | None = None,
+    stream_model: _StreamModel | str = "happens_before",
 ) -> Plan:
     """Finds an execution order and a memory layout that use little memory, and proves how little is possible.
 
@@ -451,16 +480,22 @@ def optimize(
 
     Args:
         graph: what to plan.
-        streams: how many operators may run at once. This version plans for 1 only.
+        streams: how many operators may run at once, from 1 to 64.
         reuse: whether an output may take the memory of an input that dies, where the graph permits it.
         time_limit_s: wall-clock limit in seconds; at its end the best plan so far is returned, with status
             ``timed_out``. No limit where None.
         exact: ``auto`` or ``off``. This version has no exact tier, so both do the same.
         progress: called on the calling thread with the stage that begins and the share of the work done, in [0, 1]. What
             it raises ends planning and is raised here.
+        speed: with several streams, how many times as fast as one stream the plan must be, by the model of time; the
+            plan with the fewest bytes of those found that are. Where None, the fastest plan that takes no more bytes
+            than program order, give or take one percent.
+        stream_model: ``happens_before``, whose plans are safe under every timing, or ``time_step``, the model of the
+            literature, for comparison: its plans must not be run.
 
     Raises:
-        PlanError: the graph cannot be planned as asked.
+        PlanError: the graph cannot be planned as asked; code ``speed_target`` where no plan that was found is as fast
+            as asked for and takes no more bytes than program order.
         ValueError: an argument makes no sense.
     """
 

@@ -40,6 +40,8 @@ exit codes:
   130  interrupted
 """
 
+_SETTING_CODES = ("invalid_streams", "invalid_speed", "speed_target")
+"""Codes of errors that say that no plan can be made as asked."""
 _GRAPH_SUFFIXES = (".json", ".json.gz")
 _CAPTURE_DEFAULTS: dict[str, Any] = {
     "batch": 1,
@@ -69,9 +71,14 @@ def _positive_seconds(text: str) -> float:
     return value
 
 
+def _positive_number(text: str) -> float:
+    return _positive_seconds(text)
+
+
 # argparse names the type in its message: "invalid positive integer value: '0'".
 _positive_int.__name__ = "positive integer"
 _positive_seconds.__name__ = "number of seconds"
+_positive_number.__name__ = "positive number"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -120,6 +127,20 @@ def _parser() -> argparse.ArgumentParser:
         type=_positive_seconds,
         metavar="S",
         help="stop planning after S seconds with the best plan so far",
+    )
+    streams = plan.add_argument_group("streams")
+    streams.add_argument("--streams", type=_positive_int, default=1, metavar="N", help="run N at once (default 1)")
+    streams.add_argument(
+        "--speed",
+        type=_positive_number,
+        metavar="X",
+        help="least memory at X times the speed of one stream (default: the fastest within program order's bytes)",
+    )
+    streams.add_argument(
+        "--stream-model",
+        choices=("happens_before", "time_step"),
+        default="happens_before",
+        help="safe under every timing, or by time steps as in the literature (default happens_before)",
     )
     plan.add_argument("--save-graph", metavar="PATH", help="write the graph; compressed if PATH ends in .gz")
     plan.add_argument("--save-plan", metavar="PATH", help="write the plan; compressed if PATH ends in .gz")
@@ -214,7 +235,14 @@ def _plan(arguments: argparse.Namespace) -> int:
 
     start = time.perf_counter()
     with Progress(f"planning {graph.num_operators:,} operators"):
-        plan = roam.optimize(graph, reuse=not arguments.no_reuse, time_limit_s=arguments.time_limit)
+        plan = roam.optimize(
+            graph,
+            streams=arguments.streams,
+            reuse=not arguments.no_reuse,
+            time_limit_s=arguments.time_limit,
+            speed=arguments.speed,
+            stream_model=arguments.stream_model,
+        )
     values["plan_s"] = time.perf_counter() - start
     start = time.perf_counter()
     roam.verify(graph, plan)
@@ -296,6 +324,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         _complain(f"cannot capture this step: {error}")
         return EXIT_CAPTURE_REFUSED
     except PlanError as error:
+        if error.code in _SETTING_CODES:
+            _complain(str(error))
+            return EXIT_BAD_INPUT
         _complain(f"invalid plan: {error}")
         return EXIT_INVALID_PLAN
     except RoamError as error:

@@ -21,6 +21,9 @@ _ATTRIBUTES = (
     "gap",
     "fragmentation",
     "status",
+    "makespan_s",
+    "serial_s",
+    "critical_path_s",
 )
 
 
@@ -53,8 +56,11 @@ def _live_bytes(graph: Graph, plan: Plan) -> Any:
 
 
 def peak_place(graph: Graph, plan: Plan) -> Place | None:
-    """The first step of the plan whose live bytes are the peak; ``None`` for a graph without operators."""
-    if graph.num_operators == 0:
+    """The first step of the plan whose live bytes are the peak.
+
+    ``None`` for a graph without operators, and for several streams, where the peak is at no one operator.
+    """
+    if graph.num_operators == 0 or plan.settings["streams"] > 1:
         return None
     live = _live_bytes(graph, plan)
     step = int(live.argmax())
@@ -65,12 +71,17 @@ def peak_place(graph: Graph, plan: Plan) -> Place | None:
 def figures(graph: Graph, plan: Plan) -> dict[str, Any]:
     """The plan's attributes by name (bytes, fractions, seconds; not rounded), and what they are made of.
 
-    ``saved_by_order_bytes`` and ``saved_by_reuse_bytes`` add up to program order's peak less the plan's.
+    ``saved_by_order_bytes`` and ``saved_by_reuse_bytes`` add up to program order's peak less the plan's; they are
+    ``None`` for several streams, where the two cannot be told apart.
     """
     result: dict[str, Any] = {name: getattr(plan, name) for name in _ATTRIBUTES}
-    ordered = int(graph.live_bytes(plan.order).max(initial=0))
-    result["saved_by_order_bytes"] = plan.program_order_peak_bytes - ordered
-    result["saved_by_reuse_bytes"] = ordered - plan.peak_bytes
+    streams = plan.settings["streams"]
+    ordered = int(graph.live_bytes(plan.order).max(initial=0)) if streams == 1 else None
+    result["saved_by_order_bytes"] = None if ordered is None else plan.program_order_peak_bytes - ordered
+    result["saved_by_reuse_bytes"] = None if ordered is None else ordered - plan.peak_bytes
+    result["streams"] = streams
+    result["stream_model"] = plan.settings["stream_model"]
+    result["syncs"] = len(plan.syncs)
     result["timings_s"] = dict(plan.timings_s)
     result["operators"] = graph.num_operators
     result["tensors"] = graph.num_tensors

@@ -7,6 +7,7 @@ from typing import Any
 
 from roam.report.figures import Place
 
+_SAVED = (("ordering", "order"), ("reuse", "reuse"))
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 
 
@@ -35,6 +36,16 @@ def _share(part: int, whole: int) -> str:
     return f"{part / whole:.1%} of program order" if whole else ""
 
 
+def _streams(values: Mapping[str, Any]) -> str:
+    makespan_s, serial_s = values["makespan_s"], values["serial_s"]
+    speed = serial_s / makespan_s if makespan_s else 1.0
+    how = f"{values['syncs']:,} waits" if values["stream_model"] == "happens_before" else "in time steps, not to be run"
+    return (
+        f"{values['streams']}, {how}; {speed:.2f} times as fast as one by the model of time "
+        f"({makespan_s * 1e3:.3f} ms; at least {values['critical_path_s'] * 1e3:.3f} ms on any number)"
+    )
+
+
 def plan_table(title: str, values: Mapping[str, Any], place: Place | None) -> str:
     """The figures of one plan, a line each: bytes exactly, in a readable unit, and what they mean.
 
@@ -46,10 +57,10 @@ def plan_table(title: str, values: Mapping[str, Any], place: Place | None) -> st
     def row(label: str, size_bytes: int, note: str) -> tuple[str, ...]:
         return label, f"{size_bytes:,}", format_bytes(size_bytes), note
 
+    saved = [(f"saved by {way}", values[f"saved_by_{key}_bytes"]) for way, key in _SAVED]
     rows = [
         row("program order", program, "peak inside the step as eager PyTorch orders it"),
-        row("saved by ordering", values["saved_by_order_bytes"], _share(values["saved_by_order_bytes"], program)),
-        row("saved by reuse", values["saved_by_reuse_bytes"], _share(values["saved_by_reuse_bytes"], program)),
+        *(row(label, size_bytes, _share(size_bytes, program)) for label, size_bytes in saved if size_bytes is not None),
         row("peak", values["peak_bytes"], "most live bytes inside the step by the plan"),
         row("lower bound", values["lower_bound_bytes"], "no order has a lower peak"),
         row("pool", values["pool_bytes"], f"one static block; {values['fragmentation']:.2%} fragmentation"),
@@ -65,6 +76,8 @@ def plan_table(title: str, values: Mapping[str, Any], place: Place | None) -> st
         ),
         ("verified", "yes" if values.get("verified") else "no"),
     ]
+    if values["streams"] > 1:
+        facts.append(("streams", _streams(values)))
     if place is not None:
         facts.append(("at the peak", f"step {place.step:,}: {place}"))
     times = [(name, values.get(f"{name}_s")) for name in ("capture", "plan", "verify")]

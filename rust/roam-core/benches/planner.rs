@@ -9,7 +9,7 @@ use roam_core::stages::Prepared;
 use roam_core::verify::verify;
 use std::path::Path;
 
-const SETTINGS: Settings = Settings { streams: 1, reuse: true, time_limit_s: None };
+const SETTINGS: Settings = Settings::SINGLE;
 
 /// The graphs among the instance files, by file name.
 fn instances() -> Vec<(String, Graph)> {

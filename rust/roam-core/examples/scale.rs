@@ -139,6 +139,7 @@ impl Net {
             creates: creates.to_vec(),
             mutates: mutates.to_vec(),
             workspace_bytes: 0,
+            flops: 0,
             reuse: Vec::new(),
             sequence: None,
             region: None,

@@ -164,6 +164,9 @@ impl GraphBuilder {
                 let site = Some(Site::of(operator));
                 return Err(out_of_range("workspace_bytes".into(), site, operator.workspace_bytes));
             }
+            if operator.flops >= MAX_TOTAL_BYTES {
+                return Err(out_of_range("flops".into(), Some(Site::of(operator)), operator.flops));
+            }
             total = add(total, round_up(operator.workspace_bytes, self.alignment_bytes)).ok_or_else(|| {
                 let site = Site::of(operator);
                 GraphError::TotalTooLarge { at: site.to_string(), site: Some(site) }

@@ -8,7 +8,7 @@ use crate::builder::GraphBuilder;
 use crate::error::FormatError;
 use crate::graph::{Graph, Operator, Region, ReusePair, Tensor};
 use crate::ids::OperatorId;
-use crate::plan::{Candidate, Plan, Settings, Status};
+use crate::plan::{Candidate, Plan, Schedule, Settings, Status};
 use flate2::{Compression, GzBuilder, bufread::MultiGzDecoder};
 use serde::de::{self, DeserializeOwned, DeserializeSeed, MapAccess, Visitor};
 use serde::{Deserialize, Serialize};
@@ -104,6 +104,9 @@ pub fn write_plan(out: impl Write, plan: &Plan) -> io::Result<()> {
     write_field(&mut out, "order", &plan.order)?;
     write_field(&mut out, "offsets", &plan.offsets)?;
     write_field(&mut out, "reuse", &plan.reuse)?;
+    if let Some(schedule) = &plan.schedule {
+        write_field(&mut out, "schedule", schedule)?;
+    }
     out.write_all(b"}\n")?;
     out.flush()
 }
@@ -114,7 +117,7 @@ pub fn write_plan(out: impl Write, plan: &Plan) -> io::Result<()> {
 /// See [`FormatError`]; never panics, whatever the bytes.
 pub fn read_plan(input: impl Read, max_bytes: u64) -> Result<Plan, FormatError> {
     let body: PlanBody = read_body(input, PLAN_FORMAT, max_bytes)?;
-    body.settings.check().map_err(|what| FormatError::Value { what })?;
+    body.settings.check().map_err(|fault| FormatError::Value { what: fault.to_string() })?;
     // Every figure of a real plan is below 2^63, as the graph's sizes together are.
     let figures = [
         body.program_order_peak_bytes,
@@ -127,10 +130,13 @@ pub fn read_plan(input: impl Read, max_bytes: u64) -> Result<Plan, FormatError> 
         body.lower_bound_bytes,
         body.total_lower_bound_bytes,
     ];
+    let times = body.schedule.iter().flat_map(|s| [s.makespan_ns, s.serial_ns, s.critical_path_ns]);
     let candidates = body.candidates.iter().flat_map(|candidate| [candidate.peak_bytes, candidate.pool_bytes]);
     let offsets = body.offsets.iter().flatten().copied();
-    if let Some(value) = figures.into_iter().chain(candidates).chain(offsets).find(|&bytes| bytes > i64::MAX as u64) {
-        return Err(FormatError::Value { what: format!("{value} bytes do not fit a signed 64-bit number") });
+    if let Some(value) =
+        figures.into_iter().chain(candidates).chain(offsets).chain(times).find(|&figure| figure > i64::MAX as u64)
+    {
+        return Err(FormatError::Value { what: format!("{value} does not fit a signed 64-bit number") });
     }
     Ok(Plan {
         graph_digest: body.graph_digest,
@@ -138,6 +144,7 @@ pub fn read_plan(input: impl Read, max_bytes: u64) -> Result<Plan, FormatError> 
         order: body.order,
         offsets: body.offsets,
         reuse: body.reuse,
+        schedule: body.schedule,
         program_order_peak_bytes: body.program_order_peak_bytes,
         peak_bytes: body.peak_bytes,
         pool_peak_bytes: body.pool_peak_bytes,
@@ -186,6 +193,8 @@ struct PlanBody {
     order: Vec<OperatorId>,
     offsets: Vec<Option<u64>>,
     reuse: Vec<ReusePair>,
+    #[serde(default, deserialize_with = "strict::some")]
+    schedule: Option<Schedule>,
 }
 
 // Writing -----------------------------------------------------------------------------------------------------------
@@ -253,6 +262,11 @@ pub(crate) mod strict {
 
     pub(crate) fn one<'de, T: Deserialize<'de>, D: Deserializer<'de>>(deserializer: D) -> Result<T, D::Error> {
         Record::deserialize(deserializer).map(|Record(value)| value)
+    }
+
+    /// For a key that is left out or holds a record, never null.
+    pub(crate) fn some<'de, T: Deserialize<'de>, D: Deserializer<'de>>(deserializer: D) -> Result<Option<T>, D::Error> {
+        one(deserializer).map(Some)
     }
 
     pub(crate) fn list<'de, T: Deserialize<'de>, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<T>, D::Error> {

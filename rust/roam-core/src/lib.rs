@@ -3,6 +3,7 @@
 //! graph -> liveness -> order -> layout -> plan -> verify
 
 pub mod builder;
+pub mod cost;
 mod digest;
 pub mod error;
 pub mod graph;
@@ -21,3 +22,4 @@ mod control;
 mod flow;
 mod order;
 mod problem;
+mod streams;

@@ -14,29 +14,39 @@ use crate::ids::TensorId;
 use crate::layout::{self, Layout};
 use crate::liveness::Profile;
 use crate::order::{self, Method, Ordered};
-use crate::plan::{Candidate, Plan, Settings, Status};
+use crate::plan::{Candidate, Plan, Settings, SettingsError, Status};
 use crate::problem::{Part, Problem};
+use crate::streams;
 use crate::verify::{PlanViolation, verify};
 use rayon::prelude::*;
 use std::time::{Duration, Instant};
 use thiserror::Error;
 
 /// Why there is no plan.
-#[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[derive(Clone, Debug, PartialEq, Error)]
 #[non_exhaustive]
 pub enum OptimizeError {
     /// The caller asked to stop.
     #[error("planning was cancelled")]
     Cancelled,
-    /// More than one stream, or none.
-    #[error("plans for {streams} streams are not supported, only for 1")]
-    UnsupportedStreams {
-        /// What was asked for.
+    /// Settings that make no sense.
+    #[error(transparent)]
+    InvalidSettings(#[from] SettingsError),
+    /// No plan was found that is as fast as asked for and takes no more memory than program order.
+    #[error(
+        "no plan for {streams} streams within the bytes of program order is {speed} times as fast as one stream; the \
+         fastest that was found is {fastest:.3} times as fast, and the longest chain of operators permits {most:.3}"
+    )]
+    SpeedTarget {
+        /// How many streams there are.
         streams: u32,
+        /// What was asked for.
+        speed: f64,
+        /// The most that was found.
+        fastest: f64,
+        /// What no number of streams exceeds.
+        most: f64,
     },
-    /// A time limit that is negative or not a number.
-    #[error("the time limit must be a number of seconds that is not negative")]
-    InvalidTimeLimit,
     /// The planner made a plan that its own verifier refuses: a defect of this library.
     #[error("the planner made an invalid plan, please report it: {0}")]
     SelfCheck(#[source] PlanViolation),
@@ -47,8 +57,8 @@ impl OptimizeError {
     pub fn code(&self) -> &'static str {
         match self {
             Self::Cancelled => "cancelled",
-            Self::UnsupportedStreams { .. } => "unsupported_streams",
-            Self::InvalidTimeLimit => "invalid_time_limit",
+            Self::InvalidSettings(fault) => fault.code(),
+            Self::SpeedTarget { .. } => "speed_target",
             Self::SelfCheck(_) => "self_check",
         }
     }
@@ -73,12 +83,9 @@ pub fn optimize(graph: &Graph, settings: &Settings, control: &Control) -> Result
 /// # Errors
 /// See [`OptimizeError`].
 pub fn optimize_timed(graph: &Graph, settings: &Settings, control: &Control) -> Result<(Plan, Timings), OptimizeError> {
-    if settings.streams != 1 {
-        return Err(OptimizeError::UnsupportedStreams { streams: settings.streams });
-    }
+    settings.check()?;
     let limit = match settings.time_limit_s {
         None => None,
-        Some(seconds) if seconds.is_nan() || seconds < 0.0 => return Err(OptimizeError::InvalidTimeLimit),
         // A limit beyond what an instant can hold is none.
         Some(seconds) => Duration::try_from_secs_f64(seconds).ok().and_then(|limit| Instant::now().checked_add(limit)),
     };
@@ -88,8 +95,10 @@ pub fn optimize_timed(graph: &Graph, settings: &Settings, control: &Control) -> 
     };
     let watch = Watch::new(control.cancel.clone(), deadline);
     let mut stages = Stages { control, timings: Vec::new() };
-    let search = Search::new(graph, settings, &watch, &mut stages)?;
-    let plan = search.run(&mut stages)?;
+    let mut search = Search::new(graph, settings, &watch, &mut stages)?;
+    search.run(&mut stages)?;
+    let plan =
+        if settings.streams == 1 { search.plan() } else { stages.time("streams", 0.85, || search.plan_streams())? };
     stages.time("verify", 0.9, || verify(graph, &plan)).map_err(OptimizeError::SelfCheck)?;
     Ok((plan, stages.timings))
 }
@@ -183,7 +192,7 @@ impl<'a> Search<'a> {
         })
     }
 
-    fn run(mut self, stages: &mut Stages<'_>) -> Result<Plan, OptimizeError> {
+    fn run(&mut self, stages: &mut Stages<'_>) -> Result<(), OptimizeError> {
         let all: [(&'static str, f64, Stage<'a>); 7] = [
             ("order", 0.1, Self::find_orders),
             ("refine", 0.3, Self::refine_orders),
@@ -194,7 +203,7 @@ impl<'a> Search<'a> {
             ("total_bound", 0.8, Self::prove_total_bound),
         ];
         for (name, share_done, stage) in all {
-            match stages.time(name, share_done, || stage(&mut self)) {
+            match stages.time(name, share_done, || stage(self)) {
                 Ok(()) => {}
                 Err(Stop::TimedOut) => {
                     self.timed_out = true;
@@ -203,7 +212,7 @@ impl<'a> Search<'a> {
                 Err(Stop::Cancelled) => return Err(OptimizeError::Cancelled),
             }
         }
-        Ok(self.plan())
+        Ok(())
     }
 
     fn find_orders(&mut self) -> Result<(), Stop> {
@@ -383,7 +392,31 @@ impl<'a> Search<'a> {
         if trial == 0 { &self.plain } else { &self.problem }
     }
 
-    fn plan(self) -> Plan {
+    /// The plan for several streams, made from the orders found for one.
+    fn plan_streams(&self) -> Result<Plan, OptimizeError> {
+        let Placed { trial, layout } = self.best();
+        let Trial { name, ordered } = &self.trials[*trial];
+        let input = streams::Input {
+            graph: self.graph,
+            problem: &self.problem,
+            plain: &self.plain,
+            settings: self.settings,
+            bases: self.ranking().into_iter().map(|at| (self.trials[at].name, &self.trials[at].ordered)).collect(),
+            program_peak: self.program_peak,
+        };
+        let single = streams::Single { name, problem: self.problem_of(*trial), ordered, layout };
+        let outcome = streams::search(&input, &single, self.watch).map_err(|_| OptimizeError::Cancelled)?;
+        let plan = self.plan();
+        let found = outcome.best.map_err(|fastest| OptimizeError::SpeedTarget {
+            streams: self.settings.streams,
+            speed: self.settings.speed.unwrap_or(1.0),
+            fastest,
+            most: streams::most_speed(self.graph),
+        })?;
+        Ok(found.into_plan(&self.problem, plan, &outcome.tried, self.timed_out || outcome.timed_out))
+    }
+
+    fn plan(&self) -> Plan {
         let Placed { trial, layout } = self.best();
         let Ordered { order, profile } = &self.trials[*trial].ordered;
         let problem = self.problem_of(*trial);
@@ -408,6 +441,7 @@ impl<'a> Search<'a> {
             order: order.iter().map(|&op| problem.operator_id(op)).collect(),
             offsets,
             reuse: profile.pairs.iter().map(pair).collect(),
+            schedule: None,
             program_order_peak_bytes: self.program_peak,
             peak_bytes: profile.peak,
             pool_peak_bytes: profile.pool_peak,

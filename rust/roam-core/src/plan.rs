@@ -3,6 +3,7 @@
 use crate::graph::ReusePair;
 use crate::ids::OperatorId;
 use serde::{Deserialize, Serialize};
+use thiserror::Error;
 
 /// How a plan relates to the best one there is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -16,33 +17,105 @@ pub enum Status {
     TimedOut,
 }
 
+/// What may run at once where there is more than one stream.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum StreamModel {
+    /// Whatever stream order and waits do not order. Plans are safe under every timing.
+    #[default]
+    HappensBefore,
+    /// The operators of one time step, and nothing else: the model of Shu et al. (arXiv 2310.19295).
+    /// For comparison; no device runs in lockstep, so such a plan is not safe to run.
+    TimeStep,
+}
+
+/// The most streams that a plan can have.
+pub const MAX_STREAMS: u32 = 64;
+
 /// What the caller may choose.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Settings {
-    /// How many operators may run at once. Only 1 is planned so far.
+    /// How many operators may run at once, from 1 to [`MAX_STREAMS`].
     pub streams: u32,
     /// Whether outputs may take the memory of dying inputs where the graph permits it.
     pub reuse: bool,
     /// Wall-clock safety limit in seconds; `None` for none.
     pub time_limit_s: Option<f64>,
+    /// How many times as fast as one stream the plan must be, by the model of time ([`crate::cost`]). `None`
+    /// for the fastest plan that takes no more bytes than program order.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub speed: Option<f64>,
+    /// What may run at once.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub stream_model: StreamModel,
+}
+
+fn is_default<T: Default + PartialEq>(value: &T) -> bool {
+    *value == T::default()
 }
 
 impl Default for Settings {
-    /// One stream, with reuse, without a time limit.
+    /// [`Settings::SINGLE`].
     fn default() -> Self {
-        Settings { streams: 1, reuse: true, time_limit_s: None }
+        Settings::SINGLE
     }
 }
 
 impl Settings {
-    /// Whether the settings make sense; otherwise what does not.
-    pub fn check(&self) -> Result<(), String> {
-        match self.time_limit_s {
-            Some(limit) if !limit.is_finite() || limit < 0.0 => {
-                Err(format!("time_limit_s must be a finite number of seconds, not negative; found {limit}"))
-            }
+    /// One stream, with reuse, without a time limit.
+    pub const SINGLE: Settings =
+        Settings { streams: 1, reuse: true, time_limit_s: None, speed: None, stream_model: StreamModel::HappensBefore };
+
+    /// Whether the settings make sense.
+    ///
+    /// # Errors
+    /// What does not.
+    pub fn check(&self) -> Result<(), SettingsError> {
+        let Settings { streams, time_limit_s, speed, .. } = *self;
+        if !(1..=MAX_STREAMS).contains(&streams) {
+            return Err(SettingsError::Streams { streams });
+        }
+        if let Some(limit) = time_limit_s.filter(|limit| !limit.is_finite() || *limit < 0.0) {
+            return Err(SettingsError::TimeLimit { limit });
+        }
+        match speed {
+            Some(speed) if !speed.is_finite() || speed <= 0.0 || streams == 1 => Err(SettingsError::Speed { speed }),
             _ => Ok(()),
+        }
+    }
+}
+
+/// What makes no sense about settings.
+#[derive(Clone, Debug, PartialEq, Error)]
+pub enum SettingsError {
+    /// No stream, or more than [`MAX_STREAMS`].
+    #[error("streams must be between 1 and {MAX_STREAMS}; found {streams}")]
+    Streams {
+        /// What was asked for.
+        streams: u32,
+    },
+    /// A time limit that is negative or no number.
+    #[error("time_limit_s must be a finite number of seconds, not negative; found {limit}")]
+    TimeLimit {
+        /// What was asked for.
+        limit: f64,
+    },
+    /// A speed that is not a finite number above 0, or is asked of one stream.
+    #[error("speed must be a finite number above 0, and asks for more than one stream; found {speed}")]
+    Speed {
+        /// What was asked for.
+        speed: f64,
+    },
+}
+
+impl SettingsError {
+    /// The variant's name for programs, in snake case; stable between versions.
+    pub fn code(&self) -> &'static str {
+        match self {
+            Self::Streams { .. } => "invalid_streams",
+            Self::TimeLimit { .. } => "invalid_time_limit",
+            Self::Speed { .. } => "invalid_speed",
         }
     }
 }
@@ -61,6 +134,28 @@ pub struct Candidate {
     pub pool_bytes: u64,
 }
 
+/// What runs where, and what waits for what, in a plan of more than one stream.
+///
+/// Each stream runs its operators one after another in the plan's order, which is also the order of launching.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Schedule {
+    /// Per operator id its stream, counted from 0.
+    pub streams: Vec<u32>,
+    /// Pairs (before, after) on different streams: `after` starts when `before` has completed. By `after` in the
+    /// plan's order. Empty in the time-step model.
+    pub syncs: Vec<(OperatorId, OperatorId)>,
+    /// Per operator id its time step, counted from 0. Empty but in the time-step model.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub time_steps: Vec<u32>,
+    /// Nanoseconds of the whole step, by the model of time.
+    pub makespan_ns: u64,
+    /// Nanoseconds of all operators one after another.
+    pub serial_ns: u64,
+    /// Nanoseconds of the longest chain of operators that wait for each other.
+    pub critical_path_ns: u64,
+}
+
 /// An execution order and a memory layout. Bytes everywhere; persistent tensors count only where said.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Plan {
@@ -74,6 +169,8 @@ pub struct Plan {
     pub offsets: Vec<Option<u64>>,
     /// Reuse pairs that the layout makes use of.
     pub reuse: Vec<ReusePair>,
+    /// Streams and waits; `None` for one stream.
+    pub schedule: Option<Schedule>,
     /// Most live bytes over the steps in program order, without reuse.
     pub program_order_peak_bytes: u64,
     /// Most live bytes over the steps: pool tensors, outside tensors, workspace.

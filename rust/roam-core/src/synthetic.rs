@@ -232,6 +232,7 @@ impl Tape {
             creates: creates.to_vec(),
             mutates: mutates.to_vec(),
             workspace_bytes,
+            flops: 0,
             reuse: reuse.to_vec(),
             sequence: None,
             region: None,

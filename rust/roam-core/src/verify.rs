@@ -4,15 +4,17 @@
 //! operators' own lists. The lower bound itself is not proved again (docs/theory.md has the proof),
 //! only that the plan does not contradict it.
 
+mod streams;
+
 use crate::error::Site;
 use crate::graph::{Graph, Residency, ReusePair, Sequence};
 use crate::ids::{OperatorId, TensorId};
-use crate::plan::{Plan, Status};
+use crate::plan::{MAX_STREAMS, Plan, Status};
 use std::collections::{BTreeMap, BTreeSet};
 use thiserror::Error;
 
 /// What is wrong with a plan. Tensors are named by their names, operators by their [`Site`].
-#[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[derive(Clone, Debug, PartialEq, Error)]
 #[non_exhaustive]
 pub enum PlanViolation {
     /// The plan was made for another graph.
@@ -23,11 +25,56 @@ pub enum PlanViolation {
         /// The plan's digest.
         found: String,
     },
-    /// The plan runs several operators at once, which this version does not know.
-    #[error("the plan is for {streams} streams; this version verifies plans for 1")]
+    /// A number of streams that cannot be, or that does not go with the plan's schedule or its lack.
+    #[error("a plan for {streams} streams cannot be, or has no schedule, or one that is not for so many")]
     Streams {
         /// Streams in the plan's settings.
         streams: u32,
+    },
+    /// The schedule has too few or too many entries.
+    #[error("the schedule's {list} has {found} entries for {expected} operators")]
+    ScheduleCount {
+        /// Which list.
+        list: &'static str,
+        /// Entries that there must be.
+        expected: usize,
+        /// Entries in the plan.
+        found: usize,
+    },
+    /// An operator runs on a stream that the plan does not have.
+    #[error("{site} runs on stream {stream}, the plan has {streams}")]
+    UnknownStream {
+        /// The operator.
+        site: Box<Site>,
+        /// Its stream.
+        stream: u32,
+        /// How many there are.
+        streams: u32,
+    },
+    /// An operator waits for one of its own stream, or for one that is launched later: that would never end, or
+    /// not be a wait at all.
+    #[error("{site} waits for {before}, which is on its own stream or launched later")]
+    SyncInvalid {
+        /// The operator that waits.
+        site: Box<Site>,
+        /// What it waits for.
+        before: Box<Site>,
+    },
+    /// Time steps that do not follow the order, that leave one out, or in which a stream runs two operators.
+    #[error("{site} cannot run in time step {time_step}")]
+    TimeStep {
+        /// The operator.
+        site: Box<Site>,
+        /// Its time step.
+        time_step: u32,
+    },
+    /// The plan is slower than its settings ask for.
+    #[error("the plan is {speed} times as fast as one stream, its settings ask for {asked}")]
+    SpeedTarget {
+        /// What it is.
+        speed: f64,
+        /// What was asked for.
+        asked: f64,
     },
     /// The order names an operator that the graph does not have.
     #[error("the order names unknown operator {operator}")]
@@ -229,6 +276,11 @@ impl PlanViolation {
         match self {
             Self::GraphDigest { .. } => "graph_digest",
             Self::Streams { .. } => "streams",
+            Self::ScheduleCount { .. } => "schedule_count",
+            Self::UnknownStream { .. } => "unknown_stream",
+            Self::SyncInvalid { .. } => "sync_invalid",
+            Self::TimeStep { .. } => "time_step",
+            Self::SpeedTarget { .. } => "speed_target",
             Self::UnknownOperator { .. } => "unknown_operator",
             Self::OperatorDoubled { .. } => "operator_doubled",
             Self::OperatorMissing { .. } => "operator_missing",
@@ -266,7 +318,10 @@ impl PlanViolation {
             | Self::SequenceBroken { site, .. }
             | Self::ControlBroken { site, .. }
             | Self::Overlap { site, .. }
-            | Self::ReuseOfLive { site, .. } => Some(site),
+            | Self::ReuseOfLive { site, .. }
+            | Self::UnknownStream { site, .. }
+            | Self::SyncInvalid { site, .. }
+            | Self::TimeStep { site, .. } => Some(site),
             _ => None,
         }
     }
@@ -282,16 +337,19 @@ pub fn verify(graph: &Graph, plan: &Plan) -> Result<(), PlanViolation> {
         let (expected, found) = (graph.digest().to_owned(), plan.graph_digest.clone());
         return Err(PlanViolation::GraphDigest { expected, found });
     }
-    if plan.settings.streams != 1 {
-        return Err(PlanViolation::Streams { streams: plan.settings.streams });
-    }
     let step = steps(graph, &plan.order)?;
-    check_constraints(graph, &step)?;
-    let lives = Lives::new(graph, &step);
+    match (plan.settings.streams, &plan.schedule) {
+        (1, None) => {}
+        (2..=MAX_STREAMS, Some(schedule)) => return streams::verify(graph, plan, schedule, &step),
+        (streams, _) => return Err(PlanViolation::Streams { streams }),
+    }
+    let runs_before = |first: OperatorId, second: OperatorId| step[first.index()] < step[second.index()];
+    check_constraints(graph, runs_before)?;
     check_offsets(graph, plan)?;
-    let pairs = check_reuse(graph, plan, &lives)?;
+    let pairs = check_reuse(graph, plan, runs_before)?;
+    let lives = Lives::new(graph, &step);
     check_overlaps(graph, plan, &lives, &pairs)?;
-    check_figures(graph, plan, &lives, &pairs)
+    check_figures(graph, plan, lives.peaks(graph, &pairs))
 }
 
 fn site(graph: &Graph, id: OperatorId) -> Box<Site> {
@@ -325,21 +383,21 @@ fn steps(graph: &Graph, order: &[OperatorId]) -> Result<Vec<usize>, PlanViolatio
 }
 
 /// Who touched a tensor last, as program order goes by.
-#[derive(Clone, Copy, Default)]
+#[derive(Clone, Default)]
 struct Access {
     writer: Option<OperatorId>,
-    /// The reader since the last write that runs last in the plan.
-    latest_reader: Option<OperatorId>,
+    /// The readers since the last write.
+    readers: Vec<OperatorId>,
 }
 
-fn check_constraints(graph: &Graph, step: &[usize]) -> Result<(), PlanViolation> {
+/// `runs_before` says whether the first operator has completed when the second one starts.
+fn check_constraints(graph: &Graph, runs_before: impl Fn(OperatorId, OperatorId) -> bool) -> Result<(), PlanViolation> {
     let mut by_position: Vec<OperatorId> = (0..graph.operators().len() as u32).map(OperatorId).collect();
     by_position.sort_unstable_by_key(|&id| graph.operator(id).position);
 
     let mut access = vec![Access::default(); graph.tensors().len()];
     let mut last_random: Option<OperatorId> = None;
     let mut last_collective: Option<OperatorId> = None;
-    let runs_before = |first: OperatorId, second: OperatorId| step[first.index()] < step[second.index()];
     for &id in &by_position {
         let operator = graph.operator(id);
         for &tensor in &operator.reads {
@@ -348,19 +406,18 @@ fn check_constraints(graph: &Graph, step: &[usize]) -> Result<(), PlanViolation>
                 let (site, before) = (site(graph, id), site(graph, writer));
                 return Err(PlanViolation::ReadTooEarly { site, before, tensor: name(graph, tensor) });
             }
-            if known.latest_reader.is_none_or(|reader| runs_before(reader, id)) {
-                known.latest_reader = Some(id);
-            }
+            known.readers.push(id);
         }
         for &tensor in &operator.mutates {
             let known = &mut access[tensor.index()];
             // The operator may have been noted as a reader just above.
-            let earlier = [known.writer, known.latest_reader.filter(|&reader| reader != id)];
-            if let Some(before) = earlier.into_iter().flatten().find(|&earlier| !runs_before(earlier, id)) {
+            let mut earlier = known.writer.iter().chain(known.readers.iter().filter(|&&reader| reader != id));
+            if let Some(&before) = earlier.find(|&&earlier| !runs_before(earlier, id)) {
                 let (site, before) = (site(graph, id), site(graph, before));
                 return Err(PlanViolation::MutatedTooEarly { site, before, tensor: name(graph, tensor) });
             }
-            *known = Access { writer: Some(id), latest_reader: None };
+            known.writer = Some(id);
+            known.readers.clear();
         }
         for &tensor in &operator.creates {
             access[tensor.index()].writer = Some(id);
@@ -382,25 +439,32 @@ fn check_constraints(graph: &Graph, step: &[usize]) -> Result<(), PlanViolation>
     Ok(())
 }
 
-/// Creation and last use of every tensor in one order.
+/// Creation and last use of every tensor, by steps at which one operator runs or, in the time-step model, several.
 struct Lives {
-    /// The order, turned back from steps.
+    /// Per step an operator that runs there.
     order: Vec<OperatorId>,
     /// First step at which the tensor is live; `None` where it never is (persistent tensors).
     first: Vec<Option<usize>>,
     /// Last step at which it is live.
     last: Vec<usize>,
+    /// Per step the workspace of what runs there.
+    workspace: Vec<u64>,
 }
 
 impl Lives {
+    /// `step` is the step of every operator, by id; every step up to the last has one.
     fn new(graph: &Graph, step: &[usize]) -> Self {
-        let mut order = vec![OperatorId(0); step.len()];
+        let steps = step.iter().map(|&at| at + 1).max().unwrap_or(0);
+        let mut order = vec![OperatorId(0); steps];
+        let mut workspace = vec![0; steps];
         for (index, &at) in step.iter().enumerate() {
-            order[at] = OperatorId(index as u32);
+            let id = OperatorId(index as u32);
+            order[at] = id;
+            workspace[at] += graph.workspace_bytes(id);
         }
         let count = graph.tensors().len();
-        let mut lives = Lives { order, first: vec![None; count], last: vec![0; count] };
-        let Some(end) = step.len().checked_sub(1) else { return lives };
+        let mut lives = Lives { order, first: vec![None; count], last: vec![0; count], workspace };
+        let Some(end) = steps.checked_sub(1) else { return lives };
         for tensor in tensors(graph) {
             match graph.tensor(tensor).residency {
                 Residency::Enters => lives.first[tensor.index()] = Some(0),
@@ -419,6 +483,44 @@ impl Lives {
         }
         lives
     }
+
+    fn peaks(&self, graph: &Graph, pairs: &Pairs) -> Peaks {
+        // (came, went) per step, in the pool and beside it.
+        let mut pool = vec![(0u64, 0u64); self.order.len() + 1];
+        let mut beside = pool.clone();
+        for id in tensors(graph) {
+            let Some(first) = self.first[id.index()] else { continue };
+            let changes = if graph.tensor(id).residency == Residency::StepLocal { &mut pool } else { &mut beside };
+            let size = graph.counted_bytes(id);
+            changes[first].0 += size;
+            changes[self.last[id.index()] + 1].1 += size;
+        }
+        let mut saved = vec![0u64; self.order.len()];
+        for (&output, &input) in pairs {
+            saved[self.last[input.index()]] += graph.counted_bytes(output);
+        }
+        let (mut in_pool, mut outside) = (0, 0);
+        let mut peaks = Peaks::default();
+        for at in 0..self.order.len() {
+            in_pool = in_pool + pool[at].0 - pool[at].1;
+            outside = outside + beside[at].0 - beside[at].1;
+            let pool_now = in_pool - saved[at];
+            let outside_now = outside + self.workspace[at];
+            peaks.pool = pool_now.max(peaks.pool);
+            peaks.outside = outside_now.max(peaks.outside);
+            peaks.whole = (pool_now + outside_now).max(peaks.whole);
+        }
+        peaks
+    }
+}
+
+/// Most live bytes.
+#[derive(Clone, Copy, Debug, Default)]
+struct Peaks {
+    whole: u64,
+    pool: u64,
+    /// Of what is not in the pool.
+    outside: u64,
 }
 
 fn check_offsets(graph: &Graph, plan: &Plan) -> Result<(), PlanViolation> {
@@ -454,34 +556,48 @@ fn check_offsets(graph: &Graph, plan: &Plan) -> Result<(), PlanViolation> {
 /// The reuse pairs by output: whose memory it takes.
 type Pairs = BTreeMap<TensorId, TensorId>;
 
-fn check_reuse(graph: &Graph, plan: &Plan, lives: &Lives) -> Result<Pairs, PlanViolation> {
+/// `runs_before` as for [`check_constraints`].
+fn check_reuse(
+    graph: &Graph,
+    plan: &Plan,
+    runs_before: impl Fn(OperatorId, OperatorId) -> bool,
+) -> Result<Pairs, PlanViolation> {
     if !plan.settings.reuse && !plan.reuse.is_empty() {
         return Err(PlanViolation::ReuseOff);
     }
-    let permitted: BTreeSet<ReusePair> =
-        graph.operators().iter().flat_map(|operator| operator.reuse.iter().copied()).collect();
-    let mut inputs = BTreeSet::new();
+    let mut permitted: BTreeMap<ReusePair, OperatorId> = BTreeMap::new();
+    for (operator, index) in graph.operators().iter().zip(0..) {
+        permitted.extend(operator.reuse.iter().map(|&pair| (pair, OperatorId(index))));
+    }
+    // Per input that is reused: where, and by what.
+    let mut reused: BTreeMap<TensorId, (OperatorId, TensorId)> = BTreeMap::new();
     let mut pairs = Pairs::new();
     for &pair in &plan.reuse {
         let named =
             |id: TensorId| graph.tensors().get(id.index()).map_or(format!("{}", id.0), |tensor| tensor.name.clone());
         let (input, output) = (named(pair.input), named(pair.output));
-        if !permitted.contains(&pair) {
+        let Some(&at) = permitted.get(&pair) else {
             return Err(PlanViolation::ReuseNotPermitted { input, output });
-        }
-        if !inputs.insert(pair.input) {
+        };
+        if reused.insert(pair.input, (at, pair.output)).is_some() {
             return Err(PlanViolation::ReuseDoubled { tensor: input });
         }
         if pairs.insert(pair.output, pair.input).is_some() {
             return Err(PlanViolation::ReuseDoubled { tensor: output });
         }
-        // A permission is given by the operator that makes the output.
-        let at = lives.first[pair.output.index()];
-        if at != Some(lives.last[pair.input.index()]) {
-            let operator = lives.order[at.unwrap_or(0)];
-            return Err(PlanViolation::ReuseOfLive { site: site(graph, operator), input, output });
+    }
+    for (operator, index) in graph.operators().iter().zip(0..) {
+        for &input in operator.reads.iter().chain(&operator.mutates) {
+            let Some(&(at, output)) = reused.get(&input) else { continue };
+            if at.0 != index && !runs_before(OperatorId(index), at) {
+                let (input, output) = (name(graph, input), name(graph, output));
+                return Err(PlanViolation::ReuseOfLive { site: site(graph, at), input, output });
+            }
         }
-        if plan.offsets[pair.input.index()] != plan.offsets[pair.output.index()] {
+    }
+    for (&output, &input) in &pairs {
+        if plan.offsets[input.index()] != plan.offsets[output.index()] {
+            let (input, output) = (name(graph, input), name(graph, output));
             return Err(PlanViolation::ReuseOffsets { input, output });
         }
     }
@@ -530,43 +646,14 @@ fn expect(figure: &'static str, claimed: u64, actual: u64) -> Result<(), PlanVio
     if claimed == actual { Ok(()) } else { Err(PlanViolation::Figure { figure, claimed, actual }) }
 }
 
-/// Most live bytes in the pool, beside it, and together.
-fn peaks(graph: &Graph, lives: &Lives, pairs: &Pairs) -> (u64, u64, u64) {
-    // (came, went) per step, in the pool and beside it.
-    let mut pool = vec![(0u64, 0u64); lives.order.len() + 1];
-    let mut beside = pool.clone();
-    for id in tensors(graph) {
-        let Some(first) = lives.first[id.index()] else { continue };
-        let changes = if graph.tensor(id).residency == Residency::StepLocal { &mut pool } else { &mut beside };
-        let size = graph.counted_bytes(id);
-        changes[first].0 += size;
-        changes[lives.last[id.index()] + 1].1 += size;
-    }
-    let mut saved = vec![0u64; lives.order.len()];
-    for (&output, &input) in pairs {
-        saved[lives.last[input.index()]] += graph.counted_bytes(output);
-    }
-    let (mut in_pool, mut outside) = (0, 0);
-    let (mut pool_peak, mut outside_peak, mut peak) = (0, 0, 0);
-    for (at, &id) in lives.order.iter().enumerate() {
-        in_pool = in_pool + pool[at].0 - pool[at].1;
-        outside = outside + beside[at].0 - beside[at].1;
-        let pool_now = in_pool - saved[at];
-        let outside_now = outside + graph.workspace_bytes(id);
-        pool_peak = pool_now.max(pool_peak);
-        outside_peak = outside_now.max(outside_peak);
-        peak = (pool_now + outside_now).max(peak);
-    }
-    (pool_peak, outside_peak, peak)
-}
-
-fn check_figures(graph: &Graph, plan: &Plan, lives: &Lives, pairs: &Pairs) -> Result<(), PlanViolation> {
-    let (pool_peak, outside, peak) = peaks(graph, lives, pairs);
+/// The figures that follow from the peaks, and the claims that must go with them.
+fn check_figures(graph: &Graph, plan: &Plan, peaks: Peaks) -> Result<(), PlanViolation> {
+    let Peaks { whole: peak, pool: pool_peak, outside } = peaks;
     expect("pool_peak_bytes", plan.pool_peak_bytes, pool_peak)?;
     expect("outside_bytes", plan.outside_bytes, outside)?;
     expect("peak_bytes", plan.peak_bytes, peak)?;
     let program: Vec<usize> = graph.operators().iter().map(|operator| operator.position as usize).collect();
-    let (_, _, program_peak) = peaks(graph, &Lives::new(graph, &program), &Pairs::new());
+    let program_peak = Lives::new(graph, &program).peaks(graph, &Pairs::new()).whole;
     expect("program_order_peak_bytes", plan.program_order_peak_bytes, program_peak)?;
     let is_persistent = |id: &TensorId| graph.tensor(*id).residency == Residency::Persistent;
     let persistent = tensors(graph).filter(is_persistent).map(|id| graph.counted_bytes(id)).sum();

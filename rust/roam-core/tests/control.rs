@@ -5,7 +5,7 @@ mod common;
 use common::{SETTINGS, random_graph};
 use roam_core::graph::Graph;
 use roam_core::optimize::{Control, OptimizeError, optimize, optimize_timed};
-use roam_core::plan::{Settings, Status};
+use roam_core::plan::{MAX_STREAMS, Settings, Status};
 use roam_core::synthetic::{Random, Transformer, transformer_step};
 use roam_core::verify::verify;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -47,7 +47,7 @@ fn a_deadline_anywhere_gives_a_valid_plan() {
 #[test]
 fn a_generous_limit_changes_nothing() {
     let mut random = Random::new(6);
-    for limit in [1e3, 1e18, 1e300, f64::INFINITY] {
+    for limit in [1e3, 1e18, 1e300] {
         let graph = random_graph(&mut random, 40);
         let settings = Settings { time_limit_s: Some(limit), ..SETTINGS };
         let mut plan = optimize(&graph, &settings, &Control::default()).expect("a plan");
@@ -103,13 +103,21 @@ fn progress_goes_forward_and_timings_match() {
 #[test]
 fn what_cannot_be_planned_is_refused() {
     let graph = random_graph(&mut Random::new(8), 10);
-    for streams in [0, 2] {
-        let settings = Settings { streams, ..SETTINGS };
-        let refused = Err(OptimizeError::UnsupportedStreams { streams });
-        assert_eq!(optimize(&graph, &settings, &Control::default()), refused);
+    let refused = |settings: Settings, code: &str| {
+        let error = optimize(&graph, &settings, &Control::default()).expect_err("refused");
+        assert_eq!(error.code(), code, "{error}");
+    };
+    for streams in [0, MAX_STREAMS + 1] {
+        refused(Settings { streams, ..SETTINGS }, "invalid_streams");
     }
-    for limit in [-1.0, f64::NAN, f64::NEG_INFINITY] {
-        let settings = Settings { time_limit_s: Some(limit), ..SETTINGS };
-        assert_eq!(optimize(&graph, &settings, &Control::default()), Err(OptimizeError::InvalidTimeLimit));
+    for limit in [-1.0, f64::NAN, f64::INFINITY, f64::NEG_INFINITY] {
+        refused(Settings { time_limit_s: Some(limit), ..SETTINGS }, "invalid_time_limit");
     }
+    for speed in [0.0, -1.0, f64::NAN, f64::INFINITY] {
+        refused(Settings { streams: 2, speed: Some(speed), ..SETTINGS }, "invalid_speed");
+    }
+    refused(Settings { speed: Some(1.5), ..SETTINGS }, "invalid_speed");
+    // More streams than this do not help, so they are not worth their clocks.
+    let plan = optimize(&graph, &Settings { streams: MAX_STREAMS, ..SETTINGS }, &Control::default());
+    verify(&graph, &plan.expect("a plan")).expect("valid");
 }

@@ -7,7 +7,7 @@
 mod common;
 
 use common::buffers::{brute_force, check, full, random};
-use common::{SETTINGS, best_by_brute_force, random_graph};
+use common::{SETTINGS, best_by_brute_force, check_streams, random_graph};
 use rayon::prelude::*;
 use roam_core::layout::pack;
 use roam_core::optimize::{Control, optimize};
@@ -60,6 +60,17 @@ fn random_graphs() {
             assert!(total_bound <= best_total, "a bound of the total of {total_bound} above {best_total}");
             assert!(best <= plan.peak_bytes && best_total <= total);
         }
+    });
+}
+
+/// Plans of two streams, some of three and four, executed under random timings without a fault.
+#[test]
+#[ignore = "takes minutes"]
+fn random_streams() {
+    sweep(|case, random| {
+        let graph = random_graph(random, if case % 10 == 0 { 120 } else { 20 });
+        let streams = if case % 4 == 0 { 3 + (case / 4 % 2) as u32 } else { 2 };
+        check_streams(&graph, &Settings { streams, reuse: case % 3 > 0, ..SETTINGS }, random);
     });
 }
 

@@ -72,6 +72,7 @@ impl Sketch {
             creates: vec![output],
             mutates: Vec::new(),
             workspace_bytes: 0,
+            flops: 0,
             reuse: Vec::new(),
             sequence: None,
             region: None,

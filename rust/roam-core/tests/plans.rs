@@ -77,6 +77,7 @@ fn the_bound_is_found_among_operators_that_can_run_anywhere() {
             creates: creates.to_vec(),
             mutates: Vec::new(),
             workspace_bytes: 0,
+            flops: 0,
             reuse: Vec::new(),
             sequence: None,
             region: None,

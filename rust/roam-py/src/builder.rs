@@ -89,10 +89,11 @@ impl PyGraphBuilder {
     ///     file: the user's file.
     ///     line: the user's line, counted from 1; unknown where None or 0.
     ///     position: its place in program order; as many operators as there are already where None.
+    ///     flops: floating-point operations that it takes, for the model of time; 0 where None.
     #[pyo3(signature = (
         name, *, reads = None, creates = None, mutates = None, workspace_bytes = None, reuse = None,
         phase = "forward", sequence = None, region = None, module = "", file = "",
-        line = None, position = None
+        line = None, position = None, flops = None
     ))]
     #[allow(clippy::too_many_arguments)] // Keyword arguments of the Python function.
     fn operator(
@@ -111,6 +112,7 @@ impl PyGraphBuilder {
         file: &str,
         line: Option<&Bound<'_, PyAny>>,
         position: Option<&Bound<'_, PyAny>>,
+        flops: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<u32> {
         let next = u32::try_from(self.builder.num_operators()).unwrap_or(u32::MAX);
         let mut site = Site { name, position: next, file: file.to_owned(), line: 0 };
@@ -136,6 +138,10 @@ impl PyGraphBuilder {
             mutates: tensors("mutates", mutates)?,
             workspace_bytes: match workspace_bytes {
                 Some(value) => at("workspace_bytes").integer(value, MAX_BYTES)?,
+                None => 0,
+            },
+            flops: match flops {
+                Some(value) => at("flops").integer(value, MAX_BYTES)?,
                 None => 0,
             },
             reuse: match reuse {

@@ -89,6 +89,11 @@ impl PyOperator {
     fn workspace_bytes(&self) -> u64 {
         self.get().workspace_bytes
     }
+    /// Floating-point operations that it takes; 0 where they do not matter or are not known.
+    #[getter]
+    fn flops(&self) -> u64 {
+        self.get().flops
+    }
     /// Pairs (input, output): the output may take the memory of the input where that dies here.
     #[getter]
     fn reuse<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {

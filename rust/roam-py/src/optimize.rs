@@ -8,7 +8,7 @@ use pyo3::prelude::*;
 use rayon::ThreadPoolBuilder;
 use roam_core::graph::Graph;
 use roam_core::optimize::{Control, OptimizeError, Timings, optimize_timed};
-use roam_core::plan::{Plan, Settings};
+use roam_core::plan::{MAX_STREAMS, Plan, Settings, StreamModel};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
@@ -25,18 +25,27 @@ const WAKE: Duration = Duration::from_millis(50);
 ///
 /// Args:
 ///     graph: what to plan.
-///     streams: how many operators may run at once. This version plans for 1 only.
+///     streams: how many operators may run at once, from 1 to 64.
 ///     reuse: whether an output may take the memory of an input that dies, where the graph permits it.
 ///     time_limit_s: wall-clock limit in seconds; at its end the best plan so far is returned, with status
 ///         ``timed_out``. No limit where None.
 ///     exact: ``auto`` or ``off``. This version has no exact tier, so both do the same.
+///     speed: with several streams, how many times as fast as one stream the plan must be, by the model of time; the plan
+///         with the fewest bytes of those found that are. Where None, the fastest plan that takes no more bytes than
+///         program order, give or take one percent.
+///     stream_model: ``happens_before``, whose plans are safe under every timing, or ``time_step``, the model of the
+///         literature, for comparison: its plans must not be run.
 ///     progress: called on the calling thread with the stage that begins and the share of the work done, in [0, 1].
 ///         What it raises ends planning and is raised here.
 ///
 /// Raises:
 ///     PlanError: the graph cannot be planned as asked.
 #[pyfunction]
-#[pyo3(signature = (graph, streams = 1, reuse = true, time_limit_s = None, exact = "auto", progress = None))]
+#[pyo3(signature = (
+    graph, streams = 1, reuse = true, time_limit_s = None, exact = "auto", progress = None, *,
+    speed = None, stream_model = "happens_before"
+))]
+#[allow(clippy::too_many_arguments)] // Keyword arguments of the Python function.
 pub(crate) fn optimize(
     py: Python<'_>,
     graph: &Bound<'_, PyGraph>,
@@ -45,17 +54,27 @@ pub(crate) fn optimize(
     time_limit_s: Option<f64>,
     exact: &str,
     progress: Option<Py<PyAny>>,
+    speed: Option<f64>,
+    stream_model: &str,
 ) -> PyResult<PyPlan> {
     let refuse = |code: &str, message: String| Fault { class: Class::Plan, message, code, site: None }.raise(py);
-    if streams != 1 {
-        let message = format!("planning for {streams} streams is not implemented, only for 1");
-        return Err(refuse("unsupported_streams", message));
-    }
+    let Some(streams) = u32::try_from(streams).ok().filter(|streams| (1..=MAX_STREAMS).contains(streams)) else {
+        let message = format!("streams must be between 1 and {MAX_STREAMS}, not {streams}");
+        return Err(refuse("invalid_streams", message));
+    };
+    let stream_model = match stream_model {
+        "happens_before" => StreamModel::HappensBefore,
+        "time_step" => StreamModel::TimeStep,
+        other => {
+            let message = format!("stream_model must be \"happens_before\" or \"time_step\", not {other:?}");
+            return Err(refuse("invalid_stream_model", message));
+        }
+    };
     if !matches!(exact, "auto" | "off") {
         return Err(refuse("invalid_exact", format!("exact must be \"auto\" or \"off\", not {exact:?}")));
     }
-    let settings = Settings { streams: 1, reuse, time_limit_s };
-    settings.check().map_err(|message| refuse("invalid_time_limit", message))?;
+    let settings = Settings { streams, reuse, time_limit_s, speed, stream_model };
+    settings.check().map_err(|fault| refuse(fault.code(), fault.to_string()))?;
     let (plan, timings) = plan_apart(py, graph.get().inner().clone(), settings, progress)?
         .map_err(|error| refuse(error.code(), error.to_string()))?;
     Ok(PyPlan::new(plan, timings))

@@ -10,7 +10,7 @@ use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyBytes, PyDict, PyTuple, PyType};
 use roam_core::json::{load_plan, read_plan, save_plan, write_plan};
 use roam_core::optimize::Timings;
-use roam_core::plan::{Candidate, Plan};
+use roam_core::plan::{Candidate, Plan, Schedule, StreamModel};
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -56,6 +56,7 @@ pub(crate) struct PyPlan {
     timings_s: Timings,
     order: PyOnceLock<Py<PyArray1<i64>>>,
     offsets: PyOnceLock<Py<PyArray1<i64>>>,
+    streams: PyOnceLock<Py<PyArray1<i64>>>,
 }
 
 /// Timings are no part of a plan: they differ from run to run.
@@ -67,7 +68,13 @@ impl PartialEq for PyPlan {
 
 impl PyPlan {
     pub(crate) fn new(plan: Plan, timings_s: Timings) -> Self {
-        Self { plan: Arc::new(plan), timings_s, order: PyOnceLock::new(), offsets: PyOnceLock::new() }
+        let (order, offsets, streams) = (PyOnceLock::new(), PyOnceLock::new(), PyOnceLock::new());
+        Self { plan: Arc::new(plan), timings_s, order, offsets, streams }
+    }
+
+    /// A time of the schedule in seconds.
+    fn seconds(&self, ns: impl Fn(&Schedule) -> u64) -> Option<f64> {
+        self.plan.schedule.as_ref().map(|schedule| ns(schedule) as f64 / 1e9)
     }
 
     pub(crate) fn inner(&self) -> &Arc<Plan> {
@@ -89,6 +96,8 @@ impl PyPlan {
         settings.set_item("streams", self.plan.settings.streams)?;
         settings.set_item("reuse", self.plan.settings.reuse)?;
         settings.set_item("time_limit_s", self.plan.settings.time_limit_s)?;
+        settings.set_item("speed", self.plan.settings.speed)?;
+        settings.set_item("stream_model", word(self.plan.settings.stream_model))?;
         Ok(settings)
     }
     /// Numbers of the operators in execution order.
@@ -107,6 +116,42 @@ impl PyPlan {
     #[getter]
     fn reuse<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
         PyTuple::new(py, self.plan.reuse.iter().map(|pair| (pair.input.0, pair.output.0)))
+    }
+    /// Stream per operator; 0 for all where there is one.
+    #[getter]
+    fn streams<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray1<i64>>> {
+        let values = || match &self.plan.schedule {
+            Some(schedule) => schedule.streams.iter().copied().map(to_i64).collect(),
+            None => vec![0; self.plan.order.len()],
+        };
+        Ok(self.streams.get_or_try_init(py, || array(py, values()))?.bind(py).clone())
+    }
+    /// Pairs (before, after) of operators on different streams: `after` starts when `before` has completed.
+    #[getter]
+    fn syncs<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        let syncs = self.plan.schedule.iter().flat_map(|schedule| &schedule.syncs);
+        PyTuple::new(py, syncs.map(|(before, after)| (before.0, after.0)).collect::<Vec<_>>())
+    }
+    /// Time step per operator in the time-step model, else None.
+    #[getter]
+    fn time_steps(&self) -> Option<Vec<u32>> {
+        let is_stepped = self.plan.settings.stream_model == StreamModel::TimeStep;
+        self.plan.schedule.as_ref().filter(|_| is_stepped).map(|schedule| schedule.time_steps.clone())
+    }
+    /// Seconds that the whole step takes by the model of time; None for one stream, like the next two.
+    #[getter]
+    fn makespan_s(&self) -> Option<f64> {
+        self.seconds(|schedule| schedule.makespan_ns)
+    }
+    /// Seconds of all operators one after another.
+    #[getter]
+    fn serial_s(&self) -> Option<f64> {
+        self.seconds(|schedule| schedule.serial_ns)
+    }
+    /// Seconds of the longest chain of operators that wait for each other.
+    #[getter]
+    fn critical_path_s(&self) -> Option<f64> {
+        self.seconds(|schedule| schedule.critical_path_ns)
     }
     /// Most live bytes over the steps in program order, without reuse.
     #[getter]

@@ -313,6 +313,7 @@ mod tests {
                 creates: creates.iter().map(|&(id, _)| id).collect(),
                 mutates: Vec::new(),
                 workspace_bytes: random.below(3),
+                flops: 0,
                 reuse,
                 sequence: None,
                 region: None,

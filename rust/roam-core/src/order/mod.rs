@@ -77,4 +77,4 @@ impl Method {
 }
 
 /// How many steps pass between two looks at the watch.
-const STRIDE: usize = 256;
+pub(crate) const STRIDE: usize = 256;

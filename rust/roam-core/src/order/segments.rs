@@ -112,6 +112,7 @@ mod tests {
                 creates: Vec::new(),
                 mutates: Vec::new(),
                 workspace_bytes: 0,
+                flops: 0,
                 reuse: Vec::new(),
                 sequence: None,
                 region: None,

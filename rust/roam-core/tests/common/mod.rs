@@ -4,14 +4,18 @@
 #![allow(dead_code)]
 
 pub(crate) mod buffers;
+pub(crate) mod simulator;
 
 use roam_core::builder::GraphBuilder;
 use roam_core::graph::{Graph, Kind, Operator, Phase, Residency, ReusePair, Sequence, Source, Tensor};
 use roam_core::ids::{OperatorId, TensorId};
-use roam_core::plan::Settings;
+use roam_core::optimize::{Control, optimize};
+use roam_core::plan::{Plan, Settings};
+use roam_core::stages::Prepared;
 use roam_core::synthetic::Random;
+use roam_core::verify::verify;
 
-pub(crate) const SETTINGS: Settings = Settings { streams: 1, reuse: true, time_limit_s: None };
+pub(crate) const SETTINGS: Settings = Settings::SINGLE;
 
 /// A valid graph of up to `most` operators: several outputs, empty and oddly aligned tensors, all
 /// residencies, mutations, workspaces, sequences, control edges, reuse permissions.
@@ -69,6 +73,7 @@ pub(crate) fn random_graph(random: &mut Random, most: u64) -> Graph {
             creates: ids(&creates),
             mutates: ids(&mutates),
             workspace_bytes: if random.once_in(5) { size(random) } else { 0 },
+            flops: [0, 10_000_000, 90_000_000][position as usize % 3],
             reuse,
             sequence: match random.below(12) {
                 0 => Some(Sequence::Random),
@@ -166,4 +171,30 @@ fn most_saved(graph: &Graph, pairs: &[ReusePair]) -> u64 {
     let apart: Vec<ReusePair> =
         others.iter().filter(|pair| pair.input != first.input && pair.output != first.output).copied().collect();
     most_saved(graph, others).max(graph.counted_bytes(first.input) + most_saved(graph, &apart))
+}
+
+/// How many times as fast as one stream a plan is by the model of time.
+pub(crate) fn speed(plan: &Plan) -> f64 {
+    let schedule = plan.schedule.as_ref().expect("a plan of several streams");
+    if schedule.makespan_ns == 0 { 1.0 } else { schedule.serial_ns as f64 / schedule.makespan_ns as f64 }
+}
+
+/// Plans a graph for several streams: valid, never worse than program order, never below its bounds, and without a fault
+/// in twenty executions.
+pub(crate) fn check_streams(graph: &Graph, settings: &Settings, random: &mut Random) -> Plan {
+    let plan = optimize(graph, settings, &Control::default()).expect("a plan");
+    verify(graph, &plan).expect("valid");
+    for _ in 0..20 {
+        simulator::execute(graph, &plan, random).expect("no fault");
+    }
+    assert!(plan.lower_bound_bytes <= plan.peak_bytes && plan.peak_bytes <= plan.program_order_peak_bytes);
+    assert!(plan.pool_peak_bytes <= plan.pool_bytes);
+    assert!(plan.total_lower_bound_bytes <= plan.total_bytes);
+    let schedule = plan.schedule.as_ref().expect("several streams");
+    assert!(schedule.critical_path_ns <= schedule.makespan_ns);
+    let prepared = Prepared::new(graph, false);
+    let program = prepared.order("program").expect("a known order");
+    let pool = Prepared::layouts().filter_map(|layout| prepared.pool_bytes(&program, layout)).min();
+    assert!(plan.pool_bytes + plan.outside_bytes <= pool.expect("several layouts") + program.outside_peak_bytes());
+    plan
 }

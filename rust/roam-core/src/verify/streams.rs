@@ -1,0 +1,447 @@
+//! Plans of several streams: everything is proved from what happens before what, under every timing.
+//!
+//! An operator has completed before another one starts, whatever time either takes, just where that
+//! follows from the order of each stream and from the waits. Two tensors may share bytes only if
+//! every last use of one has completed before the other's creator starts (docs/theory.md). Plans in
+//! the time-step model are checked by time steps instead, as that model has it; nothing may run them.
+
+use super::{
+    Lives, Pairs, Peaks, PlanViolation, check_constraints, check_figures, check_offsets, check_overlaps, check_reuse,
+    expect, name, site, tensors,
+};
+use crate::cost;
+use crate::graph::{Graph, Residency};
+use crate::ids::{OperatorId, TensorId};
+use crate::plan::{Plan, Schedule, StreamModel};
+use std::collections::BTreeMap;
+
+/// `launch` is every operator's place in the plan's order.
+pub(super) fn verify(graph: &Graph, plan: &Plan, schedule: &Schedule, launch: &[usize]) -> Result<(), PlanViolation> {
+    let streams = plan.settings.streams;
+    check_length("streams", graph.operators().len(), schedule.streams.len())?;
+    for (&stream, index) in schedule.streams.iter().zip(0..) {
+        if stream >= streams {
+            return Err(PlanViolation::UnknownStream { site: site(graph, OperatorId(index)), stream, streams });
+        }
+    }
+    let makespan_ns = match plan.settings.stream_model {
+        StreamModel::HappensBefore => {
+            check_length("time_steps", 0, schedule.time_steps.len())?;
+            let waits = waits(graph, schedule, launch)?;
+            verify_under_every_timing(graph, plan, schedule, &waits)?
+        }
+        StreamModel::TimeStep => {
+            check_length("syncs", 0, schedule.syncs.len())?;
+            verify_by_time_steps(graph, plan, schedule)?
+        }
+    };
+    expect("makespan_ns", schedule.makespan_ns, makespan_ns)?;
+    expect("serial_ns", schedule.serial_ns, cost::serial_ns(graph))?;
+    expect("critical_path_ns", schedule.critical_path_ns, cost::critical_path_ns(graph))?;
+    let asked = plan.settings.speed.unwrap_or(0.0);
+    let speed = if makespan_ns == 0 { 1.0 } else { schedule.serial_ns as f64 / makespan_ns as f64 };
+    if speed < asked {
+        return Err(PlanViolation::SpeedTarget { speed, asked });
+    }
+    Ok(())
+}
+
+fn check_length(list: &'static str, expected: usize, found: usize) -> Result<(), PlanViolation> {
+    if found == expected { Ok(()) } else { Err(PlanViolation::ScheduleCount { list, expected, found }) }
+}
+
+/// Per operator what it waits for; a wait goes back in the order of launching, so none can wait for ever.
+fn waits(graph: &Graph, schedule: &Schedule, launch: &[usize]) -> Result<Vec<Vec<OperatorId>>, PlanViolation> {
+    let mut waits = vec![Vec::new(); launch.len()];
+    for &(before, after) in &schedule.syncs {
+        if let Some(unknown) = [before, after].into_iter().find(|id| id.index() >= launch.len()) {
+            return Err(PlanViolation::UnknownOperator { operator: unknown.0 });
+        }
+        let same = schedule.streams[before.index()] == schedule.streams[after.index()];
+        if same || launch[before.index()] >= launch[after.index()] {
+            return Err(PlanViolation::SyncInvalid { site: site(graph, after), before: site(graph, before) });
+        }
+        waits[after.index()].push(before);
+    }
+    Ok(waits)
+}
+
+/// What has completed when an operator starts: per stream how many of its operators.
+struct Knowledge {
+    streams: usize,
+    /// Per operator its stream, and how many of that stream come before it.
+    lane: Vec<(usize, u32)>,
+    /// Per operator and stream.
+    known: Vec<u32>,
+    /// The operators of each stream.
+    lanes: Vec<Vec<OperatorId>>,
+}
+
+impl Knowledge {
+    fn new(plan: &Plan, schedule: &Schedule, waits: &[Vec<OperatorId>]) -> Self {
+        let streams = plan.settings.streams as usize;
+        let mut lanes: Vec<Vec<OperatorId>> = vec![Vec::new(); streams];
+        let mut lane = vec![(0, 0); plan.order.len()];
+        let mut known = vec![0u32; plan.order.len() * streams];
+        for &id in &plan.order {
+            let stream = schedule.streams[id.index()] as usize;
+            lane[id.index()] = (stream, lanes[stream].len() as u32);
+            // What is waited for was launched before, so its own knowledge is complete.
+            for &before in waits[id.index()].iter().chain(lanes[stream].last()) {
+                let (of, place) = lane[before.index()];
+                for other in 0..streams {
+                    let through = known[before.index() * streams + other].max(if other == of { place + 1 } else { 0 });
+                    let own = &mut known[id.index() * streams + other];
+                    *own = through.max(*own);
+                }
+            }
+            lanes[stream].push(id);
+        }
+        Knowledge { streams, lane, known, lanes }
+    }
+
+    /// When the operator starts.
+    fn at(&self, id: OperatorId) -> &[u32] {
+        &self.known[id.index() * self.streams..(id.index() + 1) * self.streams]
+    }
+
+    fn runs_before(&self, first: OperatorId, second: OperatorId) -> bool {
+        let (stream, place) = self.lane[first.index()];
+        self.at(second)[stream] > place
+    }
+}
+
+/// Per tensor and stream: how many of the stream's operators must have completed for the tensor to be dead.
+struct Ends {
+    streams: usize,
+    needs: Vec<u32>,
+}
+
+impl Ends {
+    fn new(graph: &Graph, plan: &Plan, knowledge: &Knowledge) -> Self {
+        let streams = knowledge.streams;
+        let mut ends = Ends { streams, needs: vec![0; graph.tensors().len() * streams] };
+        let mut require = |tensor: TensorId, id: OperatorId| {
+            let (stream, place) = knowledge.lane[id.index()];
+            let need = &mut ends.needs[tensor.index() * streams + stream];
+            *need = (place + 1).max(*need);
+        };
+        for (operator, index) in graph.operators().iter().zip(0..) {
+            for &tensor in operator.creates.iter().chain(&operator.reads).chain(&operator.mutates) {
+                require(tensor, OperatorId(index));
+            }
+        }
+        // What enters and is never used is gone once the first operator has completed.
+        for tensor in tensors(graph).filter(|&tensor| graph.tensor(tensor).residency == Residency::Enters) {
+            if ends.of(tensor).iter().all(|&need| need == 0) {
+                if let Some(&first) = plan.order.first() {
+                    let (stream, _) = knowledge.lane[first.index()];
+                    ends.needs[tensor.index() * streams + stream] = 1;
+                }
+            }
+        }
+        ends
+    }
+
+    fn of(&self, tensor: TensorId) -> &[u32] {
+        &self.needs[tensor.index() * self.streams..(tensor.index() + 1) * self.streams]
+    }
+}
+
+fn is_past(known: &[u32], needs: &[u32]) -> bool {
+    known.iter().zip(needs).all(|(known, need)| known >= need)
+}
+
+/// Returns the makespan.
+fn verify_under_every_timing(
+    graph: &Graph,
+    plan: &Plan,
+    schedule: &Schedule,
+    waits: &[Vec<OperatorId>],
+) -> Result<u64, PlanViolation> {
+    let knowledge = Knowledge::new(plan, schedule, waits);
+    let runs_before = |first, second| knowledge.runs_before(first, second);
+    check_constraints(graph, runs_before)?;
+    check_offsets(graph, plan)?;
+    let pairs = check_reuse(graph, plan, runs_before)?;
+    let ends = Ends::new(graph, plan, &knowledge);
+    check_shared_bytes(graph, plan, &knowledge, &ends, &pairs)?;
+    let times = times(graph, plan, &knowledge, waits);
+    let mut peaks = peaks_by_times(graph, plan, &times, &pairs);
+    peaks.outside = outside_bytes(graph, plan, &knowledge, &ends);
+    check_figures(graph, plan, peaks)?;
+    Ok(times.iter().map(|&(_, end)| end).max().unwrap_or(0))
+}
+
+/// In the order of launching, every new tensor is compared with the last holders of its bytes. Who held them before
+/// was dead when those came, so it need not be looked at.
+fn check_shared_bytes(
+    graph: &Graph,
+    plan: &Plan,
+    knowledge: &Knowledge,
+    ends: &Ends,
+    pairs: &Pairs,
+) -> Result<(), PlanViolation> {
+    // Disjoint spans of bytes: from their start to their end and holder.
+    let mut holders: BTreeMap<u64, (u64, TensorId)> = BTreeMap::new();
+    for &id in &plan.order {
+        for &tensor in &graph.operator(id).creates {
+            let size = graph.counted_bytes(tensor);
+            let Some(begin) = plan.offsets[tensor.index()].filter(|_| size > 0) else { continue };
+            let end = begin + size;
+            let mut from = holders.range(..=begin).next_back().map_or(begin, |(&start, _)| start);
+            while let Some((&start, &(until, other))) = holders.range(from..end).next() {
+                from = start + 1;
+                if until <= begin {
+                    continue;
+                }
+                let takes_over = pairs.get(&tensor) == Some(&other);
+                if !takes_over && !is_past(knowledge.at(id), ends.of(other)) {
+                    let (tensor, other) = (name(graph, tensor), name(graph, other));
+                    return Err(PlanViolation::Overlap { tensor, other, site: site(graph, id) });
+                }
+                // What sticks out on either side keeps its holder.
+                holders.remove(&start);
+                if start < begin {
+                    holders.insert(start, (begin, other));
+                }
+                if until > end {
+                    holders.insert(end, (until, other));
+                }
+            }
+            holders.insert(begin, (end, tensor));
+        }
+    }
+    Ok(())
+}
+
+/// Start and end of every operator by the model of time.
+fn times(graph: &Graph, plan: &Plan, knowledge: &Knowledge, waits: &[Vec<OperatorId>]) -> Vec<(u64, u64)> {
+    let mut times = vec![(0, 0); plan.order.len()];
+    let mut free = vec![0u64; knowledge.streams];
+    for &id in &plan.order {
+        let free = &mut free[knowledge.lane[id.index()].0];
+        let own = &waits[id.index()];
+        let ready = own.iter().map(|before| times[before.index()].1).max().unwrap_or(0).max(*free);
+        let start = cost::after(ready, cost::SYNC_NS * own.len() as u64);
+        *free = cost::after(start, cost::operator_ns(graph, id));
+        times[id.index()] = (start, *free);
+    }
+    times
+}
+
+/// What is live when operators start, by the model's times; of those that start at once the first launched counts
+/// as first.
+fn peaks_by_times(graph: &Graph, plan: &Plan, times: &[(u64, u64)], pairs: &Pairs) -> Peaks {
+    let mut starts = plan.order.clone();
+    starts.sort_by_key(|id| times[id.index()].0);
+    let mut place = vec![0; starts.len()];
+    for (at, id) in starts.iter().enumerate() {
+        place[id.index()] = at;
+    }
+    // The first start at which an operator has completed.
+    let gone = |id: OperatorId| {
+        let end = times[id.index()].1;
+        starts.partition_point(|other| times[other.index()].0 < end).max(place[id.index()] + 1)
+    };
+    let gone: Vec<usize> = (0..starts.len() as u32).map(|index| gone(OperatorId(index))).collect();
+    let count = graph.tensors().len();
+    let mut first: Vec<Option<usize>> = vec![None; count];
+    let mut until = vec![0; count];
+    for tensor in tensors(graph) {
+        match graph.tensor(tensor).residency {
+            Residency::Enters => first[tensor.index()] = Some(0),
+            Residency::Leaves => until[tensor.index()] = starts.len(),
+            Residency::StepLocal | Residency::Persistent => {}
+        }
+    }
+    for (index, operator) in graph.operators().iter().enumerate() {
+        for tensor in &operator.creates {
+            first[tensor.index()] = Some(place[index]);
+        }
+        for tensor in operator.creates.iter().chain(&operator.reads).chain(&operator.mutates) {
+            until[tensor.index()] = gone[index].max(until[tensor.index()]);
+        }
+    }
+    // What enters and is never used is gone once the first operator has completed.
+    let unused = |tensor: &TensorId| until[tensor.index()] == 0;
+    for tensor in tensors(graph).filter(unused).collect::<Vec<_>>() {
+        until[tensor.index()] = starts.first().map_or(0, |id| gone[id.index()]);
+    }
+    // (came, went) per start.
+    let mut pool = vec![(0u64, 0u64); starts.len() + 1];
+    let mut beside = pool.clone();
+    for tensor in tensors(graph) {
+        let Some(first) = first[tensor.index()].filter(|_| !starts.is_empty()) else { continue };
+        let is_local = graph.tensor(tensor).residency == Residency::StepLocal;
+        let changes = if is_local { &mut pool } else { &mut beside };
+        changes[first].0 += graph.counted_bytes(tensor);
+        changes[until[tensor.index()]].1 += graph.counted_bytes(tensor);
+    }
+    for (&output, &input) in pairs {
+        // Counted once from the output's creation on.
+        let Some(first) = first[output.index()] else { continue };
+        pool[first].1 += graph.counted_bytes(input);
+        pool[until[input.index()]].0 += graph.counted_bytes(input);
+    }
+    for (index, &gone) in gone.iter().enumerate() {
+        let workspace = graph.workspace_bytes(OperatorId(index as u32));
+        beside[place[index]].0 += workspace;
+        beside[gone].1 += workspace;
+    }
+    let (mut in_pool, mut outside) = (0, 0);
+    let mut peaks = Peaks::default();
+    for at in 0..starts.len() {
+        in_pool = in_pool + pool[at].0 - pool[at].1;
+        outside = outside + beside[at].0 - beside[at].1;
+        peaks.pool = in_pool.max(peaks.pool);
+        peaks.outside = outside.max(peaks.outside);
+        peaks.whole = (in_pool + outside).max(peaks.whole);
+    }
+    peaks
+}
+
+/// Bytes that what is not in the pool never exceeds. A stream is in state 2i + 1 while its operator i runs and in state
+/// 2i + 2 from its completion to the next start. Every tensor and workspace is charged to one stream, from the state in
+/// which it begins to the first in which it is dead whatever the other streams do. Two streams can be in two
+/// states at once unless one has started what waits for something that the other has not completed.
+fn outside_bytes(graph: &Graph, plan: &Plan, knowledge: &Knowledge, ends: &Ends) -> u64 {
+    if plan.order.is_empty() {
+        return 0;
+    }
+    let mut launch = vec![0; plan.order.len()];
+    for (at, id) in plan.order.iter().enumerate() {
+        launch[id.index()] = at;
+    }
+    let running = |id: OperatorId| 2 * knowledge.lane[id.index()].1 as usize + 1;
+    let mut creator: BTreeMap<TensorId, OperatorId> = BTreeMap::new();
+    for (operator, index) in graph.operators().iter().zip(0..) {
+        creator.extend(operator.creates.iter().map(|&tensor| (tensor, OperatorId(index))));
+    }
+    // (came, went) per stream and state.
+    let mut changes: Vec<Vec<(u64, u64)>> =
+        knowledge.lanes.iter().map(|lane| vec![(0, 0); 2 * lane.len() + 2]).collect();
+    for tensor in tensors(graph) {
+        let residency = graph.tensor(tensor).residency;
+        let last_use = || {
+            let last =
+                |stream: usize| ends.of(tensor)[stream].checked_sub(1).map(|at| knowledge.lanes[stream][at as usize]);
+            (0..knowledge.streams).filter_map(last).max_by_key(|id| launch[id.index()])
+        };
+        let (begin, stream) = match residency {
+            Residency::StepLocal | Residency::Persistent => continue,
+            Residency::Enters => (0, last_use().map(|id| knowledge.lane[id.index()].0)),
+            Residency::Leaves => {
+                let by = creator.get(&tensor).copied();
+                (by.map_or(0, running), by.map(|id| knowledge.lane[id.index()].0))
+            }
+        };
+        let stream = stream.unwrap_or(0);
+        let lane = &knowledge.lanes[stream];
+        let gone = if residency == Residency::Leaves {
+            2 * lane.len() + 1
+        } else {
+            // Dead at an operator's start, or at the completion of the one before if that was all that was missing.
+            let at = lane.partition_point(|&id| !is_past(knowledge.at(id), ends.of(tensor)));
+            let at_completion = at.checked_sub(1).is_some_and(|before| {
+                let mut known = knowledge.at(lane[before]).to_vec();
+                known[stream] = at as u32;
+                is_past(&known, ends.of(tensor))
+            });
+            2 * at + usize::from(!at_completion)
+        };
+        changes[stream][begin].0 += graph.counted_bytes(tensor);
+        changes[stream][gone].1 += graph.counted_bytes(tensor);
+    }
+    for &id in &plan.order {
+        let changes = &mut changes[knowledge.lane[id.index()].0];
+        changes[running(id)].0 += graph.workspace_bytes(id);
+        changes[running(id) + 1].1 += graph.workspace_bytes(id);
+    }
+    let held: Vec<Vec<u64>> = changes
+        .iter()
+        .map(|changes| {
+            let sums = changes.iter().scan(0u64, |sum, &(came, went)| {
+                *sum = *sum + came - went;
+                Some(*sum)
+            });
+            sums.take(changes.len() - 1).collect()
+        })
+        .collect();
+    let with_anchor = |anchor: usize| {
+        let states = 0..held[anchor].len();
+        let mut sums = held[anchor].clone();
+        for other in (0..knowledge.streams).filter(|&other| other != anchor) {
+            let most = Ranges::new(&held[other]);
+            for state in states.clone() {
+                let (from, to) = knowledge.beside(anchor, state, other);
+                sums[state] += most.over(from, to);
+            }
+        }
+        sums.into_iter().max().unwrap_or(0)
+    };
+    (0..knowledge.streams).map(with_anchor).min().unwrap_or(0)
+}
+
+impl Knowledge {
+    /// The states, from the first to the last, in which the other stream may be while the anchor is in one.
+    fn beside(&self, anchor: usize, state: usize, other: usize) -> (usize, usize) {
+        let (mine, theirs) = (&self.lanes[anchor], &self.lanes[other]);
+        let (started, completed) = (state.div_ceil(2), state / 2);
+        let first = if started == 0 { 0 } else { 2 * self.at(mine[started - 1])[other] as usize };
+        let can_start = theirs.partition_point(|&id| self.at(id)[anchor] as usize <= completed);
+        (first, 2 * can_start)
+    }
+}
+
+/// The most over any range of a list, from the most over ranges of every power of two (a sparse table).
+struct Ranges(Vec<Vec<u64>>);
+
+impl Ranges {
+    fn new(values: &[u64]) -> Self {
+        let mut levels = vec![values.to_vec()];
+        let mut width = 1;
+        while 2 * width <= values.len() {
+            let below = &levels[levels.len() - 1];
+            let next = (0..=values.len() - 2 * width).map(|at| below[at].max(below[at + width])).collect();
+            levels.push(next);
+            width *= 2;
+        }
+        Ranges(levels)
+    }
+
+    /// From the first place to the last one, both included.
+    fn over(&self, first: usize, last: usize) -> u64 {
+        let level = (last + 1 - first).ilog2() as usize;
+        self.0[level][first].max(self.0[level][last + 1 - (1 << level)])
+    }
+}
+
+/// Returns the makespan: each time step takes as long as its slowest operator.
+fn verify_by_time_steps(graph: &Graph, plan: &Plan, schedule: &Schedule) -> Result<u64, PlanViolation> {
+    check_length("time_steps", graph.operators().len(), schedule.time_steps.len())?;
+    let step: Vec<usize> = schedule.time_steps.iter().map(|&step| step as usize).collect();
+    // In the plan's order steps never fall and never leave one out; no stream runs two operators in one.
+    let mut busy = vec![None; plan.settings.streams as usize];
+    let mut longest: Vec<u64> = Vec::new();
+    for &id in &plan.order {
+        let at = step[id.index()];
+        if at == longest.len() {
+            longest.push(0);
+        }
+        let taken = busy[schedule.streams[id.index()] as usize].replace(at) == Some(at);
+        if at + 1 != longest.len() || taken {
+            let time_step = schedule.time_steps[id.index()];
+            return Err(PlanViolation::TimeStep { site: site(graph, id), time_step });
+        }
+        longest[at] = cost::operator_ns(graph, id).max(longest[at]);
+    }
+    let runs_before = |first: OperatorId, second: OperatorId| step[first.index()] < step[second.index()];
+    check_constraints(graph, runs_before)?;
+    check_offsets(graph, plan)?;
+    let pairs = check_reuse(graph, plan, runs_before)?;
+    let lives = Lives::new(graph, &step);
+    check_overlaps(graph, plan, &lives, &pairs)?;
+    check_figures(graph, plan, lives.peaks(graph, &pairs))?;
+    Ok(longest.into_iter().fold(0, cost::after))
+}
