@@ -16,6 +16,7 @@ use crate::problem::{NONE, Op, Problem, Ten};
 use rayon::prelude::*;
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 /// Arcs that one cut may look at.
 const WORK_PER_CUT: u64 = 4_000_000;
@@ -147,6 +148,14 @@ fn sides(problem: &Problem, op: Op) -> Vec<Side> {
     side
 }
 
+/// A condition that orders must meet besides: the most that may be live in another problem of the same constraints, such as
+/// the one in which all tensors have a size.
+#[derive(Clone, Debug)]
+pub(crate) struct Limit {
+    pub(crate) problem: Arc<Problem>,
+    pub(crate) peak: u64,
+}
+
 /// A bound that asks more than a single cut: it assumes that some order has a peak below `target`,
 /// the peak of `order`, and draws conclusions.
 ///
@@ -154,7 +163,16 @@ fn sides(problem: &Problem, op: Op) -> Vec<Side> {
 /// operator is probed: if with it there its own cut reaches the target, no order below the target has
 /// it there, and it is fixed on its present side. Then the cut is made anew. The result, at most
 /// the target, bounds every order; its sets are what an order below the target could still pass.
-pub(crate) fn probe(problem: &Problem, op: Op, order: &[Op], target: u64, watch: &Watch) -> Result<Cut, Stop> {
+///
+/// Under a limit it bounds only the orders that keep to it: operators are fixed where they would break it, too.
+pub(crate) fn probe(
+    problem: &Problem,
+    limit: Option<&Limit>,
+    op: Op,
+    order: &[Op],
+    target: u64,
+    watch: &Watch,
+) -> Result<Cut, Stop> {
     let mut step = vec![0u32; order.len()];
     for (at, &other) in order.iter().enumerate() {
         step[other as usize] = at as u32;
@@ -169,25 +187,31 @@ pub(crate) fn probe(problem: &Problem, op: Op, order: &[Op], target: u64, watch:
             .filter(|&other| side[other as usize] == Side::Free)
             .filter(|&other| done[other as usize] != (step[other as usize] < step[op as usize]))
             .collect();
-        moved.sort_by_key(|&other| (Reverse(problem.transient(other)), other));
+        moved.sort_by_key(|&other| (Reverse(touched(problem, other)), other));
         let mut fixed = false;
         for batch in moved.chunks(BATCH) {
             if fixed || left < batch.len() {
                 break;
             }
             left -= batch.len();
-            let probed: Vec<u64> = batch
+            let refuted: Vec<bool> = batch
                 .par_iter()
                 .map(|&other| {
-                    let earlier = done[other as usize];
-                    cut_between(problem, other, &sides_across(problem, op, other, earlier, &side), watch)
-                        .map(|cut| cut.bytes)
+                    let across = sides_across(problem, op, other, done[other as usize], &side);
+                    if cut_between(problem, other, &across, watch)?.bytes >= target {
+                        return Ok(true);
+                    }
+                    let Some(Limit { problem, peak }) = limit else { return Ok(false) };
+                    // The limit holds where the other operator runs, and where this one does.
+                    let mut moved = side.clone();
+                    fix(other, if done[other as usize] { Side::Before } else { Side::After }, problem, &mut moved);
+                    Ok(cut_between(problem, op, &moved, watch)?.bytes > *peak
+                        || cut_between(problem, other, &across, watch)?.bytes > *peak)
                 })
                 .collect::<Result<_, _>>()?;
-            for (&other, _) in batch.iter().zip(&probed).filter(|&(_, &bytes)| bytes >= target) {
+            for (&other, _) in batch.iter().zip(&refuted).filter(|&(_, &refuted)| refuted) {
                 let stays = if done[other as usize] { Side::After } else { Side::Before };
-                side[other as usize] = stays;
-                spread(other, stays, problem, &mut side);
+                fix(other, stays, problem, &mut side);
                 fixed = true;
             }
         }
@@ -195,6 +219,17 @@ pub(crate) fn probe(problem: &Problem, op: Op, order: &[Op], target: u64, watch:
             return Ok(cut);
         }
     }
+}
+
+/// Puts the operator on one side, and with it what must be there too.
+fn fix(op: Op, at: Side, problem: &Problem, side: &mut [Side]) {
+    side[op as usize] = at;
+    spread(op, at, problem, side);
+}
+
+/// Bytes of the operator's inputs, outputs and workspace.
+fn touched(problem: &Problem, op: Op) -> u64 {
+    problem.transient(op) + problem.uses.row(op).iter().map(|&tensor| problem.size(tensor)).sum::<u64>()
 }
 
 /// What runs before and after `other` if it runs earlier (or later) than `op`, whose own sides are given.

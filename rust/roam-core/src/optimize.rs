@@ -6,19 +6,18 @@
 //! counted, candidates are compared in a fixed order, and the first of equals wins. Only a deadline
 //! that cuts the search short can change a plan, and its status says so.
 
-use crate::bound::Bounds;
+use crate::bound::Limit;
 pub use crate::control::{Control, Progress};
 use crate::control::{Stop, Watch};
 use crate::graph::{Graph, Residency, ReusePair};
 use crate::ids::TensorId;
 use crate::layout::{self, Layout};
 use crate::liveness::Profile;
-use crate::order::{self, Method, Ordered};
+use crate::order::{self, Ordered, Portfolio, Trial};
 use crate::plan::{Candidate, Plan, Settings, SettingsError, Status};
 use crate::problem::{Part, Problem};
 use crate::streams;
 use crate::verify::{PlanViolation, verify};
-use rayon::prelude::*;
 use std::time::{Duration, Instant};
 use thiserror::Error;
 
@@ -121,12 +120,6 @@ impl Stages<'_> {
     }
 }
 
-/// An order on trial.
-struct Trial {
-    name: &'static str,
-    ordered: Ordered,
-}
-
 /// A layout found for a trial.
 struct Placed {
     trial: usize,
@@ -137,14 +130,15 @@ struct Search<'a> {
     graph: &'a Graph,
     settings: &'a Settings,
     watch: &'a Watch,
-    problem: Problem,
-    /// The same without reuse: what program order costs eager execution.
+    /// Orders of the whole step; the first trial is eager execution, measured in `plain`.
+    whole: Portfolio,
+    /// The step without reuse.
     plain: Problem,
     program_peak: u64,
-    trials: Vec<Trial>,
-    bounds: Bounds,
-    /// No plan has a smaller step-local total, as far as proved apart from `bounds`.
+    /// No plan has a smaller step-local total, as far as proved apart from the bounds of the whole.
     total_bound: u64,
+    /// The pool and what stays outside it, where they matter, and how many of the whole's trials each knows.
+    parts: Vec<(Portfolio, usize)>,
     placed: Vec<Placed>,
     timed_out: bool,
 }
@@ -154,10 +148,12 @@ type Stage<'a> = fn(&mut Search<'a>) -> Result<(), Stop>;
 
 /// Names of trials that are not an order [`Method`].
 const PROGRAM_WITHOUT_REUSE: &str = "program_without_reuse";
-/// How many of the best orders are split at their cuts in any case.
-const SPLIT: usize = 2;
-/// The others are split too where more than one part in so many of the peak may be gained.
-const WORTHWHILE: u64 = 1000;
+/// Where the total is proved the least, the common peak is still lowered in graphs of so many operators.
+const SMALL: usize = 2000;
+/// The parts are searched a second time where more than one part in so many of the total may be gained.
+const NEAR: u64 = 100;
+/// How many of the best orders have their updates moved for the pool's sake.
+const MOST_FITTED: usize = 4;
 /// How many comparisons the search for layouts may make: a fraction of a second's work.
 const SEARCH_WORK: u64 = 100_000_000;
 
@@ -175,17 +171,19 @@ impl<'a> Search<'a> {
             let program = plain.program_order();
             let profile = Profile::new(&plain, &program);
             let layout = layout::first_fit(&plain, &profile, &patient).map_err(|_| OptimizeError::Cancelled)?;
-            let problem = if settings.reuse { Problem::new(graph, true) } else { plain.clone() };
+            let mut whole =
+                Portfolio::new(if settings.reuse { Problem::new(graph, true) } else { plain.clone() }, None);
+            let program_peak = profile.peak;
+            whole.trials.push(Trial { name: PROGRAM_WITHOUT_REUSE, ordered: Ordered { order: program, profile } });
             Ok(Search {
                 graph,
                 settings,
                 watch,
-                bounds: Bounds::new(&problem),
+                whole,
                 total_bound: 0,
-                problem,
+                parts: Vec::new(),
                 plain,
-                program_peak: profile.peak,
-                trials: vec![Trial { name: PROGRAM_WITHOUT_REUSE, ordered: Ordered { order: program, profile } }],
+                program_peak,
                 placed: vec![Placed { trial: 0, layout }],
                 timed_out: false,
             })
@@ -193,16 +191,21 @@ impl<'a> Search<'a> {
     }
 
     fn run(&mut self, stages: &mut Stages<'_>) -> Result<(), OptimizeError> {
-        let all: [(&'static str, f64, Stage<'a>); 7] = [
-            ("order", 0.1, Self::find_orders),
-            ("refine", 0.3, Self::refine_orders),
-            ("bound", 0.5, Self::prove_bound),
-            ("exact", 0.55, Self::search_orders),
-            ("layout", 0.6, Self::lay_out),
-            ("search", 0.7, Self::search_layouts),
-            ("total_bound", 0.8, Self::prove_total_bound),
+        let orders: [(&'static str, f64, Stage<'a>); 6] = [
+            ("order", 0.1, |search| search.whole.find(search.watch)),
+            ("parts", 0.2, Self::look_at_parts),
+            ("refine", 0.3, |search| search.whole.refine(search.watch)),
+            ("bound", 0.5, |search| search.whole.prove(search.watch)),
+            ("exact", 0.55, |search| search.whole.search(search.watch)),
+            ("search_parts", 0.6, Self::look_at_parts_again),
         ];
-        for (name, share_done, stage) in all {
+        let layouts: [(&'static str, f64, Stage<'a>); 2] =
+            [("layout", 0.7, Self::lay_out), ("search", 0.8, Self::search_layouts)];
+        let all = orders.map(|stage| (true, stage)).into_iter().chain(layouts.map(|stage| (false, stage)));
+        for (seeks_orders, (name, share_done, stage)) in all {
+            if seeks_orders && self.is_done() && self.whole.problem.len() > SMALL {
+                continue;
+            }
             match stages.time(name, share_done, || stage(self)) {
                 Ok(()) => {}
                 Err(Stop::TimedOut) => {
@@ -215,91 +218,26 @@ impl<'a> Search<'a> {
         Ok(())
     }
 
-    fn find_orders(&mut self) -> Result<(), Stop> {
-        let problem = &self.problem;
-        let found: Vec<Result<Trial, Stop>> = Method::ALL
-            .par_iter()
-            .map(|&method| {
-                let order = method.order(problem, self.watch)?;
-                let profile = Profile::new(problem, &order);
-                Ok(Trial { name: method.name(), ordered: Ordered { order, profile } })
-            })
-            .collect();
-        // Whatever is found before a stop counts.
-        let mut stopped = Ok(());
-        for trial in found {
-            match trial {
-                Ok(trial) => self.trials.push(trial),
-                Err(stop) => stopped = Err(stop),
-            }
-        }
-        stopped
-    }
-
-    /// Trials from the most promising on.
-    fn ranking(&self) -> Vec<usize> {
-        let mut ranking: Vec<usize> = (0..self.trials.len()).collect();
-        ranking.sort_by_key(|&at| {
-            let profile = &self.trials[at].ordered.profile;
-            (profile.least_total(), profile.peak, at)
-        });
-        ranking
-    }
-
-    fn refine_orders(&mut self) -> Result<(), Stop> {
-        let ranking = self.ranking();
-        let (best, others) = ranking.split_at(SPLIT.min(ranking.len()));
-        self.split_orders(best)?;
-        if self.lowest_peak() <= self.bounds.best().0 {
-            return Ok(());
-        }
-        let staged = order::stage(&self.problem, &mut self.bounds, self.watch)?;
-        self.trials.extend(staged.map(|ordered| Trial { name: "staged", ordered }));
-        for other in others.chunks(1) {
-            if self.lowest_peak().saturating_sub(self.bounds.best().0) <= self.lowest_peak() / WORTHWHILE {
-                break;
-            }
-            self.split_orders(other)?;
-        }
-        Ok(())
-    }
-
-    fn split_orders(&mut self, trials: &[usize]) -> Result<(), Stop> {
-        for &at in trials {
-            let ordered = self.trials[at].ordered.clone();
-            let before = ordered.profile.least_total();
-            let ordered = order::split(&self.problem, ordered, &mut self.bounds, self.watch)?;
-            if ordered.profile.least_total() < before {
-                self.trials.push(Trial { name: "split", ordered });
-            }
-        }
-        Ok(())
-    }
-
-    fn lowest_peak(&self) -> u64 {
-        self.trials.iter().map(|trial| trial.ordered.profile.peak).min().unwrap_or(0)
-    }
-
     fn total(&self, placed: &Placed) -> u64 {
-        placed.layout.pool_bytes + self.trials[placed.trial].ordered.profile.outside_peak
+        placed.layout.pool_bytes + self.whole.trials[placed.trial].ordered.profile.outside_peak
     }
 
     /// The layout with the fewest bytes; of equals the one with the lowest peak, then the first.
     fn best(&self) -> &Placed {
-        let key = |placed: &&Placed| (self.total(placed), self.trials[placed.trial].ordered.profile.peak);
+        let key = |placed: &&Placed| (self.total(placed), self.whole.trials[placed.trial].ordered.profile.peak);
         // `min_by_key` takes the first of equals, and there is always the first one.
         self.placed.iter().min_by_key(key).unwrap_or(&self.placed[0])
     }
 
     fn lay_out(&mut self) -> Result<(), Stop> {
-        for at in self.ranking() {
-            let profile = &self.trials[at].ordered.profile;
+        for at in self.whole.ranking() {
+            let profile = &self.whole.trials[at].ordered.profile;
             // An order whose peak is above program order's would break the promise never to be worse.
             if profile.peak > self.program_peak {
                 continue;
             }
             let best = self.best();
-            let (total, peak) = (self.total(best), self.trials[best.trial].ordered.profile.peak);
+            let (total, peak) = (self.total(best), self.whole.trials[best.trial].ordered.profile.peak);
             // Only fewer bytes are better, or as many with a lower peak.
             if (profile.least_total(), profile.peak) >= (total, peak) {
                 continue;
@@ -315,8 +253,8 @@ impl<'a> Search<'a> {
     /// Where no layout met its order's floor: searches, the most promising orders first.
     fn search_layouts(&mut self) -> Result<(), Stop> {
         let mut work = SEARCH_WORK;
-        for at in self.ranking() {
-            let profile = &self.trials[at].ordered.profile;
+        for at in self.whole.ranking() {
+            let profile = &self.whole.trials[at].ordered.profile;
             let total = self.total(self.best());
             if profile.peak > self.program_peak || profile.least_total() >= total {
                 continue;
@@ -332,76 +270,108 @@ impl<'a> Search<'a> {
         self.watch.check()
     }
 
-    fn prove_bound(&mut self) -> Result<(), Stop> {
-        let least_live = self.least_live(|ordered| ordered.profile.live.clone());
-        self.bounds.inspect(&self.problem, &least_live, self.watch)
+    /// Where the pool and what stays outside it have their peaks at different steps, the common peak is not what counts.
+    fn look_at_parts(&mut self) -> Result<(), Stop> {
+        let Some(&best) = self.whole.ranking().first() else { return Ok(()) };
+        let profile = &self.whole.trials[best].ordered.profile;
+        if order::is_within(profile.least_total(), profile.peak) { Ok(()) } else { self.search_parts() }
     }
 
-    /// Per operator the fewest bytes that are live while it runs in any of the orders tried.
-    fn least_live(&self, live: impl Fn(&Ordered) -> Vec<u64>) -> Vec<u64> {
-        let mut least = vec![u64::MAX; self.problem.len()];
-        for Trial { ordered, .. } in &self.trials {
-            for (&op, bytes) in ordered.order.iter().zip(live(ordered)) {
-                least[op as usize] = bytes.min(least[op as usize]);
-            }
+    /// Once more, from the orders found since.
+    fn look_at_parts_again(&mut self) -> Result<(), Stop> {
+        let is_near = self.least_total().saturating_sub(self.bound()) <= self.bound() / NEAR;
+        if !self.parts.is_empty() && is_near { Ok(()) } else { self.search_parts() }
+    }
+
+    /// Bounds the pool and what stays outside it apart, then lowers their peaks one after the other.
+    fn search_parts(&mut self) -> Result<(), Stop> {
+        // Where updates take the least of the pool.
+        for at in self.whole.ranking().into_iter().take(MOST_FITTED) {
+            let order = &self.whole.trials[at].ordered.order;
+            let order = order::fitting_updates(&self.whole.problem, order, self.program_peak, self.watch)?;
+            self.whole.add("fitting_updates", order);
         }
-        least
-    }
-
-    /// Where no order meets the bound: exact search in the stretch that holds the lowest peak.
-    fn search_orders(&mut self) -> Result<(), Stop> {
-        let with_reuse = self.trials.iter().skip(1).map(|trial| &trial.ordered);
-        let Some(lowest) = with_reuse.min_by_key(|ordered| (ordered.profile.peak, ordered.profile.least_total()))
-        else {
-            return Ok(());
-        };
-        if lowest.profile.peak > self.bounds.best().0 {
-            let before = lowest.profile.peak;
-            let ordered = order::lower_peaks(&self.problem, lowest.clone(), &mut self.bounds, self.watch)?;
-            if ordered.profile.peak < before {
-                self.trials.push(Trial { name: "exact", ordered });
+        for (at, part) in [Part::Pool, Part::Outside].into_iter().enumerate() {
+            if self.is_done() {
+                return Ok(());
             }
+            if self.parts.len() == at {
+                // Who wants the fewest bytes in all may not pay with a peak above program order's.
+                let limit = Limit { problem: self.whole.problem.clone(), peak: self.program_peak };
+                let problem = Problem::of(self.graph, part, self.settings.reuse);
+                self.parts.push((Portfolio::new(problem, Some(limit)), 0));
+            }
+            let (portfolio, known) = &mut self.parts[at];
+            for trial in &self.whole.trials[*known..] {
+                portfolio.add(trial.name, trial.ordered.order.clone());
+            }
+            *known = self.whole.trials.len();
+            portfolio.prove(self.watch)?;
+            self.note_parts();
+        }
+        for at in 0..self.parts.len() {
+            if order::is_within(self.least_total(), self.bound()) {
+                break;
+            }
+            let part = &mut self.parts[at].0;
+            let before = part.trials.len();
+            let stages = [Portfolio::find, Portfolio::refine, Portfolio::prove, Portfolio::search];
+            stages.into_iter().try_for_each(|stage| stage(part, self.watch))?;
+            for trial in &part.trials[before..] {
+                self.whole.add(trial.name, trial.ordered.order.clone());
+            }
+            self.note_parts();
         }
         Ok(())
     }
 
-    /// Where the plan is not optimal yet: bounds the pool and what stays outside it apart. Their peaks may
-    /// lie at different steps, where the bound of the common peak says too little of the sum.
-    fn prove_total_bound(&mut self) -> Result<(), Stop> {
-        if self.total(self.best()) <= self.bounds.best().0 {
-            return Ok(());
-        }
-        let mut sum = 0;
-        for part in [Part::Pool, Part::Outside] {
-            let problem = Problem::of(self.graph, part, self.settings.reuse);
-            let mut bounds = Bounds::new(&problem);
-            let least_live = self.least_live(|ordered| Profile::new(&problem, &ordered.order).live);
-            bounds.inspect(&problem, &least_live, self.watch)?;
-            if let (bytes, Some(op)) = bounds.best() {
-                sum += bytes;
+    /// Whether no order can have a smaller total than the best one on trial.
+    fn is_done(&self) -> bool {
+        self.least_total() <= self.bound()
+    }
+
+    /// Takes over what is proved of the parts.
+    fn note_parts(&mut self) {
+        for (part, _) in &self.parts {
+            if let (bytes, Some(op)) = part.bounds.best() {
                 // A part needs no more than the whole.
-                self.bounds.record(op, bytes);
+                self.whole.bounds.record(op, bytes);
             }
         }
-        self.total_bound = sum;
-        Ok(())
+        self.total_bound = self.total_bound.max(self.parts.iter().map(|(part, _)| part.bounds.best().0).sum());
+    }
+
+    /// No plan has a smaller step-local total.
+    fn bound(&self) -> u64 {
+        self.whole.bounds.best().0.max(self.total_bound)
+    }
+
+    fn least_total(&self) -> u64 {
+        let profiles = self.whole.trials.iter().map(|trial| &trial.ordered.profile);
+        let allowed = profiles.filter(|profile| profile.peak <= self.program_peak);
+        allowed.map(Profile::least_total).min().unwrap_or(0)
     }
 
     /// The problem that a trial's order is laid out for.
     fn problem_of(&self, trial: usize) -> &Problem {
-        if trial == 0 { &self.plain } else { &self.problem }
+        if trial == 0 { &self.plain } else { &self.whole.problem }
     }
 
     /// The plan for several streams, made from the orders found for one.
     fn plan_streams(&self) -> Result<Plan, OptimizeError> {
         let Placed { trial, layout } = self.best();
-        let Trial { name, ordered } = &self.trials[*trial];
+        let Trial { name, ordered } = &self.whole.trials[*trial];
         let input = streams::Input {
             graph: self.graph,
-            problem: &self.problem,
+            problem: &self.whole.problem,
             plain: &self.plain,
             settings: self.settings,
-            bases: self.ranking().into_iter().map(|at| (self.trials[at].name, &self.trials[at].ordered)).collect(),
+            bases: self
+                .whole
+                .ranking()
+                .into_iter()
+                .map(|at| (self.whole.trials[at].name, &self.whole.trials[at].ordered))
+                .collect(),
             program_peak: self.program_peak,
         };
         let single = streams::Single { name, problem: self.problem_of(*trial), ordered, layout };
@@ -413,12 +383,12 @@ impl<'a> Search<'a> {
             fastest,
             most: streams::most_speed(self.graph),
         })?;
-        Ok(found.into_plan(&self.problem, plan, &outcome.tried, self.timed_out || outcome.timed_out))
+        Ok(found.into_plan(&self.whole.problem, plan, &outcome.tried, self.timed_out || outcome.timed_out))
     }
 
     fn plan(&self) -> Plan {
         let Placed { trial, layout } = self.best();
-        let Ordered { order, profile } = &self.trials[*trial].ordered;
+        let Ordered { order, profile } = &self.whole.trials[*trial].ordered;
         let problem = self.problem_of(*trial);
         let mut offsets: Vec<Option<u64>> =
             self.graph.tensors().iter().map(|tensor| (tensor.residency == Residency::StepLocal).then_some(0)).collect();
@@ -429,8 +399,8 @@ impl<'a> Search<'a> {
         }
         let local = layout.pool_bytes + profile.outside_peak;
         let persistent_bytes = self.graph.persistent_bytes();
-        let (bound, bound_operator) = self.bounds.best();
-        let total_bound = bound.max(self.total_bound);
+        let (bound, bound_operator) = self.whole.bounds.best();
+        let total_bound = self.bound();
         let pair = |&(input, output): &(u32, u32)| -> ReusePair {
             let id = |tensor| -> TensorId { problem.tensor_id(tensor) };
             ReusePair { input: id(input), output: id(output) }
@@ -461,7 +431,7 @@ impl<'a> Search<'a> {
                 .placed
                 .iter()
                 .map(|placed| {
-                    let trial = &self.trials[placed.trial];
+                    let trial = &self.whole.trials[placed.trial];
                     Candidate {
                         order: trial.name.into(),
                         layout: placed.layout.method.into(),

@@ -6,7 +6,7 @@ use crate::control::Watch;
 use crate::graph::Graph;
 use crate::layout;
 use crate::liveness::Profile;
-use crate::order::{self, Method};
+use crate::order::{self, Aim, Method};
 use crate::problem::Problem;
 
 /// A graph made ready for planning.
@@ -55,6 +55,10 @@ impl Prepared {
         Prepared { problem: Problem::new(graph, reuse), watch: Watch::default() }
     }
 
+    fn aim(&self) -> Aim<'_> {
+        Aim { problem: &self.problem, limit: None }
+    }
+
     /// The names of all orders.
     pub fn orders() -> impl Iterator<Item = &'static str> {
         Method::ALL.iter().map(|method| method.name())
@@ -80,9 +84,9 @@ impl Prepared {
         for name in Self::orders() {
             let Ordered { order, profile } = self.order(name)?;
             let ordered = order::Ordered { order, profile };
-            found.push(order::split(&self.problem, ordered, &mut bounds, &self.watch).ok()?);
+            found.push(order::split(self.aim(), ordered, &mut bounds, &self.watch).ok()?);
         }
-        found.extend(order::stage(&self.problem, &mut bounds, &self.watch).ok()?);
+        found.extend(order::stage(self.aim(), &mut bounds, &self.watch).ok()?);
         let best = found.into_iter().min_by_key(|ordered| ordered.profile.peak)?;
         Some(Ordered { order: best.order, profile: best.profile })
     }
@@ -91,8 +95,7 @@ impl Prepared {
     pub fn lower_peaks(&self, ordered: &Ordered) -> Option<(Ordered, u64)> {
         let mut bounds = bound::Bounds::new(&self.problem);
         let start = order::Ordered { order: ordered.order.clone(), profile: ordered.profile.clone() };
-        let order::Ordered { order, profile } =
-            order::lower_peaks(&self.problem, start, &mut bounds, &self.watch).ok()?;
+        let order::Ordered { order, profile } = order::lower_peaks(self.aim(), start, &mut bounds, &self.watch).ok()?;
         Some((Ordered { order, profile }, bounds.best().0))
     }
 

@@ -4,6 +4,7 @@ mod depth_first;
 mod exact;
 mod list;
 mod peaks;
+mod portfolio;
 mod refine;
 mod reversed;
 mod segments;
@@ -11,7 +12,9 @@ mod updates;
 mod window;
 
 pub(crate) use peaks::lower_peaks;
-pub(crate) use refine::{Ordered, split, stage};
+pub(crate) use portfolio::{Portfolio, Trial};
+pub(crate) use refine::{Aim, Ordered, split, stage};
+pub(crate) use updates::fitting_updates;
 
 use crate::control::{Stop, Watch};
 use crate::problem::{Op, Problem};
@@ -78,3 +81,11 @@ impl Method {
 
 /// How many steps pass between two looks at the watch.
 pub(crate) const STRIDE: usize = 256;
+
+/// What lies so many times closer to a bound than the whole is worth little more effort.
+const WORTHWHILE: u64 = 1000;
+
+/// Whether so little can be gained that only cheap ways are worth trying.
+pub(crate) fn is_within(bytes: u64, bound: u64) -> bool {
+    bytes.saturating_sub(bound) <= bytes / WORTHWHILE
+}

@@ -5,7 +5,7 @@
 //! found, the search goes on at the new peak. Where the whole segment has none, its peak bounds all orders.
 
 use super::exact::{self, Answer};
-use super::refine::Ordered;
+use super::refine::{Aim, Ordered};
 use super::segments;
 use super::window::Window;
 use crate::bound::Bounds;
@@ -19,16 +19,15 @@ const WORK: u64 = 20_000_000;
 const MOST_OPERATORS: usize = 1024;
 
 /// Lowers the peak of an order as far as the work allows. What is proved about all orders goes into `bounds`.
-pub(crate) fn lower_peaks(
-    problem: &Problem,
-    mut best: Ordered,
-    bounds: &mut Bounds,
-    watch: &Watch,
-) -> Result<Ordered, Stop> {
+pub(crate) fn lower_peaks(aim: Aim, mut best: Ordered, bounds: &mut Bounds, watch: &Watch) -> Result<Ordered, Stop> {
+    let problem = aim.problem;
     let whole = segments::insensitive(problem);
     let on_trunk = segments::insensitive_on_trunk(problem);
     let mut work = WORK;
     while let Some(better) = improve(problem, &best, &whole, &on_trunk, bounds, &mut work, watch)? {
+        if !aim.allows(&better.order) {
+            break;
+        }
         best = better;
     }
     Ok(best)

@@ -12,7 +12,7 @@
 //! docs/theory.md shows that both respect every constraint.
 
 use super::list::{self, Preference, Start};
-use crate::bound::{self, Bounds, Cut};
+use crate::bound::{self, Bounds, Cut, Limit};
 use crate::control::{Stop, Watch};
 use crate::liveness::Profile;
 use crate::problem::{Op, Problem};
@@ -27,6 +27,19 @@ const WORK: usize = 500_000;
 
 fn rounds(problem: &Problem, most: usize) -> usize {
     (WORK / problem.len().max(1)).clamp(1, most)
+}
+
+/// Where the peak is to be lowered, and what must be kept meanwhile.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Aim<'a> {
+    pub(crate) problem: &'a Problem,
+    pub(crate) limit: Option<&'a Limit>,
+}
+
+impl Aim<'_> {
+    pub(crate) fn allows(&self, order: &[Op]) -> bool {
+        self.limit.is_none_or(|limit| Profile::new(&limit.problem, order).peak <= limit.peak)
+    }
 }
 
 /// An order and what it costs.
@@ -56,34 +69,47 @@ impl Ordered {
     }
 
     /// The cut at the peak; `None` where it shows that no order has a lower peak.
-    fn cut(&self, problem: &Problem, bounds: &mut Bounds, watch: &Watch) -> Result<Option<(Op, Cut)>, Stop> {
+    fn cut(&self, aim: &Aim, bounds: &mut Bounds, watch: &Watch) -> Result<Option<(Op, Cut)>, Stop> {
         let Some(op) = self.peak_operator() else { return Ok(None) };
-        let cut = bound::probe(problem, op, &self.order, self.profile.peak, watch)?;
+        let cut = bound::probe(aim.problem, None, op, &self.order, self.profile.peak, watch)?;
         bounds.record(op, cut.bytes);
         Ok((cut.bytes < self.profile.peak).then_some((op, cut)))
+    }
+
+    /// The best order that passes one of the cut's sets right before the operator, if it is better than this one.
+    fn split_at(&self, aim: &Aim, op: Op, cut: &Cut, bound: u64) -> Option<Ordered> {
+        let parted = cut.done.iter().map(|done| {
+            let first = self.order.iter().filter(|&&other| done[other as usize]);
+            let rest = self.order.iter().filter(|&&other| !done[other as usize] && other != op);
+            Ordered::new(aim.problem, first.chain([&op]).chain(rest).copied().collect())
+        });
+        let allowed = parted.filter(|ordered| aim.allows(&ordered.order));
+        allowed.min_by_key(|ordered| ordered.score(bound)).filter(|best| best.score(bound) < self.score(bound))
     }
 }
 
 /// Splits the order at its peaks as long as it becomes better. The cuts go into `bounds`.
-pub(crate) fn split(problem: &Problem, mut best: Ordered, bounds: &mut Bounds, watch: &Watch) -> Result<Ordered, Stop> {
-    for _ in 0..rounds(problem, MOST_SPLITS) {
-        let Some((op, cut)) = best.cut(problem, bounds, watch)? else { break };
+pub(crate) fn split(aim: Aim, mut best: Ordered, bounds: &mut Bounds, watch: &Watch) -> Result<Ordered, Stop> {
+    for _ in 0..rounds(aim.problem, MOST_SPLITS) {
+        let Some((op, cut)) = best.cut(&aim, bounds, watch)? else { break };
         let (bound, _) = bounds.best();
-        let parted = cut.done.iter().map(|done| {
-            let first = best.order.iter().filter(|&&other| done[other as usize]);
-            let rest = best.order.iter().filter(|&&other| !done[other as usize] && other != op);
-            Ordered::new(problem, first.chain([&op]).chain(rest).copied().collect())
-        });
-        match parted.min_by_key(|ordered| ordered.score(bound)) {
-            Some(better) if better.score(bound) < best.score(bound) => best = better,
-            _ => break,
+        let mut better = best.split_at(&aim, op, &cut, bound);
+        if better.is_none() && aim.limit.is_some() {
+            // What this proves holds within the limit only.
+            let cut = bound::probe(aim.problem, aim.limit, op, &best.order, best.profile.peak, watch)?;
+            better = best.split_at(&aim, op, &cut, bound);
+        }
+        match better {
+            Some(better) => best = better,
+            None => break,
         }
     }
     Ok(best)
 }
 
 /// The best schedule found in stages. The cuts go into `bounds`.
-pub(crate) fn stage(problem: &Problem, bounds: &mut Bounds, watch: &Watch) -> Result<Option<Ordered>, Stop> {
+pub(crate) fn stage(aim: Aim, bounds: &mut Bounds, watch: &Watch) -> Result<Option<Ordered>, Stop> {
+    let problem = aim.problem;
     let mut best: Option<Ordered> = None;
     // The smallest of the sets that attain a cut, then the largest.
     for which in 0..2 {
@@ -99,10 +125,10 @@ pub(crate) fn stage(problem: &Problem, bounds: &mut Bounds, watch: &Watch) -> Re
                 }
             }
             let Some(found) = found else { break };
-            if best.as_ref().is_none_or(|best| found.score(bound) < best.score(bound)) {
+            if best.as_ref().is_none_or(|best| found.score(bound) < best.score(bound)) && aim.allows(&found.order) {
                 best = Some(found.clone());
             }
-            let Some((op, cut)) = found.cut(problem, bounds, watch)? else { return Ok(best) };
+            let Some((op, cut)) = found.cut(&aim, bounds, watch)? else { return Ok(best) };
             let Some(done) = cut.done.get(which) else { break };
             if !insert(&mut stages, op, done) {
                 break;

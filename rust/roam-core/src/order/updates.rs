@@ -5,12 +5,12 @@ use crate::control::{Stop, Watch};
 use crate::graph::Residency;
 use crate::problem::{NONE, Op, Problem, Ten};
 use std::cmp::Reverse;
-use std::collections::{BinaryHeap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, BinaryHeap};
 
 /// Program order, except that every update runs as soon as its gradients are ready, so that they are used up at once.
 pub(super) fn eager_updates(problem: &Problem, watch: &Watch) -> Result<Vec<Op>, Stop> {
     let parts = Parts::new(problem);
-    schedule(problem, &parts, |_, _| false, watch)
+    schedule(problem, &parts, &problem.program_order(), |pending, _, _| pending.oldest(), watch)
 }
 
 /// The published rule (Shu et al., arXiv 2310.19295, section 4): an update that would not fit under the estimated
@@ -23,7 +23,76 @@ pub(super) fn eager_updates(problem: &Problem, watch: &Watch) -> Result<Vec<Op>,
 pub(super) fn memory_aware_updates(problem: &Problem, watch: &Watch) -> Result<Vec<Op>, Stop> {
     let parts = Parts::new(problem);
     let Outlook { peak, improves } = Outlook::new(problem, &parts);
-    schedule(problem, &parts, |op, bytes| bytes > peak && improves[op as usize], watch)
+    let fits = |part: u32, live: u64| live.saturating_add(parts.added[part as usize]) <= peak;
+    let next = |pending: &Pending, op: Op, live: u64| {
+        pending.oldest().filter(|&part| fits(part, live) || !improves[op as usize])
+    };
+    schedule(problem, &parts, &problem.program_order(), next, watch)
+}
+
+/// The order given, except that updates run as soon as they fit under `most` live bytes, then and at every step to come;
+/// those that need the most first.
+pub(crate) fn fitting_updates(problem: &Problem, order: &[Op], most: u64, watch: &Watch) -> Result<Vec<Op>, Stop> {
+    let parts = Parts::new(problem);
+    // As if no update ever ran: per operator the live bytes after it, and the most while later ones run.
+    let mut memory = Memory::new(problem);
+    let mut steps: Vec<(Op, u64, u64)> = Vec::new();
+    for &op in order.iter().filter(|&&op| !problem.is_update[op as usize]) {
+        let meanwhile = memory.run(problem, op);
+        steps.push((op, meanwhile, memory.live));
+    }
+    let mut ahead = vec![(0, 0); problem.len()];
+    let mut highest = memory.live;
+    for (op, meanwhile, live) in steps.into_iter().rev() {
+        ahead[op as usize] = (live, highest);
+        highest = highest.max(meanwhile);
+    }
+    let next = |pending: &Pending, op: Op, live: u64| {
+        let (without, highest) = ahead[op as usize];
+        // What updates that have run add to every later step, or take off.
+        let later = i128::from(most) - (i128::from(highest) + i128::from(live) - i128::from(without));
+        pending.largest_within(most.saturating_sub(live), |part| parts.keeps[part as usize] <= later)
+    };
+    schedule(problem, &parts, order, next, watch)
+}
+
+/// How many of the waiting updates are looked at in one place.
+const MOST_ASKED: usize = 64;
+
+/// Updates whose gradients are ready.
+#[derive(Default)]
+struct Pending {
+    by_age: BTreeSet<(usize, u32)>,
+    by_need: BTreeSet<(u64, Reverse<usize>, u32)>,
+    /// When each part came; by its number.
+    age: BTreeMap<u32, usize>,
+}
+
+impl Pending {
+    fn oldest(&self) -> Option<u32> {
+        self.by_age.first().map(|&(_, part)| part)
+    }
+
+    /// The one that adds the most bytes while it runs, of those that add no more than `room` and are `fit`; of equals
+    /// the oldest. Only the first few are asked.
+    fn largest_within(&self, room: u64, fit: impl Fn(u32) -> bool) -> Option<u32> {
+        let largest_first = self.by_need.range(..=(room, Reverse(0), u32::MAX)).rev().map(|&(_, _, part)| part);
+        largest_first.take(MOST_ASKED).find(|&part| fit(part))
+    }
+
+    fn add(&mut self, part: u32, added: u64) {
+        let age = self.age.len();
+        self.age.insert(part, age);
+        self.by_age.insert((age, part));
+        self.by_need.insert((added, Reverse(age), part));
+    }
+
+    fn remove(&mut self, part: u32, added: u64) {
+        if let Some(&age) = self.age.get(&part) {
+            self.by_age.remove(&(age, part));
+            self.by_need.remove(&(added, Reverse(age), part));
+        }
+    }
 }
 
 /// What the other phases need in program order, as if updates needed nothing and freed their gradients at once.
@@ -59,35 +128,39 @@ impl Outlook {
     }
 }
 
-/// Program order of the other phases. After each of their operators run the updates whose gradients are ready, oldest
-/// first, until one `delays`: it is told the operator, and the most bytes that would be live during the update.
+/// The other phases as in `base`. After each of their operators updates run whose gradients are ready, as long as `next`
+/// names one: it is told the operator and the live bytes.
 fn schedule(
     problem: &Problem,
     parts: &Parts,
-    delays: impl Fn(Op, u64) -> bool,
+    base: &[Op],
+    next: impl Fn(&Pending, Op, u64) -> Option<u32>,
     watch: &Watch,
 ) -> Result<Vec<Op>, Stop> {
     let count = problem.len();
     let mut memory = Memory::new(problem);
-    // Per operator after which one of the other phases it is to run; all of them, where nothing says otherwise.
+    // Per operator after how many of the other phases' it is to run; all of them, where nothing says otherwise.
     let mut after = vec![count as Op; count];
     let mut waits_for = parts.waits_for.clone();
-    let mut pending: VecDeque<u32> = VecDeque::new();
-    for op in (0..count as Op).filter(|&op| !problem.is_update[op as usize]) {
-        if op as usize % STRIDE == 0 {
+    let mut pending = Pending::default();
+    // Per part its place among all updates.
+    let mut turn: Vec<u32> = (0..parts.members.len() as u32).map(|part| NONE / 2 + part).collect();
+    let mut taken = 0;
+    let others = base.iter().copied().filter(|&op| !problem.is_update[op as usize]);
+    for (place, op) in others.enumerate() {
+        if place % STRIDE == 0 {
             watch.check()?;
         }
-        after[op as usize] = op;
+        after[op as usize] = place as Op;
         memory.run(problem, op);
-        parts.ready_after(problem, op, &mut waits_for, |part| pending.push_back(part));
-        while let Some(&part) = pending.front() {
-            if delays(op, memory.live.saturating_add(parts.added[part as usize])) {
-                break;
-            }
-            pending.pop_front();
+        parts.ready_after(problem, op, &mut waits_for, |part| pending.add(part, parts.added[part as usize]));
+        while let Some(part) = next(&pending, op, memory.live) {
+            pending.remove(part, parts.added[part as usize]);
+            turn[part as usize] = taken;
+            taken += 1;
             for &update in &parts.members[part as usize] {
                 memory.run(problem, update);
-                after[update as usize] = op;
+                after[update as usize] = place as Op;
             }
         }
     }
@@ -101,11 +174,12 @@ fn schedule(
     let key = |op: Op| {
         let part = parts.of[op as usize];
         // After the operator that made them possible: first what is shared, then one update after the other.
-        Reverse((after[op as usize], problem.is_update[op as usize], part != SHARED, part, op))
+        let turn = turn.get(part as usize).map_or(0, |turn| turn + 1);
+        Reverse((after[op as usize], problem.is_update[op as usize], turn, op))
     };
     let mut ready: BinaryHeap<_> = (0..count as Op).filter(|&op| missing[op as usize] == 0).map(key).collect();
     let mut order = Vec::with_capacity(count);
-    while let Some(Reverse((_, _, _, _, op))) = ready.pop() {
+    while let Some(Reverse((_, _, _, op))) = ready.pop() {
         order.push(op);
         for &next in problem.successors.row(op) {
             missing[next as usize] -= 1;
@@ -131,6 +205,8 @@ struct Parts {
     waits_for: Vec<u32>,
     /// Per part the most bytes that it adds while it runs by itself.
     added: Vec<u64>,
+    /// Per part the bytes by which more are live once it has run.
+    keeps: Vec<i128>,
     /// Per part the bytes from elsewhere that it is the last update to use.
     holds: Vec<u64>,
 }
@@ -174,7 +250,14 @@ impl Parts {
         for op in updates.filter(|&op| of[op as usize] != SHARED) {
             members[of[op as usize] as usize].push(op);
         }
-        let mut parts = Parts { waits_for: vec![0; members.len()], added: Vec::new(), holds: Vec::new(), of, members };
+        let mut parts = Parts {
+            waits_for: vec![0; members.len()],
+            added: Vec::new(),
+            keeps: Vec::new(),
+            holds: Vec::new(),
+            of,
+            members,
+        };
         let mut left: Vec<u32> = (0..problem.tensors.len() as Ten).map(|t| problem.users.row(t).len() as u32).collect();
         for (part, members) in parts.members.iter().enumerate() {
             let (mut live, mut most, mut held) = (0i128, 0i128, 0u64);
@@ -201,6 +284,7 @@ impl Parts {
                 }
             }
             parts.added.push(u64::try_from(most).unwrap_or(0));
+            parts.keeps.push(live);
             parts.holds.push(held);
         }
         parts

@@ -1,0 +1,154 @@
+//! Orders on trial for one problem, and what is proved about all of its orders: cheap orders, refinement of the
+//! best, a bound, and exact search where the two still differ.
+
+use super::peaks::lower_peaks;
+use super::refine::{Aim, Ordered, split, stage};
+use super::{Method, is_within};
+use crate::bound::{Bounds, Limit};
+use crate::control::{Stop, Watch};
+use crate::problem::{Op, Problem};
+use rayon::prelude::*;
+use std::sync::Arc;
+
+/// How many of the best orders are split at their cuts in any case.
+const SPLIT: usize = 2;
+/// How many others are split where much may be gained.
+const MOST_OTHERS: usize = 6;
+
+/// An order on trial.
+#[derive(Clone, Debug)]
+pub(crate) struct Trial {
+    pub(crate) name: &'static str,
+    pub(crate) ordered: Ordered,
+}
+
+/// See the module's documentation.
+#[derive(Clone, Debug)]
+pub(crate) struct Portfolio {
+    pub(crate) problem: Arc<Problem>,
+    /// What the orders on trial keep to.
+    limit: Option<Limit>,
+    pub(crate) trials: Vec<Trial>,
+    /// What is proved about all orders, within the limit or not.
+    pub(crate) bounds: Bounds,
+    /// Per operator the fewest bytes that are live while it runs in any order seen, within the limit or not.
+    least_live: Vec<u64>,
+}
+
+impl Portfolio {
+    pub(crate) fn new(problem: Problem, limit: Option<Limit>) -> Self {
+        Portfolio {
+            bounds: Bounds::new(&problem),
+            least_live: vec![u64::MAX; problem.len()],
+            problem: Arc::new(problem),
+            limit,
+            trials: Vec::new(),
+        }
+    }
+
+    /// Puts an order on trial, unless it breaks the limit.
+    pub(crate) fn add(&mut self, name: &'static str, order: Vec<Op>) {
+        let ordered = Ordered::new(&self.problem, order);
+        for (&op, &bytes) in ordered.order.iter().zip(&ordered.profile.live) {
+            self.least_live[op as usize] = bytes.min(self.least_live[op as usize]);
+        }
+        if self.aim().allows(&ordered.order) {
+            self.trials.push(Trial { name, ordered });
+        }
+    }
+
+    fn aim(&self) -> Aim<'_> {
+        Aim { problem: &self.problem, limit: self.limit.as_ref() }
+    }
+
+    /// Trials from the most promising on.
+    pub(crate) fn ranking(&self) -> Vec<usize> {
+        let mut ranking: Vec<usize> = (0..self.trials.len()).collect();
+        ranking.sort_by_key(|&at| {
+            let profile = &self.trials[at].ordered.profile;
+            (profile.least_total(), profile.peak, at)
+        });
+        ranking
+    }
+
+    fn lowest_peak(&self) -> u64 {
+        self.trials.iter().map(|trial| trial.ordered.profile.peak).min().unwrap_or(0)
+    }
+
+    /// Tries every order [`Method`].
+    pub(crate) fn find(&mut self, watch: &Watch) -> Result<(), Stop> {
+        let found: Vec<_> = Method::ALL.par_iter().map(|method| method.order(&self.problem, watch)).collect();
+        // Whatever is found before a stop counts.
+        let mut stopped = Ok(());
+        for (method, order) in Method::ALL.iter().zip(found) {
+            match order {
+                Ok(order) => self.add(method.name(), order),
+                Err(stop) => stopped = Err(stop),
+            }
+        }
+        stopped
+    }
+
+    /// Splits and stages at the minimum cuts.
+    pub(crate) fn refine(&mut self, watch: &Watch) -> Result<(), Stop> {
+        let ranking = self.ranking();
+        let (best, others) = ranking.split_at(SPLIT.min(ranking.len()));
+        self.split(best, watch)?;
+        if self.lowest_peak() <= self.bounds.best().0 {
+            return Ok(());
+        }
+        let aim = Aim { problem: &self.problem, limit: self.limit.as_ref() };
+        let staged = stage(aim, &mut self.bounds, watch)?;
+        if let Some(staged) = staged {
+            self.add("staged", staged.order);
+        }
+        // Equal peaks are nearly always the same order.
+        let peak = |at: usize| self.trials[at].ordered.profile.peak;
+        let mut others: Vec<usize> =
+            others.iter().copied().filter(|&at| best.iter().all(|&b| peak(b) != peak(at))).collect();
+        others.dedup_by_key(|at| peak(*at));
+        for other in others.into_iter().take(MOST_OTHERS) {
+            if is_within(self.lowest_peak(), self.bounds.best().0) {
+                break;
+            }
+            self.split(&[other], watch)?;
+        }
+        Ok(())
+    }
+
+    fn split(&mut self, trials: &[usize], watch: &Watch) -> Result<(), Stop> {
+        for &at in trials {
+            let ordered = self.trials[at].ordered.clone();
+            let before = ordered.profile.least_total();
+            let aim = Aim { problem: &self.problem, limit: self.limit.as_ref() };
+            let ordered = split(aim, ordered, &mut self.bounds, watch)?;
+            if ordered.profile.least_total() < before {
+                self.add("split", ordered.order);
+            }
+        }
+        Ok(())
+    }
+
+    /// Cuts at the operators where every order on trial is high.
+    pub(crate) fn prove(&mut self, watch: &Watch) -> Result<(), Stop> {
+        self.bounds.inspect(&self.problem, &self.least_live, watch)
+    }
+
+    /// Where no order meets the bound: exact search in the stretch that holds the lowest peak.
+    pub(crate) fn search(&mut self, watch: &Watch) -> Result<(), Stop> {
+        let all = self.trials.iter().map(|trial| &trial.ordered);
+        let Some(lowest) = all.min_by_key(|ordered| (ordered.profile.peak, ordered.profile.least_total())) else {
+            return Ok(());
+        };
+        let before = lowest.profile.peak;
+        if before > self.bounds.best().0 {
+            let start = Ordered::new(&self.problem, lowest.order.clone());
+            let aim = Aim { problem: &self.problem, limit: self.limit.as_ref() };
+            let ordered = lower_peaks(aim, start, &mut self.bounds, watch)?;
+            if ordered.profile.peak < before {
+                self.add("exact", ordered.order);
+            }
+        }
+        Ok(())
+    }
+}
