@@ -62,6 +62,30 @@ class TestTheGraph:
         )
         assert backward.module == "model.norm"
 
+    def test_counts_the_products_flops(self) -> None:
+        graph = roam.capture(plain_step, *parts())
+        flops = [operator.flops for operator in graph.operators if operator.name == "aten.addmm.default"]
+        assert flops == [2 * 5 * 6 * 8, 2 * 5 * 8 * 3]
+        backward = [operator.flops for operator in graph.operators if operator.name == "aten.mm.default"]
+        # By the second weight and its input, and by the first weight; nobody asks for the gradient of x.
+        assert sorted(backward) == [2 * 5 * 8 * 3, 2 * 5 * 8 * 3, 2 * 5 * 6 * 8]
+        assert not any(operator.flops for operator in graph.operators if "relu" in operator.name)
+
+    def test_counts_convolutions_and_attention(self) -> None:
+        convolution = torch.nn.Conv2d(3, 4, 3, bias=False)
+
+        def step(x: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+            loss = convolution(x).sum() + functional.scaled_dot_product_attention(q, q, q).sum()
+            loss.backward()
+            return loss
+
+        graph = roam.capture(step, torch.randn(2, 3, 8, 8), torch.randn(2, 4, 16, 8))
+        flops = {operator.name: operator.flops for operator in graph.operators}
+        assert flops["aten.convolution.default"] == 2 * (2 * 4 * 6 * 6) * (3 * 3 * 3)
+        assert flops["aten.convolution_backward.default"] == flops["aten.convolution.default"]
+        attention = next(name for name in flops if "attention" in name)
+        assert flops[attention] == 2 * 2 * (2 * 4) * 16 * 16 * 8
+
     def test_counts_every_persistent_byte(self) -> None:
         model, optimizer, x, y = parts()
         graph = roam.capture(plain_step, model, optimizer, x, y)

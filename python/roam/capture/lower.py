@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
+from torch.utils.flop_counter import flop_registry
 
 from roam._core import Graph, GraphBuilder
-from roam.capture.program import Program, refs
+from roam.capture.program import Call, Program, Ref, refs, substitute
 
 
 def lower(program: Program, *, name: str, device: str) -> Graph:
@@ -45,6 +46,7 @@ def lower(program: Program, *, name: str, device: str) -> Graph:
             module=call.source.module,
             file=call.source.file,
             line=call.source.line,
+            flops=_flops(program, call),
         )
         for maker in dict.fromkeys(makers[slot] for slot in call.refs() if slot in makers):
             builder.control(maker, index)
@@ -53,6 +55,27 @@ def lower(program: Program, *, name: str, device: str) -> Graph:
                 makers[slot] = index
     _updates_wait(program, builder)
     return builder.build()
+
+
+def _flops(program: Program, call: Call) -> int:
+    """Floating-point operations by PyTorch's own formulas; 0 where there is none, as for pointwise operators."""
+    formula = flop_registry.get(getattr(call.target, "overloadpacket", None))
+    if formula is None:
+        return 0
+
+    def shape(slot: int | None) -> tuple[int, ...] | None:
+        meta = None if slot is None else program.slots[slot]
+        return None if meta is None else meta.shape
+
+    def shape_of(ref: Ref) -> tuple[int, ...] | None:
+        return shape(ref.slot)
+
+    shapes = tuple(shape(slot) for slot in call.outputs)
+    made = shapes if call.returns_sequence else shapes[0]
+    try:
+        return int(formula(*substitute(call.args, shape_of), **substitute(call.kwargs, shape_of), out_val=made))
+    except AssertionError:  # a form of the kernel that the formula does not know
+        return 0
 
 
 def _updates_wait(program: Program, builder: GraphBuilder) -> None:
