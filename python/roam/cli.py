@@ -134,7 +134,7 @@ def _parser() -> argparse.ArgumentParser:
         "--speed",
         type=_positive_number,
         metavar="X",
-        help="least memory at X times the speed of one stream (default: the fastest within program order's bytes)",
+        help="least memory at X times the speed of one stream (default: near the fastest that program order's bytes permit)",
     )
     streams.add_argument(
         "--stream-model",

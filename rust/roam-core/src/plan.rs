@@ -42,8 +42,8 @@ pub struct Settings {
     pub reuse: bool,
     /// Wall-clock safety limit in seconds; `None` for none.
     pub time_limit_s: Option<f64>,
-    /// How many times as fast as one stream the plan must be, by the model of time ([`crate::cost`]). `None`
-    /// for the fastest plan that takes no more bytes than program order.
+    /// How many times as fast as one stream the plan must be, by the model of time ([`crate::cost`]). Where
+    /// `None`, it is at most one part in twenty slower than the fastest that takes no more bytes than program order.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub speed: Option<f64>,
     /// What may run at once.

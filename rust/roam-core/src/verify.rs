@@ -4,6 +4,7 @@
 //! operators' own lists. The lower bound itself is not proved again (docs/theory.md has the proof),
 //! only that the plan does not contradict it.
 
+mod outside;
 mod streams;
 
 use crate::error::Site;

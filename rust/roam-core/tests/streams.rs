@@ -11,6 +11,7 @@ use roam_core::plan::{Plan, Schedule, Settings, Status, StreamModel};
 use roam_core::stages::Prepared;
 use roam_core::synthetic::{Random, Transformer, transformer_step};
 use roam_core::verify::verify;
+use std::sync::atomic::Ordering;
 
 fn planned(graph: &Graph, settings: &Settings) -> Plan {
     optimize(graph, settings, &Control::default()).expect("a plan")
@@ -475,4 +476,26 @@ fn overlaps_are_found_exactly() {
         }
     }
     assert!(refused > 40 && accepted > 40, "{refused} refused, {accepted} accepted");
+}
+
+#[test]
+fn a_deadline_anywhere_gives_a_valid_plan() {
+    let graph = transformer_step(Transformer { layers: 6, ..Transformer::XL }).expect("a valid step");
+    let mut random = Random::new(31);
+    for limit in [0.001, 0.01, 0.03, 0.1, 0.3] {
+        let plan = planned(&graph, &Settings { streams: 2, time_limit_s: Some(limit), ..SETTINGS });
+        verify(&graph, &plan).expect("valid");
+        execute(&graph, &plan, &mut random).expect("no fault");
+    }
+}
+
+#[test]
+fn cancelling_ends_planning_without_a_plan() {
+    let graph = transformer_step(Transformer { layers: 2, ..Transformer::XL }).expect("a valid step");
+    let control = Control::default();
+    let cancel = control.cancel.clone();
+    let progress = move |stage: &str, _: f64| cancel.store(stage == "streams", Ordering::Relaxed);
+    let control = Control { progress: Some(Box::new(progress)), ..control };
+    let settings = Settings { streams: 2, ..SETTINGS };
+    assert_eq!(optimize(&graph, &settings, &control), Err(OptimizeError::Cancelled));
 }

@@ -30,9 +30,9 @@ const WAKE: Duration = Duration::from_millis(50);
 ///     time_limit_s: wall-clock limit in seconds; at its end the best plan so far is returned, with status
 ///         ``timed_out``. No limit where None.
 ///     exact: ``auto`` or ``off``. This version has no exact tier, so both do the same.
-///     speed: with several streams, how many times as fast as one stream the plan must be, by the model of time; the plan
-///         with the fewest bytes of those found that are. Where None, the fastest plan that takes no more bytes than
-///         program order, give or take one percent.
+///     speed: with several streams, how many times as fast as one stream the plan must be, by the model of time. Of
+///         the plans found that are, and that take no more bytes than program order, it is the one with the fewest. Where
+///         None, those count that are at most five percent slower than the fastest.
 ///     stream_model: ``happens_before``, whose plans are safe under every timing, or ``time_step``, the model of the
 ///         literature, for comparison: its plans must not be run.
 ///     progress: called on the calling thread with the stage that begins and the share of the work done, in [0, 1].

@@ -1,0 +1,281 @@
+//! The search over base orders, preferences and ceilings.
+
+use super::schedule::{self, Preference, Task, Timed};
+use super::{Found, Input, Recipe, Single, Tried, speed, syncs, windows};
+use crate::control::{Stop, Watch};
+use crate::cost;
+use crate::layout::{self, Layout};
+use crate::liveness::Profile;
+use crate::plan::{Schedule, StreamModel};
+use crate::problem::{Op, Problem, Ten};
+use rayon::prelude::*;
+
+/// How often the ceiling between the lowest and the highest is halved.
+const HALVINGS: usize = 7;
+/// Base orders that are scheduled.
+const BASES: usize = 3;
+/// One part in so many of the time is not worth more memory.
+pub(super) const NEARLY: u64 = 20;
+/// How many comparisons the search for a better layout of the best schedule may make.
+const SEARCH_WORK: u64 = 50_000_000;
+
+/// What is scheduled how, and between which ceilings.
+#[derive(Clone, Copy, Debug)]
+struct Flavour {
+    base: usize,
+    preference: Preference,
+    lowest: u64,
+    highest: u64,
+}
+
+pub(super) struct Search<'a> {
+    input: &'a Input<'a>,
+    watch: &'a Watch,
+    /// Nanoseconds per operator.
+    ns: Vec<u64>,
+    /// What the scheduler takes for them: the same, or one time step each.
+    durations: Vec<u64>,
+    tails: Vec<u64>,
+    serial_ns: u64,
+    critical_path_ns: u64,
+    /// What program order takes, laid out.
+    most_total: u64,
+}
+
+impl<'a> Search<'a> {
+    pub(super) fn new(input: &'a Input<'a>, single: &Single<'_>, watch: &'a Watch) -> Result<Self, Stop> {
+        let problem = input.problem;
+        let ns: Vec<u64> = input.graph.program_order().iter().map(|&id| cost::operator_ns(input.graph, id)).collect();
+        let durations = match input.settings.stream_model {
+            StreamModel::HappensBefore => ns.clone(),
+            StreamModel::TimeStep => vec![1; ns.len()],
+        };
+        let program = Profile::new(input.plain, &input.plain.program_order());
+        let mut pool = layout::first_fit(input.plain, &program, &watch.patient())?.pool_bytes;
+        match layout::best(input.plain, &program, pool, watch) {
+            Ok(layout) => pool = layout.map_or(pool, |layout| layout.pool_bytes),
+            Err(Stop::TimedOut) => {}
+            Err(Stop::Cancelled) => return Err(Stop::Cancelled),
+        }
+        // The plan for one stream may come from layouts that were searched for longer; it never takes more.
+        let single_total = single.layout.pool_bytes + single.ordered.profile.outside_peak;
+        Ok(Search {
+            watch,
+            tails: schedule::tails(problem, &durations),
+            ns,
+            durations,
+            serial_ns: cost::serial_ns(input.graph),
+            critical_path_ns: cost::critical_path_ns(input.graph),
+            most_total: (pool + program.outside_peak).max(single_total),
+            input,
+        })
+    }
+
+    fn speed(&self, makespan_ns: u64) -> f64 {
+        speed(self.serial_ns, makespan_ns)
+    }
+
+    /// Everything on the first stream.
+    pub(super) fn alone(&self, single: &Single<'_>) -> Found {
+        let Single { problem, ordered, layout, .. } = *single;
+        let timed = Timed::serial(&ordered.order, &self.durations);
+        self.finish(problem, timed, layout.clone(), ordered.profile.pairs.clone())
+    }
+
+    /// All base orders by all preferences under several ceilings.
+    pub(super) fn try_all(&self) -> Result<Vec<Tried>, Stop> {
+        let bases = 0..self.input.bases.len().min(BASES);
+        let flavours: Vec<Flavour> = bases
+            .flat_map(|base| {
+                let lowest = self.input.bases[base].1.profile.peak;
+                let highest = self.most_total.max(lowest);
+                Preference::ALL.map(|preference| Flavour { base, preference, lowest, highest })
+            })
+            .collect();
+        let on_all = |work: &(dyn Fn(&Flavour) -> Result<Vec<Tried>, Stop> + Sync)| {
+            let tried = flavours.par_iter().map(work).collect::<Vec<_>>().into_iter();
+            tried.collect::<Result<Vec<_>, Stop>>().map(|tried| tried.into_iter().flatten().collect::<Vec<_>>())
+        };
+        if let Some(speed) = self.input.settings.speed {
+            return on_all(&|flavour| self.leanest(flavour, |makespan_ns| self.speed(makespan_ns) >= speed));
+        }
+        let mut tried = on_all(&|flavour| self.fastest(flavour))?;
+        let fastest = tried.iter().map(|tried| tried.makespan_ns).min().unwrap_or(self.serial_ns);
+        tried.extend(on_all(&|flavour| self.leanest(flavour, |makespan_ns| is_nearly(makespan_ns, fastest)))?);
+        Ok(tried)
+    }
+
+    /// Looks for the highest ceiling under which a plan takes no more than program order.
+    fn fastest(&self, flavour: &Flavour) -> Result<Vec<Tried>, Stop> {
+        self.try_ceilings(flavour, [flavour.highest, flavour.lowest], |made| made.is_some())
+    }
+
+    /// Looks for the lowest ceiling under which a plan is fast.
+    fn leanest(&self, flavour: &Flavour, is_fast: impl Fn(u64) -> bool) -> Result<Vec<Tried>, Stop> {
+        let is_slow = |made: Option<&Tried>| made.is_some_and(|tried| !is_fast(tried.makespan_ns));
+        self.try_ceilings(flavour, [flavour.lowest, flavour.highest], is_slow)
+    }
+
+    /// Halves the stretch between two ceilings, on the side that `wants_more` points to, unless an end decides it. It is
+    /// told what came of a ceiling, nothing where that took more than program order.
+    fn try_ceilings(
+        &self,
+        flavour: &Flavour,
+        ends: [u64; 2],
+        wants_more: impl Fn(Option<&Tried>) -> bool,
+    ) -> Result<Vec<Tried>, Stop> {
+        let Flavour { base, preference, mut lowest, mut highest } = *flavour;
+        let mut tried = Vec::new();
+        let mut tries_more = |ceiling: u64| {
+            let recipe = Recipe { base, preference, ceiling };
+            let name = || format!("{}/{}", self.input.bases[base].0, preference.name());
+            let made = self.make(recipe, self.watch)?.map(|(_, found)| Tried::new(name(), &found, Some(recipe)));
+            let more = wants_more(made.as_ref());
+            tried.extend(made);
+            Ok(more)
+        };
+        for end in ends {
+            let more = tries_more(end)?;
+            if (end == lowest && !more) || (end == highest && more) {
+                return Ok(tried);
+            }
+        }
+        for _ in 0..HALVINGS {
+            let middle = lowest + (highest - lowest) / 2;
+            if middle == lowest {
+                break;
+            }
+            if tries_more(middle)? {
+                lowest = middle;
+            } else {
+                highest = middle;
+            }
+        }
+        Ok(tried)
+    }
+
+    /// The plan of a recipe with the windows that it was laid out by; `None` where it takes more than program order.
+    fn make(&self, recipe: Recipe, watch: &Watch) -> Result<Option<(Timed, Found)>, Stop> {
+        let problem = self.input.problem;
+        let timed = self.schedule(recipe, watch)?;
+        let profile = windows::profile(problem, &timed);
+        if profile.pool_peak > self.most_total {
+            return Ok(None);
+        }
+        let Some(layout) = layout::best(problem, &profile, self.most_total + 1, watch)? else { return Ok(None) };
+        let found = self.finish(problem, timed.clone(), layout, profile.pairs);
+        let is_no_worse = found.total() <= self.most_total && found.peak <= self.input.program_peak;
+        Ok(is_no_worse.then_some((timed, found)))
+    }
+
+    fn schedule(&self, recipe: Recipe, watch: &Watch) -> Result<Timed, Stop> {
+        let task = Task {
+            problem: self.input.problem,
+            ns: &self.durations,
+            tails: &self.tails,
+            streams: self.input.settings.streams,
+            base: self.input.bases[recipe.base].1,
+            preference: recipe.preference,
+        };
+        task.schedule(recipe.ceiling, watch)
+    }
+
+    /// The plan of a recipe that has been tried, its layout searched for longer; and whether a deadline ended that.
+    pub(super) fn make_again(&self, recipe: Recipe) -> Result<(Found, bool), Stop> {
+        let made = self.make(recipe, &self.watch.patient())?;
+        let Some((timed, found)) = made else { unreachable!("a recipe gives the same plan again") };
+        let profile = windows::profile(self.input.problem, &timed);
+        if found.layout.pool_bytes <= profile.pool_peak {
+            return Ok((found, false));
+        }
+        let mut work = SEARCH_WORK;
+        match layout::search(self.input.problem, &profile, found.layout.pool_bytes, &mut work, self.watch) {
+            Ok(None) => Ok((found, false)),
+            Ok(Some(layout)) => {
+                let better = self.finish(self.input.problem, timed, layout, profile.pairs);
+                let is_better = better.total() < found.total() && self.is_as_good(&better, &found);
+                Ok((if is_better { better } else { found }, false))
+            }
+            Err(Stop::TimedOut) => Ok((found, true)),
+            Err(Stop::Cancelled) => Err(Stop::Cancelled),
+        }
+    }
+
+    /// Whether a plan that takes less has not lost what the other one was chosen for: other bytes are shared,
+    /// so other waits are made.
+    fn is_as_good(&self, better: &Found, found: &Found) -> bool {
+        better.peak <= self.input.program_peak
+            && match self.input.settings.speed {
+                Some(speed) => self.speed(better.schedule.makespan_ns) >= speed,
+                None => is_nearly(better.schedule.makespan_ns, found.schedule.makespan_ns),
+            }
+    }
+
+    pub(super) fn best<'t>(&self, tried: &'t [Tried]) -> Result<&'t Tried, f64> {
+        let fastest = tried.iter().map(|tried| tried.makespan_ns).min().unwrap_or(0);
+        let is_fast = |tried: &&Tried| match self.input.settings.speed {
+            Some(speed) => self.speed(tried.makespan_ns) >= speed,
+            None => is_nearly(tried.makespan_ns, fastest),
+        };
+        let best = tried.iter().filter(is_fast).min_by_key(|tried| (tried.total, tried.makespan_ns));
+        best.ok_or_else(|| self.speed(fastest))
+    }
+
+    /// Waits and figures of a schedule that has been laid out.
+    fn finish(&self, problem: &Problem, timed: Timed, layout: Layout, pairs: Vec<(Ten, Ten)>) -> Found {
+        let settings = self.input.settings;
+        let mut schedule = Schedule {
+            streams: self.by_id(&timed.stream),
+            syncs: Vec::new(),
+            time_steps: Vec::new(),
+            makespan_ns: 0,
+            serial_ns: self.serial_ns,
+            critical_path_ns: self.critical_path_ns,
+        };
+        let (profile, outside_bytes) = match settings.stream_model {
+            StreamModel::HappensBefore => {
+                let syncs = syncs::syncs(problem, &timed, settings.streams, &layout.offsets);
+                let id = |op| problem.operator_id(op);
+                schedule.syncs = syncs.pairs.iter().map(|&(before, after)| (id(before), id(after))).collect();
+                let real = syncs.timed(&timed, &self.ns);
+                schedule.makespan_ns = real.end.iter().copied().max().unwrap_or(0);
+                (windows::profile_with(problem, &real, pairs), syncs.outside_bytes(problem, &timed.order))
+            }
+            StreamModel::TimeStep => {
+                let steps: Vec<u32> = timed.start.iter().map(|&step| step as u32).collect();
+                let mut longest = vec![0; steps.iter().map(|&step| step as usize + 1).max().unwrap_or(0)];
+                for (&step, &ns) in steps.iter().zip(&self.ns) {
+                    longest[step as usize] = ns.max(longest[step as usize]);
+                }
+                schedule.makespan_ns = longest.into_iter().fold(0, cost::after);
+                schedule.time_steps = self.by_id(&steps);
+                let profile = windows::profile_with(problem, &timed, pairs);
+                let outside_bytes = profile.outside_peak;
+                (profile, outside_bytes)
+            }
+        };
+        Found {
+            order: timed.order,
+            layout,
+            pairs: profile.pairs,
+            schedule,
+            peak: profile.peak,
+            pool_peak: profile.pool_peak,
+            outside_bytes,
+        }
+    }
+
+    /// Values per operator of the problem, turned into values per operator id.
+    fn by_id(&self, values: &[u32]) -> Vec<u32> {
+        let mut by_id = vec![0; values.len()];
+        for (op, &value) in values.iter().enumerate() {
+            by_id[self.input.problem.operator_id(op as Op).index()] = value;
+        }
+        by_id
+    }
+}
+
+/// Whether a makespan is at most one part in [`NEARLY`] above the least.
+fn is_nearly(makespan_ns: u64, least_ns: u64) -> bool {
+    makespan_ns <= least_ns.saturating_add(least_ns / NEARLY)
+}
