@@ -93,10 +93,17 @@ impl Prepared {
 
     /// An order with its peak lowered as far as exact search goes, and bytes that no order can go below.
     pub fn lower_peaks(&self, ordered: &Ordered) -> Option<(Ordered, u64)> {
+        self.lower_peaks_counted(ordered).map(|(lowered, bound, _)| (lowered, bound))
+    }
+
+    /// The same, and how many windows there were to search, and how many of them were: repeated layers are solved once.
+    pub fn lower_peaks_counted(&self, ordered: &Ordered) -> Option<(Ordered, u64, [usize; 2])> {
         let mut bounds = bound::Bounds::new(&self.problem);
+        let mut answers = order::Answers::default();
         let start = order::Ordered { order: ordered.order.clone(), profile: ordered.profile.clone() };
-        let order::Ordered { order, profile } = order::lower_peaks(self.aim(), start, &mut bounds, &self.watch).ok()?;
-        Some((Ordered { order, profile }, bounds.best().0))
+        let order::Ordered { order, profile } =
+            order::lower_peaks(self.aim(), start, &mut bounds, &mut answers, &self.watch).ok()?;
+        Some((Ordered { order, profile }, bounds.best().0, [answers.asked, answers.searched()]))
     }
 
     /// The names of all layouts.

@@ -11,7 +11,7 @@ mod segments;
 mod updates;
 mod window;
 
-pub(crate) use peaks::lower_peaks;
+pub(crate) use peaks::{Answers, lower_peaks};
 pub(crate) use portfolio::{Portfolio, Trial};
 pub(crate) use refine::{Aim, Ordered, split, stage};
 pub(crate) use updates::fitting_updates;

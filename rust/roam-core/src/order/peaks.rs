@@ -7,10 +7,11 @@
 use super::exact::{self, Answer};
 use super::refine::{Aim, Ordered};
 use super::segments;
-use super::window::Window;
+use super::window::{Shape, Window};
 use crate::bound::Bounds;
 use crate::control::{Stop, Watch};
 use crate::problem::{Op, Problem};
+use std::collections::HashMap;
 use std::ops::Range;
 
 /// Work granted to all searches for one order; an operator looked at, or an arc of a cut, is one unit.
@@ -18,13 +19,59 @@ const WORK: u64 = 20_000_000;
 /// Windows are not made larger than this.
 const MOST_OPERATORS: usize = 1024;
 
+/// A window's shape, the floor and the peak, counted from the bytes that cross its beginning.
+type Question = (Shape, [i128; 2]);
+
+/// What windows asked for. Windows of one shape that ask the same have the same answer, which is searched for once.
+#[derive(Default)]
+pub(crate) struct Answers {
+    /// The sequence found, and the bytes proved, counted as in the question.
+    known: HashMap<Question, (Option<Vec<usize>>, i128)>,
+    /// How many windows asked.
+    pub(crate) asked: usize,
+}
+
+impl Answers {
+    /// How many windows were searched.
+    pub(crate) fn searched(&self) -> usize {
+        self.known.len()
+    }
+
+    fn least_peak(
+        &mut self,
+        window: &Window,
+        [floor, peak]: [u64; 2],
+        work: &mut u64,
+        watch: &Watch,
+    ) -> Result<Found, Stop> {
+        self.asked += 1;
+        let base = i128::from(window.first_bytes);
+        let key = (window.shape(), [floor, peak].map(|bytes| i128::from(bytes) - base));
+        if let Some((sequence, proved)) = self.known.get(&key) {
+            // Nothing proved is far below 0.
+            let proved = u64::try_from(base + proved).unwrap_or(0);
+            return Ok(Found { sequence: sequence.clone(), proved });
+        }
+        let found = least_peak(window, floor, peak, work, watch)?;
+        let proved = if found.proved == 0 { i128::MIN / 2 } else { i128::from(found.proved) - base };
+        self.known.insert(key, (found.sequence.clone(), proved));
+        Ok(found)
+    }
+}
+
 /// Lowers the peak of an order as far as the work allows. What is proved about all orders goes into `bounds`.
-pub(crate) fn lower_peaks(aim: Aim, mut best: Ordered, bounds: &mut Bounds, watch: &Watch) -> Result<Ordered, Stop> {
+pub(crate) fn lower_peaks(
+    aim: Aim,
+    mut best: Ordered,
+    bounds: &mut Bounds,
+    answers: &mut Answers,
+    watch: &Watch,
+) -> Result<Ordered, Stop> {
     let problem = aim.problem;
     let whole = segments::insensitive(problem);
     let on_trunk = segments::insensitive_on_trunk(problem);
     let mut work = WORK;
-    while let Some(better) = improve(problem, &best, &whole, &on_trunk, bounds, &mut work, watch)? {
+    while let Some(better) = improve(problem, &best, [&whole, &on_trunk], bounds, answers, &mut work, watch)? {
         if !aim.allows(&better.order) {
             break;
         }
@@ -37,9 +84,9 @@ pub(crate) fn lower_peaks(aim: Aim, mut best: Ordered, bounds: &mut Bounds, watc
 fn improve(
     problem: &Problem,
     ordered: &Ordered,
-    whole: &[Op],
-    on_trunk: &[Op],
+    [whole, on_trunk]: [&[Op]; 2],
     bounds: &mut Bounds,
+    answers: &mut Answers,
     work: &mut u64,
     watch: &Watch,
 ) -> Result<Option<Ordered>, Stop> {
@@ -72,7 +119,7 @@ fn improve(
         let floor = bound.max(elsewhere.copied().unwrap_or(0).min(profile.peak - 1));
         *work = work.saturating_sub((problem.len() + problem.tensors.len()) as u64);
         let window = Window::new(problem, order, profile, range.clone());
-        let found = least_peak(&window, floor, profile.peak, work, watch)?;
+        let found = answers.least_peak(&window, [floor, profile.peak], work, watch)?;
         if range == segment && found.proved > bound {
             bounds.record(order[step], found.proved);
         }

@@ -1,7 +1,7 @@
 //! Orders on trial for one problem, and what is proved about all of its orders: cheap orders, refinement of the
 //! best, a bound, and exact search where the two still differ.
 
-use super::peaks::lower_peaks;
+use super::peaks::{Answers, lower_peaks};
 use super::refine::{Aim, Ordered, split, stage};
 use super::{Method, is_within};
 use crate::bound::{Bounds, Limit};
@@ -144,7 +144,7 @@ impl Portfolio {
         if before > self.bounds.best().0 {
             let start = Ordered::new(&self.problem, lowest.order.clone());
             let aim = Aim { problem: &self.problem, limit: self.limit.as_ref() };
-            let ordered = lower_peaks(aim, start, &mut self.bounds, watch)?;
+            let ordered = lower_peaks(aim, start, &mut self.bounds, &mut Answers::default(), watch)?;
             if ordered.profile.peak < before {
                 self.add("exact", ordered.order);
             }

@@ -58,7 +58,7 @@ impl Set {
 }
 
 /// A tensor that not all states of the window have alike.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Local {
     pub(super) size: u64,
     /// `None` where it exists before the window.
@@ -90,6 +90,20 @@ pub(super) struct Window {
     pub(super) last_bytes: u64,
     /// Bytes of entering tensors without use: live during the first step alone, and only if the window begins there.
     pub(super) unused_bytes: u64,
+}
+
+/// All of a window that decides which of its sequences have which live bytes, apart from the bytes that are live all the
+/// time. Windows of one shape, as repeated layers make them, have the same solutions.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub(super) struct Shape {
+    before: Vec<Set>,
+    tensors: Vec<Local>,
+    creates: Vec<Vec<usize>>,
+    uses: Vec<Vec<usize>>,
+    transient: Vec<u64>,
+    /// Outputs counted from the operator's first.
+    permissions: Vec<Vec<(Ten, Ten)>>,
+    unused_bytes: u64,
 }
 
 /// What running one operator costs.
@@ -173,6 +187,22 @@ impl Window {
 
     pub(super) fn len(&self) -> usize {
         self.ops.len()
+    }
+
+    pub(super) fn shape(&self) -> Shape {
+        let from_first = |pairs: &Vec<(Ten, Ten)>| {
+            let first = pairs.iter().map(|&(_, output)| output).min().unwrap_or(0);
+            pairs.iter().map(|&(input, output)| (input, output - first)).collect()
+        };
+        Shape {
+            before: self.before.clone(),
+            tensors: self.tensors.clone(),
+            creates: self.creates.clone(),
+            uses: self.uses.clone(),
+            transient: self.transient.clone(),
+            permissions: self.permissions.iter().map(from_first).collect(),
+            unused_bytes: self.unused_bytes,
+        }
     }
 
     /// The state in which nothing has run.
