@@ -11,7 +11,7 @@ use crate::problem::{Op, Problem, Ten};
 use rayon::prelude::*;
 
 /// How often the ceiling between the lowest and the highest is halved.
-const HALVINGS: usize = 7;
+const HALVINGS: usize = 8;
 /// Base orders that are scheduled.
 const BASES: usize = 3;
 /// One part in so many of the time is not worth more memory.
@@ -87,8 +87,9 @@ impl<'a> Search<'a> {
         let bases = 0..self.input.bases.len().min(BASES);
         let flavours: Vec<Flavour> = bases
             .flat_map(|base| {
-                let lowest = self.input.bases[base].1.profile.peak;
-                let highest = self.most_total.max(lowest);
+                let peak = self.input.bases[base].1.profile.peak;
+                // Under a ceiling below the peak, only what is far from it runs side by side.
+                let (lowest, highest) = (peak / 2, self.most_total.max(peak));
                 Preference::ALL.map(|preference| Flavour { base, preference, lowest, highest })
             })
             .collect();
@@ -101,7 +102,11 @@ impl<'a> Search<'a> {
         }
         let mut tried = on_all(&|flavour| self.fastest(flavour))?;
         let fastest = tried.iter().map(|tried| tried.makespan_ns).min().unwrap_or(self.serial_ns);
-        tried.extend(on_all(&|flavour| self.leanest(flavour, |makespan_ns| is_nearly(makespan_ns, fastest)))?);
+        tried.extend(on_all(&|flavour| {
+            // Slower than under the base order's own peak need not be.
+            let flavour = Flavour { lowest: self.input.bases[flavour.base].1.profile.peak, ..*flavour };
+            self.leanest(&flavour, |makespan_ns| is_nearly(makespan_ns, fastest))
+        })?);
         Ok(tried)
     }
 
