@@ -61,6 +61,7 @@ def test_plans_are_valid_and_their_figures_true(graph: roam.Graph, reuse: bool) 
     assert plan.settings == {
         "streams": 1,
         "reuse": reuse,
+        "exact": "auto",
         "time_limit_s": None,
         "speed": None,
         "stream_model": "happens_before",
@@ -462,7 +463,9 @@ def test_senseless_time_limits_are_refused(limit: float) -> None:
 def test_what_is_not_there_yet_is_refused() -> None:
     with pytest.raises(roam.PlanError, match="exact must be"):
         roam.optimize(step().build(), exact="always")
-    assert roam.optimize(step().build(), exact="off") == roam.optimize(step().build(), exact="auto")
+    off, auto = (roam.optimize(step().build(), exact=exact) for exact in ("off", "auto"))
+    assert (off.settings["exact"], off.exact["status"]) == ("off", "off")
+    assert off.total_bytes == auto.total_bytes
 
 
 def test_a_time_limit_cuts_the_search_short_but_not_the_plan(large: roam.Graph) -> None:

@@ -6,8 +6,20 @@ from typing import Any, ClassVar, Literal, SupportsIndex, TypedDict, final
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import NotRequired
 
-__all__ = ["Candidate", "Graph", "GraphBuilder", "Operator", "Plan", "Tensor", "__version__", "optimize", "verify"]
+__all__ = [
+    "Candidate",
+    "Graph",
+    "GraphBuilder",
+    "Operator",
+    "Plan",
+    "Tensor",
+    "__version__",
+    "compare_routes",
+    "optimize",
+    "verify",
+]
 
 _Kind = Literal["parameter", "buffer", "optimizer_state", "input", "gradient", "activation", "temporary", "output"]
 _Residency = Literal["step_local", "enters", "leaves", "persistent"]
@@ -15,15 +27,36 @@ _Phase = Literal["forward", "loss", "backward", "update", "collective"]
 _Sequence = Literal["random", "collective"]
 _Status = Literal["optimal", "feasible", "timed_out"]
 _StreamModel = Literal["happens_before", "time_step"]
+_BoundRoute = Literal["floor", "cut", "probe", "exhaustive", "integer_program"]
+_Exact = Literal["off", "auto", "required"]
+_ExactStatus = Literal["off", "not_needed", "too_large", "unavailable", "used"]
 _Path = str | os.PathLike[str]
 _Numbers = npt.NDArray[np.int64]
 
 class _Settings(TypedDict):
     streams: int
     reuse: bool
+    exact: _Exact
     time_limit_s: float | None
     speed: float | None
     stream_model: _StreamModel
+
+class _ExactReport(TypedDict):
+    status: _ExactStatus
+    programs: int
+    gains: int
+    failed: int
+    timed_out: int
+    reason: str | None
+
+class _Routes(TypedDict):
+    program_order: int
+    heuristics: int
+    search: int
+    search_bound: int
+    programs: NotRequired[int]
+    programs_bound: NotRequired[int]
+    report: NotRequired[_ExactReport]
 
 __version__: str
 
@@ -419,7 +452,14 @@ class Plan:
         """
     @property
     def bound_operator(self) -> int | None:
-        """Number of the operator whose cut gives the lower bound, or None."""
+        """Number of the operator that sets the lower bound, or None."""
+    @property
+    def bound_route(self) -> _BoundRoute:
+        """How the lower bound was proved.
+
+        ``floor``: what one operator, all that enters or all that leaves needs; ``cut``: a minimum cut; ``probe``: cuts
+        that follow from each other; ``exhaustive``: a search over all orders; ``integer_program``: CBC.
+        """
     @property
     def gap(self) -> float:
         """(total - persistent) / (total's lower bound - persistent) - 1; 0 where both are 0."""
@@ -429,6 +469,15 @@ class Plan:
     @property
     def status(self) -> _Status:
         """``optimal`` (no plan can use less), ``feasible``, or ``timed_out`` (feasible, but the search was cut short)."""
+    @property
+    def exact(self) -> _ExactReport:
+        """What integer programs did.
+
+        `status` is ``off``, ``not_needed`` (nothing was left for them to gain), ``too_large`` (what was left would have
+        taken too large a program), ``unavailable`` (CBC cannot be used: `reason` says why) or ``used``; then
+        `programs` says how many were given to CBC, `gains` how many of their answers lowered the peak or the pool, or
+        raised the bound, `failed` and `timed_out` how many were lost.
+        """
     @property
     def candidates(self) -> tuple[Candidate, ...]:
         """What was tried, in a fixed order."""
@@ -467,7 +516,7 @@ def optimize(
     streams: int = 1,
     reuse: bool = True,
     time_limit_s: float | None = None,
-    exact: Literal["auto", "off"] | str = "auto",
+    exact: _Exact | str = "auto",
     progress: Callable[[str, float], Any] | None = None,
     *,
     speed: float | None = None,
@@ -484,7 +533,9 @@ def optimize(
         reuse: whether an output may take the memory of an input that dies, where the graph permits it.
         time_limit_s: wall-clock limit in seconds; at its end the best plan so far is returned, with status
             ``timed_out``. No limit where None.
-        exact: ``auto`` or ``off``. This version has no exact tier, so both do the same.
+        exact: whether integer programs are solved where that can lower the total or raise the bound, by CBC in processes
+            of their own: ``auto`` (where CBC can be used; the plan says so if not), ``required`` (otherwise an error)
+            or ``off``.
         progress: called on the calling thread with the stage that begins and the share of the work done, in [0, 1]. What
             it raises ends planning and is raised here.
         speed: with several streams, how many times as fast as one stream the plan must be, by the model of time. Of
@@ -506,4 +557,10 @@ def verify(graph: Graph, plan: Plan) -> None:
 
     Raises:
         PlanError: it is not; `code` tells how.
+    """
+
+def compare_routes(graph: Graph, reuse: bool = True, programs: bool = True) -> _Routes | None:
+    """What the heuristics make of a graph's order, and what each exact route makes of the best of theirs.
+
+    For tests and benchmarks. Bytes; without the keys of integer programs if not `programs`; None for a graph without operators. Ctrl-C waits until it is done.
     """

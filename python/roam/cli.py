@@ -123,6 +123,12 @@ def _parser() -> argparse.ArgumentParser:
     capture.add_argument("--device", choices=("cpu", "cuda"), help="(default cpu)")
     plan.add_argument("--no-reuse", action="store_true", help="let no output take the memory of a dying input")
     plan.add_argument(
+        "--exact",
+        choices=("off", "auto", "required"),
+        default="auto",
+        help="integer programs by CBC, where they may help (default auto: where CBC can be used)",
+    )
+    plan.add_argument(
         "--time-limit",
         type=_positive_seconds,
         metavar="S",
@@ -239,6 +245,7 @@ def _plan(arguments: argparse.Namespace) -> int:
             graph,
             streams=arguments.streams,
             reuse=not arguments.no_reuse,
+            exact=arguments.exact,
             time_limit_s=arguments.time_limit,
             speed=arguments.speed,
             stream_model=arguments.stream_model,

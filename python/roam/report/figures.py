@@ -18,6 +18,7 @@ _ATTRIBUTES = (
     "total_bytes",
     "lower_bound_bytes",
     "total_lower_bound_bytes",
+    "bound_route",
     "gap",
     "fragmentation",
     "status",
@@ -82,6 +83,7 @@ def figures(graph: Graph, plan: Plan) -> dict[str, Any]:
     result["streams"] = streams
     result["stream_model"] = plan.settings["stream_model"]
     result["syncs"] = len(plan.syncs)
+    result["exact"] = dict(plan.exact)
     result["timings_s"] = dict(plan.timings_s)
     result["operators"] = graph.num_operators
     result["tensors"] = graph.num_tensors

@@ -58,11 +58,12 @@ def plan_table(title: str, values: Mapping[str, Any], place: Place | None) -> st
         return label, f"{size_bytes:,}", format_bytes(size_bytes), note
 
     saved = [(f"saved by {way}", values[f"saved_by_{key}_bytes"]) for way, key in _SAVED]
+    proof = values["bound_route"].replace("_", " ")
     rows = [
         row("program order", program, "peak inside the step as eager PyTorch orders it"),
         *(row(label, size_bytes, _share(size_bytes, program)) for label, size_bytes in saved if size_bytes is not None),
         row("peak", values["peak_bytes"], "most live bytes inside the step by the plan"),
-        row("lower bound", values["lower_bound_bytes"], "no order has a lower peak"),
+        row("lower bound", values["lower_bound_bytes"], f"no order has a lower peak ({proof})"),
         row("pool", values["pool_bytes"], f"one static block; {values['fragmentation']:.2%} fragmentation"),
         row("outside", values["outside_bytes"], "values that enter or leave the step, and workspace"),
         row("persistent", values["persistent_bytes"], "parameters, buffers, optimizer state"),
@@ -78,6 +79,12 @@ def plan_table(title: str, values: Mapping[str, Any], place: Place | None) -> st
     ]
     if values["streams"] > 1:
         facts.append(("streams", _streams(values)))
+    exact = values["exact"]
+    if exact["status"] in ("used", "unavailable", "too_large"):
+        lost = exact["failed"] + exact["timed_out"]
+        used = f"{exact['programs']} solved, {exact['gains']} of use" + (f", {lost} lost" if lost else "")
+        said = {"used": used, "unavailable": f"none: {exact['reason']}", "too_large": "none: they would be too large"}
+        facts.append(("integer programs", said[exact["status"]]))
     if place is not None:
         facts.append(("at the peak", f"step {place.step:,}: {place}"))
     times = [(name, values.get(f"{name}_s")) for name in ("capture", "plan", "verify")]

@@ -12,6 +12,7 @@ use crate::control::{Stop, Watch};
 use crate::flow::{self, INFINITE, Network};
 use crate::graph::Residency;
 use crate::liveness::largest_matching;
+use crate::plan::BoundRoute;
 use crate::problem::{NONE, Op, Problem, Ten};
 use rayon::prelude::*;
 use std::cmp::Reverse;
@@ -37,15 +38,17 @@ const MOST_CHOICES: usize = 4;
 #[derive(Clone, Debug)]
 pub(crate) struct Cut {
     pub(crate) bytes: u64,
+    /// Whether other operators had to be probed for it.
+    pub(crate) route: BoundRoute,
     /// Sets of operators that would have run before, each attaining the cut: the smallest and the
     /// largest. Empty where the search for them was cut short.
     pub(crate) done: Vec<Vec<bool>>,
 }
 
-/// Cuts already made, by operator.
+/// What is proved about all orders, by operator.
 #[derive(Clone, Debug)]
 pub(crate) struct Bounds {
-    bytes: BTreeMap<Op, u64>,
+    proved: BTreeMap<Op, (u64, BoundRoute)>,
     /// What one operator needs for itself, what enters or what leaves the step: bounds that cost nothing.
     floor: Option<(Op, u64)>,
 }
@@ -72,30 +75,42 @@ impl Bounds {
                 (op, own(op).max(at_begin).max(at_end))
             })
             .max_by_key(|&(op, bytes)| (bytes, Reverse(op)));
-        Bounds { bytes: BTreeMap::new(), floor }
+        Bounds { proved: BTreeMap::new(), floor }
     }
 
     /// The best bound so far and its operator.
     pub(crate) fn best(&self) -> (u64, Option<Op>) {
-        let cuts = self.bytes.iter().map(|(&op, &bytes)| (op, bytes));
-        // The first operator in program order wins ties.
-        match self.floor.into_iter().chain(cuts).max_by_key(|&(op, bytes)| (bytes, Reverse(op))) {
-            Some((op, bytes)) => (bytes, Some(op)),
+        match self.source() {
+            Some((op, bytes, _)) => (bytes, Some(op)),
             None => (0, None),
         }
     }
 
-    /// Notes that no order has a peak below `bytes`, by a cut at `op`.
-    pub(crate) fn record(&mut self, op: Op, bytes: u64) {
-        let known = self.bytes.entry(op).or_default();
-        *known = bytes.max(*known);
+    /// How the best bound so far was proved.
+    pub(crate) fn route(&self) -> BoundRoute {
+        self.source().map_or(BoundRoute::Floor, |(_, _, route)| route)
+    }
+
+    fn source(&self) -> Option<(Op, u64, BoundRoute)> {
+        let floor = self.floor.map(|(op, bytes)| (op, bytes, BoundRoute::Floor));
+        let proved = self.proved.iter().map(|(&op, &(bytes, route))| (op, bytes, route));
+        // The first operator in program order wins ties, and what needed no proof.
+        floor.into_iter().chain(proved).max_by_key(|&(op, bytes, route)| (bytes, Reverse(op), Reverse(route)))
+    }
+
+    /// Notes that no order has a peak below `bytes`, which `op` reaches.
+    pub(crate) fn record(&mut self, op: Op, bytes: u64, route: BoundRoute) {
+        let known = self.proved.entry(op).or_insert((bytes, route));
+        if bytes > known.0 {
+            *known = (bytes, route);
+        }
     }
 
     /// Looks at the operators by what is live in known orders while they run, highest first, until none of
     /// the others could give more than what is proved, or enough have been looked at. `least_live` says per
     /// operator the fewest bytes in any of these orders: no cut exceeds them, so the others need no look.
     pub(crate) fn inspect(&mut self, problem: &Problem, least_live: &[u64], watch: &Watch) -> Result<(), Stop> {
-        let mut ops: Vec<Op> = (0..problem.len() as Op).filter(|op| !self.bytes.contains_key(op)).collect();
+        let mut ops: Vec<Op> = (0..problem.len() as Op).filter(|op| !self.proved.contains_key(op)).collect();
         ops.sort_unstable_by_key(|&op| (Reverse(least_live[op as usize]), op));
         let mut ops = ops.into_iter().peekable();
         let mut pending = Vec::new();
@@ -117,7 +132,7 @@ impl Bounds {
             let cuts: Vec<Cut> = pending.par_iter().map(|&op| cut(problem, op, watch)).collect::<Result<_, _>>()?;
             for (&op, cut) in pending.iter().zip(&cuts) {
                 best = best.max(cut.bytes);
-                self.record(op, cut.bytes);
+                self.record(op, cut.bytes, cut.route);
             }
             made += pending.len();
             batch = (2 * batch).min(BATCH);
@@ -179,8 +194,9 @@ pub(crate) fn probe(
     }
     let mut side = sides(problem, op);
     let mut left = (PROBE_WORK / problem.len().max(1)).clamp(BATCH, MOST_PROBES);
+    let mut route = BoundRoute::Cut;
     loop {
-        let mut cut = cut_between(problem, op, &side, watch)?;
+        let mut cut = Cut { route, ..cut_between(problem, op, &side, watch)? };
         cut.bytes = cut.bytes.min(target);
         let Some(done) = cut.done.first().filter(|_| cut.bytes < target) else { return Ok(cut) };
         let mut moved: Vec<Op> = (0..problem.len() as Op)
@@ -218,6 +234,7 @@ pub(crate) fn probe(
         if !fixed {
             return Ok(cut);
         }
+        route = BoundRoute::Probe;
     }
 }
 
@@ -274,10 +291,10 @@ fn cut_between(problem: &Problem, op: Op, side: &[Side], watch: &Watch) -> Resul
                     })
                     .collect()
             });
-            least = Some(Cut { bytes, done: done.collect() });
+            least = Some(Cut { bytes, route: BoundRoute::Cut, done: done.collect() });
         }
     }
-    Ok(least.unwrap_or(Cut { bytes: 0, done: Vec::new() }))
+    Ok(least.unwrap_or(Cut { bytes: 0, route: BoundRoute::Cut, done: Vec::new() }))
 }
 
 /// Marks all that must run before (or after) `op` too; for After `op` itself as well, which does

@@ -1,5 +1,6 @@
 //! How a caller watches and stops planning.
 
+use crate::mip::Solver;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
@@ -16,6 +17,8 @@ pub struct Control {
     pub deadline: Option<Instant>,
     /// Called at the beginning of every stage, on the thread that plans.
     pub progress: Option<Progress>,
+    /// Solves integer programs, where the settings ask for that.
+    pub solver: Option<Arc<dyn Solver>>,
 }
 
 /// Why a long loop must end.
@@ -40,6 +43,14 @@ impl Watch {
     /// As this one, but without a deadline: for the little that must always be done.
     pub(crate) fn patient(&self) -> Self {
         Watch { cancel: self.cancel.clone(), deadline: None }
+    }
+
+    /// Seconds until the deadline, 0 once the caller has cancelled; `None` without a deadline.
+    pub(crate) fn seconds_left(&self) -> Option<f64> {
+        if self.cancel.load(Ordering::Relaxed) {
+            return Some(0.0);
+        }
+        self.deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()).as_secs_f64())
     }
 
     pub(crate) fn check(&self) -> Result<(), Stop> {

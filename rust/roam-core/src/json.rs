@@ -8,7 +8,7 @@ use crate::builder::GraphBuilder;
 use crate::error::FormatError;
 use crate::graph::{Graph, Operator, Region, ReusePair, Tensor};
 use crate::ids::OperatorId;
-use crate::plan::{Candidate, Plan, Schedule, Settings, Status};
+use crate::plan::{BoundRoute, Candidate, ExactReport, Plan, Schedule, Settings, Status};
 use flate2::{Compression, GzBuilder, bufread::MultiGzDecoder};
 use serde::de::{self, DeserializeOwned, DeserializeSeed, MapAccess, Visitor};
 use serde::{Deserialize, Serialize};
@@ -100,6 +100,8 @@ pub fn write_plan(out: impl Write, plan: &Plan) -> io::Result<()> {
     write_field(&mut out, "lower_bound_bytes", &plan.lower_bound_bytes)?;
     write_field(&mut out, "total_lower_bound_bytes", &plan.total_lower_bound_bytes)?;
     write_field(&mut out, "bound_operator", &plan.bound_operator)?;
+    write_field(&mut out, "bound_route", &plan.bound_route)?;
+    write_field(&mut out, "exact", &plan.exact)?;
     write_rows(&mut out, "candidates", &plan.candidates)?;
     write_field(&mut out, "order", &plan.order)?;
     write_field(&mut out, "offsets", &plan.offsets)?;
@@ -155,7 +157,9 @@ pub fn read_plan(input: impl Read, max_bytes: u64) -> Result<Plan, FormatError> 
         lower_bound_bytes: body.lower_bound_bytes,
         total_lower_bound_bytes: body.total_lower_bound_bytes,
         bound_operator: body.bound_operator,
+        bound_route: body.bound_route,
         status: body.status,
+        exact: body.exact,
         candidates: body.candidates,
     })
 }
@@ -188,6 +192,9 @@ struct PlanBody {
     total_lower_bound_bytes: u64,
     #[serde(deserialize_with = "Option::deserialize")] // Without this serde takes an absent key for null.
     bound_operator: Option<OperatorId>,
+    bound_route: BoundRoute,
+    #[serde(deserialize_with = "strict::one")]
+    exact: ExactReport,
     #[serde(deserialize_with = "strict::list")]
     candidates: Vec<Candidate>,
     order: Vec<OperatorId>,

@@ -11,6 +11,7 @@ pub mod ids;
 pub mod json;
 pub mod layout;
 pub mod liveness;
+pub mod mip;
 pub mod optimize;
 pub mod plan;
 pub mod stages;
@@ -19,6 +20,7 @@ pub mod verify;
 
 mod bound;
 mod control;
+mod exact;
 mod flow;
 mod order;
 mod problem;

@@ -9,12 +9,13 @@
 use crate::bound::Limit;
 pub use crate::control::{Control, Progress};
 use crate::control::{Stop, Watch};
+use crate::exact::ExactTier;
 use crate::graph::{Graph, Residency, ReusePair};
 use crate::ids::TensorId;
 use crate::layout::{self, Layout};
 use crate::liveness::Profile;
 use crate::order::{self, Ordered, Portfolio, Trial};
-use crate::plan::{Candidate, Plan, Settings, SettingsError, Status};
+use crate::plan::{Candidate, Exact, ExactStatus, Plan, Settings, SettingsError, Status};
 use crate::problem::{Part, Problem};
 use crate::streams;
 use crate::verify::{PlanViolation, verify};
@@ -46,6 +47,12 @@ pub enum OptimizeError {
         /// What no number of streams exceeds.
         most: f64,
     },
+    /// The settings demand integer programs, which were needed, and there is no solver.
+    #[error("the exact tier is required and its solver cannot be used: {reason}")]
+    SolverUnavailable {
+        /// Why not.
+        reason: String,
+    },
     /// The planner made a plan that its own verifier refuses: a defect of this library.
     #[error("the planner made an invalid plan, please report it: {0}")]
     SelfCheck(#[source] PlanViolation),
@@ -58,6 +65,7 @@ impl OptimizeError {
             Self::Cancelled => "cancelled",
             Self::InvalidSettings(fault) => fault.code(),
             Self::SpeedTarget { .. } => "speed_target",
+            Self::SolverUnavailable { .. } => "solver_unavailable",
             Self::SelfCheck(_) => "self_check",
         }
     }
@@ -94,7 +102,7 @@ pub fn optimize_timed(graph: &Graph, settings: &Settings, control: &Control) -> 
     };
     let watch = Watch::new(control.cancel.clone(), deadline);
     let mut stages = Stages { control, timings: Vec::new() };
-    let mut search = Search::new(graph, settings, &watch, &mut stages)?;
+    let mut search = Search::new(graph, settings, control, &watch, &mut stages)?;
     search.run(&mut stages)?;
     let plan =
         if settings.streams == 1 { search.plan() } else { stages.time("streams", 0.85, || search.plan_streams())? };
@@ -140,6 +148,7 @@ struct Search<'a> {
     /// The pool and what stays outside it, where they matter, and how many of the whole's trials each knows.
     parts: Vec<(Portfolio, usize)>,
     placed: Vec<Placed>,
+    exact: ExactTier<'a>,
     timed_out: bool,
 }
 
@@ -162,6 +171,7 @@ impl<'a> Search<'a> {
     fn new(
         graph: &'a Graph,
         settings: &'a Settings,
+        control: &'a Control,
         watch: &'a Watch,
         stages: &mut Stages<'_>,
     ) -> Result<Self, OptimizeError> {
@@ -185,19 +195,21 @@ impl<'a> Search<'a> {
                 plain,
                 program_peak,
                 placed: vec![Placed { trial: 0, layout }],
+                exact: ExactTier::new(settings.exact, control.solver.as_deref()),
                 timed_out: false,
             })
         })
     }
 
     fn run(&mut self, stages: &mut Stages<'_>) -> Result<(), OptimizeError> {
-        let orders: [(&'static str, f64, Stage<'a>); 6] = [
+        let orders: [(&'static str, f64, Stage<'a>); 7] = [
             ("order", 0.1, |search| search.whole.find(search.watch)),
             ("parts", 0.2, Self::look_at_parts),
             ("refine", 0.3, |search| search.whole.refine(search.watch)),
             ("bound", 0.5, |search| search.whole.prove(search.watch)),
             ("exact", 0.55, |search| search.whole.search(search.watch)),
             ("search_parts", 0.6, Self::look_at_parts_again),
+            ("programs", 0.65, Self::solve_orders),
         ];
         let layouts: [(&'static str, f64, Stage<'a>); 2] =
             [("layout", 0.7, Self::lay_out), ("search", 0.8, Self::search_layouts)];
@@ -213,6 +225,10 @@ impl<'a> Search<'a> {
                     break;
                 }
                 Err(Stop::Cancelled) => return Err(OptimizeError::Cancelled),
+            }
+            let report = &self.exact.report;
+            if self.settings.exact == Exact::Required && report.status == ExactStatus::Unavailable {
+                return Err(OptimizeError::SolverUnavailable { reason: report.reason.clone().unwrap_or_default() });
             }
         }
         Ok(())
@@ -325,6 +341,11 @@ impl<'a> Search<'a> {
         Ok(())
     }
 
+    /// Where the search for orders gave up: integer programs.
+    fn solve_orders(&mut self) -> Result<(), Stop> {
+        if self.is_done() { Ok(()) } else { self.whole.solve(&mut self.exact, self.watch) }
+    }
+
     /// Whether no order can have a smaller total than the best one on trial.
     fn is_done(&self) -> bool {
         self.least_total() <= self.bound()
@@ -335,7 +356,7 @@ impl<'a> Search<'a> {
         for (part, _) in &self.parts {
             if let (bytes, Some(op)) = part.bounds.best() {
                 // A part needs no more than the whole.
-                self.whole.bounds.record(op, bytes);
+                self.whole.bounds.record(op, bytes, part.bounds.route());
             }
         }
         self.total_bound = self.total_bound.max(self.parts.iter().map(|(part, _)| part.bounds.best().0).sum());
@@ -422,11 +443,13 @@ impl<'a> Search<'a> {
             lower_bound_bytes: bound,
             total_lower_bound_bytes: total_bound + persistent_bytes,
             bound_operator: bound_operator.map(|op| problem.operator_id(op)),
+            bound_route: self.whole.bounds.route(),
             status: match (local == total_bound, self.timed_out) {
                 (true, _) => Status::Optimal,
                 (false, true) => Status::TimedOut,
                 (false, false) => Status::Feasible,
             },
+            exact: self.exact.report.clone(),
             candidates: self
                 .placed
                 .iter()

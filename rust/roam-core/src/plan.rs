@@ -31,6 +31,68 @@ pub enum StreamModel {
 
 /// The most streams that a plan can have.
 pub const MAX_STREAMS: u32 = 64;
+/// How a lower bound was proved; docs/theory.md has the proofs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum BoundRoute {
+    /// What one operator needs for itself, what enters or what leaves the step.
+    Floor,
+    /// A minimum cut at an operator.
+    Cut,
+    /// Minimum cuts that follow from each other.
+    Probe,
+    /// A search over all orders of a segment.
+    Exhaustive,
+    /// An integer program of a segment: as certain as its solver's floating point.
+    IntegerProgram,
+}
+
+/// Whether integer programs are solved where that can lower a plan's total or raise its bound.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Exact {
+    /// Never.
+    Off,
+    /// Where there is a solver.
+    Auto,
+    /// Wherever one is needed; without a solver that is an error.
+    Required,
+}
+
+/// What became of integer programs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ExactStatus {
+    /// Nobody asked for them.
+    Off,
+    /// They had nothing to gain: the plan met its bound, or a search had already settled what was open.
+    NotNeeded,
+    /// What was open would have taken a program too large to solve.
+    TooLarge,
+    /// There was no solver.
+    Unavailable,
+    /// Some were solved, or at least begun.
+    Used,
+}
+
+/// What integer programs did for a plan.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ExactReport {
+    /// What became of them.
+    pub status: ExactStatus,
+    /// How many were given to the solver.
+    pub programs: u32,
+    /// How many of their answers lowered the peak or the pool, or raised the bound.
+    pub gains: u32,
+    /// How many were lost because the solver broke down or was killed.
+    pub failed: u32,
+    /// How many were given up because the time was up.
+    pub timed_out: u32,
+    /// Why there was no solver, or why the first program was lost.
+    #[serde(deserialize_with = "Option::deserialize")] // Without this serde takes an absent key for null.
+    pub reason: Option<String>,
+}
 
 /// What the caller may choose.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -40,6 +102,8 @@ pub struct Settings {
     pub streams: u32,
     /// Whether outputs may take the memory of dying inputs where the graph permits it.
     pub reuse: bool,
+    /// Whether integer programs are solved.
+    pub exact: Exact,
     /// Wall-clock safety limit in seconds; `None` for none.
     pub time_limit_s: Option<f64>,
     /// How many times as fast as one stream the plan must be, by the model of time ([`crate::cost`]). Where
@@ -64,8 +128,14 @@ impl Default for Settings {
 
 impl Settings {
     /// One stream, with reuse, without a time limit.
-    pub const SINGLE: Settings =
-        Settings { streams: 1, reuse: true, time_limit_s: None, speed: None, stream_model: StreamModel::HappensBefore };
+    pub const SINGLE: Settings = Settings {
+        streams: 1,
+        reuse: true,
+        exact: Exact::Auto,
+        time_limit_s: None,
+        speed: None,
+        stream_model: StreamModel::HappensBefore,
+    };
 
     /// Whether the settings make sense.
     ///
@@ -190,10 +260,14 @@ pub struct Plan {
     /// No plan can have a smaller total: at least persistent + the lower bound, more where the pool and
     /// what stays outside it cannot but have their peaks at different steps.
     pub total_lower_bound_bytes: u64,
-    /// The operator whose cut gives the lower bound.
+    /// The operator that sets the lower bound.
     pub bound_operator: Option<OperatorId>,
+    /// How the lower bound was proved.
+    pub bound_route: BoundRoute,
     /// How the plan relates to the best one there is.
     pub status: Status,
+    /// What integer programs did.
+    pub exact: ExactReport,
     /// What was tried, in a fixed order.
     pub candidates: Vec<Candidate>,
 }

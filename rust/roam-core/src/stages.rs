@@ -3,10 +3,13 @@
 
 use crate::bound;
 use crate::control::Watch;
+use crate::exact::ExactTier;
 use crate::graph::Graph;
 use crate::layout;
 use crate::liveness::Profile;
+use crate::mip::Solver;
 use crate::order::{self, Aim, Method};
+use crate::plan::{Exact, ExactReport};
 use crate::problem::Problem;
 
 /// A graph made ready for planning.
@@ -101,9 +104,21 @@ impl Prepared {
         let mut bounds = bound::Bounds::new(&self.problem);
         let mut answers = order::Answers::default();
         let start = order::Ordered { order: ordered.order.clone(), profile: ordered.profile.clone() };
-        let order::Ordered { order, profile } =
-            order::lower_peaks(self.aim(), start, &mut bounds, &mut answers, &self.watch).ok()?;
+        let (lowered, _) = order::lower_peaks(self.aim(), start, &mut bounds, &mut answers, &self.watch).ok()?;
+        let order::Ordered { order, profile } = lowered;
         Some((Ordered { order, profile }, bounds.best().0, [answers.asked, answers.searched()]))
+    }
+
+    /// An order with its peak lowered as far as integer programs go, the least that any order can have by their solver's
+    /// word, and what became of them.
+    pub fn solve_peaks(&self, ordered: &Ordered, solver: &dyn Solver) -> Option<(Ordered, u64, ExactReport)> {
+        let mut bounds = bound::Bounds::new(&self.problem);
+        let mut exact = ExactTier::new(Exact::Auto, Some(solver));
+        let start = order::Ordered { order: ordered.order.clone(), profile: ordered.profile.clone() };
+        let open = order::Open::whole(&start.order);
+        let solved =
+            order::lower_by_programs(&self.problem, start, &open, &mut bounds, &mut exact, &self.watch).ok()?;
+        Some((Ordered { order: solved.order, profile: solved.profile }, bounds.best().0, exact.report))
     }
 
     /// The names of all layouts.

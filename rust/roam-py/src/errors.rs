@@ -13,6 +13,7 @@ pub(crate) enum Class {
     Graph,
     Format,
     Plan,
+    Solver,
 }
 
 impl Class {
@@ -22,6 +23,7 @@ impl Class {
             Self::Graph => "GraphError",
             Self::Format => "FormatError",
             Self::Plan => "PlanError",
+            Self::Solver => "SolverUnavailable",
         }
     }
 }

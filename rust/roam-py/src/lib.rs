@@ -8,6 +8,8 @@ mod graph;
 mod guard;
 mod optimize;
 mod plan;
+mod routes;
+mod solver;
 mod verify;
 
 /// The planner. Use it through the package `roam`.
@@ -23,6 +25,8 @@ mod _core {
     use crate::optimize::optimize;
     #[pymodule_export]
     use crate::plan::{PyCandidate, PyPlan};
+    #[pymodule_export]
+    use crate::routes::compare_routes;
     #[pymodule_export]
     use crate::verify::verify;
 

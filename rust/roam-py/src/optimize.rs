@@ -4,11 +4,12 @@ use crate::errors::{Class, Fault};
 use crate::graph::PyGraph;
 use crate::guard::internal_error;
 use crate::plan::PyPlan;
+use crate::solver::Cbc;
 use pyo3::prelude::*;
 use rayon::ThreadPoolBuilder;
 use roam_core::graph::Graph;
 use roam_core::optimize::{Control, OptimizeError, Timings, optimize_timed};
-use roam_core::plan::{MAX_STREAMS, Plan, Settings, StreamModel};
+use roam_core::plan::{Exact, MAX_STREAMS, Plan, Settings, StreamModel};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
@@ -29,7 +30,8 @@ const WAKE: Duration = Duration::from_millis(50);
 ///     reuse: whether an output may take the memory of an input that dies, where the graph permits it.
 ///     time_limit_s: wall-clock limit in seconds; at its end the best plan so far is returned, with status
 ///         ``timed_out``. No limit where None.
-///     exact: ``auto`` or ``off``. This version has no exact tier, so both do the same.
+///     exact: whether integer programs are solved where that can lower the total or raise the bound, by CBC in processes
+///         of their own: ``auto`` (where CBC can be used; the plan says so if not), ``required`` (otherwise an error) or ``off``.
 ///     speed: with several streams, how many times as fast as one stream the plan must be, by the model of time. Of
 ///         the plans found that are, and that take no more bytes than program order, it is the one with the fewest. Where
 ///         None, those count that are at most five percent slower than the fastest.
@@ -40,6 +42,7 @@ const WAKE: Duration = Duration::from_millis(50);
 ///
 /// Raises:
 ///     PlanError: the graph cannot be planned as asked.
+///     SolverUnavailable: `exact` is ``required``, a program was to be solved, and CBC cannot be used.
 #[pyfunction]
 #[pyo3(signature = (
     graph, streams = 1, reuse = true, time_limit_s = None, exact = "auto", progress = None, *,
@@ -70,13 +73,24 @@ pub(crate) fn optimize(
             return Err(refuse("invalid_stream_model", message));
         }
     };
-    if !matches!(exact, "auto" | "off") {
-        return Err(refuse("invalid_exact", format!("exact must be \"auto\" or \"off\", not {exact:?}")));
-    }
-    let settings = Settings { streams, reuse, time_limit_s, speed, stream_model };
+    let exact = match exact {
+        "auto" => Exact::Auto,
+        "off" => Exact::Off,
+        "required" => Exact::Required,
+        _ => {
+            let message = format!("exact must be \"auto\", \"required\" or \"off\", not {exact:?}");
+            return Err(refuse("invalid_exact", message));
+        }
+    };
+    let settings = Settings { streams, reuse, exact, time_limit_s, speed, stream_model };
     settings.check().map_err(|fault| refuse(fault.code(), fault.to_string()))?;
-    let (plan, timings) = plan_apart(py, graph.get().inner().clone(), settings, progress)?
-        .map_err(|error| refuse(error.code(), error.to_string()))?;
+    let (plan, timings) =
+        plan_apart(py, graph.get().inner().clone(), settings, progress)?.map_err(|error| match error {
+            OptimizeError::SolverUnavailable { .. } => {
+                Fault { class: Class::Solver, message: error.to_string(), code: error.code(), site: None }.raise(py)
+            }
+            error => refuse(error.code(), error.to_string()),
+        })?;
     Ok(PyPlan::new(plan, timings))
 }
 
@@ -93,7 +107,12 @@ fn plan_apart(
         let _ = sender.send((stage.to_owned(), share_done));
     };
     let cancel = Arc::new(AtomicBool::new(false));
-    let control = Control { cancel: cancel.clone(), deadline: None, progress: Some(Box::new(report)) };
+    let control = Control {
+        cancel: cancel.clone(),
+        deadline: None,
+        progress: Some(Box::new(report)),
+        solver: Some(Arc::new(Cbc)),
+    };
     let worker = thread::Builder::new().name("roam-optimize".into()).spawn(move || {
         // Threads of its own: those of rayon's global pool do not survive a fork of the process.
         match ThreadPoolBuilder::new().build() {

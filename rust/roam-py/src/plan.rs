@@ -10,7 +10,7 @@ use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyBytes, PyDict, PyTuple, PyType};
 use roam_core::json::{load_plan, read_plan, save_plan, write_plan};
 use roam_core::optimize::Timings;
-use roam_core::plan::{Candidate, Plan, Schedule, StreamModel};
+use roam_core::plan::{Candidate, ExactReport, Plan, Schedule, StreamModel};
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -82,6 +82,18 @@ impl PyPlan {
     }
 }
 
+/// What integer programs did, by key.
+pub(crate) fn report<'py>(py: Python<'py>, exact: &ExactReport) -> PyResult<Bound<'py, PyDict>> {
+    let report = PyDict::new(py);
+    report.set_item("status", word(exact.status))?;
+    report.set_item("programs", exact.programs)?;
+    report.set_item("gains", exact.gains)?;
+    report.set_item("failed", exact.failed)?;
+    report.set_item("timed_out", exact.timed_out)?;
+    report.set_item("reason", &exact.reason)?;
+    Ok(report)
+}
+
 #[pymethods]
 impl PyPlan {
     /// SHA-256 of the JSON of the graph that the plan is for.
@@ -95,6 +107,7 @@ impl PyPlan {
         let settings = PyDict::new(py);
         settings.set_item("streams", self.plan.settings.streams)?;
         settings.set_item("reuse", self.plan.settings.reuse)?;
+        settings.set_item("exact", word(self.plan.settings.exact))?;
         settings.set_item("time_limit_s", self.plan.settings.time_limit_s)?;
         settings.set_item("speed", self.plan.settings.speed)?;
         settings.set_item("stream_model", word(self.plan.settings.stream_model))?;
@@ -198,10 +211,15 @@ impl PyPlan {
     fn total_lower_bound_bytes(&self) -> u64 {
         self.plan.total_lower_bound_bytes
     }
-    /// Number of the operator whose cut gives the lower bound, or None.
+    /// Number of the operator that sets the lower bound, or None.
     #[getter]
     fn bound_operator(&self) -> Option<u32> {
         self.plan.bound_operator.map(|operator| operator.0)
+    }
+    /// How the lower bound was proved: `floor`, `cut`, `probe`, `exhaustive` or `integer_program`.
+    #[getter]
+    fn bound_route(&self) -> String {
+        word(self.plan.bound_route)
     }
     /// By which share the step-local total exceeds the least that any plan can have.
     #[getter]
@@ -217,6 +235,11 @@ impl PyPlan {
     #[getter]
     fn status(&self) -> String {
         word(self.plan.status)
+    }
+    /// What integer programs did.
+    #[getter]
+    fn exact<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        report(py, &self.plan.exact)
     }
     /// What was tried.
     #[getter]

@@ -2,17 +2,20 @@
 
 mod depth_first;
 mod exact;
+mod integer;
 mod list;
 mod peaks;
 mod portfolio;
+mod programs;
 mod refine;
 mod reversed;
 mod segments;
 mod updates;
 mod window;
 
-pub(crate) use peaks::{Answers, lower_peaks};
+pub(crate) use peaks::{Answers, Open, lower_peaks};
 pub(crate) use portfolio::{Portfolio, Trial};
+pub(crate) use programs::lower_by_programs;
 pub(crate) use refine::{Aim, Ordered, split, stage};
 pub(crate) use updates::fitting_updates;
 

@@ -10,6 +10,7 @@ use super::segments;
 use super::window::{Shape, Window};
 use crate::bound::Bounds;
 use crate::control::{Stop, Watch};
+use crate::plan::BoundRoute;
 use crate::problem::{Op, Problem};
 use std::collections::HashMap;
 use std::ops::Range;
@@ -59,28 +60,55 @@ impl Answers {
     }
 }
 
-/// Lowers the peak of an order as far as the work allows. What is proved about all orders goes into `bounds`.
+/// A stretch of an order, with its peak, of which the search could not tell whether another sequence has a lower one.
+#[derive(Clone, Debug)]
+pub(crate) struct Open {
+    pub(super) range: Range<usize>,
+    /// Whether every order passes the stretch's two ends.
+    pub(super) is_segment: bool,
+}
+
+impl Open {
+    /// A whole order.
+    pub(crate) fn whole(order: &[Op]) -> Self {
+        Open { range: 0..order.len(), is_segment: true }
+    }
+}
+
+/// Lowers the peak of an order as far as the work allows, and says where it gave up. What is proved about all orders goes
+/// into `bounds`.
 pub(crate) fn lower_peaks(
     aim: Aim,
     mut best: Ordered,
     bounds: &mut Bounds,
     answers: &mut Answers,
     watch: &Watch,
-) -> Result<Ordered, Stop> {
+) -> Result<(Ordered, Option<Open>), Stop> {
     let problem = aim.problem;
     let whole = segments::insensitive(problem);
     let on_trunk = segments::insensitive_on_trunk(problem);
     let mut work = WORK;
-    while let Some(better) = improve(problem, &best, [&whole, &on_trunk], bounds, answers, &mut work, watch)? {
-        if !aim.allows(&better.order) {
-            break;
+    loop {
+        match improve(problem, &best, [&whole, &on_trunk], bounds, answers, &mut work, watch)? {
+            Next::Better(better) if aim.allows(&better.order) => best = better,
+            Next::Better(_) => return Ok((best, None)),
+            Next::Settled => return Ok((best, None)),
+            Next::Open(open) => return Ok((best, Some(open))),
         }
-        best = better;
     }
-    Ok(best)
 }
 
-/// An order with a lower peak, or at least with one place less at the peak.
+/// What a look at an order's peak leads to.
+enum Next {
+    /// An order with a lower peak, or at least with one place less at the peak.
+    Better(Ordered),
+    /// No other sequence of the stretch has a lower peak.
+    Settled,
+    /// The work was not enough.
+    Open(Open),
+}
+
+/// Looks at ever larger stretches around the peak.
 fn improve(
     problem: &Problem,
     ordered: &Ordered,
@@ -89,9 +117,9 @@ fn improve(
     answers: &mut Answers,
     work: &mut u64,
     watch: &Watch,
-) -> Result<Option<Ordered>, Stop> {
+) -> Result<Next, Stop> {
     let Ordered { order, profile } = ordered;
-    let Some(step) = profile.live.iter().position(|&live| live == profile.peak) else { return Ok(None) };
+    let Some(step) = profile.live.iter().position(|&live| live == profile.peak) else { return Ok(Next::Settled) };
     let mut step_of = vec![0; order.len()];
     for (step, &op) in order.iter().enumerate() {
         step_of[op as usize] = step;
@@ -106,14 +134,14 @@ fn improve(
         reach *= 2;
         if range == last {
             if range == segment || wanted == (0..order.len()) || range.len() + 1 >= MOST_OPERATORS {
-                return Ok(None);
+                return Ok(Next::Settled);
             }
             continue;
         }
         let (bound, _) = bounds.best();
         let elsewhere = profile.live[..range.start].iter().chain(&profile.live[range.end..]).max();
         if profile.peak <= bound {
-            return Ok(None);
+            return Ok(Next::Settled);
         }
         // Where the peak is reached elsewhere too, one place less at it is progress enough.
         let floor = bound.max(elsewhere.copied().unwrap_or(0).min(profile.peak - 1));
@@ -121,17 +149,17 @@ fn improve(
         let window = Window::new(problem, order, profile, range.clone());
         let found = answers.least_peak(&window, [floor, profile.peak], work, watch)?;
         if range == segment && found.proved > bound {
-            bounds.record(order[step], found.proved);
+            bounds.record(order[step], found.proved, BoundRoute::Exhaustive);
         }
         if let Some(sequence) = found.sequence {
             let mut order = order.clone();
-            for (place, at) in range.zip(sequence) {
+            for (place, at) in range.clone().zip(sequence) {
                 order[place] = window.ops[at];
             }
-            return Ok(Some(Ordered::new(problem, order)));
+            return Ok(Next::Better(Ordered::new(problem, order)));
         }
         if found.proved < profile.peak {
-            return Ok(None);
+            return Ok(Next::Open(Open { is_segment: range == segment, range }));
         }
         last = range;
     }

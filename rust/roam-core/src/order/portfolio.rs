@@ -1,11 +1,13 @@
 //! Orders on trial for one problem, and what is proved about all of its orders: cheap orders, refinement of the
 //! best, a bound, and exact search where the two still differ.
 
-use super::peaks::{Answers, lower_peaks};
+use super::peaks::{Answers, Open, lower_peaks};
+use super::programs::lower_by_programs;
 use super::refine::{Aim, Ordered, split, stage};
 use super::{Method, is_within};
 use crate::bound::{Bounds, Limit};
 use crate::control::{Stop, Watch};
+use crate::exact::ExactTier;
 use crate::problem::{Op, Problem};
 use rayon::prelude::*;
 use std::sync::Arc;
@@ -33,6 +35,8 @@ pub(crate) struct Portfolio {
     pub(crate) bounds: Bounds,
     /// Per operator the fewest bytes that are live while it runs in any order seen, within the limit or not.
     least_live: Vec<u64>,
+    /// The order of which the search could not tell whether its peak can be lowered, and where.
+    open: Option<(Ordered, Open)>,
 }
 
 impl Portfolio {
@@ -43,6 +47,7 @@ impl Portfolio {
             problem: Arc::new(problem),
             limit,
             trials: Vec::new(),
+            open: None,
         }
     }
 
@@ -144,11 +149,27 @@ impl Portfolio {
         if before > self.bounds.best().0 {
             let start = Ordered::new(&self.problem, lowest.order.clone());
             let aim = Aim { problem: &self.problem, limit: self.limit.as_ref() };
-            let ordered = lower_peaks(aim, start, &mut self.bounds, &mut Answers::default(), watch)?;
+            let (ordered, open) = lower_peaks(aim, start, &mut self.bounds, &mut Answers::default(), watch)?;
+            self.open = open.map(|open| (ordered.clone(), open));
             if ordered.profile.peak < before {
                 self.add("exact", ordered.order);
             }
         }
         Ok(())
+    }
+
+    /// Where that search gave up: integer programs.
+    pub(crate) fn solve(&mut self, exact: &mut ExactTier<'_>, watch: &Watch) -> Result<(), Stop> {
+        let Some((ordered, open)) = self.open.take() else { return Ok(()) };
+        let before = ordered.profile.peak;
+        if is_within(before, self.bounds.best().0) {
+            return Ok(());
+        }
+        let ordered = lower_by_programs(&self.problem, ordered, &open, &mut self.bounds, exact, watch)?;
+        if ordered.profile.peak < before {
+            self.add("integer_program", ordered.order);
+        }
+        // Answers that came before the deadline count, but do not hide it.
+        watch.check()
     }
 }

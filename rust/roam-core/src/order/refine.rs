@@ -72,7 +72,7 @@ impl Ordered {
     fn cut(&self, aim: &Aim, bounds: &mut Bounds, watch: &Watch) -> Result<Option<(Op, Cut)>, Stop> {
         let Some(op) = self.peak_operator() else { return Ok(None) };
         let cut = bound::probe(aim.problem, None, op, &self.order, self.profile.peak, watch)?;
-        bounds.record(op, cut.bytes);
+        bounds.record(op, cut.bytes, cut.route);
         Ok((cut.bytes < self.profile.peak).then_some((op, cut)))
     }
 

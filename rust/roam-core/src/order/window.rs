@@ -51,6 +51,10 @@ impl Set {
         })
     }
 
+    fn include(&mut self, other: &Set) {
+        self.0.iter_mut().zip(&other.0).for_each(|(a, b)| *a |= b);
+    }
+
     /// The operators in one of the two sets alone.
     pub(super) fn difference(&self, other: &Set) -> Set {
         Set(self.0.iter().zip(&other.0).map(|(a, b)| a ^ b).collect())
@@ -185,6 +189,34 @@ impl Window {
         window
     }
 
+    /// Per operator all in the window that must run before it, or after it.
+    pub(super) fn closure(&self, before: bool) -> Vec<Set> {
+        let mut closed = if before { self.before.clone() } else { self.after.clone() };
+        // Constraints go forward in the present sequence.
+        let mut extend = |op: usize| {
+            for next in closed[op].clone().iter() {
+                let further = closed[next].clone();
+                closed[op].include(&further);
+            }
+        };
+        if before {
+            (0..self.len()).for_each(&mut extend)
+        } else {
+            (0..self.len()).rev().for_each(&mut extend)
+        }
+        closed
+    }
+
+    /// Bytes that live only while the operator runs.
+    pub(super) fn passing_bytes(&self, op: usize) -> u64 {
+        self.transient[op] - self.born(op)
+    }
+
+    /// Permitted pairs (input's number, output) whose input is not needed after the window.
+    pub(super) fn permissions(&self, op: usize) -> &[(Ten, Ten)] {
+        &self.permissions[op]
+    }
+
     pub(super) fn len(&self) -> usize {
         self.ops.len()
     }
@@ -212,9 +244,14 @@ impl Window {
 
     /// The state in which everything has run.
     pub(super) fn end(&self) -> Set {
-        let mut all = Set::none(self.len());
-        (0..self.len()).for_each(|op| all.toggle(op));
-        all
+        self.prefix(self.len())
+    }
+
+    /// The state in which the first `count` of the present sequence have run.
+    pub(super) fn prefix(&self, count: usize) -> Set {
+        let mut done = self.start();
+        (0..count).for_each(|op| done.toggle(op));
+        done
     }
 
     /// Whether the operator can run next.
@@ -250,13 +287,18 @@ impl Window {
         peak
     }
 
-    fn during(&self, op: usize, done: &Set, bytes: u64) -> u64 {
+    /// The pairs that save the most if `op` runs in the state `done`.
+    pub(super) fn matching(&self, op: usize, done: &Set) -> Vec<(Ten, Ten)> {
         let pairs: Vec<(Ten, Ten)> = self.permissions[op]
             .iter()
             .filter(|&&(input, _)| self.tensors[input as usize].users.lacks_only(done, op))
             .copied()
             .collect();
-        let saved: u64 = largest_matching(&pairs).iter().map(|&(input, _)| self.tensors[input as usize].size).sum();
+        largest_matching(&pairs)
+    }
+
+    fn during(&self, op: usize, done: &Set, bytes: u64) -> u64 {
+        let saved: u64 = self.matching(op, done).iter().map(|&(input, _)| self.tensors[input as usize].size).sum();
         let is_first = self.unused_bytes > 0 && done.iter().next().is_none();
         bytes + self.transient[op] - saved + if is_first { self.unused_bytes } else { 0 }
     }

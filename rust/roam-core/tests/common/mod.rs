@@ -5,6 +5,7 @@
 
 pub(crate) mod buffers;
 pub(crate) mod simulator;
+pub(crate) mod solver;
 
 use roam_core::builder::GraphBuilder;
 use roam_core::graph::{Graph, Kind, Operator, Phase, Residency, ReusePair, Sequence, Source, Tensor};

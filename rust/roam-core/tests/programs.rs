@@ -1,0 +1,124 @@
+//! Integer programs: what they say against brute force and against the search, and what becomes of bad answers.
+
+mod common;
+
+use common::solver::{Always, Enumerate};
+use common::{SETTINGS, each_order, peaks_by_definition, random_graph};
+use roam_core::graph::Graph;
+use roam_core::json::load_graph;
+use roam_core::mip::{Outcome, Solver};
+use roam_core::optimize::{Control, OptimizeError, optimize};
+use roam_core::plan::{Exact, ExactStatus, Settings};
+use roam_core::stages::Prepared;
+use roam_core::synthetic::Random;
+use roam_core::verify::verify;
+use std::path::Path;
+use std::sync::Arc;
+
+#[test]
+fn an_order_program_is_as_low_as_the_best_of_all_orders() {
+    let mut random = Random::new(21);
+    let (mut lowered, mut reused) = (0, 0);
+    for round in 0..400 {
+        let graph = random_graph(&mut random, 7);
+        if graph.operators().is_empty() {
+            continue;
+        }
+        let mut least = [u64::MAX; 2];
+        each_order(&graph, &mut |order| {
+            for (reuse, least) in [false, true].into_iter().zip(&mut least) {
+                *least = peaks_by_definition(&graph, order, reuse).whole.min(*least);
+            }
+        });
+        for (reuse, least) in [false, true].into_iter().zip(least) {
+            let prepared = Prepared::new(&graph, reuse);
+            let program_order = prepared.order("program").expect("there is one");
+            let (solved, bound, report) = prepared.solve_peaks(&program_order, &Enumerate).expect("no deadline");
+            assert_eq!(solved.peak_bytes(), least, "round {round}, reuse {reuse}");
+            assert_eq!(bound, least, "round {round}, reuse {reuse}");
+            assert_eq!(report.failed, 0);
+            lowered += u32::from(solved.peak_bytes() < program_order.peak_bytes());
+            // The search says the same.
+            let (searched, proved) = prepared.lower_peaks(&program_order).expect("no deadline");
+            assert_eq!((searched.peak_bytes(), proved), (least, least));
+        }
+        reused += u32::from(least[1] < least[0]);
+    }
+    assert!(lowered > 40 && reused > 40, "{lowered} peaks lowered, {reused} by reuse");
+}
+
+/// What a solver should not say, and what it may say when it could not finish.
+fn bad_outcomes() -> Vec<Outcome> {
+    let solved = |values: Vec<f64>, bound| Outcome::Solved { values, bound };
+    vec![
+        Outcome::Failed("killed".into()),
+        Outcome::TimedOut,
+        solved(Vec::new(), f64::NEG_INFINITY),
+        solved(vec![f64::NAN; 10_000], f64::NAN),
+        solved(vec![0.5; 3], f64::INFINITY),
+        solved(Vec::new(), 1e300),
+    ]
+}
+
+#[test]
+fn answers_that_make_no_sense_change_nothing() {
+    let mut random = Random::new(22);
+    for _ in 0..100 {
+        let graph = random_graph(&mut random, 20);
+        if graph.operators().is_empty() {
+            continue;
+        }
+        let prepared = Prepared::new(&graph, true);
+        let program_order = prepared.order("program").expect("there is one");
+        for outcome in bad_outcomes() {
+            let (solved, bound, report) = prepared.solve_peaks(&program_order, &Always(outcome)).expect("no deadline");
+            assert_eq!(solved.positions(), program_order.positions());
+            assert!(bound <= solved.peak_bytes());
+            assert_eq!(report.gains, 0);
+        }
+    }
+}
+
+/// A graph on which the search gives up.
+fn hard_graph() -> Graph {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../benches/exact/irregular-100.json.gz");
+    load_graph(&path, u64::MAX).expect("an instance file")
+}
+
+#[test]
+fn what_becomes_of_the_solver_is_in_the_plan() {
+    let graph = hard_graph();
+    let plan = |exact, solver: Option<Outcome>| {
+        let settings = Settings { exact, ..SETTINGS };
+        let solver = solver.map(|outcome| Arc::new(Always(outcome)) as Arc<dyn Solver>);
+        optimize(&graph, &settings, &Control { solver, ..Control::default() })
+    };
+    let off = plan(Exact::Off, None).expect("a plan");
+    assert_eq!(off.exact.status, ExactStatus::Off);
+    for outcome in bad_outcomes() {
+        let bad = plan(Exact::Required, Some(outcome.clone())).expect("a plan");
+        verify(&graph, &bad).expect("valid");
+        assert_eq!(
+            (&bad.order, &bad.offsets, bad.lower_bound_bytes),
+            (&off.order, &off.offsets, off.lower_bound_bytes)
+        );
+        assert_eq!((bad.exact.status, bad.exact.gains), (ExactStatus::Used, 0));
+        assert!(bad.exact.programs > 0);
+        match outcome {
+            Outcome::Failed(reason) => {
+                assert_eq!((bad.exact.failed, bad.exact.reason), (bad.exact.programs, Some(reason)));
+            }
+            Outcome::TimedOut => assert_eq!(bad.exact.timed_out, bad.exact.programs),
+            _ => {}
+        }
+    }
+    for (outcome, reason) in
+        [(None, "no solver was given"), (Some(Outcome::Unavailable("not here".into())), "not here")]
+    {
+        let without = plan(Exact::Auto, outcome.clone()).expect("a plan");
+        assert_eq!((without.exact.status, without.exact.programs), (ExactStatus::Unavailable, 0));
+        assert_eq!(without.exact.reason.as_deref(), Some(reason));
+        let refused = plan(Exact::Required, outcome).expect_err("required");
+        assert_eq!(refused, OptimizeError::SolverUnavailable { reason: reason.into() });
+    }
+}
