@@ -545,3 +545,42 @@ def test_plans_show_themselves() -> None:
     for values in (plan.order, plan.offsets):
         with pytest.raises(ValueError, match="read-only"):
             values[0] = 1
+
+
+@given(graphs(max_operators=12), st.booleans())
+@settings(max_examples=50)
+def test_a_baseline_is_what_one_method_needs_alone(graph: roam.Graph, reuse: bool) -> None:
+    plan = roam.optimize(graph, reuse=reuse)
+    for order in ("program", "lescea", "memory_aware_updates"):
+        needs = {layout: roam.baseline(graph, order, layout, reuse=reuse) for layout in ("size", "skyline")}
+        for layout, baseline in needs.items():
+            assert (baseline.order, baseline.layout) == (order, layout)
+            assert baseline.peak_bytes >= plan.lower_bound_bytes
+            total = baseline.pool_bytes + baseline.outside_bytes
+            assert max(total, baseline.peak_bytes) >= plan.total_lower_bound_bytes - plan.persistent_bytes
+        # The layout changes nothing but the pool.
+        assert len({(baseline.peak_bytes, baseline.outside_bytes) for baseline in needs.values()}) == 1
+    assert roam.baseline(graph, reuse=False).peak_bytes == plan.program_order_peak_bytes
+
+
+def test_the_published_update_rule_can_be_asked_for() -> None:
+    """Gradients of eight weights, all made before any update: run as soon as they fit, they take the room of one."""
+    builder = roam.GraphBuilder()
+    seed = builder.tensor("seed", 64)
+    builder.operator("loss", creates=[seed], phase="loss")
+    gradients = [builder.tensor(f"gradient {at}", 1024, kind="gradient") for at in range(8)]
+    for gradient in gradients:
+        builder.operator("backward", reads=[seed], creates=[gradient], phase="backward")
+    for gradient in gradients:
+        weight = builder.tensor("weight", 1024, kind="parameter", residency="persistent")
+        builder.operator("update", reads=[gradient], mutates=[weight], phase="update")
+    graph = builder.build()
+    peaks = {order: roam.baseline(graph, order).peak_bytes for order in ("program", "memory_aware_updates")}
+    assert peaks == {"program": 64 + 8 * 1024, "memory_aware_updates": 64 + 1024}
+
+
+@pytest.mark.parametrize("names", [{"order": "best"}, {"layout": "best"}, {"layout": ""}])
+def test_an_unknown_baseline_is_refused(names: dict[str, str]) -> None:
+    with pytest.raises(roam.PlanError, match=r"there is no (order|layout) .*, only (program|size), ") as caught:
+        roam.baseline(step().build(), **names)
+    assert caught.value.code == "unknown_method"

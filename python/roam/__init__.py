@@ -22,6 +22,7 @@ from roam._core import (
     Plan,
     Tensor,
     __version__,
+    baseline,
     optimize,
     verify,
 )
@@ -54,6 +55,7 @@ __all__ = [
     "SolverUnavailable",
     "Tensor",
     "__version__",
+    "baseline",
     "capture",
     "compile",
     "fake",

@@ -16,6 +16,7 @@ __all__ = [
     "Plan",
     "Tensor",
     "__version__",
+    "baseline",
     "compare_routes",
     "optimize",
     "verify",
@@ -374,6 +375,9 @@ class Candidate:
     @property
     def pool_bytes(self) -> int:
         """Bytes of the pool."""
+    @property
+    def outside_bytes(self) -> int:
+        """Most live bytes over the steps of what is not in the pool, workspace included."""
     __hash__: ClassVar[None]  # type: ignore[assignment]
     def __eq__(self, other: object, /) -> bool: ...
     def __ne__(self, other: object, /) -> bool: ...
@@ -510,6 +514,23 @@ class Plan:
     __hash__: ClassVar[None]  # type: ignore[assignment]
     def __eq__(self, other: object, /) -> bool: ...
     def __ne__(self, other: object, /) -> bool: ...
+
+def baseline(graph: Graph, order: str = "program", layout: str = "size", *, reuse: bool = True) -> Candidate:
+    """What one order and one layout need by themselves, without any search: to compare with, or to show what a method does.
+
+    The result is no plan. It may well need more than program order, and nothing can run it.
+
+    Args:
+        graph: the step.
+        order: ``program``, ``lescea``, ``depth_first``, ``eager_updates``, ``memory_aware_updates`` (the published rule
+            for weight updates; Shu et al., arXiv 2310.19295), ``early_frees`` or ``reversed``.
+        layout: ``size``, ``area``, ``lifetime``, ``start`` (each in that sequence at the lowest free offset), or
+            ``skyline`` (LLFB).
+        reuse: whether an output may take the memory of an input that dies, where the graph permits it.
+
+    Raises:
+        PlanError: there is no order or layout of that name.
+    """
 
 def optimize(
     graph: Graph,

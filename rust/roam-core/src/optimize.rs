@@ -460,6 +460,7 @@ impl<'a> Search<'a> {
                         layout: placed.layout.method.into(),
                         peak_bytes: trial.ordered.profile.peak,
                         pool_bytes: placed.layout.pool_bytes,
+                        outside_bytes: trial.ordered.profile.outside_peak,
                     }
                 })
                 .collect(),

@@ -202,6 +202,8 @@ pub struct Candidate {
     pub peak_bytes: u64,
     /// Bytes of the pool.
     pub pool_bytes: u64,
+    /// Most live bytes over the steps of what is not in the pool, workspace included.
+    pub outside_bytes: u64,
 }
 
 /// What runs where, and what waits for what, in a plan of more than one stream.

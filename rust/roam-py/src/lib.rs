@@ -1,5 +1,6 @@
 //! The private Python module `roam._core`: thin bindings, one file per bound concept.
 
+mod baseline;
 mod builder;
 mod convert;
 mod entries;
@@ -15,6 +16,8 @@ mod verify;
 /// The planner. Use it through the package `roam`.
 #[pyo3::pymodule]
 mod _core {
+    #[pymodule_export]
+    use crate::baseline::baseline;
     #[pymodule_export]
     use crate::builder::PyGraphBuilder;
     #[pymodule_export]

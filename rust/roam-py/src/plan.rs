@@ -21,6 +21,12 @@ pub(crate) struct PyCandidate {
     candidate: Candidate,
 }
 
+impl PyCandidate {
+    pub(crate) fn new(candidate: Candidate) -> Self {
+        Self { candidate }
+    }
+}
+
 #[pymethods]
 impl PyCandidate {
     /// How the order was found.
@@ -43,9 +49,17 @@ impl PyCandidate {
     fn pool_bytes(&self) -> u64 {
         self.candidate.pool_bytes
     }
+    /// Most live bytes over the steps of what is not in the pool.
+    #[getter]
+    fn outside_bytes(&self) -> u64 {
+        self.candidate.outside_bytes
+    }
     fn __repr__(&self) -> String {
-        let Candidate { order, layout, peak_bytes, pool_bytes } = &self.candidate;
-        format!("Candidate(order={order:?}, layout={layout:?}, peak_bytes={peak_bytes}, pool_bytes={pool_bytes})")
+        let Candidate { order, layout, peak_bytes, pool_bytes, outside_bytes } = &self.candidate;
+        format!(
+            "Candidate(order={order:?}, layout={layout:?}, peak_bytes={peak_bytes}, pool_bytes={pool_bytes}, \
+             outside_bytes={outside_bytes})"
+        )
     }
 }
 

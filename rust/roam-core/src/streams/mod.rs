@@ -71,6 +71,7 @@ impl Found {
             layout: tried.layout.into(),
             peak_bytes: tried.peak,
             pool_bytes: tried.pool_bytes,
+            outside_bytes: tried.total - tried.pool_bytes,
         };
         Plan {
             order: self.order.iter().map(|&op| problem.operator_id(op)).collect(),
