@@ -1,5 +1,7 @@
 //! Made-up training steps, the same on every machine: for tests and benchmarks.
 
+pub mod buffers;
+
 use crate::builder::GraphBuilder;
 use crate::error::GraphError;
 use crate::graph::{Graph, Kind, Operator, Phase, Residency, ReusePair, Source, Tensor};

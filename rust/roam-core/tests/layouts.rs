@@ -3,10 +3,11 @@
 
 mod common;
 
-use common::buffers::{brute_force, check, full, random};
+use common::buffers::{brute_force, check, full, live_bytes, random};
 use roam_core::layout::{Buffer, CsvError, PackError, Packing, pack, read_csv};
 use roam_core::optimize::Control;
 use roam_core::synthetic::Random;
+use roam_core::synthetic::buffers::Style;
 use std::path::Path;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
@@ -99,6 +100,33 @@ fn thousands_of_random_buffers_come_within_one_percent() {
 }
 
 #[test]
+fn buffers_of_every_style_are_packed_closely() {
+    for (style, count, gap_percent) in [
+        (Style::Wide, 3000, 3.0),
+        (Style::Narrow, 3000, 4.0),
+        (Style::Skewed, 3000, 3.0),
+        (Style::Training, 3000, 0.0),
+        (Style::Replaced, 500, 30.0),
+        (Style::Dissected, 1000, 15.0),
+    ] {
+        let packing = packed(&style.buffers(count, 1), 30_000_000);
+        let gap = 100.0 * (packing.pool_bytes as f64 / packing.live_bytes as f64 - 1.0);
+        assert!(gap <= gap_percent, "{}: {gap}%", style.name());
+    }
+}
+
+#[test]
+fn dissected_buffers_fill_a_rectangle() {
+    for count in [1, 2, 3, 50, 5000] {
+        let buffers = Style::Dissected.buffers(count, u64::from(count));
+        assert_eq!(buffers.len(), count as usize);
+        let area: u64 = buffers.iter().map(|buffer| (buffer.upper - buffer.lower) * (buffer.size_bytes / 512)).sum();
+        assert_eq!(area, 1 << 40);
+        assert_eq!(live_bytes(&buffers), 512 << 20);
+    }
+}
+
+#[test]
 fn threads_change_nothing() {
     let with = |threads: usize, buffers: &[Buffer]| {
         let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("a pool");
@@ -109,7 +137,7 @@ fn threads_change_nothing() {
         let buffers = random(&mut Random::new(seed), 120, 60, 50, 1, &[1]);
         let one = with(1, &buffers);
         assert_eq!(one, with(4, &buffers), "seed {seed}");
-        searched += usize::from(["dive", "canonical"].contains(&one.method));
+        searched += usize::from(["weighted", "dive", "canonical"].contains(&one.method));
     }
     assert!(searched > 5, "{searched}");
 }

@@ -150,3 +150,17 @@ fn rank(all: &mut [Block]) -> u32 {
     }
     starts.len() as u32
 }
+
+/// In a list in which what is open names itself and all else a later number: the first open number from this one on.
+/// Shortens the way for the next time.
+pub(super) fn first_open(open: &mut [u32], from: u32) -> u32 {
+    let mut found = from;
+    while open[found as usize] != found {
+        found = open[found as usize];
+    }
+    let mut at = from;
+    while open[at as usize] != found {
+        at = std::mem::replace(&mut open[at as usize], found);
+    }
+    found
+}

@@ -2,7 +2,7 @@
 
 use super::blocks::{Block, Blocks};
 use super::incumbent::Incumbent;
-use super::{Method, portfolio, search};
+use super::{Method, portfolio, search, surely};
 use crate::control::{Control, Stop, Watch};
 use thiserror::Error;
 
@@ -122,9 +122,8 @@ pub fn pack(buffers: &[Buffer], work: u64, control: &Control) -> Result<Packing,
 
 /// Everything there is, one after another. The first step is always done.
 fn find(incumbent: &mut Incumbent<'_>, mut work: u64, watch: &Watch) -> Result<(), Stop> {
-    let first = Method::ALL[0];
-    let offsets = first.place(incumbent.blocks, u64::MAX, &watch.patient())?;
-    incumbent.offer(first.name(), offsets.unwrap_or_default());
-    portfolio(incumbent, watch)?;
+    let (method, offsets) = surely(Method::ALL[0], incumbent.blocks, &watch.patient())?;
+    incumbent.offer(method.name(), offsets);
+    portfolio(incumbent, true, watch)?;
     search::improve(incumbent, &mut work, watch)
 }

@@ -7,7 +7,7 @@
 //! that cannot afford it are blamed, and blamed times are served earlier in later dives, as in squeaky
 //! wheel optimization (Joslin and Clements, 1999) and in weighted degree heuristics (Boussemart et al., 2004).
 
-use super::blocks::{Block, Blocks};
+use super::blocks::{Block, Blocks, first_open};
 use crate::control::{Stop, Watch};
 use crate::graph::round_up;
 use std::cmp::Reverse;
@@ -170,15 +170,7 @@ impl Dive<'_> {
 
     /// The first open place at or after this one.
     fn next_open(&mut self, place: u32) -> u32 {
-        let mut root = place;
-        while self.open[root as usize] != root {
-            root = self.open[root as usize];
-        }
-        let mut place = place;
-        while self.open[place as usize] != root {
-            place = std::mem::replace(&mut self.open[place as usize], root);
-        }
-        root
+        first_open(&mut self.open, place)
     }
 
     fn block(&self, at: u32) -> &Block {

@@ -4,7 +4,8 @@
 //! cover its whole time range (`cover`) and what all blocks take that touch it (`touch`). A query
 //! over a time range reads the `touch` of the nodes that make it up and the `cover` of the nodes
 //! above its two ends: O(log times) lists. In a tight layout merged spans are few, so a placement
-//! costs O(log^2) in practice, where comparing with every overlapping block is linear.
+//! costs O(log^2) in practice, where comparing with every overlapping block is linear. Where spans stay many
+//! it is linear too; spans looked at are counted, so that the caller can give up.
 
 use super::blocks::Block;
 use crate::graph::round_up;
@@ -14,7 +15,8 @@ use crate::graph::round_up;
 struct Spans(Vec<(u64, u64)>);
 
 impl Spans {
-    fn insert(&mut self, from: u64, to: u64) {
+    /// Says how many spans this looked at or moved, moves being quick.
+    fn insert(&mut self, from: u64, to: u64) -> u64 {
         let first = self.0.partition_point(|&(_, end)| end < from);
         let last = first + self.0[first..].partition_point(|&(start, _)| start <= to);
         if first == last {
@@ -24,6 +26,7 @@ impl Spans {
             self.0[first] = merged;
             self.0.drain(first + 1..last);
         }
+        ((self.0.len() - first) / 32) as u64
     }
 }
 
@@ -33,16 +36,22 @@ pub(super) struct Gaps {
     touch: Vec<Spans>,
     /// Leaves begin here.
     width: usize,
+    looked_at: u64,
 }
 
 impl Gaps {
     pub(super) fn new(times: u32) -> Self {
         let width = (times.max(1) as usize).next_power_of_two();
-        Gaps { cover: vec![Spans::default(); 2 * width], touch: vec![Spans::default(); 2 * width], width }
+        Gaps { cover: vec![Spans::default(); 2 * width], touch: vec![Spans::default(); 2 * width], width, looked_at: 0 }
+    }
+
+    /// How many spans have been looked at so far.
+    pub(super) fn looked_at(&self) -> u64 {
+        self.looked_at
     }
 
     /// The lowest aligned offset at which nothing is in the block's way.
-    pub(super) fn lowest(&self, block: &Block) -> u64 {
+    pub(super) fn lowest(&mut self, block: &Block) -> u64 {
         let mut lists: Vec<&[(u64, u64)]> = Vec::with_capacity(64);
         for node in self.ends(block) {
             if !self.cover[node].0.is_empty() {
@@ -54,9 +63,10 @@ impl Gaps {
                 lists.push(&self.touch[node].0);
             }
         }
-        let mut offset = 0;
-        loop {
+        let (mut offset, mut looked_at) = (0, 0);
+        let lowest = loop {
             let before = offset;
+            looked_at += lists.len() as u64;
             lists.retain_mut(|spans| {
                 let past = match spans {
                     [(_, end), ..] if *end > offset => 0,
@@ -69,23 +79,26 @@ impl Gaps {
                     }
                     offset = round_up(*end, block.alignment);
                     *spans = rest;
+                    looked_at += 1;
                 }
                 !spans.is_empty()
             });
             if offset == before {
-                return offset;
+                break offset;
             }
-        }
+        };
+        self.looked_at += looked_at;
+        lowest
     }
 
     pub(super) fn insert(&mut self, block: &Block, offset: u64) {
         let to = offset + block.size;
         for node in self.parts(block) {
-            self.cover[node].insert(offset, to);
-            self.touch[node].insert(offset, to);
+            self.looked_at += self.cover[node].insert(offset, to);
+            self.looked_at += self.touch[node].insert(offset, to);
         }
         for node in self.ends(block) {
-            self.touch[node].insert(offset, to);
+            self.looked_at += self.touch[node].insert(offset, to);
         }
     }
 

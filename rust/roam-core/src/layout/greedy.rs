@@ -48,31 +48,27 @@ impl Sequence {
     }
 }
 
-/// Offsets per block; `None` where one would reach beyond `limit`, or up to it.
+/// How many address spans may be looked at per block, on average, in addition to [`FEW_BLOCKS`] of them. Ordinary steps
+/// need a few hundred; where the address space falls into thousands of pieces, greedy layouts are slow and poor alike.
+const MOST_SPANS: u64 = 1 << 12;
+const FEW_BLOCKS: u64 = 1 << 10;
+
+/// Offsets per block; `None` where one would reach `limit` or beyond, or the address space has fallen into too many pieces.
 pub(super) fn place(blocks: &Blocks, sequence: Sequence, limit: u64, watch: &Watch) -> Result<Option<Vec<u64>>, Stop> {
-    let (placed, _) = place_in(blocks, &sequence.sorted(blocks), limit, watch)?;
-    Ok(placed.ok())
-}
-
-/// What a sequence gives: offsets per block, or the place in the sequence of the first block that
-/// does not end below the limit.
-pub(super) type Placed = Result<Vec<u64>, usize>;
-
-/// Places the blocks in the given sequence; also says how many were looked at.
-pub(super) fn place_in(blocks: &Blocks, sequence: &[u32], limit: u64, watch: &Watch) -> Result<(Placed, usize), Stop> {
     let mut offsets = vec![0; blocks.all.len()];
     let mut gaps = Gaps::new(blocks.times);
-    for (at, &index) in sequence.iter().enumerate() {
+    let most_spans = MOST_SPANS * (FEW_BLOCKS + blocks.all.len() as u64);
+    for (at, index) in sequence.sorted(blocks).into_iter().enumerate() {
         if at % 64 == 0 {
             watch.check()?;
         }
         let block = &blocks.all[index as usize];
         let offset = gaps.lowest(block);
-        if offset + block.size >= limit {
-            return Ok((Err(at), at + 1));
+        if offset + block.size >= limit || gaps.looked_at() > most_spans {
+            return Ok(None);
         }
         gaps.insert(block, offset);
         offsets[index as usize] = offset;
     }
-    Ok((Ok(offsets), sequence.len()))
+    Ok(Some(offsets))
 }

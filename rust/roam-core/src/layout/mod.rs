@@ -13,6 +13,7 @@ mod greedy;
 mod incumbent;
 mod search;
 mod skyline;
+mod weighted;
 
 use crate::control::{Stop, Watch};
 use crate::liveness::Profile;
@@ -42,15 +43,18 @@ pub(crate) enum Method {
     Greedy(Sequence),
     /// Longest lifetime on the lowest line of a skyline (LLFB).
     Skyline,
+    /// Valleys filled by what covers most and leaves the narrowest gaps.
+    Weighted,
 }
 
 impl Method {
-    pub(crate) const ALL: [Method; 5] = [
+    pub(crate) const ALL: [Method; 6] = [
         Method::Greedy(Sequence::Size),
         Method::Greedy(Sequence::Area),
         Method::Greedy(Sequence::Lifetime),
         Method::Greedy(Sequence::Start),
         Method::Skyline,
+        Method::Weighted,
     ];
 
     /// The name under which plans list it.
@@ -58,6 +62,7 @@ impl Method {
         match self {
             Method::Greedy(sequence) => sequence.name(),
             Method::Skyline => "skyline",
+            Method::Weighted => "weighted",
         }
     }
 
@@ -66,16 +71,27 @@ impl Method {
         match self {
             Method::Greedy(sequence) => greedy::place(blocks, sequence, limit, watch),
             Method::Skyline => skyline::place(blocks, limit, watch),
+            Method::Weighted => {
+                let offsets = weighted::place(blocks, watch)?;
+                Ok((blocks.pool_bytes(&offsets) < limit).then_some(offsets))
+            }
         }
     }
 }
 
-/// The quickest layout: creation order, lowest free offset. Always found.
+/// The quickest layout: creation order, lowest free offset; another where that would take long. Always found.
 pub(crate) fn first_fit(problem: &Problem, profile: &Profile, watch: &Watch) -> Result<Layout, Stop> {
     let blocks = Blocks::new(problem, profile);
-    let method = Method::Greedy(Sequence::Start);
-    let offsets = method.place(&blocks, u64::MAX, watch)?.unwrap_or_default();
+    let (method, offsets) = surely(Method::Greedy(Sequence::Start), &blocks, watch)?;
     Ok(blocks.layout(method.name(), &offsets))
+}
+
+/// The method's layout, or the one that is always found.
+fn surely(method: Method, blocks: &Blocks, watch: &Watch) -> Result<(Method, Vec<u64>), Stop> {
+    Ok(match method.place(blocks, u64::MAX, watch)? {
+        Some(offsets) => (method, offsets),
+        None => (Method::Weighted, weighted::place(blocks, watch)?),
+    })
 }
 
 /// One method's layout, for comparison; `None` where it would reach `limit` or beyond.
@@ -94,7 +110,7 @@ pub(crate) fn by_method(
 pub(crate) fn best(problem: &Problem, profile: &Profile, limit: u64, watch: &Watch) -> Result<Option<Layout>, Stop> {
     let blocks = Blocks::new(problem, profile);
     let mut incumbent = Incumbent::new(&blocks, limit);
-    let ended = portfolio(&mut incumbent, watch);
+    let ended = portfolio(&mut incumbent, false, watch);
     finish(incumbent, ended)
 }
 
@@ -123,11 +139,11 @@ fn finish(incumbent: Incumbent<'_>, ended: Result<(), Stop>) -> Result<Option<La
     }
 }
 
-/// Tries the methods of the portfolio.
-fn portfolio(incumbent: &mut Incumbent<'_>, watch: &Watch) -> Result<(), Stop> {
+/// Tries the methods of the portfolio; all but the first, if that has been tried.
+fn portfolio(incumbent: &mut Incumbent<'_>, first_done: bool, watch: &Watch) -> Result<(), Stop> {
     let (first, others) = Method::ALL.split_at(1);
     // The first is nearly always enough; the others run side by side if it is not.
-    for methods in [first, others] {
+    for methods in [first, others].into_iter().skip(usize::from(first_done)) {
         if incumbent.is_done() {
             break;
         }
@@ -140,4 +156,25 @@ fn portfolio(incumbent: &mut Incumbent<'_>, watch: &Watch) -> Result<(), Stop> {
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use blocks::Block;
+
+    #[test]
+    fn a_fragmented_address_space_ends_greedy_layouts_but_not_the_surest() {
+        // At time 1 every other block is gone, and nothing fits between the others.
+        let count = 30_000;
+        let small = (0..count).map(|at| Block { size: 1, alignment: 1, start: 0, end: 1 + at % 2 });
+        let large = (0..count).map(|_| Block { size: 2, alignment: 1, start: 1, end: 2 });
+        let blocks = Blocks::bare(small.chain(large).collect());
+        let watch = Watch::default();
+        let greedy = Method::Greedy(Sequence::Start);
+        assert_eq!(greedy.place(&blocks, u64::MAX, &watch), Ok(None));
+        let (method, offsets) = surely(greedy, &blocks, &watch).expect("not stopped");
+        assert_eq!(method, Method::Weighted);
+        assert!(blocks.pool_bytes(&offsets) as f64 <= 1.1 * blocks.floor() as f64);
+    }
 }

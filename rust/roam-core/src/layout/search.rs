@@ -1,24 +1,26 @@
-//! Search for a better layout: rounds of dives and of branch and bound, from several rankings of
-//! the blocks side by side, with more and more work until the floor is met.
+//! Search for a better layout: rounds of runs by weighted times, of dives and of branch and bound, from several
+//! rankings of the blocks side by side, with more and more work until the floor is met.
 
 use super::blocks::Blocks;
 use super::canonical::{Canonical, Outcome};
 use super::dive::Pond;
 use super::greedy::Sequence;
 use super::incumbent::Incumbent;
+use super::weighted::Lines;
 use crate::control::{Stop, Watch};
 use rayon::prelude::*;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// Which blocks are tried first.
-const RANKINGS: [Sequence; 4] = [Sequence::Lifetime, Sequence::Area, Sequence::Size, Sequence::Start];
+/// Which blocks are tried first, and what a gap costs in runs by weighted times.
+const RANKINGS: [(Sequence, f64); 4] =
+    [(Sequence::Lifetime, 1.0), (Sequence::Area, 2.0), (Sequence::Size, 4.0), (Sequence::Start, 0.5)];
 /// Comparisons that branch and bound may make per ranking in the first round. Each round doubles them.
 const FIRST_BUDGET: u64 = 1 << 20;
 /// Rounds of dives alone that may pass without a better layout.
 const MOST_FRUITLESS: u32 = 50;
 /// What beginning a search counts, so that many searches of little cannot take for ever.
 const BEGIN: u64 = 1000;
-/// Most pairs of blocks that meet, and most sums of lifetimes, for which branch and bound keeps tables.
+/// Most pairs of blocks that meet, and most sums of lifetimes, for which branch and bound keeps tables; as many pairs for dives.
 const MOST_PAIRS: u64 = 1 << 22;
 
 /// A ranking, and what the searches that use it have learned.
@@ -26,16 +28,20 @@ struct Ranking {
     rank: Vec<u32>,
     dive_blame: Vec<u32>,
     branch_blame: Vec<u32>,
+    weights: Vec<f64>,
+    /// What a gap costs in a run by weighted times.
+    gap_cost: f64,
 }
 
 impl Ranking {
-    fn new(blocks: &Blocks, sequence: Sequence) -> Self {
+    fn new(blocks: &Blocks, sequence: Sequence, gap_cost: f64) -> Self {
         let mut rank = vec![0; blocks.all.len()];
         for (place, &at) in sequence.sorted(blocks).iter().enumerate() {
             rank[at as usize] = place as u32;
         }
         let blame = vec![1; blocks.times as usize];
-        Ranking { rank, dive_blame: blame.clone(), branch_blame: blame }
+        let weights = vec![1.0; blocks.times as usize];
+        Ranking { rank, dive_blame: blame.clone(), branch_blame: blame, weights, gap_cost }
     }
 }
 
@@ -45,15 +51,22 @@ pub(super) fn improve(incumbent: &mut Incumbent<'_>, work: &mut u64, watch: &Wat
         return Ok(());
     }
     let blocks = incumbent.blocks;
-    let mut rankings = RANKINGS.map(|sequence| Ranking::new(blocks, sequence));
+    let mut rankings = RANKINGS.map(|(sequence, gap_cost)| Ranking::new(blocks, sequence, gap_cost));
+    let lines = Lines::new(blocks);
     let pond = Pond::new(blocks);
-    let canonical = (blocks.pairs() <= MOST_PAIRS && blocks.area() <= MOST_PAIRS).then(|| Canonical::new(blocks));
+    let pairs = blocks.pairs();
+    let canonical = (pairs <= MOST_PAIRS && blocks.area() <= MOST_PAIRS).then(|| Canonical::new(blocks));
     let mut budget = FIRST_BUDGET;
-    let mut fruitless = 0;
+    let (mut fruitless, mut round) = (0, 1u32);
     while *work > 0 && !incumbent.is_done() && fruitless < MOST_FRUITLESS {
         watch.check()?;
         let before = incumbent.limit;
-        dive(incumbent, &pond, &mut rankings, work, watch)?;
+        weigh(incumbent, &lines, &mut rankings, work, watch)?;
+        // Dives take time in proportion to the pairs that meet, and seldom find the better layout of many blocks.
+        if canonical.is_some() || (pairs <= MOST_PAIRS && round.is_power_of_two()) {
+            dive(incumbent, &pond, &mut rankings, work, watch)?;
+        }
+        round += 1;
         fruitless = if incumbent.limit < before { 0 } else { fruitless + 1 };
         let Some(canonical) = &canonical else { continue };
         fruitless = 0;
@@ -71,6 +84,30 @@ pub(super) fn improve(incumbent: &mut Incumbent<'_>, work: &mut u64, watch: &Wat
             return Ok(());
         }
         budget = budget.saturating_mul(2);
+    }
+    Ok(())
+}
+
+/// One run by weighted times per ranking.
+fn weigh(
+    incumbent: &mut Incumbent<'_>,
+    lines: &Lines<'_>,
+    rankings: &mut [Ranking],
+    work: &mut u64,
+    watch: &Watch,
+) -> Result<(), Stop> {
+    let runs: Vec<_> = rankings
+        .par_iter_mut()
+        .map(|ranking| {
+            let (offsets, steps) = lines.place(&ranking.weights, ranking.gap_cost, watch)?;
+            lines.update(&mut ranking.weights, &offsets);
+            Ok((offsets, steps))
+        })
+        .collect();
+    for run in runs {
+        let (offsets, steps) = run?;
+        *work = work.saturating_sub(BEGIN + steps);
+        incumbent.offer("weighted", offsets);
     }
     Ok(())
 }

@@ -1,0 +1,158 @@
+//! Graphs and layouts at the edges of what is permitted, through the whole planner. Debug builds trap every overflow.
+
+mod common;
+
+use common::buffers::check;
+use roam_core::builder::GraphBuilder;
+use roam_core::graph::{Graph, Kind, Operator, Phase, Residency, Source, Tensor};
+use roam_core::ids::TensorId;
+use roam_core::layout::{Buffer, pack};
+use roam_core::optimize::{Control, optimize};
+use roam_core::plan::{Plan, Settings, Status};
+
+struct Made(GraphBuilder);
+
+impl Made {
+    fn new(alignment_bytes: u64) -> Self {
+        Made(GraphBuilder::new("hard", "cpu", alignment_bytes))
+    }
+
+    fn tensor(&mut self, size_bytes: u64, alignment_bytes: u64) -> TensorId {
+        let name = self.0.num_tensors().to_string();
+        let tensor =
+            Tensor { name, size_bytes, alignment_bytes, kind: Kind::Temporary, residency: Residency::StepLocal };
+        self.0.tensor(tensor).expect("few tensors")
+    }
+
+    fn operator(&mut self, reads: &[TensorId], creates: &[TensorId]) {
+        let operator = Operator {
+            name: String::new(),
+            position: self.0.num_operators() as u32,
+            phase: Phase::Forward,
+            reads: reads.to_vec(),
+            creates: creates.to_vec(),
+            mutates: Vec::new(),
+            workspace_bytes: 0,
+            flops: 0,
+            reuse: Vec::new(),
+            sequence: None,
+            region: None,
+            source: Source::default(),
+        };
+        self.0.operator(operator).expect("few operators");
+    }
+
+    /// Each operator reads what the one before made.
+    fn chain(sizes: impl IntoIterator<Item = u64>, alignment_bytes: u64) -> Graph {
+        let mut made = Made::new(1);
+        let mut last = Vec::new();
+        for size in sizes {
+            let tensor = made.tensor(size, alignment_bytes);
+            made.operator(&last, &[tensor]);
+            last = vec![tensor];
+        }
+        made.build()
+    }
+
+    fn build(self) -> Graph {
+        self.0.build().expect("a valid graph")
+    }
+}
+
+/// Planned and, by the planner itself, verified.
+fn planned(graph: &Graph) -> Plan {
+    optimize(graph, &Settings::SINGLE, &Control::default()).expect("a plan")
+}
+
+#[test]
+fn one_chain_needs_its_two_largest_neighbours() {
+    let plan = planned(&Made::chain((0..20_000).map(|at| 1 + at * 7919 % 1000), 1));
+    let sizes: Vec<u64> = (0..20_000).map(|at| 1 + at * 7919 % 1000).collect();
+    let most = sizes.windows(2).map(|pair| pair[0] + pair[1]).max().unwrap_or(0);
+    assert_eq!((plan.pool_bytes, plan.lower_bound_bytes), (most, most));
+    assert_eq!(plan.status, Status::Optimal);
+}
+
+#[test]
+fn independent_operators_need_the_largest() {
+    let mut made = Made::new(1);
+    for at in 0..20_000 {
+        let tensor = made.tensor(at % 1000, 1);
+        made.operator(&[], &[tensor]);
+    }
+    let plan = planned(&made.build());
+    assert_eq!((plan.pool_bytes, plan.status), (999, Status::Optimal));
+}
+
+#[test]
+fn empty_tensors_need_nothing() {
+    let plan = planned(&Made::chain([0; 100], 1 << 30));
+    assert_eq!((plan.pool_bytes, plan.peak_bytes, plan.status), (0, 0, Status::Optimal));
+}
+
+#[test]
+fn one_tensor_may_be_larger_than_all_others() {
+    let mut made = Made::new(1);
+    let large = made.tensor(1 << 60, 1);
+    made.operator(&[], &[large]);
+    let others: Vec<TensorId> = (0..500).map(|at| made.tensor(1 + at % 3, 1)).collect();
+    for &other in &others {
+        made.operator(&[large], &[other]);
+    }
+    for &other in &others {
+        made.operator(&[other], &[]);
+    }
+    let plan = planned(&made.build());
+    assert_eq!((plan.pool_bytes, plan.status), ((1 << 60) + 3, Status::Optimal));
+}
+
+#[test]
+fn sizes_may_add_up_to_nearly_two_to_the_63() {
+    let part = i64::MAX as u64 / 4 - 1;
+    let plan = planned(&Made::chain([part, part, part - 7, part], 1));
+    assert_eq!((plan.pool_bytes, plan.status), (2 * part, Status::Optimal));
+    let alone = planned(&Made::chain([i64::MAX as u64 - 1], 1));
+    assert_eq!(alone.pool_bytes, i64::MAX as u64 - 1);
+}
+
+#[test]
+fn alignments_may_be_huge() {
+    let plan = planned(&Made::chain([5, 3, 9, 1], 1 << 30));
+    assert_eq!(plan.pool_bytes % (1 << 30), 0);
+    assert_eq!((plan.pool_bytes, plan.status), (2 << 30, Status::Optimal));
+}
+
+#[test]
+fn wide_updates_are_run_one_by_one() {
+    let mut made = Made::new(1);
+    let gradients: Vec<TensorId> = (0..20_000).map(|_| made.tensor(8, 1)).collect();
+    for &gradient in &gradients {
+        made.operator(&[], &[gradient]);
+    }
+    for &gradient in &gradients {
+        let temporary = made.tensor(4, 1);
+        made.operator(&[gradient], &[temporary]);
+    }
+    let plan = planned(&made.build());
+    assert_eq!((plan.pool_bytes, plan.status), (12, Status::Optimal));
+    assert_eq!(plan.program_order_peak_bytes, 8 * 20_000 + 4);
+}
+
+#[test]
+fn bare_buffers_at_the_edges_are_packed() {
+    let buffer = |lower, upper, size_bytes, alignment_bytes| Buffer { lower, upper, size_bytes, alignment_bytes };
+    let huge = 1 << 61;
+    let cases = [
+        vec![buffer(0, u64::MAX, i64::MAX as u64 - 1, 1)],
+        vec![buffer(0, 2, huge, 1), buffer(1, 3, huge - 5, 1), buffer(2, 4, huge, 1), buffer(3, 9, 7, 1)],
+        vec![buffer(0, 2, 1, huge), buffer(1, 3, 1, huge)],
+        vec![buffer(u64::MAX - 1, u64::MAX, 3, 1 << 20), buffer(0, u64::MAX, 1, 1), buffer(0, 1, 0, 1 << 62)],
+        (0..3000).map(|at| buffer(at, at + 1, 1 + at % 5, 1)).collect(),
+        (0..3000).map(|at| buffer(0, 1 + at % 7, 0, 1 << (at % 40))).collect(),
+        (0..3000).map(|at| buffer(0, 1 + at, 1, 1)).collect(),
+    ];
+    for buffers in cases {
+        let packing = pack(&buffers, 2_000_000, &Control::default()).expect("a packing");
+        check(&buffers, &packing);
+    }
+}
