@@ -29,6 +29,8 @@ const INSPECT_WORK: usize = 1_000_000;
 const MOST_PROBES: usize = 64;
 /// Operators looked at, over all probes of one bound; very large graphs get fewer.
 const PROBE_WORK: usize = 1_500_000;
+/// Operators, tensors and arcs looked at, over all probes for one problem.
+const ALL_PROBES_WORK: u64 = 50_000_000;
 /// Cuts made side by side; fixed, so that plans do not depend on the number of threads.
 const BATCH: usize = 8;
 /// Inputs up to which every choice of reuse is cut on its own.
@@ -43,6 +45,8 @@ pub(crate) struct Cut {
     /// Sets of operators that would have run before, each attaining the cut: the smallest and the
     /// largest. Empty where the search for them was cut short.
     pub(crate) done: Vec<Vec<bool>>,
+    /// How many operators, tensors and arcs were looked at.
+    work: u64,
 }
 
 /// What is proved about all orders, by operator.
@@ -51,6 +55,8 @@ pub(crate) struct Bounds {
     proved: BTreeMap<Op, (u64, BoundRoute)>,
     /// What one operator needs for itself, what enters or what leaves the step: bounds that cost nothing.
     floor: Option<(Op, u64)>,
+    /// What probing may still look at.
+    pub(crate) probe_work: u64,
 }
 
 impl Bounds {
@@ -75,7 +81,7 @@ impl Bounds {
                 (op, own(op).max(at_begin).max(at_end))
             })
             .max_by_key(|&(op, bytes)| (bytes, Reverse(op)));
-        Bounds { proved: BTreeMap::new(), floor }
+        Bounds { proved: BTreeMap::new(), floor, probe_work: ALL_PROBES_WORK }
     }
 
     /// The best bound so far and its operator.
@@ -179,6 +185,8 @@ pub(crate) struct Limit {
 /// it there, and it is fixed on its present side. Then the cut is made anew. The result, at most
 /// the target, bounds every order; its sets are what an order below the target could still pass.
 ///
+/// What the probes look at is counted off `work`; when that is used up, no more are made.
+///
 /// Under a limit it bounds only the orders that keep to it: operators are fixed where they would break it, too.
 pub(crate) fn probe(
     problem: &Problem,
@@ -186,6 +194,7 @@ pub(crate) fn probe(
     op: Op,
     order: &[Op],
     target: u64,
+    work: &mut u64,
     watch: &Watch,
 ) -> Result<Cut, Stop> {
     let mut step = vec![0u32; order.len()];
@@ -206,26 +215,33 @@ pub(crate) fn probe(
         moved.sort_by_key(|&other| (Reverse(touched(problem, other)), other));
         let mut fixed = false;
         for batch in moved.chunks(BATCH) {
-            if fixed || left < batch.len() {
+            if fixed || left < batch.len() || *work == 0 {
                 break;
             }
             left -= batch.len();
-            let refuted: Vec<bool> = batch
+            let refuted: Vec<(bool, u64)> = batch
                 .par_iter()
                 .map(|&other| {
                     let across = sides_across(problem, op, other, done[other as usize], &side);
-                    if cut_between(problem, other, &across, watch)?.bytes >= target {
-                        return Ok(true);
+                    let Cut { bytes, mut work, .. } = cut_between(problem, other, &across, watch)?;
+                    let mut refuted = bytes >= target;
+                    if let (false, Some(Limit { problem, peak })) = (refuted, limit) {
+                        // The limit holds where the other operator runs, and where this one does.
+                        let mut moved = side.clone();
+                        fix(other, if done[other as usize] { Side::Before } else { Side::After }, problem, &mut moved);
+                        for (at, side) in [(op, &moved), (other, &across)] {
+                            if !refuted {
+                                let cut = cut_between(problem, at, side, watch)?;
+                                work += cut.work;
+                                refuted = cut.bytes > *peak;
+                            }
+                        }
                     }
-                    let Some(Limit { problem, peak }) = limit else { return Ok(false) };
-                    // The limit holds where the other operator runs, and where this one does.
-                    let mut moved = side.clone();
-                    fix(other, if done[other as usize] { Side::Before } else { Side::After }, problem, &mut moved);
-                    Ok(cut_between(problem, op, &moved, watch)?.bytes > *peak
-                        || cut_between(problem, other, &across, watch)?.bytes > *peak)
+                    Ok((refuted, work))
                 })
                 .collect::<Result<_, _>>()?;
-            for (&other, _) in batch.iter().zip(&refuted).filter(|&(_, &refuted)| refuted) {
+            *work = work.saturating_sub(refuted.iter().map(|(_, work)| work).sum());
+            for (&other, _) in batch.iter().zip(&refuted).filter(|&(_, &(refuted, _))| refuted) {
                 let stays = if done[other as usize] { Side::After } else { Side::Before };
                 fix(other, stays, problem, &mut side);
                 fixed = true;
@@ -291,10 +307,12 @@ fn cut_between(problem: &Problem, op: Op, side: &[Side], watch: &Watch) -> Resul
                     })
                     .collect()
             });
-            least = Some(Cut { bytes, route: BoundRoute::Cut, done: done.collect() });
+            least = Some(Cut { bytes, route: BoundRoute::Cut, done: done.collect(), work: 0 });
         }
     }
-    Ok(least.unwrap_or(Cut { bytes: 0, route: BoundRoute::Cut, done: Vec::new() }))
+    let mut least = least.unwrap_or(Cut { bytes: 0, route: BoundRoute::Cut, done: Vec::new(), work: 0 });
+    least.work = (problem.len() + problem.tensors.len()) as u64 * choices.len() as u64 + (WORK_PER_CUT - work);
+    Ok(least)
 }
 
 /// Marks all that must run before (or after) `op` too; for After `op` itself as well, which does

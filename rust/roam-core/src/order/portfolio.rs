@@ -15,7 +15,7 @@ use std::sync::Arc;
 /// How many of the best orders are split at their cuts in any case.
 const SPLIT: usize = 2;
 /// How many others are split where much may be gained.
-const MOST_OTHERS: usize = 6;
+const MOST_OTHERS: usize = 2;
 
 /// An order on trial.
 #[derive(Clone, Debug)]

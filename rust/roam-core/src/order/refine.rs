@@ -71,9 +71,21 @@ impl Ordered {
     /// The cut at the peak; `None` where it shows that no order has a lower peak.
     fn cut(&self, aim: &Aim, bounds: &mut Bounds, watch: &Watch) -> Result<Option<(Op, Cut)>, Stop> {
         let Some(op) = self.peak_operator() else { return Ok(None) };
-        let cut = bound::probe(aim.problem, None, op, &self.order, self.profile.peak, watch)?;
+        let cut = self.probe(aim.problem, None, op, bounds, watch)?;
         bounds.record(op, cut.bytes, cut.route);
         Ok((cut.bytes < self.profile.peak).then_some((op, cut)))
+    }
+
+    /// What holds of orders with a lower peak, within the limit.
+    fn probe(
+        &self,
+        problem: &Problem,
+        limit: Option<&Limit>,
+        op: Op,
+        bounds: &mut Bounds,
+        watch: &Watch,
+    ) -> Result<Cut, Stop> {
+        bound::probe(problem, limit, op, &self.order, self.profile.peak, &mut bounds.probe_work, watch)
     }
 
     /// The best order that passes one of the cut's sets right before the operator, if it is better than this one.
@@ -96,7 +108,7 @@ pub(crate) fn split(aim: Aim, mut best: Ordered, bounds: &mut Bounds, watch: &Wa
         let mut better = best.split_at(&aim, op, &cut, bound);
         if better.is_none() && aim.limit.is_some() {
             // What this proves holds within the limit only.
-            let cut = bound::probe(aim.problem, aim.limit, op, &best.order, best.profile.peak, watch)?;
+            let cut = best.probe(aim.problem, aim.limit, op, bounds, watch)?;
             better = best.split_at(&aim, op, &cut, bound);
         }
         match better {
