@@ -5,7 +5,7 @@ mod common;
 use common::{SETTINGS, best_by_brute_force, random_graph};
 use roam_core::builder::GraphBuilder;
 use roam_core::graph::{Graph, Kind, Operator, Phase, Residency, Source, Tensor};
-use roam_core::ids::TensorId;
+use roam_core::ids::{OperatorId, TensorId};
 use roam_core::optimize::{Control, optimize};
 use roam_core::stages::Prepared;
 use roam_core::synthetic::Random;
@@ -194,6 +194,68 @@ fn updates_wait_for_memory_only() {
     // Small activations: waiting would only add gradients.
     let large_weights = two_updates(1, 100);
     assert!(peak(&large_weights, "memory_aware_updates") <= peak(&large_weights, "eager_updates"));
+}
+
+/// A chain of operators, in any of which others may end that were begun before, and updates in chains of up to three operators that
+/// hang off it. No tensor has users in two of the chains.
+fn updates_off_a_trunk(random: &mut Random, length: u32, most_updates: usize) -> Graph {
+    let mut sketch = Sketch::new();
+    let some = |random: &mut Random| 1 + random.below(9);
+    let mut loose: Vec<TensorId> = Vec::new();
+    for at in 0..length {
+        let (read, kept): (Vec<_>, Vec<_>) = loose.into_iter().partition(|_| random.once_in(3));
+        loose = kept;
+        loose.push(sketch.call(Phase::Backward, &read, some(random)));
+        if at > 0 {
+            sketch.0.control(OperatorId(at - 1), OperatorId(at));
+        }
+    }
+    while loose.len() > most_updates {
+        loose.swap_remove(random.below(loose.len() as u64) as usize);
+    }
+    for gradient in loose {
+        let mut end = gradient;
+        for _ in 0..1 + random.below(3) {
+            let stays = random.once_in(3);
+            end = sketch.make(
+                Phase::Update,
+                &[end],
+                some(random),
+                if stays { Residency::Leaves } else { Residency::StepLocal },
+            );
+        }
+    }
+    sketch.build()
+}
+
+/// Where each tensor has all its users in one chain, merging by hills and valleys gives the least peak of all interleavings.
+#[test]
+fn hills_and_valleys_of_updates_are_merged_in_the_best_way() {
+    let mut random = Random::new(26);
+    let mut improved = 0;
+    for _ in 0..400 {
+        let graph = updates_off_a_trunk(&mut random, 4, 2);
+        let prepared = Prepared::new(&graph, false);
+        let peak = |order: &str| prepared.order(order).expect("a known order").peak_bytes();
+        let (best, _) = best_by_brute_force(&graph, false);
+        assert_eq!(peak("hill_valley"), best);
+        improved += u32::from(best < peak("program").min(peak("eager_updates")).min(peak("memory_aware_updates")));
+    }
+    assert!(improved > 20, "only {improved} of 400 are better than every other way");
+}
+
+/// The merge of many updates is no worse than the other ways to place them.
+#[test]
+fn no_way_to_place_updates_beats_hills_and_valleys() {
+    let mut random = Random::new(27);
+    for _ in 0..100 {
+        let graph = updates_off_a_trunk(&mut random, 60, 60);
+        let prepared = Prepared::new(&graph, false);
+        let peak = |order: &str| prepared.order(order).expect("a known order").peak_bytes();
+        for other in ["program", "eager_updates", "memory_aware_updates"] {
+            assert!(peak("hill_valley") <= peak(other), "{other}");
+        }
+    }
 }
 
 /// A first step: every update makes two tensors of state that stay.

@@ -2,6 +2,7 @@
 
 mod depth_first;
 mod exact;
+mod hill_valley;
 mod integer;
 mod list;
 mod peaks;
@@ -36,6 +37,8 @@ pub(crate) enum Method {
     EagerUpdates,
     /// Program order, with every weight update when it fits under the estimated peak (ROAM).
     MemoryAwareUpdates,
+    /// Program order, with weight updates where they raise its peak the least (Liu).
+    HillValley,
     /// Program order, with whatever does not add to the live bytes as soon as it fits.
     EarlyFrees,
     /// List scheduling from the step's end backwards.
@@ -43,7 +46,7 @@ pub(crate) enum Method {
 }
 
 impl Method {
-    pub(crate) const ALL: [Method; 7] = [
+    pub(crate) const ALL: [Method; 8] = [
         Method::Program,
         Method::Lescea,
         Method::DepthFirst,
@@ -51,6 +54,7 @@ impl Method {
         Method::MemoryAwareUpdates,
         Method::EarlyFrees,
         Method::Reversed,
+        Method::HillValley,
     ];
 
     /// The name under which plans list it.
@@ -61,6 +65,7 @@ impl Method {
             Method::DepthFirst => "depth_first",
             Method::EagerUpdates => "eager_updates",
             Method::MemoryAwareUpdates => "memory_aware_updates",
+            Method::HillValley => "hill_valley",
             Method::EarlyFrees => "early_frees",
             Method::Reversed => "reversed",
         }
@@ -74,6 +79,7 @@ impl Method {
             Method::DepthFirst => depth_first::depth_first(problem, watch)?,
             Method::EagerUpdates => updates::eager_updates(problem, watch)?,
             Method::MemoryAwareUpdates => updates::memory_aware_updates(problem, watch)?,
+            Method::HillValley => hill_valley::hill_valley(problem, &problem.program_order(), watch)?,
             Method::EarlyFrees => list::schedule(problem, Preference::ProgramOrder, Start::PLAIN, watch)?,
             Method::Reversed => reversed::reversed(problem, watch)?,
         };

@@ -9,8 +9,12 @@ use std::collections::{BTreeMap, BTreeSet, BinaryHeap};
 
 /// Program order, except that every update runs as soon as its gradients are ready, so that they are used up at once.
 pub(super) fn eager_updates(problem: &Problem, watch: &Watch) -> Result<Vec<Op>, Stop> {
-    let parts = Parts::new(problem);
-    schedule(problem, &parts, &problem.program_order(), |pending, _, _| pending.oldest(), watch)
+    eager_in(problem, &Parts::new(problem), &problem.program_order(), watch)
+}
+
+/// The same in another order than program order.
+pub(super) fn eager_in(problem: &Problem, parts: &Parts, base: &[Op], watch: &Watch) -> Result<Vec<Op>, Stop> {
+    schedule(problem, parts, base, |pending, _, _| pending.oldest(), watch)
 }
 
 /// The published rule (Shu et al., arXiv 2310.19295, section 4): an update that would not fit under the estimated
@@ -169,40 +173,44 @@ fn schedule(
         let first = problem.successors.row(op).iter().map(|&next| after[next as usize]).min();
         after[op as usize] = first.unwrap_or(count as Op);
     }
-    // By those places, as far as the constraints permit.
-    let mut missing: Vec<u32> = (0..count as Op).map(|op| problem.predecessors.row(op).len() as u32).collect();
-    let key = |op: Op| {
+    Ok(by_place(problem, |op| {
         let part = parts.of[op as usize];
         // After the operator that made them possible: first what is shared, then one update after the other.
         let turn = turn.get(part as usize).map_or(0, |turn| turn + 1);
-        Reverse((after[op as usize], problem.is_update[op as usize], turn, op))
-    };
-    let mut ready: BinaryHeap<_> = (0..count as Op).filter(|&op| missing[op as usize] == 0).map(key).collect();
-    let mut order = Vec::with_capacity(count);
-    while let Some(Reverse((_, _, _, op))) = ready.pop() {
+        (after[op as usize], problem.is_update[op as usize], turn)
+    }))
+}
+
+/// The operators by their keys, as far as the constraints permit; of equals the first in program order.
+pub(super) fn by_place<K: Ord>(problem: &Problem, key: impl Fn(Op) -> K) -> Vec<Op> {
+    let mut missing: Vec<usize> = (0..problem.len() as Op).map(|op| problem.predecessors.row(op).len()).collect();
+    let free = (0..problem.len() as Op).filter(|&op| missing[op as usize] == 0);
+    let mut ready: BinaryHeap<_> = free.map(|op| Reverse((key(op), op))).collect();
+    let mut order = Vec::with_capacity(problem.len());
+    while let Some(Reverse((_, op))) = ready.pop() {
         order.push(op);
         for &next in problem.successors.row(op) {
             missing[next as usize] -= 1;
             if missing[next as usize] == 0 {
-                ready.push(key(next));
+                ready.push(Reverse((key(next), next)));
             }
         }
     }
-    Ok(order)
+    order
 }
 
 /// Stands for all updates together.
-const SHARED: u32 = NONE - 1;
+pub(super) const SHARED: u32 = NONE - 1;
 
 /// The update phase in its parts: one for each parameter, or for all that share a gradient.
-struct Parts {
+pub(super) struct Parts {
     /// Per operator its part; [`NONE`] outside the update phase, [`SHARED`] where several need it, such as what reads the learning
     /// rate.
-    of: Vec<u32>,
+    pub(super) of: Vec<u32>,
     /// Per part its operators in program order.
-    members: Vec<Vec<Op>>,
+    pub(super) members: Vec<Vec<Op>>,
     /// Per part the constraints that lead into it from other phases.
-    waits_for: Vec<u32>,
+    pub(super) waits_for: Vec<u32>,
     /// Per part the most bytes that it adds while it runs by itself.
     added: Vec<u64>,
     /// Per part the bytes by which more are live once it has run.
@@ -214,7 +222,7 @@ struct Parts {
 impl Parts {
     /// Connected are updates that wait for the other phases; those that do not, such as counting the step, prepare
     /// the part that needs them.
-    fn new(problem: &Problem) -> Self {
+    pub(super) fn new(problem: &Problem) -> Self {
         let count = problem.len();
         let updates = (0..count as Op).filter(|&op| problem.is_update[op as usize]);
         let mut waits = vec![false; count];
@@ -291,7 +299,7 @@ impl Parts {
     }
 
     /// Tells which parts can run once the operator has run.
-    fn ready_after(&self, problem: &Problem, op: Op, waits_for: &mut [u32], mut tell: impl FnMut(u32)) {
+    pub(super) fn ready_after(&self, problem: &Problem, op: Op, waits_for: &mut [u32], mut tell: impl FnMut(u32)) {
         for &next in problem.successors.row(op).iter().filter(|&&next| problem.is_update[next as usize]) {
             let part = self.of[next as usize];
             waits_for[part as usize] -= 1;
