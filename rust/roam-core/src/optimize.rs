@@ -222,7 +222,7 @@ impl<'a> Search<'a> {
                 Ok(()) => {}
                 Err(Stop::TimedOut) => {
                     self.timed_out = true;
-                    break;
+                    return self.lay_out_at_once();
                 }
                 Err(Stop::Cancelled) => return Err(OptimizeError::Cancelled),
             }
@@ -262,6 +262,19 @@ impl<'a> Search<'a> {
             if let Some(layout) = layout::best(self.problem_of(at), profile, limit, self.watch)? {
                 self.placed.push(Placed { trial: at, layout });
             }
+        }
+        Ok(())
+    }
+
+    /// When time is up: the quickest layout of the most promising order, so that its search was not for nothing.
+    fn lay_out_at_once(&mut self) -> Result<(), OptimizeError> {
+        let allowed = |&at: &usize| self.whole.trials[at].ordered.profile.peak <= self.program_peak;
+        if let Some(at) = self.whole.ranking().into_iter().find(allowed).filter(|&at| at > 0) {
+            let profile = &self.whole.trials[at].ordered.profile;
+            let patient = self.watch.patient();
+            let layout = layout::first_fit(self.problem_of(at), profile, &patient);
+            let layout = layout.map_err(|_| OptimizeError::Cancelled)?;
+            self.placed.push(Placed { trial: at, layout });
         }
         Ok(())
     }
@@ -341,9 +354,13 @@ impl<'a> Search<'a> {
         Ok(())
     }
 
-    /// Where the search for orders gave up: integer programs.
+    /// Where the search for orders gave up: integer programs, which take seconds, and so only where the total is not
+    /// all but proved.
     fn solve_orders(&mut self) -> Result<(), Stop> {
-        if self.is_done() { Ok(()) } else { self.whole.solve(&mut self.exact, self.watch) }
+        if order::is_within(self.least_total(), self.bound()) {
+            return Ok(());
+        }
+        self.whole.solve(&mut self.exact, self.watch)
     }
 
     /// Whether no order can have a smaller total than the best one on trial.

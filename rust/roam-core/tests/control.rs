@@ -24,7 +24,8 @@ fn no_time_gives_program_order() {
     verify(&graph, &plan).expect("valid");
     assert_eq!(plan.status, Status::TimedOut);
     assert_eq!(plan.order, graph.program_order());
-    assert_eq!(plan.peak_bytes, plan.program_order_peak_bytes);
+    // Reuse takes no search.
+    assert!(plan.peak_bytes < plan.program_order_peak_bytes);
     // Even without any time there is some bound.
     assert!(plan.lower_bound_bytes > 0);
 }
@@ -42,6 +43,27 @@ fn a_deadline_anywhere_gives_a_valid_plan() {
         if plan.status == Status::TimedOut { cut_short += 1 } else { assert_eq!(plan, full) }
     }
     assert!(cut_short > 0);
+}
+
+/// What was found before the time was up is laid out and counts.
+#[test]
+fn orders_found_in_time_are_used() {
+    let graph = step();
+    let deadline = Instant::now() + Duration::from_secs(2);
+    let wait = move |stage: &str, _: f64| {
+        if stage == "refine" {
+            std::thread::sleep(deadline.saturating_duration_since(Instant::now()));
+        }
+    };
+    let control = Control { deadline: Some(deadline), progress: Some(Box::new(wait)), ..Control::default() };
+    // Where this is done before it is refined, there is nothing to cut short.
+    let settings = Settings { reuse: false, ..SETTINGS };
+    let plan = optimize(&graph, &settings, &control).expect("a plan");
+    verify(&graph, &plan).expect("valid");
+    assert_eq!(plan.status, Status::TimedOut);
+    let full = optimize(&graph, &settings, &Control::default()).expect("a plan");
+    assert!(full.peak_bytes < full.program_order_peak_bytes);
+    assert!(plan.peak_bytes < plan.program_order_peak_bytes);
 }
 
 #[test]
