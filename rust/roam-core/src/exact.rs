@@ -6,7 +6,7 @@ use crate::plan::{Exact, ExactReport, ExactStatus};
 use std::time::Instant;
 
 /// What one program may cost: nodes, times the square of the entries, as which a node takes time.
-const WORK: u64 = 2_600_000_000;
+const WORK: u64 = 1_300_000_000;
 /// Nodes that are always granted: programs too large for these are not solved.
 const FEWEST_NODES: u64 = 200;
 /// Nodes that even the smallest programs may use.

@@ -123,12 +123,12 @@ impl Prepared {
 
     /// The names of all layouts.
     pub fn layouts() -> impl Iterator<Item = &'static str> {
-        layout::Method::ALL.iter().map(|method| method.name())
+        layout::Method::known().map(layout::Method::name)
     }
 
     /// Bytes of the pool as laid out by name; `None` if there is no layout of that name.
     pub fn pool_bytes(&self, ordered: &Ordered, name: &str) -> Option<u64> {
-        let method = layout::Method::ALL.into_iter().find(|method| method.name() == name)?;
+        let method = layout::Method::known().find(|method| method.name() == name)?;
         let layout = layout::by_method(&self.problem, &ordered.profile, method, u64::MAX, &self.watch).ok()??;
         Some(layout.pool_bytes)
     }

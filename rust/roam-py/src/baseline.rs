@@ -15,9 +15,9 @@ use roam_core::stages::Prepared;
 /// Args:
 ///     graph: the step.
 ///     order: ``program``, ``lescea``, ``depth_first``, ``eager_updates``, ``memory_aware_updates`` (the published rule
-///         for weight updates; Shu et al., arXiv 2310.19295), ``early_frees`` or ``reversed``.
-///     layout: ``size``, ``area``, ``lifetime``, ``start`` (each in that sequence at the lowest free offset), or
-///         ``skyline`` (LLFB).
+///         for weight updates; Shu et al., arXiv 2310.19295), ``early_frees``, ``reversed`` or ``hill_valley``.
+///     layout: ``size``, ``area``, ``lifetime``, ``first_fit`` (each in that sequence, the last by creation, at the lowest free
+///         offset), ``skyline`` (LLFB), ``weighted`` (valleys filled by weighted times) or ``tree`` (the published subgraph tree).
 ///     reuse: whether an output may take the memory of an input that dies, where the graph permits it.
 ///
 /// Raises:

@@ -124,16 +124,37 @@ impl<'a> Canonical<'a> {
         work: &mut u64,
         watch: &Watch,
     ) -> Result<Outcome, Stop> {
+        self.search_above(&vec![0; self.alive.len()], rank, capacity, blame, work, watch)
+    }
+
+    /// The same where nothing may lie below the `ground`, a height per time.
+    pub(super) fn search_above(
+        &self,
+        ground: &[u64],
+        rank: &[u32],
+        capacity: u64,
+        blame: &mut [u32],
+        work: &mut u64,
+        watch: &Watch,
+    ) -> Result<Outcome, Stop> {
         let times = 0..self.alive.len();
+        let lowest = |block: &Block| {
+            let ground = ground[block.times()].iter().copied().max().unwrap_or(0);
+            round_up(ground, block.alignment)
+        };
         let held = |alive: &Vec<u32>| alive.iter().map(|&at| self.blocks[at as usize].size).sum();
+        let lowest: Vec<u64> = self.blocks.iter().map(lowest).collect();
+        if self.blocks.iter().zip(&lowest).any(|(block, lowest)| lowest + block.size > capacity) {
+            return Ok(Outcome::Refuted);
+        }
         let mut search = Search {
             canonical: self,
             rank,
             capacity,
             blame,
-            lowest: vec![0; self.blocks.len()],
+            lowest,
             placed: vec![false; self.blocks.len()],
-            sky: vec![0; times.end],
+            sky: ground.to_vec(),
             left: self.alive.iter().map(held).collect(),
             trail: Vec::new(),
             steps: 0,

@@ -50,8 +50,8 @@ impl Gaps {
         self.looked_at
     }
 
-    /// The lowest aligned offset at which nothing is in the block's way.
-    pub(super) fn lowest(&mut self, block: &Block) -> u64 {
+    /// All lists that can hold something in the block's way.
+    fn lists(&self, block: &Block) -> Vec<&[(u64, u64)]> {
         let mut lists: Vec<&[(u64, u64)]> = Vec::with_capacity(64);
         for node in self.ends(block) {
             if !self.cover[node].0.is_empty() {
@@ -63,6 +63,24 @@ impl Gaps {
                 lists.push(&self.touch[node].0);
             }
         }
+        lists
+    }
+
+    /// Whether nothing is in the block's way at an offset.
+    pub(super) fn is_free(&mut self, block: &Block, offset: u64) -> bool {
+        let lists = self.lists(block);
+        let looked_at = lists.len() as u64;
+        let is_free = lists.iter().all(|spans| {
+            let past = spans.partition_point(|&(_, end)| end <= offset);
+            spans.get(past).is_none_or(|&(start, _)| offset + block.size <= start)
+        });
+        self.looked_at += looked_at;
+        is_free
+    }
+
+    /// The lowest aligned offset at which nothing is in the block's way.
+    pub(super) fn lowest(&mut self, block: &Block) -> u64 {
+        let mut lists = self.lists(block);
         let (mut offset, mut looked_at) = (0, 0);
         let lowest = loop {
             let before = offset;

@@ -53,11 +53,16 @@ impl Sequence {
 const MOST_SPANS: u64 = 1 << 12;
 const FEW_BLOCKS: u64 = 1 << 10;
 
+/// How many address spans may be looked at in all.
+pub(super) fn most_spans(blocks: usize) -> u64 {
+    MOST_SPANS * (FEW_BLOCKS + blocks as u64)
+}
+
 /// Offsets per block; `None` where one would reach `limit` or beyond, or the address space has fallen into too many pieces.
 pub(super) fn place(blocks: &Blocks, sequence: Sequence, limit: u64, watch: &Watch) -> Result<Option<Vec<u64>>, Stop> {
     let mut offsets = vec![0; blocks.all.len()];
     let mut gaps = Gaps::new(blocks.times);
-    let most_spans = MOST_SPANS * (FEW_BLOCKS + blocks.all.len() as u64);
+    let most_spans = most_spans(blocks.all.len());
     for (at, index) in sequence.sorted(blocks).into_iter().enumerate() {
         if at % 64 == 0 {
             watch.check()?;

@@ -6,6 +6,7 @@
 mod blocks;
 mod buffers;
 mod canonical;
+mod concatenate;
 mod csv;
 mod dive;
 mod gaps;
@@ -13,6 +14,7 @@ mod greedy;
 mod incumbent;
 mod search;
 mod skyline;
+mod tree;
 mod weighted;
 
 use crate::control::{Stop, Watch};
@@ -36,7 +38,7 @@ pub(crate) struct Layout {
     pub(crate) offsets: Vec<u64>,
 }
 
-/// How a layout is found. The planner tries all of them, in this order.
+/// How a layout is found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Method {
     /// Each block at the lowest free offset, in a fixed sequence.
@@ -45,9 +47,12 @@ pub(crate) enum Method {
     Skyline,
     /// Valleys filled by what covers most and leaves the narrowest gaps.
     Weighted,
+    /// Leaves of the subgraph tree solved one by one and stacked. Not in the portfolio: its searches take too long for that.
+    Tree,
 }
 
 impl Method {
+    /// The planner's portfolio, in the order in which it is tried.
     pub(crate) const ALL: [Method; 6] = [
         Method::Greedy(Sequence::Size),
         Method::Greedy(Sequence::Area),
@@ -57,12 +62,18 @@ impl Method {
         Method::Weighted,
     ];
 
+    /// All that there are.
+    pub(crate) fn known() -> impl Iterator<Item = Method> {
+        Method::ALL.into_iter().chain([Method::Tree])
+    }
+
     /// The name under which plans list it.
     pub(crate) fn name(self) -> &'static str {
         match self {
             Method::Greedy(sequence) => sequence.name(),
             Method::Skyline => "skyline",
             Method::Weighted => "weighted",
+            Method::Tree => "tree",
         }
     }
 
@@ -71,6 +82,7 @@ impl Method {
         match self {
             Method::Greedy(sequence) => greedy::place(blocks, sequence, limit, watch),
             Method::Skyline => skyline::place(blocks, limit, watch),
+            Method::Tree => concatenate::place(blocks, limit, watch),
             Method::Weighted => {
                 let offsets = weighted::place(blocks, watch)?;
                 Ok((blocks.pool_bytes(&offsets) < limit).then_some(offsets))
