@@ -121,6 +121,11 @@ impl Prepared {
         Some((Ordered { order: solved.order, profile: solved.profile }, bounds.best().0, exact.report))
     }
 
+    /// The names of the layouts that every plan tries.
+    pub fn portfolio() -> impl Iterator<Item = &'static str> {
+        layout::Method::ALL.into_iter().map(layout::Method::name)
+    }
+
     /// The names of all layouts.
     pub fn layouts() -> impl Iterator<Item = &'static str> {
         layout::Method::known().map(layout::Method::name)

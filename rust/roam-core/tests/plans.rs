@@ -124,9 +124,7 @@ fn no_plan_takes_more_than_program_order_laid_out() {
         for reuse in [false, true] {
             let prepared = Prepared::new(&graph, reuse);
             let program = prepared.order("program").expect("a known order");
-            // The tree is no part of the portfolio.
-            let layouts = Prepared::layouts().filter(|&layout| layout != "tree");
-            let pool = layouts.filter_map(|layout| prepared.pool_bytes(&program, layout)).min();
+            let pool = Prepared::portfolio().filter_map(|layout| prepared.pool_bytes(&program, layout)).min();
             let total = pool.expect("several layouts") + program.outside_peak_bytes();
             assert!(plan.pool_bytes + plan.outside_bytes <= total);
         }

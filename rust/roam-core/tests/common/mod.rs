@@ -195,7 +195,7 @@ pub(crate) fn check_streams(graph: &Graph, settings: &Settings, random: &mut Ran
     assert!(schedule.critical_path_ns <= schedule.makespan_ns);
     let prepared = Prepared::new(graph, false);
     let program = prepared.order("program").expect("a known order");
-    let pool = Prepared::layouts().filter_map(|layout| prepared.pool_bytes(&program, layout)).min();
+    let pool = Prepared::portfolio().filter_map(|layout| prepared.pool_bytes(&program, layout)).min();
     assert!(plan.pool_bytes + plan.outside_bytes <= pool.expect("several layouts") + program.outside_peak_bytes());
     plan
 }
