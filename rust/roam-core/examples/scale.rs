@@ -8,7 +8,7 @@
 
 use roam_core::builder::GraphBuilder;
 use roam_core::error::GraphError;
-use roam_core::graph::{Graph, Kind, Operator, Phase, Residency, Source, Tensor};
+use roam_core::graph::{Graph, Kind, Operator, Phase, Residency, Tensor};
 use roam_core::ids::TensorId;
 use roam_core::optimize::{Control, optimize_timed};
 use roam_core::plan::Settings;
@@ -132,18 +132,10 @@ impl Net {
         mutates: &[TensorId],
     ) -> Result<(), GraphError> {
         self.builder.operator(Operator {
-            name: "call".into(),
-            position: self.builder.num_operators() as u32,
-            phase,
             reads: reads.to_vec(),
             creates: creates.to_vec(),
             mutates: mutates.to_vec(),
-            workspace_bytes: 0,
-            flops: 0,
-            reuse: Vec::new(),
-            sequence: None,
-            region: None,
-            source: Source::default(),
+            ..Operator::new("call", self.builder.num_operators() as u32, phase)
         })?;
         Ok(())
     }

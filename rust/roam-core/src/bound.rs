@@ -13,7 +13,7 @@ use crate::flow::{self, INFINITE, Network};
 use crate::graph::Residency;
 use crate::liveness::largest_matching;
 use crate::plan::BoundRoute;
-use crate::problem::{NONE, Op, Problem, Ten};
+use crate::problem::{NONE, Op, Problem, Ten, step_by_operator};
 use rayon::prelude::*;
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
@@ -197,10 +197,7 @@ pub(crate) fn probe(
     work: &mut u64,
     watch: &Watch,
 ) -> Result<Cut, Stop> {
-    let mut step = vec![0u32; order.len()];
-    for (at, &other) in order.iter().enumerate() {
-        step[other as usize] = at as u32;
-    }
+    let step = step_by_operator(order);
     let mut side = sides(problem, op);
     let mut left = (PROBE_WORK / problem.len().max(1)).clamp(BATCH, MOST_PROBES);
     let mut route = BoundRoute::Cut;

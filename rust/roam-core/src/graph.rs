@@ -175,6 +175,26 @@ pub struct Operator {
     pub source: Source,
 }
 
+impl Operator {
+    /// One that reads, makes and needs nothing.
+    pub fn new(name: impl Into<String>, position: u32, phase: Phase) -> Self {
+        Operator {
+            name: name.into(),
+            position,
+            phase,
+            reads: Vec::new(),
+            creates: Vec::new(),
+            mutates: Vec::new(),
+            workspace_bytes: 0,
+            flops: 0,
+            reuse: Vec::new(),
+            sequence: None,
+            region: None,
+            source: Source::default(),
+        }
+    }
+}
+
 /// A part of the step that runs only if a tensor's value says so. Reserved: the first format
 /// version stores regions, planning takes every region as run.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

@@ -6,7 +6,7 @@
 
 use crate::graph::{Graph, Residency};
 use crate::ids::OperatorId;
-use crate::problem::{NONE, Op, Problem, Ten};
+use crate::problem::{NONE, Op, Problem, Ten, step_by_operator};
 use thiserror::Error;
 
 /// Why a list of operators is no order of a graph.
@@ -77,10 +77,7 @@ pub(crate) struct Lifetimes {
 impl Lifetimes {
     pub(crate) fn new(problem: &Problem, order: &[Op]) -> Self {
         let steps = order.len() as u32;
-        let mut step = vec![0u32; order.len()];
-        for (at, &op) in order.iter().enumerate() {
-            step[op as usize] = at as u32;
-        }
+        let step = step_by_operator(order);
         let mut start = Vec::with_capacity(problem.tensors.len());
         let mut end = Vec::with_capacity(problem.tensors.len());
         for (tensor, item) in problem.tensors.iter().enumerate() {

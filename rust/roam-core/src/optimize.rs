@@ -10,8 +10,7 @@ use crate::bound::Limit;
 pub use crate::control::{Control, Progress};
 use crate::control::{Stop, Watch};
 use crate::exact::ExactTier;
-use crate::graph::{Graph, Residency, ReusePair};
-use crate::ids::TensorId;
+use crate::graph::{Graph, Residency};
 use crate::layout::{self, Layout};
 use crate::liveness::Profile;
 use crate::order::{self, Ordered, Portfolio, Trial};
@@ -155,7 +154,7 @@ struct Search<'a> {
 /// A part of the search that a deadline may end early.
 type Stage<'a> = fn(&mut Search<'a>) -> Result<(), Stop>;
 
-/// Names of trials that are not an order [`Method`].
+/// The trial that no order method makes.
 const PROGRAM_WITHOUT_REUSE: &str = "program_without_reuse";
 /// Where the total is proved the least, the common peak is still lowered in graphs of so many operators.
 const SMALL: usize = 2000;
@@ -430,25 +429,17 @@ impl<'a> Search<'a> {
         let problem = self.problem_of(*trial);
         let mut offsets: Vec<Option<u64>> =
             self.graph.tensors().iter().map(|tensor| (tensor.residency == Residency::StepLocal).then_some(0)).collect();
-        for (tensor, item) in problem.tensors.iter().enumerate() {
-            if item.in_pool() {
-                offsets[problem.tensor_id(tensor as u32).index()] = Some(layout.offsets[tensor]);
-            }
-        }
+        problem.write_offsets(&layout.offsets, &mut offsets);
         let local = layout.pool_bytes + profile.outside_peak;
         let persistent_bytes = self.graph.persistent_bytes();
         let (bound, bound_operator) = self.whole.bounds.best();
         let total_bound = self.bound();
-        let pair = |&(input, output): &(u32, u32)| -> ReusePair {
-            let id = |tensor| -> TensorId { problem.tensor_id(tensor) };
-            ReusePair { input: id(input), output: id(output) }
-        };
         Plan {
             graph_digest: self.graph.digest().to_owned(),
             settings: self.settings.clone(),
             order: order.iter().map(|&op| problem.operator_id(op)).collect(),
             offsets,
-            reuse: profile.pairs.iter().map(pair).collect(),
+            reuse: problem.pair_ids(&profile.pairs),
             schedule: None,
             program_order_peak_bytes: self.program_peak,
             peak_bytes: profile.peak,
@@ -461,11 +452,7 @@ impl<'a> Search<'a> {
             total_lower_bound_bytes: total_bound + persistent_bytes,
             bound_operator: bound_operator.map(|op| problem.operator_id(op)),
             bound_route: self.whole.bounds.route(),
-            status: match (local == total_bound, self.timed_out) {
-                (true, _) => Status::Optimal,
-                (false, true) => Status::TimedOut,
-                (false, false) => Status::Feasible,
-            },
+            status: Status::of(local, total_bound, self.timed_out),
             exact: self.exact.report.clone(),
             candidates: self
                 .placed

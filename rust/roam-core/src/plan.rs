@@ -94,6 +94,17 @@ pub struct ExactReport {
     pub reason: Option<String>,
 }
 
+impl Status {
+    /// How a plan of so many bytes relates to the least that is possible.
+    pub(crate) fn of(bytes: u64, least: u64, timed_out: bool) -> Self {
+        match (bytes == least, timed_out) {
+            (true, _) => Status::Optimal,
+            (false, true) => Status::TimedOut,
+            (false, false) => Status::Feasible,
+        }
+    }
+}
+
 /// What the caller may choose.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]

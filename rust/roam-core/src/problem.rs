@@ -5,7 +5,7 @@
 //! Algorithms that work on a [`Problem`] cannot let ids or names reach a plan: permuting either
 //! gives the same problem.
 
-use crate::graph::{Graph, Phase, Residency};
+use crate::graph::{Graph, Phase, Residency, ReusePair};
 use crate::ids::{OperatorId, TensorId};
 
 /// An operator's program position.
@@ -77,6 +77,15 @@ impl Item {
     pub(crate) fn in_pool(&self) -> bool {
         self.residency == Residency::StepLocal
     }
+}
+
+/// Per operator its step in the order.
+pub(crate) fn step_by_operator(order: &[Op]) -> Vec<u32> {
+    let mut steps = vec![0; order.len()];
+    for (at, &op) in order.iter().enumerate() {
+        steps[op as usize] = at as u32;
+    }
+    steps
 }
 
 /// What a problem counts.
@@ -231,6 +240,21 @@ impl Problem {
 
     pub(crate) fn tensor_id(&self, tensor: Ten) -> TensorId {
         self.tensor_ids[tensor as usize]
+    }
+
+    /// Reuse pairs by tensor id.
+    pub(crate) fn pair_ids(&self, pairs: &[(Ten, Ten)]) -> Vec<ReusePair> {
+        let pair = |&(input, output)| ReusePair { input: self.tensor_id(input), output: self.tensor_id(output) };
+        pairs.iter().map(pair).collect()
+    }
+
+    /// Offsets by tensor id, of tensors that count; the others have none yet or keep theirs.
+    pub(crate) fn write_offsets(&self, offsets: &[u64], by_id: &mut [Option<u64>]) {
+        for ((item, &id), &offset) in self.tensors.iter().zip(&self.tensor_ids).zip(offsets) {
+            if item.in_pool() {
+                by_id[id.index()] = Some(offset);
+            }
+        }
     }
 
     pub(crate) fn operator_id(&self, op: Op) -> OperatorId {

@@ -227,18 +227,13 @@ impl Tape {
         reuse: &[ReusePair],
     ) -> Result<(), GraphError> {
         self.builder.operator(Operator {
-            name: name.into(),
-            position: self.builder.num_operators() as u32,
-            phase: self.phase,
             reads: reads.to_vec(),
             creates: creates.to_vec(),
             mutates: mutates.to_vec(),
             workspace_bytes,
-            flops: 0,
             reuse: reuse.to_vec(),
-            sequence: None,
-            region: None,
             source: Source { module: self.module.clone(), file: String::new(), line: 0 },
+            ..Operator::new(name, self.builder.num_operators() as u32, self.phase)
         })?;
         Ok(())
     }

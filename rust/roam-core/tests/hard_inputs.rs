@@ -4,7 +4,7 @@ mod common;
 
 use common::buffers::check;
 use roam_core::builder::GraphBuilder;
-use roam_core::graph::{Graph, Kind, Operator, Phase, Residency, Source, Tensor};
+use roam_core::graph::{Graph, Kind, Operator, Phase, Residency, Tensor};
 use roam_core::ids::TensorId;
 use roam_core::layout::{Buffer, pack};
 use roam_core::optimize::{Control, optimize};
@@ -26,18 +26,9 @@ impl Made {
 
     fn operator(&mut self, reads: &[TensorId], creates: &[TensorId]) {
         let operator = Operator {
-            name: String::new(),
-            position: self.0.num_operators() as u32,
-            phase: Phase::Forward,
             reads: reads.to_vec(),
             creates: creates.to_vec(),
-            mutates: Vec::new(),
-            workspace_bytes: 0,
-            flops: 0,
-            reuse: Vec::new(),
-            sequence: None,
-            region: None,
-            source: Source::default(),
+            ..Operator::new("", self.0.num_operators() as u32, Phase::Forward)
         };
         self.0.operator(operator).expect("few operators");
     }

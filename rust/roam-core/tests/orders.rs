@@ -4,7 +4,7 @@ mod common;
 
 use common::{SETTINGS, best_by_brute_force, random_graph};
 use roam_core::builder::GraphBuilder;
-use roam_core::graph::{Graph, Kind, Operator, Phase, Residency, Source, Tensor};
+use roam_core::graph::{Graph, Kind, Operator, Phase, Residency, Tensor};
 use roam_core::ids::{OperatorId, TensorId};
 use roam_core::optimize::{Control, optimize};
 use roam_core::stages::Prepared;
@@ -69,20 +69,8 @@ impl Sketch {
         let mut reads = reads.to_vec();
         reads.sort();
         reads.dedup();
-        let operator = Operator {
-            name: String::new(),
-            position: self.0.num_operators() as u32,
-            phase,
-            reads,
-            creates: vec![output],
-            mutates: Vec::new(),
-            workspace_bytes: 0,
-            flops: 0,
-            reuse: Vec::new(),
-            sequence: None,
-            region: None,
-            source: Source::default(),
-        };
+        let operator =
+            Operator { reads, creates: vec![output], ..Operator::new("", self.0.num_operators() as u32, phase) };
         self.0.operator(operator).expect("few operators");
         output
     }

@@ -5,7 +5,7 @@ mod common;
 
 use common::{Peaks, SETTINGS, best_by_brute_force, peaks_by_definition, random_graph};
 use roam_core::builder::GraphBuilder;
-use roam_core::graph::{Graph, Kind, Operator, Phase, Residency, ReusePair, Source, Tensor};
+use roam_core::graph::{Graph, Kind, Operator, Phase, Residency, ReusePair, Tensor};
 use roam_core::ids::{OperatorId, TensorId};
 use roam_core::liveness::live_bytes;
 use roam_core::optimize::{Control, optimize};
@@ -70,18 +70,9 @@ fn the_bound_is_found_among_operators_that_can_run_anywhere() {
     };
     let call = |builder: &mut GraphBuilder, reads: &[TensorId], creates: &[TensorId]| {
         let operator = Operator {
-            name: String::new(),
-            position: builder.num_operators() as u32,
-            phase: Phase::Backward,
             reads: reads.to_vec(),
             creates: creates.to_vec(),
-            mutates: Vec::new(),
-            workspace_bytes: 0,
-            flops: 0,
-            reuse: Vec::new(),
-            sequence: None,
-            region: None,
-            source: Source::default(),
+            ..Operator::new("", builder.num_operators() as u32, Phase::Backward)
         };
         builder.operator(operator).expect("few operators");
     };

@@ -274,7 +274,7 @@ impl Search<'_> {
 mod tests {
     use super::*;
     use crate::builder::GraphBuilder;
-    use crate::graph::{Kind, Operator, Phase, Residency, ReusePair, Source, Tensor};
+    use crate::graph::{Kind, Operator, Phase, Residency, ReusePair, Tensor};
     use crate::ids::TensorId;
     use crate::liveness::Profile;
     use crate::problem::{Op, Problem};
@@ -306,18 +306,11 @@ mod tests {
                 .map(|(read, made)| ReusePair { input: read.0, output: made.0 })
                 .collect();
             let operator = Operator {
-                name: String::new(),
-                position: position as u32,
-                phase: Phase::Forward,
                 reads: reads.iter().map(|&(id, _)| id).collect(),
                 creates: creates.iter().map(|&(id, _)| id).collect(),
-                mutates: Vec::new(),
                 workspace_bytes: random.below(3),
-                flops: 0,
                 reuse,
-                sequence: None,
-                region: None,
-                source: Source::default(),
+                ..Operator::new("", position as u32, Phase::Forward)
             };
             builder.operator(operator).expect("few operators");
             present.extend(creates);

@@ -96,7 +96,7 @@ fn trunk(problem: &Problem) -> Vec<bool> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::graph::{Operator, Phase, Source};
+    use crate::graph::{Operator, Phase};
     use crate::synthetic::Random;
 
     /// Operators without tensors, ordered by random control edges.
@@ -104,20 +104,8 @@ mod tests {
         let count = 1 + random.below(24);
         let mut builder = crate::builder::GraphBuilder::new("random", "cpu", 1);
         for position in 0..count {
-            let operator = Operator {
-                name: String::new(),
-                position: position as u32,
-                phase: if random.once_in(4) { Phase::Update } else { Phase::Forward },
-                reads: Vec::new(),
-                creates: Vec::new(),
-                mutates: Vec::new(),
-                workspace_bytes: 0,
-                flops: 0,
-                reuse: Vec::new(),
-                sequence: None,
-                region: None,
-                source: Source::default(),
-            };
+            let operator =
+                Operator::new("", position as u32, if random.once_in(4) { Phase::Update } else { Phase::Forward });
             builder.operator(operator).expect("few operators");
         }
         let near = 1 + random.below(4);

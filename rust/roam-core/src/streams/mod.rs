@@ -15,7 +15,7 @@ mod windows;
 
 use crate::control::{Stop, Watch};
 use crate::cost;
-use crate::graph::{Graph, ReusePair};
+use crate::graph::Graph;
 use crate::layout::Layout;
 use crate::order::Ordered;
 use crate::plan::{Candidate, Plan, Schedule, Settings, Status};
@@ -55,17 +55,9 @@ impl Found {
 
     /// The plan; what does not depend on streams is that of the plan for one.
     pub(crate) fn into_plan(self, problem: &Problem, single: Plan, tried: &[Tried], timed_out: bool) -> Plan {
-        let total = self.total();
+        let total = self.total() + single.persistent_bytes;
         let mut offsets = single.offsets;
-        for (tensor, item) in problem.tensors.iter().enumerate() {
-            if item.in_pool() {
-                offsets[problem.tensor_id(tensor as Ten).index()] = Some(self.layout.offsets[tensor]);
-            }
-        }
-        let pair = |&(input, output): &(Ten, Ten)| ReusePair {
-            input: problem.tensor_id(input),
-            output: problem.tensor_id(output),
-        };
+        problem.write_offsets(&self.layout.offsets, &mut offsets);
         let candidate = |tried: &Tried| Candidate {
             order: tried.name.clone(),
             layout: tried.layout.into(),
@@ -76,17 +68,13 @@ impl Found {
         Plan {
             order: self.order.iter().map(|&op| problem.operator_id(op)).collect(),
             offsets,
-            reuse: self.pairs.iter().map(pair).collect(),
+            reuse: problem.pair_ids(&self.pairs),
             peak_bytes: self.peak,
             pool_peak_bytes: self.pool_peak,
             pool_bytes: self.layout.pool_bytes,
             outside_bytes: self.outside_bytes,
-            total_bytes: total + single.persistent_bytes,
-            status: match (total + single.persistent_bytes == single.total_lower_bound_bytes, timed_out) {
-                (true, _) => Status::Optimal,
-                (false, true) => Status::TimedOut,
-                (false, false) => Status::Feasible,
-            },
+            total_bytes: total,
+            status: Status::of(total, single.total_lower_bound_bytes, timed_out),
             candidates: tried.iter().map(candidate).collect(),
             schedule: Some(self.schedule),
             ..single

@@ -12,7 +12,7 @@ use crate::control::{Stop, Watch};
 use crate::cost;
 use crate::graph::Residency;
 use crate::order::{Ordered, STRIDE};
-use crate::problem::{Op, Problem, Ten};
+use crate::problem::{Op, Problem, Ten, step_by_operator};
 use std::cmp::Reverse;
 use std::collections::{BTreeSet, BinaryHeap};
 
@@ -196,10 +196,7 @@ struct Memory<'a> {
 
 impl<'a> Memory<'a> {
     fn new(problem: &'a Problem, base: &'a Ordered, ceiling: u64) -> Self {
-        let mut turn = vec![0; problem.len()];
-        for (at, &op) in base.order.iter().enumerate() {
-            turn[op as usize] = at as u32;
-        }
+        let turn = step_by_operator(&base.order);
         let users: Vec<Vec<u32>> = (0..problem.tensors.len() as Ten)
             .map(|tensor| {
                 let mut turns: Vec<u32> = problem.users.row(tensor).iter().map(|&op| turn[op as usize]).collect();

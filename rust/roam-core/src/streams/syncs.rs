@@ -7,7 +7,7 @@
 use super::schedule::Timed;
 use crate::cost;
 use crate::graph::Residency;
-use crate::problem::{NONE, Op, Problem, Rows, Ten};
+use crate::problem::{NONE, Op, Problem, Rows, Ten, step_by_operator};
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, VecDeque};
 
@@ -112,7 +112,7 @@ pub(super) struct Syncs<'a> {
 pub(super) fn syncs<'a>(problem: &Problem, timed: &'a Timed, streams: u32, offsets: &[u64]) -> Syncs<'a> {
     let mut clocks = Clocks::new(timed, streams);
     let memory = displaced(problem, &timed.order, offsets);
-    let launch = launches(&timed.order);
+    let launch = step_by_operator(&timed.order);
     let mut found = Vec::new();
     let mut needs = vec![0u32; clocks.streams];
     let mut open: Vec<Op> = Vec::new();
@@ -146,15 +146,6 @@ pub(super) fn syncs<'a>(problem: &Problem, timed: &'a Timed, streams: u32, offse
         }
     }
     Syncs { pairs: found, clocks }
-}
-
-/// Per operator its place in the order of launching.
-fn launches(order: &[Op]) -> Vec<u32> {
-    let mut launch = vec![0; order.len()];
-    for (at, &op) in order.iter().enumerate() {
-        launch[op as usize] = at as u32;
-    }
-    launch
 }
 
 /// Per operator the tensors whose bytes its outputs take, each byte's last holder only: who held it
@@ -240,7 +231,7 @@ impl Syncs<'_> {
             held[stream][from] = held[stream][from].wrapping_add(bytes);
             held[stream][to] = held[stream][to].wrapping_sub(bytes);
         };
-        let launch = launches(order);
+        let launch = step_by_operator(order);
         let mut needs = vec![0u32; clocks.streams];
         for (tensor, item) in problem.tensors.iter().enumerate().filter(|(_, item)| !item.in_pool()) {
             let Some(mut last) = order.first().copied() else { break };

@@ -6,7 +6,7 @@
 use super::schedule::Timed;
 use crate::graph::Residency;
 use crate::liveness::{Lifetimes, Profile, largest_matching};
-use crate::problem::{NONE, Op, Problem, Ten};
+use crate::problem::{NONE, Op, Problem, Ten, step_by_operator};
 
 /// The lifetimes of a timed schedule; whatever may be reused by its times is reused.
 ///
@@ -88,11 +88,7 @@ impl Starts {
     fn new(timed: &Timed) -> Self {
         let mut order = timed.order.clone();
         order.sort_by_key(|&op| timed.start[op as usize]);
-        let mut rank = vec![0; order.len()];
-        for (at, &op) in order.iter().enumerate() {
-            rank[op as usize] = at as u32;
-        }
-        Starts { rank, times: order.iter().map(|&op| timed.start[op as usize]).collect() }
+        Starts { rank: step_by_operator(&order), times: order.iter().map(|&op| timed.start[op as usize]).collect() }
     }
 
     /// The first start, after the operator's own, at which the operator has completed.

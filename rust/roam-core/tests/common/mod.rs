@@ -8,7 +8,7 @@ pub(crate) mod simulator;
 pub(crate) mod solver;
 
 use roam_core::builder::GraphBuilder;
-use roam_core::graph::{Graph, Kind, Operator, Phase, Residency, ReusePair, Sequence, Source, Tensor};
+use roam_core::graph::{Graph, Kind, Operator, Phase, Residency, ReusePair, Sequence, Tensor};
 use roam_core::ids::{OperatorId, TensorId};
 use roam_core::optimize::{Control, optimize};
 use roam_core::plan::{Plan, Settings};
@@ -66,10 +66,8 @@ pub(crate) fn random_graph(random: &mut Random, most: u64) -> Graph {
         }
         present.extend(&creates);
         let ids = |list: &[(TensorId, u64, bool)]| list.iter().map(|&(id, _, _)| id).collect();
+        let phase = if position * 3 > count * 2 && random.once_in(2) { Phase::Update } else { Phase::Forward };
         let operator = Operator {
-            name: format!("op{position}"),
-            position: position as u32,
-            phase: if position * 3 > count * 2 && random.once_in(2) { Phase::Update } else { Phase::Forward },
             reads: ids(&reads),
             creates: ids(&creates),
             mutates: ids(&mutates),
@@ -81,8 +79,7 @@ pub(crate) fn random_graph(random: &mut Random, most: u64) -> Graph {
                 1 => Some(Sequence::Collective),
                 _ => None,
             },
-            region: None,
-            source: Source::default(),
+            ..Operator::new(format!("op{position}"), position as u32, phase)
         };
         builder.operator(operator).expect("few operators");
         if position > 0 && random.once_in(8) {
