@@ -274,6 +274,23 @@ def test_an_interrupt(graph_file: str, monkeypatch: pytest.MonkeyPatch, capsys: 
     assert capsys.readouterr().err == "roam: interrupted\n"
 
 
+def test_an_interrupted_search_shows_and_saves_its_best_plan(
+    graph_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    best = roam.optimize(roam.Graph.load(graph_file))
+
+    def interrupt(*args: Any, **kwargs: Any) -> None:
+        raise roam.PlanningInterrupted(best)
+
+    monkeypatch.setattr(roam, "optimize", interrupt)
+    saved = tmp_path / "plan.json"
+    assert cli.main(["plan", graph_file, "--json", "--save-plan", str(saved)]) == 130
+    output, complaint = capsys.readouterr()
+    assert json.loads(output)["total_bytes"] == best.total_bytes
+    assert roam.Plan.load(str(saved)) == best
+    assert complaint.endswith("roam: interrupted: this is the best plan so far\n")
+
+
 def test_a_swallowed_interrupt_counts_all_the_same(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

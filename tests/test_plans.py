@@ -507,10 +507,38 @@ def interrupt_soon() -> Iterator[float]:
 
 def test_ctrl_c_ends_planning(large: roam.Graph, interrupt_soon: float) -> None:
     begin = time.perf_counter()
-    with pytest.raises(KeyboardInterrupt):  # noqa: PT012
+    with pytest.raises(KeyboardInterrupt) as interrupted:  # noqa: PT012
         for _ in range(100):
             roam.optimize(large)
     assert time.perf_counter() - begin < interrupt_soon + 20
+    # Between two calls it is a plain one.
+    if isinstance(interrupted.value, roam.PlanningInterrupted):
+        plan = interrupted.value.plan
+        roam.verify(large, plan)
+        assert plan.total_bytes <= roam.optimize(large, time_limit_s=0).total_bytes
+
+
+def test_a_second_ctrl_c_waits_for_no_plan(large: roam.Graph) -> None:
+    def press(stage: str, share: float) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+    # Pressed at the beginning of every stage: the first ends the search, the next comes before the plan is verified.
+    with pytest.raises(KeyboardInterrupt) as interrupted:
+        roam.optimize(large, progress=press)
+    assert not isinstance(interrupted.value, roam.PlanningInterrupted)
+
+
+def test_what_was_found_before_ctrl_c_is_not_lost(large: roam.Graph) -> None:
+    def press(stage: str, share: float) -> None:
+        if stage == "refine":
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(roam.PlanningInterrupted) as interrupted:
+        roam.optimize(large, progress=press)
+    plan = interrupted.value.plan
+    roam.verify(large, plan)
+    assert plan.status in ("timed_out", "optimal")
+    assert plan.peak_bytes <= plan.program_order_peak_bytes
 
 
 def test_other_threads_run_while_planning(large: roam.Graph) -> None:

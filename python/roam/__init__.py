@@ -32,6 +32,7 @@ from roam.errors import (
     FormatError,
     GraphError,
     PlanError,
+    PlanningInterrupted,
     RoamError,
     SolverUnavailable,
 )
@@ -51,6 +52,7 @@ __all__ = [
     "Operator",
     "Plan",
     "PlanError",
+    "PlanningInterrupted",
     "RoamError",
     "SolverUnavailable",
     "Tensor",

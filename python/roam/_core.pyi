@@ -546,7 +546,8 @@ def optimize(
     """Finds an execution order and a memory layout that use little memory, and proves how little is possible.
 
     The same graph and settings give the same plan on any number of threads, unless the time limit cuts the search short.
-    No plan is worse than program order. Other Python threads run meanwhile; Ctrl-C ends planning.
+    No plan is worse than program order. Other Python threads run meanwhile. Ctrl-C ends the search:
+    :class:`roam.PlanningInterrupted`, a ``KeyboardInterrupt``, brings the best plan so far.
 
     Args:
         graph: what to plan.
@@ -568,6 +569,7 @@ def optimize(
     Raises:
         PlanError: the graph cannot be planned as asked; code ``speed_target`` where no plan that was found is as fast
             as asked for and takes no more bytes than program order.
+        PlanningInterrupted: Ctrl-C; its ``plan`` is the best so far. A second Ctrl-C is a plain ``KeyboardInterrupt``.
         ValueError: an argument makes no sense.
     """
 

@@ -240,16 +240,21 @@ def _plan(arguments: argparse.Namespace) -> int:
         raise _UsageError(f"{name!r} is neither a model that 'roam zoo' lists nor a file ending in .json or .json.gz")
 
     start = time.perf_counter()
-    with Progress(f"planning {graph.num_operators:,} operators"):
-        plan = roam.optimize(
-            graph,
-            streams=arguments.streams,
-            reuse=not arguments.no_reuse,
-            exact=arguments.exact,
-            time_limit_s=arguments.time_limit,
-            speed=arguments.speed,
-            stream_model=arguments.stream_model,
-        )
+    code = EXIT_OK
+    try:
+        with Progress(f"planning {graph.num_operators:,} operators"):
+            plan = roam.optimize(
+                graph,
+                streams=arguments.streams,
+                reuse=not arguments.no_reuse,
+                exact=arguments.exact,
+                time_limit_s=arguments.time_limit,
+                speed=arguments.speed,
+                stream_model=arguments.stream_model,
+            )
+    except roam.PlanningInterrupted as interrupted:
+        _complain("interrupted: this is the best plan so far")
+        plan, code = interrupted.plan, EXIT_INTERRUPTED
     values["plan_s"] = time.perf_counter() - start
     start = time.perf_counter()
     roam.verify(graph, plan)
@@ -268,7 +273,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         _write_json(values)
     else:
         _write(plan_table(title, values, place))
-    return EXIT_OK
+    return code
 
 
 def _verify(arguments: argparse.Namespace) -> int:

@@ -1,9 +1,14 @@
 """Everything that roam raises on purpose.
 
-All of it derives from :class:`RoamError`. Beside its message an error says where it happened, as far as that is known.
+All of it derives from :class:`RoamError`, but for :class:`PlanningInterrupted`. Beside its message an error says where it happened, as far as that is known.
 """
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from roam._core import Plan
 
 __all__ = [
     "CaptureError",
@@ -11,6 +16,7 @@ __all__ = [
     "FormatError",
     "GraphError",
     "PlanError",
+    "PlanningInterrupted",
     "RoamError",
     "SolverUnavailable",
 ]
@@ -62,6 +68,20 @@ class CaptureError(RoamError):
 
 class PlanError(RoamError):
     """A graph cannot be planned as asked, or a plan does not fit its graph."""
+
+
+class PlanningInterrupted(KeyboardInterrupt):
+    """Ctrl-C ended the search for a plan.
+
+    Attributes:
+        plan: the best plan so far, verified and no worse than program order.
+    """
+
+    plan: Plan
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__("planning was interrupted")
+        self.plan = plan
 
 
 class ExecutionError(RoamError):

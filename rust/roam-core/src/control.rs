@@ -13,6 +13,8 @@ pub type Progress = Box<dyn Fn(&str, f64) + Send + Sync>;
 pub struct Control {
     /// Set it to true and planning ends soon with [`crate::optimize::OptimizeError::Cancelled`].
     pub cancel: Arc<AtomicBool>,
+    /// Set it to true and planning ends soon with the best plan so far, as at the deadline.
+    pub enough: Arc<AtomicBool>,
     /// Planning ends soon after this with the best plan so far.
     pub deadline: Option<Instant>,
     /// Called at the beginning of every stage, on the thread that plans.
@@ -32,22 +34,24 @@ pub(crate) enum Stop {
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Watch {
     cancel: Arc<AtomicBool>,
+    enough: Arc<AtomicBool>,
     deadline: Option<Instant>,
 }
 
 impl Watch {
-    pub(crate) fn new(cancel: Arc<AtomicBool>, deadline: Option<Instant>) -> Self {
-        Watch { cancel, deadline }
+    /// `deadline` is the control's or an earlier one.
+    pub(crate) fn new(control: &Control, deadline: Option<Instant>) -> Self {
+        Watch { cancel: control.cancel.clone(), enough: control.enough.clone(), deadline }
     }
 
-    /// As this one, but without a deadline: for the little that must always be done.
+    /// As this one, but only cancelling stops it: for the little that must always be done.
     pub(crate) fn patient(&self) -> Self {
-        Watch { cancel: self.cancel.clone(), deadline: None }
+        Watch { cancel: self.cancel.clone(), ..Watch::default() }
     }
 
-    /// Seconds until the deadline, 0 once the caller has cancelled; `None` without a deadline.
+    /// Seconds until the deadline, 0 once the caller has said that it is over; `None` without a deadline.
     pub(crate) fn seconds_left(&self) -> Option<f64> {
-        if self.cancel.load(Ordering::Relaxed) {
+        if self.cancel.load(Ordering::Relaxed) || self.enough.load(Ordering::Relaxed) {
             return Some(0.0);
         }
         self.deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()).as_secs_f64())
@@ -56,7 +60,9 @@ impl Watch {
     pub(crate) fn check(&self) -> Result<(), Stop> {
         if self.cancel.load(Ordering::Relaxed) {
             Err(Stop::Cancelled)
-        } else if self.deadline.is_some_and(|deadline| Instant::now() >= deadline) {
+        } else if self.enough.load(Ordering::Relaxed)
+            || self.deadline.is_some_and(|deadline| Instant::now() >= deadline)
+        {
             Err(Stop::TimedOut)
         } else {
             Ok(())

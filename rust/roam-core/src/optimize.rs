@@ -99,7 +99,7 @@ pub fn optimize_timed(graph: &Graph, settings: &Settings, control: &Control) -> 
         (Some(a), Some(b)) => Some(a.min(b)),
         (a, b) => a.or(b),
     };
-    let watch = Watch::new(control.cancel.clone(), deadline);
+    let watch = Watch::new(control, deadline);
     let mut stages = Stages { control, timings: Vec::new() };
     let mut search = Search::new(graph, settings, control, &watch, &mut stages)?;
     search.run(&mut stages)?;

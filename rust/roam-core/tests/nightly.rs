@@ -8,13 +8,15 @@ mod common;
 
 use common::buffers::{brute_force, check, full, random};
 use common::{SETTINGS, best_by_brute_force, check_streams, random_graph};
-use rayon::prelude::*;
 use roam_core::layout::pack;
 use roam_core::optimize::{Control, optimize};
 use roam_core::plan::{Settings, Status};
 use roam_core::synthetic::Random;
 use roam_core::verify::verify;
 use std::panic::catch_unwind;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::thread;
 
 /// Runs a check on every case, and says in the end which failed and how.
 #[expect(clippy::disallowed_methods, reason = "how long a sweep is depends on who runs it")]
@@ -24,14 +26,29 @@ fn sweep(check: impl Fn(u64, &mut Random) + Sync + std::panic::RefUnwindSafe) {
         Err(_) => otherwise,
     };
     let (first, count) = (number("ROAM_FIRST", 0), number("ROAM_CASES", 100_000));
-    let failed: Vec<String> = (first..first + count)
-        .into_par_iter()
-        .filter_map(|case| {
-            let panic = catch_unwind(|| check(case, &mut Random::new(case << 20))).err()?;
+    let next = AtomicU64::new(first);
+    let failed = Mutex::new(Vec::new());
+    let work = || {
+        loop {
+            let case = next.fetch_add(1, Ordering::Relaxed);
+            if case >= first + count {
+                return;
+            }
+            let Err(panic) = catch_unwind(|| check(case, &mut Random::new(case << 20))) else { continue };
             let text = panic.downcast_ref::<String>().map(String::as_str);
-            Some(format!("case {case}: {}", text.or(panic.downcast_ref::<&str>().copied()).unwrap_or("?")))
-        })
-        .collect();
+            let text = text.or(panic.downcast_ref::<&str>().copied()).unwrap_or("?");
+            failed.lock().expect("no panic while locked").push(format!("case {case}: {text}"));
+        }
+    };
+    // Not by rayon, whose threads would begin one case while they wait for the planner's tasks in another, and so on until
+    // their stacks are full.
+    thread::scope(|scope| {
+        for _ in 0..thread::available_parallelism().map_or(1, usize::from) {
+            scope.spawn(work);
+        }
+    });
+    let mut failed = failed.into_inner().expect("no panic while locked");
+    failed.sort();
     assert!(failed.is_empty(), "{} of {count} cases failed:\n{}", failed.len(), failed.join("\n"));
 }
 

@@ -1,5 +1,6 @@
 //! The one place where the planner's errors become Python's.
 
+use crate::plan::PyPlan;
 use pyo3::exceptions::PyOSError;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyType};
@@ -76,6 +77,12 @@ pub(crate) fn format_error(py: Python<'_>, error: &FormatError, path: Option<&Pa
             Fault { class: Class::Format, message: format!("{place}{error}"), code: error.code(), site: None }.raise(py)
         }
     }
+}
+
+/// `roam.PlanningInterrupted` with the best plan so far.
+pub(crate) fn interrupted(py: Python<'_>, plan: PyPlan) -> PyErr {
+    let build = || py.import("roam.errors")?.getattr("PlanningInterrupted")?.call1((plan,));
+    build().map_or_else(|error| error, PyErr::from_value)
 }
 
 /// The subclass of `OSError` that Python itself would raise, with its file name.

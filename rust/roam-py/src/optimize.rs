@@ -1,10 +1,11 @@
 //! `roam.optimize`.
 
-use crate::errors::{Class, Fault};
+use crate::errors::{Class, Fault, interrupted};
 use crate::graph::PyGraph;
 use crate::guard::internal_error;
 use crate::plan::PyPlan;
 use crate::solver::Cbc;
+use pyo3::exceptions::PyKeyboardInterrupt;
 use pyo3::prelude::*;
 use rayon::ThreadPoolBuilder;
 use roam_core::graph::Graph;
@@ -22,7 +23,8 @@ const WAKE: Duration = Duration::from_millis(50);
 /// Finds an execution order and a memory layout that use little memory, and proves how little is possible.
 ///
 /// The same graph and settings give the same plan on any number of threads, unless the time limit cuts the search short.
-/// No plan is worse than program order. Other Python threads run meanwhile; Ctrl-C ends planning.
+/// No plan is worse than program order. Other Python threads run meanwhile. Ctrl-C ends the search: `PlanningInterrupted`, a
+/// ``KeyboardInterrupt``, brings the best plan so far.
 ///
 /// Args:
 ///     graph: what to plan.
@@ -42,6 +44,7 @@ const WAKE: Duration = Duration::from_millis(50);
 ///
 /// Raises:
 ///     PlanError: the graph cannot be planned as asked.
+///     PlanningInterrupted: Ctrl-C; its ``plan`` is the best so far. A second Ctrl-C is a plain ``KeyboardInterrupt``.
 ///     SolverUnavailable: `exact` is ``required``, a program was to be solved, and CBC cannot be used.
 #[pyfunction]
 #[pyo3(signature = (
@@ -106,13 +109,8 @@ fn plan_apart(
         // Fails only when the calling thread has stopped listening; then there is no one to tell.
         let _ = sender.send((stage.to_owned(), share_done));
     };
-    let cancel = Arc::new(AtomicBool::new(false));
-    let control = Control {
-        cancel: cancel.clone(),
-        deadline: None,
-        progress: Some(Box::new(report)),
-        solver: Some(Arc::new(Cbc)),
-    };
+    let control = Control { progress: Some(Box::new(report)), solver: Some(Arc::new(Cbc)), ..Control::default() };
+    let (cancel, enough) = (control.cancel.clone(), control.enough.clone());
     let worker = thread::Builder::new().name("roam-optimize".into()).spawn(move || {
         // Threads of its own: those of rayon's global pool do not survive a fork of the process.
         match ThreadPoolBuilder::new().build() {
@@ -122,29 +120,48 @@ fn plan_apart(
         // The channel closes here, or where a panic unwinds: `control` owns its only sender.
     })?;
     py.detach(|| {
-        let listened = listen(stages, progress);
+        let listened = listen(stages, progress, &enough);
         if listened.is_err() {
             cancel.store(true, Ordering::Relaxed);
         }
         let result = worker.join();
-        listened?;
-        result.map_err(|panic| Python::attach(|py| internal_error(py, &*panic)))
+        let interrupt = listened?;
+        let result = result.map_err(|panic| Python::attach(|py| internal_error(py, &*panic)))?;
+        match (interrupt, result) {
+            (Some(_), Ok((plan, timings))) => Err(Python::attach(|py| interrupted(py, PyPlan::new(plan, timings)))),
+            (Some(interrupt), Err(_)) => Err(interrupt),
+            (None, result) => Ok(result),
+        }
     })
 }
 
-/// Until the planner is done: passes its stages on, and lets Python handle its signals.
-fn listen(stages: Receiver<(String, f64)>, progress: Option<Py<PyAny>>) -> PyResult<()> {
+/// Until the planner is done: passes its stages on, and lets Python handle its signals. The first Ctrl-C is `enough`, and
+/// returned in the end; at a second one, or at any other exception, nobody waits for a plan.
+fn listen(
+    stages: Receiver<(String, f64)>,
+    progress: Option<Py<PyAny>>,
+    enough: &AtomicBool,
+) -> PyResult<Option<PyErr>> {
+    let mut interrupt = None;
     loop {
         let stage = match stages.recv_timeout(WAKE) {
             Ok(stage) => Some(stage),
             Err(RecvTimeoutError::Timeout) => None,
-            Err(RecvTimeoutError::Disconnected) => return Ok(()),
+            Err(RecvTimeoutError::Disconnected) => return Ok(interrupt),
         };
         Python::attach(|py| {
-            if let (Some(stage), Some(progress)) = (stage, &progress) {
-                progress.call1(py, stage)?;
+            let told = match (stage, &progress) {
+                (Some(stage), Some(progress)) => progress.call1(py, stage).map(drop),
+                _ => Ok(()),
+            };
+            match told.and_then(|()| py.check_signals()) {
+                Err(error) if interrupt.is_none() && error.is_instance_of::<PyKeyboardInterrupt>(py) => {
+                    enough.store(true, Ordering::Relaxed);
+                    interrupt = Some(error);
+                    Ok(())
+                }
+                handled => handled,
             }
-            py.check_signals()
         })?;
     }
 }

@@ -69,7 +69,7 @@ pub enum PackError {
 /// of which a core makes some 10^9 in two or three seconds; the same work gives the same packing on any
 /// number of threads.
 ///
-/// At the control's deadline it returns the best packing so far. Progress is not reported.
+/// At the control's deadline, or when the caller has had enough, it returns the best packing so far. Progress is not reported.
 ///
 /// # Errors
 /// See [`PackError`].
@@ -104,7 +104,7 @@ pub fn pack(buffers: &[Buffer], work: u64, control: &Control) -> Result<Packing,
         Block { size: size_bytes, alignment: alignment_bytes, start: rank(lower), end: rank(upper) }
     });
     let blocks = Blocks::bare(all.collect());
-    let watch = Watch::new(control.cancel.clone(), control.deadline);
+    let watch = Watch::new(control, control.deadline);
     let mut incumbent = Incumbent::new(&blocks, u64::MAX);
     let timed_out = match find(&mut incumbent, work, &watch) {
         Ok(()) => false,
