@@ -371,14 +371,14 @@ impl<'a> Search<'a> {
     fn note_parts(&mut self) {
         for (part, _) in &self.parts {
             if let (bytes, Some(op)) = part.bounds.best() {
-                // A part needs no more than the whole.
+                // A part needs no more than the whole; and orders beyond the part's limit have higher peaks anyway.
                 self.whole.bounds.record(op, bytes, part.bounds.route());
             }
         }
         self.total_bound = self.total_bound.max(self.parts.iter().map(|(part, _)| part.bounds.best().0).sum());
     }
 
-    /// No plan has a smaller step-local total.
+    /// No plan has a smaller step-local total, if its peak is at most program order's, as every plan's is.
     fn bound(&self) -> u64 {
         self.whole.bounds.best().0.max(self.total_bound)
     }

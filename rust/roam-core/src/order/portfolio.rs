@@ -31,7 +31,7 @@ pub(crate) struct Portfolio {
     /// What the orders on trial keep to.
     limit: Option<Limit>,
     pub(crate) trials: Vec<Trial>,
-    /// What is proved about all orders, within the limit or not.
+    /// What is proved about all orders within the limit.
     pub(crate) bounds: Bounds,
     /// Per operator the fewest bytes that are live while it runs in any order seen, within the limit or not.
     least_live: Vec<u64>,

@@ -100,15 +100,15 @@ impl Ordered {
     }
 }
 
-/// Splits the order at its peaks as long as it becomes better. The cuts go into `bounds`.
+/// Splits the order at its peaks as long as it becomes better. The cuts go into `bounds`, which hold within the limit only.
 pub(crate) fn split(aim: Aim, mut best: Ordered, bounds: &mut Bounds, watch: &Watch) -> Result<Ordered, Stop> {
     for _ in 0..rounds(aim.problem, MOST_SPLITS) {
         let Some((op, cut)) = best.cut(&aim, bounds, watch)? else { break };
         let (bound, _) = bounds.best();
         let mut better = best.split_at(&aim, op, &cut, bound);
         if better.is_none() && aim.limit.is_some() {
-            // What this proves holds within the limit only.
             let cut = best.probe(aim.problem, aim.limit, op, bounds, watch)?;
+            bounds.record(op, cut.bytes, cut.route);
             better = best.split_at(&aim, op, &cut, bound);
         }
         match better {

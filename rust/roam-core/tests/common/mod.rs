@@ -107,12 +107,17 @@ pub(crate) fn each_order(graph: &Graph, visit: &mut impl FnMut(&[OperatorId])) {
     extend(graph, &mut Vec::new(), visit);
 }
 
-/// The least that any order costs: most live bytes, and pool and outside apart, added up.
+/// The least that any order costs: most live bytes; and pool and outside apart, added up, where the most live bytes are at
+/// most program order's.
 pub(crate) fn best_by_brute_force(graph: &Graph, reuse: bool) -> (u64, u64) {
     let mut best = (u64::MAX, u64::MAX);
+    let program_peak = peaks_by_definition(graph, &graph.program_order(), false).whole;
     each_order(graph, &mut |order| {
         let peaks = peaks_by_definition(graph, order, reuse);
-        best = (best.0.min(peaks.whole), best.1.min(peaks.pool + peaks.outside));
+        best.0 = best.0.min(peaks.whole);
+        if peaks.whole <= program_peak {
+            best.1 = best.1.min(peaks.pool + peaks.outside);
+        }
     });
     best
 }
