@@ -1,4 +1,4 @@
-"""The training step of image classifiers."""
+"""The training step of models that classify images, or their pixels."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ CLASSES = 1000
 def train_step(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, images: torch.Tensor, labels: torch.Tensor
 ) -> torch.Tensor:
-    """Train once on images [batch, 3, height, width] with labels [batch]; returns the mean cross-entropy, a scalar."""
+    """Train once on images [batch, 3, height, width]; returns the mean cross-entropy, a scalar.
+
+    Labels are [batch], or [batch, height, width] where every pixel has its class.
+    """
     optimizer.zero_grad()
     loss = F.cross_entropy(model(images), labels)
     loss.backward()

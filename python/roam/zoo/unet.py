@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from roam.zoo.images import train_step
+
 CLASSES = 21
 SIZE = 224
 
@@ -56,17 +58,6 @@ class UNet(nn.Module):
             features = merge(torch.cat([skips.pop(), up(features)], dim=1))
         scores: torch.Tensor = self.score(features)
         return scores
-
-
-def train_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, images: torch.Tensor, labels: torch.Tensor
-) -> torch.Tensor:
-    """Train once on images with labels [batch, height, width]; returns the mean cross-entropy per pixel, a scalar."""
-    optimizer.zero_grad()
-    loss = F.cross_entropy(model(images), labels)
-    loss.backward()
-    optimizer.step()
-    return loss
 
 
 def build(

@@ -2,6 +2,7 @@
 
 mod common;
 
+use common::corruptions::{Corruption, catch_each, pick};
 use common::simulator::execute;
 use common::{SETTINGS, check_streams, random_graph, speed};
 use roam_core::graph::{Graph, Residency, ReusePair};
@@ -260,18 +261,10 @@ fn bounds_hold_for_every_execution_on_several_streams() {
     }
 }
 
-/// A corrupted copy of the plan and the codes by which it may be refused; `None` where the plan offers no way to go
-/// wrong like this.
-type Corruption = fn(&Graph, &Plan, &mut Random) -> Option<(Plan, &'static [&'static str])>;
-
 fn edited(plan: &Plan, edit: impl FnOnce(&mut Schedule, &mut Settings)) -> Plan {
     let mut plan = plan.clone();
     edit(plan.schedule.as_mut().expect("several streams"), &mut plan.settings);
     plan
-}
-
-fn pick<T: Copy>(list: &[T], random: &mut Random) -> Option<T> {
-    if list.is_empty() { None } else { Some(list[random.below(list.len() as u64) as usize]) }
 }
 
 /// Whether operators have completed when others start, by following waits and streams.
@@ -389,23 +382,11 @@ const CORRUPTIONS: [(&str, Corruption); 13] = [
 
 #[test]
 fn every_corruption_is_caught() {
-    let mut random = Random::new(28);
-    let mut caught = [0; CORRUPTIONS.len()];
-    for round in 0..120 {
-        let graph = random_graph(&mut random, 16);
-        let plan = planned(&graph, &Settings { streams: 2 + round % 2, ..SETTINGS });
-        for (at, (name, corrupt)) in CORRUPTIONS.iter().enumerate() {
-            if let Some((corrupted, codes)) = corrupt(&graph, &plan, &mut random) {
-                let violation = verify(&graph, &corrupted).expect_err(name);
-                assert!(codes.contains(&violation.code()), "{name}: {violation}");
-                assert!(!violation.to_string().is_empty());
-                caught[at] += 1;
-            }
-        }
-    }
-    for ((name, _), count) in CORRUPTIONS.iter().zip(caught) {
-        assert!(count >= 20, "{name}: tried {count} times only");
-    }
+    catch_each(&CORRUPTIONS, 20, &mut Random::new(28), 120, |round, random| {
+        let graph = random_graph(random, 16);
+        let plan = planned(&graph, &Settings { streams: 2 + round as u32 % 2, ..SETTINGS });
+        (graph, plan)
+    });
 }
 
 #[test]

@@ -2,6 +2,7 @@
 
 mod common;
 
+use common::corruptions::{Corruption, catch_each, pick};
 use common::{SETTINGS, random_graph};
 use roam_core::graph::{Graph, Residency};
 use roam_core::ids::{OperatorId, TensorId};
@@ -42,14 +43,6 @@ fn live_together(graph: &Graph, plan: &Plan) -> Vec<(TensorId, TensorId)> {
         }
     }
     together
-}
-
-/// A corrupted copy of the plan and the codes by which it may be refused; `None` where the plan
-/// offers no way to go wrong like this.
-type Corruption = fn(&Graph, &Plan, &mut Random) -> Option<(Plan, &'static [&'static str])>;
-
-fn pick<T: Copy>(list: &[T], random: &mut Random) -> Option<T> {
-    if list.is_empty() { None } else { Some(list[random.below(list.len() as u64) as usize]) }
 }
 
 fn edited(plan: &Plan, edit: impl FnOnce(&mut Plan)) -> Plan {
@@ -205,23 +198,11 @@ const CORRUPTIONS: [(&str, Corruption); 24] = [
 
 #[test]
 fn every_corruption_is_caught() {
-    let mut random = Random::new(4);
-    let mut caught = [0; CORRUPTIONS.len()];
-    for _ in 0..1500 {
-        let graph = random_graph(&mut random, 12);
+    catch_each(&CORRUPTIONS, 100, &mut Random::new(4), 1500, |_, random| {
+        let graph = random_graph(random, 12);
         let plan = optimize(&graph, &SETTINGS, &Control::default()).expect("a plan");
-        for (at, (name, corrupt)) in CORRUPTIONS.iter().enumerate() {
-            if let Some((corrupted, codes)) = corrupt(&graph, &plan, &mut random) {
-                let violation = verify(&graph, &corrupted).expect_err(name);
-                assert!(codes.contains(&violation.code()), "{name}: {violation}");
-                assert!(!violation.to_string().is_empty());
-                caught[at] += 1;
-            }
-        }
-    }
-    for ((name, _), count) in CORRUPTIONS.iter().zip(caught) {
-        assert!(count >= 100, "{name}: tried {count} times only");
-    }
+        (graph, plan)
+    });
 }
 
 /// Random offsets: refused as an overlap exactly where comparing all pairs finds one.

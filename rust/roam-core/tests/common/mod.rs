@@ -4,6 +4,7 @@
 #![allow(dead_code)]
 
 pub(crate) mod buffers;
+pub(crate) mod corruptions;
 pub(crate) mod simulator;
 pub(crate) mod solver;
 
@@ -111,7 +112,7 @@ pub(crate) fn each_order(graph: &Graph, visit: &mut impl FnMut(&[OperatorId])) {
 /// most program order's.
 pub(crate) fn best_by_brute_force(graph: &Graph, reuse: bool) -> (u64, u64) {
     let mut best = (u64::MAX, u64::MAX);
-    let program_peak = peaks_by_definition(graph, &graph.program_order(), false).whole;
+    let program_peak = peaks_by_definition(graph, graph.program_order(), false).whole;
     each_order(graph, &mut |order| {
         let peaks = peaks_by_definition(graph, order, reuse);
         best.0 = best.0.min(peaks.whole);
