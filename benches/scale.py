@@ -27,7 +27,17 @@ import matplotlib.pyplot as plt
 ROOT = Path(__file__).resolve().parent.parent
 FAMILIES = ("deep", "wide", "branching")
 SIZES = (1_000, 3_000, 10_000, 30_000, 100_000, 300_000, 1_000_000)
-COLUMNS = ("family", "operators", "tensors", "plan_s", "peak_rss_bytes", "gap", "fragmentation", "graph_digest")
+COLUMNS = (
+    "family",
+    "operators",
+    "tensors",
+    "plan_s",
+    "plan_cpu_s",
+    "peak_rss_bytes",
+    "gap",
+    "fragmentation",
+    "graph_digest",
+)
 
 
 def measure(family: str, size: int) -> dict[str, Any]:
@@ -39,15 +49,17 @@ def measure(family: str, size: int) -> dict[str, Any]:
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """Seconds and memory against operators, both axes logarithmic, with a straight line to compare with."""
+    """Seconds and memory against operators, all axes logarithmic, with a straight line to compare with."""
     figure, (time, memory) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    for family in FAMILIES:
+    for colour, family in zip(("C0", "C1", "C2"), FAMILIES, strict=True):
         of_family = [row for row in rows if row["family"] == family]
         operators = [row["operators"] for row in of_family]
-        time.plot(operators, [row["plan_s"] for row in of_family], marker="o", label=family)
+        time.plot(operators, [row["plan_s"] for row in of_family], color=colour, marker="o", label=family)
+        busy = [row["plan_cpu_s"] for row in of_family]
+        time.plot(operators, busy, color=colour, linestyle="--", label=f"{family}, processor")
         memory.plot(operators, [row["peak_rss_bytes"] / 2**20 for row in of_family], marker="o", label=family)
     ends = [min(row["operators"] for row in rows), max(row["operators"] for row in rows)]
-    slowest = max(rows, key=lambda row: row["operators"])
+    slowest = max(rows, key=lambda row: row["plan_s"])
     linear = [slowest["plan_s"] * end / slowest["operators"] for end in ends]
     time.plot(ends, linear, color="grey", linestyle=":", label="linear")
     for axes, label in ((time, "planning, seconds"), (memory, "most memory of the process, MiB")):

@@ -31,9 +31,10 @@ fn main() -> Result<(), Box<dyn Error>> {
         other => return Err(format!("no family {other:?}: there are deep, wide and branching").into()),
     };
     let build_s = begin.elapsed().as_secs_f64();
-    let begin = Instant::now();
+    let (begin, cpu_begin) = (Instant::now(), cpu_s());
     let (plan, timings) = optimize_timed(&graph, &Settings::default(), &Control::default())?;
     let plan_s = begin.elapsed().as_secs_f64();
+    let plan_cpu_s = cpu_s().zip(cpu_begin).map(|(end, begin)| end - begin);
     let stages: Map<String, Value> = timings.iter().map(|&(stage, seconds)| (stage.into(), seconds.into())).collect();
     let report = json!({
         "family": family,
@@ -41,6 +42,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         "tensors": graph.tensors().len(),
         "build_s": build_s,
         "plan_s": plan_s,
+        "plan_cpu_s": plan_cpu_s,
         "stages_s": stages,
         "peak_rss_bytes": peak_rss_bytes(),
         "gap": plan.gap(),
@@ -49,6 +51,15 @@ fn main() -> Result<(), Box<dyn Error>> {
     });
     println!("{report}");
     Ok(())
+}
+
+/// Seconds that all threads of this process have kept a core busy; `None` where the system does not tell.
+fn cpu_s() -> Option<f64> {
+    // The second field is the program's name, in brackets. Times are in hundredths of a second.
+    let status = std::fs::read_to_string("/proc/self/stat").ok()?;
+    let fields: Vec<&str> = status.rsplit_once(')')?.1.split_whitespace().collect();
+    let ticks: u64 = fields.get(11)?.parse::<u64>().ok()? + fields.get(12)?.parse::<u64>().ok()?;
+    Some(ticks as f64 / 100.0)
 }
 
 /// The most memory that this process has held; `None` where the system does not tell.

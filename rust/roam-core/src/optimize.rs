@@ -164,6 +164,8 @@ const NEAR: u64 = 100;
 const MOST_FITTED: usize = 4;
 /// How many comparisons the search for layouts may make: a fraction of a second's work.
 const SEARCH_WORK: u64 = 100_000_000;
+/// How many it makes per operator before it has anything to show.
+const LEAST_SEARCH: u64 = 32;
 
 impl<'a> Search<'a> {
     /// Program order, laid out by first fit: what there always is.
@@ -245,7 +247,13 @@ impl<'a> Search<'a> {
     }
 
     fn lay_out(&mut self) -> Result<(), Stop> {
+        let operators = self.whole.problem.len();
+        let mut work = layout::portfolio_work(operators);
         for at in self.whole.ranking() {
+            // Too little for another one.
+            if work < operators as u64 {
+                break;
+            }
             let profile = &self.whole.trials[at].ordered.profile;
             // An order whose peak is above program order's would break the promise never to be worse.
             if profile.peak > self.program_peak {
@@ -258,7 +266,7 @@ impl<'a> Search<'a> {
                 continue;
             }
             let limit = total - profile.outside_peak + u64::from(profile.peak < peak);
-            if let Some(layout) = layout::best(self.problem_of(at), profile, limit, self.watch)? {
+            if let Some(layout) = layout::best(self.problem_of(at), profile, limit, &mut work, self.watch)? {
                 self.placed.push(Placed { trial: at, layout });
             }
         }
@@ -289,6 +297,9 @@ impl<'a> Search<'a> {
             }
             let limit = total - profile.outside_peak;
             let mut share = work / 2;
+            if share < LEAST_SEARCH * self.whole.problem.len() as u64 {
+                break;
+            }
             work -= share;
             let layout = layout::search(self.problem_of(at), profile, limit, &mut share, self.watch)?;
             work += share;

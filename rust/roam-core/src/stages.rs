@@ -134,7 +134,7 @@ impl Prepared {
     /// Bytes of the pool as laid out by name; `None` if there is no layout of that name.
     pub fn pool_bytes(&self, ordered: &Ordered, name: &str) -> Option<u64> {
         let method = layout::Method::known().find(|method| method.name() == name)?;
-        let layout = layout::by_method(&self.problem, &ordered.profile, method, u64::MAX, &self.watch).ok()??;
+        let layout = layout::by_method(&self.problem, &ordered.profile, method, &self.watch).ok()??;
         Some(layout.pool_bytes)
     }
 

@@ -2,7 +2,7 @@
 
 use super::blocks::{Block, Blocks};
 use super::incumbent::Incumbent;
-use super::{Method, portfolio, search, surely};
+use super::{Method, portfolio, portfolio_work, search, weighted};
 use crate::control::{Control, Stop, Watch};
 use thiserror::Error;
 
@@ -120,10 +120,12 @@ pub fn pack(buffers: &[Buffer], work: u64, control: &Control) -> Result<Packing,
     Ok(Packing { offsets, pool_bytes: incumbent.limit, live_bytes: blocks.floor(), method, optimal, timed_out })
 }
 
-/// Everything there is, one after another. The first step is always done.
+/// Everything there is, one after another. The quickest is done in any case.
 fn find(incumbent: &mut Incumbent<'_>, mut work: u64, watch: &Watch) -> Result<(), Stop> {
-    let (method, offsets) = surely(Method::ALL[0], incumbent.blocks, &watch.patient())?;
-    incumbent.offer(method.name(), offsets);
-    portfolio(incumbent, true, watch)?;
-    search::improve(incumbent, &mut work, watch)
+    let mut first = portfolio_work(incumbent.blocks.all.len());
+    let ended = portfolio(incumbent, &mut first, watch).and_then(|()| search::improve(incumbent, &mut work, watch));
+    if incumbent.found.is_none() {
+        incumbent.offer(Method::Weighted.name(), weighted::place(incumbent.blocks, &watch.patient())?);
+    }
+    ended
 }

@@ -6,7 +6,8 @@
 use super::blocks::{Block, Blocks};
 use super::canonical::{Canonical, Outcome};
 use super::gaps::Gaps;
-use super::greedy::{Sequence, most_spans};
+use super::greedy::Sequence;
+use super::portfolio_work;
 use super::tree::{Subgraph, grow, node_limit};
 use crate::control::{Stop, Watch};
 use crate::graph::round_up;
@@ -17,7 +18,7 @@ const WORK: u64 = 1 << 26;
 
 /// Offsets per block; `None` where one would reach `limit` or beyond.
 pub(super) fn place(blocks: &Blocks, limit: u64, watch: &Watch) -> Result<Option<Vec<u64>>, Stop> {
-    let mut spans = most_spans(blocks.all.len()) / 4;
+    let mut spans = portfolio_work(blocks.all.len()) / 4;
     let settled = settle(&blocks.all, &stack(blocks, WORK, watch)?, blocks.times, &mut spans, watch)?;
     let offsets = sink(&blocks.all, settled, blocks.times, spans, watch)?;
     Ok((blocks.pool_bytes(&offsets) < limit).then_some(offsets))
@@ -258,7 +259,7 @@ mod tests {
         assert_eq!(node_limit(work, 120), 6);
         let watch = Watch::default();
         let wanted = stack(&blocks, work, &watch).expect("not stopped");
-        let mut spans = most_spans(blocks.all.len());
+        let mut spans = portfolio_work(blocks.all.len());
         let offsets = settle(&blocks.all, &wanted, blocks.times, &mut spans, &watch).expect("not stopped");
         check(&blocks, &offsets);
         let mut top = 0;

@@ -48,28 +48,25 @@ impl Sequence {
     }
 }
 
-/// How many address spans may be looked at per block, on average, in addition to [`FEW_BLOCKS`] of them. Ordinary steps
-/// need a few hundred; where the address space falls into thousands of pieces, greedy layouts are slow and poor alike.
-const MOST_SPANS: u64 = 1 << 12;
-const FEW_BLOCKS: u64 = 1 << 10;
-
-/// How many address spans may be looked at in all.
-pub(super) fn most_spans(blocks: usize) -> u64 {
-    MOST_SPANS * (FEW_BLOCKS + blocks as u64)
-}
-
-/// Offsets per block; `None` where one would reach `limit` or beyond, or the address space has fallen into too many pieces.
-pub(super) fn place(blocks: &Blocks, sequence: Sequence, limit: u64, watch: &Watch) -> Result<Option<Vec<u64>>, Stop> {
+/// Offsets per block; `None` where one would reach `limit` or beyond, or once `work`, counted in address spans, is used up.
+pub(super) fn place(
+    blocks: &Blocks,
+    sequence: Sequence,
+    limit: u64,
+    work: &mut u64,
+    watch: &Watch,
+) -> Result<Option<Vec<u64>>, Stop> {
     let mut offsets = vec![0; blocks.all.len()];
     let mut gaps = Gaps::new(blocks.times);
-    let most_spans = most_spans(blocks.all.len());
+    let most = *work;
     for (at, index) in sequence.sorted(blocks).into_iter().enumerate() {
         if at % 64 == 0 {
             watch.check()?;
         }
         let block = &blocks.all[index as usize];
         let offset = gaps.lowest(block);
-        if offset + block.size >= limit || gaps.looked_at() > most_spans {
+        *work = most.saturating_sub(gaps.looked_at());
+        if offset + block.size >= limit || *work == 0 {
             return Ok(None);
         }
         gaps.insert(block, offset);

@@ -52,14 +52,14 @@ pub(crate) enum Method {
 }
 
 impl Method {
-    /// The planner's portfolio, in the order in which it is tried.
+    /// The planner's portfolio, in the order in which it is tried: those that are quick whatever the blocks look like first.
     pub(crate) const ALL: [Method; 6] = [
+        Method::Weighted,
+        Method::Skyline,
         Method::Greedy(Sequence::Size),
         Method::Greedy(Sequence::Area),
         Method::Greedy(Sequence::Lifetime),
         Method::Greedy(Sequence::Start),
-        Method::Skyline,
-        Method::Weighted,
     ];
 
     /// All that there are.
@@ -77,11 +77,12 @@ impl Method {
         }
     }
 
-    /// Offsets of the blocks; `None` where they would reach `limit` or beyond.
-    fn place(self, blocks: &Blocks, limit: u64, watch: &Watch) -> Result<Option<Vec<u64>>, Stop> {
+    /// Offsets of the blocks; `None` where they would reach `limit` or beyond, or where `work` is used up, which valleys
+    /// filled by weighted times and the subgraph tree do not count: they never take long.
+    fn place(self, blocks: &Blocks, limit: u64, work: &mut u64, watch: &Watch) -> Result<Option<Vec<u64>>, Stop> {
         match self {
-            Method::Greedy(sequence) => greedy::place(blocks, sequence, limit, watch),
-            Method::Skyline => skyline::place(blocks, limit, watch),
+            Method::Greedy(sequence) => greedy::place(blocks, sequence, limit, work, watch),
+            Method::Skyline => skyline::place(blocks, limit, work, watch),
             Method::Tree => concatenate::place(blocks, limit, watch),
             Method::Weighted => {
                 let offsets = weighted::place(blocks, watch)?;
@@ -91,38 +92,54 @@ impl Method {
     }
 }
 
+/// What the portfolio may look at per block, on average over all orders laid out, in addition to [`FEW_BLOCKS`] of them.
+/// Ordinary steps need a hundred or two per order; where the address space falls into thousands of pieces, greedy layouts are
+/// slow and poor alike.
+const WORK: u64 = 1 << 9;
+const FEW_BLOCKS: u64 = 1 << 15;
+/// One greedy layout may use up one part in so many of what is left: there are four, and other orders.
+const SHARE: u64 = 8;
+
+/// How many address spans and ranges of blocks the portfolio may look at, whatever number of orders it lays out.
+pub(crate) fn portfolio_work(blocks: usize) -> u64 {
+    WORK * (FEW_BLOCKS + blocks as u64)
+}
+
 /// The quickest layout: creation order, lowest free offset; another where that would take long. Always found.
 pub(crate) fn first_fit(problem: &Problem, profile: &Profile, watch: &Watch) -> Result<Layout, Stop> {
     let blocks = Blocks::new(problem, profile);
-    let (method, offsets) = surely(Method::Greedy(Sequence::Start), &blocks, watch)?;
-    Ok(blocks.layout(method.name(), &offsets))
-}
-
-/// The method's layout, or the one that is always found.
-fn surely(method: Method, blocks: &Blocks, watch: &Watch) -> Result<(Method, Vec<u64>), Stop> {
-    Ok(match method.place(blocks, u64::MAX, watch)? {
-        Some(offsets) => (method, offsets),
-        None => (Method::Weighted, weighted::place(blocks, watch)?),
+    let method = Method::Greedy(Sequence::Start);
+    let mut work = portfolio_work(blocks.all.len()) / SHARE;
+    Ok(match method.place(&blocks, u64::MAX, &mut work, watch)? {
+        Some(offsets) => blocks.layout(method.name(), &offsets),
+        None => blocks.layout(Method::Weighted.name(), &weighted::place(&blocks, watch)?),
     })
 }
 
-/// One method's layout, for comparison; `None` where it would reach `limit` or beyond.
+/// One method's layout, for comparison, however long it takes.
 pub(crate) fn by_method(
     problem: &Problem,
     profile: &Profile,
     method: Method,
-    limit: u64,
     watch: &Watch,
 ) -> Result<Option<Layout>, Stop> {
     let blocks = Blocks::new(problem, profile);
-    Ok(method.place(&blocks, limit, watch)?.map(|offsets| blocks.layout(method.name(), &offsets)))
+    let offsets = method.place(&blocks, u64::MAX, &mut { u64::MAX }, watch)?;
+    Ok(offsets.map(|offsets| blocks.layout(method.name(), &offsets)))
 }
 
-/// The best layout of the portfolio that takes less than `limit`, if any does.
-pub(crate) fn best(problem: &Problem, profile: &Profile, limit: u64, watch: &Watch) -> Result<Option<Layout>, Stop> {
+/// The best layout of the portfolio that takes less than `limit`, if one does of those that are found before `work`,
+/// at first [`portfolio_work`], is used up.
+pub(crate) fn best(
+    problem: &Problem,
+    profile: &Profile,
+    limit: u64,
+    work: &mut u64,
+    watch: &Watch,
+) -> Result<Option<Layout>, Stop> {
     let blocks = Blocks::new(problem, profile);
     let mut incumbent = Incumbent::new(&blocks, limit);
-    let ended = portfolio(&mut incumbent, false, watch);
+    let ended = portfolio(&mut incumbent, work, watch);
     finish(incumbent, ended)
 }
 
@@ -151,17 +168,24 @@ fn finish(incumbent: Incumbent<'_>, ended: Result<(), Stop>) -> Result<Option<La
     }
 }
 
-/// Tries the methods of the portfolio; all but the first, if that has been tried.
-fn portfolio(incumbent: &mut Incumbent<'_>, first_done: bool, watch: &Watch) -> Result<(), Stop> {
-    let (first, others) = Method::ALL.split_at(1);
-    // The first is nearly always enough; the others run side by side if it is not.
-    for methods in [first, others].into_iter().skip(usize::from(first_done)) {
+/// Tries the methods of the portfolio.
+fn portfolio(incumbent: &mut Incumbent<'_>, work: &mut u64, watch: &Watch) -> Result<(), Stop> {
+    let (quick, greedy) = Method::ALL.split_at(2);
+    // The quick ones are nearly always enough; the others run if they are not, and only as long as they may be better.
+    for methods in [quick, greedy] {
         if incumbent.is_done() {
             break;
         }
         let Incumbent { blocks, limit, .. } = *incumbent;
-        let placed: Vec<_> = methods.par_iter().map(|method| method.place(blocks, limit, watch)).collect();
-        for (method, placed) in methods.iter().zip(placed) {
+        let share = *work / SHARE;
+        let place = |method: &Method| {
+            let mut left = share;
+            let placed = method.place(blocks, limit, &mut left, watch);
+            (placed, share - left)
+        };
+        let placed: Vec<_> = methods.par_iter().map(place).collect();
+        for (method, (placed, used)) in methods.iter().zip(placed) {
+            *work -= used;
             if let Some(offsets) = placed? {
                 incumbent.offer(method.name(), offsets);
             }
@@ -183,10 +207,10 @@ mod tests {
         let large = (0..count).map(|_| Block { size: 2, alignment: 1, start: 1, end: 2 });
         let blocks = Blocks::bare(small.chain(large).collect());
         let watch = Watch::default();
-        let greedy = Method::Greedy(Sequence::Start);
-        assert_eq!(greedy.place(&blocks, u64::MAX, &watch), Ok(None));
-        let (method, offsets) = surely(greedy, &blocks, &watch).expect("not stopped");
-        assert_eq!(method, Method::Weighted);
+        let mut work = portfolio_work(blocks.all.len());
+        let greedy = Method::Greedy(Sequence::Start).place(&blocks, u64::MAX, &mut work, &watch);
+        assert_eq!((greedy, work), (Ok(None), 0));
+        let offsets = weighted::place(&blocks, &watch).expect("not stopped");
         assert!(blocks.pool_bytes(&offsets) as f64 <= 1.1 * blocks.floor() as f64);
     }
 }

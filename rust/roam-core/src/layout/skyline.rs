@@ -8,8 +8,9 @@ use crate::graph::round_up;
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap};
 
-/// Offsets per block; `None` where one would reach `limit` or beyond.
-pub(super) fn place(blocks: &Blocks, limit: u64, watch: &Watch) -> Result<Option<Vec<u64>>, Stop> {
+/// Offsets per block; `None` where one would reach `limit` or beyond, or once `work`, counted in ranges of blocks looked at,
+/// is used up.
+pub(super) fn place(blocks: &Blocks, limit: u64, work: &mut u64, watch: &Watch) -> Result<Option<Vec<u64>>, Stop> {
     let mut offsets = vec![0; blocks.all.len()];
     let mut waiting = Waiting::new(blocks);
     // Lines by start: (end, height). They cover all times without gaps.
@@ -27,7 +28,11 @@ pub(super) fn place(blocks: &Blocks, limit: u64, watch: &Watch) -> Result<Option
         if lines.get(&start) != Some(&(end, height)) {
             continue;
         }
-        if let Some(at) = waiting.take_longest(start, end) {
+        let longest = waiting.take_longest(start, end, work);
+        if *work == 0 {
+            return Ok(None);
+        }
+        if let Some(at) = longest {
             let block = &blocks.all[at as usize];
             let offset = round_up(height, block.alignment);
             if offset + block.size >= limit {
@@ -105,14 +110,16 @@ impl<'a> Waiting<'a> {
         self.earliest_end[node] = self.earliest_end[2 * node].min(self.earliest_end[2 * node + 1]);
     }
 
-    /// Removes the longest-lived block within [start, end); of equals the largest of the earliest.
-    fn take_longest(&mut self, start: u32, end: u32) -> Option<u32> {
+    /// Removes the longest-lived block within [start, end); of equals the largest of the earliest. Takes the ranges that it
+    /// looks at from `work`.
+    fn take_longest(&mut self, start: u32, end: u32, work: &mut u64) -> Option<u32> {
         let first = self.by_start.partition_point(|&at| self.blocks.all[at as usize].start < start);
         let last = self.by_start.partition_point(|&at| self.blocks.all[at as usize].start < end);
         let mut best: Option<(u32, usize)> = None;
         // Ranges of places, those to the left on top.
         let mut stack = vec![(1usize, 0usize, self.width)];
         while let Some((node, from, to)) = stack.pop() {
+            *work = work.saturating_sub(1);
             let hopeless = to <= first
                 || last <= from
                 || self.earliest_end[node] > end

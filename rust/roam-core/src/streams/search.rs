@@ -52,7 +52,7 @@ impl<'a> Search<'a> {
         };
         let program = Profile::new(input.plain, &input.plain.program_order());
         let mut pool = layout::first_fit(input.plain, &program, &watch.patient())?.pool_bytes;
-        match layout::best(input.plain, &program, pool, watch) {
+        match layout::best(input.plain, &program, pool, &mut layout::portfolio_work(input.plain.len()), watch) {
             Ok(layout) => pool = layout.map_or(pool, |layout| layout.pool_bytes),
             Err(Stop::TimedOut) => {}
             Err(Stop::Cancelled) => return Err(Stop::Cancelled),
@@ -167,7 +167,10 @@ impl<'a> Search<'a> {
         if profile.pool_peak > self.most_total {
             return Ok(None);
         }
-        let Some(layout) = layout::best(problem, &profile, self.most_total + 1, watch)? else { return Ok(None) };
+        let mut work = layout::portfolio_work(problem.len());
+        let Some(layout) = layout::best(problem, &profile, self.most_total + 1, &mut work, watch)? else {
+            return Ok(None);
+        };
         let found = self.finish(problem, timed.clone(), layout, profile.pairs);
         let is_no_worse = found.total() <= self.most_total && found.peak <= self.input.program_peak;
         Ok(is_no_worse.then_some((timed, found)))
