@@ -65,7 +65,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     for axes, label in ((time, "planning, seconds"), (memory, "most memory of the process, MiB")):
         axes.set(xscale="log", yscale="log", xlabel="operators", ylabel=label)
         axes.grid(visible=True, alpha=0.3)
-    time.legend()
+    time.legend(fontsize="small", loc="upper left")
     figure.savefig(path, metadata={"Date": None})
 
 

@@ -15,6 +15,7 @@ use roam_core::plan::Settings;
 use roam_core::synthetic::{Random, Transformer, transformer_step};
 use serde_json::{Map, Value, json};
 use std::error::Error;
+use std::fs::DirEntry;
 use std::time::Instant;
 
 fn main() -> Result<(), Box<dyn Error>> {
@@ -53,13 +54,15 @@ fn main() -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-/// Seconds that all threads of this process have kept a core busy; `None` where the system does not tell.
+/// Seconds that the threads of this process have kept cores busy; `None` where the system does not tell.
 fn cpu_s() -> Option<f64> {
-    // The second field is the program's name, in brackets. Times are in hundredths of a second.
-    let status = std::fs::read_to_string("/proc/self/stat").ok()?;
-    let fields: Vec<&str> = status.rsplit_once(')')?.1.split_whitespace().collect();
-    let ticks: u64 = fields.get(11)?.parse::<u64>().ok()? + fields.get(12)?.parse::<u64>().ok()?;
-    Some(ticks as f64 / 100.0)
+    let busy_ns = |thread: std::io::Result<DirEntry>| -> Option<u64> {
+        let status = std::fs::read_to_string(thread.ok()?.path().join("schedstat")).ok()?;
+        status.split_whitespace().next()?.parse().ok()
+    };
+    let threads = std::fs::read_dir("/proc/self/task").ok()?;
+    let busy_ns: Option<u64> = threads.map(busy_ns).sum();
+    Some(busy_ns? as f64 / 1e9)
 }
 
 /// The most memory that this process has held; `None` where the system does not tell.
