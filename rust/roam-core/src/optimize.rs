@@ -248,11 +248,13 @@ impl<'a> Search<'a> {
 
     fn lay_out(&mut self) -> Result<(), Stop> {
         let operators = self.whole.problem.len();
-        let mut work = layout::portfolio_work(operators);
+        // No plan takes more than program order by the same layouts, so that has work of its own.
+        let [mut for_program, mut for_others] = [layout::portfolio_work(operators); 2];
         for at in self.whole.ranking() {
+            let work = if at == 0 { &mut for_program } else { &mut for_others };
             // Too little for another one.
-            if work < operators as u64 {
-                break;
+            if *work < operators as u64 {
+                continue;
             }
             let profile = &self.whole.trials[at].ordered.profile;
             // An order whose peak is above program order's would break the promise never to be worse.
@@ -266,7 +268,7 @@ impl<'a> Search<'a> {
                 continue;
             }
             let limit = total - profile.outside_peak + u64::from(profile.peak < peak);
-            if let Some(layout) = layout::best(self.problem_of(at), profile, limit, &mut work, self.watch)? {
+            if let Some(layout) = layout::best(self.problem_of(at), profile, limit, work, self.watch)? {
                 self.placed.push(Placed { trial: at, layout });
             }
         }
