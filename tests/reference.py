@@ -67,7 +67,7 @@ class Reference:
             match tensor.residency:
                 case "enters":
                     exists = still_used or (not users and done == 0)
-                case "leaves" | "step_local":
+                case "leaves" | "step_local" | "unpooled":
                     stays = tensor.residency == "leaves"
                     exists = creators == 1 << operator or bool(creators & done and (stays or still_used))
                 case _:
@@ -84,14 +84,20 @@ class Reference:
         """The same, apart: step-local tensors, and everything else."""
         alive = self.alive(done, operator)
         pool = {tensor for tensor in alive if self.graph.tensor(tensor).residency == "step_local"}
-        saved = self._saved(done, operator) if self.reuse else 0
-        in_pool = sum(self.bytes[tensor] for tensor in pool) - saved
-        return in_pool, sum(self.bytes[tensor] for tensor in alive - pool) + self.workspaces[operator]
+        in_pool, outside = (sum(self.bytes[tensor] for tensor in part) for part in (pool, alive - pool))
+        if self.reuse:
+            in_pool -= self._saved(done, operator, "step_local")
+            outside -= self._saved(done, operator, "unpooled")
+        return in_pool, outside + self.workspaces[operator]
 
-    def _saved(self, done: int, operator: int) -> int:
+    def _saved(self, done: int, operator: int, residency: str) -> int:
         after = done | 1 << operator
         permitted = self.graph.operator(operator).reuse
-        possible = [(source, target) for source, target in permitted if not self.users[source] & ~after]
+        possible = [
+            (source, target)
+            for source, target in permitted
+            if not self.users[source] & ~after and self.graph.tensor(source).residency == residency
+        ]
         best = 0
         for count in range(1, len(possible) + 1):
             for pairs in combinations(possible, count):

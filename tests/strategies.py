@@ -63,7 +63,7 @@ def graphs(draw: st.DrawFn, *, min_operators: int = 0, max_operators: int = 9) -
         for _ in range(draw(st.integers(0, 2))):
             sizes = [tensors[tensor][0] for tensor in draft.reads] or SIZES
             size = draw(st.sampled_from(sizes if draw(st.booleans()) else SIZES))
-            residency = draw(st.sampled_from(["step_local"] * 4 + ["leaves"]))
+            residency = draw(st.sampled_from(["step_local"] * 4 + ["unpooled", "leaves"]))
             created = len(tensors)
             draft.creates.append(created)
             tensors.append((size, residency, draw(st.sampled_from([0, 0, 0, 128]))))
@@ -78,7 +78,7 @@ def graphs(draw: st.DrawFn, *, min_operators: int = 0, max_operators: int = 9) -
     for draft in drafts:
         for source in draft.reads:
             for target in draft.creates:
-                local = tensors[source][1] == tensors[target][1] == "step_local"
+                local = tensors[source][1] == tensors[target][1] and tensors[source][1] in ("step_local", "unpooled")
                 if local and source not in draft.mutates and counted(source) == counted(target) and draw(st.booleans()):
                     draft.reuse.append((source, target))
     for number, draft in enumerate(drafts):

@@ -120,6 +120,7 @@ FAULTS: list[tuple[str, str | None, Fault]] = [
     ("reuse_output_not_created", "bad", _tensor_then_bad(reads=[2], creates=[4], reuse=[(2, 1)])),
     ("reuse_not_step_local", "bad", _tensor_then_bad(size_bytes=100, reads=[0], creates=[4], reuse=[(0, 4)])),
     ("reuse_not_step_local", "bad", _tensor_then_bad(residency="leaves", reads=[2], creates=[4], reuse=[(2, 4)])),
+    ("reuse_not_step_local", "bad", _tensor_then_bad(residency="unpooled", reads=[2], creates=[4], reuse=[(2, 4)])),
     ("reuse_sizes_differ", "bad", _tensor_then_bad(size_bytes=600, reads=[2], creates=[4], reuse=[(2, 4)])),
     ("reuse_doubled", "bad", _tensor_then_bad(reads=[2], creates=[4], reuse=[(2, 4), (2, 4)])),
     ("alignment", None, lambda builder: builder.tensor("t", 1, residency="enters", alignment_bytes=48)),

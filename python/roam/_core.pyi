@@ -23,7 +23,7 @@ __all__ = [
 ]
 
 _Kind = Literal["parameter", "buffer", "optimizer_state", "input", "gradient", "activation", "temporary", "output"]
-_Residency = Literal["step_local", "enters", "leaves", "persistent"]
+_Residency = Literal["step_local", "unpooled", "enters", "leaves", "persistent"]
 _Phase = Literal["forward", "loss", "backward", "update", "collective"]
 _Sequence = Literal["random", "collective"]
 _Status = Literal["optimal", "feasible", "timed_out"]

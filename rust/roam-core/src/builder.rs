@@ -259,7 +259,7 @@ impl GraphBuilder {
                     return Err(GraphError::CreatesAndMutates { site: self.site(id), tensor: name() });
                 }
                 match self.tensors[tensor.index()].residency {
-                    Residency::StepLocal | Residency::Leaves => {}
+                    Residency::StepLocal | Residency::Unpooled | Residency::Leaves => {}
                     Residency::Enters | Residency::Persistent => {
                         return Err(GraphError::CreatedThoughPresent { site: self.site(id), tensor: name() });
                     }
@@ -313,14 +313,15 @@ impl GraphBuilder {
                     });
                 }
             }
-            let is_step_local = |tensor: TensorId| self.tensors[tensor.index()].residency == Residency::StepLocal;
+            let residency = |tensor: TensorId| self.tensors[tensor.index()].residency;
+            let is_local = matches!(residency(input), Residency::StepLocal | Residency::Unpooled);
             let fault = if read[input.index()] != Some(id) {
                 ReuseFault::InputNotRead
             } else if created[output.index()] != Some(id) {
                 ReuseFault::OutputNotCreated
             } else if mutated[input.index()] == Some(id) {
                 ReuseFault::InputMutated
-            } else if !is_step_local(input) || !is_step_local(output) {
+            } else if !is_local || residency(input) != residency(output) {
                 ReuseFault::NotStepLocal
             } else if self.counted_bytes(input) != self.counted_bytes(output) {
                 ReuseFault::SizesDiffer
@@ -346,7 +347,7 @@ impl GraphBuilder {
 
     /// Whatever must be made in the step is made.
     fn check_created(&self, creator: &[Option<OperatorId>]) -> Result<(), GraphError> {
-        let must_be_made = |tensor: &Tensor| matches!(tensor.residency, Residency::StepLocal | Residency::Leaves);
+        let must_be_made = |tensor: &Tensor| !matches!(tensor.residency, Residency::Enters | Residency::Persistent);
         for (index, tensor) in self.tensors.iter().enumerate() {
             if must_be_made(tensor) && creator[index].is_none() {
                 let id = TensorId(index as u32);

@@ -68,7 +68,7 @@ pub enum ReuseFault {
     InputMutated,
     /// The operator does not make the output.
     OutputNotCreated,
-    /// One of the two does not live in the step alone.
+    /// One of the two does not live in the step alone, or only one of them in the pool.
     NotStepLocal,
     /// Their counted sizes differ.
     SizesDiffer,
@@ -82,7 +82,7 @@ impl fmt::Display for ReuseFault {
             Self::InputNotRead => "the operator does not read the input",
             Self::InputMutated => "the operator mutates the input",
             Self::OutputNotCreated => "the operator does not create the output",
-            Self::NotStepLocal => "both tensors must be step-local",
+            Self::NotStepLocal => "both tensors must be step-local, or both unpooled",
             Self::SizesDiffer => "the two tensors differ in counted size",
             Self::Doubled => "the pair is listed twice",
         })

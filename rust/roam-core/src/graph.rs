@@ -31,12 +31,14 @@ pub enum Kind {
     Output,
 }
 
-/// Where a tensor is alive beyond the step. Only step-local tensors may live in the pool.
+/// Where a tensor is alive beyond the step, and whether it lives in the pool: only step-local tensors do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Residency {
     /// Made and dead within the step.
     StepLocal,
+    /// The same, but in memory that its kernel takes from the allocator.
+    Unpooled,
     /// Exists before the step, dies at its last use in it.
     Enters,
     /// Made in the step, exists after it.

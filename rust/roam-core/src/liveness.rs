@@ -135,7 +135,7 @@ impl Profile {
         for (step, &op) in order.iter().enumerate() {
             pool_now = pool_now.wrapping_add(pool[step]);
             outside_now = outside_now.wrapping_add(outside[step]);
-            let mut saved = 0;
+            let (mut saved, mut saved_outside) = (0, 0);
             if !problem.reuse.is_empty() {
                 let end = &profile.lifetimes.end;
                 let dying = problem
@@ -145,12 +145,13 @@ impl Profile {
                     .map(|&(_, input, output)| (input, output))
                     .collect::<Vec<_>>();
                 for pair in largest_matching(&dying) {
-                    saved += problem.size(pair.0);
+                    let input = &problem.tensors[pair.0 as usize];
+                    *if input.in_pool() { &mut saved } else { &mut saved_outside } += input.size;
                     profile.pairs.push(pair);
                 }
             }
             let in_pool = pool_now - saved;
-            let beside = outside_now + problem.workspace[op as usize];
+            let beside = outside_now - saved_outside + problem.workspace[op as usize];
             profile.live.push(in_pool + beside);
             profile.peak = profile.peak.max(in_pool + beside);
             profile.pool_peak = profile.pool_peak.max(in_pool);

@@ -95,7 +95,7 @@ pub(crate) enum Part {
     Whole,
     /// Step-local tensors, which the pool holds.
     Pool,
-    /// Tensors that enter or leave the step, and workspace.
+    /// All others: unpooled tensors, those that enter or leave the step, and workspace.
     Outside,
 }
 
@@ -103,7 +103,7 @@ impl Part {
     fn counts(self, residency: Residency) -> bool {
         match residency {
             Residency::StepLocal => self != Part::Outside,
-            Residency::Enters | Residency::Leaves => self != Part::Pool,
+            Residency::Unpooled | Residency::Enters | Residency::Leaves => self != Part::Pool,
             Residency::Persistent => false,
         }
     }

@@ -157,7 +157,7 @@ impl Lives {
             match graph.tensor(tensor).residency {
                 Residency::Enters => lives.first[tensor.index()] = Some(0),
                 Residency::Leaves => lives.last[tensor.index()] = end,
-                Residency::StepLocal | Residency::Persistent => {}
+                Residency::StepLocal | Residency::Unpooled | Residency::Persistent => {}
             }
         }
         for (operator, &at) in graph.operators().iter().zip(step) {
@@ -183,17 +183,20 @@ impl Lives {
             changes[first].0 += size;
             changes[self.last[id.index()] + 1].1 += size;
         }
-        let mut saved = vec![0u64; self.order.len()];
+        // Bytes that reuse saves per step, in the pool and beside it.
+        let mut saved = vec![(0u64, 0u64); self.order.len()];
         for (&output, &input) in pairs {
-            saved[self.last[input.index()]] += graph.counted_bytes(output);
+            let saved = &mut saved[self.last[input.index()]];
+            let is_pooled = graph.tensor(output).residency == Residency::StepLocal;
+            *if is_pooled { &mut saved.0 } else { &mut saved.1 } += graph.counted_bytes(output);
         }
         let (mut in_pool, mut outside) = (0, 0);
         let mut peaks = Peaks::default();
         for at in 0..self.order.len() {
             in_pool = in_pool + pool[at].0 - pool[at].1;
             outside = outside + beside[at].0 - beside[at].1;
-            let pool_now = in_pool - saved[at];
-            let outside_now = outside + self.workspace[at];
+            let pool_now = in_pool - saved[at].0;
+            let outside_now = outside - saved[at].1 + self.workspace[at];
             peaks.pool = pool_now.max(peaks.pool);
             peaks.outside = outside_now.max(peaks.outside);
             peaks.whole = (pool_now + outside_now).max(peaks.whole);

@@ -19,7 +19,7 @@ use std::sync::Arc;
 fn an_order_program_is_as_low_as_the_best_of_all_orders() {
     let mut random = Random::new(21);
     let (mut lowered, mut reused) = (0, 0);
-    for round in 0..400 {
+    for round in 0..500 {
         let graph = random_graph(&mut random, 7);
         if graph.operators().is_empty() {
             continue;

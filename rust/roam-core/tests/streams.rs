@@ -203,14 +203,10 @@ impl Executions<'_> {
                 let dies = |input: TensorId| self.graph.users(input).iter().all(|&user| user == id || is(done, user));
                 let saves =
                     |output: &TensorId| operator.reuse.iter().any(|pair| pair.output == *output && dies(pair.input));
-                if self.reuse {
-                    pool -= operator
-                        .creates
-                        .iter()
-                        .filter(|output| saves(output))
-                        .map(|&o| self.graph.counted_bytes(o))
-                        .sum::<u64>()
-                        .min(pool);
+                for &output in operator.creates.iter().filter(|output| self.reuse && saves(output)) {
+                    let is_local = self.graph.tensor(output).residency == Residency::StepLocal;
+                    let part = if is_local { &mut pool } else { &mut outside };
+                    *part -= self.graph.counted_bytes(output).min(*part);
                 }
             }
         }

@@ -4,7 +4,7 @@ mod common;
 
 use common::corruptions::{Corruption, catch_each, pick};
 use common::{SETTINGS, random_graph};
-use roam_core::graph::{Graph, Residency};
+use roam_core::graph::{Graph, Residency, ReusePair};
 use roam_core::ids::{OperatorId, TensorId};
 use roam_core::optimize::{Control, optimize};
 use roam_core::plan::{Plan, Settings, Status};
@@ -49,6 +49,10 @@ fn edited(plan: &Plan, edit: impl FnOnce(&mut Plan)) -> Plan {
     let mut plan = plan.clone();
     edit(&mut plan);
     plan
+}
+
+fn pooled_pairs(plan: &Plan) -> Vec<ReusePair> {
+    plan.reuse.iter().copied().filter(|pair| plan.offsets[pair.input.index()].is_some()).collect()
 }
 
 fn pool_tensors(graph: &Graph, plan: &Plan, in_pool: bool) -> Vec<usize> {
@@ -111,7 +115,7 @@ const CORRUPTIONS: [(&str, Corruption); 24] = [
     }),
     ("one offset too many", |_, plan, _| Some((edited(plan, |plan| plan.offsets.push(None)), &["offset_count"]))),
     ("reuse pair forgotten", |graph, plan, random| {
-        let pair = pick(&plan.reuse, random)?;
+        let pair = pick(&pooled_pairs(plan), random)?;
         assert!(graph.counted_bytes(pair.input) > 0, "reuse of nothing saves nothing");
         Some((edited(plan, |plan| plan.reuse.retain(|&other| other != pair)), &["overlap"]))
     }),
@@ -143,7 +147,7 @@ const CORRUPTIONS: [(&str, Corruption); 24] = [
         Some((edited(plan, |plan| plan.reuse.push(pair)), &["reuse_of_live"]))
     }),
     ("reuse pair apart", |graph, plan, random| {
-        let pair = pick(&plan.reuse, random)?;
+        let pair = pick(&pooled_pairs(plan), random)?;
         let plan = edited(plan, |plan| {
             plan.pool_bytes = (2 * plan.pool_bytes).next_multiple_of(128) + graph.counted_bytes(pair.output);
             plan.offsets[pair.output.index()] = Some(plan.pool_bytes - graph.counted_bytes(pair.output));

@@ -47,7 +47,7 @@ impl PyGraphBuilder {
     ///     size_bytes: bytes of the storage, before rounding.
     ///     kind: ``parameter``, ``buffer``, ``optimizer_state``, ``input``, ``gradient``, ``activation``, ``temporary``
     ///         or ``output``.
-    ///     residency: ``step_local``, ``enters``, ``leaves`` or ``persistent``.
+    ///     residency: ``step_local``, ``unpooled``, ``enters``, ``leaves`` or ``persistent``.
     ///     alignment_bytes: least alignment of its own, a power of two; the graph's where None or 0.
     #[pyo3(signature = (name, size_bytes, *, kind = "temporary", residency = "step_local", alignment_bytes = None))]
     fn tensor(

@@ -57,6 +57,9 @@ impl Blocks {
         // Pairs come in execution order, so an input's block is known before its output asks.
         for &(input, output) in &profile.pairs {
             let at = block_of[input as usize];
+            if at == NONE {
+                continue; // Both outside the pool.
+            }
             block_of[output as usize] = at;
             let block = &mut all[at as usize];
             block.alignment = block.alignment.max(problem.tensors[output as usize].alignment);

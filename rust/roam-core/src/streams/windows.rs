@@ -41,7 +41,9 @@ pub(super) fn profile_with(problem: &Problem, timed: &Timed, pairs: Vec<(Ten, Te
     measure(problem, timed, &Starts::new(timed), pairs)
 }
 
-fn measure(problem: &Problem, timed: &Timed, starts: &Starts, pairs: Vec<(Ten, Ten)>) -> Profile {
+fn measure(problem: &Problem, timed: &Timed, starts: &Starts, mut pairs: Vec<(Ten, Ten)>) -> Profile {
+    // Outside the pool no stream waits for another one's last use of the input.
+    pairs.retain(|&(input, _)| problem.tensors[input as usize].in_pool());
     let count = timed.order.len();
     let lifetimes = starts.lifetimes(problem, timed);
     // Changes at each start; wrapping, since a sum that is exact modulo 2^64 and below 2^63 is exact.

@@ -37,7 +37,7 @@ pub(super) fn bytes(graph: &Graph, plan: &Plan, knowledge: &Knowledge, ends: &En
         let (begin, stream) = match residency {
             Residency::StepLocal | Residency::Persistent => continue,
             Residency::Enters => (0, last_use().map(|id| knowledge.lane[id.index()].0)),
-            Residency::Leaves => {
+            Residency::Unpooled | Residency::Leaves => {
                 let by = creator.get(&tensor).copied();
                 (by.map_or(0, running), by.map(|id| knowledge.lane[id.index()].0))
             }

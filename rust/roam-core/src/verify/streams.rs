@@ -252,7 +252,7 @@ fn peaks_by_times(graph: &Graph, plan: &Plan, times: &[(u64, u64)], pairs: &Pair
         match graph.tensor(tensor).residency {
             Residency::Enters => first[tensor.index()] = Some(0),
             Residency::Leaves => until[tensor.index()] = starts.len(),
-            Residency::StepLocal | Residency::Persistent => {}
+            Residency::StepLocal | Residency::Unpooled | Residency::Persistent => {}
         }
     }
     for (index, operator) in graph.operators().iter().enumerate() {
@@ -281,8 +281,10 @@ fn peaks_by_times(graph: &Graph, plan: &Plan, times: &[(u64, u64)], pairs: &Pair
     for (&output, &input) in pairs {
         // Counted once from the output's creation on.
         let Some(first) = first[output.index()] else { continue };
-        pool[first].1 += graph.counted_bytes(input);
-        pool[until[input.index()]].0 += graph.counted_bytes(input);
+        let is_local = graph.tensor(input).residency == Residency::StepLocal;
+        let changes = if is_local { &mut pool } else { &mut beside };
+        changes[first].1 += graph.counted_bytes(input);
+        changes[until[input.index()]].0 += graph.counted_bytes(input);
     }
     for (index, &gone) in gone.iter().enumerate() {
         let workspace = graph.workspace_bytes(OperatorId(index as u32));

@@ -24,8 +24,8 @@ pub(crate) const SETTINGS: Settings = Settings::SINGLE;
 pub(crate) fn random_graph(random: &mut Random, most: u64) -> Graph {
     let count = random.below(most + 1);
     let mut builder = GraphBuilder::new("random", "cpu", [1, 8, 64][random.below(3) as usize]);
-    // What can be used: id, size, whether it is step-local.
-    let mut present: Vec<(TensorId, u64, bool)> = Vec::new();
+    // What can be used: id, size, residency.
+    let mut present: Vec<(TensorId, u64, Residency)> = Vec::new();
     // Few sizes, so that reuse and ties happen.
     let unit = [1, 5, 64][random.below(3) as usize];
     let size = |random: &mut Random| if random.once_in(12) { 0 } else { unit * (1 + random.below(6)) };
@@ -36,7 +36,7 @@ pub(crate) fn random_graph(random: &mut Random, most: u64) -> Graph {
         let made = Tensor { name, size_bytes, kind: Kind::Temporary, residency, alignment_bytes };
         let id = builder.tensor(made).expect("few tensors");
         let alignment = builder.alignment_bytes.max(alignment_bytes);
-        (id, size_bytes.next_multiple_of(alignment), residency == Residency::StepLocal)
+        (id, size_bytes.next_multiple_of(alignment), residency)
     };
     for _ in 0..random.below(3) {
         let residency = if random.once_in(2) { Residency::Enters } else { Residency::Persistent };
@@ -54,19 +54,25 @@ pub(crate) fn random_graph(random: &mut Random, most: u64) -> Graph {
         }
         let mut creates = Vec::new();
         for _ in 0..[1, 1, 1, 1, 0, 2, 2, 3][random.below(8) as usize] {
-            let residency = if random.once_in(10) { Residency::Leaves } else { Residency::StepLocal };
+            let residency = match random.below(10) {
+                0 => Residency::Leaves,
+                1 | 2 => Residency::Unpooled,
+                _ => Residency::StepLocal,
+            };
             creates.push(tensor(random, &mut builder, residency));
         }
         let mut reuse = Vec::new();
-        for &(input, input_size, input_local) in &reads {
-            for &(output, output_size, output_local) in &creates {
-                if input_local && output_local && input_size == output_size && !random.once_in(4) {
+        for &(input, input_size, residency) in &reads {
+            let is_local = matches!(residency, Residency::StepLocal | Residency::Unpooled);
+            for &(output, output_size, output_residency) in &creates {
+                let alike = residency == output_residency && input_size == output_size;
+                if is_local && alike && !random.once_in(4) {
                     reuse.push(ReusePair { input, output });
                 }
             }
         }
         present.extend(&creates);
-        let ids = |list: &[(TensorId, u64, bool)]| list.iter().map(|&(id, _, _)| id).collect();
+        let ids = |list: &[(TensorId, u64, Residency)]| list.iter().map(|&(id, _, _)| id).collect();
         let phase = if position * 3 > count * 2 && random.once_in(2) { Phase::Update } else { Phase::Forward };
         let operator = Operator {
             reads: ids(&reads),
@@ -130,7 +136,7 @@ pub(crate) struct Peaks {
     pub(crate) whole: u64,
     /// Most live bytes of step-local tensors.
     pub(crate) pool: u64,
-    /// Most live bytes of what enters or leaves, and workspace.
+    /// Most live bytes of everything else, and workspace.
     pub(crate) outside: u64,
 }
 
@@ -145,7 +151,7 @@ pub(crate) fn peaks_by_definition(graph: &Graph, order: &[OperatorId], reuse: bo
             Residency::Persistent => false,
             Residency::Enters => step <= uses.max().unwrap_or(0),
             Residency::Leaves => created.is_some_and(|from| from <= step),
-            Residency::StepLocal => {
+            Residency::StepLocal | Residency::Unpooled => {
                 let from = created.expect("made in the step");
                 from <= step && step <= uses.max().unwrap_or(from)
             }
@@ -161,8 +167,12 @@ pub(crate) fn peaks_by_definition(graph: &Graph, order: &[OperatorId], reuse: bo
         };
         let dies = |pair: &&ReusePair| !graph.users(pair.input).iter().any(|&user| step_of(user) > step);
         let pairs: Vec<ReusePair> = operator.reuse.iter().filter(dies).copied().collect();
-        let saved = if reuse { most_saved(graph, &pairs) } else { 0 };
-        let (pool, outside) = (live(true) - saved, live(false) + graph.workspace_bytes(id));
+        let saved = |in_pool: bool| {
+            let counts = |pair: &&ReusePair| (graph.tensor(pair.input).residency == Residency::StepLocal) == in_pool;
+            let pairs: Vec<ReusePair> = pairs.iter().filter(counts).copied().collect();
+            if reuse { most_saved(graph, &pairs) } else { 0 }
+        };
+        let (pool, outside) = (live(true) - saved(true), live(false) - saved(false) + graph.workspace_bytes(id));
         peaks.whole = peaks.whole.max(pool + outside);
         peaks.pool = peaks.pool.max(pool);
         peaks.outside = peaks.outside.max(outside);

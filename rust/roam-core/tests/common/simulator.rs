@@ -61,6 +61,7 @@ fn check_memory(graph: &Graph, plan: &Plan, start: &[u64], end: &[u64]) -> Resul
         let dead = graph.users(id).iter().map(|user| end[user.index()]).max().or(made).unwrap_or(0);
         match graph.tensor(id).residency {
             Residency::Persistent => {}
+            Residency::Unpooled => hold(created, dead, graph.counted_bytes(id)),
             Residency::Enters => hold(0, dead, graph.counted_bytes(id)),
             Residency::Leaves => hold(created, last + 1, graph.counted_bytes(id)),
             Residency::StepLocal if graph.counted_bytes(id) > 0 => {
