@@ -166,6 +166,8 @@ const MOST_FITTED: usize = 4;
 const SEARCH_WORK: u64 = 100_000_000;
 /// How many it makes per operator before it has anything to show.
 const LEAST_SEARCH: u64 = 32;
+/// How many of the best orders have the hard core of their layout searched.
+const MOST_FINISHED: usize = 2;
 
 impl<'a> Search<'a> {
     /// Program order, laid out by first fit: what there always is.
@@ -212,8 +214,11 @@ impl<'a> Search<'a> {
             ("search_parts", 0.6, Self::look_at_parts_again),
             ("programs", 0.65, Self::solve_orders),
         ];
-        let layouts: [(&'static str, f64, Stage<'a>); 2] =
-            [("layout", 0.7, Self::lay_out), ("search", 0.8, Self::search_layouts)];
+        let layouts: [(&'static str, f64, Stage<'a>); 3] = [
+            ("layout", 0.7, Self::lay_out),
+            ("search", 0.8, Self::search_layouts),
+            ("hard_core", 0.83, Self::finish_layouts),
+        ];
         let all = orders.map(|stage| (true, stage)).into_iter().chain(layouts.map(|stage| (false, stage)));
         for (seeks_orders, (name, share_done, stage)) in all {
             if seeks_orders && self.is_done() && self.whole.problem.len() > SMALL {
@@ -311,6 +316,30 @@ impl<'a> Search<'a> {
         self.watch.check()
     }
 
+    /// Where a gap is left: exact means, for the most promising orders.
+    fn finish_layouts(&mut self) -> Result<(), Stop> {
+        let mut orders = 0;
+        for at in self.whole.ranking() {
+            let profile = &self.whole.trials[at].ordered.profile;
+            let total = self.total(self.best());
+            if orders == MOST_FINISHED || profile.least_total() >= total {
+                break;
+            }
+            if profile.peak > self.program_peak {
+                continue;
+            }
+            orders += 1;
+            let known = self.placed.iter().filter(|placed| placed.trial == at);
+            let start = known.min_by_key(|placed| placed.layout.pool_bytes).map(|placed| &placed.layout);
+            let problem = if at == 0 { &self.plain } else { &*self.whole.problem };
+            let limit = total - profile.outside_peak;
+            let layout = layout::finish_exactly(problem, profile, start, limit, &mut self.exact, self.watch)?;
+            self.placed.extend(layout.map(|layout| Placed { trial: at, layout }));
+        }
+        // Answers that came before the deadline count, but do not hide it.
+        self.watch.check()
+    }
+
     /// Where the pool and what stays outside it have their peaks at different steps, the common peak is not what counts.
     fn look_at_parts(&mut self) -> Result<(), Stop> {
         let Some(&best) = self.whole.ranking().first() else { return Ok(()) };
@@ -358,10 +387,7 @@ impl<'a> Search<'a> {
             let before = part.trials.len();
             let stages = [Portfolio::find, Portfolio::refine, Portfolio::prove, Portfolio::search];
             stages.into_iter().try_for_each(|stage| stage(part, self.watch))?;
-            for trial in &part.trials[before..] {
-                self.whole.add(trial.name, trial.ordered.order.clone());
-            }
-            self.note_parts();
+            self.adopt(at, before);
         }
         Ok(())
     }
@@ -372,7 +398,26 @@ impl<'a> Search<'a> {
         if order::is_within(self.least_total(), self.bound()) {
             return Ok(());
         }
-        self.whole.solve(&mut self.exact, self.watch)
+        self.whole.solve(&mut self.exact, self.watch)?;
+        for at in 0..self.parts.len() {
+            if order::is_within(self.least_total(), self.bound()) {
+                break;
+            }
+            let part = &mut self.parts[at].0;
+            let before = part.trials.len();
+            let ended = part.solve(&mut self.exact, self.watch);
+            self.adopt(at, before);
+            ended?;
+        }
+        Ok(())
+    }
+
+    /// Takes over a part's trials from a number on, and what is proved of it.
+    fn adopt(&mut self, part: usize, from: usize) {
+        for trial in &self.parts[part].0.trials[from..] {
+            self.whole.add(trial.name, trial.ordered.order.clone());
+        }
+        self.note_parts();
     }
 
     /// Whether no order can have a smaller total than the best one on trial.

@@ -6,7 +6,7 @@ use crate::problem::{NONE, Problem};
 use std::ops::Range;
 
 /// A piece of memory held over a half-open interval of times.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Block {
     pub(super) size: u64,
     pub(super) alignment: u64,
@@ -18,6 +18,11 @@ impl Block {
     /// The times over which it is held.
     pub(super) fn times(&self) -> Range<usize> {
         self.start as usize..self.end as usize
+    }
+
+    /// Whether both are held at some time.
+    pub(super) fn meets(&self, other: &Block) -> bool {
+        self.start < other.end && other.start < self.end
     }
 }
 
@@ -131,6 +136,15 @@ impl Blocks {
     /// Largest offset plus size.
     pub(super) fn pool_bytes(&self, offsets: &[u64]) -> u64 {
         self.all.iter().zip(offsets).map(|(block, offset)| offset + block.size).max().unwrap_or(0)
+    }
+
+    /// Per block its offset, from those of the tensors.
+    pub(super) fn offsets(&self, of_tensors: &[u64]) -> Vec<u64> {
+        let mut offsets = vec![0; self.all.len()];
+        for (&at, &offset) in self.block_of.iter().zip(of_tensors).filter(|&(&at, _)| at != NONE) {
+            offsets[at as usize] = offset;
+        }
+        offsets
     }
 
     pub(super) fn layout(&self, method: &'static str, offsets: &[u64]) -> Layout {

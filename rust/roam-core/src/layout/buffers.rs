@@ -2,9 +2,14 @@
 
 use super::blocks::{Block, Blocks};
 use super::incumbent::Incumbent;
-use super::{Method, portfolio, portfolio_work, search, weighted};
+use super::{Method, hard_core, portfolio, portfolio_work, search, weighted};
 use crate::control::{Control, Stop, Watch};
+use crate::exact::ExactTier;
+use crate::plan::{BoundRoute, Exact, ExactReport};
 use thiserror::Error;
+
+/// This part of the work is kept for the hard core.
+const PART_FOR_CORES: u64 = 8;
 
 /// A piece of memory needed over the half-open interval of times [lower, upper).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -28,6 +33,13 @@ pub struct Packing {
     pub pool_bytes: u64,
     /// Most bytes needed at any time: no packing takes less.
     pub live_bytes: u64,
+    /// No packing takes less: `live_bytes`, or more where smaller pools were refuted. It holds for these buffers and their times; another
+    /// order of a graph has others.
+    pub bound_bytes: u64,
+    /// How that was proved.
+    pub bound_route: BoundRoute,
+    /// What integer programs did, which are solved where the control has a solver and all else leaves a gap.
+    pub exact: ExactReport,
     /// What found it, for example `size`, `local`, `canonical`.
     pub method: &'static str,
     /// Whether no smaller pool exists: it meets `live_bytes`, or the search has refuted every smaller one.
@@ -106,7 +118,9 @@ pub fn pack(buffers: &[Buffer], work: u64, control: &Control) -> Result<Packing,
     let blocks = Blocks::bare(all.collect());
     let watch = Watch::new(control, control.deadline);
     let mut incumbent = Incumbent::new(&blocks, u64::MAX);
-    let timed_out = match find(&mut incumbent, work, &watch) {
+    let exact = if control.solver.is_some() { Exact::Auto } else { Exact::Off };
+    let mut exact = ExactTier::new(exact, control.solver.as_deref());
+    let timed_out = match find(&mut incumbent, work, &mut exact, &watch) {
         Ok(()) => false,
         Err(Stop::TimedOut) => true,
         Err(Stop::Cancelled) => return Err(PackError::Cancelled),
@@ -117,15 +131,29 @@ pub fn pack(buffers: &[Buffer], work: u64, control: &Control) -> Result<Packing,
     for (&index, offset) in counted.iter().zip(found) {
         offsets[index] = offset;
     }
-    Ok(Packing { offsets, pool_bytes: incumbent.limit, live_bytes: blocks.floor(), method, optimal, timed_out })
+    Ok(Packing {
+        offsets,
+        pool_bytes: incumbent.limit,
+        live_bytes: blocks.floor(),
+        bound_bytes: incumbent.floor,
+        bound_route: incumbent.route,
+        exact: exact.report,
+        method,
+        optimal,
+        timed_out,
+    })
 }
 
 /// Everything there is, one after another. The quickest is done in any case.
-fn find(incumbent: &mut Incumbent<'_>, mut work: u64, watch: &Watch) -> Result<(), Stop> {
+fn find(incumbent: &mut Incumbent<'_>, mut work: u64, exact: &mut ExactTier<'_>, watch: &Watch) -> Result<(), Stop> {
     let mut first = portfolio_work(incumbent.blocks.all.len());
+    let mut for_cores = work / PART_FOR_CORES;
+    work -= for_cores;
     let ended = portfolio(incumbent, &mut first, watch).and_then(|()| search::improve(incumbent, &mut work, watch));
     if incumbent.found.is_none() {
         incumbent.offer(Method::Weighted.name(), weighted::place(incumbent.blocks, &watch.patient())?);
     }
-    ended
+    ended?;
+    let Some((_, offsets)) = incumbent.found.clone() else { return Ok(()) };
+    hard_core::finish(incumbent, &offsets, &mut for_cores, exact, watch)
 }

@@ -1,6 +1,7 @@
 //! The best layout so far, and what a better one has to keep below.
 
 use super::blocks::Blocks;
+use crate::plan::BoundRoute;
 
 /// What all searches for a layout of the same blocks share.
 #[derive(Clone, Debug)]
@@ -8,6 +9,8 @@ pub(super) struct Incumbent<'a> {
     pub(super) blocks: &'a Blocks,
     /// Most bytes held at any time, or more where a search has refuted less.
     pub(super) floor: u64,
+    /// How the floor was proved.
+    pub(super) route: BoundRoute,
     /// Only a smaller pool than this is of use.
     pub(super) limit: u64,
     /// What found it, and its offsets per block. Its pool is the limit.
@@ -17,7 +20,7 @@ pub(super) struct Incumbent<'a> {
 impl<'a> Incumbent<'a> {
     /// Nothing found yet.
     pub(super) fn new(blocks: &'a Blocks, limit: u64) -> Self {
-        Incumbent { blocks, floor: blocks.floor(), limit, found: None }
+        Incumbent { blocks, floor: blocks.floor(), route: BoundRoute::Floor, limit, found: None }
     }
 
     /// Takes the offsets if they are better.
@@ -31,7 +34,14 @@ impl<'a> Incumbent<'a> {
 
     /// No layout takes `capacity` or less, and none between two multiples of `unit` is the smallest.
     pub(super) fn refute(&mut self, capacity: u64, unit: u64) {
-        self.floor = self.floor.max((capacity / unit + 1) * unit);
+        self.raise((capacity / unit + 1) * unit, BoundRoute::Exhaustive);
+    }
+
+    /// No layout takes less than `floor`.
+    pub(super) fn raise(&mut self, floor: u64, route: BoundRoute) {
+        if floor > self.floor {
+            (self.floor, self.route) = (floor, route);
+        }
     }
 
     /// Whether nothing better is possible.

@@ -11,13 +11,16 @@ mod csv;
 mod dive;
 mod gaps;
 mod greedy;
+mod hard_core;
 mod incumbent;
+mod integer;
 mod search;
 mod skyline;
 mod tree;
 mod weighted;
 
 use crate::control::{Stop, Watch};
+use crate::exact::ExactTier;
 use crate::liveness::Profile;
 use crate::problem::Problem;
 use blocks::Blocks;
@@ -155,6 +158,29 @@ pub(crate) fn search(
     let blocks = Blocks::new(problem, profile);
     let mut incumbent = Incumbent::new(&blocks, limit);
     let ended = search::improve(&mut incumbent, work, watch);
+    finish(incumbent, ended)
+}
+
+/// What branch and bound of one layout's hard core may compare.
+const CORE_WORK: u64 = 50_000_000;
+
+/// A layout that takes less than `limit`, if exact means find one where all others ended with a gap. `start` is some layout
+/// of the same tensors.
+pub(crate) fn finish_exactly(
+    problem: &Problem,
+    profile: &Profile,
+    start: Option<&Layout>,
+    limit: u64,
+    exact: &mut ExactTier<'_>,
+    watch: &Watch,
+) -> Result<Option<Layout>, Stop> {
+    let blocks = Blocks::new(problem, profile);
+    let mut incumbent = Incumbent::new(&blocks, limit);
+    let offsets = match start {
+        Some(layout) => blocks.offsets(&layout.offsets),
+        None => weighted::place(&blocks, watch)?,
+    };
+    let ended = hard_core::finish(&mut incumbent, &offsets, &mut CORE_WORK.clone(), exact, watch);
     finish(incumbent, ended)
 }
 

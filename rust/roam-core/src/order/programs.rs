@@ -17,6 +17,8 @@ const MOST_ROUNDS: usize = 4;
 const MOST_LENGTHS: usize = 32;
 /// Stretches of fewer operators are left to the search.
 const FEWEST_OPERATORS: usize = 8;
+/// And those that are less than this part of what it left open: they hardly ever hold the answer, and take as long as any.
+const FEWEST_PART: usize = 8;
 
 /// Lowers the peak of an order in and around the stretch that a search left open. What is proved about all orders goes
 /// into `bounds`.
@@ -107,7 +109,8 @@ fn height(ordered: &Ordered) -> (u64, usize) {
 fn stretches(whole: &Range<usize>, step: usize) -> impl Iterator<Item = Vec<Range<usize>>> {
     let whole = whole.clone();
     let lengths = std::iter::successors(Some(whole.len()), |&length| Some(length * 5 / 6));
-    let is_of_use = |&length: &usize| length >= FEWEST_OPERATORS;
+    let fewest = FEWEST_OPERATORS.max(whole.len().div_ceil(FEWEST_PART));
+    let is_of_use = move |&length: &usize| length >= fewest;
     let smaller = lengths.skip(1).take_while(is_of_use);
     std::iter::once(whole.len()).chain(smaller).map(move |length| {
         let mut placed: Vec<Range<usize>> = Vec::new();
