@@ -13,8 +13,8 @@ const FEWEST_NODES: u64 = 200;
 const MOST_NODES: u64 = 20_000;
 /// Most entries of a program.
 pub(crate) const MOST_ENTRIES: u64 = (WORK / FEWEST_NODES).isqrt();
-/// Seconds after which programs are given up: nodes are the budget, this only a safety.
-const SAFETY_S: f64 = 60.0;
+/// Seconds after which programs are given up: nodes are the budget, this only a safety, far from what a busy machine takes.
+const SAFETY_S: f64 = 300.0;
 /// By how much, as a share of the largest cost, a solver's bound may be wrong. CBC keeps to rows within 10^-6.
 const TOLERANCE: f64 = 1e-5;
 

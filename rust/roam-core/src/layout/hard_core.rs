@@ -18,7 +18,7 @@ use std::cmp::Reverse;
 /// Pairs of blocks that meet in the cores tried, one after another; a core has as many or fewer.
 const PAIRS: [u64; 4] = [50, 100, 200, 400];
 /// Comparisons of branch and bound per core.
-const WORK: u64 = 1 << 24;
+const WORK: u64 = 1 << 22;
 /// Most entries of a program: above, there is hardly ever an answer within a few seconds.
 const MOST_ENTRIES: u64 = 2000;
 /// Of the cores that branch and bound leaves open, so many of the largest become programs.
@@ -56,7 +56,8 @@ pub(super) fn finish(
         if incumbent.is_done() {
             return Ok(());
         }
-        if !branch(incumbent, &core, work, watch)? {
+        // Where alignment leaves gaps, a search proves nothing, and the one of the whole was enough.
+        if blocks.unit().is_none() || !branch(incumbent, &core, work, watch)? {
             open.push(core);
         }
     }
@@ -147,7 +148,6 @@ fn branch(incumbent: &mut Incumbent<'_>, core: &Core, work: &mut u64, watch: &Wa
                 break true;
             }
             Outcome::Refuted => {
-                // Where alignment leaves gaps, this proves nothing.
                 let Some(unit) = incumbent.blocks.unit() else { break false };
                 incumbent.refute(incumbent.floor, unit);
             }

@@ -162,7 +162,7 @@ pub(crate) fn search(
 }
 
 /// What branch and bound of one layout's hard core may compare.
-const CORE_WORK: u64 = 50_000_000;
+const CORE_WORK: u64 = 16_000_000;
 
 /// A layout that takes less than `limit`, if exact means find one where all others ended with a gap. `start` is some layout
 /// of the same tensors.
