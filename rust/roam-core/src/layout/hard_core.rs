@@ -7,7 +7,7 @@
 use super::blocks::{Block, Blocks};
 use super::canonical::{Canonical, Outcome};
 use super::gaps::Gaps;
-use super::greedy::{Sequence, most_spans};
+use super::greedy::Sequence;
 use super::incumbent::Incumbent;
 use super::integer::LayoutProgram;
 use crate::control::{Stop, Watch};
@@ -21,6 +21,8 @@ const PAIRS: [u64; 4] = [50, 100, 200, 400];
 const WORK: u64 = 1 << 22;
 /// Most entries of a program: above, there is hardly ever an answer within a few seconds.
 const MOST_ENTRIES: u64 = 2000;
+/// Address spans that may be looked at where a core's other blocks are placed once.
+const MOST_SPANS: u64 = 1 << 22;
 /// Of the cores that branch and bound leaves open, so many of the largest become programs.
 const MOST_PROGRAMS: usize = 2;
 
@@ -173,7 +175,7 @@ fn extend(incumbent: &mut Incumbent<'_>, core: &Core, offsets: &[u64], method: &
         let others = sequence.sorted(blocks).into_iter().map(|at| at as usize).filter(|&at| !is_member[at]);
         for at in others {
             all[at] = gaps.lowest(&blocks.all[at]);
-            if all[at] + blocks.all[at].size >= incumbent.limit || gaps.looked_at() > most_spans(blocks.all.len()) {
+            if all[at] + blocks.all[at].size >= incumbent.limit || gaps.looked_at() > MOST_SPANS {
                 continue 'sequences;
             }
             gaps.insert(&blocks.all[at], all[at]);
