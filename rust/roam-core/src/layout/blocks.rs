@@ -81,18 +81,24 @@ impl Blocks {
         Blocks { all, times, block_of }
     }
 
-    /// The most bytes held at any time: no layout takes less.
-    pub(super) fn floor(&self) -> u64 {
+    /// Bytes held per time.
+    pub(super) fn held(&self) -> Vec<u64> {
         let mut change = vec![(0u64, 0u64); self.times as usize + 1];
         for block in &self.all {
             change[block.start as usize].0 += block.size;
             change[block.end as usize].1 += block.size;
         }
+        change.pop();
         let held = change.into_iter().scan(0, |held, (more, less)| {
             *held = *held + more - less;
             Some(*held)
         });
-        held.max().unwrap_or(0)
+        held.collect()
+    }
+
+    /// The most bytes held at any time: no layout takes less.
+    pub(super) fn floor(&self) -> u64 {
+        self.held().into_iter().max().unwrap_or(0)
     }
 
     /// How many pairs of blocks have lifetimes that meet.

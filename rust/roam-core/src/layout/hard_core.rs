@@ -104,10 +104,7 @@ fn cores(blocks: &Blocks, offsets: &[u64]) -> Vec<Core> {
     let all = &blocks.all;
     let top = |at: &usize| offsets[*at] + all[*at].size;
     let Some(highest) = (0..all.len()).max_by_key(|at| (top(at), Reverse(*at))) else { return Vec::new() };
-    let mut held = vec![0u64; blocks.times as usize];
-    for block in all {
-        held[block.times()].iter_mut().for_each(|held| *held += block.size);
-    }
+    let held = blocks.held();
     let fullest = all[highest].times().max_by_key(|&time| (held[time], Reverse(time))).unwrap_or(0) as u32;
     let mut cores: Vec<Core> = Vec::new();
     for most in PAIRS {
