@@ -1,5 +1,5 @@
 //! Packs the layout instances of `benches/layout` and made-up ones, and prints what comes out:
-//! `cargo run --release --example pack`, or with styles and counts, as in `-- wide 20000 60000`.
+//! `cargo run --release --example pack`, or with styles and counts, as in `-- wide 20000 60000 seed=2`.
 
 use roam_core::layout::{Buffer, pack, read_csv};
 use roam_core::optimize::Control;
@@ -26,6 +26,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let setting = |name| arguments.iter().find_map(|argument| argument.strip_prefix(name)?.parse().ok());
     let limit = Duration::from_secs(setting("limit=").unwrap_or(60));
     let work = setting("work=").unwrap_or(WORK);
+    let seed = setting("seed=").unwrap_or(1);
     if arguments.is_empty() {
         let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../benches/layout");
         let mut paths: Vec<_> = std::fs::read_dir(folder)?.collect::<Result<Vec<_>, _>>()?;
@@ -45,7 +46,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     }
     for count in counts {
         for style in &styles {
-            row(&mut out, style.name(), &style.buffers(count, 1), work, limit)?;
+            row(&mut out, style.name(), &style.buffers(count, seed), work, limit)?;
         }
     }
     Ok(())

@@ -137,7 +137,7 @@ fn threads_change_nothing() {
         let buffers = random(&mut Random::new(seed), 120, 60, 50, 1, &[1]);
         let one = with(1, &buffers);
         assert_eq!(one, with(4, &buffers), "seed {seed}");
-        searched += usize::from(["weighted", "dive", "canonical"].contains(&one.method));
+        searched += usize::from(["beam", "dive", "canonical"].contains(&one.method));
     }
     assert!(searched > 5, "{searched}");
 }

@@ -3,6 +3,7 @@
 //! No layout can take less than the most live bytes of the pool's tensors, so the search ends as
 //! soon as one takes just that.
 
+mod beam;
 mod blocks;
 mod buffers;
 mod canonical;
@@ -14,7 +15,9 @@ mod greedy;
 mod hard_core;
 mod incumbent;
 mod integer;
+mod joined;
 mod search;
+mod shelf;
 mod skyline;
 mod tree;
 mod weighted;

@@ -1,47 +1,58 @@
-//! Search for a better layout: rounds of runs by weighted times, of dives and of branch and bound, from several
+//! Search for a better layout: rounds of beam search, of dives and of branch and bound, the latter two from several
 //! rankings of the blocks side by side, with more and more work until the floor is met.
 
+use super::beam::Beam;
 use super::blocks::Blocks;
 use super::canonical::{Canonical, Outcome};
 use super::dive::Pond;
 use super::greedy::Sequence;
 use super::incumbent::Incumbent;
-use super::weighted::Lines;
+use super::joined;
+use super::weighted::{Lines, Rule};
 use crate::control::{Stop, Watch};
 use rayon::prelude::*;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// Which blocks are tried first, and what a gap costs in runs by weighted times.
-const RANKINGS: [(Sequence, f64); 4] =
-    [(Sequence::Lifetime, 1.0), (Sequence::Area, 2.0), (Sequence::Size, 4.0), (Sequence::Start, 0.5)];
+/// Which blocks are tried first.
+const RANKINGS: [Sequence; 4] = [Sequence::Lifetime, Sequence::Area, Sequence::Size, Sequence::Start];
+/// By what rules beam search goes on from each layout.
+const PLAIN: [Rule; 4] = [rule(1.0, false), rule(2.0, false), rule(4.0, false), rule(0.5, false)];
+const MIXED: [Rule; 6] =
+    [rule(1.0, false), rule(2.0, false), rule(0.5, false), rule(1.0, true), rule(0.5, true), rule(2.0, true)];
+/// Rules and steepness of weights in one round after the other.
+const BEAMS: [(&[Rule], f64); 3] = [(&PLAIN, 100.0), (&MIXED, 200.0), (&MIXED, 400.0)];
+/// What beam search widens to, by doubling.
+const WIDEST: usize = 4;
 /// Comparisons that branch and bound may make per ranking in the first round. Each round doubles them.
 const FIRST_BUDGET: u64 = 1 << 20;
-/// Rounds of dives alone that may pass without a better layout.
+/// Rounds without branch and bound that may pass without a better layout.
 const MOST_FRUITLESS: u32 = 50;
+/// Joined blocks get one part in so many of the work.
+const WHOLE_SHARE: u64 = 4;
 /// What beginning a search counts, so that many searches of little cannot take for ever.
 const BEGIN: u64 = 1000;
 /// Most pairs of blocks that meet, and most sums of lifetimes, for which branch and bound keeps tables; as many pairs for dives.
 const MOST_PAIRS: u64 = 1 << 22;
+
+const fn rule(gap_cost: f64, bulky: bool) -> Rule {
+    Rule { gap_cost, noise: 0.05, bulky }
+}
 
 /// A ranking, and what the searches that use it have learned.
 struct Ranking {
     rank: Vec<u32>,
     dive_blame: Vec<u32>,
     branch_blame: Vec<u32>,
-    weights: Vec<f64>,
-    /// What a gap costs in a run by weighted times.
-    gap_cost: f64,
 }
 
 impl Ranking {
-    fn new(blocks: &Blocks, sequence: Sequence, gap_cost: f64) -> Self {
+    fn new(blocks: &Blocks, sequence: Sequence) -> Self {
         let mut rank = vec![0; blocks.all.len()];
         for (place, &at) in sequence.sorted(blocks).iter().enumerate() {
             rank[at as usize] = place as u32;
         }
         let blame = vec![1; blocks.times as usize];
-        let weights = vec![1.0; blocks.times as usize];
-        Ranking { rank, dive_blame: blame.clone(), branch_blame: blame, weights, gap_cost }
+        Ranking { rank, dive_blame: blame.clone(), branch_blame: blame }
     }
 }
 
@@ -51,22 +62,23 @@ pub(super) fn improve(incumbent: &mut Incumbent<'_>, work: &mut u64, watch: &Wat
         return Ok(());
     }
     let blocks = incumbent.blocks;
-    let mut rankings = RANKINGS.map(|(sequence, gap_cost)| Ranking::new(blocks, sequence, gap_cost));
+    join(incumbent, work, watch)?;
+    let mut rankings = RANKINGS.map(|sequence| Ranking::new(blocks, sequence));
     let lines = Lines::new(blocks);
     let pond = Pond::new(blocks);
     let pairs = blocks.pairs();
     let canonical = (pairs <= MOST_PAIRS && blocks.area() <= MOST_PAIRS).then(|| Canonical::new(blocks));
     let mut budget = FIRST_BUDGET;
-    let (mut fruitless, mut round) = (0, 1u32);
+    let (mut fruitless, mut round) = (0, 0u64);
     while *work > 0 && !incumbent.is_done() && fruitless < MOST_FRUITLESS {
         watch.check()?;
         let before = incumbent.limit;
-        weigh(incumbent, &lines, &mut rankings, work, watch)?;
+        fill(incumbent, &lines, round, work, watch)?;
+        round += 1;
         // Dives take time in proportion to the pairs that meet, and seldom find the better layout of many blocks.
         if canonical.is_some() || (pairs <= MOST_PAIRS && round.is_power_of_two()) {
             dive(incumbent, &pond, &mut rankings, work, watch)?;
         }
-        round += 1;
         fruitless = if incumbent.limit < before { 0 } else { fruitless + 1 };
         let Some(canonical) = &canonical else { continue };
         fruitless = 0;
@@ -88,26 +100,42 @@ pub(super) fn improve(incumbent: &mut Incumbent<'_>, work: &mut u64, watch: &Wat
     Ok(())
 }
 
-/// One run by weighted times per ranking.
-fn weigh(
+/// Searches among layouts of joined blocks, where these are few.
+fn join(incumbent: &mut Incumbent<'_>, work: &mut u64, watch: &Watch) -> Result<(), Stop> {
+    let (whole, steps) = joined::join(incumbent.blocks);
+    *work = work.saturating_sub(BEGIN + steps);
+    let Some(whole) = whole else { return Ok(()) };
+    let mut inner = Incumbent::new(&whole.blocks, incumbent.limit);
+    let mut share = *work / WHOLE_SHARE;
+    *work -= share;
+    let ended = improve(&mut inner, &mut share, watch);
+    *work += share;
+    if let Some((method, placed)) = inner.found {
+        incumbent.offer(method, whole.parts(&placed, incumbent.blocks.all.len()));
+    }
+    ended
+}
+
+/// One beam search, unless even the narrowest would take more than all the work that is left.
+fn fill(
     incumbent: &mut Incumbent<'_>,
     lines: &Lines<'_>,
-    rankings: &mut [Ranking],
+    round: u64,
     work: &mut u64,
     watch: &Watch,
 ) -> Result<(), Stop> {
-    let runs: Vec<_> = rankings
-        .par_iter_mut()
-        .map(|ranking| {
-            let (offsets, steps) = lines.place(&ranking.weights, ranking.gap_cost, watch)?;
-            lines.update(&mut ranking.weights, &offsets);
-            Ok((offsets, steps))
-        })
-        .collect();
-    for run in runs {
-        let (offsets, steps) = run?;
-        *work = work.saturating_sub(BEGIN + steps);
-        incumbent.offer("weighted", offsets);
+    let (rules, steepness) = BEAMS[round as usize % BEAMS.len()];
+    let most = *work / (rules.len() as u64 * lines.steps()).max(1);
+    let width = WIDEST.min(1 << round.min(16)).min(most as usize);
+    if width == 0 {
+        *work = 0;
+        return Ok(());
+    }
+    let beam = Beam { width, steepness, seed: round };
+    let (offsets, steps) = beam.search(lines, rules, incumbent.limit, watch)?;
+    *work = work.saturating_sub(BEGIN + steps);
+    if let Some(offsets) = offsets {
+        incumbent.offer("beam", offsets);
     }
     Ok(())
 }

@@ -1,113 +1,75 @@
-//! Valley filling by weighted times, in O(log n) per placement whatever the blocks look like.
+//! Valley filling by weighted times.
 //!
 //! The lowest line of the skyline is filled first. Of the blocks that fit into its time span, those nearest to its two
 //! ends are compared: the one that covers most, less what the gaps to the two ends cost, goes there. A gap that is
 //! too narrow for anything is lost, a wide one will be filled: so a gap costs as its square root grows. If nothing fits, the
 //! line is lifted to its lower neighbour.
 //!
-//! Covers and gaps are measured in weighted times. All times weigh the same at first. After a run those weigh more
-//! above which the layout is too high, and less those at which it need not be tight: bytes are then wasted where
-//! there are bytes to spare. (A multiplicative-weights update, as in Arora, Hazan and Kale, Theory of Computing 8, 2012.)
+//! Covers and gaps are measured in weighted times. The top of a time will be its line's height plus all that is still to be placed
+//! there, or more; a time weighs more the higher that is, exponentially, so that bytes are wasted where there are bytes to spare. The sum
+//! of all weights is a smooth maximum of the tops (as in Arora, Hazan and Kale, Theory of Computing 8, 2012).
 
-use super::blocks::{Block, Blocks, first_open};
+use super::blocks::{Block, Blocks};
+use super::shelf::{Sequence, Shelf};
 use crate::control::{Stop, Watch};
 use crate::graph::round_up;
+use crate::synthetic::Random;
 use std::cmp::Reverse;
-use std::collections::{BTreeMap, BinaryHeap};
+use std::collections::BinaryHeap;
 
 /// How many blocks nearest to each end of a line are compared.
 const NEAREST: usize = 24;
-/// How fast weights change, and what share of the excess bytes a time may have without becoming heavier.
-const RATE: f64 = 0.5;
-const PERMITTED: f64 = 0.8;
-/// Weights stay between this part and this multiple of their mean.
-const RANGE: f64 = 1000.0;
+/// Weights stay below this.
+const HEAVIEST: f64 = 1e100;
 
-/// What all runs over the same blocks share.
+/// The exponential, at most [`HEAVIEST`] squared; by sums and products alone, which every machine rounds alike.
+fn exp(x: f64) -> f64 {
+    let x = x.clamp(-460.0, 460.0) / 1024.0;
+    let root = (1..=12).rev().fold(1.0, |sum, term| 1.0 + sum * x / f64::from(term));
+    (0..10).fold(root, |power, _| power * power)
+}
+
+/// What all layouts of the same blocks share.
 pub(super) struct Lines<'a> {
-    blocks: &'a Blocks,
-    by_start: Shelf,
+    pub(super) blocks: &'a Blocks,
+    by_start: Sequence,
     /// By end, the latest first.
-    by_end: Shelf,
+    by_end: Sequence,
     /// Mean lifetime.
     mean: f64,
-    floor: u64,
+    /// Per block the fourth root of its size in mean sizes.
+    bulk: Vec<f64>,
+    pub(super) floor: u64,
 }
 
-/// Blocks in a sequence, of which some have been taken.
+/// How to choose among blocks.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Rule {
+    /// A gap costs that many times the square root of its share of a mean lifetime, in mean lifetimes.
+    pub(super) gap_cost: f64,
+    /// Up to that many mean lifetimes are added to each cost by chance.
+    pub(super) noise: f64,
+    /// Whether what covers little may go first because it is large.
+    pub(super) bulky: bool,
+}
+
+/// Some blocks placed, the others waiting.
 #[derive(Clone)]
-struct Shelf {
-    blocks: Vec<u32>,
-    /// Per block its place.
-    place: Vec<u32>,
-    /// Per time the first place at which to look for what fits there.
-    first: Vec<u32>,
-    /// A tree of the least key of each range of places; a block that is taken has the largest.
-    least: Vec<u32>,
-    /// Leaves begin here.
-    width: usize,
-}
-
-impl Shelf {
-    /// `before` says whether a block lies before all that fit at a time; `key` is what fitting blocks have least of.
-    fn new(blocks: Vec<u32>, times: u32, before: impl Fn(u32, u32) -> bool, key: impl Fn(u32) -> u32) -> Self {
-        let width = blocks.len().next_power_of_two();
-        let mut place = vec![0; blocks.len()];
-        let mut least = vec![u32::MAX; 2 * width];
-        for (at, &block) in blocks.iter().enumerate() {
-            place[block as usize] = at as u32;
-            least[width + at] = key(block);
-        }
-        for node in (1..width).rev() {
-            least[node] = least[2 * node].min(least[2 * node + 1]);
-        }
-        let first = (0..=times).map(|time| blocks.partition_point(|&block| before(block, time)) as u32).collect();
-        Shelf { blocks, place, first, least, width }
-    }
-
-    /// The first place from this one on with a key of at most `most`.
-    fn next(&self, place: usize, most: u32) -> Option<usize> {
-        if place >= self.width {
-            return None;
-        }
-        let mut node = self.width + place;
-        while self.least[node] > most {
-            // To the right, from as high up as possible.
-            while node % 2 == 1 {
-                node /= 2;
-            }
-            if node == 0 {
-                return None;
-            }
-            node += 1;
-        }
-        while node < self.width {
-            node *= 2;
-            if self.least[node] > most {
-                node += 1;
-            }
-        }
-        Some(node - self.width)
-    }
-
-    /// Up to [`NEAREST`] blocks with a key of at most `most`, from the first that may fit at the time on.
-    fn nearest(&self, time: u32, most: u32, found: &mut Vec<u32>) {
-        let mut place = self.first[time as usize] as usize;
-        for _ in 0..NEAREST {
-            let Some(next) = self.next(place, most) else { break };
-            found.push(self.blocks[next]);
-            place = next + 1;
-        }
-    }
-
-    fn take(&mut self, block: u32) {
-        let mut node = self.width + self.place[block as usize] as usize;
-        self.least[node] = u32::MAX;
-        while node > 1 {
-            node /= 2;
-            self.least[node] = self.least[2 * node].min(self.least[2 * node + 1]);
-        }
-    }
+pub(super) struct Filling {
+    by_start: Shelf,
+    by_end: Shelf,
+    skyline: Skyline,
+    /// Whether all times weigh the same for ever: then sums of weights never change.
+    is_even: bool,
+    /// By how much the logarithm of a time's weight grows per byte.
+    steepness: f64,
+    weights: Vec<f64>,
+    /// Per time the weights of those before it in the same line, up to what is the same for all of the line.
+    before: Vec<f64>,
+    pub(super) offsets: Vec<u64>,
+    left: usize,
+    /// Comparisons so far.
+    pub(super) steps: u64,
 }
 
 /// A level stretch of the skyline.
@@ -120,8 +82,10 @@ struct Line {
 
 /// Offsets of all blocks, all times weighing the same. Always found.
 pub(super) fn place(blocks: &Blocks, watch: &Watch) -> Result<Vec<u64>, Stop> {
-    let (offsets, _) = Lines::new(blocks).place(&vec![1.0; blocks.times as usize], 1.0, watch)?;
-    Ok(offsets)
+    let lines = Lines::new(blocks);
+    let mut filling = lines.filling(0.0);
+    lines.fill(&mut filling, Rule { gap_cost: 1.0, noise: 0.0, bulky: false }, u64::MAX, &mut Random::new(0), watch)?;
+    Ok(filling.offsets)
 }
 
 impl<'a> Lines<'a> {
@@ -131,186 +95,257 @@ impl<'a> Lines<'a> {
         by_start.sort_by_key(|&at| (all[at as usize].start, Reverse(all[at as usize].end), at));
         let mut by_end = by_start.clone();
         by_end.sort_by_key(|&at| (Reverse(all[at as usize].end), all[at as usize].start, at));
+        let size = all.iter().map(|block| block.size as f64).sum::<f64>() / all.len().max(1) as f64;
         Lines {
             blocks,
-            by_start: Shelf::new(
-                by_start,
-                times,
-                |block, time| all[block as usize].start < time,
-                |block| all[block as usize].end,
-            ),
-            by_end: Shelf::new(
-                by_end,
-                times,
-                |block, time| all[block as usize].end > time,
-                |block| times - all[block as usize].start,
-            ),
+            by_start: Sequence::new(by_start, times, |block, time| all[block as usize].start < time),
+            by_end: Sequence::new(by_end, times, |block, time| all[block as usize].end > time),
             mean: blocks.area() as f64 / all.len().max(1) as f64,
+            bulk: all.iter().map(|block| (block.size as f64 / size).sqrt().sqrt()).collect(),
             floor: blocks.floor(),
         }
     }
 
-    /// Offsets of all blocks, and how many comparisons that took. A gap costs `cost` times the square root of its share of a mean
-    /// lifetime, in mean lifetimes.
-    pub(super) fn place(&self, weights: &[f64], cost: f64, watch: &Watch) -> Result<(Vec<u64>, u64), Stop> {
-        let scale = self.blocks.times as f64 / weights.iter().sum::<f64>();
-        let mut sum = 0.0;
-        let mut before = Vec::with_capacity(weights.len() + 1);
-        before.push(0.0);
-        before.extend(weights.iter().map(|weight| {
-            sum += weight * scale;
-            sum
-        }));
-        let cost = cost * self.mean.sqrt();
-        let loss = |block: &Block, line: &Line| {
-            let span = |from: u32, to: u32| before[to as usize] - before[from as usize];
-            let gaps = [span(line.start, block.start), span(block.end, line.end)];
-            cost * (gaps[0].sqrt() + gaps[1].sqrt()) - span(block.start, block.end)
-        };
-        self.fill(loss, watch)
+    /// About how many comparisons it takes to place all blocks, weights and their sums included.
+    pub(super) fn steps(&self) -> u64 {
+        2 * NEAREST as u64 * self.blocks.all.len() as u64 + self.blocks.area() / 4
     }
 
-    fn fill(&self, loss: impl Fn(&Block, &Line) -> f64, watch: &Watch) -> Result<(Vec<u64>, u64), Stop> {
-        let all = &self.blocks.all;
-        let (mut by_start, mut by_end) = (self.by_start.clone(), self.by_end.clone());
-        let mut offsets = vec![0; all.len()];
-        let mut skyline = Skyline::new(self.blocks.times);
-        let mut fitting = Vec::with_capacity(2 * NEAREST);
-        let mut steps = all.len() as u64;
-        let mut left = all.len();
+    /// Nothing placed. Where the top will be one floor higher, a time's weight grows by the exponential of `steepness`.
+    pub(super) fn filling(&self, steepness: f64) -> Filling {
+        let Blocks { all, times, .. } = self.blocks;
+        let ends = self.by_start.blocks.iter().map(|&at| all[at as usize].end);
+        let starts = self.by_end.blocks.iter().map(|&at| times - all[at as usize].start);
+        let steepness = steepness / self.floor.max(1) as f64;
+        let weight = |held: u64| exp(-steepness * (self.floor - held) as f64);
+        let mut filling = Filling {
+            is_even: steepness == 0.0,
+            by_start: Shelf::new(ends.collect()),
+            by_end: Shelf::new(starts.collect()),
+            skyline: Skyline::new(*times),
+            steepness,
+            weights: self.blocks.held().into_iter().map(weight).collect(),
+            before: vec![0.0; *times as usize],
+            offsets: vec![0; all.len()],
+            left: all.len(),
+            steps: 0,
+        };
+        filling.sum(0, *times);
+        filling
+    }
+
+    /// Places blocks until the lowest line is at `height` or above, or all are placed.
+    pub(super) fn fill(
+        &self,
+        filling: &mut Filling,
+        rule: Rule,
+        height: u64,
+        random: &mut Random,
+        watch: &Watch,
+    ) -> Result<(), Stop> {
+        let scale = filling.weights.len() as f64 / filling.weights.iter().sum::<f64>();
+        // In weights as they are.
+        let rule = Rule {
+            gap_cost: rule.gap_cost * (self.mean / scale).sqrt(),
+            noise: rule.noise * self.mean / scale,
+            ..rule
+        };
         let mut rounds = 0u32;
-        while left > 0 {
+        while filling.left > 0 {
             if rounds % 64 == 0 {
                 watch.check()?;
             }
             rounds = rounds.wrapping_add(1);
-            let Some(line) = skyline.pop_lowest() else { break };
-            fitting.clear();
-            by_start.nearest(line.start, line.end, &mut fitting);
-            by_end.nearest(line.end, self.blocks.times - line.start, &mut fitting);
-            steps += 1 + fitting.len() as u64;
-            let best = fitting.iter().map(|&at| (loss(&all[at as usize], &line), at));
-            let Some((_, at)) = best.min_by(|a, b| a.0.total_cmp(&b.0).then(a.1.cmp(&b.1))) else {
-                if !skyline.lift(line) {
-                    break;
-                }
-                continue;
-            };
-            by_start.take(at);
-            by_end.take(at);
-            let block = &all[at as usize];
-            offsets[at as usize] = round_up(line.height, block.alignment);
-            skyline.cover(line, block, offsets[at as usize] + block.size);
-            left -= 1;
-        }
-        Ok((offsets, steps))
-    }
-
-    /// Weights for the next run, after one that gave these offsets.
-    pub(super) fn update(&self, weights: &mut [f64], offsets: &[u64]) {
-        let excess = |height: u64| height.saturating_sub(self.floor) as f64;
-        let tops = self.tops(offsets);
-        let most = excess(tops.iter().copied().max().unwrap_or(0));
-        let mean = weights.iter().sum::<f64>() / weights.len().max(1) as f64;
-        for (weight, top) in weights.iter_mut().zip(tops) {
-            // A time whose top is below the floor may go on wasting.
-            let share = if top < self.floor { -1.0 } else { excess(top) / most.max(1.0) };
-            let factor = 1.0 + RATE * (share - PERMITTED).max(-1.0);
-            *weight = (*weight * factor).clamp(mean / RANGE, mean * RANGE);
-        }
-    }
-
-    /// Per time the end of the highest block.
-    fn tops(&self, offsets: &[u64]) -> Vec<u64> {
-        let mut tops = vec![0; self.blocks.times as usize];
-        let top = |at: u32| offsets[at as usize] + self.blocks.all[at as usize].size;
-        let mut highest_first: Vec<u32> = (0..offsets.len() as u32).collect();
-        highest_first.sort_unstable_by_key(|&at| (Reverse(top(at)), at));
-        // Per time one from which on to look for a time without a top yet.
-        let mut open: Vec<u32> = (0..=self.blocks.times).collect();
-        for at in highest_first {
-            let block = &self.blocks.all[at as usize];
-            let mut time = first_open(&mut open, block.start);
-            while time < block.end {
-                tops[time as usize] = top(at);
-                open[time as usize] = time + 1;
-                time = first_open(&mut open, time);
+            let Some(line) = filling.skyline.lowest() else { break };
+            if line.height >= height {
+                break;
+            }
+            match self.best(filling, line, rule, random) {
+                Some(at) => self.put(filling, line, at),
+                None if filling.lift(line) => {}
+                None => break,
             }
         }
-        tops
+        Ok(())
+    }
+
+    /// The block to be placed on a line.
+    fn best(&self, filling: &mut Filling, line: Line, rule: Rule, random: &mut Random) -> Option<u32> {
+        let Line { start, end, .. } = line;
+        let before = |time: u32| filling.before[time as usize];
+        let through = |time: u32| before(time - 1) + filling.weights[time as usize - 1];
+        let (begin, through_end) = (before(start), through(end));
+        let mut best = (f64::INFINITY, u32::MAX);
+        let mut compared = 0;
+        let mut compare = |at: u32| {
+            let block = &self.blocks.all[at as usize];
+            let (from, to) = (before(block.start), through(block.end));
+            let gaps = (from - begin).max(0.0).sqrt() + (through_end - to).max(0.0).sqrt();
+            let bulk = if rule.bulky { self.bulk[at as usize] } else { 1.0 };
+            let mut loss = rule.gap_cost * gaps - (to - from) * bulk;
+            if rule.noise > 0.0 {
+                loss += rule.noise * random.below(1 << 20) as f64 / f64::from(1 << 20);
+            }
+            if loss < best.0 || (loss == best.0 && at < best.1) {
+                best = (loss, at);
+            }
+            compared += 1;
+        };
+        let (by_start, by_end) = (&self.by_start, &self.by_end);
+        let place = by_start.first[start as usize] as usize;
+        filling.by_start.nearest(place, end, NEAREST, |place| compare(by_start.blocks[place]));
+        let (place, most) = (by_end.first[end as usize] as usize, self.blocks.times - start);
+        filling.by_end.nearest(place, most, NEAREST, |place| compare(by_end.blocks[place]));
+        filling.steps += compared + 1;
+        (best.1 < u32::MAX).then_some(best.1)
+    }
+
+    fn put(&self, filling: &mut Filling, line: Line, at: u32) {
+        let block = &self.blocks.all[at as usize];
+        filling.by_start.take(self.by_start.place[at as usize] as usize);
+        filling.by_end.take(self.by_end.place[at as usize] as usize);
+        let offset = round_up(line.height, block.alignment);
+        filling.offsets[at as usize] = offset;
+        filling.left -= 1;
+        let joined = filling.skyline.cover(line, block, offset + block.size);
+        filling.connect(block.start, block.end, joined);
+    }
+}
+
+impl Filling {
+    /// A smooth maximum of what the tops will be at least.
+    pub(super) fn potential(&self) -> f64 {
+        self.weights.iter().sum()
+    }
+
+    /// Whether some top will be a pool's limit or more.
+    pub(super) fn exceeds(&self, floor: u64, limit: u64) -> bool {
+        // A little more, as weights are rounded.
+        let most = exp(self.steepness * (limit.saturating_sub(floor) as f64 + 0.5));
+        self.steepness > 0.0 && self.weights.iter().any(|&weight| weight > most)
+    }
+
+    /// Raises a line on which nothing fits to its lower neighbour; says whether there is one.
+    fn lift(&mut self, line: Line) -> bool {
+        let Some(height) = self.skyline.lower_side(line) else { return false };
+        let factor = exp(self.steepness * (height - line.height) as f64);
+        if factor > 1.0 {
+            self.steps += u64::from(line.end - line.start) / 8;
+            for weight in &mut self.weights[line.start as usize..line.end as usize] {
+                *weight = (*weight * factor).min(HEAVIEST);
+            }
+        }
+        let joined = self.skyline.join(Line { height, ..line });
+        self.connect(line.start, line.end, joined);
+        true
+    }
+
+    /// Sums the weights of the times `start..end` anew, now that they are part of a line, and of others of that line if need be.
+    fn connect(&mut self, start: u32, end: u32, line: Line) {
+        if self.is_even {
+            return;
+        }
+        if line.start < start {
+            self.sum(start, line.end);
+        } else if end < line.end {
+            self.sum_back(start, end);
+        } else {
+            self.sum(start, end);
+        }
+    }
+
+    /// Goes on from the time before.
+    fn sum(&mut self, start: u32, end: u32) {
+        let (start, end) = (start as usize, end as usize);
+        let mut sum = if start > 0 { self.before[start - 1] + self.weights[start - 1] } else { 0.0 };
+        for (before, weight) in self.before[start..end].iter_mut().zip(&self.weights[start..end]) {
+            *before = sum;
+            sum += weight;
+        }
+        self.steps += (end - start) as u64 / 8;
+    }
+
+    /// Goes on from the time after, backwards.
+    fn sum_back(&mut self, start: u32, end: u32) {
+        let (start, end) = (start as usize, end as usize);
+        let mut sum = self.before[end];
+        for (before, weight) in self.before[start..end].iter_mut().zip(&self.weights[start..end]).rev() {
+            sum -= weight;
+            *before = sum;
+        }
+        self.steps += (end - start) as u64 / 8;
     }
 }
 
 /// Lines that cover all times without gaps, and which is the lowest.
+#[derive(Clone)]
 struct Skyline {
-    /// By start.
-    lines: BTreeMap<u32, Line>,
+    /// Per first time of a line its end, per end its first time, and per first time its height. No line begins where the end is 0.
+    end: Vec<u32>,
+    begin: Vec<u32>,
+    height: Vec<u64>,
     /// Height, start and end; an entry that no longer is a line is dropped when met.
     lowest: BinaryHeap<Reverse<(u64, u32, u32)>>,
 }
 
 impl Skyline {
     fn new(times: u32) -> Self {
-        let mut skyline = Skyline { lines: BTreeMap::new(), lowest: BinaryHeap::new() };
+        let count = times as usize + 1;
+        let (end, begin, height) = (vec![0; count], vec![0; count], vec![0; count]);
+        let mut skyline = Skyline { end, begin, height, lowest: BinaryHeap::new() };
         skyline.insert(Line { start: 0, end: times, height: 0 });
         skyline
     }
 
     fn insert(&mut self, line: Line) {
         if line.start < line.end {
+            self.end[line.start as usize] = line.end;
+            self.begin[line.end as usize] = line.start;
+            self.height[line.start as usize] = line.height;
             self.lowest.push(Reverse((line.height, line.start, line.end)));
-            self.lines.insert(line.start, line);
         }
     }
 
-    /// The lowest line, of equals the first. It stays in the skyline, but does not come again unless it changes.
-    fn pop_lowest(&mut self) -> Option<Line> {
-        while let Some(Reverse((height, start, end))) = self.lowest.pop() {
-            let line = self.lines.get(&start).filter(|line| line.end == end && line.height == height);
-            if let Some(&line) = line {
-                return Some(line);
+    /// The lowest line, of equals the first.
+    fn lowest(&mut self) -> Option<Line> {
+        while let Some(&Reverse((height, start, end))) = self.lowest.peek() {
+            if self.end[start as usize] == end && self.height[start as usize] == height {
+                return Some(Line { start, end, height });
             }
+            self.lowest.pop();
         }
         None
     }
 
-    fn neighbours(&self, line: Line) -> [Option<Line>; 2] {
-        let before = self.lines.range(..line.start).next_back().map(|(_, &before)| before);
-        [before, self.lines.get(&line.end).copied()]
+    /// The heights of both neighbours.
+    fn sides(&self, line: Line) -> [Option<u64>; 2] {
+        let before = (line.start > 0).then(|| self.height[self.begin[line.start as usize] as usize]);
+        let after = (line.end as usize + 1 < self.end.len()).then(|| self.height[line.end as usize]);
+        [before, after]
     }
 
-    /// A block within the line's span now ends at `height`.
-    fn cover(&mut self, line: Line, block: &Block, height: u64) {
-        let neighbours = self.neighbours(line);
-        self.lines.remove(&line.start);
-        let mut middle = Line { start: block.start, end: block.end, height };
+    fn lower_side(&self, line: Line) -> Option<u64> {
+        self.sides(line).into_iter().flatten().min()
+    }
+
+    /// A block within the line's span now ends at `height`. The line that it is then part of.
+    fn cover(&mut self, line: Line, block: &Block, height: u64) -> Line {
         self.insert(Line { end: block.start, ..line });
         self.insert(Line { start: block.end, ..line });
-        for neighbour in neighbours.into_iter().flatten().filter(|neighbour| neighbour.height == height) {
-            middle = self.join(middle, neighbour);
-        }
-        self.insert(middle);
+        self.join(Line { start: block.start, end: block.end, height })
     }
 
-    /// Raises the line to its lower neighbour; says whether there is one.
-    fn lift(&mut self, line: Line) -> bool {
-        let neighbours = self.neighbours(line);
-        let Some(height) = neighbours.iter().flatten().map(|neighbour| neighbour.height).min() else { return false };
-        self.lines.remove(&line.start);
-        let mut lifted = Line { height, ..line };
-        for neighbour in neighbours.into_iter().flatten().filter(|neighbour| neighbour.height == height) {
-            lifted = self.join(lifted, neighbour);
+    /// Puts a line where there was none or a lower one, together with neighbours of its height.
+    fn join(&mut self, mut line: Line) -> Line {
+        let [before, after] = self.sides(line).map(|side| side == Some(line.height));
+        if after {
+            line.end = std::mem::take(&mut self.end[line.end as usize]);
         }
-        self.insert(lifted);
-        true
-    }
-
-    /// The line with a neighbour of its height, if the two touch; the neighbour is removed.
-    fn join(&mut self, line: Line, neighbour: Line) -> Line {
-        if neighbour.end != line.start && neighbour.start != line.end {
-            return line;
+        if before {
+            self.end[line.start as usize] = 0;
+            line.start = self.begin[line.start as usize];
         }
-        self.lines.remove(&neighbour.start);
-        Line { start: line.start.min(neighbour.start), end: line.end.max(neighbour.end), height: line.height }
+        self.insert(line);
+        line
     }
 }
