@@ -1,0 +1,389 @@
+"""Establish which kernels may write into a plan's memory, and write `python/roam/runtime/kernels.json`.
+
+    python benches/kernels.py                                    # everything; minutes
+    python benches/kernels.py --ops add softmax --steps --dry    # a part of it, reported and not written
+
+Calls are harvested from the samples that PyTorch tests its own operators with, forward and backward, and from training
+steps of the zoo. Each call is repeated with its tensors laid out in other ways, and once for every argument whose memory a
+result could take. A kernel is cleared, per layouts and dtypes, if all its calls give the ordinary result byte for byte in a
+view of a poisoned pool, touch nothing else, and allocate nothing of the result's size.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import json
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from roam import zoo
+from roam.runtime.kernels import TABLE, Placement, candidate, dtypes_of, layouts_of, named
+from roam.runtime.measure import measure_peak
+from roam.runtime.trial import Ordinary, Unusable, copied, in_place_pairs, try_in_place, try_placed
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.complex64)
+STEPS = ("gpt2-tiny", "bert-tiny", "llama-tiny", "moe-tiny", "lstm-tiny", "darts-tiny", "randwire-tiny", "resnet18")
+MOST_BYTES = 1 << 20
+"""Larger calls show nothing new and take long; each is tried once with large tensors of its own."""
+LARGE = {0: 2048, 1: 2048, 2: 256, 3: 40, 4: 16, 5: 9}
+"""Size of all dimensions of large tensors, by how many there are."""
+LEAST_IN_PLACE = 1024
+"""Elements that some trial must have had before results are cleared to take an argument's memory."""
+
+
+@dataclass(slots=True)
+class Findings:
+    """What trials of one overload found: the first thing that was wrong, or nothing."""
+
+    kernel: Placement
+    placed: dict[tuple[str, str], str] = field(default_factory=dict)
+    """By (dtypes, layouts)."""
+    in_place: dict[tuple[str, int], str] = field(default_factory=dict)
+    """By (argument, result)."""
+    largest: dict[Any, Ordinary] = field(default_factory=dict)
+    """Per layouts, and per (argument, result), the call with the largest results."""
+
+    def entry(self) -> dict[str, Any]:
+        """What the file says of the overload."""
+        cleared: dict[str, list[str]] = {}
+        for (dtypes, layouts), wrong in sorted(self.placed.items()):
+            if not wrong:
+                cleared.setdefault(dtypes, []).append(layouts)
+        joined: dict[tuple[str, ...], list[str]] = {}
+        for dtypes, classes in cleared.items():
+            joined.setdefault(tuple(classes), []).append(dtypes)
+        refused = {f"{dtypes} {layouts}": wrong for (dtypes, layouts), wrong in sorted(self.placed.items()) if wrong}
+        refused |= {f"in place {pair[0]} {pair[1]}": wrong for pair, wrong in sorted(self.in_place.items()) if wrong}
+        return {
+            "kernel": self.kernel.name,
+            "cleared": {" ".join(dtypes): list(classes) for classes, dtypes in joined.items()},
+            "in_place": [list(pair) for pair, wrong in sorted(self.in_place.items()) if not wrong and cleared],
+            "refused": refused,
+        }
+
+
+class Trials:
+    """Tries calls and keeps what was found, per overload."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self.found: dict[OpOverload, Findings] = {}
+
+    def __call__(self, target: OpOverload, args: Any, kwargs: Any, number: int) -> None:
+        """Try the overload's call of this number in every layout."""
+        kernel = candidate(target, self.device)
+        if not kernel.applies(target, args, kwargs):
+            return
+        for layout_args, layout_kwargs in variants(args, kwargs, number):
+            try:
+                ordinary = Ordinary.run(target, layout_args, layout_kwargs)
+            except Unusable:
+                continue
+            self._try(self.found.setdefault(target, Findings(kernel)), ordinary)
+
+    def _try(self, findings: Findings, ordinary: Ordinary) -> None:
+        kernel = findings.kernel.kernel
+        inputs = tensors((ordinary.args, ordinary.kwargs))
+        layouts = layouts_of(inputs, ordinary.results)
+        wrong = try_placed(ordinary, kernel)
+        note(findings.placed, (dtypes_of(inputs, ordinary.results), layouts), wrong)
+        if wrong:
+            return
+        keep_larger(findings.largest, layouts, ordinary)
+        for pair in in_place_pairs(ordinary):
+            wrong = try_in_place(ordinary, kernel, *pair)
+            note(findings.in_place, pair, wrong)
+            if not wrong:
+                keep_larger(findings.largest, pair, ordinary)
+
+    def measure(self) -> None:
+        """Refuse what allocates as much as it would without being given memory."""
+        for findings in self.found.values():
+            for pair in findings.in_place:
+                if pair in findings.largest and findings.largest[pair].results[pair[1]].numel() < LEAST_IN_PLACE:
+                    note(findings.in_place, pair, "small trials only")
+        cases = [
+            (target, key)
+            for target, findings in self.found.items()
+            for key in findings.largest
+            if not findings.in_place.get(key)
+        ]
+        for start in range(0, len(cases), 500):
+            self._measure(cases[start : start + 500])
+
+    def _measure(self, cases: list[tuple[OpOverload, Any]]) -> None:
+        works = []
+        for target, key in cases:
+            findings = self.found[target]
+            works += allocating(findings.largest[key], findings.kernel.kernel, key if isinstance(key, tuple) else None)
+        sums = allocated(works, self.device)
+        for (target, key), ordinary_bytes, placed_bytes in zip(cases, sums[::2], sums[1::2], strict=True):
+            findings = self.found[target]
+            if placed_bytes + sum(map(size_bytes, findings.largest[key].results)) > ordinary_bytes:
+                wrong = f"allocates {placed_bytes} of {ordinary_bytes}"
+                if isinstance(key, tuple):
+                    note(findings.in_place, key, wrong)
+                else:
+                    for cell in findings.placed:
+                        if cell[1] == key:
+                            note(findings.placed, cell, wrong)
+
+
+def note(record: dict[Any, str], key: Any, wrong: str) -> None:
+    """Keep the first thing that was wrong."""
+    record[key] = record.get(key) or wrong
+
+
+def keep_larger(record: dict[Any, Ordinary], key: Any, ordinary: Ordinary) -> None:
+    """Keep the call with the larger results."""
+    known = record.get(key)
+    if known is None or sum(map(size_bytes, known.results)) < sum(map(size_bytes, ordinary.results)):
+        record[key] = ordinary
+
+
+def allocating(ordinary: Ordinary, kernel: Any, pair: tuple[str, int] | None) -> list[Callable[[], Any]]:
+    """The ordinary call and the placed one, on arguments and outs that exist already."""
+    args, kwargs = copied((ordinary.args, ordinary.kwargs))
+    outs = list(copied(ordinary.results))
+    placed_args, placed_kwargs = copied((args, kwargs))
+    if pair is not None:
+        outs[pair[1]] = named(ordinary.target, placed_args, placed_kwargs)[pair[0]]
+    return [
+        lambda: ordinary.target(*args, **kwargs),
+        lambda: kernel(outs, *placed_args, **placed_kwargs),
+    ]
+
+
+def allocated(works: list[Callable[[], Any]], device: str) -> list[int]:
+    """Bytes that each work allocates, all told."""
+    if device == "cuda":
+        return [allocated_cuda(work) for work in works]
+    # A block of a size that nothing else has stands between one work and the next.
+    mark_bytes = 987_654_321
+
+    def run() -> None:
+        with torch.no_grad():
+            for work in works:
+                torch.empty(mark_bytes, dtype=torch.uint8)
+                work()
+
+    sums: list[int] = []
+    for block in measure_peak(run).blocks:
+        if block.size_bytes == mark_bytes:
+            sums.append(0)
+        else:
+            sums[-1] += block.size_bytes
+    return sums
+
+
+def allocated_cuda(work: Callable[[], Any]) -> int:
+    counter = "requested_bytes.all.allocated"
+    before = torch.cuda.memory_stats()[counter]
+    work()
+    return int(torch.cuda.memory_stats()[counter] - before)
+
+
+def size_bytes(tensor: Tensor) -> int:
+    return tensor.untyped_storage().nbytes()
+
+
+def tensors(nest: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(nest) if isinstance(leaf, Tensor)]
+
+
+def variants(args: Any, kwargs: Any, number: int) -> Iterator[tuple[Any, Any]]:
+    """The call as it is and laid out in other ways: all tensors alike, two or three kinds mixed, one tensor twice, large."""
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+
+    def changed(values: Iterable[Tensor]) -> tuple[Any, Any]:
+        found = dict(zip(places, values, strict=False))
+        return pytree.tree_unflatten([found.get(place, leaf) for place, leaf in enumerate(leaves)], spec)  # type: ignore[return-value]
+
+    given = [leaves[place].detach() for place in places]
+    yield changed(given)
+    seen = set()
+    for pattern in patterns(len(given), number):
+        made = [laid_out(tensor, letter) for tensor, letter in zip(given, pattern, strict=True)]
+        key = tuple((tensor.stride(), tensor.storage_offset()) for tensor in made)
+        if key not in seen:
+            seen.add(key)
+            yield changed(made)
+    for place, tensor in enumerate(given[1:], 1):
+        if (tensor.shape, tensor.dtype) == (given[0].shape, given[0].dtype):
+            yield changed([given[0] if other == place else item for other, item in enumerate(given)])
+    if number < 2 and given and all(tensor.numel() for tensor in given):
+        size = LARGE.get(max(tensor.dim() for tensor in given), 4)
+        dims = [tensor.dim() for tensor in given]
+        # A kernel that broadcasts may have been called with no two tensors of one shape.
+        for wanted in dict.fromkeys((tuple(dims), (max(dims),) * len(dims))):
+            many = [enlarged(tensor, (size,) * dim) for tensor, dim in zip(given, wanted, strict=True)]
+            yield changed(many)
+            yield changed([laid_out(tensor, "P") for tensor in many])
+
+
+def patterns(count: int, number: int) -> Iterator[Iterable[str]]:
+    """A letter for each of so many tensors."""
+    yield from (letter * count for letter in "COLPSE")
+    if count > 1:
+        for pair in itertools.combinations("CLPSE", 2):
+            first, rest = pair if number % 2 else pair[::-1]
+            yield first + rest * (count - 1)
+    if count > 2:
+        yield from (three + "C" * (count - 3) for three in ("CPE", "PSC", "CLE", "ECS"))
+
+
+def enlarged(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Values of the tensor, drawn at random."""
+    return tensor.reshape(-1)[torch.randint(tensor.numel(), shape, device=tensor.device)]
+
+
+def laid_out(tensor: Tensor, letter: str) -> Tensor:
+    """The same values in a layout (see `roam.runtime.kernels.layout`; O is contiguous at an odd offset).
+
+    An expanded tensor repeats its first values; where a layout does not exist for a shape, a contiguous tensor.
+    """
+    dims = tensor.dim()
+    if letter == "L" and dims in (4, 5):
+        form = torch.channels_last if dims == 4 else torch.channels_last_3d
+        return tensor.clone(memory_format=form)
+    if letter == "P" and dims > 1:
+        turned = (dims - 1, *range(dims - 1))
+        back = (*range(1, dims), 0)
+        return tensor.permute(turned).contiguous().clone().permute(back)
+    if letter == "S" and dims > 0:
+        room = tensor.new_zeros((*tensor.shape[:-1], tensor.shape[-1] * 2 + 1))
+        return room[..., 1::2].copy_(tensor)
+    if letter == "O":
+        return tensor.new_zeros(tensor.numel() + 1)[1:].view(tensor.shape).copy_(tensor)
+    if letter == "E":
+        for dim, size in enumerate(tensor.shape):
+            if size > 1:
+                return tensor.narrow(dim, 0, 1).clone().expand(tensor.shape)
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+class Harvest(TorchDispatchMode):
+    """Shows the first calls of each overload, a bounded number for each of its dtypes."""
+
+    def __init__(self, show: Callable[[OpOverload, Any, Any, int], None], device: str, most: int) -> None:
+        super().__init__()
+        self.show = show
+        self.device = device
+        self.most = most
+        self.calls: Counter[Any] = Counter()
+        self.seen: set[Any] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        returned = func(*args, **kwargs)
+        if candidate(func, self.device).way != "land":
+            inputs, outputs = tensors((args, kwargs)), tensors(returned)
+            shape = repr(pytree.tree_map_only(Tensor, lambda t: (t.shape, t.stride(), t.dtype), (args, kwargs)))
+            key = func, dtypes_of(inputs, outputs)
+            is_small = sum(item.numel() * item.element_size() for item in (*inputs, *outputs)) <= MOST_BYTES
+            if is_small and (func, shape) not in self.seen and self.calls[key] < self.most:
+                self.seen.add((func, shape))
+                self.show(func, args, kwargs, self.calls[key])
+                self.calls[key] += 1
+        return returned
+
+
+def operator_samples(names: list[str] | None, dtypes: Iterable[torch.dtype], device: str, most: int) -> Iterator[Any]:
+    """PyTorch's own samples: (operator, sample, whether to run backward)."""
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    for op in op_db:
+        if names is not None and op.name not in names:
+            continue
+        for dtype in dtypes:
+            if dtype not in op.supported_dtypes(device):
+                continue
+            backward = op.supports_autograd and dtype in op.supported_backward_dtypes(device)
+            torch.manual_seed(0)
+            try:
+                yield from (
+                    (op, item, backward) for item in itertools.islice(op.sample_inputs(device, dtype, backward), most)
+                )
+            except Exception as error:  # noqa: BLE001 - a library that is not installed here
+                sys.stderr.write(f"{op.name} has no samples: {error}\n")
+
+
+def run_sample(op: Any, sample: Any, backward: bool) -> None:
+    """Run an operator on a sample; what it does not support is passed over."""
+    try:
+        results = [item for item in tensors(op(sample.input, *sample.args, **sample.kwargs)) if item.requires_grad]
+        if backward and results:
+            torch.autograd.backward(results, [torch.randn_like(item) for item in results])
+    except Exception as error:  # noqa: BLE001 - see above
+        sys.stderr.write(f"{op.name}: {str(error).splitlines()[:1]}\n")
+
+
+def establish(arguments: argparse.Namespace) -> Trials:
+    """Harvest and try everything that is asked for."""
+    trials = Trials(arguments.device)
+    harvest = Harvest(trials, arguments.device, arguments.calls)
+    for name in arguments.steps:
+        sys.stderr.write(f"{name}\n")
+        torch.manual_seed(0)
+        seq = None if zoo.entry(name).max_seq is None else 16
+        step = zoo.build(name, batch=2, seq=seq, device=arguments.device)
+        with harvest:
+            step.train_step(step.model, step.optimizer, *step.batch)
+    names = None
+    for op, sample, backward in operator_samples(arguments.ops, DTYPES, arguments.device, arguments.samples):
+        if op.name != names:
+            names = op.name
+            sys.stderr.write(f"{names}\n")
+        with harvest:
+            run_sample(op, sample, backward)
+    sys.stderr.write("measuring\n")
+    gc.freeze()
+    trials.measure()
+    return trials
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--ops", nargs="*", help="operators of PyTorch's own database (default: all)")
+    parser.add_argument("--steps", nargs="*", default=STEPS, help="models of the zoo (default: %(default)s)")
+    parser.add_argument("--samples", type=int, default=8, help="samples of an operator and dtype (default %(default)s)")
+    parser.add_argument("--calls", type=int, default=8, help="calls of an overload and dtypes (default %(default)s)")
+    parser.add_argument("--dry", action="store_true", help="write to the screen instead of the file")
+    arguments = parser.parse_args()
+    warnings.simplefilter("ignore")
+    trials = establish(arguments)
+    found = sorted(trials.found.items(), key=lambda item: item[0].name())
+    table = {"torch": torch.__version__.split("+")[0], "kernels": {op.name(): item.entry() for op, item in found}}
+    if arguments.dry:
+        json.dump(table, sys.stdout, indent=1)
+        return 0
+    known = json.loads(TABLE.read_text()) if TABLE.exists() else {}
+    TABLE.write_text(text({**known, arguments.device: table}))
+    return 0
+
+
+def text(tables: dict[str, Any]) -> str:
+    """The file: one line an overload."""
+    parts = []
+    for device, table in sorted(tables.items()):
+        lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(entry)}" for name, entry in table["kernels"].items())
+        parts.append(f'{json.dumps(device)}: {{"torch": {json.dumps(table["torch"])}, "kernels": {{\n{lines}\n}}}}')
+    return "{" + ",\n".join(parts) + "}\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

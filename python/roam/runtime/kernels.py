@@ -1,0 +1,228 @@
+"""Which kernels can write into memory that a plan chose.
+
+A planned result is a strided view into a pool. For every functional overload the schemas and dispatch keys of the running
+PyTorch say how its result could get there (`candidate`); `kernels.json`, which ``benches/kernels.py`` writes, says for which
+layouts and dtypes tests found that way to be exact; `placement` gives what both allow. What the file does not know lands in
+memory of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal
+
+import torch
+from torch._ops import OpOverload
+
+from roam.capture.program import TensorMeta
+from roam.runtime import substitutes
+
+Way = Literal["direct", "substitute", "land"]
+Kernel = Callable[..., Any]
+
+TABLE = Path(__file__).with_name("kernels.json")
+_COMPOSED = ("CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional")
+_FACTORY_OPTIONS = frozenset({"dtype", "layout", "device", "pin_memory"})
+"""Arguments of functional overloads that an `out=` overload takes from the tensor it is given."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """How the results of a functional overload get to where the plan wants them.
+
+    Attributes:
+        way: ``direct``: by the overload's own `out=` kernel; ``substitute``: by another kernel that gives the same bits;
+            ``land``: it computes into memory of its own, from where it may be copied.
+        kernel: called as ``kernel(outs, *args, **kwargs)`` with the functional overload's own arguments; None for ``land``.
+        name: what the kernel calls.
+        overload: the `out=` overload of ``direct``.
+        out_names: its arguments for the results, in the results' order.
+        cleared: per `dtypes_of`, the `layouts_of` for which tests found the kernel exact.
+        in_place: (argument, result): results that may take the memory of this argument when it dies in the call and has
+            their dtype, shape and strides.
+        unless: a boolean argument; where it is set, the kernel does not apply.
+        reason: why nothing better is done.
+    """
+
+    way: Way
+    kernel: Kernel | None = None
+    name: str = ""
+    overload: OpOverload | None = None
+    out_names: tuple[str, ...] = ()
+    cleared: Mapping[str, frozenset[str]] = field(default_factory=lambda: MappingProxyType({}))
+    in_place: frozenset[tuple[str, int]] = frozenset()
+    unless: str = ""
+    reason: str = ""
+
+    def clears(self, inputs: Iterable[torch.Tensor | TensorMeta], outputs: Iterable[torch.Tensor | TensorMeta]) -> bool:
+        """Whether tests cleared the kernel for tensors of these layouts and dtypes."""
+        inputs, outputs = list(inputs), list(outputs)
+        return layouts_of(inputs, outputs) in self.cleared.get(dtypes_of(inputs, outputs), ())
+
+    def applies(self, target: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Whether the kernel covers these arguments, of which only plain ones are looked at."""
+        return self.way != "land" and not (self.unless and named(target, args, kwargs)[self.unless])
+
+
+def placement(target: Any, device: str) -> Placement:
+    """The way that the running PyTorch offers and that tests cleared; ``land`` where there is none."""
+    if not isinstance(target, OpOverload):
+        return Placement("land", reason="it computes no tensor")
+    return _placement(target, device)
+
+
+@functools.cache
+def _placement(target: OpOverload, device: str) -> Placement:
+    found = candidate(target, device)
+    if found.way == "land":
+        return found
+    entry = _table().get(device, {}).get("kernels", {}).get(target.name())
+    if entry is None or entry["kernel"] != found.name:
+        return Placement("land", reason="not tested")
+    if not entry["cleared"]:
+        return Placement("land", reason=next(iter(entry["refused"].values())))
+    cleared = {dtypes: frozenset(classes) for joined, classes in entry["cleared"].items() for dtypes in joined.split()}
+    in_place = frozenset((argument, result) for argument, result in entry["in_place"])
+    return replace(found, cleared=MappingProxyType(cleared), in_place=in_place)
+
+
+@functools.cache
+def _table() -> dict[str, Any]:
+    table: dict[str, Any] = json.loads(TABLE.read_text()) if TABLE.exists() else {}
+    return table
+
+
+@functools.cache
+def candidate(target: OpOverload, device: str) -> Placement:
+    """The way that schemas and dispatch keys offer; nothing is cleared."""
+    reason = _not_functional(target)
+    if reason:
+        return Placement("land", reason=reason)
+    if equal := substitutes.EQUAL.get(target.name()):
+        return Placement("substitute", equal.kernel, equal.name, unless=equal.unless)
+    direct, reason = _direct(target, device)
+    if direct is not None:
+        return direct
+    partner = _in_place_partner(target, device)
+    if partner is not None:
+        kernel = functools.partial(substitutes.copy_then, partner)
+        return Placement("substitute", kernel, f"copy_, {partner.name()}")
+    return Placement("land", reason=reason)
+
+
+def _not_functional(target: OpOverload) -> str:
+    schema = target._schema
+    if any(argument.alias_info is not None for argument in schema.arguments):
+        return "it changes or views an argument"
+    if not schema.returns or any(str(result.type) != "Tensor" for result in schema.returns):
+        return "its results are not all tensors"
+    return ""
+
+
+def _direct(target: OpOverload, device: str) -> tuple[Placement | None, str]:
+    """The overload of the same arguments that takes one tensor more for each result, if it has a kernel of its own."""
+    reason = "it has no out= overload"
+    wanted = _signature(target)
+    kept = [argument for argument in wanted if argument[0] not in _FACTORY_OPTIONS]
+    is_factory = len(wanted) - len(kept) == len(_FACTORY_OPTIONS)
+    for overload in _overloads(target.overloadpacket):
+        names = tuple(argument.name for argument in overload._schema.arguments if argument.is_out)
+        taken = [argument for argument in _signature(overload) if argument[0] not in names]
+        if len(names) != len(target._schema.returns) or taken not in ((wanted, kept) if is_factory else (wanted,)):
+            continue
+        if _is_native(overload, device):
+            kernel = functools.partial(_call_out, overload, names, frozenset() if taken == wanted else _FACTORY_OPTIONS)
+            return Placement("direct", kernel, overload.name(), overload, names), ""
+        reason = "its out= overload computes elsewhere and copies"
+    return None, reason
+
+
+def _in_place_partner(target: OpOverload, device: str) -> OpOverload | None:
+    """The overload of the same arguments that changes the first of them."""
+    packet = getattr(torch.ops.aten, f"{target._schema.name.removeprefix('aten::')}_", None)
+    if packet is None or len(target._schema.returns) != 1:
+        return None
+    for overload in _overloads(packet):
+        changed = [argument.name for argument in overload._schema.arguments if argument.alias_info is not None]
+        is_partner = _signature(overload) == _signature(target) and changed == [target._schema.arguments[0].name]
+        if is_partner and _is_native(overload, device):
+            return overload
+    return None
+
+
+def _overloads(packet: Any) -> list[OpOverload]:
+    return [getattr(packet, name) for name in packet.overloads()]
+
+
+def _signature(overload: OpOverload) -> list[tuple[str, str]]:
+    return [(argument.name, str(argument.type)) for argument in overload._schema.arguments]
+
+
+def _is_native(overload: OpOverload, device: str) -> bool:
+    """Whether it has a written kernel, not one generated from the functional overload and a copy."""
+    return torch.Tag.generated not in overload.tags and any(
+        torch._C._dispatch_has_kernel_for_dispatch_key(overload.name(), key) for key in (device.upper(), *_COMPOSED)
+    )
+
+
+def _call_out(
+    overload: OpOverload, names: tuple[str, ...], dropped: frozenset[str], outs: Sequence[torch.Tensor],
+    *args: Any, **kwargs: Any,
+) -> None:  # fmt: skip
+    kept = {name: value for name, value in kwargs.items() if name not in dropped}
+    overload(*args, **kept, **dict(zip(names, outs, strict=True)))
+
+
+def named(target: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """All arguments of a call by name, defaults included."""
+    parameters = target._schema.arguments
+    values = {item.name: item.default_value for item in parameters}
+    values.update(zip((item.name for item in parameters), args, strict=False))
+    return {**values, **kwargs}
+
+
+def dtypes_of(inputs: Iterable[torch.Tensor | TensorMeta], outputs: Iterable[torch.Tensor | TensorMeta]) -> str:
+    """The dtypes of a call's tensors as one word, such as ``bool+float32``."""
+    return "+".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in (*inputs, *outputs)}))
+
+
+def layouts_of(inputs: Iterable[torch.Tensor | TensorMeta], outputs: Iterable[torch.Tensor | TensorMeta]) -> str:
+    """The layouts of a call's tensors as one word, such as ``CE>C``: see `layout`."""
+    return ">".join("".join(sorted({layout(tensor) for tensor in tensors})) for tensors in (inputs, outputs))
+
+
+def layout(tensor: torch.Tensor | TensorMeta) -> str:
+    """The layout of a tensor as a letter.
+
+    ``C``: contiguous; ``L``: dense, channels last; ``P``: dense, dimensions in another order; ``S``: with gaps between
+    elements; ``E``: expanded or otherwise overlapping. Where elements start in the storage does not matter.
+    """
+    strides = tensor.stride() if isinstance(tensor, torch.Tensor) else tensor.stride
+    extents = [(stride, size) for stride, size in zip(strides, tensor.shape, strict=True) if size != 1]
+    if any(size == 0 for _, size in extents) or _is_dense(extents[::-1]):
+        return "C"
+    if _is_dense(sorted(extents)):
+        last = [1, *range(len(strides) - 1, 1, -1), 0]
+        channels_last = [(strides[d], tensor.shape[d]) for d in last if tensor.shape[d] != 1]
+        return "L" if len(strides) in (4, 5) and _is_dense(channels_last) else "P"
+    reach = 0
+    for stride, size in sorted(extents):
+        if stride <= reach:
+            return "E"
+        reach += stride * (size - 1)
+    return "S"
+
+
+def _is_dense(extents: Iterable[tuple[int, int]]) -> bool:
+    """Whether (stride, size), innermost first, leave no gap."""
+    expected = 1
+    for stride, size in extents:
+        if stride != expected:
+            return False
+        expected *= size
+    return True

@@ -1,0 +1,163 @@
+"""Kernels that write what another one returns, bit for bit, into memory that they are given.
+
+Each is called as ``kernel(outs, *args, **kwargs)`` with the arguments of the overload that it stands for. That the bits are
+equal is established by ``benches/kernels.py``, not here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+aten = torch.ops.aten
+
+Outs = Sequence[Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Equal:
+    """A kernel that stands for an overload; see `roam.runtime.kernels.Placement` for the attributes."""
+
+    kernel: Callable[..., Any]
+    name: str
+    unless: str = ""
+
+
+EQUAL: dict[str, Equal] = {}
+"""By the full name of the overload that it stands for."""
+
+UNINITIALIZED = ("aten::empty.memory_format", "aten::empty_like", "aten::empty_strided", "aten::new_empty")
+"""Overloads whose results have no values yet."""
+
+
+def copy_then(in_place: OpOverload, outs: Outs, self: Tensor, *args: Any, **kwargs: Any) -> None:
+    """What generated functional overloads do: copy the first argument, then change the copy."""
+    _copy(outs[0], self)
+    in_place(outs[0], *args, **kwargs)
+
+
+def _copy(out: Tensor, value: Tensor) -> None:
+    # In place there is nothing to copy.
+    if out.data_ptr() != value.data_ptr() or out.dtype != value.dtype:
+        out.copy_(value)
+
+
+def _equal(name: str, *overloads: str, unless: str = "") -> Callable[[Callable[..., None]], Callable[..., None]]:
+    def enter(kernel: Callable[..., None]) -> Callable[..., None]:
+        EQUAL.update((f"aten::{overload}", Equal(kernel, name, unless)) for overload in overloads)
+        return kernel
+
+    return enter
+
+
+@_equal("nothing", *(name.removeprefix("aten::") for name in UNINITIALIZED))
+def _leave(outs: Outs, *args: Any, **kwargs: Any) -> None:
+    pass
+
+
+@_equal("copy_", "clone", "_to_copy", "lift_fresh_copy")
+def _copied(outs: Outs, self: Tensor, **kwargs: Any) -> None:
+    _copy(outs[0], self)
+
+
+@_equal("fill_", "full", "full_like", "fill.Scalar")
+def _full(outs: Outs, like: Any, fill_value: Any, **kwargs: Any) -> None:
+    outs[0].fill_(fill_value)
+
+
+@_equal("fill_", "new_full")
+def _new_full(outs: Outs, self: Tensor, size: Any, fill_value: Any, **kwargs: Any) -> None:
+    outs[0].fill_(fill_value)
+
+
+@_equal("fill_", "scalar_tensor")
+def _scalar_tensor(outs: Outs, value: Any, **kwargs: Any) -> None:
+    outs[0].fill_(value)
+
+
+@_equal("fill_", "ones", "ones_like", "new_ones")
+def _ones(outs: Outs, *args: Any, **kwargs: Any) -> None:
+    outs[0].fill_(1)
+
+
+@_equal("zero_", "zeros", "zeros_like", "new_zeros")
+def _zeros(outs: Outs, *args: Any, **kwargs: Any) -> None:
+    outs[0].zero_()
+
+
+@_equal("aten::clamp_min.out", "relu")
+def _relu(outs: Outs, self: Tensor) -> None:
+    aten.clamp_min.out(self, 0, out=outs[0])
+
+
+@_equal("aten::index_select.out", "embedding")
+def _embedding(outs: Outs, weight: Tensor, indices: Tensor, *args: Any, **kwargs: Any) -> None:
+    aten.index_select.out(weight, 0, indices.reshape(-1), out=outs[0].view(-1, weight.shape[1]))
+
+
+@_equal("zero_, aten::index_add_", "embedding_dense_backward", unless="scale_grad_by_freq")
+def _embedding_dense_backward(
+    outs: Outs, grad_output: Tensor, indices: Tensor, num_weights: int, padding_idx: int, scale_grad_by_freq: bool
+) -> None:
+    grad = outs[0].zero_()
+    grad.index_add_(0, indices.reshape(-1), grad_output.reshape(-1, grad.shape[1]))
+    if 0 <= padding_idx < num_weights:
+        grad[padding_idx].zero_()
+
+
+@_equal("bernoulli_, aten::mul.out", "native_dropout")
+def _native_dropout(outs: Outs, input: Tensor, p: float, train: bool | None) -> None:
+    result, mask = outs
+    if input.numel() == 0:
+        return
+    if not train and train is not None:
+        mask.fill_(True)
+        _copy(result, input)
+        return
+    mask.bernoulli_(1 - p)
+    aten.mul.out(input, mask, out=result)
+    result.mul_(0.0 if p == 1 else 1 / (1 - p))
+
+
+@_equal("aten::mul.out", "native_dropout_backward")
+def _native_dropout_backward(outs: Outs, grad_output: Tensor, mask: Tensor, scale: float) -> None:
+    aten.mul.out(grad_output, mask, out=outs[0]).mul_(scale)
+
+
+@_equal("zero_, copy_", "slice_backward")
+def _slice_backward(
+    outs: Outs, grad_output: Tensor, input_sizes: Any, dim: int, start: int, end: int, step: int
+) -> None:
+    aten.slice.Tensor(outs[0].zero_(), dim, start, end, step).copy_(grad_output)
+
+
+@_equal("zero_, copy_", "select_backward")
+def _select_backward(outs: Outs, grad_output: Tensor, input_sizes: Any, dim: int, index: int) -> None:
+    outs[0].zero_().select(dim, index).copy_(grad_output)
+
+
+@_equal("copy_", "slice_scatter")
+def _slice_scatter(outs: Outs, self: Tensor, src: Tensor, *where: Any, **kwargs: Any) -> None:
+    _copy(outs[0], self)
+    aten.slice.Tensor(outs[0], *where, **kwargs).copy_(src)
+
+
+@_equal("copy_", "select_scatter")
+def _select_scatter(outs: Outs, self: Tensor, src: Tensor, dim: int, index: int) -> None:
+    _copy(outs[0], self)
+    outs[0].select(dim, index).copy_(src)
+
+
+@_equal("uniform_", "rand_like")
+def _rand_like(outs: Outs, self: Tensor, **kwargs: Any) -> None:
+    outs[0].uniform_()
+
+
+@_equal("normal_", "randn_like")
+def _randn_like(outs: Outs, self: Tensor, **kwargs: Any) -> None:
+    outs[0].normal_()
