@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -40,11 +40,11 @@ class Placement:
             ``land``: it computes into memory of its own, from where it may be copied.
         kernel: called as ``kernel(outs, *args, **kwargs)`` with the functional overload's own arguments; None for ``land``.
         name: what the kernel calls.
-        overload: the `out=` overload of ``direct``.
+        overload: the `out=` overload that it calls with the same arguments, if that is all it does.
         out_names: its arguments for the results, in the results' order.
         cleared: per `dtypes_of`, the `layouts_of` for which tests found the kernel exact.
-        in_place: (argument, result): results that may take the memory of this argument when it dies in the call and has
-            their dtype, shape and strides.
+        in_place: per `dtypes_of`, (argument, result): results that may take the memory of this argument when it dies in the
+            call and has their dtype, shape and strides.
         unless: a boolean argument; where it is set, the kernel does not apply.
         reason: why nothing better is done.
     """
@@ -55,7 +55,7 @@ class Placement:
     overload: OpOverload | None = None
     out_names: tuple[str, ...] = ()
     cleared: Mapping[str, frozenset[str]] = field(default_factory=lambda: MappingProxyType({}))
-    in_place: frozenset[tuple[str, int]] = frozenset()
+    in_place: Mapping[str, frozenset[tuple[str, int]]] = field(default_factory=lambda: MappingProxyType({}))
     unless: str = ""
     reason: str = ""
 
@@ -86,9 +86,17 @@ def _placement(target: OpOverload, device: str) -> Placement:
         return Placement("land", reason="not tested")
     if not entry["cleared"]:
         return Placement("land", reason=next(iter(entry["refused"].values())))
-    cleared = {dtypes: frozenset(classes) for joined, classes in entry["cleared"].items() for dtypes in joined.split()}
-    in_place = frozenset((argument, result) for argument, result in entry["in_place"])
-    return replace(found, cleared=MappingProxyType(cleared), in_place=in_place)
+    cleared, in_place = _by_dtypes(entry["cleared"]), _by_dtypes(entry["in_place"])
+    pairs = {dtypes: frozenset((argument, result) for argument, result in found) for dtypes, found in in_place.items()}
+    return replace(
+        found,
+        cleared=MappingProxyType({dtypes: frozenset(layouts) for dtypes, layouts in cleared.items()}),
+        in_place=MappingProxyType(pairs),
+    )
+
+
+def _by_dtypes(joined: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    return {dtypes: values for several, values in joined.items() for dtypes in several.split()}
 
 
 @functools.cache
@@ -108,6 +116,9 @@ def candidate(target: OpOverload, device: str) -> Placement:
     direct, reason = _direct(target, device)
     if direct is not None:
         return direct
+    wrapped = _taking_numbers(target, device)
+    if wrapped is not None:
+        return wrapped
     partner = _in_place_partner(target, device)
     if partner is not None:
         kernel = functools.partial(substitutes.copy_then, partner)
@@ -130,16 +141,32 @@ def _direct(target: OpOverload, device: str) -> tuple[Placement | None, str]:
     wanted = _signature(target)
     kept = [argument for argument in wanted if argument[0] not in _FACTORY_OPTIONS]
     is_factory = len(wanted) - len(kept) == len(_FACTORY_OPTIONS)
+    for overload, names, taken in _out_overloads(target):
+        if taken == wanted or (is_factory and taken == kept):
+            if _is_native(overload, device):
+                dropped = frozenset() if taken == wanted else _FACTORY_OPTIONS
+                kernel = functools.partial(_call_out, overload, names, dropped)
+                return Placement("direct", kernel, overload.name(), overload, names), ""
+            reason = "its out= overload computes elsewhere and copies"
+    return None, reason
+
+
+def _taking_numbers(target: OpOverload, device: str) -> Placement | None:
+    """The `out=` overload that has a tensor where this one has a number, which it takes as well."""
+    wanted = [(name, "Tensor" if name == "other" else kind) for name, kind in _signature(target)]
+    for overload, names, taken in _out_overloads(target):
+        if taken == wanted and _is_native(overload, device):
+            kernel = functools.partial(_call_out, overload, names, frozenset())
+            return Placement("substitute", kernel, overload.name(), overload, names)
+    return None
+
+
+def _out_overloads(target: OpOverload) -> Iterator[tuple[OpOverload, tuple[str, ...], list[tuple[str, str]]]]:
+    """Overloads with an `out=` argument for each result, the names of these, and the other arguments."""
     for overload in _overloads(target.overloadpacket):
         names = tuple(argument.name for argument in overload._schema.arguments if argument.is_out)
-        taken = [argument for argument in _signature(overload) if argument[0] not in names]
-        if len(names) != len(target._schema.returns) or taken not in ((wanted, kept) if is_factory else (wanted,)):
-            continue
-        if _is_native(overload, device):
-            kernel = functools.partial(_call_out, overload, names, frozenset() if taken == wanted else _FACTORY_OPTIONS)
-            return Placement("direct", kernel, overload.name(), overload, names), ""
-        reason = "its out= overload computes elsewhere and copies"
-    return None, reason
+        if len(names) == len(target._schema.returns):
+            yield overload, names, [argument for argument in _signature(overload) if argument[0] not in names]
 
 
 def _in_place_partner(target: OpOverload, device: str) -> OpOverload | None:

@@ -72,6 +72,11 @@ class Ordinary:
             raise Unusable("its results share memory")
         return cls(target, tuple(args), dict(kwargs), results, _storages(copies), generator)
 
+    def is_reproducible(self) -> bool:
+        """Whether the call gives the same bits again; where several indices write to one element, it may not."""
+        again = Ordinary.run(self.target, self.args, self.kwargs)
+        return not _differ(again.results, self.results)
+
 
 def copied(nest: Any) -> Any:
     """A copy of all tensors of a nest; views of one storage are views of one copy."""
@@ -82,7 +87,7 @@ def copied(nest: Any) -> Any:
         if storage._cdata not in storages:
             storages[storage._cdata] = storage.clone()
         made = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        return made.set_(storages[storage._cdata], tensor.storage_offset(), tensor.shape, tensor.stride())  # type: ignore[call-overload]
+        return made.set_(storages[storage._cdata], tensor.storage_offset(), tensor.shape, tensor.stride())
 
     tensors: dict[int, Tensor] = {}
     return pytree.tree_map_only(Tensor, lambda tensor: tensors.setdefault(id(tensor), copy(tensor)), nest)
@@ -187,7 +192,7 @@ def _as_bytes(tensor: Tensor) -> Tensor:
     size = tensor.element_size()
     flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     strides = (*(stride * size for stride in tensor.stride()), 1)
-    return flat.set_(tensor.untyped_storage(), tensor.storage_offset() * size, (*tensor.shape, size), strides)  # type: ignore[call-overload,no-any-return]
+    return flat.set_(tensor.untyped_storage(), tensor.storage_offset() * size, (*tensor.shape, size), strides)
 
 
 def _storages(nest: Any, *, alias: bool = False) -> list[Tensor]:
@@ -196,7 +201,7 @@ def _storages(nest: Any, *, alias: bool = False) -> list[Tensor]:
     flat = [
         torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
         for tensor in found.values()
-    ]  # type: ignore[call-overload]
+    ]
     return flat if alias else [item.clone() for item in flat]
 
 
