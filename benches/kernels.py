@@ -44,6 +44,7 @@ CRASHING = ("aten::adaptive_max_pool3d_backward",)
 MOST_WORKSPACE_BYTES = 6 << 30
 LARGE = {0: 2048, 1: 2048, 2: 256, 3: 40, 4: 16, 5: 9}
 """Size of all dimensions of large tensors, by how many there are."""
+TOO_SMALL = "small trials only"
 LEAST_IN_PLACE = 1024
 """Elements that some trial must have had before results are cleared to take an argument's memory."""
 
@@ -58,14 +59,18 @@ class Findings:
     in_place: dict[tuple[str, tuple[str, int]], str] = field(default_factory=dict)
     """By (dtypes, (argument, result))."""
     largest: dict[Any, Ordinary] = field(default_factory=dict)
-    """Per layouts, and per (argument, result), the call with the largest results."""
+    """Per layouts, and per (dtypes, (argument, result)), the call with the largest results."""
 
-    def refuse(self, key: Any, wrong: str) -> None:
-        """Refuse layouts, or an (argument, result), in all dtypes."""
-        for record in (self.placed, self.in_place):
-            for cell in record:
-                if cell[1] == key:
-                    note(record, cell, wrong)
+    def generalize(self, target: OpOverload) -> None:
+        """Refuse in all dtypes what one dtype shows to read an element after others are written.
+
+        Where elements do not depend on each other, a dtype's fault is its own. Else it may have gone unseen in other dtypes
+        because a library happened to copy: it does so for some sizes.
+        """
+        if torch.Tag.pointwise not in target.tags:
+            faults = {pair: wrong for (_, pair), wrong in sorted(self.in_place.items()) if wrong not in ("", TOO_SMALL)}
+            for cell in self.in_place:
+                note(self.in_place, cell, faults.get(cell[1], ""))
 
     def entry(self) -> dict[str, Any]:
         """What the file says of the overload."""
@@ -127,14 +132,16 @@ class Trials:
                 continue
             note(findings.in_place, (dtypes, pair), wrong)
             if not wrong:
-                keep_larger(findings.largest, pair, ordinary)
+                keep_larger(findings.largest, (dtypes, pair), ordinary)
 
     def measure(self) -> None:
         """Refuse what allocates as much as it would without being given memory."""
-        for findings in self.found.values():
-            for _, pair in findings.in_place:
-                if pair in findings.largest and findings.largest[pair].results[pair[1]].numel() < LEAST_IN_PLACE:
-                    findings.refuse(pair, "small trials only")
+        for target, findings in self.found.items():
+            findings.generalize(target)
+            for cell in findings.in_place:
+                _, (_, result) = cell
+                if cell in findings.largest and findings.largest[cell].results[result].numel() < LEAST_IN_PLACE:
+                    note(findings.in_place, cell, TOO_SMALL)
         cases = [(target, key) for target, findings in self.found.items() for key in findings.largest]
         for start in range(0, len(cases), 500):
             self._measure(cases[start : start + 500])
@@ -143,12 +150,20 @@ class Trials:
         works = []
         for target, key in cases:
             findings = self.found[target]
-            works += allocating(findings.largest[key], findings.kernel.kernel, key if isinstance(key, tuple) else None)
+            works += allocating(
+                findings.largest[key], findings.kernel.kernel, key[1] if isinstance(key, tuple) else None
+            )
         sums = allocated(works, self.device)
         for (target, key), ordinary_bytes, placed_bytes in zip(cases, sums[::2], sums[1::2], strict=True):
             findings = self.found[target]
             if placed_bytes + total_bytes(findings.largest[key].results) > ordinary_bytes:
-                findings.refuse(key, f"allocates {placed_bytes} of {ordinary_bytes}")
+                wrong = f"allocates {placed_bytes} of {ordinary_bytes}"
+                if isinstance(key, tuple):
+                    note(findings.in_place, key, wrong)
+                else:
+                    for cell in findings.placed:
+                        if cell[1] == key:
+                            note(findings.placed, cell, wrong)
 
 
 def note(record: dict[Any, str], key: Any, wrong: str) -> None:
@@ -256,7 +271,8 @@ def patterns(count: int, number: int) -> Iterator[Iterable[str]]:
             first, rest = pair if number % 2 else pair[::-1]
             yield first + rest * (count - 1)
     if count > 2:
-        yield from (three + "C" * (count - 3) for three in ("CPE", "PSC", "CLE", "ECS"))
+        threes = itertools.permutations("CPSE", 3) if number == 0 else ["CPE", "PSC", "CLE", "ECS"]
+        yield from ("".join(three) + "C" * (count - 3) for three in threes)
 
 
 def enlarged(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:

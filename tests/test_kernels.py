@@ -62,7 +62,7 @@ class TestTable:
                 )
             for (dtypes, pair), wrong in findings.in_place.items():
                 is_claimed = pair in claimed.in_place.get(dtypes, ())
-                assert wrong in ("", "small trials only") or not is_claimed, f"{target} {dtypes} {pair}: {wrong}"
+                assert wrong in ("", bench.TOO_SMALL) or not is_claimed, f"{target} {dtypes} {pair}: {wrong}"
 
     @pytest.mark.parametrize(
         ("name", "argument"),
@@ -205,7 +205,7 @@ def placed_shares(program: Program) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(
-    ("model", "sizes", "direct", "placed"), [("gpt2-tiny", {"seq": 64}, 0.8, 0.9), ("resnet18", {}, 0.4, 0.6)]
+    ("model", "sizes", "direct", "placed"), [("gpt2-tiny", {"seq": 64}, 0.8, 0.9), ("resnet18", {}, 0.5, 0.55)]
 )
 def test_most_of_a_step_is_placed(model: str, sizes: dict[str, int], direct: float, placed: float) -> None:
     with roam.fake("cpu"):

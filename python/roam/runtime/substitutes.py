@@ -100,6 +100,17 @@ def _embedding(outs: Outs, weight: Tensor, indices: Tensor, *args: Any, **kwargs
     aten.index_select.out(weight, 0, indices.reshape(-1), out=outs[0].view(-1, weight.shape[1]))
 
 
+@_equal("aten::sum.IntList_out", "sum")
+def _sum(outs: Outs, self: Tensor, *, dtype: torch.dtype | None = None) -> None:
+    aten.sum.IntList_out(self, None, False, dtype=dtype, out=outs[0])
+
+
+@_equal("aten::_softmax.out", "_safe_softmax", unless="dtype")
+def _safe_softmax(outs: Outs, self: Tensor, dim: int, dtype: None = None) -> None:
+    masked_rows = (self == float("-inf")).all(dim, keepdim=True)
+    aten._softmax.out(self, dim, False, out=outs[0]).masked_fill_(masked_rows, 0)
+
+
 @_equal("zero_, aten::index_add_", "embedding_dense_backward", unless="scale_grad_by_freq")
 def _embedding_dense_backward(
     outs: Outs, grad_output: Tensor, indices: Tensor, num_weights: int, padding_idx: int, scale_grad_by_freq: bool
