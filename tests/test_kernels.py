@@ -19,6 +19,7 @@ from roam.runtime.kernels import TABLE, candidate, dtypes_of, layout, layouts_of
 from roam.runtime.trial import Ordinary, Unusable, in_place_pairs, try_in_place, try_placed
 
 aten = torch.ops.aten
+VERSION: str = json.loads(TABLE.read_text())["cpu"]["torch"]
 ENTRIES: dict[str, Any] = json.loads(TABLE.read_text())["cpu"]["kernels"]
 
 # What training steps are mostly made of.
@@ -40,10 +41,11 @@ def ordinary(target: Any, *args: Any, **kwargs: Any) -> Ordinary:
 
 
 class TestTable:
+    @pytest.mark.skipif(not torch.__version__.startswith(VERSION), reason=f"established with {VERSION}")
     def test_every_claim_names_a_kernel_that_this_torch_has(self) -> None:
         ways = Counter(placement(overload(name), "cpu").way for name in ENTRIES)
-        assert ways["direct"] > 250
-        assert ways["substitute"] > 40
+        assert ways["direct"] > 300
+        assert ways["substitute"] > 30
         for name, entry in ENTRIES.items():
             assert candidate(overload(name), "cpu").name == entry["kernel"], name
 

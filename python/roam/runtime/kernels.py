@@ -85,7 +85,7 @@ def _placement(target: OpOverload, device: str) -> Placement:
     if entry is None or entry["kernel"] != found.name:
         return Placement("land", reason="not tested")
     if not entry["cleared"]:
-        return Placement("land", reason=next(iter(entry["refused"].values())))
+        return Placement("land", reason=f"refused by tests: {next(iter(entry['refused'].values()))}")
     cleared, in_place = _by_dtypes(entry["cleared"]), _by_dtypes(entry["in_place"])
     pairs = {dtypes: frozenset((argument, result) for argument, result in found) for dtypes, found in in_place.items()}
     return replace(
