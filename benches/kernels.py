@@ -1,6 +1,6 @@
 """Establish which kernels may write into a plan's memory, and write `python/roam/runtime/kernels.json`.
 
-    python benches/kernels.py                                    # everything; minutes
+    OMP_WAIT_POLICY=passive python benches/kernels.py           # everything; minutes, more on a busy machine if it spins
     python benches/kernels.py --ops add softmax --steps --dry    # a part of it, reported and not written
 
 Calls are harvested from the samples that PyTorch tests its own operators with, forward and backward, and from training

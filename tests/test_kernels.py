@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import kernels as bench
@@ -29,6 +30,15 @@ OPERATORS = [
     "nn.functional.relu", "nn.functional.gelu", "nn.functional.silu", "nn.functional.embedding",
     "nn.functional.max_pool2d", "nn.functional.nll_loss", "nn.functional.dropout", "nn.functional.batch_norm",
 ]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Threads that wait for each other on a busy machine take most of the time of small kernels."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def overload(name: str) -> Any:
