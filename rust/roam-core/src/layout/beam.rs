@@ -37,13 +37,15 @@ impl Beam {
         let stages = (lines.blocks.all.len() / BLOCKS_PER_STAGE).clamp(1, MOST_STAGES as usize) as u64;
         let copying = (lines.blocks.all.len() as u64 + u64::from(lines.blocks.times)) / 8;
         let mut beam = vec![lines.filling(self.steepness)];
+        // Their memory is used again.
+        let mut dropped: Vec<Filling> = Vec::new();
         let mut steps = 0;
         for stage in 1..=stages {
             let height = if stage < stages { lines.floor / stages * stage } else { u64::MAX };
             let going_on = beam.iter().flat_map(|from| rules.iter().map(move |rule| (from, *rule)));
-            let going_on: Vec<(usize, (&Filling, Rule))> = going_on.enumerate().collect();
-            let filled = going_on.into_par_iter().map(|(at, (from, rule))| {
-                let mut filling = from.clone();
+            let going_on: Vec<_> = going_on.map(|(from, rule)| (from, rule, dropped.pop())).enumerate().collect();
+            let filled = going_on.into_par_iter().map(|(at, (from, rule, dropped))| {
+                let mut filling = from.copy_into(dropped);
                 filling.steps = copying;
                 let mut random = Random::new(self.seed << 32 | stage << 16 | at as u64);
                 lines.fill(&mut filling, rule, height, &mut random, watch)?;
@@ -51,11 +53,14 @@ impl Beam {
             });
             let mut filled = filled.collect::<Result<Vec<(f64, Filling)>, Stop>>()?;
             steps += filled.iter().map(|(_, filling)| filling.steps).sum::<u64>();
-            filled.retain(|(_, filling)| !filling.exceeds(lines.floor, limit));
             filled.sort_by(|a, b| a.0.total_cmp(&b.0));
-            beam = filled.into_iter().map(|(_, filling)| filling).collect();
+            let filled = filled.into_iter().map(|(_, filling)| filling);
+            let (kept, hopeless) = filled.partition(|filling| !filling.exceeds(lines.floor, limit));
+            dropped.append(&mut beam);
+            dropped.extend::<Vec<Filling>>(hopeless);
+            beam = kept;
             if stage < stages {
-                beam.truncate(self.width);
+                dropped.extend(beam.drain(self.width.min(beam.len())..));
             }
         }
         let offsets = beam.into_iter().map(|filling| filling.offsets);

@@ -16,9 +16,9 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 /// Which blocks are tried first.
 const RANKINGS: [Sequence; 4] = [Sequence::Lifetime, Sequence::Area, Sequence::Size, Sequence::Start];
 /// By what rules beam search goes on from each layout.
-const PLAIN: [Rule; 4] = [rule(1.0, false), rule(2.0, false), rule(4.0, false), rule(0.5, false)];
+const PLAIN: [Rule; 4] = [plain(1.0), plain(2.0), plain(4.0), plain(0.5)];
 const MIXED: [Rule; 6] =
-    [rule(1.0, false), rule(2.0, false), rule(0.5, false), rule(1.0, true), rule(0.5, true), rule(2.0, true)];
+    [noisy(1.0, false), noisy(2.0, false), noisy(0.5, false), noisy(1.0, true), noisy(0.5, true), noisy(2.0, true)];
 /// Rules and steepness of weights in one round after the other.
 const BEAMS: [(&[Rule], f64); 3] = [(&PLAIN, 100.0), (&MIXED, 200.0), (&MIXED, 400.0)];
 /// What beam search widens to, by doubling.
@@ -34,8 +34,12 @@ const BEGIN: u64 = 1000;
 /// Most pairs of blocks that meet, and most sums of lifetimes, for which branch and bound keeps tables; as many pairs for dives.
 const MOST_PAIRS: u64 = 1 << 22;
 
-const fn rule(gap_cost: f64, bulky: bool) -> Rule {
-    Rule { gap_cost, noise: 0.05, bulky }
+const fn plain(gap_cost: f64) -> Rule {
+    Rule { gap_cost, noise: 0.05, bulky: false }
+}
+
+const fn noisy(gap_cost: f64, bulky: bool) -> Rule {
+    Rule { gap_cost, noise: 0.1, bulky }
 }
 
 /// A ranking, and what the searches that use it have learned.

@@ -25,10 +25,19 @@ impl Sequence {
 }
 
 /// The least key of each range of places, in a tree; a block that is taken has the largest.
-#[derive(Clone)]
 pub(super) struct Shelf {
     /// Keys first, then the least of each node of the level before; each padded to full nodes, the last a single one.
     levels: Vec<Vec<u32>>,
+}
+
+impl Clone for Shelf {
+    fn clone(&self) -> Self {
+        Shelf { levels: self.levels.clone() }
+    }
+
+    fn clone_from(&mut self, source: &Self) {
+        self.levels.clone_from(&source.levels);
+    }
 }
 
 impl Shelf {

@@ -213,6 +213,20 @@ impl<'a> Lines<'a> {
 }
 
 impl Filling {
+    /// A copy, in the memory of one that is of no more use.
+    pub(super) fn copy_into(&self, dropped: Option<Filling>) -> Filling {
+        let Some(mut copy) = dropped else { return self.clone() };
+        let Filling { is_even, by_start, by_end, skyline, steepness, weights, before, offsets, left, steps } = self;
+        copy.by_start.clone_from(by_start);
+        copy.by_end.clone_from(by_end);
+        copy.skyline.clone_from(skyline);
+        copy.weights.clone_from(weights);
+        copy.before.clone_from(before);
+        copy.offsets.clone_from(offsets);
+        (copy.is_even, copy.steepness, copy.left, copy.steps) = (*is_even, *steepness, *left, *steps);
+        copy
+    }
+
     /// A smooth maximum of what the tops will be at least.
     pub(super) fn potential(&self) -> f64 {
         self.weights.iter().sum()
@@ -278,7 +292,6 @@ impl Filling {
 }
 
 /// Lines that cover all times without gaps, and which is the lowest.
-#[derive(Clone)]
 struct Skyline {
     /// Per first time of a line its end, per end its first time, and per first time its height. No line begins where the end is 0.
     end: Vec<u32>,
@@ -286,6 +299,20 @@ struct Skyline {
     height: Vec<u64>,
     /// Height, start and end; an entry that no longer is a line is dropped when met.
     lowest: BinaryHeap<Reverse<(u64, u32, u32)>>,
+}
+
+impl Clone for Skyline {
+    fn clone(&self) -> Self {
+        let Skyline { end, begin, height, lowest } = self;
+        Skyline { end: end.clone(), begin: begin.clone(), height: height.clone(), lowest: lowest.clone() }
+    }
+
+    fn clone_from(&mut self, source: &Self) {
+        self.end.clone_from(&source.end);
+        self.begin.clone_from(&source.begin);
+        self.height.clone_from(&source.height);
+        self.lowest.clone_from(&source.lowest);
+    }
 }
 
 impl Skyline {
