@@ -610,6 +610,6 @@ def test_the_published_update_rule_can_be_asked_for() -> None:
 
 @pytest.mark.parametrize("names", [{"order": "best"}, {"layout": "best"}, {"layout": ""}])
 def test_an_unknown_baseline_is_refused(names: dict[str, str]) -> None:
-    with pytest.raises(roam.PlanError, match=r"there is no (order|layout) .*, only (program|size), ") as caught:
+    with pytest.raises(roam.PlanError, match=r"there is no (order|layout) .*, only (program|weighted), ") as caught:
         roam.baseline(step().build(), **names)
     assert caught.value.code == "unknown_method"

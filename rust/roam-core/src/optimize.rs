@@ -162,7 +162,7 @@ const SMALL: usize = 2000;
 const NEAR: u64 = 100;
 /// How many of the best orders have their updates moved for the pool's sake.
 const MOST_FITTED: usize = 4;
-/// How many comparisons the search for layouts may make: a fraction of a second's work.
+/// How many comparisons the search for layouts may make: some seconds' work at most.
 const SEARCH_WORK: u64 = 100_000_000;
 /// How many it makes per operator before it has anything to show.
 const LEAST_SEARCH: u64 = 32;

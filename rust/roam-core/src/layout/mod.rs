@@ -83,8 +83,8 @@ impl Method {
         }
     }
 
-    /// Offsets of the blocks; `None` where they would reach `limit` or beyond, or where `work` is used up, which valleys
-    /// filled by weighted times and the subgraph tree do not count: they never take long.
+    /// Offsets of the blocks; `None` where they would reach `limit` or beyond, or where `work` is used up. Valleys filled by
+    /// weighted times, which are near-linear, and the subgraph tree, which has a budget of its own, do not count against it.
     fn place(self, blocks: &Blocks, limit: u64, work: &mut u64, watch: &Watch) -> Result<Option<Vec<u64>>, Stop> {
         match self {
             Method::Greedy(sequence) => greedy::place(blocks, sequence, limit, work, watch),
@@ -143,10 +143,28 @@ pub(crate) fn best(
     work: &mut u64,
     watch: &Watch,
 ) -> Result<Option<Layout>, Stop> {
+    improve(problem, profile, limit, |incumbent| portfolio(incumbent, work, watch))
+}
+
+/// The smallest layouts of the portfolio, one per method, all of `pool_bytes`, found before `work` is used up.
+pub(crate) fn alike(
+    problem: &Problem,
+    profile: &Profile,
+    pool_bytes: u64,
+    work: &mut u64,
+    watch: &Watch,
+) -> Result<Vec<Layout>, Stop> {
     let blocks = Blocks::new(problem, profile);
-    let mut incumbent = Incumbent::new(&blocks, limit);
-    let ended = portfolio(&mut incumbent, work, watch);
-    finish(incumbent, ended)
+    let mut alike = Vec::new();
+    for method in Method::ALL {
+        let limit = pool_bytes.saturating_add(1);
+        let mut share = *work / SHARE;
+        *work -= share;
+        let placed = method.place(&blocks, limit, &mut share, watch)?;
+        *work += share;
+        alike.extend(placed.map(|offsets| blocks.layout(method.name(), &offsets)));
+    }
+    Ok(alike)
 }
 
 /// A layout that takes less than `limit`, if the search finds one before its `work`, counted in
@@ -158,10 +176,7 @@ pub(crate) fn search(
     work: &mut u64,
     watch: &Watch,
 ) -> Result<Option<Layout>, Stop> {
-    let blocks = Blocks::new(problem, profile);
-    let mut incumbent = Incumbent::new(&blocks, limit);
-    let ended = search::improve(&mut incumbent, work, watch);
-    finish(incumbent, ended)
+    improve(problem, profile, limit, |incumbent| search::improve(incumbent, work, watch))
 }
 
 /// What branch and bound of one layout's hard core may compare.
@@ -177,21 +192,30 @@ pub(crate) fn finish_exactly(
     exact: &mut ExactTier<'_>,
     watch: &Watch,
 ) -> Result<Option<Layout>, Stop> {
-    let blocks = Blocks::new(problem, profile);
-    let mut incumbent = Incumbent::new(&blocks, limit);
-    let offsets = match start {
-        Some(layout) => blocks.offsets(&layout.offsets),
-        None => weighted::place(&blocks, watch)?,
-    };
-    let ended = hard_core::finish(&mut incumbent, &offsets, &mut CORE_WORK.clone(), exact, watch);
-    finish(incumbent, ended)
+    improve(problem, profile, limit, |incumbent| {
+        let offsets = match start {
+            Some(layout) => incumbent.blocks.offsets(&layout.offsets),
+            None => weighted::place(incumbent.blocks, watch)?,
+        };
+        let mut work = CORE_WORK;
+        hard_core::finish(incumbent, &offsets, &mut work, exact, watch)
+    })
 }
 
-/// What was found before a deadline counts; a cancelled search gives nothing.
-fn finish(incumbent: Incumbent<'_>, ended: Result<(), Stop>) -> Result<Option<Layout>, Stop> {
+/// What a search that begins with nothing below `limit` comes to. What was found before a deadline counts; a cancelled
+/// search gives nothing.
+fn improve(
+    problem: &Problem,
+    profile: &Profile,
+    limit: u64,
+    search: impl FnOnce(&mut Incumbent<'_>) -> Result<(), Stop>,
+) -> Result<Option<Layout>, Stop> {
+    let blocks = Blocks::new(problem, profile);
+    let mut incumbent = Incumbent::new(&blocks, limit);
+    let ended = search(&mut incumbent);
     match (ended, incumbent.found) {
         (Ok(()), found) | (Err(Stop::TimedOut), found @ Some(_)) => {
-            Ok(found.map(|(method, offsets)| incumbent.blocks.layout(method, &offsets)))
+            Ok(found.map(|(method, offsets)| blocks.layout(method, &offsets)))
         }
         (Err(stop), _) => Err(stop),
     }

@@ -191,22 +191,38 @@ impl<'a> Search<'a> {
     /// The plan of a recipe that has been tried, its layout searched for longer; and whether a deadline ended that.
     pub(super) fn make_again(&self, recipe: Recipe) -> Result<(Found, bool), Stop> {
         let made = self.make(recipe, &self.watch.patient())?;
-        let Some((timed, found)) = made else { unreachable!("a recipe gives the same plan again") };
-        let profile = windows::profile(self.input.problem, &timed);
-        if found.layout.pool_bytes <= profile.pool_peak {
-            return Ok((found, false));
-        }
-        let mut work = SEARCH_WORK;
-        match layout::search(self.input.problem, &profile, found.layout.pool_bytes, &mut work, self.watch) {
-            Ok(None) => Ok((found, false)),
-            Ok(Some(layout)) => {
-                let better = self.finish(self.input.problem, timed, layout, profile.pairs);
-                let is_better = better.total() < found.total() && self.is_as_good(&better, &found);
-                Ok((if is_better { better } else { found }, false))
-            }
+        let Some((timed, mut found)) = made else { unreachable!("a recipe gives the same plan again") };
+        match self.lay_out_again(&timed, &mut found) {
+            Ok(()) => Ok((found, false)),
             Err(Stop::TimedOut) => Ok((found, true)),
             Err(Stop::Cancelled) => Err(Stop::Cancelled),
         }
+    }
+
+    /// Looks for a smaller layout of a schedule, or for one of the same size that asks for less waiting.
+    fn lay_out_again(&self, timed: &Timed, found: &mut Found) -> Result<(), Stop> {
+        let problem = self.input.problem;
+        let profile = windows::profile(problem, timed);
+        let pool_bytes = found.layout.pool_bytes;
+        if pool_bytes > profile.pool_peak {
+            let layout = layout::search(problem, &profile, pool_bytes, &mut { SEARCH_WORK }, self.watch)?;
+            if let Some(layout) = layout {
+                let better = self.finish(problem, timed.clone(), layout, profile.pairs.clone());
+                if better.total() < found.total() && self.is_as_good(&better, found) {
+                    *found = better;
+                    return Ok(());
+                }
+            }
+        }
+        let rating = |found: &Found| (found.total(), found.schedule.makespan_ns, found.schedule.syncs.len());
+        let mut work = layout::portfolio_work(problem.len());
+        for layout in layout::alike(problem, &profile, pool_bytes, &mut work, self.watch)? {
+            let other = self.finish(problem, timed.clone(), layout, profile.pairs.clone());
+            if other.peak <= self.input.program_peak && rating(&other) < rating(found) {
+                *found = other;
+            }
+        }
+        Ok(())
     }
 
     /// Whether a plan that takes less has not lost what the other one was chosen for: other bytes are shared,
