@@ -25,7 +25,7 @@ def main() -> None:
         assert importlib.util.find_spec(absent) is None, f"{absent} is installed: this environment shows nothing"
     assert Path(roam.__file__).is_relative_to(sys.prefix), f"roam comes from {roam.__file__}, not from the wheel"
 
-    table = Path(roam.__file__).parent / "runtime/kernels.json"
+    table = Path(roam.__file__).parent / "kernels/kernels.json"
     assert table.exists(), f"the wheel has no {table.name}"
 
     command = Path(sys.executable).with_name("roam")

@@ -8,16 +8,16 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-import kernels as bench
+import kernel_table as bench
 import pytest
 import torch
 
 import roam
 from roam import zoo
-from roam.capture.program import Program
 from roam.capture.step import capture_step
-from roam.runtime.kernels import TABLE, candidate, dtypes_of, layout, layouts_of, placement
-from roam.runtime.trial import Ordinary, Unusable, in_place_pairs, try_in_place, try_placed
+from roam.kernels.table import TABLE, candidate, dtypes_of, layout, layouts_of, placement
+from roam.kernels.trial import Ordinary, Unusable, in_place_pairs, try_in_place, try_placed
+from roam.program import Program
 
 aten = torch.ops.aten
 VERSION: str = json.loads(TABLE.read_text())["cpu"]["torch"]

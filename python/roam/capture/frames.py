@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from roam.capture.program import Source
+from roam.program import Source
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _ROAM = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep

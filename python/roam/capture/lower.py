@@ -2,45 +2,65 @@
 
 from __future__ import annotations
 
+from collections.abc import Container, Sequence
+from typing import Literal
+
 import torch
 from torch.utils.flop_counter import flop_registry
 
 from roam._core import Graph, GraphBuilder
-from roam.capture.program import Call, Program, Ref, refs, substitute
+from roam.kernels.calls import Placed
+from roam.program import Call, Program, Ref, substitute
 
 
-def lower(program: Program, *, name: str, device: str) -> Graph:
+def lower(
+    program: Program,
+    placed: Sequence[Placed | None],
+    *,
+    name: str,
+    device: str,
+    landing: Container[int] | None = None,
+) -> Graph:
     """The graph of a program.
 
     A storage becomes a tensor, whatever number of views it has. A view or a live number has no memory of its own: its
     operator creates nothing, and a control edge leads from it to each operator that uses it.
+
+    Args:
+        program: the program.
+        placed: per call, what `placed_calls` says of it.
+        name: the graph's name.
+        device: the graph's device.
+        landing: calls that compute into memory of their own and whose results are then copied into the pool; what other
+            calls make whose kernels cannot write there stays outside of it. None: there is no pool, and every kernel
+            finds its results' memory as the order alone requires.
     """
     builder = GraphBuilder(name, device=device)
-    outgoing = set(refs(program.result[0]))
-    outgoing.update(slot for host_call in program.after for slot in refs(host_call.arguments))
-    kinds, leaving = _kinds(program, outgoing)
-    for number, storage in enumerate(program.storages):
-        if storage.creator < 0:
-            residency = "persistent"
-        elif number in leaving:
-            residency = "leaves"
-        else:
-            residency = "step_local"
-        builder.tensor(storage.name, storage.size_bytes, kind=kinds[number], residency=residency)
-
+    kinds = _kinds(program)
     created: list[list[int]] = [[] for _ in program.calls]
     for number, storage in enumerate(program.storages):
         if storage.creator >= 0:
             created[storage.creator].append(number)
+    residencies = _residencies(program, placed, landing)
+    for number, storage in enumerate(program.storages):
+        builder.tensor(storage.name, storage.size_bytes, kind=kinds[number], residency=residencies[number])
+
     makers: dict[int, int] = {}
     for index, call in enumerate(program.calls):
-        mutated = dict.fromkeys(_storage(program, slot) for slot in call.mutates)
-        touched = dict.fromkeys(_storage(program, slot) for slot in call.refs() if program.slots[slot] is not None)
+        mutated = dict.fromkeys(program.storage_of(slot) for slot in call.mutates)
+        touched = dict.fromkeys(program.storage_of(slot) for slot in call.refs() if program.slots[slot] is not None)
+        reads = [number for number in touched if number not in mutated]
+        copied = []
+        if landing is not None and index in landing:
+            copied = [number for number in created[index] if residencies[number] == "step_local"]
+        pairs = _reuse(program, placed[index], reads, copied)
         builder.operator(
             call.name,
-            reads=[number for number in touched if number not in mutated],
+            reads=reads,
             creates=created[index],
             mutates=list(mutated),
+            workspace_bytes=sum(program.storages[number].size_bytes for number in copied),
+            reuse=[pair for pair in pairs if residencies[pair[0]] == residencies[pair[1]]],
             phase=call.phase,
             sequence="random" if call.random else None,
             module=call.source.module,
@@ -51,7 +71,7 @@ def lower(program: Program, *, name: str, device: str) -> Graph:
         for maker in dict.fromkeys(makers[slot] for slot in call.refs() if slot in makers):
             builder.control(maker, index)
         for slot in call.outputs:
-            if slot is not None and _storage(program, slot) not in created[index]:
+            if slot is not None and program.storage_of(slot) not in created[index]:
                 makers[slot] = index
     _updates_wait(program, builder)
     return builder.build()
@@ -89,15 +109,41 @@ def _updates_wait(program: Program, builder: GraphBuilder) -> None:
     persistent = {number for number, storage in enumerate(program.storages) if storage.creator < 0}
     for index in range(begins + 1, len(program.calls)):
         call = program.calls[index]
-        if call.phase == "update" and any(_storage(program, slot) in persistent for slot in call.mutates):
+        if call.phase == "update" and any(program.storage_of(slot) in persistent for slot in call.mutates):
             builder.control(begins, index)
 
 
-def _kinds(program: Program, outgoing: set[int]) -> tuple[list[str], set[int]]:
-    """The kind of each storage, and which storages leave the step."""
+def _residencies(
+    program: Program, placed: Sequence[Placed | None], landing: Container[int] | None
+) -> list[Literal["persistent", "leaves", "unpooled", "step_local"]]:
+    leaving = program.leaving()
+    residencies: list[Literal["persistent", "leaves", "unpooled", "step_local"]] = []
+    for number, storage in enumerate(program.storages):
+        if storage.creator < 0:
+            residencies.append("persistent")
+        elif number in leaving:
+            residencies.append("leaves")
+        elif landing is None or placed[storage.creator] is not None or storage.creator in landing:
+            residencies.append("step_local")
+        else:
+            residencies.append("unpooled")
+    return residencies
+
+
+def _reuse(program: Program, placed: Placed | None, reads: list[int], copied: list[int]) -> list[tuple[int, int]]:
+    """(storage read, storage made): which results may take an argument's memory if that dies in the call."""
+    if placed is not None:
+        return [(program.storage_of(old), program.storage_of(new)) for old, new in placed.in_place]
+    # When a result is copied to its place, the arguments have been used.
+    size = {number: program.storages[number].size_bytes for number in (*reads, *copied)}
+    return [(old, new) for old in reads for new in copied if size[old] == size[new] > 0]
+
+
+def _kinds(program: Program) -> list[str]:
+    """The kind of each storage."""
     kinds = ["temporary"] * len(program.storages)
     backward = [call for call in program.calls if call.phase == "backward"]
-    used_in_backward = {_storage(program, slot) for call in backward for slot in call.refs()}
+    used_in_backward = {program.storage_of(slot) for call in backward for slot in call.refs()}
     for number, storage in enumerate(program.storages):
         is_used = storage.creator >= 0 and number in used_in_backward
         if is_used and program.calls[storage.creator].phase in ("forward", "loss"):
@@ -105,34 +151,23 @@ def _kinds(program: Program, outgoing: set[int]) -> tuple[list[str], set[int]]:
     for call in program.calls:
         if call.phase == "update":
             for slot in call.refs():
-                number = _storage(program, slot)
+                number = program.storage_of(slot)
                 creator = program.storages[number].creator if number >= 0 else -1
                 if creator >= 0 and program.calls[creator].phase == "backward":
                     kinds[number] = "gradient"
-    leaving = set()
-    for slot in outgoing:
-        number = _storage(program, slot)
-        if number >= 0 and program.storages[number].creator >= 0:
-            kinds[number] = "output"
-            leaving.add(number)
+    for number in program.leaving():
+        kinds[number] = "output"
     for owner, slot in program.rebinds:
-        number = _storage(program, slot)
-        kinds[number] = owner.kind
-        leaving.add(number)
+        kinds[program.storage_of(slot)] = owner.kind
     for owner, slot in program.owned:
         if program.slots[slot] is not None:
-            kinds[_storage(program, slot)] = owner.kind
+            kinds[program.storage_of(slot)] = owner.kind
     for _, slot in program.constants:
-        kinds[_storage(program, slot)] = "buffer"
-    return kinds, {number for number in leaving if program.storages[number].creator >= 0}
+        kinds[program.storage_of(slot)] = "buffer"
+    return kinds
 
 
-def _storage(program: Program, slot: int) -> int:
-    meta = program.slots[slot]
-    return -1 if meta is None else meta.storage
-
-
-def device_of(program: Program) -> str:
+def device_of(program: Program) -> torch.device:
     """The device that most of the step's bytes are on."""
     sizes: dict[torch.device, int] = {}
     seen: set[int] = set()
@@ -140,4 +175,4 @@ def device_of(program: Program) -> str:
         if meta is not None and meta.storage not in seen:
             seen.add(meta.storage)
             sizes[meta.device] = sizes.get(meta.device, 0) + program.storages[meta.storage].size_bytes
-    return max(sizes, key=lambda device: sizes[device]).type if sizes else "cpu"
+    return max(sizes, key=lambda device: sizes[device]) if sizes else torch.device("cpu")

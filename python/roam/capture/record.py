@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from roam.capture.frames import Frames
 from roam.capture.live import LiveFloat, LiveInt, LiveNode
 from roam.capture.owners import ArgumentOwner
-from roam.capture.program import Call, Program, Question, Ref, Source, Storage, TensorMeta
 from roam.errors import CaptureError
+from roam.program import Call, Program, Question, Ref, Source, Storage, TensorMeta
 
 aten = torch.ops.aten
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from roam.capture.owners import GradientOwner
-from roam.capture.program import Call, HostCall, Program, Ref, Storage, TensorMeta, refs, substitute
 from roam.capture.values import same
+from roam.program import Call, HostCall, Program, Ref, Storage, TensorMeta, substitute
 
 aten = torch.ops.aten
 
@@ -21,7 +21,7 @@ def accumulate_in_place(program: Program) -> None:
     the other branch and makes a third tensor, which eager never has. The sum has the same bits either way.
     """
     last_use = _last_uses(program)
-    kept = {_storage(program, slot) for slot in _outgoing(program)}
+    kept = {program.storage_of(slot) for slot in program.outgoing()}
     views: dict[int, list[int]] = {}
     for slot, meta in enumerate(program.slots):
         if meta is not None:
@@ -42,7 +42,7 @@ def accumulate_in_place(program: Program) -> None:
         is_same = (old.shape, old.stride, old.dtype) == (sum_.shape, sum_.stride, sum_.dtype) and new.shape == old.shape
         if (
             is_ours and is_same and new.storage != old.storage and last_use[old.storage] == index
-            and _covers_storage(program, old)
+            and program.covers(left.slot)
         ):  # fmt: skip
             call.target, call.mutates, call.outputs = aten.add_.Tensor, (left.slot,), (None,)
             replaced[out] = left.slot  # type: ignore[index]
@@ -58,22 +58,24 @@ def accumulate_in_place(program: Program) -> None:
 
 def prune(program: Program) -> Program:
     """The program without calls whose results nobody uses and gradients that it only drops; slots numbered anew."""
-    needed = set(_outgoing(program))
+    needed = program.outgoing()
     # Storages whose contents matter later: those that persist, and those of needed values.
     matters = {number for number, storage in enumerate(program.storages) if storage.creator < 0}
-    matters.update(_storage(program, slot) for slot in needed)
+    matters.update(program.storage_of(slot) for slot in needed)
     calls: list[Call] = []
     positions: list[int] = []
     for index in range(len(program.calls) - 1, -1, -1):
         call = program.calls[index]
-        has_effect = call.random or not call.outputs or any(_storage(program, slot) in matters for slot in call.mutates)
+        has_effect = (
+            call.random or not call.outputs or any(program.storage_of(slot) in matters for slot in call.mutates)
+        )
         if not has_effect and needed.isdisjoint(call.outputs):
             continue
         calls.append(call)
         positions.append(index)
         for slot in call.refs():
             needed.add(slot)
-            matters.add(_storage(program, slot))
+            matters.add(program.storage_of(slot))
     calls.reverse()
     moved = {old: new for new, old in enumerate(reversed(positions))}
     owned = [
@@ -209,37 +211,13 @@ def _plain(program: Program) -> list[tuple[str, Any]]:
     return [(owner.path, value) for owner, value in program.plain_state]
 
 
-def _storage(program: Program, slot: int) -> int:
-    meta = program.slots[slot]
-    return -1 if meta is None else meta.storage
-
-
-def _outgoing(program: Program) -> list[int]:
-    """Slots whose values leave the program."""
-    leaves, _ = program.result
-    slots = list(refs(leaves)) + [slot for _, slot in program.rebinds]
-    for host_call in program.after:
-        slots += refs(host_call.arguments)
-    return slots
-
-
 def _last_uses(program: Program) -> dict[int, int]:
     """The last call that touches each storage."""
     uses: dict[int, int] = {}
     for index, call in enumerate(program.calls):
         for slot in (*call.refs(), *(slot for slot in call.outputs if slot is not None)):
-            uses[_storage(program, slot)] = index
+            uses[program.storage_of(slot)] = index
     return uses
-
-
-def _covers_storage(program: Program, meta: TensorMeta) -> bool:
-    """Whether a tensor fills its whole storage, each byte once, in some order of its dimensions."""
-    expected = 1
-    for stride, size in sorted((s, n) for s, n in zip(meta.stride, meta.shape, strict=True) if n != 1):
-        if stride != expected:
-            return False
-        expected *= size
-    return meta.offset == 0 and expected * meta.dtype.itemsize == program.storages[meta.storage].size_bytes
 
 
 def _redirect(call: Call, replaced: dict[int, int]) -> None:

@@ -14,13 +14,14 @@ from roam._core import Graph
 from roam.capture.guards import ArgGuard, Guards
 from roam.capture.lower import device_of, lower
 from roam.capture.owners import GradientOwner
-from roam.capture.program import Program
 from roam.capture.reach import Reach
 from roam.capture.rewrite import accumulate_in_place, agrees, difference, prune
 from roam.capture.snapshot import Snapshot
 from roam.capture.trace import trace
 from roam.capture.world import World
 from roam.errors import CaptureError
+from roam.kernels.calls import Placed, placed_calls
+from roam.program import Program
 
 _MOST_TRACES = 3
 """A first step, a steady one, and the steady one again."""
@@ -33,7 +34,12 @@ class Variant:
     """One program with its graph: of the first step, which makes the optimizer's state, or of every later one."""
 
     program: Program
+    placed: list[Placed | None]
+    """Per call, how its kernel can write where a plan wants."""
+    device: torch.device
+    """Where most of its bytes are."""
     graph: Graph
+    """As it runs without a pool."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +140,9 @@ def _absent(program: Program) -> set[str]:
 
 
 def _variant(program: Program, name: str) -> Variant:
-    return Variant(program, lower(program, name=name, device=device_of(program)))
+    device = device_of(program)
+    placed = placed_calls(program, device)
+    return Variant(program, placed, device, lower(program, placed, name=name, device=device.type))
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,11 +19,11 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from roam.capture.frames import Frames, shown_path
 from roam.capture.live import as_live
 from roam.capture.owners import GradientOwner, Owner, StateOwner, state_owners
-from roam.capture.program import HostCall, Program, Ref
 from roam.capture.record import Recorder
 from roam.capture.values import is_plain, same
 from roam.capture.world import World
 from roam.errors import CaptureError
+from roam.program import HostCall, Program, Ref
 
 
 def trace(

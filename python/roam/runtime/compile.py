@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any, Literal
@@ -16,15 +16,17 @@ from typing import Any, Literal
 import torch
 import torch.utils._pytree as pytree
 
-import roam
 from roam import Plan
 from roam.capture.owners import ArgumentOwner, GradientOwner, RateOwner, StateOwner
-from roam.capture.program import TensorMeta
 from roam.capture.step import CapturedStep, Variant, capture_step
 from roam.capture.trace import is_tracing
 from roam.capture.values import MISSING, same, show
 from roam.errors import ExecutionError
+from roam.kernels.table import is_proven
+from roam.program import TensorMeta
+from roam.runtime.choose import choose
 from roam.runtime.execute import Executor
+from roam.runtime.pool import Pool
 
 logger = logging.getLogger("roam")
 
@@ -39,6 +41,8 @@ def compile(
     on_change: OnChange = "replan",
     keep_grads: bool = False,
     time_limit_s: float | None = None,
+    pool: bool | None = None,
+    poison: bool = False,
 ) -> Step:
     """A training step that runs by its plan, with the same signature and, bit for bit, the same results.
 
@@ -53,6 +57,9 @@ def compile(
         keep_grads: keep `.grad` after the step as eager PyTorch does. By default consumed gradients die early and
             `.grad` is None after the step.
         time_limit_s: limit for planning, in seconds.
+        pool: whether planned tensors lie in one static pool per device, allocated before step 1 (see `Step.release`), or come
+            from PyTorch's allocator, in the plan's order and with its reuse. None: the pool, unless it takes over 2 % more.
+        poison: overwrite each range of the pool as soon as its tensor is dead, to find out what reads it later. Slow.
 
     Raises:
         CaptureError: at a call, where the step cannot be captured exactly.
@@ -62,20 +69,30 @@ def compile(
     """
     if on_change not in ("replan", "raise", "eager"):
         raise ValueError(f"on_change is 'replan', 'raise' or 'eager', not {on_change!r}")
-    return Step(train_step, on_change=on_change, keep_grads=keep_grads, time_limit_s=time_limit_s)
+    options = _Options(time_limit_s=time_limit_s, pool=pool, poison=poison)
+    return Step(train_step, on_change=on_change, keep_grads=keep_grads, options=options)
+
+
+@dataclass(frozen=True, slots=True)
+class _Options:
+    """How each plan is made and run; see `compile`."""
+
+    time_limit_s: float | None
+    pool: bool | None
+    poison: bool
 
 
 class Step:
     """What `compile` returns. Call it like the user's function."""
 
     def __init__(
-        self, train_step: Callable[..., Any], *, on_change: OnChange, keep_grads: bool, time_limit_s: float | None
+        self, train_step: Callable[..., Any], *, on_change: OnChange, keep_grads: bool, options: _Options
     ) -> None:
         functools.update_wrapper(self, train_step)
         self._train_step = train_step
         self._on_change: OnChange = on_change
         self._keep_grads = keep_grads
-        self._time_limit_s = time_limit_s
+        self._options = options
         self._captures: list[_Captured] = []
         self._torn: list[tuple[Any, Any, int]] = []
         self._torn_reason = ""
@@ -106,7 +123,7 @@ class Step:
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """The plan by which this call would run; nothing is run.
 
-        Its `total_bytes` is the memory that the step will take, known before step 1.
+        Where it has a pool, its `total_bytes` is the memory that the step will take, known before step 1.
         """
         runner, reason = self._find(args, kwargs)
         return (runner or self._capture(args, kwargs, reason)).plan
@@ -115,6 +132,15 @@ class Step:
     def plans(self) -> list[tuple[str, Plan]]:
         """Every plan made so far, with the name of its graph; the most recently used capture first."""
         return [(runner.name, runner.plan) for captured in self._captures for runner in captured.runners]
+
+    def release(self) -> None:
+        """Gives the pools of this step's plans back to the allocator, for evaluation or sampling; the next call allocates them again.
+
+        All compiled steps of a process share one pool per device.
+        """
+        for captured in self._captures:
+            for runner in captured.runners:
+                runner.release()
 
     def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Runner | None, str]:
         reason = "it is the first"
@@ -140,7 +166,7 @@ class Step:
             self._captures.pop()
         step = capture_step(self._train_step, args, kwargs, keep_grads=self._keep_grads)
         variants = [variant for variant in (step.first, step.steady) if variant is not None]
-        captured = _Captured(step, [Runner(variant, self._time_limit_s) for variant in variants])
+        captured = _Captured(step, [Runner(variant, self._options) for variant in variants])
         self._captures.insert(0, captured)
         for runner in captured.runners:
             if runner.state_failure() is None:
@@ -181,20 +207,27 @@ class Torn(Exception):
 class Runner:
     """Runs one variant of a captured step by its plan."""
 
-    def __init__(self, variant: Variant, time_limit_s: float | None) -> None:
+    def __init__(self, variant: Variant, options: _Options) -> None:
         self.name = variant.graph.name
         program = self._program = variant.program
-        # Outputs do not take their inputs' memory yet, so a plan that counts on it would promise too much.
-        self.plan = roam.optimize(variant.graph, reuse=False, time_limit_s=time_limit_s)
-        roam.verify(variant.graph, self.plan)
+        choice = self.choice = choose(variant, pool=options.pool, time_limit_s=options.time_limit_s)
+        self.plan = choice.plan
         logger.info(
-            "%s: %.1f MiB planned in the step, %.1f MiB in program order, %.1f MiB at least, beside %.1f MiB that persist",
-            self.name, *(value / 2**20 for value in (
-                self.plan.peak_bytes, self.plan.program_order_peak_bytes, self.plan.lower_bound_bytes,
-                self.plan.persistent_bytes,
+            "%s: %.1f MiB planned in the step %s, %.1f MiB in program order, %.1f MiB at least, beside %.1f MiB that persist",
+            self.name, (choice.total_bytes - self.plan.persistent_bytes) / 2**20,
+            "with a pool" if choice.uses_pool else "without a pool", *(value / 2**20 for value in (
+                self.plan.program_order_peak_bytes, self.plan.lower_bound_bytes, self.plan.persistent_bytes,
             )),
         )  # fmt: skip
-        self._executor = Executor(program, self.plan.order.tolist())
+        self._pool = Pool.of(variant.device) if choice.uses_pool else None
+        self._executor = Executor(
+            program,
+            variant.placed,
+            self.plan,
+            pool=self._pool,
+            poison=options.poison,
+            proven=is_proven(variant.device.type),
+        )
         self._checked = False
         self._owners = [owner for owner, _ in program.owned]
         # Gradients that a run uses up are kept until it is done: it may fail, and be tried again.
@@ -249,7 +282,7 @@ class Runner:
         for owner in self._ignored:
             owner.parameter.get().grad = None
         generator = torch.get_rng_state().numpy().tobytes()  # not a tensor: it would count as memory of the step
-        with _interrupts_wait(), self._kernels_alone():
+        with self._memory(), _interrupts_wait(), self._kernels_alone():
             try:
                 run = self._executor.run if self._checked else self._executor.run_checked
                 result, rebinds, after = run(inputs)
@@ -267,6 +300,14 @@ class Runner:
         for host_call, (arguments, keywords) in zip(program.after, after, strict=True):
             host_call.scheduler.step(*arguments, **keywords)
         return pytree.tree_unflatten(result, program.result[1])
+
+    def release(self) -> None:
+        """Gives the pool back until the next run."""
+        if self._pool is not None:
+            self._pool.release()
+
+    def _memory(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._pool is None else self._pool.held(self.plan.pool_bytes)
 
     def _check_inputs(self, inputs: list[Any]) -> None:
         """The last look before anything is changed."""

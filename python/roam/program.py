@@ -168,6 +168,34 @@ class Program:
     after: list[HostCall] = field(default_factory=list)
     """Schedulers to step after the run, in this order."""
 
+    def storage_of(self, slot: int) -> int:
+        """Number of the storage that a slot's tensor is in; -1 for a live number."""
+        meta = self.slots[slot]
+        return -1 if meta is None else meta.storage
+
+    def outgoing(self) -> set[int]:
+        """Slots whose values outlive the step: results, what owners hold afterwards, schedulers' arguments."""
+        outgoing = set(refs(self.result[0])) | {slot for _, slot in self.rebinds}
+        outgoing.update(slot for host_call in self.after for slot in refs(host_call.arguments))
+        return outgoing
+
+    def leaving(self) -> set[int]:
+        """Storages that the step makes and that outlive it."""
+        made = {self.storage_of(slot) for slot in self.outgoing()}
+        return {number for number in made if number >= 0 and self.storages[number].creator >= 0}
+
+    def covers(self, slot: int) -> bool:
+        """Whether a tensor fills its whole storage, each byte once, in some order of its dimensions."""
+        meta = self.slots[slot]
+        if meta is None:
+            return False
+        expected = 1
+        for stride, size in sorted((s, n) for s, n in zip(meta.stride, meta.shape, strict=True) if n != 1):
+            if stride != expected:
+                return False
+            expected *= size
+        return meta.offset == 0 and expected * meta.dtype.itemsize == self.storages[meta.storage].size_bytes
+
 
 def refs(value: Any) -> Iterator[int]:
     """Slots of every `Ref` in a nest of tuples, lists and dicts."""

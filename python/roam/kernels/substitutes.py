@@ -1,7 +1,7 @@
 """Kernels that write what another one returns, bit for bit, into memory that they are given.
 
 Each is called as ``kernel(outs, *args, **kwargs)`` with the arguments of the overload that it stands for. That the bits are
-equal is established by ``benches/kernels.py``, not here.
+equal is established by ``benches/kernel_table.py``, not here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Outs = Sequence[Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Equal:
-    """A kernel that stands for an overload; see `roam.runtime.kernels.Placement` for the attributes."""
+    """A kernel that stands for an overload; see `roam.kernels.table.Placement` for the attributes."""
 
     kernel: Callable[..., Any]
     name: str

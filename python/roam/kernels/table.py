@@ -1,7 +1,7 @@
 """Which kernels can write into memory that a plan chose.
 
 A planned result is a strided view into a pool. For every functional overload the schemas and dispatch keys of the running
-PyTorch say how its result could get there (`candidate`); `kernels.json`, which ``benches/kernels.py`` writes, says for which
+PyTorch say how its result could get there (`candidate`); `kernels.json`, which ``benches/kernel_table.py`` writes, says for which
 layouts and dtypes tests found that way to be exact; `placement` gives what both allow. What the file does not know lands in
 memory of its own.
 """
@@ -14,13 +14,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch._ops import OpOverload
 
-from roam.capture.program import TensorMeta
-from roam.runtime import substitutes
+from roam.kernels import substitutes
+
+if TYPE_CHECKING:
+    from roam.program import TensorMeta
 
 Way = Literal["direct", "substitute", "land"]
 Kernel = Callable[..., Any]
@@ -45,6 +47,7 @@ class Placement:
         cleared: per `dtypes_of`, the `layouts_of` for which tests found the kernel exact.
         in_place: per `dtypes_of`, (argument, result): results that may take the memory of this argument when it dies in the
             call and has their dtype, shape and strides.
+        dropped: keyword arguments that it does not take.
         unless: a boolean argument; where it is set, the kernel does not apply.
         reason: why nothing better is done.
     """
@@ -56,6 +59,7 @@ class Placement:
     out_names: tuple[str, ...] = ()
     cleared: Mapping[str, frozenset[str]] = field(default_factory=lambda: MappingProxyType({}))
     in_place: Mapping[str, frozenset[tuple[str, int]]] = field(default_factory=lambda: MappingProxyType({}))
+    dropped: frozenset[str] = frozenset()
     unless: str = ""
     reason: str = ""
 
@@ -63,6 +67,22 @@ class Placement:
         """Whether tests cleared the kernel for tensors of these layouts and dtypes."""
         inputs, outputs = list(inputs), list(outputs)
         return layouts_of(inputs, outputs) in self.cleared.get(dtypes_of(inputs, outputs), ())
+
+    def cleared_in_place(
+        self, inputs: Iterable[torch.Tensor | TensorMeta], outputs: Iterable[torch.Tensor | TensorMeta]
+    ) -> list[tuple[str, int]]:
+        """`in_place` for tensors of these dtypes."""
+        return sorted(self.in_place.get(dtypes_of(inputs, outputs), ()))
+
+    def call(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], outs: Sequence[Any]
+    ) -> tuple[Kernel, tuple[Any, ...], dict[str, Any]]:
+        """The function, arguments and keyword arguments that write a functional call's results into `outs`."""
+        assert self.kernel is not None, "something that can write there"
+        if self.overload is None:
+            return self.kernel, (tuple(outs), *args), dict(kwargs)
+        kept = {name: value for name, value in kwargs.items() if name not in self.dropped}
+        return self.overload, tuple(args), {**kept, **dict(zip(self.out_names, outs, strict=True))}
 
     def applies(self, target: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Whether the kernel covers these arguments, of which only plain ones are looked at."""
@@ -97,6 +117,11 @@ def _placement(target: OpOverload, device: str) -> Placement:
 
 def _by_dtypes(joined: dict[str, list[Any]]) -> dict[str, list[Any]]:
     return {dtypes: values for several, values in joined.items() for dtypes in several.split()}
+
+
+def is_proven(device: str) -> bool:
+    """Whether the table was established with the PyTorch that is running."""
+    return bool(_table().get(device, {}).get("torch") == torch.__version__.partition("+")[0])
 
 
 @functools.cache
@@ -146,7 +171,7 @@ def _direct(target: OpOverload, device: str) -> tuple[Placement | None, str]:
             if _is_native(overload, device):
                 dropped = frozenset() if taken == wanted else _FACTORY_OPTIONS
                 kernel = functools.partial(_call_out, overload, names, dropped)
-                return Placement("direct", kernel, overload.name(), overload, names), ""
+                return Placement("direct", kernel, overload.name(), overload, names, dropped=dropped), ""
             reason = "its out= overload computes elsewhere and copies"
     return None, reason
 

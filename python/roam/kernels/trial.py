@@ -17,8 +17,8 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 from torch._ops import OpOverload
 
-from roam.runtime import substitutes
-from roam.runtime.kernels import Kernel, layout, named
+from roam.kernels import substitutes
+from roam.kernels.table import Kernel, layout, named
 
 _ALIGNMENT_BYTES = 64
 _POISON = 0xFF  # not a number in floating point, and no valid bool
@@ -75,7 +75,7 @@ class Ordinary:
     def is_reproducible(self) -> bool:
         """Whether the call gives the same bits again; where several indices write to one element, it may not."""
         again = Ordinary.run(self.target, self.args, self.kwargs)
-        return not _differ(again.results, self.results)
+        return not differ(again.results, self.results)
 
 
 def copied(nest: Any) -> Any:
@@ -105,7 +105,7 @@ def try_placed(ordinary: Ordinary, kernel: Kernel) -> str:
     expected, places = _pool(ordinary.results)
     _write(places, ordinary.results)
     if not torch.equal(pool, expected):
-        return "other bits" if _differ(views, ordinary.results) else "wrote beside its results"
+        return "other bits" if differ(views, ordinary.results) else "wrote beside its results"
     return "" if _same(_storages((args, kwargs)), ordinary.after) else "changed an argument"
 
 
@@ -137,7 +137,7 @@ def try_in_place(ordinary: Ordinary, kernel: Kernel, argument: str, result: int)
     expected, places = _pool(ordinary.results)
     places[result] = named(ordinary.target, own, own_kwargs)[argument]
     _write(places, ordinary.results)
-    if _differ(views, ordinary.results):
+    if differ(views, ordinary.results):
         return "other bits"
     if not torch.equal(pool, expected):
         return "wrote beside its results"
@@ -183,7 +183,8 @@ def _write(places: Sequence[Tensor], results: Sequence[Tensor]) -> None:
         _as_bytes(place).copy_(_as_bytes(result))
 
 
-def _differ(views: Sequence[Tensor], results: Sequence[Tensor]) -> bool:
+def differ(views: Sequence[Tensor], results: Sequence[Tensor]) -> bool:
+    """Whether any element has other bytes."""
     return any(not torch.equal(_as_bytes(view), _as_bytes(result)) for view, result in zip(views, results, strict=True))
 
 

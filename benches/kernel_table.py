@@ -1,7 +1,7 @@
-"""Establish which kernels may write into a plan's memory, and write `python/roam/runtime/kernels.json`.
+"""Establish which kernels may write into a plan's memory, and write `python/roam/kernels/kernels.json`.
 
-    OMP_WAIT_POLICY=passive python benches/kernels.py           # everything; minutes, more on a busy machine if it spins
-    python benches/kernels.py --ops add softmax --steps --dry    # a part of it, reported and not written
+    OMP_WAIT_POLICY=passive python benches/kernel_table.py           # everything; minutes, more on a busy machine if it spins
+    python benches/kernel_table.py --ops add softmax --steps --dry    # a part of it, reported and not written
 
 Calls are harvested from the samples that PyTorch tests its own operators with, forward and backward, and from training
 steps of the zoo. Each call is repeated with its tensors laid out in other ways, and once for every argument whose memory a
@@ -31,9 +31,9 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from roam import zoo
-from roam.runtime.kernels import TABLE, Placement, candidate, dtypes_of, layouts_of, named, placement
+from roam.kernels.table import TABLE, Placement, candidate, dtypes_of, layouts_of, named, placement
+from roam.kernels.trial import Ordinary, Unusable, copied, in_place_pairs, try_in_place, try_placed
 from roam.runtime.measure import measure_peak
-from roam.runtime.trial import Ordinary, Unusable, copied, in_place_pairs, try_in_place, try_placed
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.complex64)
 STEPS = ("gpt2-tiny", "bert-tiny", "llama-tiny", "moe-tiny", "lstm-tiny", "darts-tiny", "randwire-tiny", "resnet18")
@@ -283,7 +283,7 @@ def enlarged(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def laid_out(tensor: Tensor, letter: str) -> Tensor:
-    """The same values in a layout (see `roam.runtime.kernels.layout`; O is contiguous at an odd offset).
+    """The same values in a layout (see `roam.kernels.table.layout`; O is contiguous at an odd offset).
 
     An expanded tensor repeats its first values; where a layout does not exist for a shape, a contiguous tensor.
     """

@@ -1,0 +1,119 @@
+"""What the table of kernels means for the calls of one program."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch._ops import OpOverload
+
+from roam.kernels.table import Placement, named, placement
+from roam.program import Call, Program, Ref, TensorMeta
+
+_UNMOVABLE = frozenset(
+    f"aten::{name}"
+    for name in (
+        # Views whose elements are not what their memory says.
+        "_conj", "_neg_view",
+        # What counts from where a storage begins, or gives a tensor other memory.
+        "as_strided_", "as_strided_copy", "as_strided_scatter", "resize_", "resize_as_", "set_",
+    )
+)  # fmt: skip
+"""Operators whose tensors cannot lie in another storage than the one that they were captured in."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A call whose kernel can write all its results where a plan wants them."""
+
+    placement: Placement
+    in_place: tuple[tuple[int, int], ...]
+    """(slot of an argument, slot of a result): if it dies in the call, the argument may give its memory to the result."""
+
+
+def placed_calls(program: Program, device: torch.device) -> list[Placed | None]:
+    """Per call of a program, how its results can be written where a plan wants them on a device; None where they cannot."""
+    leaving, unmovable = program.leaving(), _unmovable(program)
+    return [_placed(program, index, device, leaving, unmovable) for index in range(len(program.calls))]
+
+
+def landable_calls(program: Program, placed: Sequence[Placed | None], device: torch.device) -> dict[int, int]:
+    """Calls that cannot be placed, but whose results may be copied to where a plan wants them: with their results' bytes."""
+    leaving, unmovable = program.leaving(), _unmovable(program)
+    landable = {}
+    for index, call in enumerate(program.calls):
+        made = [program.storage_of(slot) for slot in _made(call) if program.storage_of(slot) >= 0]
+        local = [storage for storage in made if program.storages[storage].creator == index and storage not in leaving]
+        if placed[index] is None and local and unmovable.isdisjoint(local) and _is_apart(program, index, device):
+            landable[index] = sum(program.storages[storage].size_bytes for storage in local)
+    return landable
+
+
+def _placed(
+    program: Program, index: int, device: torch.device, leaving: set[int], unmovable: set[int]
+) -> Placed | None:
+    call = program.calls[index]
+    slots = list(_made(call))
+    inputs = [meta for slot in call.refs() if (meta := program.slots[slot]) is not None]
+    outputs = [meta for slot in slots if (meta := program.slots[slot]) is not None]
+    if not outputs or len(outputs) < len(call.outputs) or call.mutates or not _is_apart(program, index, device):
+        return None
+    touched = {meta.storage for meta in (*inputs, *outputs)}
+    if not touched.isdisjoint(unmovable) or any(meta.storage in leaving or 0 in meta.shape for meta in outputs):
+        return None
+    if any(meta.device != device for meta in inputs):
+        return None
+    found = placement(call.target, device.type)
+    if not found.applies(call.target, call.args, call.kwargs) or not found.clears(inputs, outputs):
+        return None
+    return Placed(found, tuple(_in_place(program, call, found, inputs, slots, leaving)))
+
+
+def _in_place(
+    program: Program, call: Call, found: Placement, inputs: list[TensorMeta], slots: list[int], leaving: set[int]
+) -> Iterator[tuple[int, int]]:
+    outputs = [meta for slot in slots if (meta := program.slots[slot]) is not None]
+    values = named(call.target, call.args, call.kwargs)
+    for argument, number in found.cleared_in_place(inputs, outputs):
+        value = values.get(argument)
+        if not isinstance(value, Ref):
+            continue
+        taken = program.slots[value.slot]
+        if taken is None or program.storages[taken.storage].creator < 0 or taken.storage in leaving:
+            continue
+        if _geometry(taken) != _geometry(outputs[number]) or not program.covers(value.slot):
+            continue
+        # Nothing else that the kernel reads may look at the memory otherwise.
+        others = [meta for meta in inputs if meta.storage == taken.storage]
+        if all(_geometry(meta) == _geometry(taken) for meta in others):
+            yield value.slot, slots[number]
+
+
+def _made(call: Call) -> Iterator[int]:
+    return (slot for slot in call.outputs if slot is not None)
+
+
+def _unmovable(program: Program) -> set[int]:
+    """Storages of tensors that cannot lie elsewhere."""
+    return {
+        program.storage_of(slot)
+        for call in program.calls
+        if isinstance(call.target, OpOverload) and call.target.name().partition(".")[0] in _UNMOVABLE
+        for slot in (*call.refs(), *_made(call))
+    }
+
+
+def _is_apart(program: Program, index: int, device: torch.device) -> bool:
+    """Whether each result of a call fills a storage of its own that the call makes on the device."""
+    slots = [slot for slot in _made(program.calls[index]) if program.slots[slot] is not None]
+    storages = {program.storage_of(slot) for slot in slots}
+    return (
+        len(storages) == len(slots)
+        and all(program.storages[storage].creator == index for storage in storages)
+        and all(program.covers(slot) and program.slots[slot].device == device for slot in slots)  # type: ignore[union-attr]
+    )
+
+
+def _geometry(meta: TensorMeta) -> tuple[object, ...]:
+    return meta.shape, meta.stride, meta.offset, meta.dtype

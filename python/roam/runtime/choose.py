@@ -1,0 +1,96 @@
+"""Chooses how a captured step runs: out of a pool or out of the ordinary allocator, and which results are copied into the pool.
+
+Everything is decided by planned totals: persistent tensors, the pool, what lives outside it and what copies need meanwhile.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Literal
+
+import roam
+from roam._core import Graph, Plan
+from roam.capture.lower import lower
+from roam.capture.step import Variant
+from roam.kernels.calls import landable_calls
+
+WORTH = 0.02
+"""What the pool may cost, as a share of the total: it has no fragmentation, and its addresses and size are known before."""
+_NEAR = 0.001
+"""A pool that costs no more than this share of the total is not tried to be bettered."""
+_MOST_LANDINGS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """How a step runs.
+
+    Attributes:
+        graph: the step, with the residencies that this way of running gives its tensors.
+        plan: a plan of `graph`, verified.
+        uses_pool: whether the plan's offsets count; if not, tensors come from the ordinary allocator and only order and reuse
+            count.
+        total_bytes: the most memory that the step takes by plan.
+        totals: what each way that was tried comes to, in bytes; the first is the ordinary allocator's.
+    """
+
+    graph: Graph
+    plan: Plan
+    uses_pool: bool
+    total_bytes: int
+    totals: tuple[tuple[str, int], ...]
+
+
+def choose(variant: Variant, *, pool: bool | None, time_limit_s: float | None) -> Choice:
+    """The way of the least total.
+
+    Args:
+        variant: a captured step.
+        pool: whether to use a pool; None: where that costs next to nothing, see `WORTH`.
+        time_limit_s: limit for all planning together, in seconds. The first plan is always made.
+    """
+    deadline = None if time_limit_s is None else time.monotonic() + time_limit_s
+    plan = _planned(variant.graph, deadline, exact="auto")
+    # Without a pool nothing has to lie side by side: the peak is all that counts.
+    total = plan.persistent_bytes + plan.peak_bytes
+    choices = [Choice(variant.graph, plan, False, total, ())]
+    names = ["allocator"]
+    if pool is not False:
+        for name, landing in _landings(variant):
+            least = min((choice.total_bytes for choice in choices[1:]), default=None)
+            is_late = deadline is not None and time.monotonic() > deadline and (least is not None or pool is None)
+            if is_late or (least is not None and least <= total * (1 + _NEAR)):
+                break
+            graph = lower(
+                variant.program, variant.placed, name=variant.graph.name, device=variant.device.type, landing=landing
+            )
+            plan = _planned(graph, deadline, exact="off")
+            names.append(name)
+            choices.append(Choice(graph, plan, True, plan.total_bytes, ()))
+    totals = tuple((name, choice.total_bytes) for name, choice in zip(names, choices, strict=True))
+    ordinary, *pooled = choices
+    best = min(pooled, key=lambda choice: choice.total_bytes, default=ordinary)
+    most = min(ordinary.total_bytes * (1 + WORTH), plan.persistent_bytes + ordinary.plan.program_order_peak_bytes)
+    if pool is None and best.total_bytes > most:
+        best = ordinary
+    return Choice(best.graph, best.plan, best.uses_pool, best.total_bytes, totals)
+
+
+def _planned(graph: Graph, deadline: float | None, *, exact: Literal["auto", "off"]) -> Plan:
+    left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
+    plan = roam.optimize(graph, exact=exact, time_limit_s=left)
+    roam.verify(graph, plan)
+    return plan
+
+
+def _landings(variant: Variant) -> list[tuple[str, frozenset[int]]]:
+    """Which calls' results may be copied into the pool: none, all, or those that are small, so that the copy needs little."""
+    sizes = landable_calls(variant.program, variant.placed, variant.device)
+    steps = sorted(set(sizes.values()))
+    chosen = [steps[(len(steps) - 1) * part // (_MOST_LANDINGS - 1)] for part in range(_MOST_LANDINGS)] if steps else []
+    landings = [("pool", frozenset[int]())]
+    for most in dict.fromkeys(chosen):
+        calls = frozenset(index for index, size in sizes.items() if size <= most)
+        landings.append((f"pool, results of up to {most:,} bytes copied into it", calls))
+    return landings

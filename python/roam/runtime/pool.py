@@ -1,0 +1,96 @@
+"""The static memory pool: one storage per device that every plan of the process lays its tensors out in."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from roam.errors import ExecutionError
+from roam.program import TensorMeta
+
+_pools: weakref.WeakValueDictionary[torch.device, Pool] = weakref.WeakValueDictionary()
+_one_at_a_time = threading.Lock()
+
+
+class Pool:
+    """One storage from the device's ordinary allocator.
+
+    Nothing in it outlives a step, so all steps of a process share it, one at a time. Tensors are views at fixed offsets; they
+    stay valid when the storage is given back to the allocator and allocated again, at whatever address.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._storage = torch.UntypedStorage(0, device=device)
+        self._lock = threading.Lock()
+        self._stream: torch.cuda.Stream | None = None
+
+    @staticmethod
+    def of(device: torch.device) -> Pool:
+        """The device's pool. It goes when nothing refers to it any more."""
+        with _one_at_a_time:
+            pool = _pools.get(device)
+            if pool is None:
+                pool = _pools[device] = Pool(device)
+            return pool
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes now."""
+        return self._storage.nbytes()
+
+    @contextmanager
+    def held(self, size_bytes: int) -> Iterator[None]:
+        """Keeps other steps out, with at least that many bytes allocated.
+
+        Raises:
+            ExecutionError: where there is not as much memory; nothing has been changed.
+        """
+        with self._lock:
+            self._reserve(size_bytes)
+            self._follow_stream()
+            yield
+
+    def release(self) -> None:
+        """Gives the memory back to the allocator, until the next step."""
+        with self._lock:
+            self._storage.resize_(0)
+
+    def tensor(self, meta: TensorMeta, offset_bytes: int) -> torch.Tensor:
+        """A view with a tensor's dtype, shape and strides, of a storage that begins at an offset. To be made while held."""
+        assert self.nbytes >= offset_bytes, "the pool is held"
+        start = offset_bytes // meta.dtype.itemsize + meta.offset
+        # Unlike a slice of one large tensor it counts its own versions.
+        return torch.empty(0, dtype=meta.dtype, device=self.device).set_(self._storage, start, meta.shape, meta.stride)
+
+    def range(self, offset_bytes: int, size_bytes: int) -> torch.Tensor:
+        """The bytes of a range. To be made while held."""
+        return torch.empty(0, dtype=torch.uint8, device=self.device).set_(
+            self._storage, offset_bytes, (size_bytes,), (1,)
+        )
+
+    def _reserve(self, size_bytes: int) -> None:
+        if self._storage.nbytes() >= size_bytes:
+            return
+        # Nothing in it is needed, so nothing is copied.
+        self._storage.resize_(0)
+        try:
+            self._storage.resize_(size_bytes)
+        except RuntimeError as error:
+            raise ExecutionError(
+                f"there is no memory for a pool of {size_bytes:,} bytes on {self.device}; nothing has been changed: {error}",
+                code="out_of_memory",
+            ) from error
+
+    def _follow_stream(self) -> None:
+        """What an earlier step enqueued on another stream comes before what this one does to the same memory."""
+        if self.device.type != "cuda":
+            return
+        stream = torch.cuda.current_stream(self.device)
+        if self._stream is not None and self._stream != stream:
+            stream.wait_stream(self._stream)
+        self._stream = stream
