@@ -90,7 +90,11 @@ class Placement:
 
 
 def placement(target: Any, device: str) -> Placement:
-    """The way that the running PyTorch offers and that tests cleared; ``land`` where there is none."""
+    """The way that the running PyTorch offers and that tests cleared; ``land`` where there is none.
+
+    What was tested with another PyTorch, or on the CPU where a device has no tests of its own, is taken as a proposal: see
+    `is_proven`. Memory is then given to pointwise results alone, whose kernels read an element before they write it.
+    """
     if not isinstance(target, OpOverload):
         return Placement("land", reason="it computes no tensor")
     return _placement(target, device)
@@ -101,12 +105,14 @@ def _placement(target: OpOverload, device: str) -> Placement:
     found = candidate(target, device)
     if found.way == "land":
         return found
-    entry = _table().get(device, {}).get("kernels", {}).get(target.name())
+    entry = _tested(device)["kernels"].get(target.name())
     if entry is None or entry["kernel"] != found.name:
         return Placement("land", reason="not tested")
     if not entry["cleared"]:
         return Placement("land", reason=f"refused by tests: {next(iter(entry['refused'].values()))}")
     cleared, in_place = _by_dtypes(entry["cleared"]), _by_dtypes(entry["in_place"])
+    if device not in _table() and torch.Tag.pointwise not in target.tags:
+        in_place = {}
     pairs = {dtypes: frozenset((argument, result) for argument, result in found) for dtypes, found in in_place.items()}
     return replace(
         found,
@@ -120,8 +126,17 @@ def _by_dtypes(joined: dict[str, list[Any]]) -> dict[str, list[Any]]:
 
 
 def is_proven(device: str) -> bool:
-    """Whether the table was established with the PyTorch that is running."""
-    return bool(_table().get(device, {}).get("torch") == torch.__version__.partition("+")[0])
+    """Whether the table was established with the PyTorch that is running and on this device.
+
+    If not, whoever uses a placement has to compare its results with the ordinary call's.
+    """
+    return device in _table() and bool(_table()[device]["torch"] == torch.__version__.partition("+")[0])
+
+
+def _tested(device: str) -> dict[str, Any]:
+    """What is known of a device's kernels, or of the CPU's."""
+    known: dict[str, Any] = _table().get(device) or _table().get("cpu") or {"kernels": {}}
+    return known
 
 
 @functools.cache
