@@ -31,6 +31,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from roam import zoo
+from roam.kernels.fused import CROSS_ENTROPY_BACKWARD
 from roam.kernels.table import TABLE, Placement, candidate, dtypes_of, layouts_of, named, placement
 from roam.kernels.trial import Ordinary, Unusable, copied, in_place_pairs, try_in_place, try_placed
 from roam.runtime.measure import measure_peak
@@ -363,6 +364,23 @@ def run_sample(op: Any, sample: Any, backward: bool) -> None:
         sys.stderr.write(f"{op.name}: {str(error).splitlines()[:1]}\n")
 
 
+def run_fused(dtypes: Iterable[torch.dtype], device: str) -> None:
+    """Call the operators that stand for several of PyTorch's."""
+    for dtype, rows, classes, weighted, reduction in itertools.product(
+        dtypes, (1, 7, 300), (5, 1003), (False, True), (0, 1, 2)
+    ):
+        torch.manual_seed(rows + classes)
+        if not dtype.is_floating_point:
+            continue
+        weight = torch.rand(classes, device=device).to(dtype) if weighted else None
+        output = torch.randn(rows, classes, device=device).log_softmax(1).to(dtype)
+        target = torch.randint(classes, (rows,), device=device)
+        target[rows // 2] = -100
+        _, total = torch.ops.aten.nll_loss_forward(output, target, weight, reduction, -100)
+        grad = torch.randn((rows,) if reduction == 0 else (), device=device).to(dtype)
+        CROSS_ENTROPY_BACKWARD(grad, output, target, weight, reduction, -100, total)
+
+
 def establish(arguments: argparse.Namespace) -> Trials:
     """Harvest and try everything that is asked for."""
     trials = Trials(arguments.device)
@@ -374,6 +392,8 @@ def establish(arguments: argparse.Namespace) -> Trials:
         step = zoo.build(name, batch=2, seq=seq, device=arguments.device)
         with harvest:
             step.train_step(step.model, step.optimizer, *step.batch)
+    with harvest:
+        run_fused(arguments.dtypes, arguments.device)
     names = None
     for op, sample, backward in operator_samples(arguments.ops, arguments.dtypes, arguments.device, arguments.samples):
         if op.name != names:
@@ -395,6 +415,7 @@ def main() -> int:
     parser.add_argument("--samples", type=int, default=6, help="samples of an operator and dtype (default %(default)s)")
     parser.add_argument("--calls", type=int, default=5, help="calls of an overload and dtypes (default %(default)s)")
     parser.add_argument("--dtypes", nargs="*", type=lambda name: getattr(torch, name), default=DTYPES)
+    parser.add_argument("--merge", action="store_true", help="only add overloads that the file does not know")
     parser.add_argument("--dry", action="store_true", help="write to the screen instead of the file")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -409,6 +430,10 @@ def main() -> int:
         json.dump(table, sys.stdout, indent=1)
         return 0
     known = json.loads(TABLE.read_text()) if TABLE.exists() else {}
+    if arguments.merge:
+        if known[arguments.device]["torch"] != table["torch"]:
+            raise SystemExit("the table was established with another PyTorch")
+        table["kernels"] = dict(sorted({**table["kernels"], **known[arguments.device]["kernels"]}.items()))
     TABLE.write_text(text({**known, arguments.device: table}))
     sys.stdout.write(summary(arguments.device) + "\n")
     return 0

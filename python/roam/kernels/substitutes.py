@@ -47,71 +47,74 @@ def _copy(out: Tensor, value: Tensor) -> None:
         out.copy_(value)
 
 
-def _equal(name: str, *overloads: str, unless: str = "") -> Callable[[Callable[..., None]], Callable[..., None]]:
+def equal(name: str, *overloads: str, unless: str = "") -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Enters a kernel that stands for overloads, of the namespace ``aten`` unless they name theirs."""
+
     def enter(kernel: Callable[..., None]) -> Callable[..., None]:
-        EQUAL.update((f"aten::{overload}", Equal(kernel, name, unless)) for overload in overloads)
+        full = (overload if "::" in overload else f"aten::{overload}" for overload in overloads)
+        EQUAL.update((overload, Equal(kernel, name, unless)) for overload in full)
         return kernel
 
     return enter
 
 
-@_equal("nothing", *(name.removeprefix("aten::") for name in UNINITIALIZED))
+@equal("nothing", *(name.removeprefix("aten::") for name in UNINITIALIZED))
 def _leave(outs: Outs, *args: Any, **kwargs: Any) -> None:
     pass
 
 
-@_equal("copy_", "clone", "_to_copy", "lift_fresh_copy")
+@equal("copy_", "clone", "_to_copy", "lift_fresh_copy")
 def _copied(outs: Outs, self: Tensor, **kwargs: Any) -> None:
     _copy(outs[0], self)
 
 
-@_equal("fill_", "full", "full_like", "fill.Scalar")
+@equal("fill_", "full", "full_like", "fill.Scalar")
 def _full(outs: Outs, like: Any, fill_value: Any, **kwargs: Any) -> None:
     outs[0].fill_(fill_value)
 
 
-@_equal("fill_", "new_full")
+@equal("fill_", "new_full")
 def _new_full(outs: Outs, self: Tensor, size: Any, fill_value: Any, **kwargs: Any) -> None:
     outs[0].fill_(fill_value)
 
 
-@_equal("fill_", "scalar_tensor")
+@equal("fill_", "scalar_tensor")
 def _scalar_tensor(outs: Outs, value: Any, **kwargs: Any) -> None:
     outs[0].fill_(value)
 
 
-@_equal("fill_", "ones", "ones_like", "new_ones")
+@equal("fill_", "ones", "ones_like", "new_ones")
 def _ones(outs: Outs, *args: Any, **kwargs: Any) -> None:
     outs[0].fill_(1)
 
 
-@_equal("zero_", "zeros", "zeros_like", "new_zeros")
+@equal("zero_", "zeros", "zeros_like", "new_zeros")
 def _zeros(outs: Outs, *args: Any, **kwargs: Any) -> None:
     outs[0].zero_()
 
 
-@_equal("aten::clamp_min.out", "relu")
+@equal("aten::clamp_min.out", "relu")
 def _relu(outs: Outs, self: Tensor) -> None:
     aten.clamp_min.out(self, 0, out=outs[0])
 
 
-@_equal("aten::index_select.out", "embedding")
+@equal("aten::index_select.out", "embedding")
 def _embedding(outs: Outs, weight: Tensor, indices: Tensor, *args: Any, **kwargs: Any) -> None:
     aten.index_select.out(weight, 0, indices.reshape(-1), out=outs[0].view(-1, weight.shape[1]))
 
 
-@_equal("aten::sum.IntList_out", "sum")
+@equal("aten::sum.IntList_out", "sum")
 def _sum(outs: Outs, self: Tensor, *, dtype: torch.dtype | None = None) -> None:
     aten.sum.IntList_out(self, None, False, dtype=dtype, out=outs[0])
 
 
-@_equal("aten::_softmax.out", "_safe_softmax", unless="dtype")
+@equal("aten::_softmax.out", "_safe_softmax", unless="dtype")
 def _safe_softmax(outs: Outs, self: Tensor, dim: int, dtype: None = None) -> None:
     masked_rows = (self == float("-inf")).all(dim, keepdim=True)
     aten._softmax.out(self, dim, False, out=outs[0]).masked_fill_(masked_rows, 0)
 
 
-@_equal("zero_, aten::index_add_", "embedding_dense_backward", unless="scale_grad_by_freq")
+@equal("zero_, aten::index_add_", "embedding_dense_backward", unless="scale_grad_by_freq")
 def _embedding_dense_backward(
     outs: Outs, grad_output: Tensor, indices: Tensor, num_weights: int, padding_idx: int, scale_grad_by_freq: bool
 ) -> None:
@@ -121,7 +124,7 @@ def _embedding_dense_backward(
         grad[padding_idx].zero_()
 
 
-@_equal("bernoulli_, aten::mul.out", "native_dropout")
+@equal("bernoulli_, aten::mul.out", "native_dropout")
 def _native_dropout(outs: Outs, input: Tensor, p: float, train: bool | None) -> None:
     result, mask = outs
     if input.numel() == 0:
@@ -135,40 +138,40 @@ def _native_dropout(outs: Outs, input: Tensor, p: float, train: bool | None) -> 
     result.mul_(0.0 if p == 1 else 1 / (1 - p))
 
 
-@_equal("aten::mul.out", "native_dropout_backward")
+@equal("aten::mul.out", "native_dropout_backward")
 def _native_dropout_backward(outs: Outs, grad_output: Tensor, mask: Tensor, scale: float) -> None:
     aten.mul.out(grad_output, mask, out=outs[0]).mul_(scale)
 
 
-@_equal("zero_, copy_", "slice_backward")
+@equal("zero_, copy_", "slice_backward")
 def _slice_backward(
     outs: Outs, grad_output: Tensor, input_sizes: Any, dim: int, start: int, end: int, step: int
 ) -> None:
     aten.slice.Tensor(outs[0].zero_(), dim, start, end, step).copy_(grad_output)
 
 
-@_equal("zero_, copy_", "select_backward")
+@equal("zero_, copy_", "select_backward")
 def _select_backward(outs: Outs, grad_output: Tensor, input_sizes: Any, dim: int, index: int) -> None:
     outs[0].zero_().select(dim, index).copy_(grad_output)
 
 
-@_equal("copy_", "slice_scatter")
+@equal("copy_", "slice_scatter")
 def _slice_scatter(outs: Outs, self: Tensor, src: Tensor, *where: Any, **kwargs: Any) -> None:
     _copy(outs[0], self)
     aten.slice.Tensor(outs[0], *where, **kwargs).copy_(src)
 
 
-@_equal("copy_", "select_scatter")
+@equal("copy_", "select_scatter")
 def _select_scatter(outs: Outs, self: Tensor, src: Tensor, dim: int, index: int) -> None:
     _copy(outs[0], self)
     outs[0].select(dim, index).copy_(src)
 
 
-@_equal("uniform_", "rand_like")
+@equal("uniform_", "rand_like")
 def _rand_like(outs: Outs, self: Tensor, **kwargs: Any) -> None:
     outs[0].uniform_()
 
 
-@_equal("normal_", "randn_like")
+@equal("normal_", "randn_like")
 def _randn_like(outs: Outs, self: Tensor, **kwargs: Any) -> None:
     outs[0].normal_()

@@ -6,14 +6,18 @@ Everything is decided by planned totals: persistent tensors, the pool, what live
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
+
+import torch
 
 import roam
 from roam._core import Graph, Plan
 from roam.capture.lower import lower
 from roam.capture.step import Variant
-from roam.kernels.calls import landable_calls
+from roam.kernels.calls import Placed, landable_calls, placed_calls
+from roam.kernels.fused import fused
+from roam.program import Program
 
 WORTH = 0.02
 """What the pool may cost, as a share of the total: it has no fragmentation, and its addresses and size are known before."""
@@ -27,18 +31,24 @@ class Choice:
     """How a step runs.
 
     Attributes:
+        program: the step, with pairs of calls as one where that takes less memory.
+        placed: per call of it, how its kernel can write where a plan wants.
         graph: the step, with the residencies that this way of running gives its tensors.
         plan: a plan of `graph`, verified.
         uses_pool: whether the plan's offsets count; if not, tensors come from the ordinary allocator and only order and reuse
             count.
         total_bytes: the most memory that the step takes by plan.
+        eager_bytes: the most memory that the step takes as eager PyTorch orders it.
         totals: what each way that was tried comes to, in bytes; the first is the ordinary allocator's.
     """
 
+    program: Program
+    placed: list[Placed | None]
     graph: Graph
     plan: Plan
     uses_pool: bool
     total_bytes: int
+    eager_bytes: int
     totals: tuple[tuple[str, int], ...]
 
 
@@ -51,30 +61,32 @@ def choose(variant: Variant, *, pool: bool | None, time_limit_s: float | None) -
         time_limit_s: limit for all planning together, in seconds. The first plan is always made.
     """
     deadline = None if time_limit_s is None else time.monotonic() + time_limit_s
-    plan = _planned(variant.graph, deadline, exact="auto")
+    program = fused(variant.program, variant.device)
+    placed, graph = variant.placed, variant.graph
+    if program is not variant.program:
+        placed = placed_calls(program, variant.device)
+        graph = lower(program, placed, name=graph.name, device=variant.device.type)
+    plan = _planned(graph, deadline, exact="auto")
     # Without a pool nothing has to lie side by side: the peak is all that counts.
     total = plan.persistent_bytes + plan.peak_bytes
-    choices = [Choice(variant.graph, plan, False, total, ())]
+    eager_bytes = plan.persistent_bytes + roam.baseline(variant.graph, reuse=False).peak_bytes
+    ordinary = Choice(program, placed, graph, plan, False, total, eager_bytes, ())
     names = ["allocator"]
-    if pool is not False:
-        for name, landing in _landings(variant):
-            least = min((choice.total_bytes for choice in choices[1:]), default=None)
-            is_late = deadline is not None and time.monotonic() > deadline and (least is not None or pool is None)
-            if is_late or (least is not None and least <= total * (1 + _NEAR)):
-                break
-            graph = lower(
-                variant.program, variant.placed, name=variant.graph.name, device=variant.device.type, landing=landing
-            )
-            plan = _planned(graph, deadline, exact="off")
-            names.append(name)
-            choices.append(Choice(graph, plan, True, plan.total_bytes, ()))
-    totals = tuple((name, choice.total_bytes) for name, choice in zip(names, choices, strict=True))
-    ordinary, *pooled = choices
+    pooled: list[Choice] = []
+    for name, landing in _landings(ordinary, variant.device) if pool is not False else ():
+        least = min((choice.total_bytes for choice in pooled), default=None)
+        is_late = deadline is not None and time.monotonic() > deadline and (pooled or pool is None)
+        if is_late or (least is not None and least <= total * (1 + _NEAR)):
+            break
+        graph = lower(program, placed, name=graph.name, device=variant.device.type, landing=landing)
+        plan = _planned(graph, deadline, exact="off")
+        names.append(name)
+        pooled.append(Choice(program, placed, graph, plan, True, plan.total_bytes, eager_bytes, ()))
     best = min(pooled, key=lambda choice: choice.total_bytes, default=ordinary)
-    most = min(ordinary.total_bytes * (1 + WORTH), plan.persistent_bytes + ordinary.plan.program_order_peak_bytes)
-    if pool is None and best.total_bytes > most:
+    if pool is None and best.total_bytes > min(total * (1 + WORTH), eager_bytes):
         best = ordinary
-    return Choice(best.graph, best.plan, best.uses_pool, best.total_bytes, totals)
+    totals = zip(names, [choice.total_bytes for choice in (ordinary, *pooled)], strict=True)
+    return replace(best, totals=tuple(totals))
 
 
 def _planned(graph: Graph, deadline: float | None, *, exact: Literal["auto", "off"]) -> Plan:
@@ -84,9 +96,9 @@ def _planned(graph: Graph, deadline: float | None, *, exact: Literal["auto", "of
     return plan
 
 
-def _landings(variant: Variant) -> list[tuple[str, frozenset[int]]]:
+def _landings(choice: Choice, device: torch.device) -> list[tuple[str, frozenset[int]]]:
     """Which calls' results may be copied into the pool: none, all, or those that are small, so that the copy needs little."""
-    sizes = landable_calls(variant.program, variant.placed, variant.device)
+    sizes = landable_calls(choice.program, choice.placed, device)
     steps = sorted(set(sizes.values()))
     chosen = [steps[(len(steps) - 1) * part // (_MOST_LANDINGS - 1)] for part in range(_MOST_LANDINGS)] if steps else []
     landings = [("pool", frozenset[int]())]

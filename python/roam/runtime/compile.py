@@ -209,20 +209,20 @@ class Runner:
 
     def __init__(self, variant: Variant, options: _Options) -> None:
         self.name = variant.graph.name
-        program = self._program = variant.program
         choice = self.choice = choose(variant, pool=options.pool, time_limit_s=options.time_limit_s)
+        program = self._program = choice.program
         self.plan = choice.plan
         logger.info(
             "%s: %.1f MiB planned in the step %s, %.1f MiB in program order, %.1f MiB at least, beside %.1f MiB that persist",
             self.name, (choice.total_bytes - self.plan.persistent_bytes) / 2**20,
             "with a pool" if choice.uses_pool else "without a pool", *(value / 2**20 for value in (
-                self.plan.program_order_peak_bytes, self.plan.lower_bound_bytes, self.plan.persistent_bytes,
+                choice.eager_bytes - self.plan.persistent_bytes, self.plan.lower_bound_bytes, self.plan.persistent_bytes,
             )),
         )  # fmt: skip
         self._pool = Pool.of(variant.device) if choice.uses_pool else None
         self._executor = Executor(
             program,
-            variant.placed,
+            choice.placed,
             self.plan,
             pool=self._pool,
             poison=options.poison,
