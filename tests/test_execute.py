@@ -7,6 +7,7 @@ import importlib
 from typing import Any
 
 import pytest
+import torch
 
 import roam
 from roam.kernels.calls import Placed
@@ -74,3 +75,24 @@ def test_right_kernels_are_all_kept_where_there_is_no_proof(pool: bool, monkeypa
     runners = [runner for captured in steps[0]._captures for runner in captured.runners]
     assert not any(runner._executor._refused for runner in runners)
     assert any("write" in {runner._executor._way(index) for index in runner._executor.order} for runner in runners)
+
+
+def test_the_gradient_of_the_loss_is_made_in_the_memory_of_the_log_probabilities() -> None:
+    """The pair of calls, and the tensor between them, are gone; what is reported as eager's is not."""
+    training = TRAININGS["gpt2"]()
+    batch = training.batch(torch.Generator().manual_seed(0))
+    step = roam.compile(training.step)
+    plan = step.plan(*training.objects, *batch)
+    (captured,) = step._captures
+    choice = captured.runners[0].choice
+    names = [operator.name for operator in choice.graph.operators]
+    assert "roam.nll_loss_log_softmax_backward.default" in names
+    assert "aten.nll_loss_backward.default" not in names
+    assert (
+        choice.eager_bytes == plan.persistent_bytes + roam.baseline(captured.step.first.graph, reuse=False).peak_bytes
+    )
+    assert choice.total_bytes < choice.eager_bytes
+    (index,) = [operator.id for operator in choice.graph.operators if "nll_loss_log_softmax" in operator.name]
+    (output,) = choice.graph.operators[index].creates
+    donors = {old for old, new in plan.reuse if new == output}
+    assert [choice.graph.tensors[old].name.rpartition("_")[0] for old in donors] == ["_log_softmax"]

@@ -42,8 +42,9 @@ def one_thread() -> Iterator[None]:
 
 
 def overload(name: str) -> Any:
-    packet, _, rest = name.removeprefix("aten::").partition(".")
-    return getattr(getattr(aten, packet), rest or "default")
+    namespace, _, full = name.rpartition("::")
+    packet, _, rest = full.partition(".")
+    return getattr(getattr(getattr(torch.ops, namespace or "aten"), packet), rest or "default")
 
 
 def ordinary(target: Any, *args: Any, **kwargs: Any) -> Ordinary:
