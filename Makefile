@@ -12,7 +12,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 export PYO3_PYTHON := $(abspath $(BIN))/python
 
-.PHONY: help install wheel demo test rust-test nightly wheel-test bench lint format ci clean
+.PHONY: help install wheel demo test rust-test nightly wheel-test bench gpu lint format ci clean
 
 help:
 	@echo "make install     the release wheel and everything that tests need, into VENV ($(VENV))"
@@ -23,6 +23,7 @@ help:
 	@echo "make nightly     100 000 random graphs and as many layouts, against brute force and the verifier"
 	@echo "make wheel-test  the wheel in an empty environment, without torch and mip"
 	@echo "make bench       the planner's benchmarks"
+	@echo "make gpu         real training steps on the GPU, next to eager PyTorch and others; without a GPU it says so"
 	@echo "make lint        rustfmt, clippy, ruff, mypy, stubtest"
 	@echo "make format      let rustfmt and ruff rewrite the sources"
 	@echo "make clean       remove what these targets made"
@@ -63,6 +64,11 @@ wheel-test:
 
 bench:
 	cargo bench --locked
+
+# Runs what is installed in VENV: no Rust, no network.
+gpu:
+	mkdir -p target
+	$(BIN)/python benches/training.py --output target/training.json
 
 lint:
 	cargo fmt --all --check
