@@ -333,11 +333,22 @@ def ending(error: Exception, way: str) -> str:
         return f"skipped: {text}"
     if isinstance(error, roam.CaptureError):
         return f"refused: {text}"
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or getattr(error, "code", "") == "out_of_memory":
+    if any(map(is_out_of_memory, (error, error.__cause__))):
         return f"out of memory: {text}"
-    if way == "torch-compile" and package.startswith(("torch._dynamo", "torch._inductor")):
+    cannot = package.startswith(("torch._dynamo", "torch._inductor", "triton")) or "compiler" in text.lower()
+    if way == "torch-compile" and cannot:
         return f"skipped: torch.compile cannot run here: {type(error).__name__}: {text}"
     return f"failed: {type(error).__name__}: {text}"
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether there was not as much memory as something wanted."""
+    # The CPU's allocator has no exception of its own.
+    return (
+        isinstance(error, (torch.OutOfMemoryError, MemoryError))
+        or getattr(error, "code", "") == "out_of_memory"
+        or "can't allocate memory" in str(error)
+    )
 
 
 def main() -> None:
