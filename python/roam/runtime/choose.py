@@ -52,13 +52,14 @@ class Choice:
     totals: tuple[tuple[str, int], ...]
 
 
-def choose(variant: Variant, *, pool: bool | None, time_limit_s: float | None) -> Choice:
+def choose(variant: Variant, *, pool: bool | None, time_limit_s: float | None, streams: int = 1) -> Choice:
     """The way of the least total.
 
     Args:
         variant: a captured step.
         pool: whether to use a pool; None: where that costs next to nothing, see `WORTH`.
         time_limit_s: limit for all planning together, in seconds. The first plan is always made.
+        streams: how many operators may run at once; more than one need a pool, whose layout is safe under every timing.
     """
     deadline = None if time_limit_s is None else time.monotonic() + time_limit_s
     program = fused(variant.program, variant.device)
@@ -76,22 +77,24 @@ def choose(variant: Variant, *, pool: bool | None, time_limit_s: float | None) -
     for name, landing in _landings(ordinary, variant.device) if pool is not False else ():
         least = min((choice.total_bytes for choice in pooled), default=None)
         is_late = deadline is not None and time.monotonic() > deadline and (pooled or pool is None)
-        if is_late or (least is not None and least <= total * (1 + _NEAR)):
+        is_enough = least is not None and (streams > 1 or least <= total * (1 + _NEAR))
+        if is_late or is_enough:
             break
         graph = lower(program, placed, name=graph.name, device=variant.device.type, landing=landing)
-        plan = _planned(graph, deadline, exact="off")
+        plan = _planned(graph, deadline, exact="off", streams=streams)
         names.append(name)
         pooled.append(Choice(program, placed, graph, plan, True, plan.total_bytes, eager_bytes, ()))
     best = min(pooled, key=lambda choice: choice.total_bytes, default=ordinary)
-    if pool is None and best.total_bytes > min(total * (1 + WORTH), eager_bytes):
+    most = min(total * (1 + WORTH), eager_bytes) if streams == 1 else eager_bytes
+    if pool is None and best.total_bytes > most:
         best = ordinary
     totals = zip(names, [choice.total_bytes for choice in (ordinary, *pooled)], strict=True)
     return replace(best, totals=tuple(totals))
 
 
-def _planned(graph: Graph, deadline: float | None, *, exact: Literal["auto", "off"]) -> Plan:
+def _planned(graph: Graph, deadline: float | None, *, exact: Literal["auto", "off"], streams: int = 1) -> Plan:
     left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
-    plan = roam.optimize(graph, exact=exact, time_limit_s=left)
+    plan = roam.optimize(graph, streams, exact=exact, time_limit_s=left)
     roam.verify(graph, plan)
     return plan
 

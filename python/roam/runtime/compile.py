@@ -26,6 +26,7 @@ from roam.kernels.table import is_proven
 from roam.program import TensorMeta
 from roam.runtime.choose import choose
 from roam.runtime.execute import Executor
+from roam.runtime.lanes import CudaLanes
 from roam.runtime.pool import Pool
 
 logger = logging.getLogger("roam")
@@ -43,6 +44,7 @@ def compile(
     time_limit_s: float | None = None,
     pool: bool | None = None,
     poison: bool = False,
+    streams: int = 1,
 ) -> Step:
     """A training step that runs by its plan, with the same signature and, bit for bit, the same results.
 
@@ -60,6 +62,7 @@ def compile(
         pool: whether planned tensors lie in one static pool per device, allocated before step 1 (see `Step.release`), or come
             from PyTorch's allocator, in the plan's order and with its reuse. None: the pool, unless it takes over 2 % more.
         poison: overwrite each range of the pool as soon as its tensor is dead, to find out what reads it later. Slow.
+        streams: on CUDA, how many streams may run operators side by side. More take more memory, but never more than eager.
 
     Raises:
         CaptureError: at a call, where the step cannot be captured exactly.
@@ -69,7 +72,9 @@ def compile(
     """
     if on_change not in ("replan", "raise", "eager"):
         raise ValueError(f"on_change is 'replan', 'raise' or 'eager', not {on_change!r}")
-    options = _Options(time_limit_s=time_limit_s, pool=pool, poison=poison)
+    if streams > 1 and (pool is False or poison):
+        raise ValueError("a plan for several streams needs the pool, which poison cannot watch")
+    options = _Options(time_limit_s=time_limit_s, pool=pool, poison=poison, streams=streams)
     return Step(train_step, on_change=on_change, keep_grads=keep_grads, options=options)
 
 
@@ -80,6 +85,7 @@ class _Options:
     time_limit_s: float | None
     pool: bool | None
     poison: bool
+    streams: int
 
 
 class Step:
@@ -208,8 +214,12 @@ class Runner:
     """Runs one variant of a captured step by its plan."""
 
     def __init__(self, variant: Variant, options: _Options) -> None:
+        if options.streams > 1 and variant.device.type != "cuda":
+            raise ExecutionError(f"streams are CUDA's, and the step runs on {variant.device.type}", code="streams")
         self.name = variant.graph.name
-        choice = self.choice = choose(variant, pool=options.pool, time_limit_s=options.time_limit_s)
+        choice = self.choice = choose(
+            variant, pool=options.pool, time_limit_s=options.time_limit_s, streams=options.streams
+        )
         program = self._program = choice.program
         self.plan = choice.plan
         logger.info(
@@ -220,11 +230,15 @@ class Runner:
             )),
         )  # fmt: skip
         self._pool = Pool.of(variant.device) if choice.uses_pool else None
+        lanes = None
+        if len(set(self.plan.streams.tolist())) > 1:
+            lanes = CudaLanes(variant.device, options.streams, len(self.plan.syncs))
         self._executor = Executor(
             program,
             choice.placed,
             self.plan,
             pool=self._pool,
+            lanes=lanes,
             poison=options.poison,
             proven=is_proven(variant.device.type),
         )

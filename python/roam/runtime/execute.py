@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal, NoReturn
@@ -22,6 +23,7 @@ from roam.kernels.calls import Placed
 from roam.kernels.substitutes import UNINITIALIZED
 from roam.kernels.trial import differ
 from roam.program import Call, Program, Ref, TensorMeta, substitute
+from roam.runtime.lanes import Lanes
 from roam.runtime.pool import Pool
 
 _FILE = "<roam plan>"
@@ -48,6 +50,8 @@ class Executor:
         program: the program.
         placed: per call, what `placed_calls` says of it.
         plan: a plan of the program's graph.
+        lanes: the device's streams, where the plan is for several. The first run uses one, in launch order, which is one of the
+            timings that the plan allows.
         pool: where the plan's offsets are; None: every tensor comes from the ordinary allocator, and only the plan's order and
             reuse count.
         poison: whether to fill every range of the pool as soon as its tensor dies, so that whoever still reads it is found out.
@@ -62,12 +66,20 @@ class Executor:
         plan: Plan,
         *,
         pool: Pool | None = None,
+        lanes: Lanes | None = None,
         poison: bool = False,
         proven: bool = True,
     ) -> None:
         self.program = program
         self.order = [int(index) for index in plan.order]
         self.pool = pool
+        self.lanes = lanes
+        self._lane = [int(stream) for stream in plan.streams]
+        self._recorded: dict[int, list[int]] = {}
+        self._awaited: dict[int, list[int]] = {}
+        for event, (before, after) in enumerate(plan.syncs):
+            self._recorded.setdefault(before, []).append(event)
+            self._awaited.setdefault(after, []).append(event)
         self._placed = placed
         self._pool_bytes = plan.pool_bytes if pool is not None else 0
         self._offsets = (
@@ -79,6 +91,8 @@ class Executor:
         self._refused: set[int] = set()
         self._dying = _dying(program, self.order)
         self._bound: dict[int, torch.Tensor] = {}
+        self.text = ""
+        """What runs, in Python; there after the first run."""
         self._steps: list[int] = []
         """Per line of the text the step that it belongs to, or -1."""
         self._run: Any = None
@@ -91,7 +105,8 @@ class Executor:
         Args:
             inputs: values of `Program.owned`, then of `Program.constants`, in their order.
         """
-        outgoing: tuple[Any, list[Any], list[Any]] = self._run(inputs)
+        with nullcontext() if self.lanes is None else self.lanes.entered():
+            outgoing: tuple[Any, list[Any], list[Any]] = self._run(inputs)
         return outgoing
 
     def run_checked(self, inputs: list[Any]) -> tuple[Any, list[Any], list[Any]]:
@@ -271,13 +286,21 @@ class Executor:
             lines.append(f"    {names.constant(self._range(None))}.fill_({_POISON})")
             steps.append(-1)
         for step, index in enumerate(self.order):
-            added = [*self._lines(index, names), *self._forget(step, index, names)]
+            added = [*self._before(step, index, names), *self._lines(index, names), *self._after(index, names)]
+            added += self._forget(step, index, names)
             lines += [f"    {line}" for line in added]
             steps += [step] * len(added)
         leaves, rebinds, after = self._outgoing(self._name)
+        for slot in sorted(self.program.outgoing()) if self.lanes is not None else ():
+            storage = self.program.storage_of(slot)
+            creator = self.program.storages[storage].creator if storage >= 0 else -1
+            if creator >= 0 and self._lane[creator] != 0:
+                lines.append(f"    {names.constant(self.lanes)}.keep(v{slot}, 0)")
+                steps.append(-1)
         lines.append(f"    return ({names.show(leaves)}, {names.show(rebinds)}, {names.show(after)})")
         self._steps = [*steps, -1]
-        exec(compile("\n".join(lines), _FILE, "exec"), names.values)
+        self.text = "\n".join(lines)
+        exec(compile(self.text, _FILE, "exec"), names.values)
         return names.values["run"]
 
     def _name(self, ref: Ref) -> Any:
@@ -319,6 +342,28 @@ class Executor:
         assert meta is not None, "a tensor"
         kwargs = {"dtype": meta.dtype, "device": meta.device}
         return f"v{slot} = {_line(torch.empty_strided, (meta.shape, meta.stride), kwargs, names)}"
+
+    def _before(self, step: int, index: int, names: _Names) -> Iterator[str]:
+        """Goes to a call's stream and has it wait for what the plan says."""
+        if self.lanes is None:
+            return
+        if self._lane[index] != (self._lane[self.order[step - 1]] if step else 0):
+            yield f"{names.constant(self.lanes)}.switch({self._lane[index]})"
+        for event in self._awaited.get(index, ()):
+            yield f"{names.constant(self.lanes)}.wait({event})"
+
+    def _after(self, index: int, names: _Names) -> Iterator[str]:
+        """Lets other streams know that a call is done, and the allocator which streams use its memory."""
+        if self.lanes is None:
+            return
+        for event in self._recorded.get(index, ()):
+            yield f"{names.constant(self.lanes)}.record({event})"
+        for slot in dict.fromkeys(self.program.calls[index].refs()):
+            storage = self.program.storage_of(slot)
+            if storage < 0 or storage in self._offsets or self.program.storages[storage].creator < 0:
+                continue
+            if self._lane[self.program.storages[storage].creator] != self._lane[index]:
+                yield f"{names.constant(self.lanes)}.keep(v{slot}, {self._lane[index]})"
 
     def _forget(self, step: int, index: int, names: _Names) -> Iterator[str]:
         """What dies at a step."""

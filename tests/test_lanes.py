@@ -1,0 +1,143 @@
+"""A plan for several streams as it is run: every operator on its stream, behind the events that the plan asks for.
+
+That such a plan is safe under every timing is the verifier's to prove; that the text is the plan is shown here, without a GPU.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch.utils import _pytree as pytree
+
+import roam
+from roam.capture.owners import ArgumentOwner
+from roam.capture.step import capture_step
+from roam.program import Program
+from roam.runtime.choose import choose
+from roam.runtime.execute import Executor
+from roam.runtime.pool import Pool
+from training import TRAININGS, assert_same_bits
+
+STREAMS = 2
+
+
+class Recorded:
+    """Lanes that only keep a record."""
+
+    def __init__(self) -> None:
+        self.log: list[tuple[Any, ...]] = []
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        self.log.append(("enter",))
+        yield
+        self.log.append(("leave",))
+
+    def switch(self, lane: int) -> None:
+        self.log.append(("switch", lane))
+
+    def record(self, event: int) -> None:
+        self.log.append(("record", event))
+
+    def wait(self, event: int) -> None:
+        self.log.append(("wait", event))
+
+    def keep(self, tensor: torch.Tensor, lane: int) -> None:
+        assert isinstance(tensor, torch.Tensor)
+        self.log.append(("keep", lane))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert"])
+def test_the_text_is_the_plan(name: str) -> None:
+    torch.manual_seed(0)
+    training = TRAININGS[name]()
+    batch = training.batch(torch.Generator().manual_seed(0))
+    arguments = (*training.objects, *batch)
+    training.step(*arguments)
+    variant = capture_step(training.step, arguments, {}).steady
+    choice = choose(variant, pool=True, time_limit_s=None, streams=STREAMS)
+    plan, program = choice.plan, choice.program
+    assert len(set(plan.streams.tolist())) == STREAMS
+    assert plan.syncs
+    lanes = Recorded()
+    executor = Executor(program, choice.placed, plan, pool=Pool.of(variant.device), lanes=lanes)
+    with torch.no_grad(), Pool.of(variant.device).held(plan.pool_bytes):
+        executor.run_checked(inputs(program, arguments))
+        assert not lanes.log
+        executor.run(inputs(program, arguments))
+    assert (lanes.log[0], lanes.log[-1]) == (("enter",), ("leave",))
+    assert {entry[1] for entry in lanes.log if entry[0] == "wait"} == set(range(len(plan.syncs)))
+
+    lane, recorded, waited = 0, {}, {}
+    ran_on: dict[int, set[int]] = {}
+    for number, line in enumerate(executor.text.splitlines(), 1):
+        step = executor._steps[number]
+        index = executor.order[step] if step >= 0 else -1
+        told = re.fullmatch(r"    c\d+\.(switch|record|wait|keep)\((?:v\d+, )?(\d+)\)", line)
+        if told is None:
+            if step >= 0 and not line.endswith("None"):
+                ran_on.setdefault(index, set()).add(lane)
+                assert plan.streams[index] == lane
+                # No operator is enqueued before its waits are.
+                assert all(event in waited for event, (_, after) in enumerate(plan.syncs) if after == index)
+                assert not any(event in recorded for event, (before, _) in enumerate(plan.syncs) if before == index)
+        elif told[1] == "switch":
+            lane = int(told[2])
+        elif told[1] == "record":
+            recorded[int(told[2])] = lane, index
+        elif told[1] == "wait":
+            assert int(told[2]) in recorded
+            waited[int(told[2])] = lane, index
+    assert recorded == {event: (plan.streams[before], before) for event, (before, _) in enumerate(plan.syncs)}
+    assert waited == {event: (plan.streams[after], after) for event, (_, after) in enumerate(plan.syncs)}
+    assert any(1 in lanes for lanes in ran_on.values())
+
+
+def test_in_launch_order_the_bits_are_those_of_eager() -> None:
+    torch.manual_seed(0)
+    training, other = TRAININGS["gpt2"](), TRAININGS["gpt2"]()
+    other.model.load_state_dict(training.model.state_dict())
+    batch = training.batch(torch.Generator().manual_seed(0))
+    torch.manual_seed(1)
+    training.step(*training.objects, *batch)
+    torch.manual_seed(1)
+    other.step(*other.objects, *batch)
+    arguments = (*training.objects, *batch)
+    variant = capture_step(training.step, arguments, {}).steady
+    choice = choose(variant, pool=True, time_limit_s=None, streams=STREAMS)
+    executor = Executor(choice.program, choice.placed, choice.plan, pool=Pool.of(variant.device), lanes=Recorded())
+    generator = torch.get_rng_state()
+    for run in (executor.run_checked, executor.run):
+        with torch.no_grad(), Pool.of(variant.device).held(choice.plan.pool_bytes):
+            result, _, after = run(inputs(choice.program, arguments))
+        for host_call, (arguments, keywords) in zip(choice.program.after, after, strict=True):
+            host_call.scheduler.step(*arguments, **keywords)
+        planned = torch.get_rng_state()
+        torch.set_rng_state(generator)
+        eager = other.step(*other.objects, *batch)
+        generator = torch.get_rng_state()
+        assert torch.equal(generator, planned)
+        assert_same_bits([eager.detach()], [next(item for item in result if isinstance(item, torch.Tensor))])
+    assert_same_bits(list(other.model.parameters()), list(training.model.parameters()))
+
+
+def test_streams_are_refused_where_there_are_none() -> None:
+    training = TRAININGS["gpt2"]()
+    batch = training.batch(torch.Generator().manual_seed(0))
+    with pytest.raises(roam.ExecutionError, match="streams are CUDA's") as caught:
+        roam.compile(training.step, streams=2)(*training.objects, *batch)
+    assert caught.value.code == "streams"
+    with pytest.raises(ValueError, match="needs the pool"):
+        roam.compile(training.step, streams=2, pool=False)
+
+
+def inputs(program: Program, arguments: tuple[Any, ...]) -> list[Any]:
+    """What a run takes, from where it is found."""
+    leaves = pytree.tree_leaves((arguments, {}))
+    owned = [leaves[owner.index] if isinstance(owner, ArgumentOwner) else owner.get() for owner, _ in program.owned]
+    return [*owned, *(tensor for tensor, _ in program.constants)]
