@@ -115,8 +115,8 @@ def test_in_launch_order_the_bits_are_those_of_eager() -> None:
     for run in (executor.run_checked, executor.run):
         with torch.no_grad(), Pool.of(variant.device).held(choice.plan.pool_bytes):
             result, _, after = run(inputs(choice.program, arguments))
-        for host_call, (arguments, keywords) in zip(choice.program.after, after, strict=True):
-            host_call.scheduler.step(*arguments, **keywords)
+        for host_call, (positional, keywords) in zip(choice.program.after, after, strict=True):
+            host_call.scheduler.step(*positional, **keywords)
         planned = torch.get_rng_state()
         torch.set_rng_state(generator)
         eager = other.step(*other.objects, *batch)
