@@ -70,22 +70,24 @@ def choose(variant: Variant, *, pool: bool | None, time_limit_s: float | None, s
     plan = _planned(graph, deadline, exact="auto")
     # Without a pool nothing has to lie side by side: the peak is all that counts.
     total = plan.persistent_bytes + plan.peak_bytes
+    leaving_bytes = sum(program.storages[storage].size_bytes for storage in program.leaving())
     eager_bytes = plan.persistent_bytes + roam.baseline(variant.graph, reuse=False).peak_bytes
     ordinary = Choice(program, placed, graph, plan, False, total, eager_bytes, ())
+    most = eager_bytes if streams > 1 else min(total * (1 + WORTH), eager_bytes)
     names = ["allocator"]
     pooled: list[Choice] = []
     for name, landing in _landings(ordinary, variant.device) if pool is not False else ():
-        least = min((choice.total_bytes for choice in pooled), default=None)
-        is_late = deadline is not None and time.monotonic() > deadline and (pooled or pool is None)
-        is_enough = least is not None and (streams > 1 or least <= total * (1 + _NEAR))
-        if is_late or is_enough:
+        if deadline is not None and time.monotonic() > deadline and (pooled or pool is None):
             break
         graph = lower(program, placed, name=graph.name, device=variant.device.type, landing=landing)
         plan = _planned(graph, deadline, exact="off", streams=streams)
         names.append(name)
         pooled.append(Choice(program, placed, graph, plan, True, plan.total_bytes, eager_bytes, ()))
+        # What leaves is outside of every pool at the end, and more copies make no smaller pool.
+        is_hopeless = pool is None and plan.persistent_bytes + pooled[0].plan.pool_bytes + leaving_bytes > most
+        if streams > 1 or is_hopeless or plan.total_bytes <= total * (1 + _NEAR):
+            break
     best = min(pooled, key=lambda choice: choice.total_bytes, default=ordinary)
-    most = min(total * (1 + WORTH), eager_bytes) if streams == 1 else eager_bytes
     if pool is None and best.total_bytes > most:
         best = ordinary
     totals = zip(names, [choice.total_bytes for choice in (ordinary, *pooled)], strict=True)
