@@ -236,7 +236,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         )  # fmt: skip
         lines = [head, *(_line(row, eager, again.get("bits"), len(head)) for row in of_group)]
         parts.append(f"{', '.join(group)}, {sizes}\n\n{columns(lines, right=tuple(range(1, len(head) - 1)))}\n")
-        parts.extend(_shares(row["shares"]) for row in of_group if "shares" in row)
+        parts.extend(_shares(row["shares"], row["uses_pool"]) for row in of_group if "shares" in row)
     return "\n".join(parts)
 
 
@@ -267,14 +267,15 @@ def _line(row: dict[str, Any], eager: dict[str, Any], again: str | None, cells: 
     )
 
 
-def _shares(totals: dict[str, int]) -> str:
-    """Where the saving comes from."""
+def _shares(totals: dict[str, int], uses_pool: bool) -> str:
+    """Where the saving comes from; in all of them a gradient dies when its update is done, in eager PyTorch at the next step."""
     program = totals["program_order"]
     names = {
         "program_order": "program order",
         "planned_order": "planned order",
         "planned_order_and_reuse": "planned order with reuse",
-        "what_runs": "what runs",
+        "joined_calls": "the same with pairs of calls as one",
+        "what_runs": "what runs, with its pool" if uses_pool else "what runs, without a pool",
     }
     rows = [(f"  {said}", _mib(totals[name]), f"{totals[name] / program:.1%}") for name, said in names.items()]
     return columns([("  totals by plan", "MiB", "of program order"), *rows], right=(1, 2)) + "\n"

@@ -278,22 +278,23 @@ def planned(step: Any, measured_bytes: int) -> dict[str, Any]:
         "uses_pool": choice.uses_pool,
         "pool_bytes": choice.plan.pool_bytes if choice.uses_pool else 0,
         "persistent_bytes": choice.plan.persistent_bytes,
-        "program_order_bytes": choice.plan.persistent_bytes + choice.plan.program_order_peak_bytes,
+        "program_order_bytes": choice.eager_bytes,
         "totals": [list(total) for total in choice.totals],
     }
 
 
 def shares(step: Any) -> dict[str, int]:
-    """Totals by plan: as eager orders the step, with our order, with reuse too, and as the step runs."""
+    """Totals by plan: as eager orders the step, then with one thing more at a time, and as the step runs."""
     captured = step._captures[0]
-    graph = captured.step.steady.graph
+    graph, choice = captured.step.steady.graph, captured.runners[-1].choice
     ordered, reused = roam.optimize(graph, reuse=False), roam.optimize(graph)
-    persistent = ordered.persistent_bytes
     return {
-        "program_order": persistent + ordered.program_order_peak_bytes,
-        "planned_order": persistent + ordered.peak_bytes,
-        "planned_order_and_reuse": persistent + reused.peak_bytes,
-        "what_runs": captured.runners[-1].choice.total_bytes,
+        "program_order": choice.eager_bytes,
+        "planned_order": ordered.persistent_bytes + ordered.peak_bytes,
+        "planned_order_and_reuse": reused.persistent_bytes + reused.peak_bytes,
+        # The first way that is tried: no pool, and pairs of calls as one.
+        "joined_calls": dict(choice.totals)["allocator"],
+        "what_runs": choice.total_bytes,
     }
 
 
