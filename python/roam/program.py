@@ -147,6 +147,8 @@ class Program:
     """(owner, slot): values that are looked up from their owners at every call."""
     constants: list[tuple[torch.Tensor, int]] = field(default_factory=list)
     """(real tensor, slot): literal tensors of the user's code."""
+    entering: set[int] = field(default_factory=set)
+    """Storages from before the step that nobody else holds: they die at their last use."""
     result: Any = None
     """The step's result: (leaves, pytree spec), each leaf a Ref or a plain constant."""
     rebinds: list[tuple[Any, int]] = field(default_factory=list)
@@ -167,6 +169,10 @@ class Program:
     """Optimizers whose `step` the user's step calls."""
     after: list[HostCall] = field(default_factory=list)
     """Schedulers to step after the run, in this order."""
+
+    def persists(self, storage: int) -> bool:
+        """Whether a storage exists before the step and after it."""
+        return self.storages[storage].creator < 0 and storage not in self.entering
 
     def storage_of(self, slot: int) -> int:
         """Number of the storage that a slot's tensor is in; -1 for a live number."""

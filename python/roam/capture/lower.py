@@ -12,6 +12,8 @@ from roam._core import Graph, GraphBuilder
 from roam.kernels.calls import Placed
 from roam.program import Call, Program, Ref, substitute
 
+_Residency = Literal["persistent", "enters", "leaves", "unpooled", "step_local"]
+
 
 def lower(
     program: Program,
@@ -113,14 +115,12 @@ def _updates_wait(program: Program, builder: GraphBuilder) -> None:
             builder.control(begins, index)
 
 
-def _residencies(
-    program: Program, placed: Sequence[Placed | None], landing: Container[int] | None
-) -> list[Literal["persistent", "leaves", "unpooled", "step_local"]]:
+def _residencies(program: Program, placed: Sequence[Placed | None], landing: Container[int] | None) -> list[_Residency]:
     leaving = program.leaving()
-    residencies: list[Literal["persistent", "leaves", "unpooled", "step_local"]] = []
+    residencies: list[_Residency] = []
     for number, storage in enumerate(program.storages):
         if storage.creator < 0:
-            residencies.append("persistent")
+            residencies.append("persistent" if program.persists(number) else "enters")
         elif number in leaving:
             residencies.append("leaves")
         elif landing is None or placed[storage.creator] is not None or storage.creator in landing:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch._subclasses.fake_tensor import (
@@ -16,7 +16,6 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from roam.capture.frames import Frames
 from roam.capture.live import LiveFloat, LiveInt, LiveNode
 from roam.capture.owners import ArgumentOwner
 from roam.errors import CaptureError
@@ -67,10 +66,17 @@ _LIVE_STAND_IN = 0.5
 """Kernels on fake tensors see this in place of a live number; neither shapes nor dtypes depend on it."""
 
 
+class Places(Protocol):
+    """Knows where the operator that is being dispatched now comes from."""
+
+    def here(self) -> tuple[str, Source]:
+        """Its phase and source."""
+
+
 class Recorder(TorchDispatchMode):
     """Records one run of a step into `program`. Use as a context manager inside the fake mode."""
 
-    def __init__(self, frames: Frames, real_arguments: list[Any]) -> None:
+    def __init__(self, frames: Places, real_arguments: list[Any]) -> None:
         """`real_arguments`: the call's flattened arguments as the user gave them."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.program = Program()
@@ -90,6 +96,12 @@ class Recorder(TorchDispatchMode):
         # Only these are kept: a reference to any other would change how autograd accumulates gradients.
         self._tagged.append(tensor)
         self.program.owned.append((owner, slot))
+        return slot
+
+    def add_constant(self, tensor: FakeTensor, real: torch.Tensor) -> int:
+        """Registers a tensor that the program itself holds; the slot it gets."""
+        slot = self._add_tensor(tensor, creator=-1, name=f"constant_{len(self.program.constants)}")
+        self.program.constants.append((real, slot))
         return slot
 
     def add_live(self, owner: Any, origin: str, *, value: float | None = None) -> Any:

@@ -115,6 +115,7 @@ def _renumber(
 
     result.owned = [(owner, slot_of(slot)) for owner, slot in owned]
     result.constants = [(tensor, slot_of(slot)) for tensor, slot in constants]
+    result.entering = {storages[number] for number in program.entering if number in storages}
     for call in calls:
         args, kwargs = renamed(call.args), renamed(call.kwargs)
         result.calls.append(

@@ -41,6 +41,13 @@ class Variant:
     graph: Graph
     """As it runs without a pool."""
 
+    @classmethod
+    def of(cls, program: Program, name: str) -> Variant:
+        """What can be planned of a program."""
+        device = device_of(program)
+        placed = placed_calls(program, device)
+        return cls(program, placed, device, lower(program, placed, name=name, device=device.type))
+
 
 @dataclass(frozen=True, slots=True)
 class CapturedStep:
@@ -128,8 +135,8 @@ def capture_step(
         is_steady = difference(first, programs[-1]) is None and _absent(first) == _absent(steady)
         name = getattr(train_step, "__name__", type(train_step).__name__)
         return CapturedStep(
-            None if is_steady else _variant(prune(first), f"{name} (first step)"),
-            _variant(steady, name),
+            None if is_steady else Variant.of(prune(first), f"{name} (first step)"),
+            Variant.of(steady, name),
             guards,
             ArgGuard(args, kwargs, guards, live=floats),
         )
@@ -137,12 +144,6 @@ def capture_step(
 
 def _absent(program: Program) -> set[str]:
     return {owner.path for owner in program.absent}
-
-
-def _variant(program: Program, name: str) -> Variant:
-    device = device_of(program)
-    placed = placed_calls(program, device)
-    return Variant(program, placed, device, lower(program, placed, name=name, device=device.type))
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ Everything is decided by planned totals: persistent tensors, the pool, what live
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -24,6 +25,16 @@ WORTH = 0.02
 _NEAR = 0.001
 """A pool that costs no more than this share of the total is not tried to be bettered."""
 _MOST_LANDINGS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How plans are made and run; see `roam.compile`."""
+
+    time_limit_s: float | None = None
+    pool: bool | None = None
+    poison: bool = False
+    streams: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +61,26 @@ class Choice:
     total_bytes: int
     eager_bytes: int
     totals: tuple[tuple[str, int], ...]
+
+    def __str__(self) -> str:
+        """One honest line: planned, program order, lower bound."""
+        persistent_bytes = self.plan.persistent_bytes
+        planned, program_order, least, beside = (
+            size_bytes / 2**20
+            for size_bytes in (
+                self.total_bytes - persistent_bytes, self.eager_bytes - persistent_bytes,
+                self.plan.lower_bound_bytes, persistent_bytes,
+            )
+        )  # fmt: skip
+        return (
+            f"{planned:.1f} MiB planned in the step {'with' if self.uses_pool else 'without'} a pool, {program_order:.1f} MiB in "
+            f"program order, {least:.1f} MiB at least, beside {beside:.1f} MiB that persist"
+        )
+
+
+def is_disabled() -> bool:
+    """Whether the environment says ``ROAM_DISABLE=1``: nothing is planned then."""
+    return os.environ.get("ROAM_DISABLE", "0") not in ("", "0")
 
 
 def choose(variant: Variant, *, pool: bool | None, time_limit_s: float | None, streams: int = 1) -> Choice:

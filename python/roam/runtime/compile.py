@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -24,7 +23,7 @@ from roam.capture.values import MISSING, same, show
 from roam.errors import ExecutionError
 from roam.kernels.table import is_proven
 from roam.program import TensorMeta
-from roam.runtime.choose import choose
+from roam.runtime.choose import Options, choose, is_disabled
 from roam.runtime.execute import Executor
 from roam.runtime.lanes import CudaLanes
 from roam.runtime.pool import Pool
@@ -74,25 +73,15 @@ def compile(
         raise ValueError(f"on_change is 'replan', 'raise' or 'eager', not {on_change!r}")
     if streams > 1 and (pool is False or poison):
         raise ValueError("a plan for several streams needs the pool, which poison cannot watch")
-    options = _Options(time_limit_s=time_limit_s, pool=pool, poison=poison, streams=streams)
+    options = Options(time_limit_s=time_limit_s, pool=pool, poison=poison, streams=streams)
     return Step(train_step, on_change=on_change, keep_grads=keep_grads, options=options)
-
-
-@dataclass(frozen=True, slots=True)
-class _Options:
-    """How each plan is made and run; see `compile`."""
-
-    time_limit_s: float | None
-    pool: bool | None
-    poison: bool
-    streams: int
 
 
 class Step:
     """What `compile` returns. Call it like the user's function."""
 
     def __init__(
-        self, train_step: Callable[..., Any], *, on_change: OnChange, keep_grads: bool, options: _Options
+        self, train_step: Callable[..., Any], *, on_change: OnChange, keep_grads: bool, options: Options
     ) -> None:
         functools.update_wrapper(self, train_step)
         self._train_step = train_step
@@ -104,7 +93,7 @@ class Step:
         self._torn_reason = ""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if os.environ.get("ROAM_DISABLE", "0") not in ("", "0") or is_tracing():
+        if is_disabled() or is_tracing():
             return self._train_step(*args, **kwargs)
         self._refuse_torn()
         runner, reason = self._find(args, kwargs)
@@ -213,7 +202,7 @@ class Torn(Exception):
 class Runner:
     """Runs one variant of a captured step by its plan."""
 
-    def __init__(self, variant: Variant, options: _Options) -> None:
+    def __init__(self, variant: Variant, options: Options) -> None:
         if options.streams > 1 and variant.device.type != "cuda":
             raise ExecutionError(f"streams are CUDA's, and the step runs on {variant.device.type}", code="streams")
         self.name = variant.graph.name
@@ -222,13 +211,7 @@ class Runner:
         )
         program = self._program = choice.program
         self.plan = choice.plan
-        logger.info(
-            "%s: %.1f MiB planned in the step %s, %.1f MiB in program order, %.1f MiB at least, beside %.1f MiB that persist",
-            self.name, (choice.total_bytes - self.plan.persistent_bytes) / 2**20,
-            "with a pool" if choice.uses_pool else "without a pool", *(value / 2**20 for value in (
-                choice.eager_bytes - self.plan.persistent_bytes, self.plan.lower_bound_bytes, self.plan.persistent_bytes,
-            )),
-        )  # fmt: skip
+        logger.info("%s: %s", self.name, choice)
         self._pool = Pool.of(variant.device) if choice.uses_pool else None
         lanes = None
         if len(set(self.plan.streams.tolist())) > 1:

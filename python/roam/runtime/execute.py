@@ -103,7 +103,8 @@ class Executor:
         `run_checked` comes first; where there is a pool, it must be held.
 
         Args:
-            inputs: values of `Program.owned`, then of `Program.constants`, in their order.
+            inputs: values of `Program.owned`, then of `Program.constants`, in their order. The list is emptied, so that what
+                nobody else holds is gone after its last use.
         """
         with nullcontext() if self.lanes is None else self.lanes.entered():
             outgoing: tuple[Any, list[Any], list[Any]] = self._run(inputs)
@@ -119,6 +120,7 @@ class Executor:
         check = _Check(program)
         self._bind()
         values: dict[int, Any] = {**self._bound, **dict(zip(self._input_slots(), inputs, strict=True))}
+        inputs.clear()
         for slot in self._input_slots():
             check.note(slot, values[slot])
         if self._poison:
@@ -262,9 +264,10 @@ class Executor:
         """Makes a view for every tensor in the pool."""
         if self.pool is None or self._bound:
             return
-        for slot, meta in enumerate(self.program.slots):
-            if meta is not None and meta.storage in self._offsets:
-                self._bound[slot] = self.pool.tensor(meta, self._offsets[meta.storage])
+        with torch.inference_mode(False):  # what is made in that mode cannot be written to outside of it
+            for slot, meta in enumerate(self.program.slots):
+                if meta is not None and meta.storage in self._offsets:
+                    self._bound[slot] = self.pool.tensor(meta, self._offsets[meta.storage])
 
     def _range(self, storage: int | None) -> torch.Tensor:
         """The bytes of a tensor in the pool, or of all of the plan's."""
@@ -280,7 +283,7 @@ class Executor:
     def _compile(self) -> Any:
         names = _Names()
         inputs = "".join(f"v{slot}, " for slot in self._input_slots())
-        lines = ["def run(inputs):", f"    ({inputs}) = inputs" if inputs else "    pass"]
+        lines = ["def run(inputs):", f"    ({inputs}) = inputs" if inputs else "    pass", "    inputs.clear()"]
         steps = [-1] * (len(lines) + 1)  # lines are counted from 1
         if self._poison:
             lines.append(f"    {names.constant(self._range(None))}.fill_({_POISON})")
@@ -421,7 +424,7 @@ class _Names:
 def _dying(program: Program, order: list[int]) -> list[dict[int, list[int]]]:
     """Per step, the storages whose last use it is, each with the slots of all its views."""
     kept = program.leaving()
-    kept.update(number for number, storage in enumerate(program.storages) if storage.creator < 0)
+    kept.update(filter(program.persists, range(len(program.storages))))
     last: dict[int, int] = {}
     views: dict[int, dict[int, None]] = {}
     for step, index in enumerate(order):

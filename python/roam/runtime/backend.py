@@ -1,0 +1,231 @@
+"""``torch.compile(model, backend="roam")``: PyTorch's forward and backward graphs, each run by a plan.
+
+Dynamo and AOTAutograd cut a model into graphs of aten calls, forward and backward apart; the optimizer is not among them.
+Each is planned on its own: what is saved for the backward pass leaves the forward graph and is given to the backward graph. So
+there is less to plan than in the whole step that `roam.compile` captures: neither does an update follow its gradient, nor can a
+backward operator write into a saved activation.
+
+A graph is planned at the first call with arguments of their shapes, strides and sharing of memory. A graph that cannot be planned
+exactly runs as it is, and a warning says why.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from functorch.compile import get_aot_graph_name, min_cut_rematerialization_partition
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.backends.debugging import boxed_nop
+from torch.fx import GraphModule
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from roam.capture.aot import record_graph
+from roam.capture.step import Variant
+from roam.errors import CaptureError, ExecutionError
+from roam.kernels.table import is_proven
+from roam.runtime.choose import Options, choose, is_disabled
+from roam.runtime.execute import Executor
+from roam.runtime.pool import Pool
+
+logger = logging.getLogger("roam")
+
+_MOST_PLANS = 8
+"""Plans kept for one graph; more of them means that its shapes change at every call."""
+_PLANNED_DEVICES = ("cpu", "cuda")
+
+Boxed = Callable[[list[Any]], Any]
+"""A graph to call: it empties the list of its arguments, so that they can die during the call."""
+
+
+def backend(
+    module: GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None
+) -> Callable[..., Any]:
+    """The backend ``roam`` of ``torch.compile``.
+
+    Args:
+        module, example_inputs: what Dynamo gives a backend.
+        options: ``torch.compile``'s: `time_limit_s`, `pool` and `poison` as for `roam.compile`. A pool there is only where it is
+            asked for: it would stay allocated while the other graphs and the optimizer run.
+    """
+    unknown = (options or {}).keys() - {"time_limit_s", "pool", "poison"}
+    if unknown:
+        raise ValueError(f"the backend has no option {sorted(unknown)[0]!r}")
+    chosen = Options(**{"pool": False, **(options or {})})
+    return aot_autograd(
+        fw_compiler=partial(_compile_graph, phase="forward", options=chosen),
+        bw_compiler=partial(_compile_graph, phase="backward", options=chosen),
+        # What the backend aot_eager does, whose results these are bit for bit.
+        partition_fn=min_cut_rematerialization_partition,
+        keep_inference_input_mutations=True,
+    )(module, example_inputs)
+
+
+def _compile_graph(module: GraphModule, example_inputs: Sequence[Any], *, phase: str, options: Options) -> Boxed:
+    """A compiler for AOTAutograd."""
+    dying = _saved_alone() if phase == "backward" else ()
+    graph = PlannedGraph(module, get_aot_graph_name(), phase=phase, dying=dying, options=options)
+    # To be marked it has to be a function.
+    run = partial(PlannedGraph.run, graph)
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def _saved_alone() -> Collection[int]:
+    """Places of the backward graph's arguments that nobody but autograd holds: it lets go of them when it calls the graph."""
+    context = torch._guards.TracingContext.try_get()
+    metadata = None if context is None else context.fw_metadata
+    return frozenset(getattr(metadata, "bw_donated_idxs", None) or ())
+
+
+class PlannedGraph:
+    """One graph of AOTAutograd's with its plans, one for each kind of arguments."""
+
+    def __init__(self, module: GraphModule, name: str, *, phase: str, dying: Collection[int], options: Options) -> None:
+        self._module = module
+        self._name = name
+        self._phase = phase
+        self._dying = dying
+        self._options = options
+        self._run_unplanned: Boxed = boxed_nop(module, [])
+        self._plans: dict[object, _Planned | None] = {}
+        """By `_signature`; None where there is no plan."""
+        self._lock = threading.Lock()
+
+    def run(self, args: list[Any]) -> Any:
+        """The graph's results; the list is emptied."""
+        signature = None if is_disabled() or _is_watched() else _signature(args)
+        if signature is None:
+            return self._run_unplanned(args)
+        if signature not in self._plans:
+            with self._lock:
+                if signature not in self._plans and len(self._plans) < _MOST_PLANS:
+                    return self._first_run(signature, args)
+        planned = self._plans.get(signature)
+        if planned is None:
+            return self._run_unplanned(args)
+        try:
+            return planned.run(args)
+        except ExecutionError as error:  # there is no memory for the pool, and nothing has been changed
+            logger.warning("%s runs unplanned this time: %s", self._name, error)
+            return self._run_unplanned(args)
+
+    def _first_run(self, signature: object, args: list[Any]) -> Any:
+        """Plans, and runs with every result checked. If anything goes wrong it is undone, and the graph runs as it is."""
+        try:
+            planned = self._plan(args)
+            results = planned.run_checked(args)
+        except Exception as error:  # noqa: BLE001 - the graph's own errors are raised again here
+            results, planned = self._run_unplanned(args), None
+            logger.warning("%s runs unplanned: %s", self._name, error)
+        self._plans[signature] = planned
+        if len(self._plans) == _MOST_PLANS:
+            logger.warning(
+                "%s has been planned for %d kinds of arguments; others run unplanned", self._name, _MOST_PLANS
+            )
+        args.clear()
+        return results
+
+    def _plan(self, args: list[Any]) -> _Planned:
+        program = record_graph(self._module, args, phase=self._phase, dying=self._dying)
+        variant = Variant.of(program, self._name)
+        if variant.device.type not in _PLANNED_DEVICES:
+            raise CaptureError(f"tensors on {variant.device} are not planned", code="device")
+        return _Planned(variant, self._options)
+
+
+class _Planned:
+    """A graph's program with its plan."""
+
+    def __init__(self, variant: Variant, options: Options) -> None:
+        choice = choose(variant, pool=options.pool, time_limit_s=options.time_limit_s)
+        logger.info("%s: %s", variant.graph.name, choice)
+        program = choice.program
+        self._device = variant.device
+        self._places = [owner.index for owner, _ in program.owned]
+        written = {program.storage_of(slot) for call in program.calls for slot in call.mutates}
+        self._changed = [owner.index for owner, slot in program.owned if program.storage_of(slot) in written]
+        self._constants = [tensor for tensor, _ in program.constants]
+        self._pool = Pool.of(variant.device) if choice.uses_pool else None
+        self._pool_bytes = choice.plan.pool_bytes
+        self._executor = Executor(
+            program,
+            choice.placed,
+            choice.plan,
+            pool=self._pool,
+            poison=options.poison,
+            proven=is_proven(variant.device.type),
+        )
+
+    def run(self, args: list[Any]) -> Any:
+        """The graph's results; the list is emptied.
+
+        Raises:
+            ExecutionError: where there is no memory for the pool; nothing has been changed.
+        """
+        inputs = self._inputs(args)
+        with torch.no_grad(), self._memory():
+            args.clear()
+            results, _, _ = self._executor.run(inputs)
+        return results
+
+    def run_checked(self, args: list[Any]) -> Any:
+        """The same for the first time, comparing every result with the program. A failure leaves all as it was."""
+        changed = [args[place] for place in self._changed]
+        with torch.no_grad(), _undone_on_failure(changed, self._device), self._memory():
+            results, _, _ = self._executor.run_checked(self._inputs(args))
+        return results
+
+    def _inputs(self, args: list[Any]) -> list[Any]:
+        return [args[place] for place in self._places] + self._constants
+
+    def _memory(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._pool is None else self._pool.held(self._pool_bytes)
+
+
+@contextmanager
+def _undone_on_failure(tensors: list[torch.Tensor], device: torch.device) -> Iterator[None]:
+    """Gives tensors and random generators their old values again if what is done inside fails."""
+    copies = [tensor.clone() for tensor in tensors]
+    generator = torch.get_rng_state()
+    device_generator = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    try:
+        yield
+    except BaseException:
+        for tensor, copy in zip(tensors, copies, strict=True):
+            tensor.copy_(copy)
+        torch.set_rng_state(generator)
+        if device_generator is not None:
+            torch.cuda.set_rng_state(device_generator, device)
+        raise
+
+
+def _is_watched() -> bool:
+    """Whether somebody looks at the very operators that run, or changes them: a dispatch mode, or autocast."""
+    modes = _get_current_dispatch_mode_stack()
+    return any(not mode.ignore_compile_internals() for mode in modes) or torch._C._is_any_autocast_enabled()
+
+
+def _signature(args: list[Any]) -> tuple[Any, ...] | None:
+    """All that a plan depends on; None where an argument is not a plain tensor or number."""
+    storages: dict[int, int] = {}
+    signature: list[Any] = []
+    for value in args:
+        kind = type(value)
+        if isinstance(value, torch.Tensor):
+            if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ or value.layout is not torch.strided:
+                return None
+            shared = storages.setdefault(value.untyped_storage()._cdata, len(storages))
+            signature.append((value.shape, value.stride(), value.dtype, value.device, shared))
+        elif kind is float:
+            signature.append(value.hex())  # zeros have a sign
+        elif kind is int or kind is bool or value is None:
+            signature.append((kind, value))
+        else:
+            return None
+    return tuple(signature)
