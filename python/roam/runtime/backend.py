@@ -70,8 +70,10 @@ def _compile_graph(module: GraphModule, example_inputs: Sequence[Any], *, phase:
     """A compiler for AOTAutograd."""
     dying = _saved_alone() if phase == "backward" else ()
     graph = PlannedGraph(module, get_aot_graph_name(), phase=phase, dying=dying, options=options)
-    # To be marked it has to be a function.
-    run = partial(PlannedGraph.run, graph)
+
+    def run(args: list[Any]) -> Any:
+        return graph.run(args)
+
     run._boxed_call = True  # type: ignore[attr-defined]
     return run
 
