@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -12,12 +15,40 @@ from training import TRAININGS, assert_same_bits, run
 STEPS = 20
 
 
+@functools.cache
+def eager_run(name: str) -> list[Any]:
+    return run(TRAININGS[name], STEPS)[0]
+
+
+@pytest.mark.parametrize("pool", [True, False])
 @pytest.mark.parametrize("name", TRAININGS)
-def test_twenty_steps_have_the_bits_of_eager(name: str) -> None:
-    eager, _ = run(TRAININGS[name], STEPS)
-    planned, training = run(TRAININGS[name], STEPS, roam.compile)
-    assert_same_bits(eager, planned)
+def test_twenty_steps_have_the_bits_of_eager(name: str, pool: bool) -> None:
+    steps: list[Any] = []
+
+    def compiled(train_step: Any) -> Any:
+        steps.append(roam.compile(train_step, pool=pool, poison=pool))
+        return steps[0]
+
+    planned, training = run(TRAININGS[name], STEPS, compiled)
+    assert_same_bits(eager_run(name), planned)
     assert all(parameter.grad is None for parameter in training.model.parameters())
+    assert steps[0].memory().uses_pool is pool
+    share = share_in_the_pool(steps[0])
+    print(f"{name}: {share:.1%} of the bytes that a step makes lie in the pool")
+    assert share >= (0.0 if not pool else 0.9 if name in ("gpt2", "bert") else 0.5)
+
+
+def share_in_the_pool(step: Any) -> float:
+    """Of the bytes that the most recent plan's step makes and that do not outlive it."""
+    runner = step._last
+    program, pooled = runner._program, runner._executor._offsets
+    leaving = program.leaving()
+    sizes = {
+        number: storage.size_bytes
+        for number, storage in enumerate(program.storages)
+        if storage.creator >= 0 and number not in leaving
+    }
+    return sum(size for number, size in sizes.items() if number in pooled) / sum(sizes.values())
 
 
 def test_keep_grads_keeps_what_eager_keeps() -> None:

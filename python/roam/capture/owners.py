@@ -123,11 +123,16 @@ Owner = PlaceOwner | StateOwner | GradientOwner
 
 
 def state_owners(reach: Reach, parameters: list[PlaceOwner], *, plain: bool = False) -> Iterator[StateOwner]:
-    """What the optimizers' state holds now, in its own order: tensors, or with `plain` everything else."""
+    """What the optimizers' state holds now, in its own order: tensors, or with `plain` everything else.
+
+    State of parameters that have been replaced and that no group holds any more is none of the step's.
+    """
     owners = {id(owner.get()): owner for owner in parameters}
     for path, optimizer in reach.optimizers:
         for parameter, entry in optimizer.state.items():
-            owner = owners[id(parameter)]
+            owner = owners.get(id(parameter))
+            if owner is None:
+                continue
             for key, value in entry.items():
                 if isinstance(value, torch.Tensor) is not plain:
                     yield StateOwner(optimizer, owner, key, f"{path}.state[{owner.path}][{key!r}]")
