@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import gc
 import os
 import statistics
 import sys
@@ -28,7 +27,7 @@ import transformers
 
 import roam
 from roam.report import format_bytes
-from roam.runtime.measure import MemoryTrace, measure_peak, observed
+from roam.runtime import Step, StepMemory
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 VOCABULARY = 256
@@ -57,15 +56,16 @@ class Run:
 
     losses: list[float]
     parameters: list[torch.Tensor]
-    memory: MemoryTrace
+    memory: StepMemory
     seconds_per_step: float
 
 
-def train(step: Callable[..., torch.Tensor], text: torch.Tensor, steps: int) -> Run:
+def train(step: Callable[..., torch.Tensor], compiled: Step, text: torch.Tensor, steps: int) -> Run:
     """Train a new model for ``steps`` steps; the same seeds, so the same model, batches and dropout, at every call.
 
-    The last step's memory is measured; the time of a step is the median of those before, so capture is left out.
+    The last two steps' memory is measured; the time of a step is the median of those before, so capture is left out.
     """
+    measured = compiled.measured if step is compiled else compiled.measured_eagerly
     torch.manual_seed(0)
     config = transformers.GPT2Config(
         vocab_size=VOCABULARY,
@@ -85,31 +85,20 @@ def train(step: Callable[..., torch.Tensor], text: torch.Tensor, steps: int) -> 
 
     losses: list[float] = []
     seconds: list[float] = []
-    memory = None
     for number in range(1, steps + 1):
         starts = torch.randint(len(text) - SEQ, (BATCH,), generator=draw)
         tokens = torch.stack([text[start : start + SEQ] for start in starts.tolist()])
-        if number == steps:
-            memory = measure_peak(step, model, optimizer, tokens)
-            loss = memory.value
-        elif number == steps - 1:
-            # What this step leaves behind (eager's gradients) is then known to the measurement of the last.
-            with observed():
-                loss = step(model, optimizer, tokens)
+        if number > steps - 2:
+            # Twice, since the gradients that an eager step leaves are seen to die if they were seen to be made.
+            loss = measured(model, optimizer, tokens)
         else:
             start_s = time.perf_counter()
             loss = step(model, optimizer, tokens)
             seconds.append(time.perf_counter() - start_s)
         losses.append(loss.item())
         scheduler.step()
-    assert memory is not None
     parameters = [parameter.detach().clone() for parameter in model.parameters()]
-    # What was observed as it was made must be observed as it goes, or it would count in the next run.
-    with observed():
-        memory = dataclasses.replace(memory, value=None)
-        del model, optimizer, scheduler, loss
-        gc.collect()
-    return Run(losses, parameters, memory, statistics.median(seconds))
+    return Run(losses, parameters, compiled.memory(), statistics.median(seconds))
 
 
 def main() -> int:
@@ -122,23 +111,26 @@ def main() -> int:
 
     text = read_text()
     print(f"text: {len(text):,} bytes; batches of {BATCH} x {SEQ} tokens; {steps} steps")
-    eager = train(train_step, text, steps)
     compiled = roam.compile(train_step)
-    planned = train(compiled, text, steps)
+    eager = train(train_step, compiled, text, steps)
+    planned = train(compiled, compiled, text, steps)
 
     print(f"\n{'step':>4}  {'eager loss':>20}  {'loss by plan':>20}")
     for number, (one, other) in enumerate(zip(eager.losses, planned.losses, strict=True), start=1):
         print(f"{number:>4}  {one!r:>20}  {other!r:>20}  {'equal' if one == other else 'DIFFERENT'}")
 
+    of_eager, of_plan = eager.memory, planned.memory
+    rows = (
+        ("eager", of_eager.program_order_bytes, of_eager.eager_measured_bytes, of_eager.eager_workspace_bytes, eager),
+        ("by plan", of_plan.total_bytes, of_plan.measured_bytes, of_plan.workspace_bytes, planned),
+    )
+    print(f"\n{'memory of a step':<18}  {'planned':>12}  {'measured':>12}  {'in kernels':>12}  {'s per step':>10}")
+    for name, *sizes, run in rows:
+        shown = "  ".join(f"{format_bytes(size or 0):>12}" for size in sizes)
+        print(f"{name:<18}  {shown}  {run.seconds_per_step:>10.3f}")
+    print("(all that is allocated while the step runs; in kernels: the part that they took for themselves at the peak)")
+
     plan = dict(compiled.plans)[train_step.__name__]
-    print(f"\n{'peak inside a step':<18}  {'planned':>12}  {'measured':>12}  {'in kernels':>12}  {'s per step':>10}")
-    rows = (("eager", plan.program_order_peak_bytes, eager), ("by plan", plan.peak_bytes, planned))
-    for name, promised, run in rows:
-        memory = run.memory
-        inside = memory.peak_bytes - (memory.peak_without_workspace_bytes or 0)
-        sizes = (format_bytes(size) for size in (promised, memory.peak_total_bytes, inside))
-        print(f"{name:<18}  {'  '.join(f'{size:>12}' for size in sizes)}  {run.seconds_per_step:>10.3f}")
-    print("(in kernels: the part of the measured peak that kernels took for themselves)")
     print(f"\nthe plan: pool and what stays outside it are {plan.gap:.2%} above the least that any plan can have")
 
     same = eager.losses == planned.losses and all(map(torch.equal, eager.parameters, planned.parameters))

@@ -1,4 +1,4 @@
-"""Work that the memory tests measure in a process of its own."""
+"""Work that the memory tests measure, in a process of its own or in theirs."""
 
 from __future__ import annotations
 
@@ -10,23 +10,28 @@ import torch
 import roam
 from training import TRAININGS
 
+WAYS: dict[str, bool | None] = {"pool": True, "allocator": False}
+"""Planned ways of running, with what they are to `roam.compile`."""
+
 
 def build(name: str, how: str) -> Callable[[], Any]:
-    """One training step, over and over, on one batch: ``eager``, or ``planned`` with the plan's figures as result."""
+    """One training step, over and over, on one batch: ``eager``, or one of `WAYS` with what the plan promises as result."""
+    step, arguments = compiled(name, how)
+
+    def work() -> Any:
+        step(*arguments)
+        if how == "eager":
+            return None
+        memory = step.memory()
+        return {"total": memory.total_bytes, "program_order": memory.program_order_bytes}
+
+    return work
+
+
+def compiled(name: str, how: str) -> tuple[Any, tuple[Any, ...]]:
+    """A training's step, compiled but for ``eager``, and the arguments to call it with."""
     torch.manual_seed(0)
     training = TRAININGS[name]()
     batch = training.batch(torch.Generator().manual_seed(0))
-    step = roam.compile(training.step) if how == "planned" else training.step
-
-    def work() -> Any:
-        step(*training.objects, *batch)
-        if how == "eager":
-            return None
-        plan = dict(step.plans)["step"]
-        return {
-            "peak": plan.peak_bytes,
-            "persistent": plan.persistent_bytes,
-            "program_order_peak": plan.program_order_peak_bytes,
-        }
-
-    return work
+    step = training.step if how == "eager" else roam.compile(training.step, pool=WAYS[how])
+    return step, (*training.objects, *batch)

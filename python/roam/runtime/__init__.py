@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from roam.runtime.compile import Step, compile
+from roam.runtime.memory import StepMemory
 
-__all__ = ["Step", "compile"]
+__all__ = ["Step", "StepMemory", "compile"]

@@ -8,7 +8,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MethodType
 from typing import Any, Literal
 
@@ -26,6 +26,8 @@ from roam.program import TensorMeta
 from roam.runtime.choose import Options, choose, is_disabled
 from roam.runtime.execute import Executor
 from roam.runtime.lanes import CudaLanes
+from roam.runtime.measure import MemoryTrace, measure_peak
+from roam.runtime.memory import StepMemory
 from roam.runtime.pool import Pool
 
 logger = logging.getLogger("roam")
@@ -89,21 +91,29 @@ class Step:
         self._keep_grads = keep_grads
         self._options = options
         self._captures: list[_Captured] = []
+        self._last: Runner | None = None
         self._torn: list[tuple[Any, Any, int]] = []
         self._torn_reason = ""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        runner = self._runner(args, kwargs)
+        return self._train_step(*args, **kwargs) if runner is None else self._run(runner, args, kwargs)
+
+    def _runner(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Runner | None:
+        """What runs this call; None where the user's function itself does."""
         if is_disabled() or is_tracing():
-            return self._train_step(*args, **kwargs)
+            return None
         self._refuse_torn()
         runner, reason = self._find(args, kwargs)
-        if runner is None:
-            if self._captures and self._on_change == "eager":
-                logger.info("no plan fits this call, so it runs eagerly: %s", reason)
-                return self._train_step(*args, **kwargs)
-            if self._captures and self._on_change == "raise":
-                raise ExecutionError(f"no plan fits this call: {reason}", code="no_plan_fits")
-            runner = self._capture(args, kwargs, reason)
+        if runner is None and self._captures and self._on_change == "eager":
+            logger.info("no plan fits this call, so it runs eagerly: %s", reason)
+            return None
+        if runner is None and self._captures and self._on_change == "raise":
+            raise ExecutionError(f"no plan fits this call: {reason}", code="no_plan_fits")
+        self._last = runner or self._capture(args, kwargs, reason)
+        return self._last
+
+    def _run(self, runner: Runner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
             return runner.run(args, kwargs)
         except Torn as torn:
@@ -127,6 +137,33 @@ class Step:
     def plans(self) -> list[tuple[str, Plan]]:
         """Every plan made so far, with the name of its graph; the most recently used capture first."""
         return [(runner.name, runner.plan) for captured in self._captures for runner in captured.runners]
+
+    def memory(self) -> StepMemory:
+        """What the most recent call that had a plan takes of memory, by that plan and as far as it was measured.
+
+        Raises:
+            ExecutionError: before the first call.
+        """
+        if self._last is None:
+            raise ExecutionError("no call has been run by a plan yet, so none has memory to tell of", code="no_call")
+        return self._last.memory
+
+    def measured(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs one step as ever, measures its memory for `memory`, and returns its result.
+
+        See docs/measurement.md for what is counted. A call that no plan runs is not measured.
+        """
+        runner = self._runner(args, kwargs)
+        if runner is None:
+            return self._train_step(*args, **kwargs)
+        return runner.measured(lambda: self._run(runner, args, kwargs))
+
+    def measured_eagerly(self, *args: Any, **kwargs: Any) -> Any:
+        """As `measured`, but runs the user's own function: a real step too, with the same results, for comparison."""
+        runner = self._runner(args, kwargs)
+        if runner is None:
+            return self._train_step(*args, **kwargs)
+        return runner.measured_eagerly(lambda: self._train_step(*args, **kwargs))
 
     def release(self) -> None:
         """Gives the pools of this step's plans back to the allocator, for evaluation or sampling; the next call allocates them again.
@@ -211,7 +248,9 @@ class Runner:
         )
         program = self._program = choice.program
         self.plan = choice.plan
+        self.memory = StepMemory.planned(choice)
         logger.info("%s: %s", self.name, choice)
+        self._device = variant.device
         self._pool = Pool.of(variant.device) if choice.uses_pool else None
         lanes = None
         if len(set(self.plan.streams.tolist())) > 1:
@@ -276,8 +315,7 @@ class Runner:
         inputs = [leaves[owner.index] if isinstance(owner, ArgumentOwner) else owner.get() for owner in self._owners]
         self._check_inputs(inputs)
         inputs += [tensor for tensor, _ in program.constants]
-        for owner in self._ignored:
-            owner.parameter.get().grad = None
+        self._drop_ignored()
         generator = torch.get_rng_state().numpy().tobytes()  # not a tensor: it would count as memory of the step
         with self._memory(), _interrupts_wait(), self._kernels_alone():
             try:
@@ -297,6 +335,39 @@ class Runner:
         for host_call, (arguments, keywords) in zip(program.after, after, strict=True):
             host_call.scheduler.step(*arguments, **keywords)
         return pytree.tree_unflatten(result, program.result[1])
+
+    def measured(self, work: Callable[[], Any]) -> Any:
+        """The result of a run by the plan; `memory` then tells what it took."""
+        # What a run does before anything else, and what outlasts it, is not its own.
+        self._drop_ignored()
+        with self._memory():
+            held_bytes = 0 if self._pool is None else self._pool.nbytes
+        trace = measure_peak(work, device=self._device.type)
+        self.memory = replace(
+            self.memory,
+            measured_bytes=self.memory.persistent_bytes + held_bytes + trace.peak_bytes,
+            workspace_bytes=_workspace(trace),
+        )
+        return trace.value
+
+    def measured_eagerly(self, work: Callable[[], Any]) -> Any:
+        """The result of an eager run of the same step; `memory` then tells what it took."""
+        # Gradients that the last step left are no part of the plan, and eager PyTorch keeps them until the step drops them.
+        left = [owner.get() for owner in self._ignored]
+        left_bytes = sum(gradient.untyped_storage().nbytes() for gradient in left if gradient is not MISSING)
+        del left
+        trace = measure_peak(work, device=self._device.type)
+        known_bytes = max(left_bytes - (trace.unseen_freed_bytes or 0), 0)
+        self.memory = replace(
+            self.memory,
+            eager_measured_bytes=self.memory.persistent_bytes + known_bytes + trace.peak_bytes,
+            eager_workspace_bytes=_workspace(trace),
+        )
+        return trace.value
+
+    def _drop_ignored(self) -> None:
+        for owner in self._ignored:
+            owner.parameter.get().grad = None
 
     def release(self) -> None:
         """Gives the pool back until the next run."""
@@ -350,6 +421,11 @@ class Runner:
         )  # fmt: skip
         torn.__cause__ = error
         return Torn(torn, [(owner, tensor, tensor._version) for owner, tensor in owners])
+
+
+def _workspace(trace: MemoryTrace) -> int | None:
+    without = trace.peak_without_workspace_bytes
+    return None if without is None else trace.peak_bytes - without
 
 
 def _expected(meta: TensorMeta | None) -> tuple[Any, ...]:

@@ -1,0 +1,73 @@
+"""What a compiled step takes of memory: by plan, and as measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from roam.report.table import columns, format_bytes
+from roam.runtime.choose import Choice
+
+
+@dataclass(frozen=True, slots=True)
+class StepMemory:
+    """The memory of one step by one plan, in bytes. Every figure is of all that there is while the step runs.
+
+    Attributes:
+        uses_pool: whether planned tensors lie in the static pool.
+        persistent_bytes: parameters, buffers, optimizer state, the batch: what exists before and after.
+        pool_bytes: the pool; 0 without one.
+        outside_bytes: the most of what else is alive at once, what copies into the pool need meanwhile included.
+        program_order_bytes: what eager PyTorch's order comes to by plan, persistent bytes included.
+        totals: what each way of running that was tried comes to by plan; the first is the ordinary allocator's.
+        measured_bytes: the most that was really allocated in one step; None until `Step.measured`.
+        workspace_bytes: the part of it that kernels took for themselves, which no plan knows; None on CUDA.
+        eager_measured_bytes: the most that the user's own function had allocated; None until `Step.measured_eagerly`.
+        eager_workspace_bytes: the part of it that kernels took for themselves; None on CUDA.
+    """
+
+    uses_pool: bool
+    persistent_bytes: int
+    pool_bytes: int
+    outside_bytes: int
+    program_order_bytes: int
+    totals: tuple[tuple[str, int], ...]
+    measured_bytes: int | None = None
+    workspace_bytes: int | None = None
+    eager_measured_bytes: int | None = None
+    eager_workspace_bytes: int | None = None
+
+    @classmethod
+    def planned(cls, choice: Choice) -> StepMemory:
+        """What a choice promises; nothing is measured yet."""
+        plan = choice.plan
+        pool_bytes = plan.pool_bytes if choice.uses_pool else 0
+        return cls(
+            uses_pool=choice.uses_pool,
+            persistent_bytes=plan.persistent_bytes,
+            pool_bytes=pool_bytes,
+            outside_bytes=choice.total_bytes - plan.persistent_bytes - pool_bytes,
+            program_order_bytes=choice.eager_bytes,
+            totals=choice.totals,
+        )
+
+    @property
+    def total_bytes(self) -> int:
+        """What the step takes by plan: persistent + pool + outside."""
+        return self.persistent_bytes + self.pool_bytes + self.outside_bytes
+
+    def __str__(self) -> str:
+        """A table, a figure a line."""
+        rows = [
+            ("persistent", self.persistent_bytes, "parameters, buffers, optimizer state, the batch"),
+            ("pool", self.pool_bytes, "one static block" if self.uses_pool else "none: the ordinary allocator"),
+            ("outside", self.outside_bytes, "the most of what else is alive at once"),
+            ("total", self.total_bytes, "persistent + pool + outside"),
+            ("program order", self.program_order_bytes, "what eager PyTorch's order comes to by plan"),
+            ("measured", self.measured_bytes, "allocated at most, in one step by the plan"),
+            ("in kernels", self.workspace_bytes, "the part of it that kernels took for themselves"),
+            ("eager", self.eager_measured_bytes, "allocated at most, in one step of eager PyTorch"),
+            ("in kernels", self.eager_workspace_bytes, "the part of it that kernels took for themselves"),
+        ]
+        known = [(label, f"{size:,}", format_bytes(size), note) for label, size, note in rows if size is not None]
+        tried = [(f"by {name}", f"{size:,}", format_bytes(size)) for name, size in self.totals]
+        return "\n\n".join(columns(block, right=(1, 2)) for block in (known, tried)) + "\n"
