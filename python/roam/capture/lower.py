@@ -22,6 +22,7 @@ def lower(
     name: str,
     device: str,
     landing: Container[int] | None = None,
+    pool: bool = True,
 ) -> Graph:
     """The graph of a program.
 
@@ -34,8 +35,8 @@ def lower(
         name: the graph's name.
         device: the graph's device.
         landing: calls that compute into memory of their own and whose results are then copied into the pool; what other
-            calls make whose kernels cannot write there stays outside of it. None: there is no pool, and every kernel
-            finds its results' memory as the order alone requires.
+            calls make whose kernels cannot write there stays outside of it. None: as if every kernel could.
+        pool: whether there is a pool. If not, all that is made and dies in the step lies outside of it.
     """
     builder = GraphBuilder(name, device=device)
     kinds = _kinds(program)
@@ -43,7 +44,7 @@ def lower(
     for number, storage in enumerate(program.storages):
         if storage.creator >= 0:
             created[storage.creator].append(number)
-    residencies = _residencies(program, placed, landing)
+    residencies = _residencies(program, placed, landing, pool)
     for number, storage in enumerate(program.storages):
         builder.tensor(storage.name, storage.size_bytes, kind=kinds[number], residency=residencies[number])
 
@@ -55,13 +56,16 @@ def lower(
         copied = []
         if landing is not None and index in landing:
             copied = [number for number in created[index] if residencies[number] == "step_local"]
-        pairs = _reuse(program, placed[index], reads, copied)
+        at = placed[index]
+        workspace_bytes = sum(program.storages[number].size_bytes for number in copied)
+        workspace_bytes += 0 if at is None else at.workspace_bytes
+        pairs = _reuse(program, at, reads, copied)
         builder.operator(
             call.name,
             reads=reads,
             creates=created[index],
             mutates=list(mutated),
-            workspace_bytes=sum(program.storages[number].size_bytes for number in copied),
+            workspace_bytes=workspace_bytes,
             reuse=[pair for pair in pairs if residencies[pair[0]] == residencies[pair[1]]],
             phase=call.phase,
             sequence="random" if call.random else None,
@@ -115,7 +119,9 @@ def _updates_wait(program: Program, builder: GraphBuilder) -> None:
             builder.control(begins, index)
 
 
-def _residencies(program: Program, placed: Sequence[Placed | None], landing: Container[int] | None) -> list[_Residency]:
+def _residencies(
+    program: Program, placed: Sequence[Placed | None], landing: Container[int] | None, pool: bool
+) -> list[_Residency]:
     leaving = program.leaving()
     residencies: list[_Residency] = []
     for number, storage in enumerate(program.storages):
@@ -123,7 +129,7 @@ def _residencies(program: Program, placed: Sequence[Placed | None], landing: Con
             residencies.append("persistent" if program.persists(number) else "enters")
         elif number in leaving:
             residencies.append("leaves")
-        elif landing is None or placed[storage.creator] is not None or storage.creator in landing:
+        elif pool and (landing is None or placed[storage.creator] is not None or storage.creator in landing):
             residencies.append("step_local")
         else:
             residencies.append("unpooled")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch._ops import OpOverload
 
+from roam.kernels.fused import workspace_bytes
 from roam.kernels.table import Placement, named, placement
 from roam.program import Call, Program, Ref, TensorMeta
 
@@ -30,6 +31,8 @@ class Placed:
     placement: Placement
     in_place: tuple[tuple[int, int], ...]
     """(slot of an argument, slot of a result): if it dies in the call, the argument may give its memory to the result."""
+    workspace_bytes: int = 0
+    """What the kernel takes while it runs, where that is known and is more than next to nothing."""
 
 
 def placed_calls(program: Program, device: torch.device) -> list[Placed | None]:
@@ -67,7 +70,8 @@ def _placed(
     found = placement(call.target, device.type)
     if not found.applies(call.target, call.args, call.kwargs) or not found.clears(inputs, outputs):
         return None
-    return Placed(found, tuple(_in_place(program, call, found, inputs, slots, leaving)))
+    in_place = tuple(_in_place(program, call, found, inputs, slots, leaving))
+    return Placed(found, in_place, workspace_bytes(program, call))
 
 
 def _in_place(

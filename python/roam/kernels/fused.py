@@ -49,15 +49,29 @@ def _by_rows(
     outs: Outs, grad_output: Tensor, output: Tensor, target: Tensor, weight: Tensor | None, reduction: int,
     ignore_index: int, total_weight: Tensor,
 ) -> None:  # fmt: skip
-    rows = output.shape[0]
-    pieces = min(max(output.nbytes // _PIECE_BYTES, _LEAST_PIECES), _MOST_PIECES, rows)
-    for piece in range(pieces):
-        part = slice(rows * piece // pieces, rows * (piece + 1) // pieces)
+    for part in _parts(output.shape[0], output.nbytes):
         grad = grad_output[part] if grad_output.dim() else grad_output
         between = aten.nll_loss_backward(
             grad, output[part], target[part], weight, reduction, ignore_index, total_weight
         )
         aten._log_softmax_backward_data.out(between, output[part], 1, output.dtype, out=outs[0][part])
+        del between  # before the next one is made
+
+
+def _parts(rows: int, nbytes: int) -> Iterator[slice]:
+    """Rows to be taken together."""
+    pieces = min(max(nbytes // _PIECE_BYTES, _LEAST_PIECES), _MOST_PIECES, rows)
+    return (slice(rows * piece // pieces, rows * (piece + 1) // pieces) for piece in range(pieces))
+
+
+def workspace_bytes(program: Program, call: Call) -> int:
+    """Bytes that an equal kernel for a pair of calls takes while it runs; 0 for other calls."""
+    meta = program.slots[call.args[1].slot] if call.target is CROSS_ENTROPY_BACKWARD else None
+    if meta is None:
+        return 0
+    rows, classes = meta.shape
+    most = max(part.stop - part.start for part in _parts(rows, rows * classes * meta.dtype.itemsize))
+    return int(most * classes * meta.dtype.itemsize)
 
 
 def fused(program: Program, device: torch.device) -> Program:

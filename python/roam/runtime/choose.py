@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 import torch
@@ -46,9 +47,7 @@ class Choice:
         placed: per call of it, how its kernel can write where a plan wants.
         graph: the step, with the residencies that this way of running gives its tensors.
         plan: a plan of `graph`, verified.
-        uses_pool: whether the plan's offsets count; if not, tensors come from the ordinary allocator and only order and reuse
-            count.
-        total_bytes: the most memory that the step takes by plan.
+        uses_pool: whether planned tensors lie in a pool; if not, all come from the ordinary allocator.
         eager_bytes: the most memory that the step takes as eager PyTorch orders it.
         totals: what each way that was tried comes to, in bytes; the first is the ordinary allocator's.
     """
@@ -58,9 +57,13 @@ class Choice:
     graph: Graph
     plan: Plan
     uses_pool: bool
-    total_bytes: int
     eager_bytes: int
-    totals: tuple[tuple[str, int], ...]
+    totals: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def total_bytes(self) -> int:
+        """The most memory that the step takes by plan."""
+        return self.plan.total_bytes
 
     def __str__(self) -> str:
         """One honest line: planned, program order, lower bound."""
@@ -94,26 +97,24 @@ def choose(variant: Variant, *, pool: bool | None, time_limit_s: float | None, s
     """
     deadline = None if time_limit_s is None else time.monotonic() + time_limit_s
     program = fused(variant.program, variant.device)
-    placed, graph = variant.placed, variant.graph
-    if program is not variant.program:
-        placed = placed_calls(program, variant.device)
-        graph = lower(program, placed, name=graph.name, device=variant.device.type)
+    placed = variant.placed if program is variant.program else placed_calls(program, variant.device)
+    stated = partial(lower, program, placed, name=variant.graph.name, device=variant.device.type)
+    graph = stated(pool=False)
     plan = _planned(graph, deadline, exact="auto")
-    # Without a pool nothing has to lie side by side: the peak is all that counts.
-    total = plan.persistent_bytes + plan.peak_bytes
+    total = plan.total_bytes
     leaving_bytes = sum(program.storages[storage].size_bytes for storage in program.leaving())
     eager_bytes = plan.persistent_bytes + roam.baseline(variant.graph, reuse=False).peak_bytes
-    ordinary = Choice(program, placed, graph, plan, False, total, eager_bytes, ())
+    ordinary = Choice(program, placed, graph, plan, False, eager_bytes)
     most = eager_bytes if streams > 1 else min(total * (1 + WORTH), eager_bytes)
     names = ["allocator"]
     pooled: list[Choice] = []
     for name, landing in _landings(ordinary, variant.device) if pool is not False else ():
         if deadline is not None and time.monotonic() > deadline and (pooled or pool is None):
             break
-        graph = lower(program, placed, name=graph.name, device=variant.device.type, landing=landing)
+        graph = stated(landing=landing)
         plan = _planned(graph, deadline, exact="off", streams=streams)
         names.append(name)
-        pooled.append(Choice(program, placed, graph, plan, True, plan.total_bytes, eager_bytes, ()))
+        pooled.append(Choice(program, placed, graph, plan, True, eager_bytes))
         # What leaves is outside of every pool at the end, and more copies make no smaller pool.
         is_hopeless = pool is None and plan.persistent_bytes + pooled[0].plan.pool_bytes + leaving_bytes > most
         if streams > 1 or is_hopeless or plan.total_bytes <= total * (1 + _NEAR):
