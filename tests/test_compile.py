@@ -586,7 +586,7 @@ class TestMemoryIsKnownBeforeStepOne:
 
 def kernel_of(step: Any, operator: Any) -> tuple[dict[str, Any], str]:
     """Where a compiled step looks up the one kernel of an operator that it calls."""
-    globals_ = step._captures[0].runners[-1]._executor._run.__globals__
+    globals_ = step._captures[0].runners[-1]._executor.text.run.__globals__
     kernels = [getattr(operator, overload)._op for overload in operator.overloads()]
     (name,) = [name for name, value in globals_.items() if any(value is kernel for kernel in kernels)]
     return globals_, name
@@ -702,7 +702,7 @@ def test_a_kernel_that_differs_from_capture_is_caught_on_the_first_run(monkeypat
     index, call = next(
         (index, call) for index, call in enumerate(runner._program.calls) if call.name == "aten.relu.default"
     )
-    runner._executor._placed[index] = None
+    runner._executor.bindings.placed[index] = None
     monkeypatch.setattr(call, "target", lambda x: torch.relu(x).t().contiguous().t())
     before = tensors_and_numbers(list(net.parameters()))
     with pytest.raises(roam.ExecutionError, match=r"strides"):

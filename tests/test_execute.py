@@ -32,10 +32,10 @@ def hastened(step: Any, names: set[str]) -> tuple[Any, list[Any]]:
             if runner in runners:
                 continue
             runners.append(runner)
-            for index, placed in enumerate(runner._executor._placed):
+            for index, placed in enumerate(runner._executor.bindings.placed):
                 if placed is not None and runner._program.calls[index].name in names:
                     broken = dataclasses.replace(placed.placement, kernel=wrong_kernel, overload=None)
-                    runner._executor._placed[index] = Placed(broken, placed.in_place)
+                    runner._executor.bindings.placed[index] = Placed(broken, placed.in_place)
         return step(*args, **kwargs)
 
     return call, runners
@@ -55,7 +55,9 @@ def test_a_kernel_without_proof_is_compared_and_replaced(pool: bool, monkeypatch
     eager, _ = run(TRAININGS["gpt2"], 4)
     planned, _ = run(TRAININGS["gpt2"], 4, wrap)
     assert_same_bits(eager, planned)
-    refused = {runner._program.calls[index].name for runner in runners[0] for index in runner._executor._refused}
+    refused = {
+        runner._program.calls[index].name for runner in runners[0] for index in runner._executor.bindings.refused
+    }
     assert "aten.div.Tensor" in refused
     assert refused <= names
 
@@ -73,8 +75,11 @@ def test_right_kernels_are_all_kept_where_there_is_no_proof(pool: bool, monkeypa
     planned, _ = run(TRAININGS["gpt2"], 3, wrap)
     assert_same_bits(eager, planned)
     runners = [runner for captured in steps[0]._captures for runner in captured.runners]
-    assert not any(runner._executor._refused for runner in runners)
-    assert any("write" in {runner._executor._way(index) for index in runner._executor.order} for runner in runners)
+    assert not any(runner._executor.bindings.refused for runner in runners)
+    assert any(
+        "write" in {runner._executor.bindings.way(index) for index in runner._executor.bindings.order}
+        for runner in runners
+    )
 
 
 def test_the_gradient_of_the_loss_is_made_in_the_memory_of_the_log_probabilities() -> None:

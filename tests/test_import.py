@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+
+import pytest
 
 BUDGET_S = 0.1
 
@@ -36,3 +39,22 @@ def test_public_names_resolve_in_any_order() -> None:
 def test_every_public_name_exists() -> None:
     assert run("import roam; print([n for n in roam.__all__ if not hasattr(roam, n)])") == "[]"
     assert run("import roam; print(hasattr(roam, 'no_such_name'))") == "False"
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="every module gets a fork")
+def test_every_module_can_be_the_first_to_be_imported() -> None:
+    """No module of the package needs another one to have been imported before."""
+    code = """
+import importlib, os, pkgutil, roam, torch
+names = [module.name for module in pkgutil.walk_packages(roam.__path__, "roam.") if module.name != "roam._core"]
+wrong = []
+for name in names:
+    child = os.fork()
+    if not child:
+        importlib.import_module(name)
+        os._exit(0)
+    if os.waitpid(child, 0)[1]:
+        wrong.append(name)
+print(len(names) > 40, wrong)
+"""
+    assert run(code) == "True []"

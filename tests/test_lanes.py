@@ -75,9 +75,9 @@ def test_the_text_is_the_plan(name: str) -> None:
 
     lane, recorded, waited = 0, {}, {}
     ran_on: dict[int, set[int]] = {}
-    for number, line in enumerate(executor.text.splitlines(), 1):
-        step = executor._steps[number]
-        index = executor.order[step] if step >= 0 else -1
+    for number, line in enumerate(executor.text.source.splitlines(), 1):
+        step = executor.text.steps[number]
+        index = executor.bindings.order[step] if step >= 0 else -1
         told = re.fullmatch(r"    c\d+\.(switch|record|wait|keep)\((?:v\d+, )?(\d+)\)", line)
         if told is None:
             if step >= 0 and not line.endswith("None"):

@@ -704,5 +704,5 @@ def test_results_that_are_copied_into_the_pool(monkeypatch: pytest.MonkeyPatch) 
 
     both(script)
     executor = steps[1]._last._executor
-    copied = {call.name for index, call in enumerate(executor.program.calls) if executor._way(index) == "land"}
+    copied = {call.name for index, call in enumerate(executor.program.calls) if executor.bindings.way(index) == "land"}
     assert {"aten.native_layer_norm.default", "aten.convolution.default"} <= copied

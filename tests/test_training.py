@@ -41,7 +41,7 @@ def test_twenty_steps_have_the_bits_of_eager(name: str, pool: bool) -> None:
 def share_in_the_pool(step: Any) -> float:
     """Of the bytes that the most recent plan's step makes and that do not outlive it."""
     runner = step._last
-    program, pooled = runner._program, runner._executor._offsets
+    program, pooled = runner._program, runner._executor.bindings.offsets
     leaving = program.leaving()
     sizes = {
         number: storage.size_bytes

@@ -18,8 +18,8 @@ from roam._core import Graph, Plan
 from roam.capture.lower import lower
 from roam.capture.step import Variant
 from roam.kernels.calls import Placed, landable_calls, placed_calls
-from roam.kernels.fused import fused
 from roam.program import Program
+from roam.runtime.fuse import fused
 
 WORTH = 0.02
 """What the pool may cost, as a share of the total: it has no fragmentation, and its addresses and size are known before."""

@@ -1,0 +1,145 @@
+"""Where a plan puts the values of a program, and how each call gets them there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+
+from roam._core import Plan
+from roam.kernels.calls import Placed
+from roam.kernels.table import Placement
+from roam.program import Program, Ref, substitute
+from roam.runtime.pool import Pool
+
+POISON = 0xFF  # not a number in floating point, and no valid bool
+
+Way = Literal["view", "write", "land", "call"]
+"""How a call is run: not at all, since its results are views of the pool that exist; by a kernel that writes where it is told; as
+ever, with its results copied into the pool; as ever."""
+
+
+class Bindings:
+    """A program by a plan.
+
+    Args:
+        program: the program.
+        placed: per call, what `placed_calls` says of it.
+        plan: a plan of the program's graph.
+        pool: where the plan's offsets are, if anywhere.
+        poison: whether ranges of the pool are to be filled as soon as their tensors die.
+
+    Attributes:
+        order: the numbers of the calls, in the plan's order.
+        offsets: per storage in the pool its first byte.
+        taken: per storage the one whose memory it takes.
+        dying: per step the storages whose last use it is, each with the slots of all its views.
+        refused: calls whose placed kernel is not to be used.
+        views: per slot in the pool the tensor there; none before `bind`.
+    """
+
+    def __init__(
+        self, program: Program, placed: Sequence[Placed | None], plan: Plan, *, pool: Pool | None, poison: bool
+    ) -> None:
+        self.program = program
+        self.placed = list(placed)
+        self.order = [int(index) for index in plan.order]
+        self.pool = pool
+        self.pool_bytes = 0 if pool is None else plan.pool_bytes
+        self.offsets: dict[int, int] = {}
+        if pool is not None:
+            self.offsets = {storage: int(offset) for storage, offset in enumerate(plan.offsets) if offset >= 0}
+        self.taken = {new: old for old, new in plan.reuse}
+        self.dying = _dying(program, self.order)
+        self.poison = poison and pool is not None
+        self.refused: set[int] = set()
+        self.views: dict[int, torch.Tensor] = {}
+
+    def bind(self) -> None:
+        """Makes a view for every tensor in the pool."""
+        if self.pool is None or self.views:
+            return
+        with torch.inference_mode(False):  # what is made in that mode cannot be written to outside of it
+            for slot, meta in enumerate(self.program.slots):
+                if meta is not None and meta.storage in self.offsets:
+                    self.views[slot] = self.pool.tensor(meta, self.offsets[meta.storage])
+
+    def way(self, index: int) -> Way:
+        """How a call is run."""
+        call = self.program.calls[index]
+        pooled = [slot for slot in call.outputs if slot is not None and self.program.storage_of(slot) in self.offsets]
+        makes = self.made(index)
+        if pooled and not makes and not call.mutates and len(pooled) == len(call.outputs):
+            return "view"
+        makes_pooled = any(storage in self.offsets for storage in makes)
+        is_written = makes_pooled or any(storage in self.taken for storage in makes)
+        if is_written and self.placed[index] is not None and index not in self.refused:
+            return "write"
+        return "land" if makes_pooled else "call"
+
+    def made(self, index: int) -> list[int]:
+        """Storages that a call makes."""
+        made = [self.program.storage_of(slot) for slot in self.program.calls[index].outputs if slot is not None]
+        return [storage for storage in made if storage >= 0 and self.program.storages[storage].creator == index]
+
+    def placement(self, index: int) -> Placement:
+        """How a call that is written is written."""
+        placed = self.placed[index]
+        assert placed is not None, "a call that is written"
+        return placed.placement
+
+    def donor(self, index: int, slot: int) -> int | None:
+        """The argument's slot whose memory a result takes."""
+        old, placed = self.taken.get(self.program.storage_of(slot)), self.placed[index]
+        pairs = () if placed is None else placed.in_place
+        return next((item for item, new in pairs if new == slot and self.program.storage_of(item) == old), None)
+
+    def empty(self, slot: int) -> torch.Tensor:
+        """New memory from the allocator for a result."""
+        meta = self.program.slots[slot]
+        assert meta is not None, "a tensor"
+        return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=meta.device)
+
+    def range(self, storage: int | None) -> torch.Tensor:
+        """The bytes of a tensor in the pool, or of all of the plan's."""
+        assert self.pool is not None, "a plan with a pool"
+        if storage is None:
+            return self.pool.range(0, self.pool_bytes)
+        return self.pool.range(self.offsets[storage], self.program.storages[storage].size_bytes)
+
+    def is_poisoned(self, storage: int, index: int) -> bool:
+        """Whether to poison a tensor that dies at a call: not if a result has its memory."""
+        return self.poison and all(self.taken.get(made) != storage for made in self.made(index))
+
+    def input_slots(self) -> list[int]:
+        """Slots of a run's inputs, in their order."""
+        return [slot for _, slot in self.program.owned] + [slot for _, slot in self.program.constants]
+
+    def outgoing(self, value: Any) -> tuple[Any, list[Any], list[Any]]:
+        """The result's leaves, the rebinds and the schedulers' arguments, with every `Ref` replaced."""
+        leaves, _ = self.program.result
+        return (
+            substitute(leaves, value),
+            [value(Ref(slot)) for _, slot in self.program.rebinds],
+            [substitute(host_call.arguments, value) for host_call in self.program.after],
+        )
+
+
+def _dying(program: Program, order: list[int]) -> list[dict[int, list[int]]]:
+    """Per step, the storages whose last use it is, each with the slots of all its views."""
+    kept = program.leaving()
+    kept.update(filter(program.persists, range(len(program.storages))))
+    last: dict[int, int] = {}
+    views: dict[int, dict[int, None]] = {}
+    for step, index in enumerate(order):
+        call = program.calls[index]
+        for slot in (*call.refs(), *(slot for slot in call.outputs if slot is not None)):
+            storage = program.storage_of(slot)
+            if storage >= 0 and storage not in kept:
+                last[storage] = step
+                views.setdefault(storage, {})[slot] = None
+    dying: list[dict[int, list[int]]] = [{} for _ in order]
+    for storage, step in last.items():
+        dying[step][storage] = list(views[storage])
+    return dying
