@@ -57,7 +57,8 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Seen]:
     seen = Seen()
     handler = logging.Handler()
     monkeypatch.setattr(handler, "emit", seen.records.append)
-    monkeypatch.setattr(subject.logger, "level", logging.INFO)
+    level = subject.logger.level
+    subject.logger.setLevel(logging.INFO)
     choose, run = subject.choose, subject._Planned.run
 
     def spied_choose(*args: Any, **kwargs: Any) -> Choice:
@@ -73,6 +74,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Seen]:
     subject.logger.addHandler(handler)
     yield seen
     subject.logger.removeHandler(handler)
+    subject.logger.setLevel(level)
 
 
 class Mlp(torch.nn.Module):

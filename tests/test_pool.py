@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 import roam
 from roam.capture.step import capture_step
 from roam.runtime import choose as choosing
+from roam.runtime import pool as pools
 from roam.runtime.execute import Executor
 from roam.runtime.measure import measure_peak, observed
 from roam.runtime.pool import Pool
@@ -286,7 +287,9 @@ class TestAllocation:
 
         both(script)
 
-    def test_the_pool_goes_with_the_last_step(self) -> None:
+    def test_the_pool_goes_with_the_last_step(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        # Steps of other tests may be about, and share theirs.
+        monkeypatch.setattr(pools, "_pools", weakref.WeakValueDictionary())
         step, *_ = train(Net())
         pool = weakref.ref(pool_of(step))
         assert Pool.of(torch.device("cpu")) is pool()
