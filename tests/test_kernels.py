@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import kernel_table as bench
@@ -19,6 +18,7 @@ from roam.kernels.table import TABLE, candidate, dtypes_of, layout, layouts_of, 
 from roam.kernels.trial import Ordinary, Unusable, in_place_pairs, try_in_place, try_placed
 from roam.program import Program
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 aten = torch.ops.aten
 VERSION: str = json.loads(TABLE.read_text())["cpu"]["torch"]
 ENTRIES: dict[str, Any] = json.loads(TABLE.read_text())["cpu"]["kernels"]
@@ -30,15 +30,6 @@ OPERATORS = [
     "nn.functional.relu", "nn.functional.gelu", "nn.functional.silu", "nn.functional.embedding",
     "nn.functional.max_pool2d", "nn.functional.nll_loss", "nn.functional.dropout", "nn.functional.batch_norm",
 ]  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Threads that wait for each other on a busy machine take most of the time of small kernels."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def overload(name: str) -> Any:

@@ -29,17 +29,9 @@ from roam.runtime.pool import Pool
 from test_compile import Breaking, Net, Script, adamw, batches, kernel_of, plain_step
 from training import assert_same_bits, tensors_and_numbers
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 functional = torch.nn.functional
 pooled = functools.partial(roam.compile, pool=True, poison=True)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Kernels this small gain nothing from more, and wait for them where the machine is busy."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def both(script: Script) -> None:

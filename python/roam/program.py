@@ -6,7 +6,8 @@ Values live in numbered slots; a slot is a tensor (possibly a view) or a live nu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -195,12 +196,19 @@ class Program:
         meta = self.slots[slot]
         if meta is None:
             return False
-        expected = 1
-        for stride, size in sorted((s, n) for s, n in zip(meta.stride, meta.shape, strict=True) if n != 1):
-            if stride != expected:
-                return False
-            expected *= size
-        return meta.offset == 0 and expected * meta.dtype.itemsize == self.storages[meta.storage].size_bytes
+        extents = sorted((s, n) for s, n in zip(meta.stride, meta.shape, strict=True) if n != 1)
+        size_bytes = math.prod(size for _, size in extents) * meta.dtype.itemsize
+        return meta.offset == 0 and is_dense(extents) and size_bytes == self.storages[meta.storage].size_bytes
+
+
+def is_dense(extents: Iterable[tuple[int, int]]) -> bool:
+    """Whether (stride, size), innermost first, leave no gap."""
+    expected = 1
+    for stride, size in extents:
+        if stride != expected:
+            return False
+        expected *= size
+    return True
 
 
 def refs(value: Any) -> Iterator[int]:

@@ -39,7 +39,7 @@ class Variant:
     device: torch.device
     """Where most of its bytes are."""
     graph: Graph
-    """As it runs without a pool."""
+    """As if every kernel could write where a plan wants."""
 
     @classmethod
     def of(cls, program: Program, name: str) -> Variant:

@@ -14,15 +14,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch._ops import OpOverload
 
 from roam.kernels import substitutes
-
-if TYPE_CHECKING:
-    from roam.program import TensorMeta
+from roam.program import TensorMeta, is_dense
 
 Way = Literal["direct", "substitute", "land"]
 Kernel = Callable[..., Any]
@@ -271,25 +269,15 @@ def layout(tensor: torch.Tensor | TensorMeta) -> str:
     """
     strides = tensor.stride() if isinstance(tensor, torch.Tensor) else tensor.stride
     extents = [(stride, size) for stride, size in zip(strides, tensor.shape, strict=True) if size != 1]
-    if any(size == 0 for _, size in extents) or _is_dense(extents[::-1]):
+    if any(size == 0 for _, size in extents) or is_dense(extents[::-1]):
         return "C"
-    if _is_dense(sorted(extents)):
+    if is_dense(sorted(extents)):
         last = [1, *range(len(strides) - 1, 1, -1), 0]
         channels_last = [(strides[d], tensor.shape[d]) for d in last if tensor.shape[d] != 1]
-        return "L" if len(strides) in (4, 5) and _is_dense(channels_last) else "P"
+        return "L" if len(strides) in (4, 5) and is_dense(channels_last) else "P"
     reach = 0
     for stride, size in sorted(extents):
         if stride <= reach:
             return "E"
         reach += stride * (size - 1)
     return "S"
-
-
-def _is_dense(extents: Iterable[tuple[int, int]]) -> bool:
-    """Whether (stride, size), innermost first, leave no gap."""
-    expected = 1
-    for stride, size in extents:
-        if stride != expected:
-            return False
-        expected *= size
-    return True

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -153,13 +153,11 @@ class _Planned:
         written = {program.storage_of(slot) for call in program.calls for slot in call.mutates}
         self._changed = [owner.index for owner, slot in program.owned if program.storage_of(slot) in written]
         self._constants = [tensor for tensor, _ in program.constants]
-        self._pool = Pool.of(variant.device) if choice.uses_pool else None
-        self._pool_bytes = choice.plan.pool_bytes
         self._executor = Executor(
             program,
             choice.placed,
             choice.plan,
-            pool=self._pool,
+            pool=Pool.of(variant.device) if choice.uses_pool else None,
             poison=options.poison,
             proven=is_proven(variant.device.type),
         )
@@ -171,7 +169,7 @@ class _Planned:
             ExecutionError: where there is no memory for the pool; nothing has been changed.
         """
         inputs = self._inputs(args)
-        with torch.no_grad(), self._memory():
+        with torch.no_grad(), self._executor.held():
             args.clear()
             results, _, _ = self._executor.run(inputs)
         return results
@@ -179,15 +177,12 @@ class _Planned:
     def run_checked(self, args: list[Any]) -> Any:
         """The same for the first time, comparing every result with the program. A failure leaves all as it was."""
         changed = [args[place] for place in self._changed]
-        with torch.no_grad(), _undone_on_failure(changed, self._device), self._memory():
+        with torch.no_grad(), _undone_on_failure(changed, self._device), self._executor.held():
             results, _, _ = self._executor.run_checked(self._inputs(args))
         return results
 
     def _inputs(self, args: list[Any]) -> list[Any]:
         return [args[place] for place in self._places] + self._constants
-
-    def _memory(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._pool is None else self._pool.held(self._pool_bytes)
 
 
 @contextmanager

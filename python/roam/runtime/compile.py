@@ -7,7 +7,7 @@ import logging
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from types import MethodType
 from typing import Any, Literal
@@ -128,7 +128,7 @@ class Step:
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """The plan by which this call would run; nothing is run.
 
-        Where it has a pool, its `total_bytes` is the memory that the step will take, known before step 1.
+        Its `total_bytes` is the memory that the step will take, known before step 1.
         """
         runner, reason = self._find(args, kwargs)
         return (runner or self._capture(args, kwargs, reason)).plan
@@ -317,7 +317,7 @@ class Runner:
         inputs += [tensor for tensor, _ in program.constants]
         self._drop_ignored()
         generator = torch.get_rng_state().numpy().tobytes()  # not a tensor: it would count as memory of the step
-        with self._memory(), _interrupts_wait(), self._kernels_alone():
+        with self._executor.held(), _interrupts_wait(), self._kernels_alone():
             try:
                 run = self._executor.run if self._checked else self._executor.run_checked
                 result, rebinds, after = run(inputs)
@@ -340,7 +340,7 @@ class Runner:
         """The result of a run by the plan; `memory` then tells what it took."""
         # What a run does before anything else, and what outlasts it, is not its own.
         self._drop_ignored()
-        with self._memory():
+        with self._executor.held():
             held_bytes = 0 if self._pool is None else self._pool.nbytes
         trace = measure_peak(work, device=self._device.type)
         self.memory = replace(
@@ -373,9 +373,6 @@ class Runner:
         """Gives the pool back until the next run."""
         if self._pool is not None:
             self._pool.release()
-
-    def _memory(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._pool is None else self._pool.held(self.plan.pool_bytes)
 
     def _check_inputs(self, inputs: list[Any]) -> None:
         """The last look before anything is changed."""

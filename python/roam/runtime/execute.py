@@ -7,7 +7,7 @@ ones run the plan's text.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -70,10 +70,15 @@ class Executor:
         self._lanes = lanes
         self._proven = proven
 
+    def held(self) -> AbstractContextManager[None]:
+        """Around a run: keeps the pool, if there is one, with as many bytes as the plan needs; see `Pool.held`."""
+        pool = self.bindings.pool
+        return nullcontext() if pool is None else pool.held(self.bindings.pool_bytes)
+
     def run(self, inputs: list[Any]) -> tuple[Any, list[Any], list[Any]]:
         """The values of the result's leaves, of the rebinds, and of the schedulers' arguments.
 
-        `run_checked` comes first; where there is a pool, it must be held.
+        `run_checked` comes first; both run inside `held`.
 
         Args:
             inputs: values of `Program.owned`, then of `Program.constants`, in their order. The list is emptied, so that what
