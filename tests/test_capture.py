@@ -310,24 +310,6 @@ class TestRefuses:
         with pytest.raises(roam.CaptureError, match="hook"):
             roam.capture(plain_step, model, optimizer, x, y)
 
-    def test_checkpointing_with_dropout(self) -> None:
-        from torch.utils.checkpoint import checkpoint
-
-        model, optimizer, x, y = parts()
-
-        def step(model, optimizer, x, y):
-            optimizer.zero_grad()
-            hidden = checkpoint(lambda x: model.drop(model.first(x)), x, use_reentrant=False)
-            loss = functional.cross_entropy(model.second(hidden), y)
-            loss.backward()
-            optimizer.step()
-            return loss
-
-        with pytest.raises(roam.CaptureError, match="generator"):
-            roam.capture(step, model, optimizer, x, y)
-        model.drop.p = 0.0
-        roam.capture(step, model, optimizer, x, y)
-
     def test_a_batch_taken_inside_the_step(self) -> None:
         model, optimizer, x, y = parts()
         batches = iter([(x, y)] * 3)

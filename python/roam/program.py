@@ -76,10 +76,13 @@ class Call:
 
     @property
     def name(self) -> str:
-        """`aten.add.Tensor` for a kernel, `float.truediv` for arithmetic on live numbers."""
+        """`aten.add.Tensor` for a kernel, `torch.random.set_rng_state` for a function of PyTorch's, `float.truediv` for
+        arithmetic on live numbers.
+        """
         if isinstance(self.target, torch._ops.OpOverload):
             return str(self.target)
-        return f"float.{self.target.__name__}"
+        module = str(self.target.__module__)
+        return f"{module if module.startswith('torch.') else 'float'}.{self.target.__name__}"
 
     def refs(self) -> Iterator[int]:
         """Slots of all arguments, nested ones included."""

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from roam.capture.generators import Watch, forget_idle_states
 from roam.capture.live import LiveFloat, LiveInt, LiveNode
 from roam.capture.owners import ArgumentOwner
 from roam.errors import CaptureError
@@ -60,6 +61,10 @@ _REFUSED = {
     "aten.equal": "its result is a Python bool that depends on data",
 }
 _REPLACED = "the tensor was given other data (.data = ...); write into the data that it has, as in p.data.copy_(...)"
+_SET_UNSEEN = (
+    "the step seeds a random generator or sets its state by a method of the generator, which capture cannot see; "
+    "torch.manual_seed, torch.set_rng_state and torch.random.fork_rng it can"
+)
 UNKNOWN = -1
 """The slot of a number that nobody can know during the step."""
 _LIVE_STAND_IN = 0.5
@@ -76,8 +81,8 @@ class Places(Protocol):
 class Recorder(TorchDispatchMode):
     """Records one run of a step into `program`. Use as a context manager inside the fake mode."""
 
-    def __init__(self, frames: Places, real_arguments: list[Any]) -> None:
-        """`real_arguments`: the call's flattened arguments as the user gave them."""
+    def __init__(self, frames: Places, real_arguments: list[Any], watch: Watch | None = None) -> None:
+        """`real_arguments`: the call's flattened arguments as the user gave them; `watch`: over random generators."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.program = Program()
         self.frames = frames
@@ -86,7 +91,7 @@ class Recorder(TorchDispatchMode):
         self._kept: list[Any] = []  # Storages stay alive, so that none's address is given out twice.
         self._tagged: list[FakeTensor] = []
         self._given: dict[int, tuple[Any, float]] = {}
-        self._generator_state_set = ""
+        self._watch = watch
 
     # -- values that exist before the step
 
@@ -189,10 +194,33 @@ class Recorder(TorchDispatchMode):
             return {key: self.references(item, user) for key, item in value.items()}
         return value
 
-    def generator_state_set(self) -> None:
-        """Notes that the step sets a generator's state in Python, which no operator shows."""
-        _, source = self.frames.here()
-        self._generator_state_set = str(source)
+    def generator_call(
+        self, function: Callable[..., Any], arguments: tuple[Any, ...], result: torch.Tensor | None = None
+    ) -> None:
+        """Records what a Python function does to a random generator, in the sequence of the random operators."""
+        phase, source = self.frames.here()
+        index = len(self.program.calls)
+        name = f"{function.__name__}_{index}"
+        output = None if result is None else self._add_tensor(result, creator=index, name=name)
+        references = self.references(arguments, function.__name__)
+        self.program.calls.append(Call(function, references, {}, (output,), False, phase, source, random=True))
+
+    def _draw(self, call: Call, arguments: tuple[Any, ...]) -> None:
+        """Has the watch draw in the place of a random operator."""
+        if self._watch is None:
+            return
+        if not self._watch.is_intact():
+            self.refuse(_SET_UNSEEN, code="generator_state", source=call.source)
+        self._watch.draw(arguments)
+
+    def _generator(self, generator: torch.Generator, call: Call) -> torch.Generator:
+        known = generator if self._watch is None else self._watch.known(generator)
+        if known is None:
+            self.refuse(
+                "it draws from a generator that capture could not find, or that the step itself makes",
+                code="generator_state", op=call.name, source=call.source,
+            )  # fmt: skip
+        return known
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -214,6 +242,8 @@ class Recorder(TorchDispatchMode):
         call = Call(func, (), {}, (), False, phase, source, random=torch.Tag.nondeterministic_seeded in func.tags)
         plain_args, call.args = self._arguments(args, call)
         plain_kwargs, call.kwargs = self._arguments(kwargs, call)
+        if call.random:
+            self._draw(call, (*args, *kwargs.values()))
         try:
             result = func(*plain_args, **plain_kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
@@ -404,6 +434,8 @@ class Recorder(TorchDispatchMode):
                 )  # fmt: skip
             stand_in: float = 1 if isinstance(value, torch.SymInt) else _LIVE_STAND_IN
             return stand_in, Ref(slot)
+        if isinstance(value, torch.Generator):
+            return value, self._generator(value, call)
         if isinstance(value, (tuple, list)):
             pairs = [self._arguments(item, call) for item in value]
             return type(value)(p for p, _ in pairs), type(value)(r for _, r in pairs)
@@ -479,12 +511,9 @@ class Recorder(TorchDispatchMode):
 
     def finish(self) -> None:
         """Checks what only the whole recording shows."""
-        if self._generator_state_set and any(call.random for call in self.program.calls):
-            raise CaptureError(
-                f"{self._generator_state_set}: the step sets a random generator's state and draws random numbers "
-                "(checkpointing with dropout does); the recomputed draw would differ",
-                code="generator_state",
-            )
+        if self._watch is not None and not self._watch.is_intact():
+            raise CaptureError(_SET_UNSEEN, code="generator_state")
+        forget_idle_states(self.program)
 
 
 def _as_real(func: Any, args: Any, result: Any) -> Any:

@@ -15,8 +15,10 @@ from unittest import mock
 import torch
 import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from roam.capture.frames import Frames, shown_path
+from roam.capture.generators import Watch, stand_ins
 from roam.capture.live import as_live
 from roam.capture.owners import GradientOwner, Owner, StateOwner, state_owners
 from roam.capture.record import Recorder
@@ -42,7 +44,8 @@ def trace(
     """
     frames = Frames({id(module): path for path, module in world.reach.modules})
     frames.root = _run.__code__
-    recorder = Recorder(frames, world.leaves)
+    watch = Watch(generator for _, generator in world.reach.generators)
+    recorder = Recorder(frames, world.leaves, watch)
     before: list[tuple[Owner, Any]] = [(owner, owner.get()) for owner in world.owners()]
     plain = [(owner, owner.get()) for owner in state_owners(world.reach, world.parameters, plain=True)]
     rates = [owner.get() for owner in world.rates]
@@ -73,6 +76,7 @@ def trace(
         _plain_endings(world, recorder, plain)
         return recorder.program
     finally:
+        watch.restore()
         recorder.close()
         for rate_owner, rate in zip(world.rates, rates, strict=True):
             rate_owner.set(rate)
@@ -135,9 +139,6 @@ def _own_arguments(
 def _watched(world: World, recorder: Recorder) -> Iterator[None]:
     """Stands in for what acts on Python state that no operator shows."""
 
-    def generator_set(*_: object, **__: object) -> None:
-        recorder.generator_state_set()
-
     def shown(tensor: Any, *_: object, **__: object) -> str:
         if recorder.slot_of(tensor) is None or not _called_by_user():
             return object.__repr__(tensor)
@@ -160,7 +161,7 @@ def _watched(world: World, recorder: Recorder) -> Iterator[None]:
     with ExitStack() as stack:
 
         def replace(holder: Any, name: str, stand_in: Callable[..., Any]) -> None:
-            stack.enter_context(mock.patch.object(holder, name, _in_trace(getattr(holder, name), stand_in)))
+            stack.enter_context(mock.patch.object(holder, name, _in_trace(recorder, getattr(holder, name), stand_in)))
 
         replace(torch.Tensor, "item", item)
         replace(torch.nn.utils.clip_grad, "_has_foreach_support", clips_together)
@@ -168,9 +169,8 @@ def _watched(world: World, recorder: Recorder) -> Iterator[None]:
         if hasattr(transformers, "is_fake_tensor"):
             # It would take other attention masks, hence other kernels, than on real tensors.
             replace(transformers, "is_fake_tensor", lambda _: False)
-        for holder in (torch, torch.random):
-            for name in ("set_rng_state", "manual_seed", "seed"):
-                replace(holder, name, generator_set)
+        for holder, name, stand_in in stand_ins(recorder, world.mode):
+            replace(holder, name, stand_in)
         for name in ("__repr__", "__str__", "__format__"):
             replace(torch.Tensor, name, shown)
         for path, scheduler in world.reach.schedulers:
@@ -178,12 +178,13 @@ def _watched(world: World, recorder: Recorder) -> Iterator[None]:
         yield
 
 
-def _in_trace(original: Callable[..., Any], stand_in: Callable[..., Any]) -> Callable[..., Any]:
-    """The stand-in for the thread that traces; other threads keep the original."""
+def _in_trace(recorder: Recorder, original: Callable[..., Any], stand_in: Callable[..., Any]) -> Callable[..., Any]:
+    """The stand-in for the thread that traces, and for autograd's in its service; other threads keep the original."""
 
     @functools.wraps(original)
     def function(*args: Any, **kwargs: Any) -> Any:
-        return (stand_in if is_tracing() else original)(*args, **kwargs)
+        is_ours = is_tracing() or recorder in _get_current_dispatch_mode_stack()
+        return (stand_in if is_ours else original)(*args, **kwargs)
 
     return function
 

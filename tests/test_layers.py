@@ -1,0 +1,246 @@
+"""What people train with: layers, hooks, recomputation, operators of their own. Each step by a plan gives eager's bits, or is refused."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+
+import roam
+from training import assert_same_bits, tensors_and_numbers
+
+functional = torch.nn.functional
+Script = Callable[[Callable[[Any], Any]], list[Any]]
+
+
+def same_by_plan(script: Script) -> None:
+    """Runs a user's script with eager steps, with compiled ones, and with a pool in which what is dead is overwritten."""
+    poisoned = functools.partial(roam.compile, pool=True, poison=True)
+    outcomes = []
+    for wrap in (lambda step: step, roam.compile, poisoned):
+        torch.manual_seed(0)
+        outcomes.append(tensors_and_numbers(script(wrap), torch.get_rng_state()))
+    assert_same_bits(outcomes[0], outcomes[1])
+    assert_same_bits(outcomes[0], outcomes[2])
+
+
+def images(count: int = 3, *shape: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randn(shape or (4, 6), generator=generator) for _ in range(count)]
+
+
+def train(
+    model: torch.nn.Module,
+    wrap: Callable[[Any], Any],
+    batches: list[Any],
+    loss_of: Callable[[torch.nn.Module, Any], torch.Tensor] = lambda model, x: model(x).square().mean(),
+) -> list[Any]:
+    """A few steps of the commonest kind."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    @wrap
+    def step(model, optimizer, x):
+        optimizer.zero_grad()
+        loss = loss_of(model, x)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    returned = [step(model, optimizer, x) for x in batches]
+    return [returned, model.state_dict(), optimizer.state_dict()]
+
+
+def refused(step: Callable[..., Any], *args: Any) -> roam.CaptureError:
+    with pytest.raises(roam.CaptureError) as caught:
+        roam.capture(step, *args)
+    return caught.value
+
+
+class Block(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(6, 6), torch.nn.Linear(6, 6)
+        self.drop = torch.nn.Dropout(0.4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.second(self.drop(torch.relu(self.first(self.drop(x)))))
+
+
+class Recomputing(torch.nn.Module):
+    def __init__(self, *, preserve: bool = True, reentrant: bool = False, is_nested: bool = False) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(Block() for _ in range(3))
+        self.enter, self.drop = torch.nn.Linear(6, 6), torch.nn.Dropout(0.3)
+        self.is_nested = is_nested
+        self.checkpoint = functools.partial(checkpoint, use_reentrant=reentrant, preserve_rng_state=preserve)
+
+    def pair(self, x: torch.Tensor) -> torch.Tensor:
+        return self.drop(self.checkpoint(self.blocks[1], self.blocks[0](x)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.drop(self.enter(x))
+        if self.is_nested:
+            return self.drop(self.checkpoint(self.pair, x))
+        for block in self.blocks:
+            x = self.checkpoint(block, x)
+        return self.drop(x)
+
+
+class TestRecomputation:
+    """The recomputed mask is the mask of the forward pass, and the generator ends where eager leaves it."""
+
+    @pytest.mark.parametrize("reentrant", [True, False])
+    @pytest.mark.parametrize("preserve", [True, False])
+    def test_with_dropout(self, reentrant: bool, preserve: bool) -> None:
+        same_by_plan(lambda wrap: train(Recomputing(preserve=preserve, reentrant=reentrant), wrap, images()))
+
+    @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
+    @pytest.mark.parametrize("reentrant", [True, False])
+    def test_within_recomputation(self, reentrant: bool) -> None:
+        same_by_plan(lambda wrap: train(Recomputing(reentrant=reentrant, is_nested=True), wrap, images()))
+
+    @pytest.mark.parametrize("reentrant", [True, False])
+    def test_of_a_sequence(self, reentrant: bool) -> None:
+        def loss_of(model, x):
+            x = checkpoint_sequential(model[1:], 2, model[0](x), use_reentrant=reentrant)
+            return x.square().mean()
+
+        same_by_plan(lambda wrap: train(torch.nn.Sequential(*[Block() for _ in range(5)]), wrap, images(), loss_of))
+
+    def test_runs_the_block_twice(self) -> None:
+        graph = roam.capture(*_recomputing_step())
+        draws = [operator.name for operator in graph.operators if operator.sequence == "random"]
+        assert draws.count("aten.bernoulli_.float") == 2 + 2 * 3 * 2
+        assert draws.count("torch.random.get_rng_state") == draws.count("torch.random.set_rng_state") // 2 * 2
+
+    def test_without_draws_keeps_no_state(self) -> None:
+        step, model, *rest = _recomputing_step()
+        for module in model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.0
+        graph = roam.capture(step, model, *rest)
+        assert not [operator.name for operator in graph.operators if "rng_state" in operator.name]
+
+
+def _recomputing_step() -> tuple[Any, ...]:
+    def step(model, optimizer, x):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    model = Recomputing()
+    return step, model, torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(4, 6)
+
+
+class TestGeneratorState:
+    """What a step does to PyTorch's generators it does again in every run."""
+
+    def check(self, loss_of: Any) -> None:
+        same_by_plan(lambda wrap: train(Block(), wrap, images(), loss_of))
+
+    def test_forked(self) -> None:
+        def loss_of(model, x):
+            with torch.random.fork_rng():
+                noise = torch.randn(4, 6)
+            return (model(x) + noise).square().mean()
+
+        self.check(loss_of)
+
+    def test_forked_and_seeded(self) -> None:
+        def loss_of(model, x):
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(3)
+                noise = torch.randn(4, 6)
+            return (model(x) + noise).square().mean()
+
+        self.check(loss_of)
+
+    def test_seeded_for_good(self) -> None:
+        def loss_of(model, x):
+            torch.manual_seed(11)
+            return model(x).square().mean()
+
+        self.check(loss_of)
+
+    def test_set_to_what_was_read_before_the_step(self) -> None:
+        state = torch.get_rng_state()
+
+        def loss_of(model, x):
+            torch.set_rng_state(state)
+            return model(x).square().mean()
+
+        self.check(loss_of)
+
+    def test_set_although_nothing_is_drawn(self) -> None:
+        state = torch.get_rng_state()
+
+        def loss_of(model, x):
+            torch.set_rng_state(state)
+            return model.first(x).square().mean()
+
+        self.check(loss_of)
+
+    def test_of_a_generator_of_the_users_own(self) -> None:
+        def script(wrap):
+            generator = torch.Generator().manual_seed(5)
+
+            def loss_of(model, x):
+                return (model(x) + torch.randn(4, 6, generator=generator)).square().mean()
+
+            return [*train(Block(), wrap, images(), loss_of), generator.get_state()]
+
+        same_by_plan(script)
+
+    @pytest.mark.parametrize("act", ["seed", "round_trip", "make", "default", "read_seed", "random_seed"])
+    def test_is_refused_where_it_cannot_be_seen(self, act: str) -> None:
+        held = torch.Generator().manual_seed(0)
+
+        def step(model, optimizer, x):
+            generator = held
+            if act == "seed":
+                generator.manual_seed(0)
+            elif act == "round_trip":
+                state = generator.get_state()
+                torch.rand(3, generator=generator)
+                generator.set_state(state)
+            elif act == "make":
+                generator = torch.Generator().manual_seed(0)
+            elif act == "default":
+                torch.default_generator.manual_seed(0)
+            elif act == "read_seed":
+                torch.manual_seed(torch.initial_seed() + 1)
+            else:
+                torch.seed()
+            loss = (model(x) * torch.rand(6, generator=generator)).sum()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        model, x = torch.nn.Linear(6, 6), torch.randn(4, 6)
+        before = torch.get_rng_state(), held.get_state()
+        error = refused(step, model, torch.optim.SGD(model.parameters(), lr=0.1), x)
+        assert error.code == "generator_state"
+        assert before[0].equal(torch.get_rng_state())
+        assert before[1].equal(held.get_state())
+
+    def test_is_put_back_by_a_step_that_failed_before_it_changed_anything(self) -> None:
+        model = Recomputing(reentrant=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        table = torch.nn.Parameter(torch.ones(3, 6))
+
+        def step(x, index):
+            optimizer.zero_grad()
+            loss = (model(x) + functional.embedding(index, table)).square().mean()
+            loss.backward()
+            optimizer.step()
+
+        compiled = roam.compile(step)
+        compiled(torch.randn(4, 6), torch.zeros(4, dtype=torch.int64))
+        x, state = torch.randn(4, 6), torch.get_rng_state()
+        with pytest.raises(roam.ExecutionError, match="Nothing had been updated yet"):
+            compiled(x, torch.full((4,), 9))
+        assert state.equal(torch.get_rng_state())
