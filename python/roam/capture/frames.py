@@ -75,6 +75,10 @@ class Frames:
             if bits:
                 if frame.f_back is not None and frame.f_back.f_code is self.root:
                     bits &= ~_LOSS  # the step itself is not its loss, whatever the user calls it
+                if bits_seen & (_BACKWARD | _UPDATE):
+                    bits &= ~(
+                        _BACKWARD | _UPDATE
+                    )  # an optimizer in a gradient hook, a backward pass in a closure: the inner one
                 bits_seen |= bits
                 if bits & _USER and user is None:
                     user = frame

@@ -38,6 +38,7 @@ from .spaces import (
     SetSpace,
     SlotsSpace,
     Space,
+    TensorKeyedSpace,
 )
 from .values import MISSING, is_numpy_array, is_plain
 
@@ -47,6 +48,8 @@ _NOT_IN_STEP: Final = frozenset(
 )
 _SCHEDULERS: Final = (torch.optim.lr_scheduler.LRScheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
 _MOST_SPACES: Final = 1_000_000
+HOOKS: Final = ("_backward_hooks", "_post_accumulate_grad_hooks")
+"""Where a tensor keeps the hooks on its gradient."""
 
 TensorKind = Literal["parameter", "buffer", "group", "state", "loose", "argument"]
 _RANKS: Final = {kind: rank for rank, kind in enumerate(get_args(TensorKind))}
@@ -258,8 +261,16 @@ class _Walk:
                 self.reach.slots.append(Slot(space.label(key), value, space, key, kind))
                 if value.__dict__ and not isinstance(value, FakeTensor) and self._is_new(value.__dict__):
                     self._fill(MappingSpace(value.__dict__, space.label(key), label=_child(space.label(key))))
+                self._hooks(value, space.label(key))
             else:
                 self._enqueue(value, space.label(key))
+
+    def _hooks(self, tensor: torch.Tensor, path: str) -> None:
+        """Enter the hooks on a tensor's gradient."""
+        for name in HOOKS:
+            hooks = getattr(tensor, name)
+            if hooks and self._is_new(hooks):
+                self._fill(MappingSpace(hooks, f"{path}.{name}"))
 
     def _visit(self, value: Any, path: str) -> None:
         if not self._is_new(value):
@@ -292,7 +303,10 @@ class _Walk:
         elif issubclass(kind, type):
             self._class(value, path)
         elif issubclass(kind, dict):
-            self._fill(MappingSpace(value, path, label=_index(path)))
+            if any(issubclass(type(key), torch.Tensor) for key in dict.__iter__(value)):
+                self._fill(TensorKeyedSpace(value, path))
+            else:
+                self._fill(MappingSpace(value, path, label=_index(path)))
             self._attributes(value, path)
         elif issubclass(kind, (list, deque, tuple)):
             self._fill(SequenceSpace(value, path, label=_index(path)))
@@ -301,8 +315,8 @@ class _Walk:
             if issubclass(kind, set):
                 self._fill(SetSpace(value, path, label=lambda key: f"{path}{{...}}"))
             else:
-                for element in frozenset.__iter__(value):
-                    self._enqueue(element, f"{path}{{...}}")
+                elements = tuple(frozenset.__iter__(value))
+                self._fill(SequenceSpace(elements, path, label=lambda key: f"{path}{{...}}"))
         elif is_numpy_array(value):
             if not value.dtype.hasobject:
                 self._place(ArraySpace(value, path))
@@ -320,6 +334,11 @@ class _Walk:
                 self._enqueue(item, _index(path)(key))
         elif _is_iterator(kind):
             self.reach.iterators.append((path, value))
+        elif issubclass(kind, torch.autograd.graph.Node):
+            raise CaptureError(
+                f"{path} is a node of autograd's, kept from before the step; put hooks on tensors, not on nodes",
+                code="autograd_node",
+            )
         elif not is_opaque(kind):
             self._attributes(value, path)
             self._enqueue(kind, kind.__qualname__)

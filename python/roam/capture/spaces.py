@@ -104,6 +104,35 @@ class MappingSpace(Space):
         (OrderedDict if isinstance(self.holder, OrderedDict) else dict).__setitem__(self.holder, key, value)
 
 
+class TensorKeyedSpace(MappingSpace):
+    """A dictionary with tensors for keys, such as one that holds an optimizer for each parameter.
+
+    During capture its keys are fakes, and `stand_ins` has the fake for the `id` of each tensor.
+    """
+
+    __slots__ = ("stand_ins",)
+
+    def __init__(self, holder: dict[Any, Any], path: str) -> None:
+        places = {id(key): place for place, key in enumerate(holder)}
+        super().__init__(holder, path, label=lambda key: f"{path}[key {places.get(id(key), '...')}]")
+        self.stand_ins: dict[int, Any] = {}
+
+    def exchange(self, fake: Callable[[Any], Any]) -> None:
+        """Puts the fake of each tensor in its place among the keys."""
+        items = self.items()
+        self.stand_ins = {id(key): fake(key) for key, _ in items if issubclass(type(key), torch.Tensor)}
+        self.put([(self.stand_ins.get(id(key), key), value) for key, value in items])
+
+    def get(self, key: Any) -> Any:
+        return super().get(self._now(key))
+
+    def set(self, key: Any, value: Any) -> None:
+        super().set(self._now(key), value)
+
+    def _now(self, key: Any) -> Any:
+        return key if dict.__contains__(self.holder, key) else self.stand_ins.get(id(key), key)
+
+
 class SequenceSpace(Space):
     """A list, a deque, or (read only) a tuple that holds other things than plain values."""
 

@@ -49,6 +49,7 @@ def trace(
     before: list[tuple[Owner, Any]] = [(owner, owner.get()) for owner in world.owners()]
     plain = [(owner, owner.get()) for owner in state_owners(world.reach, world.parameters, plain=True)]
     rates = [owner.get() for owner in world.rates]
+    hooks = world.hooks()
     try:
         for owner, tensor in before:
             recorder.add_owned(owner, tensor, owner.path)
@@ -70,6 +71,8 @@ def trace(
                 "let it work on a copy",
                 code="moved",
             )
+        if world.hooks() != hooks:
+            raise CaptureError("the step adds hooks to a parameter, or removes some", code="moved")
         recorder.finish()
         _results(world, recorder, result)
         _endings(world, recorder, before)

@@ -15,7 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from roam.capture.fake import mode_of
 from roam.capture.owners import ArgumentOwner, Owner, PlaceOwner, gradient_owners, rate_owners, state_owners
-from roam.capture.reach import Reach
+from roam.capture.reach import HOOKS, Reach
+from roam.capture.spaces import TensorKeyedSpace
 from roam.errors import CaptureError
 
 _CLASSES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor)
@@ -53,6 +54,9 @@ class World:
         # All places are read before any is written.
         for owner, tensor in [(owner, owner.get()) for owner in self.places]:
             owner.set(self._fake(tensor))
+        for place in self.reach.places:
+            if isinstance(place.space, TensorKeyedSpace):
+                place.space.exchange(self._fake)
         for optimizer, entries in states:
             optimizer.state.clear()
             for parameter, entry in entries:
@@ -65,6 +69,11 @@ class World:
         """A fake made from a literal remembers its value, and `.item()` would answer with it for ever."""
         for owner in self.owners():
             owner.get().constant = None
+
+    def hooks(self) -> dict[str, list[int]]:
+        """The hooks on the gradients of tensors from before the step, by their own numbers."""
+        named = {f"{owner.path}.{name}": getattr(owner.get(), name) for owner in self.places for name in HOOKS}
+        return {path: list(hooks) for path, hooks in named.items() if hooks}
 
     def signature(self) -> tuple[tuple[str, Any], ...]:
         """What exists between steps now, with metadata: it tells a first step from a steady one."""
@@ -82,6 +91,9 @@ class World:
         finally:
             tensor.grad = gradient
         found.__dict__.update(tensor.__dict__)  # what the user noted on it, such as a scale of its own
+        for name in HOOKS:
+            if hooks := getattr(tensor, name):
+                setattr(found, name, hooks)
         self._fakes[id(tensor)] = tensor, found
         if gradient is not None:
             found.grad = self._fake(gradient)
@@ -139,13 +151,15 @@ def describe(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 def _places(reach: Reach) -> Iterator[PlaceOwner]:
     seen: set[int] = set()
+    times: dict[str, int] = {}
     for slot in reach.slots:
         if slot.kind in ("argument", "state"):
             continue
-        is_parameter = isinstance(slot.tensor, torch.nn.Parameter)
-        yield PlaceOwner(
-            slot.space, slot.key, slot.path, "parameter" if is_parameter else "buffer", id(slot.tensor) in seen
-        )
+        # Keys of dictionaries that have no text share a path.
+        times[slot.path] = number = times.get(slot.path, 0) + 1
+        path = slot.path if number == 1 else f"{slot.path} ({number})"
+        kind = "parameter" if isinstance(slot.tensor, torch.nn.Parameter) else "buffer"
+        yield PlaceOwner(slot.space, slot.key, path, kind, id(slot.tensor) in seen)
         seen.add(id(slot.tensor))
 
 
@@ -158,8 +172,6 @@ def _check_tensor(tensor: Any, path: str) -> None:
         _refuse(f"{path} has tensors for attributes; keep them elsewhere", "tensor_attribute")
     if tensor.grad_fn is not None:
         _refuse(f"{path} has a gradient history from outside of the step; detach it", "outer_history")
-    if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
-        _refuse(f"{path} has a gradient hook; hooks on tensors are not captured", "tensor_hook")
 
 
 def _refuse(message: str, code: str) -> NoReturn:
