@@ -73,6 +73,8 @@ class Call:
     mutates: tuple[int, ...] = ()
     """Slots of the arguments whose memory it changes."""
     random: bool = False
+    unless: int | None = None
+    """Slot of a live number: where it is not zero, a run leaves the call out."""
 
     @property
     def name(self) -> str:
@@ -85,9 +87,11 @@ class Call:
         return f"{module if module.startswith('torch.') else 'float'}.{self.target.__name__}"
 
     def refs(self) -> Iterator[int]:
-        """Slots of all arguments, nested ones included."""
+        """Slots of all that the call needs: its arguments, nested ones included, and the number that may leave it out."""
         yield from refs(self.args)
         yield from refs(self.kwargs)
+        if self.unless is not None:
+            yield self.unless
 
     def run(self, values: dict[int, Any]) -> Any:
         """Runs the call on the values of its slots and puts its results among them."""
@@ -171,6 +175,8 @@ class Program:
     """(question about the arguments, its answer at capture)."""
     stepped: list[Any] = field(default_factory=list)
     """Optimizers whose `step` the user's step calls."""
+    skippable: list[tuple[Any, int]] = field(default_factory=list)
+    """(optimizer, slot of a live number): its calls have this number for `Call.unless`, and leave its state as it was."""
     after: list[HostCall] = field(default_factory=list)
     """Schedulers to step after the run, in this order."""
 
@@ -184,8 +190,8 @@ class Program:
         return -1 if meta is None else meta.storage
 
     def outgoing(self) -> set[int]:
-        """Slots whose values outlive the step: results, what owners hold afterwards, schedulers' arguments."""
-        outgoing = set(refs(self.result[0])) | {slot for _, slot in self.rebinds}
+        """Slots whose values outlive the step: results, what owners hold afterwards, schedulers' arguments, what was left out."""
+        outgoing = set(refs(self.result[0])) | {slot for _, slot in (*self.rebinds, *self.skippable)}
         outgoing.update(slot for host_call in self.after for slot in refs(host_call.arguments))
         return outgoing
 

@@ -21,6 +21,8 @@ _TORCH = os.path.dirname(torch.__file__) + os.sep
 _ROAM = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _STANDARD = sysconfig.get_path("stdlib") + os.sep
 _UPDATE_FILES = (_TORCH + "optim" + os.sep, os.path.join(_TORCH, "nn", "utils", "clip_grad.py"))
+_SCALER_FILE = os.path.join(_TORCH, "amp", "grad_scaler.py")
+_SCALER_UPDATES = ("unscale_", "step", "update")
 _AUTOGRAD_FILES = tuple(os.path.join(_TORCH, "autograd", name) for name in ("__init__.py", "graph.py"))
 _LOSS_NAMES = ("loss", "cross_entropy", "nll", "kl_div")
 
@@ -32,7 +34,7 @@ def _classify(code: CodeType) -> int:
     file, name = code.co_filename, code.co_name
     bits = 0
     if file.startswith(_TORCH):
-        if file.startswith(_UPDATE_FILES):
+        if file.startswith(_UPDATE_FILES) or (file == _SCALER_FILE and name in _SCALER_UPDATES):
             bits |= _UPDATE
         if name in ("backward", "_engine_run_backward") and file.startswith(_AUTOGRAD_FILES):
             bits |= _BACKWARD

@@ -71,6 +71,23 @@ class GradientOwner:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class ScalerOwner:
+    """The scale or the growth tracker of a gradient scaler, which it makes when it is first used."""
+
+    scaler: torch.amp.GradScaler
+    key: str
+    path: str
+    kind: str = "optimizer_state"
+
+    def get(self) -> Any:
+        tensor = getattr(self.scaler, self.key, None)
+        return MISSING if tensor is None else tensor
+
+    def set(self, value: Any) -> None:
+        setattr(self.scaler, self.key, value)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class ArgumentOwner:
     """The call's own argument, by its place among the flattened arguments: a tensor of the batch, or a live float."""
 
@@ -118,7 +135,7 @@ def rate_owners(optimizer: torch.optim.Optimizer, path: str) -> Iterator[RateOwn
                 yield RateOwner(optimizer, number, f"{where}[{key!r}]", key)
 
 
-Owner = PlaceOwner | StateOwner | GradientOwner
+Owner = PlaceOwner | StateOwner | ScalerOwner | GradientOwner
 """What holds a tensor between calls."""
 
 
@@ -136,6 +153,15 @@ def state_owners(reach: Reach, parameters: list[PlaceOwner], *, plain: bool = Fa
             for key, value in entry.items():
                 if isinstance(value, torch.Tensor) is not plain:
                     yield StateOwner(optimizer, owner, key, f"{path}.state[{owner.path}][{key!r}]")
+
+
+def scaler_owners(reach: Reach) -> Iterator[ScalerOwner]:
+    """What the gradient scalers hold now."""
+    for path, scaler in reach.scalers:
+        for key in ("_scale", "_growth_tracker"):
+            owner = ScalerOwner(scaler, key, f"{path}.{key}")
+            if owner.get() is not MISSING:
+                yield owner
 
 
 def gradient_owners(parameters: list[PlaceOwner]) -> Iterator[GradientOwner]:

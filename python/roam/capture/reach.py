@@ -34,6 +34,7 @@ from .spaces import (
     MappingSpace,
     NamesSpace,
     OptimizerSpace,
+    ScalerSpace,
     SequenceSpace,
     SetSpace,
     SlotsSpace,
@@ -285,6 +286,7 @@ class _Walk:
             self._live_object(value, path)
         elif issubclass(kind, torch.amp.GradScaler):
             self.reach.scalers.append((path, value))
+            self._place(ScalerSpace(value, path), guarded=True)
             self._live_object(value, path)
         elif issubclass(kind, torch.Generator):
             self.reach.generators.append((path, value))

@@ -399,7 +399,7 @@ class Recorder(TorchDispatchMode):
             written = {program.slots[s].storage for s in call.mutates}  # type: ignore[union-attr]
             if not needed_storages & written and not needed_slots & set(call.outputs):
                 continue
-            if call.random:
+            if call.random or call.unless is not None:
                 return None
             chosen.append(replace(call))
             for argument in call.refs():

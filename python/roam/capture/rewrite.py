@@ -125,6 +125,7 @@ def _renumber(
                 kwargs=kwargs,
                 outputs=tuple(None if slot is None else slot_of(slot) for slot in call.outputs),
                 mutates=tuple(slot_of(slot) for slot in call.mutates),
+                unless=None if call.unless is None else slot_of(call.unless),
             )
         )
     leaves, spec = program.result
@@ -137,6 +138,7 @@ def _renumber(
     result.plain_before = list(program.plain_before)
     result.questions = list(program.questions)
     result.stepped = list(program.stepped)
+    result.skippable = [(optimizer, slot_of(slot)) for optimizer, slot in program.skippable]
     result.after = [HostCall(h.scheduler, h.path, renamed(h.arguments), h.position) for h in program.after]
     return result
 

@@ -381,3 +381,36 @@ class OptimizerSpace(Space):
         if type(key) is tuple:
             return f"{self.path}.param_groups[{key[0]}][{key[1]!r}]"
         return f"{self.path}.{key}"
+
+
+class ScalerSpace(Space):
+    """A gradient scaler's settings, and whether it is as `update` leaves it. Its dictionary is a space of its own, so `put` has
+    nothing to do.
+    """
+
+    __slots__ = ("holder",)
+    SETTINGS: Final = ("_enabled", "_growth_factor", "_backoff_factor", "_growth_interval")
+    INITIAL: Final = ("_init_scale", "_init_growth_tracker")
+
+    def __init__(self, holder: torch.amp.GradScaler, path: str) -> None:
+        super().__init__(path, label=lambda key: f"{path}.{key}")
+        self.holder = holder
+
+    def items(self) -> Items:
+        attributes = self.holder.__dict__
+        items: Items = [(key, attributes.get(key, MISSING)) for key in (*self.SETTINGS, *self.INITIAL)]
+        items.append(("_per_optimizer_states", "as update() leaves it" if is_updated(self.holder) else "in use"))
+        return items
+
+    def put(self, items: Items) -> None:
+        pass
+
+    def is_live(self, key: Any) -> bool:
+        # Once there is a scale, nobody looks at the first one.
+        return key in self.INITIAL and self.holder.__dict__.get("_scale") is not None
+
+
+def is_updated(scaler: torch.amp.GradScaler) -> bool:
+    """Whether a gradient scaler has worked on no optimizer since its last `update`."""
+    states: Any = scaler.__dict__.get("_per_optimizer_states", {})
+    return all(state["stage"].name == "READY" and not state["found_inf_per_device"] for state in states.values())

@@ -16,6 +16,7 @@ from roam.capture.lower import device_of, lower
 from roam.capture.owners import GradientOwner
 from roam.capture.reach import Reach
 from roam.capture.rewrite import accumulate_in_place, agrees, difference, prune
+from roam.capture.scaler import check_scaler
 from roam.capture.snapshot import Snapshot
 from roam.capture.trace import trace
 from roam.capture.world import World
@@ -220,8 +221,7 @@ def _refuse_unseen_state(reach: Reach) -> None:
             code="iterator",
         )
     for path, scaler in reach.scalers:
-        if scaler.is_enabled():
-            raise CaptureError(f"{path} is a gradient scaler; scalers are not captured yet", code="scaler")
+        check_scaler(scaler, path)
 
 
 __all__ = ["CapturedStep", "Variant", "capture", "capture_step"]

@@ -22,6 +22,7 @@ from roam.capture.generators import Watch, stand_ins
 from roam.capture.live import as_live
 from roam.capture.owners import GradientOwner, Owner, StateOwner, state_owners
 from roam.capture.record import Recorder
+from roam.capture.scaler import check_skippable, check_updated, scaler_stand_ins
 from roam.capture.values import is_plain, same
 from roam.capture.world import World
 from roam.errors import CaptureError
@@ -74,9 +75,11 @@ def trace(
         if world.hooks() != hooks:
             raise CaptureError("the step adds hooks to a parameter, or removes some", code="moved")
         recorder.finish()
+        check_updated(world)
         _results(world, recorder, result)
         _endings(world, recorder, before)
         _plain_endings(world, recorder, plain)
+        check_skippable(recorder.program)
         return recorder.program
     finally:
         watch.restore()
@@ -168,6 +171,8 @@ def _watched(world: World, recorder: Recorder) -> Iterator[None]:
 
         replace(torch.Tensor, "item", item)
         replace(torch.nn.utils.clip_grad, "_has_foreach_support", clips_together)
+        for holder, name, stand_in in scaler_stand_ins(world, recorder):
+            replace(holder, name, stand_in)
         transformers = sys.modules.get("transformers.utils.import_utils")
         if hasattr(transformers, "is_fake_tensor"):
             # It would take other attention masks, hence other kernels, than on real tensors.

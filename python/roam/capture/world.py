@@ -14,7 +14,15 @@ import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from roam.capture.fake import mode_of
-from roam.capture.owners import ArgumentOwner, Owner, PlaceOwner, gradient_owners, rate_owners, state_owners
+from roam.capture.owners import (
+    ArgumentOwner,
+    Owner,
+    PlaceOwner,
+    gradient_owners,
+    rate_owners,
+    scaler_owners,
+    state_owners,
+)
 from roam.capture.reach import HOOKS, Reach
 from roam.capture.spaces import TensorKeyedSpace
 from roam.errors import CaptureError
@@ -46,13 +54,15 @@ class World:
         """Every owner that holds a tensor now, each tensor once; state and gradients included."""
         yield from (owner for owner in self.places if not owner.tied)
         yield from state_owners(self.reach, self.parameters)
+        yield from scaler_owners(self.reach)
         yield from gradient_owners(self.parameters)
 
     def enter(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Puts fakes in place of all real tensors; the step's arguments with fakes. A `Snapshot` undoes it."""
         states = [(optimizer, list(optimizer.state.items())) for optimizer in self.optimizers]
         # All places are read before any is written.
-        for owner, tensor in [(owner, owner.get()) for owner in self.places]:
+        owners: list[Owner] = [*self.places, *scaler_owners(self.reach)]
+        for owner, tensor in [(owner, owner.get()) for owner in owners]:
             owner.set(self._fake(tensor))
         for place in self.reach.places:
             if isinstance(place.space, TensorKeyedSpace):

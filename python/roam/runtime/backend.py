@@ -171,14 +171,14 @@ class _Planned:
         inputs = self._inputs(args)
         with torch.no_grad(), self._executor.held():
             args.clear()
-            results, _, _ = self._executor.run(inputs)
+            results, *_ = self._executor.run(inputs)
         return results
 
     def run_checked(self, args: list[Any]) -> Any:
         """The same for the first time, comparing every result with the program. A failure leaves all as it was."""
         changed = [args[place] for place in self._changed]
         with torch.no_grad(), _undone_on_failure(changed, self._device), self._executor.held():
-            results, _, _ = self._executor.run_checked(self._inputs(args))
+            results, *_ = self._executor.run_checked(self._inputs(args))
         return results
 
     def _inputs(self, args: list[Any]) -> list[Any]:

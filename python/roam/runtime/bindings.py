@@ -116,14 +116,24 @@ class Bindings:
         """Slots of a run's inputs, in their order."""
         return [slot for _, slot in self.program.owned] + [slot for _, slot in self.program.constants]
 
-    def outgoing(self, value: Any) -> tuple[Any, list[Any], list[Any]]:
-        """The result's leaves, the rebinds and the schedulers' arguments, with every `Ref` replaced."""
+    def outgoing(self, value: Any) -> tuple[Any, list[Any], list[Any], list[Any]]:
+        """The result's leaves, the rebinds, the schedulers' arguments and the numbers that leave optimizers out, with every `Ref`
+        replaced.
+        """
         leaves, _ = self.program.result
         return (
             substitute(leaves, value),
             [value(Ref(slot)) for _, slot in self.program.rebinds],
             [substitute(host_call.arguments, value) for host_call in self.program.after],
+            [value(Ref(slot)) for _, slot in self.program.skippable],
         )
+
+    def perhaps_missing(self) -> list[int]:
+        """Slots that outlive the step and are not made where their call is left out."""
+        outgoing = self.program.outgoing()
+        return [
+            slot for call in self.program.calls if call.unless is not None for slot in call.outputs if slot in outgoing
+        ]  # fmt: skip
 
 
 def _dying(program: Program, order: list[int]) -> list[dict[int, list[int]]]:

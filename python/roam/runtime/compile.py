@@ -16,13 +16,13 @@ import torch
 import torch.utils._pytree as pytree
 
 from roam import Plan
-from roam.capture.owners import ArgumentOwner, GradientOwner, RateOwner, StateOwner
+from roam.capture.owners import ArgumentOwner, GradientOwner, RateOwner, ScalerOwner, StateOwner
 from roam.capture.step import CapturedStep, Variant, capture_step
 from roam.capture.trace import is_tracing
 from roam.capture.values import MISSING, same, show
 from roam.errors import ExecutionError
 from roam.kernels.table import is_proven
-from roam.program import TensorMeta
+from roam.program import Program, TensorMeta
 from roam.runtime.choose import Options, choose, is_disabled
 from roam.runtime.execute import Executor
 from roam.runtime.lanes import CudaLanes
@@ -264,7 +264,6 @@ class Runner:
             poison=options.poison,
             proven=is_proven(variant.device.type),
         )
-        self._checked = False
         self._owners = [owner for owner, _ in program.owned]
         # Gradients that a run uses up are kept until it is done: it may fail, and be tried again.
         used = {owner.path for owner in self._owners}
@@ -273,7 +272,7 @@ class Runner:
         self._live_state = [
             (owner, _expected(program.slots[slot]))
             for owner, slot in program.owned
-            if isinstance(owner, (StateOwner, GradientOwner))
+            if isinstance(owner, (StateOwner, ScalerOwner, GradientOwner))
         ]
         self._sharing = _pattern([program.slots[slot].storage for _, slot in program.owned if program.slots[slot]])  # type: ignore[union-attr]
         self._devices = {meta.device.type for meta in program.slots if meta is not None}
@@ -319,19 +318,21 @@ class Runner:
         generator = torch.get_rng_state().numpy().tobytes()  # not a tensor: it would count as memory of the step
         with self._executor.held(), _interrupts_wait(), self._kernels_alone():
             try:
-                run = self._executor.run if self._checked else self._executor.run_checked
-                result, rebinds, after = run(inputs)
+                run = self._executor.run_checked if self._executor.text is None else self._executor.run
+                result, rebinds, after, skips = run(inputs)
             except Exception as error:
                 raise self._failed(error, generator) from error
             for owner in self._consumed:
                 owner.parameter.get().grad = None
+            skipped = _skipped(program, skips)
             for (owner, _), value in zip(program.rebinds, rebinds, strict=True):
-                owner.set(value)
+                if not isinstance(owner, StateOwner) or id(owner.optimizer) not in skipped:
+                    owner.set(value)
             for owner, value in program.plain_state:
                 owner.set(value)
             for optimizer in program.stepped:
-                optimizer._opt_called = True  # what a scheduler looks for
-        self._checked = True
+                if id(optimizer) not in skipped:
+                    optimizer._opt_called = True  # what a scheduler looks for
         for host_call, (arguments, keywords) in zip(program.after, after, strict=True):
             host_call.scheduler.step(*arguments, **keywords)
         return pytree.tree_unflatten(result, program.result[1])
@@ -418,6 +419,12 @@ class Runner:
         )  # fmt: skip
         torn.__cause__ = error
         return Torn(torn, [(owner, tensor, tensor._version) for owner, tensor in owners])
+
+
+def _skipped(program: Program, numbers: list[Any]) -> set[int]:
+    """Identities of the optimizers of which every step was left out."""
+    steps = [(id(optimizer), number) for (optimizer, _), number in zip(program.skippable, numbers, strict=True)]
+    return {optimizer for optimizer, _ in steps} - {optimizer for optimizer, number in steps if not number}
 
 
 def _workspace(trace: MemoryTrace) -> int | None:

@@ -65,7 +65,7 @@ class Executor:
         self.program = program
         self.bindings = Bindings(program, placed, plan, pool=pool, poison=poison)
         self.text: Text | None = None
-        """What later runs run; there after the first."""
+        """What later runs run; there after the first that left out no call, and so has checked them all."""
         self._plan = plan
         self._lanes = lanes
         self._proven = proven
@@ -75,8 +75,8 @@ class Executor:
         pool = self.bindings.pool
         return nullcontext() if pool is None else pool.held(self.bindings.pool_bytes)
 
-    def run(self, inputs: list[Any]) -> tuple[Any, list[Any], list[Any]]:
-        """The values of the result's leaves, of the rebinds, and of the schedulers' arguments.
+    def run(self, inputs: list[Any]) -> tuple[Any, list[Any], list[Any], list[Any]]:
+        """What `Bindings.outgoing` says; None for what was left out.
 
         `run_checked` comes first; both run inside `held`.
 
@@ -88,7 +88,7 @@ class Executor:
         with nullcontext() if self._lanes is None else self._lanes.entered():
             return self.text.run(inputs)
 
-    def run_checked(self, inputs: list[Any]) -> tuple[Any, list[Any], list[Any]]:
+    def run_checked(self, inputs: list[Any]) -> tuple[Any, list[Any], list[Any], list[Any]]:
         """As `run`, comparing shape, strides, dtype, device and storage of every result with the program.
 
         Raises:
@@ -103,10 +103,14 @@ class Executor:
             check.note(slot, values[slot])
         if bindings.poison:
             bindings.range(None).fill_(POISON)
+        is_complete = True
         for step, index in enumerate(bindings.order):
             call = self.program.calls[index]
             try:
-                self._run_one(index, call, values, check)
+                if call.unless is None or not values[call.unless]:
+                    self._run_one(index, call, values, check)
+                else:
+                    is_complete = False
             except BaseException as error:
                 error._roam_failure = Failure(step, call)  # type: ignore[attr-defined]
                 raise
@@ -116,7 +120,9 @@ class Executor:
                         values.pop(slot, None)
                 elif bindings.is_poisoned(storage, index):
                     bindings.range(storage).fill_(POISON)
-        self.text = Text(bindings, self._plan, self._lanes)
+        if is_complete:
+            self.text = Text(bindings, self._plan, self._lanes)
+        values.update((slot, None) for slot in bindings.perhaps_missing() if slot not in values)
         return bindings.outgoing(lambda ref: values[ref.slot])
 
     def _run_one(self, index: int, call: Call, values: dict[int, Any], check: Check) -> None:

@@ -27,7 +27,8 @@ class Text:
     Attributes:
         source: the function's text.
         steps: per line of it, counted from 1, the step that it belongs to, or -1.
-        run: the function. It takes a list of inputs, which it empties, and returns what `Bindings.outgoing` says.
+        run: the function. It takes a list of inputs, which it empties, and returns what `Bindings.outgoing` says, None for what
+            was left out.
         code: the function's code, as tracebacks name it.
     """
 
@@ -45,7 +46,7 @@ class Text:
         self.source = "\n".join(line for _, line in numbered)
         self.steps = [-1, *(step for step, _ in numbered)]
         exec(compile(self.source, "<roam plan>", "exec"), self._names.values)
-        self.run: Callable[[list[Any]], tuple[Any, list[Any], list[Any]]] = self._names.values["run"]
+        self.run: Callable[[list[Any]], tuple[Any, list[Any], list[Any], list[Any]]] = self._names.values["run"]
         self.code: CodeType = self._names.values["run"].__code__
 
     def _numbered(self) -> Iterator[tuple[int, str]]:
@@ -57,14 +58,21 @@ class Text:
         yield -1, "    inputs.clear()"
         if bindings.poison:
             yield -1, f"    {names.constant(bindings.range(None))}.fill_({POISON})"
+        if missing := bindings.perhaps_missing():
+            yield -1, f"    {' = '.join(f'v{slot}' for slot in missing)} = None"
         for step, index in enumerate(bindings.order):
-            for lines in (self._before(step, index), self._call(index), self._after(index), self._forget(step, index)):
+            for lines in (
+                self._before(step, index),
+                self._perhaps(index),
+                self._after(index),
+                self._forget(step, index),
+            ):
                 for line in lines:
                     yield step, f"    {line}"
         for line in self._keep_results():
             yield -1, f"    {line}"
-        leaves, rebinds, after = bindings.outgoing(self._name)
-        yield -1, f"    return ({names.show(leaves)}, {names.show(rebinds)}, {names.show(after)})"
+        outgoing = ", ".join(map(names.show, bindings.outgoing(self._name)))
+        yield -1, f"    return ({outgoing})"
 
     def _keep_results(self) -> Iterator[str]:
         """Tells the allocator that the caller's stream uses what other streams have made for it."""
@@ -78,6 +86,15 @@ class Text:
     def _name(self, ref: Ref) -> Any:
         """What stands for a slot's value in the text: the view of the pool itself, or a local variable."""
         return self._bindings.views.get(ref.slot, _Name(f"v{ref.slot}"))
+
+    def _perhaps(self, index: int) -> Iterator[str]:
+        """One call, where no number of the step leaves it out."""
+        unless, lines = self._bindings.program.calls[index].unless, list(self._call(index))
+        if unless is None:
+            yield from lines
+        elif lines:
+            yield f"if not v{unless}:"
+            yield from (f"    {line}" for line in lines)
 
     def _call(self, index: int) -> Iterator[str]:
         """One call."""
