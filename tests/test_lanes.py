@@ -114,7 +114,7 @@ def test_in_launch_order_the_bits_are_those_of_eager() -> None:
     generator = torch.get_rng_state()
     for run in (executor.run_checked, executor.run):
         with torch.no_grad(), Pool.of(variant.device).held(choice.plan.pool_bytes):
-            result, _, after = run(inputs(choice.program, arguments))
+            result, _, after, _ = run(inputs(choice.program, arguments))
         for host_call, (positional, keywords) in zip(choice.program.after, after, strict=True):
             host_call.scheduler.step(*positional, **keywords)
         planned = torch.get_rng_state()
