@@ -20,6 +20,7 @@ from roam.capture.generators import Watch, forget_idle_states
 from roam.capture.live import LiveFloat, LiveInt, LiveNode
 from roam.capture.owners import ArgumentOwner
 from roam.errors import CaptureError
+from roam.kernels.recurrent import ASKED, as_run, asked
 from roam.program import Call, Program, Question, Ref, Source, Storage, TensorMeta
 
 aten = torch.ops.aten
@@ -257,6 +258,7 @@ class Recorder(TorchDispatchMode):
             self._reshape_in_place(call, result)
             return result
         result = _as_real(func, args, result)
+        call.target = as_run(func)
         call.mutates = self._mutated(func, args, kwargs, call)
         self._record(call, result, args, kwargs)
         return result
@@ -523,6 +525,13 @@ def _as_real(func: Any, args: Any, result: Any) -> Any:
         is_mixed = any(t is not None and t.dtype is not args[0].dtype for t in args[1:5])
         if is_mixed and args[5]:
             return (output, *(statistic.float() for statistic in statistics))
+    if func in ASKED:
+        return tuple(
+            None
+            if real is None
+            else torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=real.device)
+            for real in asked(func, args)
+        )
     if func is aten.native_layer_norm.default and args[0].device.type == "cpu":
         output, *statistics = result
         if args[2] is not None and args[2].dtype is not args[0].dtype:

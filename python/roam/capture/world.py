@@ -6,6 +6,7 @@ traced. `World` finds every owner, puts fakes in, and says after a trace what th
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
@@ -24,7 +25,7 @@ from roam.capture.owners import (
     state_owners,
 )
 from roam.capture.reach import HOOKS, Reach
-from roam.capture.spaces import TensorKeyedSpace
+from roam.capture.spaces import Space, TensorKeyedSpace
 from roam.errors import CaptureError
 
 _CLASSES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor)
@@ -67,6 +68,7 @@ class World:
         for place in self.reach.places:
             if isinstance(place.space, TensorKeyedSpace):
                 place.space.exchange(self._fake)
+            self._exchange_references(place.space)
         for optimizer, entries in states:
             optimizer.state.clear()
             for parameter, entry in entries:
@@ -74,6 +76,12 @@ class World:
         leaves = [self._fake(leaf) for leaf in self.leaves]
         self.forget_values()
         return pytree.tree_unflatten(leaves, self.spec)  # type: ignore[no-any-return]
+
+    def _exchange_references(self, space: Space) -> None:
+        """Weak references to tensors, such as recurrent layers keep to their weights."""
+        for key, value in () if space.is_immutable else space.items():
+            if type(value) is weakref.ref and isinstance(value(), torch.Tensor):
+                space.set(key, weakref.ref(self._fake(value())))
 
     def forget_values(self) -> None:
         """A fake made from a literal remembers its value, and `.item()` would answer with it for ever."""
@@ -114,10 +122,10 @@ class World:
         for path, module in self.reach.modules:
             if type(module).__module__.startswith("torch._dynamo"):
                 _refuse(f"{path} is wrapped by torch.compile; pass the module itself", "compiled_module")
-            if isinstance(module, torch.nn.RNNBase):
-                # torch.lstm and its kin choose another kernel for real tensors than for fake ones.
+            if isinstance(module, torch.nn.RNNBase) and any(p.device.type != "cpu" for p in module.parameters()):
                 _refuse(
-                    f"{path} is a {type(module).__name__}; recurrent layers are not captured yet", "recurrent_layer"
+                    f"{path} is a {type(module).__name__}; recurrent layers are captured on the CPU alone",
+                    "recurrent_layer",
                 )
             if isinstance(module, torch.jit.ScriptModule):
                 _refuse(f"{path} is a TorchScript module; pass the Python module", "script_module")
