@@ -17,6 +17,7 @@ from roam.capture.owners import GradientOwner
 from roam.capture.reach import Reach
 from roam.capture.rewrite import accumulate_in_place, agrees, difference, prune
 from roam.capture.scaler import check_scaler
+from roam.capture.settle import settle_gradients
 from roam.capture.snapshot import Snapshot
 from roam.capture.trace import trace
 from roam.capture.world import World
@@ -131,7 +132,7 @@ def capture_step(
         first, steady = programs[0], programs[-1]
         carried = {owner.path for owner, _ in steady.owned if isinstance(owner, GradientOwner)}
         for program in (first, steady):
-            _settle_gradients(program, carried, keep_grads)
+            settle_gradients(program, carried, keep_grads)
         steady = prune(steady)
         is_steady = difference(first, programs[-1]) is None and _absent(first) == _absent(steady)
         name = getattr(train_step, "__name__", type(train_step).__name__)
@@ -195,21 +196,6 @@ class _Tracer:
             return None
         (plain,) = self.programs(live_arguments=False, only_first=True)
         return programs if agrees(programs[0], plain) else None
-
-
-def _settle_gradients(program: Program, carried: set[str], keep_grads: bool) -> None:
-    """Decides which gradients outlive the step: those that the next step looks at, or all where the caller wants so."""
-    owned = {owner.path for owner, _ in program.owned}
-    rebinds = []
-    for owner, slot in program.rebinds:
-        is_gradient = isinstance(owner, GradientOwner)
-        if not is_gradient or keep_grads or owner.path in carried:
-            rebinds.append((owner, slot))
-        if is_gradient and owner.path not in owned and owner.path not in carried:
-            program.dropped.append(owner)
-        elif owner.path not in owned:
-            program.absent.append(owner)
-    program.rebinds = rebinds
 
 
 def _refuse_unseen_state(reach: Reach) -> None:

@@ -57,8 +57,8 @@ def compile(
         on_change: what to do with a call that no plan fits (another batch shape, `model.eval()`, another dropout):
             ``"replan"`` captures and plans anew, ``"raise"`` raises `ExecutionError`, ``"eager"`` runs the user's
             function itself. The first call and the change from the first step to the steady one are no such calls.
-        keep_grads: keep `.grad` after the step as eager PyTorch does. By default consumed gradients die early and
-            `.grad` is None after the step.
+        keep_grads: keep `.grad` after the step as eager PyTorch does. By default gradients from which an optimizer has updated
+            their parameters die early, and `.grad` is None after the step.
         time_limit_s: limit for planning, in seconds.
         pool: whether planned tensors lie in one static pool per device, allocated before step 1 (see `Step.release`), or come
             from PyTorch's allocator, in the plan's order and with its reuse. None: the pool, unless it takes over 2 % more.
