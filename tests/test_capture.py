@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 import roam
 from training import TRAININGS, assert_same_bits, state_of
@@ -276,19 +275,6 @@ class TestRefuses:
         with pytest.raises(roam.CaptureError):
             roam.capture(step, model, optimizer, x, y)
         assert before == (len(HISTORY), COUNT, random.getstate(), np.random.get_state()[1].tolist())
-
-    @pytest.mark.parametrize("form", ["foreach", "fused"])
-    def test_optimizer_forms_that_are_not_captured(self, form: str) -> None:
-        model, _, x, y = parts()
-        with pytest.raises(roam.CaptureError, match=form):
-            roam.capture(plain_step, model, torch.optim.AdamW(model.parameters(), **{form: True}), x, y)
-
-    def test_the_form_that_pytorch_would_choose_on_a_gpu(self) -> None:
-        with FakeTensorMode():
-            model = torch.nn.Linear(6, 3, device="cuda")
-            x, y = torch.empty(5, 6, device="cuda"), torch.empty(5, dtype=torch.int64, device="cuda")
-        with pytest.raises(roam.CaptureError, match="foreach=False"):
-            roam.capture(plain_step, model, torch.optim.AdamW(model.parameters()), x, y)
 
     def test_a_tensor_that_it_cannot_find(self) -> None:
         model, optimizer, x, y = parts()

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from roam.capture import multi_tensor
 from roam.capture.generators import Watch, forget_idle_states
 from roam.capture.live import LiveFloat, LiveInt, LiveNode
 from roam.capture.owners import ArgumentOwner
@@ -239,6 +240,31 @@ class Recorder(TorchDispatchMode):
             self.refuse(reason, code="refused_operator", op=str(func), source=source)
         if func is aten.lift_fresh.default and not isinstance(args[0], FakeTensor):
             return self._literal(args[0], phase, source)
+        if multi_tensor.is_multi_tensor(func):
+            return self._multi_tensor(func, args, kwargs)
+        return self._call(func, args, kwargs, phase, source)
+
+    def _multi_tensor(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if multi_tensor.runs_by_loop(args):
+            with self:
+                return multi_tensor.looped(func, args, kwargs)
+        phase, source = self.frames.here()
+        if not multi_tensor.splits(args):
+            return self._call(func, args, kwargs, phase, source)
+        results = [self._call(func, *part, phase, source) for part in multi_tensor.parts(args, kwargs)]
+        return [tensor for result in results for tensor in result] if func._schema.returns else None
+
+    def effect(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Records a call that only changes its arguments, without running it on them."""
+        phase, source = self.frames.here()
+        call = Call(func, (), {}, (None,), False, phase, source)
+        _, call.args = self._arguments(args, call)
+        _, call.kwargs = self._arguments(kwargs, call)
+        call.mutates = self._mutated(func, args, kwargs, call)
+        self.program.calls.append(call)
+
+    def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], phase: str, source: Source) -> Any:
+        """Runs an operator on fake tensors and records it."""
         self._refuse_deciding_numbers(func, args, kwargs, source)
         call = Call(func, (), {}, (), False, phase, source, random=torch.Tag.nondeterministic_seeded in func.tags)
         plain_args, call.args = self._arguments(args, call)

@@ -38,8 +38,8 @@ def _used_up(program: Program) -> set[str]:
     bits = {storage: 1 << number for number, (_, storage) in enumerate(gradients)}
     updated: dict[int, int] = {}
     for owner, storage in gradients:
-        changed = parameters[owner.parameter.path]
-        updated[changed] = updated.get(changed, 0) | bits[storage]
+        parameter = parameters[owner.parameter.path]
+        updated[parameter] = updated.get(parameter, 0) | bits[storage]
     place_of = functools.partial(_place, program)
     reached: dict[int, int] = {}  # per storage, or number as -1 - slot, the gradients that its value comes from
     used = 0
@@ -47,9 +47,11 @@ def _used_up(program: Program) -> set[str]:
         sources = {place: reached.get(place, 0) for place in map(place_of, call.refs())}
         everything = functools.reduce(operator.or_, sources.values(), 0)
         made = [slot for slot in call.outputs if slot is not None and _is_made(program, slot, index)]
-        for place in map(place_of, (*call.mutates, *made)):
+        changed = [place_of(slot) for slot in (*call.mutates, *made)]
+        for place in changed:
             reached[place] = reached.get(place, 0) | everything | bits.get(place, 0)
             used &= ~bits.get(place, 0)  # a gradient that is written to again is another one
+        for place in changed:  # fused updates name the gradients that they use up as written to
             if place in updated:
                 others = (mask for other, mask in sources.items() if other != place)
                 used |= updated[place] & functools.reduce(operator.or_, others, 0)

@@ -28,7 +28,9 @@ LIVE_GROUP_KEYS: Final = frozenset({"lr", "initial_lr", "swa_lr"})
 CYCLED_KEYS: Final = frozenset({"momentum", "betas"})
 CYCLE_MARK: Final = "max_momentum"
 # What torch itself writes while an optimizer is used; `_opt_called` is how a scheduler notices that a step was taken.
-LIVE_OPTIMIZER_KEYS: Final = frozenset({"state", "param_groups", "_opt_called", "_step_count"})
+LIVE_OPTIMIZER_KEYS: Final = frozenset(
+    {"state", "param_groups", "_opt_called", "_step_count", "_need_device_dtype_check_for_fused"}
+)
 
 
 class Space:

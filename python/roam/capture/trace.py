@@ -17,6 +17,7 @@ import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from roam.capture import multi_tensor
 from roam.capture.frames import Frames, shown_path
 from roam.capture.generators import Watch, stand_ins
 from roam.capture.live import as_live
@@ -155,24 +156,21 @@ def _watched(world: World, recorder: Recorder) -> Iterator[None]:
     def item(tensor: Any) -> Any:
         return as_live(plain_item(tensor))
 
-    def clips_together(tensors: list[Any], device: torch.device) -> bool:
-        # On the CPU the multi-tensor kernels do the same one by one.
-        if device.type != "cpu":
-            recorder.refuse(
-                f"on {device.type} PyTorch clips all gradients in one call, which is not captured; pass foreach=False",
-                code="optimizer_form",
-            )
-        return False
-
     with ExitStack() as stack:
 
         def replace(holder: Any, name: str, stand_in: Callable[..., Any]) -> None:
             stack.enter_context(mock.patch.object(holder, name, _in_trace(recorder, getattr(holder, name), stand_in)))
 
         replace(torch.Tensor, "item", item)
-        replace(torch.nn.utils.clip_grad, "_has_foreach_support", clips_together)
         for holder, name, stand_in in scaler_stand_ins(world, recorder):
             replace(holder, name, stand_in)
+        for name in multi_tensor.FUSED:
+            replace(torch, name, multi_tensor.fused_stand_in(recorder, name))
+        for name in ("torch.optim.optimizer", "torch.utils._foreach_utils"):
+            # Where PyTorch chooses the form, a fake tensor is as good as a real one.
+            module = sys.modules[name]
+            types = [*module._foreach_supported_types, FakeTensor]
+            stack.enter_context(mock.patch.object(module, "_foreach_supported_types", types))
         transformers = sys.modules.get("transformers.utils.import_utils")
         if hasattr(transformers, "is_fake_tensor"):
             # It would take other attention masks, hence other kernels, than on real tensors.

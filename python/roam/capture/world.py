@@ -28,6 +28,10 @@ from roam.capture.reach import HOOKS, Reach
 from roam.capture.spaces import Space, TensorKeyedSpace
 from roam.errors import CaptureError
 
+_UNCAPTURED = {
+    torch.optim.LBFGS: "it runs the step again, as often as the loss says, and the plan would have to hang on the loss",
+    torch.optim.SparseAdam: "it is for sparse gradients, whose sizes depend on data",
+}
 _CLASSES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor)
 
 
@@ -139,18 +143,14 @@ class World:
                 if leaf.requires_grad:
                     _refuse(f"{argument.path} requires a gradient; only parameters may", "argument_gradient")
         for path, optimizer in self.reach.optimizers:
+            for kind, reason in _UNCAPTURED.items():
+                if isinstance(optimizer, kind):
+                    _refuse(f"{path} is {kind.__name__}, which is not captured: {reason}", "optimizer")
             for group in optimizer.param_groups:
-                for name in ("foreach", "fused", "capturable", "differentiable"):
-                    if group.get(name):
-                        _refuse(
-                            f"{path} is {type(optimizer).__name__}({name}=True); this version captures the "
-                            f"single-tensor form, {name}=False",
-                            "optimizer_form",
-                        )
-                if group.get("foreach", False) is None and any(p.device.type != "cpu" for p in group["params"]):
+                if group.get("differentiable"):
                     _refuse(
-                        f"{path} is {type(optimizer).__name__}(foreach=None), for which PyTorch chooses the multi-tensor "
-                        "form beside the CPU; this version captures the single-tensor form, foreach=False",
+                        f"{path} is {type(optimizer).__name__}(differentiable=True); a step through whose update autograd "
+                        "goes is not captured",
                         "optimizer_form",
                     )
                 if isinstance(group["lr"], torch.Tensor):
