@@ -7,7 +7,7 @@ Values live in numbered slots; a slot is a tensor (possibly a view) or a live nu
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -86,12 +86,14 @@ class Call:
         module = str(self.target.__module__)
         return f"{module if module.startswith('torch.') else 'float'}.{self.target.__name__}"
 
-    def refs(self) -> Iterator[int]:
+    def refs(self) -> list[int]:
         """Slots of all that the call needs: its arguments, nested ones included, and the number that may leave it out."""
-        yield from refs(self.args)
-        yield from refs(self.kwargs)
+        found = refs(self.args)
+        if self.kwargs:
+            found += refs(self.kwargs)
         if self.unless is not None:
-            yield self.unless
+            found.append(self.unless)
+        return found
 
     def run(self, values: dict[int, Any]) -> Any:
         """Runs the call on the values of its slots and puts its results among them."""
@@ -220,24 +222,37 @@ def is_dense(extents: Iterable[tuple[int, int]]) -> bool:
     return True
 
 
-def refs(value: Any) -> Iterator[int]:
+def refs(value: Any) -> list[int]:
     """Slots of every `Ref` in a nest of tuples, lists and dicts."""
-    if isinstance(value, Ref):
-        yield value.slot
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from refs(item)
-    elif isinstance(value, dict):
+    found: list[int] = []
+    _collect(value, found)
+    return found
+
+
+def _collect(value: Any, found: list[int]) -> None:
+    kind = type(value)
+    if kind is Ref:
+        found.append(value.slot)
+    elif kind is dict:
         for item in value.values():
-            yield from refs(item)
+            _collect(item, found)
+    elif kind is tuple or kind is list:
+        for item in value:
+            # Most are plain values, which need no call of their own.
+            if type(item) in _HOLDERS:
+                _collect(item, found)
+
+
+_HOLDERS = frozenset({Ref, dict, tuple, list})
 
 
 def substitute(value: Any, function: Callable[[Ref], Any]) -> Any:
     """The nest with every `Ref` replaced."""
-    if isinstance(value, Ref):
+    kind = type(value)
+    if kind is Ref:
         return function(value)
-    if isinstance(value, (tuple, list)):
-        return type(value)(substitute(item, function) for item in value)
-    if isinstance(value, dict):
+    if kind is tuple or kind is list:
+        return kind([substitute(item, function) if type(item) in _HOLDERS else item for item in value])
+    if kind is dict:
         return {key: substitute(item, function) for key, item in value.items()}
     return value

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule, Node
 from torch.utils._python_dispatch import _disable_current_modes
 
+from roam.capture.fake_kernels import FakeKernels
 from roam.capture.frames import shown_path
 from roam.capture.record import Recorder
 from roam.errors import CaptureError
@@ -47,7 +48,7 @@ def record_graph(graph: GraphModule, args: Sequence[Any], *, phase: str, dying: 
         CaptureError: what cannot be recorded exactly.
     """
     places = _Places(phase)
-    recorder = Recorder(places, [])
+    recorder = Recorder(places, [], FakeKernels())
     values: dict[Node, Any] = {}
     with torch.inference_mode(False), torch.no_grad(), _disable_current_modes():
         mode = FakeTensorMode()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,6 +18,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from roam.capture import multi_tensor
+from roam.capture.fake_kernels import LIVE_FLOAT, LIVE_INT, FakeKernels, tensors_in
 from roam.capture.generators import Watch, forget_idle_states
 from roam.capture.live import LiveFloat, LiveInt, LiveNode
 from roam.capture.owners import ArgumentOwner
@@ -25,6 +27,7 @@ from roam.kernels.recurrent import ASKED, as_run, asked
 from roam.program import Call, Program, Question, Ref, Source, Storage, TensorMeta
 
 aten = torch.ops.aten
+_DEVICE = torch.ops.prim.device.default
 
 # Kernels that change arguments although their schema does not say so: argument positions, and the position of the
 # flag that makes them do it.
@@ -52,15 +55,15 @@ _REDUCED_LOSSES = {
 _SHAPED_BY_NUMBERS = {aten.arange, aten.range}
 # Kernels that give a tensor another storage or size under the same name.
 _REFUSED = {
-    "aten.set_": "it gives a tensor another storage",
-    "aten.resize_": "it changes the size of a storage",
-    "aten.resize_as_": "it changes the size of a storage",
-    "aten.set_data": "it gives a tensor another storage",
-    "aten.nonzero": "the shape of its result depends on data",
-    "aten.masked_select": "the shape of its result depends on data",
-    "aten._unique2": "the shape of its result depends on data",
-    "aten.unique_consecutive": "the shape of its result depends on data",
-    "aten.equal": "its result is a Python bool that depends on data",
+    "aten::set_": "it gives a tensor another storage",
+    "aten::resize_": "it changes the size of a storage",
+    "aten::resize_as_": "it changes the size of a storage",
+    "aten::set_data": "it gives a tensor another storage",
+    "aten::nonzero": "the shape of its result depends on data",
+    "aten::masked_select": "the shape of its result depends on data",
+    "aten::_unique2": "the shape of its result depends on data",
+    "aten::unique_consecutive": "the shape of its result depends on data",
+    "aten::equal": "its result is a Python bool that depends on data",
 }
 _REPLACED = "the tensor was given other data (.data = ...); write into the data that it has, as in p.data.copy_(...)"
 _SET_UNSEEN = (
@@ -83,12 +86,23 @@ class Places(Protocol):
 class Recorder(TorchDispatchMode):
     """Records one run of a step into `program`. Use as a context manager inside the fake mode."""
 
-    def __init__(self, frames: Places, real_arguments: list[Any], watch: Watch | None = None) -> None:
-        """`real_arguments`: the call's flattened arguments as the user gave them; `watch`: over random generators."""
+    def __init__(
+        self, frames: Places, real_arguments: list[Any], kernels: FakeKernels, watch: Watch | None = None
+    ) -> None:
+        """A recording of nothing yet.
+
+        Args:
+            frames: tells where operators come from.
+            real_arguments: the call's flattened arguments as the user gave them.
+            kernels: remembers across recordings what kernels make of fake tensors.
+            watch: over random generators.
+        """
         super().__init__()  # type: ignore[no-untyped-call]
         self.program = Program()
         self.frames = frames
         self._real_arguments = real_arguments
+        self._kernels = kernels
+        self._signatures: list[int] = []
         self._storage_numbers: dict[int, int] = {}
         self._kept: list[Any] = []  # Storages stay alive, so that none's address is given out twice.
         self._tagged: list[FakeTensor] = []
@@ -191,7 +205,8 @@ class Recorder(TorchDispatchMode):
                 self.refuse(f"{user} is given a tensor that capture could not find", code="unknown_tensor")
             return Ref(slot)
         if isinstance(value, (tuple, list)):
-            return type(value)(self.references(item, user) for item in value)
+            items = [self.references(item, user) for item in value]
+            return items if isinstance(value, list) else tuple(items)
         if isinstance(value, dict):
             return {key: self.references(item, user) for key, item in value.items()}
         return value
@@ -227,6 +242,8 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func is _DEVICE and isinstance(args[0], FakeTensor):  # autograd's engine asks more often than it computes
+            return args[0].fake_device
         kwargs = kwargs or {}
         if func.namespace != "aten":
             if func.namespace in ("profiler", "prim"):
@@ -236,7 +253,7 @@ class Recorder(TorchDispatchMode):
         if func is aten._local_scalar_dense.default:
             return self._item(func, args[0])
         phase, source = self.frames.here()
-        if (reason := _REFUSED.get(str(func._overloadpacket))) is not None:
+        if (reason := _REFUSED.get(func._schema.name)) is not None:
             self.refuse(reason, code="refused_operator", op=str(func), source=source)
         if func is aten.lift_fresh.default and not isinstance(args[0], FakeTensor):
             return self._literal(args[0], phase, source)
@@ -266,13 +283,13 @@ class Recorder(TorchDispatchMode):
     def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], phase: str, source: Source) -> Any:
         """Runs an operator on fake tensors and records it."""
         self._refuse_deciding_numbers(func, args, kwargs, source)
-        call = Call(func, (), {}, (), False, phase, source, random=torch.Tag.nondeterministic_seeded in func.tags)
+        call = Call(func, (), {}, (), False, phase, source, random=_is_random(func))
         plain_args, call.args = self._arguments(args, call)
         plain_kwargs, call.kwargs = self._arguments(kwargs, call)
         if call.random:
             self._draw(call, (*args, *kwargs.values()))
         try:
-            result = func(*plain_args, **plain_kwargs)
+            result = self._kernels.run(func, plain_args, plain_kwargs, (call.args, call.kwargs), self._signatures)
         except (DataDependentOutputException, DynamicOutputShapeException):
             self.refuse(
                 "its result's shape or value depends on data; use a form with a fixed shape, such as torch.where",
@@ -306,12 +323,8 @@ class Recorder(TorchDispatchMode):
         if call.target._schema.returns and not any(isinstance(item, torch.Tensor) for item in flat):
             return
         flat = _without_masked(call, args, kwargs, flat)
-        arguments = {id(tensor): tensor for tensor in _tensors((args, kwargs))}
-        argument_storages = {
-            self.program.slots[slot].storage: slot  # type: ignore[union-attr]
-            for slot in map(self.slot_of, arguments.values())
-            if slot is not None
-        }
+        arguments = {id(tensor): tensor for tensor in tensors_in((args, kwargs))}
+        argument_storages = set(map(self.program.storage_of, call.refs()))
         index = len(self.program.calls)
         outputs: list[int | None] = []
         for position, item in enumerate(flat):
@@ -339,7 +352,7 @@ class Recorder(TorchDispatchMode):
         call.returns_sequence = isinstance(result, (tuple, list))
         self.program.calls.append(call)
 
-    def _check_aliasing(self, call: Call, position: int, slot: int, argument_storages: dict[int, int]) -> None:
+    def _check_aliasing(self, call: Call, position: int, slot: int, argument_storages: set[int]) -> None:
         """Storage identity and schema must agree on what is a view."""
         meta = self.program.slots[slot]
         assert meta is not None
@@ -387,13 +400,12 @@ class Recorder(TorchDispatchMode):
 
     def _mutated(self, func: Any, args: Any, kwargs: Any, call: Call) -> tuple[int, ...]:
         changed: list[Any] = []
-        for position, argument in enumerate(func._schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                changed.append(args[position] if position < len(args) else kwargs.get(argument.name))
+        for position, name in _written(func):
+            changed.append(args[position] if position < len(args) else kwargs.get(name))
         hidden = _HIDDEN_MUTATION.get(func)
         if hidden is not None and args[hidden[1]]:
             changed.extend(args[position] for position in hidden[0])
-        return tuple(dict.fromkeys(self._slot_of_argument(t, call.name, call.source) for t in _tensors(changed)))
+        return tuple(dict.fromkeys(self._slot_of_argument(t, call.name, call.source) for t in tensors_in(changed)))
 
     def _reshape_in_place(self, call: Call, tensor: Any) -> None:
         """A tensor that changes its own shape (`x.unsqueeze_(0)`) is another view under the same name from here on."""
@@ -466,7 +478,8 @@ class Recorder(TorchDispatchMode):
             return value, self._generator(value, call)
         if isinstance(value, (tuple, list)):
             pairs = [self._arguments(item, call) for item in value]
-            return type(value)(p for p, _ in pairs), type(value)(r for _, r in pairs)
+            kind = list if isinstance(value, list) else tuple
+            return kind([plain for plain, _ in pairs]), kind([recorded for _, recorded in pairs])
         if isinstance(value, dict):
             pairs_by_key = {key: self._arguments(item, call) for key, item in value.items()}
             return {k: p for k, (p, _) in pairs_by_key.items()}, {k: r for k, (_, r) in pairs_by_key.items()}
@@ -506,6 +519,7 @@ class Recorder(TorchDispatchMode):
     def _live(self, is_integer: bool, origin: str) -> Any:
         slot = len(self.program.slots)
         self.program.slots.append(None)
+        self._signatures.append(LIVE_INT if is_integer else LIVE_FLOAT)
         node = LiveNode(self, slot, is_integer, origin)
         return (LiveInt if is_integer else LiveFloat)(node)
 
@@ -525,16 +539,16 @@ class Recorder(TorchDispatchMode):
         return len(self.program.storages) - 1
 
     def _new_slot(self, tensor: Any, storage: int) -> int:
-        self.program.slots.append(
-            TensorMeta(
-                tuple(tensor.shape),
-                tuple(tensor.stride()),
-                tensor.storage_offset(),
-                tensor.dtype,
-                tensor.device,
-                storage,
-            )
+        meta = TensorMeta(
+            tuple(tensor.shape),
+            tuple(tensor.stride()),
+            tensor.storage_offset(),
+            tensor.dtype,
+            tensor.fake_device,  # `device` would be dispatched like an operator
+            storage,
         )
+        self.program.slots.append(meta)
+        self._signatures.append(self._kernels.signature(meta, tensor))
         return len(self.program.slots) - 1
 
     def finish(self) -> None:
@@ -542,6 +556,21 @@ class Recorder(TorchDispatchMode):
         if self._watch is not None and not self._watch.is_intact():
             raise CaptureError(_SET_UNSEEN, code="generator_state")
         forget_idle_states(self.program)
+
+
+@functools.cache
+def _is_random(func: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in func.tags
+
+
+@functools.cache
+def _written(func: Any) -> list[tuple[int, str]]:
+    """Position and name of the arguments that a kernel changes by its schema."""
+    return [
+        (position, argument.name)
+        for position, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
 
 
 def _as_real(func: Any, args: Any, result: Any) -> Any:
@@ -587,13 +616,3 @@ def _without_masked(call: Call, args: Any, kwargs: Any, results: Any) -> Any:
             if mask is not None and len(mask) == len(results):
                 return [result if wanted else None for wanted, result in zip(mask, results, strict=True)]
     return results
-
-
-def _tensors(value: Any) -> list[Any]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, (tuple, list)):
-        return [tensor for item in value for tensor in _tensors(item)]
-    if isinstance(value, dict):
-        return [tensor for item in value.values() for tensor in _tensors(item)]
-    return []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -31,24 +32,30 @@ _one_at_a_time = threading.RLock()
 """Tracing puts fakes and stand-ins where other threads would find them."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Variant:
-    """One program with its graph: of the first step, which makes the optimizer's state, or of every later one."""
+    """One program with its graph: of the first step, which makes the optimizer's state, or of every later one.
+
+    What it takes time to find out about the program is found out when it is asked for.
+    """
 
     program: Program
-    placed: list[Placed | None]
-    """Per call, how its kernel can write where a plan wants."""
-    device: torch.device
-    """Where most of its bytes are."""
-    graph: Graph
-    """As if every kernel could write where a plan wants."""
+    name: str
 
-    @classmethod
-    def of(cls, program: Program, name: str) -> Variant:
-        """What can be planned of a program."""
-        device = device_of(program)
-        placed = placed_calls(program, device)
-        return cls(program, placed, device, lower(program, placed, name=name, device=device.type))
+    @cached_property
+    def device(self) -> torch.device:
+        """Where most of its bytes are."""
+        return device_of(self.program)
+
+    @cached_property
+    def placed(self) -> list[Placed | None]:
+        """Per call, how its kernel can write where a plan wants."""
+        return placed_calls(self.program, self.device)
+
+    @cached_property
+    def graph(self) -> Graph:
+        """As if every kernel could write where a plan wants."""
+        return lower(self.program, self.placed, name=self.name, device=self.device.type)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +98,11 @@ def capture(
         ...     return loss
         >>> graph = roam.capture(train_step, model, optimizer, x, y)
     """
+    if step not in ("first", "steady"):
+        raise CaptureError(f"step is 'first' or 'steady', not {step!r}", code="argument")
     captured = capture_step(train_step, args, kwargs)
     if step == "steady":
         return captured.steady.graph
-    if step != "first":
-        raise CaptureError(f"step is 'first' or 'steady', not {step!r}", code="argument")
     if captured.first is None:
         raise CaptureError(
             "there is no first step to capture: the optimizer has its state already, or keeps none",
@@ -137,8 +144,8 @@ def capture_step(
         is_steady = difference(first, programs[-1]) is None and _absent(first) == _absent(steady)
         name = getattr(train_step, "__name__", type(train_step).__name__)
         return CapturedStep(
-            None if is_steady else Variant.of(prune(first), f"{name} (first step)"),
-            Variant.of(steady, name),
+            None if is_steady else Variant(prune(first), f"{name} (first step)"),
+            Variant(steady, name),
             guards,
             ArgGuard(args, kwargs, guards, live=floats),
         )

@@ -47,7 +47,7 @@ def trace(
     frames = Frames({id(module): path for path, module in world.reach.modules})
     frames.root = _run.__code__
     watch = Watch(generator for _, generator in world.reach.generators)
-    recorder = Recorder(frames, world.leaves, watch)
+    recorder = Recorder(frames, world.leaves, world.kernels, watch)
     before: list[tuple[Owner, Any]] = [(owner, owner.get()) for owner in world.owners()]
     plain = [(owner, owner.get()) for owner in state_owners(world.reach, world.parameters, plain=True)]
     rates = [owner.get() for owner in world.rates]

@@ -15,6 +15,7 @@ import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from roam.capture.fake import mode_of
+from roam.capture.fake_kernels import FakeKernels
 from roam.capture.owners import (
     ArgumentOwner,
     Owner,
@@ -53,6 +54,7 @@ class World:
         self._check()
         tensors = [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
         self.mode: FakeTensorMode = mode_of([*tensors, *(owner.get() for owner in self.owners())])
+        self.kernels = FakeKernels()
         self._fakes: dict[int, tuple[Any, Any]] = {}
 
     def owners(self) -> Iterator[Owner]:

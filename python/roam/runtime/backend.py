@@ -135,7 +135,7 @@ class PlannedGraph:
 
     def _plan(self, args: list[Any]) -> _Planned:
         program = record_graph(self._module, args, phase=self._phase, dying=self._dying)
-        variant = Variant.of(program, self._name)
+        variant = Variant(program, self._name)
         if variant.device.type not in _PLANNED_DEVICES:
             raise CaptureError(f"tensors on {variant.device} are not planned", code="device")
         return _Planned(variant, self._options)
@@ -146,7 +146,7 @@ class _Planned:
 
     def __init__(self, variant: Variant, options: Options) -> None:
         choice = choose(variant, pool=options.pool, time_limit_s=options.time_limit_s)
-        logger.info("%s: %s", variant.graph.name, choice)
+        logger.info("%s: %s", variant.name, choice)
         program = choice.program
         self._device = variant.device
         self._places = [owner.index for owner, _ in program.owned]

@@ -98,7 +98,7 @@ def choose(variant: Variant, *, pool: bool | None, time_limit_s: float | None, s
     deadline = None if time_limit_s is None else time.monotonic() + time_limit_s
     program = fused(variant.program, variant.device)
     placed = variant.placed if program is variant.program else placed_calls(program, variant.device)
-    stated = partial(lower, program, placed, name=variant.graph.name, device=variant.device.type)
+    stated = partial(lower, program, placed, name=variant.name, device=variant.device.type)
     graph = stated(pool=False)
     plan = _planned(graph, deadline, exact="auto")
     total = plan.total_bytes

@@ -242,7 +242,7 @@ class Runner:
     def __init__(self, variant: Variant, options: Options) -> None:
         if options.streams > 1 and variant.device.type != "cuda":
             raise ExecutionError(f"streams are CUDA's, and the step runs on {variant.device.type}", code="streams")
-        self.name = variant.graph.name
+        self.name = variant.name
         choice = self.choice = choose(
             variant, pool=options.pool, time_limit_s=options.time_limit_s, streams=options.streams
         )

@@ -1,0 +1,156 @@
+"""What kernels make of fake tensors, remembered: a deep model asks the same of each of its layers, and of every trace."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from roam.program import Ref, TensorMeta
+
+LIVE_FLOAT: Final = -1
+LIVE_INT: Final = -2
+"""Signatures of live numbers."""
+_NEVER: Final = {torch.Tag.inplace_view, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """A new tensor, or a view of an argument."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    device: torch.device
+    base: int | None
+    """Place among the argument tensors of the one that it is a view of."""
+
+    def again(self, mode: FakeTensorMode, tensors: list[Any]) -> FakeTensor:
+        if self.base is None:
+            meta = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
+        else:
+            meta = torch.empty(0, dtype=self.dtype, device="meta")
+            meta.set_(tensors[self.base].untyped_storage(), self.offset, self.shape, self.stride)
+        return FakeTensor(mode, meta, self.device)
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """One of the arguments, as kernels that work in place return it."""
+
+    place: int
+
+    def again(self, _: FakeTensorMode, tensors: list[Any]) -> Any:
+        return tensors[self.place]
+
+
+@dataclass(frozen=True, slots=True)
+class _Results:
+    items: list[_Made | _Given | None]
+    container: type | None
+
+    def again(self, mode: FakeTensorMode, tensors: list[Any]) -> Any:
+        with torch._C._DisableTorchDispatch():
+            made = [None if item is None else item.again(mode, tensors) for item in self.items]
+        return made[0] if self.container is None else self.container(made)
+
+
+class FakeKernels:
+    """Runs kernels on fake tensors.
+
+    A fake kernel looks at nothing but its arguments' metadata, so its results are known from the last call with the same.
+    PyTorch's own cache serves every use that fake tensors have; this one knows what capture does with them, and is several
+    times as fast.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[Any, _Results | None] = {}
+        self._signatures: dict[Any, int] = {}
+
+    def signature(self, meta: TensorMeta, tensor: Any) -> int:
+        """A number for all that a kernel can see of a fake tensor."""
+        size_bytes = tensor.untyped_storage().nbytes()
+        bits = tensor.is_conj(), tensor.is_neg()
+        seen = (meta.shape, meta.stride, meta.offset, meta.dtype, meta.device, size_bytes, bits)
+        return self._signatures.setdefault(seen, len(self._signatures))
+
+    def run(self, func: Any, args: Any, kwargs: Any, recorded: Any, signatures: list[int]) -> Any:
+        """The results of a kernel.
+
+        Args:
+            func: the kernel.
+            args, kwargs: its arguments, fake tensors among them.
+            recorded: (args, kwargs) with a `Ref` for each tensor and live number.
+            signatures: `signature` of each slot that a `Ref` may name.
+        """
+        if not _is_known_by_metadata(func):
+            return func(*args, **kwargs)
+        key = func, _key(recorded, signatures)
+        tensors = tensors_in((args, kwargs))
+        known = self._known.get(key)
+        if known is not None:
+            return known.again(tensors[0].fake_mode, tensors)
+        result = func(*args, **kwargs)
+        if key not in self._known:
+            self._known[key] = _remembered(result, tensors)
+        return result
+
+
+@functools.cache
+def _is_known_by_metadata(func: Any) -> bool:
+    return _NEVER.isdisjoint(func.tags)
+
+
+def _key(value: Any, signatures: list[int]) -> Any:
+    kind = type(value)
+    if kind is Ref:
+        return signatures[value.slot]
+    if kind is tuple or kind is list:
+        return (kind, *[_key(item, signatures) for item in value])
+    if kind is dict:
+        return (kind, *[(name, _key(item, signatures)) for name, item in value.items()])
+    return kind, value
+
+
+def _remembered(result: Any, tensors: list[Any]) -> _Results | None:
+    """How to make the same results again; None where that is not known."""
+    is_one = not isinstance(result, (tuple, list))
+    items = [_item(item, tensors) for item in ((result,) if is_one else result)]
+    if not tensors or any(item is NotImplemented for item in items):
+        return None
+    return _Results(items, None if is_one else type(result))
+
+
+def _item(item: Any, tensors: list[Any]) -> Any:
+    if item is None:
+        return None
+    for place, tensor in enumerate(tensors):
+        if item is tensor:
+            return _Given(place)
+    if type(item) is not FakeTensor or item.layout is not torch.strided or item.is_conj() or item.is_neg():
+        return NotImplemented
+    shape, stride, offset = tuple(item.shape), item.stride(), item.storage_offset()
+    if not isinstance(offset, int) or any(not isinstance(size, int) for size in shape):
+        return NotImplemented
+    storages = [tensor.untyped_storage()._cdata for tensor in tensors]
+    storage = item.untyped_storage()
+    base = storages.index(storage._cdata) if storage._cdata in storages else None
+    needed = sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) + 1 if item.numel() else 0
+    if base is None and (offset or storage.nbytes() != needed * item.element_size()):
+        return NotImplemented
+    return _Made(shape, stride, offset, item.dtype, item.device, base)
+
+
+def tensors_in(value: Any) -> list[Any]:
+    """The tensors in a nest of tuples, lists and dictionaries, in its order."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, (tuple, list)):
+        return [tensor for item in value for tensor in tensors_in(item)]
+    if isinstance(value, dict):
+        return [tensor for item in value.values() for tensor in tensors_in(item)]
+    return []
