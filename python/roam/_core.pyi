@@ -6,6 +6,7 @@ from typing import Any, ClassVar, Literal, SupportsIndex, TypedDict, final
 
 import numpy as np
 import numpy.typing as npt
+from torch.fx import GraphModule
 from typing_extensions import NotRequired
 
 __all__ = [
@@ -243,6 +244,15 @@ class Graph:
             FormatError: the file is not of the documented form.
             GraphError: it is, but the graph is not valid.
             OSError: the file cannot be read.
+        """
+    @classmethod
+    def from_fx(cls, module: GraphModule) -> Graph:
+        """The graph of a `torch.fx.GraphModule`, one operator for each node that calls a kernel.
+
+        Placeholders and attributes are persistent, and results leave the step. Nothing is computed.
+
+        Raises:
+            CaptureError: a node that cannot be planned exactly, or metadata that are missing or symbolic.
         """
     def to_json(self) -> bytes:
         """The canonical JSON, see ``docs/formats.md``. Equal graphs give equal bytes."""
@@ -505,6 +515,14 @@ class Plan:
             FormatError: the file is not of the documented form.
             OSError: the file cannot be read.
         """
+    def apply(self, module: GraphModule) -> GraphModule:
+        """The same `torch.fx.GraphModule` with its nodes in this plan's order, recompiled; it drops each value after its last use.
+
+        The pool is not applied: kernels get their memory from PyTorch's allocator.
+
+        Raises:
+            PlanError: the plan is not one of this module's, or is for several streams.
+        """
     def to_json(self) -> bytes:
         """The JSON, see ``docs/formats.md``. Equal plans give equal bytes."""
     @classmethod
@@ -533,7 +551,7 @@ def baseline(graph: Graph, order: str = "program", layout: str = "size", *, reus
     """
 
 def optimize(
-    graph: Graph,
+    graph: Graph | GraphModule,
     streams: int = 1,
     reuse: bool = True,
     time_limit_s: float | None = None,
@@ -550,7 +568,7 @@ def optimize(
     :class:`roam.PlanningInterrupted`, a ``KeyboardInterrupt``, brings the best plan so far.
 
     Args:
-        graph: what to plan.
+        graph: what to plan: a graph, or a `torch.fx.GraphModule` (see `Graph.from_fx`).
         streams: how many operators may run at once, from 1 to 64.
         reuse: whether an output may take the memory of an input that dies, where the graph permits it.
         time_limit_s: wall-clock limit in seconds; at its end the best plan so far is returned, with status

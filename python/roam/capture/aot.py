@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,7 +47,7 @@ def record_graph(graph: GraphModule, args: Sequence[Any], *, phase: str, dying: 
     Raises:
         CaptureError: what cannot be recorded exactly.
     """
-    places = _Places(phase)
+    places = NodePlaces(lambda _: phase)
     recorder = Recorder(places, [], FakeKernels())
     values: dict[Node, Any] = {}
     with torch.inference_mode(False), torch.no_grad(), _disable_current_modes():
@@ -59,11 +59,7 @@ def record_graph(graph: GraphModule, args: Sequence[Any], *, phase: str, dying: 
                 values[node] = _input(recorder, mode, GraphInput(index, node.name, _kind(index, value, dying)), value)
             elif node.op == "get_attr":
                 values[node] = _constant(recorder, mode, node, getattr(graph, node.target))
-        with mode, recorder:
-            for node in graph.graph.nodes:
-                if node.op == "call_function":
-                    places.node = node
-                    values[node] = _call(node, values)
+        replay(graph, mode, recorder, places, values)
     program = recorder.program
     results: Any = graph.graph.output_node().args[0]
     program.result = [_result(recorder, item, values) for item in results], None
@@ -71,15 +67,38 @@ def record_graph(graph: GraphModule, args: Sequence[Any], *, phase: str, dying: 
     return program
 
 
-class _Places:
+class NodePlaces:
     """Phase and source of the node that runs."""
 
-    def __init__(self, phase: str) -> None:
-        self._phase = phase
+    def __init__(self, phase_of: Callable[[Node | None], str]) -> None:
+        self._phase_of = phase_of
         self.node: Node | None = None
 
     def here(self) -> tuple[str, Source]:
-        return self._phase, Source() if self.node is None else _source(self.node.meta)
+        return self._phase_of(self.node), Source() if self.node is None else _source(self.node.meta)
+
+
+def replay(
+    graph: GraphModule, mode: FakeTensorMode, recorder: Recorder, places: NodePlaces, values: dict[Node, Any]
+) -> dict[Node, range]:
+    """Runs a graph's functions on fake tensors, for the recorder to see.
+
+    Args:
+        graph, mode, recorder, places: what to run, and who sees it.
+        values: of the nodes that are no functions; those of the others are added.
+
+    Returns:
+        Which of the recorder's calls each node makes: often one, none where it only takes a result apart.
+    """
+    spans: dict[Node, range] = {}
+    with mode, recorder:
+        for node in graph.graph.nodes:
+            if node.op == "call_function":
+                places.node = node
+                begin = len(recorder.program.calls)
+                values[node] = _call(node, values)
+                spans[node] = range(begin, len(recorder.program.calls))
+    return spans
 
 
 def _source(meta: Mapping[str, Any]) -> Source:

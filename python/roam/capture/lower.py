@@ -39,7 +39,7 @@ def lower(
         pool: whether there is a pool. If not, all that is made and dies in the step lies outside of it.
     """
     builder = GraphBuilder(name, device=device)
-    kinds = _kinds(program)
+    kinds = kinds_of(program)
     created: list[list[int]] = [[] for _ in program.calls]
     for number, storage in enumerate(program.storages):
         if storage.creator >= 0:
@@ -145,7 +145,7 @@ def _reuse(program: Program, placed: Placed | None, reads: list[int], copied: li
     return [(old, new) for old in reads for new in copied if size[old] == size[new] > 0]
 
 
-def _kinds(program: Program) -> list[str]:
+def kinds_of(program: Program) -> list[str]:
     """The kind of each storage."""
     kinds = ["temporary"] * len(program.storages)
     backward = [call for call in program.calls if call.phase == "backward"]

@@ -247,6 +247,11 @@ impl PyGraph {
         let graph = detached(py, || load_graph(&path, max_bytes_or_default(max_bytes)))?;
         Ok(Self::new(graph.map_err(|error| format_error(py, &error, Some(&path)))?))
     }
+    /// The graph of a `torch.fx.GraphModule`; see `roam.capture.fx.graph_of`.
+    #[classmethod]
+    fn from_fx(_class: &Bound<'_, PyType>, module: &Bound<'_, PyAny>) -> PyResult<Py<Self>> {
+        graph_of(module)
+    }
     /// The canonical JSON.
     fn to_json<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
         let mut bytes = Vec::new();
@@ -279,5 +284,21 @@ impl PyGraph {
             self.graph.tensors().len(),
             self.graph.persistent_bytes()
         )
+    }
+}
+
+/// The graph of a `torch.fx.GraphModule`, by the part of the package that knows torch.
+fn graph_of(module: &Bound<'_, PyAny>) -> PyResult<Py<PyGraph>> {
+    let graph = module.py().import("roam.capture.fx")?.call_method1("graph_of", (module,))?;
+    Ok(graph.cast_into::<PyGraph>()?.unbind())
+}
+
+/// A graph as functions take it: one of the planner's, or a `torch.fx.GraphModule`.
+pub(crate) fn graph_argument(argument: &Bound<'_, PyAny>) -> PyResult<Arc<Graph>> {
+    match argument.cast::<PyGraph>() {
+        Ok(graph) => Ok(graph.get().inner().clone()),
+        // What is neither is not worth loading torch for.
+        Err(error) if !argument.hasattr("recompile")? => Err(error.into()),
+        Err(_) => Ok(graph_of(argument)?.get().inner().clone()),
     }
 }

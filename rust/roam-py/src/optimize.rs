@@ -1,7 +1,7 @@
 //! `roam.optimize`.
 
 use crate::errors::{Class, Fault, interrupted};
-use crate::graph::PyGraph;
+use crate::graph::graph_argument;
 use crate::guard::internal_error;
 use crate::plan::PyPlan;
 use crate::solver::Cbc;
@@ -27,7 +27,7 @@ const WAKE: Duration = Duration::from_millis(50);
 /// ``KeyboardInterrupt``, brings the best plan so far.
 ///
 /// Args:
-///     graph: what to plan.
+///     graph: what to plan: a graph, or a `torch.fx.GraphModule` (see `Graph.from_fx`).
 ///     streams: how many operators may run at once, from 1 to 64.
 ///     reuse: whether an output may take the memory of an input that dies, where the graph permits it.
 ///     time_limit_s: wall-clock limit in seconds; at its end the best plan so far is returned, with status
@@ -54,7 +54,7 @@ const WAKE: Duration = Duration::from_millis(50);
 #[allow(clippy::too_many_arguments)] // Keyword arguments of the Python function.
 pub(crate) fn optimize(
     py: Python<'_>,
-    graph: &Bound<'_, PyGraph>,
+    graph: &Bound<'_, PyAny>,
     streams: i64,
     reuse: bool,
     time_limit_s: Option<f64>,
@@ -87,13 +87,12 @@ pub(crate) fn optimize(
     };
     let settings = Settings { streams, reuse, exact, time_limit_s, speed, stream_model };
     settings.check().map_err(|fault| refuse(fault.code(), fault.to_string()))?;
-    let (plan, timings) =
-        plan_apart(py, graph.get().inner().clone(), settings, progress)?.map_err(|error| match error {
-            OptimizeError::SolverUnavailable { .. } => {
-                Fault { class: Class::Solver, message: error.to_string(), code: error.code(), site: None }.raise(py)
-            }
-            error => refuse(error.code(), error.to_string()),
-        })?;
+    let (plan, timings) = plan_apart(py, graph_argument(graph)?, settings, progress)?.map_err(|error| match error {
+        OptimizeError::SolverUnavailable { .. } => {
+            Fault { class: Class::Solver, message: error.to_string(), code: error.code(), site: None }.raise(py)
+        }
+        error => refuse(error.code(), error.to_string()),
+    })?;
     Ok(PyPlan::new(plan, timings))
 }
 

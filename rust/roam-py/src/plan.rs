@@ -296,6 +296,11 @@ impl PyPlan {
         Ok(Self::new(plan.map_err(|error| format_error(py, &error, None))?, Vec::new()))
     }
 
+    /// The same `torch.fx.GraphModule` with its nodes in this plan's order; see `roam.capture.fx.apply`.
+    fn apply<'py>(slf: &Bound<'py, Self>, module: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+        slf.py().import("roam.capture.fx")?.call_method1("apply", (slf, module))
+    }
+
     fn __reduce__<'py>(slf: &Bound<'py, Self>) -> PyResult<(Bound<'py, PyAny>, (Bound<'py, PyBytes>,))> {
         Ok((slf.get_type().getattr("from_json")?, (slf.get().to_json(slf.py())?,)))
     }
