@@ -140,6 +140,22 @@ class TestTheGraph:
         assert "aten.add_.Tensor" in sums
         assert "aten.add.Tensor" not in sums
 
+    def test_memory_that_is_passed_twice_is_given_once(self) -> None:
+        """A tensor and an alias of it are one argument whose memory the result may take."""
+        model = torch.nn.Linear(8, 8)
+
+        def step(model, optimizer, x):
+            with torch.no_grad():
+                y = model(x).tanh()
+                scale = (y * y.detach()).mean()
+            optimizer.zero_grad()
+            (model(x).square().mean() * scale).backward()
+            optimizer.step()
+
+        graph = roam.capture(step, model, torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(64, 8))
+        product = next(operator for operator in graph.operators if operator.name == "aten.mul.Tensor")
+        assert len(product.reuse) == 1
+
 
 class TestLeavesNoMark:
     @pytest.mark.parametrize("name", TRAININGS)

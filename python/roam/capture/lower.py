@@ -139,7 +139,8 @@ def _residencies(
 def _reuse(program: Program, placed: Placed | None, reads: list[int], copied: list[int]) -> list[tuple[int, int]]:
     """(storage read, storage made): which results may take an argument's memory if that dies in the call."""
     if placed is not None:
-        return [(program.storage_of(old), program.storage_of(new)) for old, new in placed.in_place]
+        # A tensor that is passed twice is one argument's memory.
+        return list(dict.fromkeys((program.storage_of(old), program.storage_of(new)) for old, new in placed.in_place))
     # When a result is copied to its place, the arguments have been used.
     size = {number: program.storages[number].size_bytes for number in (*reads, *copied)}
     return [(old, new) for old in reads for new in copied if size[old] == size[new] > 0]
