@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+import torchvision
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import roam
@@ -666,3 +669,408 @@ class TestRecurrentLayers:
             return train(model, wrap, images(2, 8, 35, 32), lambda model, x: model(x)[0].square().mean())
 
         same_by_plan(script)
+
+
+@torch.library.custom_op("roam_layers::cube", mutates_args=())
+def cube(x: torch.Tensor, scale: float) -> torch.Tensor:
+    return torch.from_numpy(x.detach().numpy() ** 3) * scale
+
+
+@cube.register_fake
+def _(x, scale):
+    return torch.empty_like(x)
+
+
+cube.register_autograd(
+    lambda ctx, gradient: (gradient * 3 * ctx.saved_tensors[0].square() * ctx.scale, None),
+    setup_context=lambda ctx, inputs, output: (ctx.save_for_backward(inputs[0]), setattr(ctx, "scale", inputs[1]))[0],
+)
+
+
+@torch.library.custom_op("roam_layers::decay_", mutates_args={"x"})
+def decay_(x: torch.Tensor, rate: float) -> None:
+    x.mul_(1 - rate)
+
+
+@torch.library.custom_op("roam_layers::both_halves", mutates_args=())
+def both_halves(x: torch.Tensor) -> list[torch.Tensor]:
+    return [half.clone() for half in x.chunk(2)]
+
+
+@both_halves.register_fake
+def _(x):
+    return [torch.empty_like(half) for half in x.chunk(2)]
+
+
+@torch.library.custom_op("roam_layers::noisy", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
+def noisy(x: torch.Tensor) -> torch.Tensor:
+    return x + torch.rand_like(x)
+
+
+@torch.library.custom_op("roam_layers::secretly_noisy", mutates_args=())
+def secretly_noisy(x: torch.Tensor) -> torch.Tensor:
+    return x + torch.rand_like(x)
+
+
+@torch.library.custom_op("roam_layers::secretly_changing", mutates_args=())
+def secretly_changing(x: torch.Tensor) -> torch.Tensor:
+    x.add_(1)
+    return x * 2
+
+
+@torch.library.custom_op("roam_layers::largest", mutates_args=())
+def largest(x: torch.Tensor) -> float:
+    return float(x.max())
+
+
+@torch.library.custom_op("roam_layers::without_fake", mutates_args=())
+def without_fake(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+@torch.library.custom_op("roam_layers::show", mutates_args=())
+def show(x: torch.Tensor) -> None:
+    print(x)
+
+
+for _made in (noisy, secretly_noisy, secretly_changing):
+    _made.register_fake(torch.empty_like)
+largest.register_fake(lambda x: 0.0)
+show.register_fake(lambda x: None)
+
+_library = torch.library.Library("roam_layers", "FRAGMENT")
+_library.define("doubled(Tensor x) -> Tensor")
+_library.define("lying(Tensor x) -> Tensor")
+_library.define("rows(Tensor(a) x, int count) -> Tensor(a)")
+for _key in ("CPU", "Meta"):
+    _library.impl("doubled", lambda x: x * 2, _key)
+    _library.impl("lying", lambda x: x.view(-1) if x.is_meta else x.reshape(-1), _key)
+    _library.impl("rows", lambda x, count: x[:count], _key)
+
+
+class _Doubled(torch.autograd.Function):
+    """Does something of its own around the operator, which the operator must not do once more at run time."""
+
+    @staticmethod
+    def forward(ctx, x):
+        with torch._C._AutoDispatchBelowAutograd():
+            return torch.ops.roam_layers.doubled(x + 1)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2
+
+
+_library.impl("doubled", _Doubled.apply, "Autograd")
+
+
+class TestOperatorsOfOthers:
+    def check(self, loss_of: Any) -> None:
+        same_by_plan(lambda wrap: train(Block(), wrap, images(), loss_of))
+
+    def test_with_a_gradient(self) -> None:
+        self.check(lambda model, x: cube(model(x), 0.5).mean())
+
+    def test_that_change_an_argument(self) -> None:
+        def loss_of(model, x):
+            loss = model(x).square().mean()
+            decay_(model.first.weight.detach(), 0.1)
+            return loss + model.second(x).mean()
+
+        self.check(loss_of)
+
+    def test_that_return_a_list(self) -> None:
+        def loss_of(model, x):
+            first, second = both_halves(model(x).detach())
+            return (model.first(first) * second).mean()
+
+        self.check(loss_of)
+
+    def test_that_draw_and_say_so(self) -> None:
+        self.check(lambda model, x: model.second(noisy(model.drop(x))).square().mean())
+
+    def test_whose_autograd_kernel_does_more(self) -> None:
+        self.check(lambda model, x: torch.ops.roam_layers.doubled(model(x)).square().mean())
+
+    def test_that_return_a_view(self) -> None:
+        self.check(lambda model, x: model(torch.ops.roam_layers.rows(x * 2, 2)).square().mean())
+
+    @pytest.mark.parametrize(
+        ("operator", "code"),
+        [
+            (largest, "foreign_operator"),
+            (show, "foreign_operator"),
+            (torch.ops.roam_layers.lying, "hidden_alias"),
+            (without_fake, "no_fake_kernel"),
+        ],
+    )
+    def test_that_a_plan_cannot_run_are_refused(self, operator: Any, code: str) -> None:
+        def step(model, x):
+            result = model(x)
+            with torch.no_grad():
+                other = operator(result)
+            result.mean().backward()
+            return other
+
+        error = refused(step, Block(), torch.randn(4, 6))
+        assert error.code == code
+        assert "test_layers.py" in str(error)
+
+    @pytest.mark.parametrize(
+        ("operator", "reason"), [(secretly_noisy, "drew random numbers"), (secretly_changing, "wrote to an argument")]
+    )
+    def test_whose_schema_lies_are_found_out_by_the_first_run(self, operator: Any, reason: str) -> None:
+        def step(model, x):
+            model(operator(x * 2)).mean().backward()
+
+        with pytest.raises(roam.ExecutionError, match=reason):
+            roam.compile(step)(Block(), torch.randn(4, 6))
+
+    def test_with_a_live_number_that_could_decide_are_refused(self) -> None:
+        def step(model, optimizer, x):
+            cube(model(x), optimizer.param_groups[0]["lr"]).mean().backward()
+            optimizer.step()
+
+        model = Block()
+        error = refused(step, model, torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(4, 6))
+        assert error.code == "value_reached_python"
+
+    def test_of_torchvision(self) -> None:
+        boxes = torch.tensor([[0, 0.0, 0.0, 5.0, 5.0], [1, 1.0, 1.0, 6.0, 7.0]])
+
+        def loss_of(model, x):
+            features = model[0](x)
+            pooled = torchvision.ops.roi_align(features, boxes, output_size=3)
+            offset = model[1](features)
+            shifted = torchvision.ops.deform_conv2d(features, offset, model[2].weight, padding=1)
+            dropped = torchvision.ops.stochastic_depth(shifted, 0.4, "row")
+            return pooled.square().mean() + dropped.square().mean()
+
+        def script(wrap):
+            layers = [
+                torch.nn.Conv2d(3, 4, 3, padding=1),
+                torch.nn.Conv2d(4, 18, 3, padding=1),
+                torch.nn.Conv2d(4, 2, 3),
+            ]
+            return train(torch.nn.Sequential(*layers), wrap, images(3, 2, 3, 8, 8), loss_of)
+
+        same_by_plan(script)
+
+    def test_of_torchvision_whose_shape_is_data_are_refused(self) -> None:
+        def step(model, x):
+            boxes = model(x)[:, :4]
+            kept = torchvision.ops.nms(boxes, boxes[:, 0], 0.5)
+            boxes[kept].mean().backward()
+
+        assert refused(step, Block(), torch.rand(4, 6)).code == "no_fake_kernel"
+
+
+class Clipped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, scale):
+        ctx.save_for_backward(x)
+        ctx.scale = scale
+        return x.clamp(min=0) * scale
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * (ctx.saved_tensors[0] > 0) * ctx.scale, None
+
+
+class DoubledInPlace(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.mark_dirty(x)
+        return x.mul_(2)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2
+
+
+class Symmetric(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.triu() + x.triu(1).T
+
+
+PARAMETRIZATIONS: dict[str, Callable[[torch.nn.Module], Any]] = {
+    "weight_norm": parametrizations.weight_norm,
+    "spectral_norm": parametrizations.spectral_norm,
+    "orthogonal": parametrizations.orthogonal,
+    "cayley": functools.partial(parametrizations.orthogonal, orthogonal_map="cayley"),
+    "householder": functools.partial(parametrizations.orthogonal, orthogonal_map="householder"),
+    "hooked_spectral_norm": torch.nn.utils.spectral_norm,
+    "own": lambda module: torch.nn.utils.parametrize.register_parametrization(module, "weight", Symmetric()),
+}
+
+
+class TestFunctionsOfTheUsersOwn:
+    @pytest.mark.parametrize("in_place", [True, False])
+    def test_with_a_gradient(self, in_place: bool) -> None:
+        def loss_of(model, x):
+            result = model(x)
+            return (DoubledInPlace.apply(result * 1) if in_place else Clipped.apply(result, 3.0)).square().mean()
+
+        same_by_plan(lambda wrap: train(Block(), wrap, images(), loss_of))
+
+    @pytest.mark.parametrize("name", PARAMETRIZATIONS)
+    def test_that_parametrize_a_weight(self, name: str) -> None:
+        def script(wrap):
+            model = Block()
+            PARAMETRIZATIONS[name](model.first)
+            return train(model, wrap, images())
+
+        same_by_plan(script)
+
+    def test_that_parametrize_a_weight_once_for_many_uses(self) -> None:
+        def loss_of(model, x):
+            with torch.nn.utils.parametrize.cached():
+                return (model(x) + model(x * 2)).square().mean()
+
+        def script(wrap):
+            model = Block()
+            parametrizations.weight_norm(model.first)
+            return train(model, wrap, images(), loss_of)
+
+        same_by_plan(script)
+
+
+EMBEDDINGS: dict[str, dict[str, Any]] = {
+    "padded": {"padding_idx": 2},
+    "renormed": {"max_norm": 0.5},
+    "by_frequency": {"scale_grad_by_freq": True},
+}
+
+
+class TestEmbeddings:
+    @staticmethod
+    def script(kind: str, options: dict[str, Any]) -> Script:
+        def script(wrap):
+            generator = torch.Generator().manual_seed(1)
+            batches = [torch.randint(0, 10, (3, 4), generator=generator) for _ in range(3)]
+            return train(getattr(torch.nn, kind)(10, 6, **options), wrap, batches)
+
+        return script
+
+    @pytest.mark.parametrize("form", EMBEDDINGS)
+    def test_train(self, form: str) -> None:
+        same_by_plan(self.script("Embedding", EMBEDDINGS[form]))
+
+    @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+    def test_in_bags(self, mode: str) -> None:
+        same_by_plan(self.script("EmbeddingBag", {"mode": mode}))
+
+    @pytest.mark.parametrize("form", EMBEDDINGS)
+    def test_in_bags_of_all_forms(self, form: str) -> None:
+        same_by_plan(self.script("EmbeddingBag", EMBEDDINGS[form]))
+
+    @pytest.mark.parametrize("kind", ["Embedding", "EmbeddingBag"])
+    def test_with_sparse_gradients_are_refused(self, kind: str) -> None:
+        with pytest.raises(roam.CaptureError, match="sparse") as caught:
+            self.script(kind, {"sparse": True})(roam.compile)
+        assert caught.value.code == "layout"
+
+
+def _probabilities(generator: torch.Generator) -> torch.Tensor:
+    return torch.rand(4, 3, generator=generator)
+
+
+def _labels(*labels: int) -> Callable[[torch.Generator], torch.Tensor]:
+    return lambda generator: torch.tensor(labels)
+
+
+LOSSES: dict[str, tuple[Callable[..., torch.Tensor], Callable[[torch.Generator], torch.Tensor]]] = {
+    "ignored": (functional.cross_entropy, _labels(-100, 1, 2, 0)),
+    "all_ignored": (functional.cross_entropy, _labels(-100, -100, -100, -100)),
+    "smoothed_and_weighted": (
+        lambda x, y: functional.cross_entropy(
+            x, y, label_smoothing=0.1, weight=torch.tensor([1.0, 2, 3]), ignore_index=1
+        ),
+        _labels(0, 1, 2, 1),
+    ),
+    "of_probabilities": (functional.cross_entropy, _probabilities),
+    "unreduced": (lambda x, y: functional.cross_entropy(x, y, reduction="none").mean(), _labels(0, 1, 2, 1)),
+    "likelihood": (lambda x, y: functional.nll_loss(x.log_softmax(-1), y, ignore_index=0), _labels(0, 1, 2, 1)),
+    "divergence": (
+        lambda x, y: functional.kl_div(x.log_softmax(-1), y, reduction="batchmean"),
+        _probabilities,
+    ),
+    "binary": (
+        lambda x, y: functional.binary_cross_entropy_with_logits(x, y, pos_weight=torch.ones(3) * 2),
+        _probabilities,
+    ),
+    "margins": (functional.multi_margin_loss, _labels(0, 1, 2, 1)),
+    "huber": (functional.huber_loss, _probabilities),
+    "gumbel": (lambda x, y: (functional.gumbel_softmax(x, hard=True) * x * y).sum(), _probabilities),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_train(name: str) -> None:
+    loss, target = LOSSES[name]
+
+    def script(wrap):
+        generator = torch.Generator().manual_seed(1)
+        batches = [(torch.randn(4, 6, generator=generator), target(generator)) for _ in range(3)]
+        return train(torch.nn.Linear(6, 3), wrap, batches, lambda model, batch: loss(model(batch[0]), batch[1]))
+
+    same_by_plan(script)
+
+
+class Attention(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = torch.nn.Linear(8, 24)
+
+    def forward(self, x: torch.Tensor, **options: Any) -> torch.Tensor:
+        parts = (part.unflatten(-1, (2, 4)).transpose(1, 2) for part in self.enter(x).chunk(3, -1))
+        return functional.scaled_dot_product_attention(*parts, **options)
+
+
+ATTENTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "dropped": {"dropout_p": 0.3},
+    "masked": {"attn_mask": torch.ones(5, 5).tril().bool()},
+    "biased": {"attn_mask": torch.linspace(-1, 1, 25).view(5, 5)},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("form", ATTENTIONS)
+@pytest.mark.parametrize("backend", [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION])
+def test_attention_trains(backend: SDPBackend, form: str, dtype: torch.dtype) -> None:
+    if form == "dropped" and backend is SDPBackend.FLASH_ATTENTION:
+        pytest.skip("it has no dropout on the CPU")
+
+    def loss_of(model, x):
+        with sdpa_kernel(backend):
+            return model(x, **ATTENTIONS[form]).float().square().mean()
+
+    same_by_plan(lambda wrap: train(Attention().to(dtype), wrap, [x.to(dtype) for x in images(3, 2, 5, 8)], loss_of))
+
+
+class Convolving(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4)
+        self.layers = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.LayerNorm(6), Block())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(torch.relu(self.norm(self.first(x))).mean((2, 3)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("is_pure", [True, False])
+def test_low_precision_trains(dtype: torch.dtype, is_pure: bool) -> None:
+    def loss_of(model, x):
+        with torch.autocast("cpu", dtype, enabled=not is_pure):
+            return model(x).float().square().mean()
+
+    def script(wrap):
+        batches = images(3, 2, 3, 6, 6)
+        if is_pure:
+            return train(Convolving().to(dtype), wrap, [x.to(dtype) for x in batches], loss_of)
+        return train(Convolving(), wrap, batches, loss_of)
+
+    same_by_plan(script)

@@ -6,6 +6,7 @@ Values live in numbered slots; a slot is a tensor (possibly a view) or a live nu
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -77,6 +78,15 @@ class Call:
     """Slot of a live number: where it is not zero, a run leaves the call out."""
 
     @property
+    def function(self) -> Callable[..., Any]:
+        """What to call. An operator of others may have a kernel of its own for autograd, whose doings were recorded one by
+        one; a run goes past it.
+        """
+        if isinstance(self.target, torch._ops.OpOverload) and self.target.namespace not in ("aten", "roam"):
+            return _below_autograd(self.target)
+        return self.target  # type: ignore[no-any-return]
+
+    @property
     def name(self) -> str:
         """`aten.add.Tensor` for a kernel, `torch.random.set_rng_state` for a function of PyTorch's, `float.truediv` for
         arithmetic on live numbers.
@@ -97,7 +107,7 @@ class Call:
 
     def run(self, values: dict[int, Any]) -> Any:
         """Runs the call on the values of its slots and puts its results among them."""
-        result = self.target(
+        result = self.function(
             *substitute(self.args, lambda ref: values[ref.slot]),
             **substitute(self.kwargs, lambda ref: values[ref.slot]),
         )
@@ -210,6 +220,15 @@ class Program:
         extents = sorted((s, n) for s, n in zip(meta.stride, meta.shape, strict=True) if n != 1)
         size_bytes = math.prod(size for _, size in extents) * meta.dtype.itemsize
         return meta.offset == 0 and is_dense(extents) and size_bytes == self.storages[meta.storage].size_bytes
+
+
+@functools.cache
+def _below_autograd(operator: torch._ops.OpOverload) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return operator(*args, **kwargs)
+
+    return run
 
 
 def is_dense(extents: Iterable[tuple[int, int]]) -> bool:

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from roam.capture import multi_tensor
+from roam.capture import foreign, multi_tensor
 from roam.capture.fake_kernels import LIVE_FLOAT, LIVE_INT, FakeKernels, tensors_in
 from roam.capture.generators import Watch, forget_idle_states
 from roam.capture.live import LiveFloat, LiveInt, LiveNode
@@ -51,6 +51,7 @@ _REDUCED_LOSSES = {
     aten.soft_margin_loss.default,
     aten.binary_cross_entropy.default,
 }
+_BAGS = {aten._embedding_bag.default, aten._embedding_bag_forward_only.default}
 # Kernels whose result's shape hangs on the values of their numbers.
 _SHAPED_BY_NUMBERS = {aten.arange, aten.range}
 # Kernels that give a tensor another storage or size under the same name.
@@ -245,11 +246,10 @@ class Recorder(TorchDispatchMode):
         if func is _DEVICE and isinstance(args[0], FakeTensor):  # autograd's engine asks more often than it computes
             return args[0].fake_device
         kwargs = kwargs or {}
-        if func.namespace != "aten":
-            if func.namespace in ("profiler", "prim"):
-                return func(*args, **kwargs)
-            phase, source = self.frames.here()
-            self.refuse("operators outside of aten are not captured yet", code="foreign_operator", op=str(func))
+        if foreign.is_mark(func):
+            return func(*args, **kwargs)
+        if (reason := foreign.refusal(func)) is not None:
+            self.refuse(reason, code="foreign_operator", op=str(func))
         if func is aten._local_scalar_dense.default:
             return self._item(func, args[0])
         phase, source = self.frames.here()
@@ -297,6 +297,13 @@ class Recorder(TorchDispatchMode):
             )  # fmt: skip
         except UnsupportedOperatorException:
             self.refuse("it has no fake kernel", code="no_fake_kernel", op=str(func), source=source)
+        except Exception as error:
+            if not foreign.is_foreign(func):
+                raise
+            self.refuse(
+                f"its fake kernel gives no result: {str(error).splitlines()[0] if str(error) else type(error).__name__}",
+                code="no_fake_kernel", op=str(func), source=source,
+            )  # fmt: skip
         if torch.Tag.inplace_view in func.tags:
             self._reshape_in_place(call, result)
             return result
@@ -308,8 +315,10 @@ class Recorder(TorchDispatchMode):
 
     def _refuse_deciding_numbers(self, func: Any, args: Any, kwargs: Any, source: Source) -> None:
         """Refuses live numbers that decide a shape, or which kernels the backward pass is made of."""
-        is_deciding = func._overloadpacket in _SHAPED_BY_NUMBERS or (
-            func is aten.pow.Tensor_Scalar and torch.is_grad_enabled() and args[0].requires_grad
+        is_deciding = (
+            func._overloadpacket in _SHAPED_BY_NUMBERS
+            or (func is aten.pow.Tensor_Scalar and torch.is_grad_enabled() and args[0].requires_grad)
+            or (foreign.is_foreign(func) and len(func._schema.returns) > 0)
         )
         if is_deciding and any(isinstance(a, (torch.SymFloat, torch.SymInt)) for a in (*args, *kwargs.values())):
             self.refuse(
@@ -344,7 +353,7 @@ class Recorder(TorchDispatchMode):
                     f"tensors of layout {item.layout} are not captured", code="layout",
                     op=call.name, source=call.source,
                 )  # fmt: skip
-            size_bytes = _reduced_bytes(args) if call.target in _REDUCED_LOSSES else 0
+            size_bytes = _bytes_at_least(call.target, args, position, item)
             slot = self._add_tensor(item, creator=index, name=f"{call.target._opname}_{index}", at_least=size_bytes)
             self._check_aliasing(call, position, slot, argument_storages)
             outputs.append(slot)
@@ -594,11 +603,15 @@ def _as_real(func: Any, args: Any, result: Any) -> Any:
     return result
 
 
-def _reduced_bytes(args: Any) -> int:
-    """Bytes of the unreduced loss of a prediction and a target on the CPU; 0 elsewhere."""
-    if args[0].device.type != "cpu":
+def _bytes_at_least(func: Any, args: Any, position: int, result: Any) -> int:
+    """Bytes of the storage of a result for which a CPU kernel takes more than it then fills; 0 for any other."""
+    if args and isinstance(args[0], torch.Tensor) and args[0].device.type != "cpu":
         return 0
-    return int(torch.broadcast_shapes(args[0].shape, args[1].shape).numel()) * int(args[0].element_size())
+    if func in _REDUCED_LOSSES:
+        return int(torch.broadcast_shapes(args[0].shape, args[1].shape).numel()) * int(args[0].element_size())
+    if func in _BAGS and position == 1 and result.numel():
+        return (int(result.numel()) + 1) * int(result.element_size())  # it counts one past the last bag
+    return 0
 
 
 def _with_arguments_of(func: Any, packet: Any) -> Any:

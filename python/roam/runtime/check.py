@@ -7,7 +7,9 @@ from typing import Any, NoReturn
 
 import torch
 
+from roam.capture.foreign import is_foreign
 from roam.errors import ExecutionError
+from roam.kernels.trial import differ
 from roam.program import Call, Program, TensorMeta
 
 
@@ -18,6 +20,7 @@ class Check:
         self._program = program
         self._storages: dict[int, int] = {}
         self._versions: list[tuple[torch.Tensor, int]] = []
+        self._contents: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._generator: torch.Tensor | None = None
 
     def note(self, slot: int, value: Any) -> None:
@@ -36,6 +39,9 @@ class Check:
             and self._program.storage_of(slot) not in changed
             and not values[slot].is_inference()  # those have no version
         ]
+        # A kernel of others may write past the versions.
+        kept = {tensor.data_ptr(): tensor for tensor, _ in self._versions} if is_foreign(call.target) else {}
+        self._contents = [(tensor, tensor.clone()) for tensor in kept.values()]
         self._generator = None if call.random else torch.get_rng_state()
 
     def unchanged(self, call: Call) -> None:
@@ -43,6 +49,8 @@ class Check:
         for tensor, version in self._versions:
             if tensor._version != version:
                 self.differs(call, "it wrote to an argument that its schema does not name")
+        if any(differ([tensor], [content]) for tensor, content in self._contents):
+            self.differs(call, "it wrote to an argument that its schema does not name")
         if self._generator is not None and not torch.equal(self._generator, torch.get_rng_state()):
             self.differs(call, "it drew random numbers and does not say so")
 

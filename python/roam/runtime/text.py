@@ -101,7 +101,7 @@ class Text:
         call, way = self._bindings.program.calls[index], self._bindings.way(index)
         if way == "view":
             return
-        function: Any = call.target
+        function: Any = call.function
         args, kwargs = (substitute(item, self._name) for item in (call.args, call.kwargs))
         if way == "write":
             for slot in call.outputs:

@@ -1,0 +1,40 @@
+"""Operators of others: custom operators of the user's or of a library's, registered with `torch.library` or in C++.
+
+They are recorded by their schemas, like PyTorch's own. What a schema cannot say is refused here; what it says wrongly, the first run finds.
+"""
+
+from __future__ import annotations
+
+from torch._ops import OpOverload
+
+_OURS = frozenset({"aten", "roam"})
+_ONLY_MARKS = frozenset({"profiler", "prim"})
+"""Operators that compute nothing: marks in a profile, questions about metadata."""
+_COLLECTIVES = frozenset(
+    {"c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd", "fsdp", "symm_mem", "_dtensor"}
+)
+
+
+def is_mark(func: OpOverload) -> bool:
+    """Whether an operator computes nothing."""
+    return func.namespace in _ONLY_MARKS
+
+
+def is_foreign(func: object) -> bool:
+    """Whether an operator is neither PyTorch's nor ours."""
+    return isinstance(func, OpOverload) and func.namespace not in _OURS
+
+
+def refusal(func: OpOverload) -> str | None:
+    """Why an operator of others cannot be captured; None where it can."""
+    if not is_foreign(func):
+        return None
+    schema = func._schema
+    if func.namespace in _COLLECTIVES:
+        return "collectives are not captured"
+    results = [str(result.type) for result in schema.returns]
+    if results != ["List[Tensor]"] and not {"Tensor", "Optional[Tensor]"}.issuperset(results):
+        return "it returns something else than tensors, which a plan would freeze as it was at capture"
+    if not results and not any(argument.is_write for argument in schema.arguments):
+        return "it returns nothing and changes no argument; whatever it does, no plan can see"
+    return None
