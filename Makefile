@@ -12,7 +12,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 export PYO3_PYTHON := $(abspath $(BIN))/python
 
-.PHONY: help install wheel demo test rust-test nightly wheel-test bench gpu lint format ci clean
+.PHONY: help install wheel demo test rust-test nightly fuzz wheel-test bench gpu lint format ci clean
 
 help:
 	@echo "make install     the release wheel and everything that tests need, into VENV ($(VENV))"
@@ -21,6 +21,7 @@ help:
 	@echo "make test        the Python tests, against what is installed"
 	@echo "make rust-test   the planner's tests; its benchmarks run once each"
 	@echo "make nightly     100 000 random graphs and as many layouts, against brute force and the verifier"
+	@echo "make fuzz        2 000 random modules and steps, by their plan and eagerly, bits compared"
 	@echo "make wheel-test  the wheel in an empty environment, without torch and mip"
 	@echo "make bench       the planner's benchmarks"
 	@echo "make gpu         real training steps on the GPU, next to eager PyTorch and others; without a GPU it says so"
@@ -55,6 +56,11 @@ rust-test:
 # ROAM_CASES says how many cases a sweep has.
 nightly:
 	cargo test --locked --profile checked --test nightly -- --ignored
+
+# ROAM_FUZZ_EXAMPLES says how many.
+fuzz: export ROAM_FUZZ_EXAMPLES ?= 2000
+fuzz:
+	$(BIN)/python -m pytest tests/test_fuzz.py --hypothesis-show-statistics
 
 wheel-test:
 	$(PYTHON) -m venv --clear $(BARE)

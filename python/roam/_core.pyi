@@ -245,6 +245,10 @@ class Graph:
             GraphError: it is, but the graph is not valid.
             OSError: the file cannot be read.
         """
+    def summary(self) -> str:
+        """What the graph is made of, for people: operators by phase, bytes by kind, what keeps its order, and at which barrier
+        gradients wait for each other.
+        """
     @classmethod
     def from_fx(cls, module: GraphModule) -> Graph:
         """The graph of a `torch.fx.GraphModule`, one operator for each node that calls a kernel.

@@ -11,7 +11,9 @@ import signal
 import sys
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import roam
@@ -28,6 +30,7 @@ EXIT_INVALID_PLAN = 1
 EXIT_BAD_INPUT = 2
 EXIT_CAPTURE_REFUSED = 3
 EXIT_INTERNAL = 4
+EXIT_DIFFERENT = 5
 EXIT_INTERRUPTED = 130
 
 _EXIT_CODES = """\
@@ -37,6 +40,7 @@ exit codes:
   2    wrong usage, or a file, model or setting that cannot be used
   3    the training step cannot be captured
   4    an error of roam itself
+  5    a step gave other bits by its plan than eagerly
   130  interrupted
 """
 
@@ -148,6 +152,7 @@ def _parser() -> argparse.ArgumentParser:
         default="happens_before",
         help="safe under every timing, or by time steps as in the literature (default happens_before)",
     )
+    plan.add_argument("-v", "--verbose", action="store_true", help="first what the graph is made of")
     plan.add_argument("--save-graph", metavar="PATH", help="write the graph; compressed if PATH ends in .gz")
     plan.add_argument("--save-plan", metavar="PATH", help="write the plan; compressed if PATH ends in .gz")
 
@@ -156,6 +161,19 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("plan", metavar="PLAN")
 
     command("zoo", _zoo, "list the models that 'roam plan' knows by name")
+
+    bench = command(
+        "bench", _bench, "train small versions of known architectures by a plan and eagerly, and compare bits"
+    )
+    bench.add_argument("what", choices=("zoo",), help="which benchmark")
+    bench.add_argument("names", nargs="*", metavar="ARCHITECTURE", help="only these (default all)")
+    bench.add_argument(
+        "--library",
+        action="append",
+        default=[],
+        choices=("torchvision", "transformers", "timm", "diffusers"),
+        help="only its architectures; may be given several times (default all that are installed)",
+    )
     return parser
 
 
@@ -272,7 +290,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         values["peak_rss_bytes"] = _peak_rss_bytes()
         _write_json(values)
     else:
-        _write(plan_table(title, values, place))
+        _write((graph.summary() + "\n" if arguments.verbose else "") + plan_table(title, values, place))
     return code
 
 
@@ -302,6 +320,24 @@ def _zoo(arguments: argparse.Namespace) -> int:
     else:
         _write(columns((entry.name, entry.summary) for entry in entries) + "\n")
     return EXIT_OK
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    from roam.bench.zoo import run
+
+    rows = []
+    for trial in run(arguments.library, arguments.names):
+        rows.append(trial)
+        if not arguments.json:
+            _write(f"{trial.library:<13} {trial.name:<30} {trial.outcome:<10} {trial.seconds:6.1f} s  {trial.reason}\n")
+    if not rows:
+        raise _UsageError("no such architecture, or its library is not installed")
+    counts = Counter(trial.outcome for trial in rows)
+    if arguments.json:
+        _write_json({"architectures": [asdict(trial) for trial in rows], "outcomes": dict(counts)})
+    else:
+        _write(f"{len(rows)} architectures: " + ", ".join(f"{count} {name}" for name, count in counts.items()) + "\n")
+    return EXIT_DIFFERENT if counts["different"] else EXIT_OK
 
 
 def _complain(message: str) -> None:

@@ -22,6 +22,8 @@ def format_bytes(size_bytes: int) -> str:
 def columns(rows: Iterable[tuple[str, ...]], right: tuple[int, ...] = ()) -> str:
     """Rows of text as aligned columns; those numbered in ``right`` are aligned to the right."""
     cells = list(rows)
+    if not cells:
+        return ""
     widths = [max(len(row[index]) for row in cells if index < len(row)) for index in range(max(map(len, cells)))]
     lines = []
     for row in cells:

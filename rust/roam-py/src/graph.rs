@@ -247,6 +247,10 @@ impl PyGraph {
         let graph = detached(py, || load_graph(&path, max_bytes_or_default(max_bytes)))?;
         Ok(Self::new(graph.map_err(|error| format_error(py, &error, Some(&path)))?))
     }
+    /// What the graph is made of, as a text for people; see `roam.report.summary`.
+    fn summary<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
+        slf.py().import("roam.report")?.call_method1("summary", (slf,))
+    }
     /// The graph of a `torch.fx.GraphModule`; see `roam.capture.fx.graph_of`.
     #[classmethod]
     fn from_fx(_class: &Bound<'_, PyType>, module: &Bound<'_, PyAny>) -> PyResult<Py<Self>> {

@@ -1,0 +1,1 @@
+"""Benchmarks and sweeps that anyone can run: `roam bench`."""

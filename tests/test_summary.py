@@ -1,0 +1,79 @@
+"""What a graph says of itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import roam
+from roam.report.summary import find_barrier
+
+functional = torch.nn.functional
+
+
+def plain(model: Any, optimizer: Any, images: Any, labels: Any) -> Any:
+    optimizer.zero_grad()
+    loss = functional.cross_entropy(model(images), labels)
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+def clipped(model: Any, optimizer: Any, images: Any, labels: Any) -> Any:
+    optimizer.zero_grad()
+    loss = functional.cross_entropy(model(images), labels)
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    return loss
+
+
+def captured(step: Any) -> tuple[roam.Graph, int]:
+    """The step's graph and the bytes of all its gradients, counted as the graph counts."""
+    with roam.fake():
+        net = torch.nn.Sequential(
+            torch.nn.Linear(64, 128), torch.nn.Dropout(0.1), torch.nn.ReLU(), torch.nn.Linear(128, 8)
+        )
+        optimizer = torch.optim.AdamW(net.parameters())
+        batch = torch.randn(32, 64), torch.randint(0, 8, (32,))
+    graph = roam.capture(step, net, optimizer, *batch)
+    gradients = [tensor for tensor in graph.tensors if tensor.kind == "gradient"]
+    assert len(gradients) == 4
+    return graph, sum(tensor.counted_bytes for tensor in gradients)
+
+
+def test_a_clip_by_the_global_norm_is_a_barrier_with_its_price() -> None:
+    graph, gradient_bytes = captured(clipped)
+    barrier = find_barrier(graph)
+    assert barrier is not None
+    assert (barrier.gradients, barrier.held_bytes) == (4, gradient_bytes)
+    # The price is real: at that operator no order has less alive.
+    plan = roam.optimize(graph)
+    step = plan.order.tolist().index(barrier.operator)
+    assert graph.live_bytes(plan.order)[step] >= gradient_bytes
+    assert f"holds 4 gradients, {gradient_bytes / 1024:.2f} KiB" in graph.summary()
+
+
+def test_updates_that_need_their_own_gradient_alone_have_no_barrier() -> None:
+    graph, _ = captured(plain)
+    assert find_barrier(graph) is None
+    assert ["barrier", "none:"] in [line.split()[:2] for line in graph.summary().splitlines()]
+
+
+def test_counts_are_the_graph_s() -> None:
+    graph, _ = captured(plain)
+    lines = [line.split() for line in graph.summary().splitlines()]
+    operators = [line for line in lines if line[-1:] == ["operators"]]
+    assert sum(int(count.replace(",", "")) for _, count, _ in operators) == graph.num_operators
+    assert ["parameter", "4", "tensors"] in [line[:3] for line in lines]
+    assert any(line[:2] == ["random", "numbers"] for line in lines)
+
+
+@pytest.mark.parametrize("name", ["", "operators without tensors"])
+def test_a_graph_made_by_hand_has_a_summary(name: str) -> None:
+    builder = roam.GraphBuilder(name, "cpu")
+    builder.operator("nothing")
+    assert "1  operators" in builder.build().summary()
+    assert "0 operators" in roam.GraphBuilder(name, "cpu").build().summary()
