@@ -98,9 +98,7 @@ def _reading(recorder: Recorder, mode: FakeTensorMode, function: Callable[..., A
     def read(device: Any = "cuda") -> Any:
         arguments = _device(function, device)
         with _disable_current_modes():
-            size = function(*arguments).numel()
-            with mode:
-                state = torch.empty(size, dtype=torch.uint8, device="cpu")
+            state = mode.from_tensor(function(*arguments))
         recorder.generator_call(function, arguments, state)
         return state
 
