@@ -172,13 +172,13 @@ class Program:
     result: Any = None
     """The step's result: (leaves, pytree spec), each leaf a Ref or a plain constant."""
     rebinds: list[tuple[Any, int]] = field(default_factory=list)
-    """(owner, slot): owners that hold another tensor after the step than before."""
+    """(owner, slot): owners that hold another tensor or live number after the step than before."""
     dropped: list[Any] = field(default_factory=list)
     """Owners of gradients from before the step that nothing in it looks at."""
     absent: list[Any] = field(default_factory=list)
     """Owners that must hold nothing before the step: what this program makes, another variant finds."""
     plain_state: list[tuple[Any, Any]] = field(default_factory=list)
-    """(owner, value): what an optimizer's state holds after the step beside tensors."""
+    """(owner, value): what an optimizer's state and rates are after the step, where that is neither tensor nor live number."""
     plain_before: list[tuple[Any, Any]] = field(default_factory=list)
     """(owner, value): what an optimizer's state must hold before the step beside tensors."""
     decisions: list[tuple[Any, Callable[..., bool], tuple[float, ...], bool]] = field(default_factory=list)

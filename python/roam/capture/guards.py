@@ -40,7 +40,7 @@ _MODULE_HOOKS: Final = tuple(
     if name.startswith("_global_") and isinstance(hooks, dict)
 )
 # Switches of PyTorch's that change what a step computes.
-_AMBIENT: Final[tuple[tuple[str, Callable[[], Any]], ...]] = (
+AMBIENT: Final[tuple[tuple[str, Callable[[], Any]], ...]] = (
     ("gradient mode", torch.is_grad_enabled),
     ("inference mode", torch.is_inference_mode_enabled),
     ("autocast on cpu", lambda: torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu")),
@@ -102,7 +102,7 @@ class Guards:
                 self._replaceable.append((slot.path, slot.space, slot.key, _metadata(slot.tensor)))
         self._storages = self._storage_list()
         self._aliasing = _pattern(self._storages)
-        self._ambient = [(name, read, read()) for name, read in _AMBIENT]
+        self._ambient = [(name, read, read()) for name, read in AMBIENT]
 
     def failure(self) -> str | None:
         """None while everything is as it was, else the first difference: its path, the old value and the new one."""

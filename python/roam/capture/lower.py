@@ -165,7 +165,8 @@ def kinds_of(program: Program) -> list[str]:
     for number in program.leaving():
         kinds[number] = "output"
     for owner, slot in program.rebinds:
-        kinds[program.storage_of(slot)] = owner.kind
+        if program.slots[slot] is not None:
+            kinds[program.storage_of(slot)] = owner.kind
     for owner, slot in program.owned:
         if program.slots[slot] is not None:
             kinds[program.storage_of(slot)] = owner.kind

@@ -23,6 +23,7 @@ from roam.capture.generators import Watch, forget_idle_states
 from roam.capture.live import LiveFloat, LiveInt, LiveNode
 from roam.capture.owners import ArgumentOwner
 from roam.errors import CaptureError
+from roam.interrupts import deliver_interrupts
 from roam.kernels.recurrent import ASKED, as_run, asked
 from roam.program import Call, Program, Question, Ref, Source, Storage, TensorMeta
 
@@ -146,6 +147,16 @@ class Recorder(TorchDispatchMode):
             self.program.decisions.append(decision)
         return decision[-1]
 
+    def is_as_given(self, owner: Any) -> bool:
+        """Whether an owner of a given number still holds it."""
+        node = getattr(owner.get(), "node", None)
+        return isinstance(node, LiveNode) and node.slot in self._given and self._given[node.slot][0] is owner
+
+    def is_unknown(self, value: Any) -> bool:
+        """Whether nobody can know a number during the step."""
+        node = getattr(value, "node", None)
+        return isinstance(node, LiveNode) and node.slot == UNKNOWN
+
     def slot_of(self, value: Any) -> int | None:
         """The slot of a tensor or live number of this recording; None for anything else."""
         if isinstance(value, torch.Tensor):
@@ -250,6 +261,8 @@ class Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         if (reason := foreign.refusal(func)) is not None:
             self.refuse(reason, code="foreign_operator", op=str(func))
+        if func is not aten.detach.default:  # that is called from where no exception may pass
+            deliver_interrupts()
         if func is aten._local_scalar_dense.default:
             return self._item(func, args[0])
         phase, source = self.frames.here()
@@ -309,6 +322,8 @@ class Recorder(TorchDispatchMode):
             return result
         result = _as_real(func, args, result)
         call.target = as_run(func)
+        if _takes_default_dtype(func, args, kwargs):
+            call.kwargs = {**call.kwargs, "dtype": result.dtype}
         call.mutates = self._mutated(func, args, kwargs, call)
         self._record(call, result, args, kwargs)
         return result
@@ -601,6 +616,12 @@ def _as_real(func: Any, args: Any, result: Any) -> Any:
         if args[2] is not None and args[2].dtype is not args[0].dtype:
             return (output, *(statistic.to(args[2].dtype) for statistic in statistics))
     return result
+
+
+def _takes_default_dtype(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a kernel makes a tensor of the dtype that is the default at the moment, which the step may set."""
+    names = (argument.name for argument in func._schema.arguments if argument.kwarg_only)
+    return "dtype" in names and kwargs.get("dtype") is None and not tensors_in((args, kwargs))
 
 
 def _bytes_at_least(func: Any, args: Any, position: int, result: Any) -> int:

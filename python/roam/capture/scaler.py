@@ -119,7 +119,7 @@ def check_skippable(program: Program) -> None:
         if expected != [unless.get(slot)]:
             raise _escapes(f"{owner.path} is given")
     for owner, _ in program.plain_state:
-        if id(owner.optimizer) in steps:
+        if isinstance(owner, StateOwner) and id(owner.optimizer) in steps:
             raise _escapes(f"{owner.path} is given")
 
 

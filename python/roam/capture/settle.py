@@ -22,7 +22,7 @@ def settle_gradients(program: Program, carried: set[str], keep_grads: bool) -> N
             rebinds.append((owner, slot))
         if is_gradient and owner.path not in owned and owner.path not in carried:
             program.dropped.append(owner)
-        elif owner.path not in owned:
+        elif owner.path not in owned and program.slots[slot] is not None:
             program.absent.append(owner)
     program.rebinds = rebinds
 

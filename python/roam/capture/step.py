@@ -12,6 +12,7 @@ import torch
 import torch.utils._pytree as pytree
 
 from roam._core import Graph
+from roam.capture.ambient import Switches
 from roam.capture.guards import ArgGuard, Guards
 from roam.capture.lower import device_of, lower
 from roam.capture.owners import GradientOwner
@@ -23,6 +24,7 @@ from roam.capture.snapshot import Snapshot
 from roam.capture.trace import trace
 from roam.capture.world import World
 from roam.errors import CaptureError
+from roam.interrupts import interrupts_wait
 from roam.kernels.calls import Placed, placed_calls
 from roam.program import Program
 
@@ -164,10 +166,11 @@ class _Tracer:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
+    @interrupts_wait()
     def programs(self, *, live_arguments: bool, only_first: bool = False) -> list[Program]:
         """Successive steps, until two in a row are the same program; or the first alone."""
         world = World(self.reach, self.args, self.kwargs)
-        snapshot = Snapshot(self.reach)
+        snapshot, switches = Snapshot(self.reach), Switches()
         programs: list[Program] = []
         change: str | None = None
         try:
@@ -175,7 +178,7 @@ class _Tracer:
             inside = Snapshot(self.reach)
             for _ in range(_MOST_TRACES):
                 program = trace(world, self.train_step, args, kwargs, live_arguments=live_arguments)
-                moved = inside.moved()
+                moved = [*inside.moved(), *filter(None, [switches.moved()])]
                 if moved:
                     raise CaptureError(
                         f"the step changes Python state that a captured step would not change again: {moved[0]}",
@@ -190,6 +193,7 @@ class _Tracer:
                     if change is None:
                         return programs
         finally:
+            switches.restore()
             snapshot.restore()
         raise CaptureError(
             f"two runs of the step on the same state are not the same program: {change}", code="unstable"

@@ -27,6 +27,7 @@ from roam.capture.scaler import check_skippable, check_updated, scaler_stand_ins
 from roam.capture.values import is_plain, same
 from roam.capture.world import World
 from roam.errors import CaptureError
+from roam.interrupts import interrupts_allowed
 from roam.program import HostCall, Program, Ref
 
 
@@ -52,6 +53,7 @@ def trace(
     plain = [(owner, owner.get()) for owner in state_owners(world.reach, world.parameters, plain=True)]
     rates = [owner.get() for owner in world.rates]
     hooks = world.hooks()
+    trained = world.requiring_gradients()
     try:
         for owner, tensor in before:
             recorder.add_owned(owner, tensor, owner.path)
@@ -75,11 +77,14 @@ def trace(
             )
         if world.hooks() != hooks:
             raise CaptureError("the step adds hooks to a parameter, or removes some", code="moved")
+        if differing := trained ^ world.requiring_gradients():
+            raise CaptureError(f"the step changes the requires_grad of {min(differing)}", code="moved")
         recorder.finish()
         check_updated(world)
         _results(world, recorder, result)
         _endings(world, recorder, before)
         _plain_endings(world, recorder, plain)
+        _rate_endings(world, recorder)
         check_skippable(recorder.program)
         return recorder.program
     finally:
@@ -91,6 +96,7 @@ def trace(
 
 
 _state = threading.local()
+_TWO_WAYS = "the step sets a learning rate itself and steps a scheduler of the same optimizer; do one of them outside of the step"
 
 
 def is_tracing() -> bool:
@@ -101,7 +107,8 @@ def is_tracing() -> bool:
 def _run(recorder: Recorder, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     _state.is_tracing = True
     try:
-        return step(*args, **kwargs)
+        with interrupts_allowed():
+            return step(*args, **kwargs)
     except CaptureError:
         raise
     except DataDependentOutputException as error:
@@ -151,6 +158,16 @@ def _watched(world: World, recorder: Recorder) -> Iterator[None]:
             return object.__repr__(tensor)
         recorder.refuse("printing a tensor brings its value to Python", code="value_reached_python")
 
+    def address(of: Callable[[Any], int]) -> Callable[[Any], int]:
+        def asked(holder: Any) -> int:
+            if _called_by_user():
+                recorder.refuse(
+                    "the address of a tensor reached Python; no two runs need have the same", code="address"
+                )
+            return of(holder)
+
+        return asked
+
     plain_item = torch.Tensor.item
 
     def item(tensor: Any) -> Any:
@@ -162,6 +179,8 @@ def _watched(world: World, recorder: Recorder) -> Iterator[None]:
             stack.enter_context(mock.patch.object(holder, name, _in_trace(recorder, getattr(holder, name), stand_in)))
 
         replace(torch.Tensor, "item", item)
+        for holder in (torch.Tensor, torch.UntypedStorage):
+            replace(holder, "data_ptr", address(holder.data_ptr))
         for holder, name, stand_in in scaler_stand_ins(world, recorder):
             replace(holder, name, stand_in)
         for name in multi_tensor.FUSED:
@@ -211,6 +230,8 @@ def _scheduler(world: World, recorder: Recorder, path: str, scheduler: Any) -> I
     rates = [owner for owner in world.rates if owner.optimizer is scheduler.optimizer]
 
     def step(*arguments: Any, **keywords: Any) -> None:
+        if not all(recorder.is_as_given(owner) or recorder.is_unknown(owner.get()) for owner in rates):
+            recorder.refuse(_TWO_WAYS, code="unknown_number")
         if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in arguments):
             arguments = tuple(a.detach() if isinstance(a, torch.Tensor) else a for a in arguments)
         recorder.program.after.append(
@@ -283,6 +304,24 @@ def _endings(world: World, recorder: Recorder, before: list[tuple[Owner, Any]]) 
         for parameter in world.parameters
         if (path := f"{parameter.path}.grad") not in held and path not in now
     ]
+
+
+def _rate_endings(world: World, recorder: Recorder) -> None:
+    """What the step puts in the place of learning rates."""
+    program = recorder.program
+    scheduled = {id(host_call.scheduler.optimizer) for host_call in program.after}
+    for owner in world.rates:
+        rate = owner.get()
+        if recorder.is_as_given(owner) or recorder.is_unknown(rate):
+            continue
+        if id(owner.optimizer) in scheduled:
+            raise CaptureError(f"{owner.path}: {_TWO_WAYS}", code="unknown_number")
+        if (slot := recorder.slot_of(rate)) is not None and not isinstance(rate, torch.Tensor):
+            program.rebinds.append((owner, slot))
+        elif type(rate) in (float, int):
+            program.plain_state.append((owner, rate))
+        else:
+            raise CaptureError(f"the step makes {owner.path} a {type(rate).__name__}; give it a float", code="rate")
 
 
 def _plain_endings(world: World, recorder: Recorder, before: list[tuple[Any, Any]]) -> None:

@@ -99,6 +99,10 @@ class World:
         named = {f"{owner.path}.{name}": getattr(owner.get(), name) for owner in self.places for name in HOOKS}
         return {path: list(hooks) for path, hooks in named.items() if hooks}
 
+    def requiring_gradients(self) -> set[str]:
+        """Paths of the tensors from before the step that gradients are computed for."""
+        return {owner.path for owner in self.places if owner.get().requires_grad and owner.get().is_leaf}
+
     def signature(self) -> tuple[tuple[str, Any], ...]:
         """What exists between steps now, with metadata: it tells a first step from a steady one."""
         return tuple((owner.path, describe(owner.get())) for owner in self.owners())

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import signal
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -21,6 +19,7 @@ from roam.capture.step import CapturedStep, Variant, capture_step
 from roam.capture.trace import is_tracing
 from roam.capture.values import MISSING, same, show
 from roam.errors import ExecutionError
+from roam.interrupts import interrupts_wait
 from roam.kernels.table import is_proven
 from roam.program import Program, TensorMeta
 from roam.runtime.choose import Options, choose, is_disabled
@@ -275,6 +274,7 @@ class Runner:
             if isinstance(owner, (StateOwner, ScalerOwner, GradientOwner))
         ]
         self._sharing = _pattern([program.slots[slot].storage for _, slot in program.owned if program.slots[slot]])  # type: ignore[union-attr]
+        self._generators = list(_generators(program))
         self._devices = {meta.device.type for meta in program.slots if meta is not None}
 
     def state_failure(self) -> str | None:
@@ -315,27 +315,33 @@ class Runner:
         self._check_inputs(inputs)
         inputs += [tensor for tensor, _ in program.constants]
         self._drop_ignored()
-        generator = torch.get_rng_state().numpy().tobytes()  # not a tensor: it would count as memory of the step
-        with self._executor.held(), _interrupts_wait(), self._kernels_alone():
-            try:
-                run = self._executor.run_checked if self._executor.text is None else self._executor.run
-                result, rebinds, after, skips = run(inputs)
-            except Exception as error:
-                raise self._failed(error, generator) from error
-            for owner in self._consumed:
-                owner.parameter.get().grad = None
-            skipped = _skipped(program, skips)
-            for (owner, _), value in zip(program.rebinds, rebinds, strict=True):
-                if not isinstance(owner, StateOwner) or id(owner.optimizer) not in skipped:
-                    owner.set(value)
-            for owner, value in program.plain_state:
-                owner.set(value)
-            for optimizer in program.stepped:
-                if id(optimizer) not in skipped:
-                    optimizer._opt_called = True  # what a scheduler looks for
-        for host_call, (arguments, keywords) in zip(program.after, after, strict=True):
-            host_call.scheduler.step(*arguments, **keywords)
+        # Not as tensors: those would count as memory of the step.
+        drawn = [generator.get_state().numpy().tobytes() for generator in self._generators]
+        with interrupts_wait():
+            with self._executor.held(), self._kernels_alone():
+                try:
+                    run = self._executor.run_checked if self._executor.text is None else self._executor.run
+                    result, rebinds, after, skips = run(inputs)
+                except Exception as error:
+                    raise self._failed(error, drawn) from error
+                self._leave(rebinds, _skipped(program, skips))
+            for host_call, (arguments, keywords) in zip(program.after, after, strict=True):
+                host_call.scheduler.step(*arguments, **keywords)
         return pytree.tree_unflatten(result, program.result[1])
+
+    def _leave(self, rebinds: list[Any], skipped: set[int]) -> None:
+        """Puts where they belong what outlives the step, but for the state of optimizers that were skipped."""
+        program = self._program
+        for owner in self._consumed:
+            owner.parameter.get().grad = None
+        for (owner, _), value in zip(program.rebinds, rebinds, strict=True):
+            if not isinstance(owner, StateOwner) or id(owner.optimizer) not in skipped:
+                owner.set(value)
+        for owner, value in program.plain_state:
+            owner.set(value)
+        for optimizer in program.stepped:
+            if id(optimizer) not in skipped:
+                optimizer._opt_called = True  # what a scheduler looks for
 
     def measured(self, work: Callable[[], Any]) -> Any:
         """The result of a run by the plan; `memory` then tells what it took."""
@@ -396,14 +402,15 @@ class Runner:
                     stack.enter_context(torch.autocast(device, enabled=False))
             yield
 
-    def _failed(self, error: Exception, generator: bytes) -> Exception:
+    def _failed(self, error: Exception, drawn: list[bytes]) -> Exception:
         failure = self._executor.failure(error)
         if failure is None:
             return error
         changed = self._executor.changed_before(failure)
         where = f"{failure.call.name} at {failure.call.source}"
         if not changed:
-            torch.set_rng_state(torch.frombuffer(bytearray(generator), dtype=torch.uint8))
+            for generator, state in zip(self._generators, drawn, strict=True):
+                generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
             return ExecutionError(
                 f"{where} failed: {error}. Nothing had been updated yet", code="failed", operator=failure.call.name,
                 source=str(failure.call.source),
@@ -427,6 +434,13 @@ def _skipped(program: Program, numbers: list[Any]) -> set[int]:
     return {optimizer for optimizer, _ in steps} - {optimizer for optimizer, number in steps if not number}
 
 
+def _generators(program: Program) -> Iterator[torch.Generator]:
+    """PyTorch's own random generator, and those that calls are given."""
+    given = {id(value): value for call in program.calls for value in (*call.args, *call.kwargs.values())}
+    yield torch.default_generator
+    yield from (value for value in given.values() if isinstance(value, torch.Generator))
+
+
 def _workspace(trace: MemoryTrace) -> int | None:
     without = trace.peak_without_workspace_bytes
     return None if without is None else trace.peak_bytes - without
@@ -446,23 +460,3 @@ def _pattern(storages: list[int]) -> list[int]:
 def _listed(paths: list[str], most: int = 4) -> str:
     shown = ", ".join(paths[:most])
     return shown if len(paths) <= most else f"{shown} and {len(paths) - most} more"
-
-
-@contextmanager
-def _interrupts_wait() -> Iterator[None]:
-    """Ctrl-C takes effect at the end of the step, not in the middle of an update."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    pressed: list[Any] = []
-    before = signal.getsignal(signal.SIGINT)
-    signal.signal(signal.SIGINT, lambda *event: pressed.append(event))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-    if pressed:
-        if callable(before):
-            before(*pressed[0])
-        else:
-            raise KeyboardInterrupt

@@ -1,0 +1,53 @@
+"""PyTorch's own switches around a capture: a step may turn them while it runs, and has to turn them back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .guards import AMBIENT
+from .values import same, show
+
+
+def _set_autocast(device: str) -> Callable[[Any], None]:
+    def write(value: Any) -> None:
+        torch.set_autocast_enabled(device, value is not False)
+        if value is not False:
+            torch.set_autocast_dtype(device, value)
+
+    return write
+
+
+_WRITE: dict[str, Callable[[Any], Any]] = {
+    "gradient mode": torch._C._set_grad_enabled,
+    "autocast on cpu": _set_autocast("cpu"),
+    "autocast on cuda": _set_autocast("cuda"),
+    "autocast cache": torch.set_autocast_cache_enabled,
+    "default dtype": torch.set_default_dtype,
+    "default device": torch.set_default_device,
+    "deterministic mode": torch.use_deterministic_algorithms,
+    "float32 matmul precision": torch.set_float32_matmul_precision,
+}
+"""How those are set that a function sets; the others end with the block that sets them."""
+
+
+class Switches:
+    """How they all are now."""
+
+    def __init__(self) -> None:
+        self._found = [(name, read, read()) for name, read in AMBIENT]
+
+    def moved(self) -> str | None:
+        """None while all are as they were, else what is not."""
+        for name, read, found in self._found:
+            if not same(found, read()):
+                return f"PyTorch's {name} changed from {show(found)} to {show(read())}"
+        return None
+
+    def restore(self) -> None:
+        """Puts back what a function sets."""
+        for name, read, found in self._found:
+            if name in _WRITE and not same(found, read()):
+                _WRITE[name](found)

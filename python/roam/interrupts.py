@@ -1,0 +1,84 @@
+"""Ctrl-C at moments when it does no harm."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+
+class _Wait:
+    """What stands in for the handler of Ctrl-C during a block that must not be torn."""
+
+    def __init__(self, handler: Any) -> None:
+        self._handler = handler
+        self._pressed: tuple[Any, ...] | None = None
+        self.is_open = False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self._pressed = number, frame
+        if self.is_open and not _is_dispatching(frame):
+            self.deliver()
+
+    def deliver(self) -> None:
+        """Lets the handler know of what has been pressed, once."""
+        event, self._pressed = self._pressed, None
+        if event is not None:
+            self.is_open = False  # what the interruption leaves behind is tidied up in peace
+            self._handler(*event)
+
+
+def _is_dispatching(frame: FrameType | None) -> bool:
+    """Whether PyTorch calls from C++, where an exception may end the process instead of going through."""
+    while frame is not None:
+        if frame.f_code.co_name == "__torch_dispatch__":
+            return True
+        frame = frame.f_back
+    return False
+
+
+_waits: list[_Wait] = []
+
+
+@contextmanager
+def interrupts_wait() -> Iterator[None]:
+    """Ctrl-C takes effect at the end of the block, or where `interrupts_allowed` lets it."""
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield
+        return
+    wait = _Wait(handler)
+    _waits.append(wait)
+    signal.signal(signal.SIGINT, wait)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        _waits.pop()
+        wait.deliver()
+
+
+@contextmanager
+def interrupts_allowed() -> Iterator[None]:
+    """Ctrl-C takes effect at once, although the block is part of one in which it waits; during an operator that a dispatch mode
+    handles, at the next `deliver_interrupts`.
+    """
+    if not _waits or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    wait = _waits[-1]
+    wait.is_open = True
+    try:
+        wait.deliver()
+        yield
+    finally:
+        wait.is_open = False
+
+
+def deliver_interrupts() -> None:
+    """Lets a Ctrl-C take effect that came during an operator, where it is allowed to."""
+    if _waits and _waits[-1].is_open and threading.current_thread() is threading.main_thread():
+        _waits[-1].deliver()
