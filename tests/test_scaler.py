@@ -90,6 +90,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True),
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, centered=True, momentum=0.5),
+    "foreach": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True),
     "noisy": Noisy,
 }
 
