@@ -286,7 +286,8 @@ def planned(step: Any, measured_bytes: int) -> dict[str, Any]:
 def shares(step: Any) -> dict[str, int]:
     """Totals by plan: as eager orders the step, then with one thing more at a time, and as the step runs."""
     captured = step._captures[0]
-    graph, choice = captured.step.steady.graph, captured.runners[-1].choice
+    choice = captured.runners[-1].choice
+    graph = choice.eager_graph
     ordered, reused = roam.optimize(graph, reuse=False), roam.optimize(graph)
     return {
         "program_order": choice.eager_bytes,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -23,6 +23,7 @@ def lower(
     device: str,
     landing: Container[int] | None = None,
     pool: bool = True,
+    workspaces: Mapping[int, int] | None = None,
 ) -> Graph:
     """The graph of a program.
 
@@ -37,6 +38,7 @@ def lower(
         landing: calls that compute into memory of their own and whose results are then copied into the pool; what other
             calls make whose kernels cannot write there stays outside of it. None: as if every kernel could.
         pool: whether there is a pool. If not, all that is made and dies in the step lies outside of it.
+        workspaces: per call, the bytes that its kernel takes beyond its results while it runs, where that is known.
     """
     builder = GraphBuilder(name, device=device)
     kinds = kinds_of(program)
@@ -59,6 +61,7 @@ def lower(
         at = placed[index]
         workspace_bytes = sum(program.storages[number].size_bytes for number in copied)
         workspace_bytes += 0 if at is None else at.workspace_bytes
+        workspace_bytes += 0 if workspaces is None else workspaces.get(index, 0)
         pairs = _reuse(program, at, reads, copied)
         builder.operator(
             call.name,

@@ -18,6 +18,7 @@ from roam._core import Graph, Plan
 from roam.capture.lower import lower
 from roam.capture.step import Variant
 from roam.kernels.calls import Placed, landable_calls, placed_calls
+from roam.kernels.workspace import workspaces
 from roam.program import Program
 from roam.runtime.fuse import fused
 
@@ -48,7 +49,9 @@ class Choice:
         graph: the step, with the residencies that this way of running gives its tensors.
         plan: a plan of `graph`, verified.
         uses_pool: whether planned tensors lie in a pool; if not, all come from the ordinary allocator.
+        eager_graph: the step as it was captured, with what its kernels take for themselves, as if every kernel could write where a plan wants.
         eager_bytes: the most memory that the step takes as eager PyTorch orders it.
+        kernel_bytes: the most that one kernel of it takes for itself while it runs; None where nobody could tell, and no plan knows.
         totals: what each way that was tried comes to, in bytes; the first is the ordinary allocator's.
     """
 
@@ -57,7 +60,9 @@ class Choice:
     graph: Graph
     plan: Plan
     uses_pool: bool
+    eager_graph: Graph
     eager_bytes: int
+    kernel_bytes: int | None
     totals: tuple[tuple[str, int], ...] = ()
 
     @property
@@ -72,7 +77,7 @@ class Choice:
             size_bytes / 2**20
             for size_bytes in (
                 self.total_bytes - persistent_bytes, self.eager_bytes - persistent_bytes,
-                self.plan.lower_bound_bytes, persistent_bytes,
+                self.plan.total_lower_bound_bytes - persistent_bytes, persistent_bytes,
             )
         )  # fmt: skip
         return (
@@ -86,7 +91,9 @@ def is_disabled() -> bool:
     return os.environ.get("ROAM_DISABLE", "0") not in ("", "0")
 
 
-def choose(variant: Variant, *, pool: bool | None, time_limit_s: float | None, streams: int = 1) -> Choice:
+def choose(
+    variant: Variant, *, pool: bool | None, time_limit_s: float | None, streams: int = 1, is_real: bool = True
+) -> Choice:
     """The way of the least total.
 
     Args:
@@ -94,17 +101,24 @@ def choose(variant: Variant, *, pool: bool | None, time_limit_s: float | None, s
         pool: whether to use a pool; None: where that costs next to nothing, see `WORTH`.
         time_limit_s: limit for all planning together, in seconds. The first plan is always made.
         streams: how many operators may run at once; more than one need a pool, whose layout is safe under every timing.
+        is_real: whether the step is of real tensors, so that kernels may be run to find out what they take for themselves.
     """
     deadline = None if time_limit_s is None else time.monotonic() + time_limit_s
-    program = fused(variant.program, variant.device)
-    placed = variant.placed if program is variant.program else placed_calls(program, variant.device)
-    stated = partial(lower, program, placed, name=variant.name, device=variant.device.type)
+    taken = workspaces(variant.program, variant.placed, variant.device, deadline) if is_real else None
+    eager_graph = _eager_graph(variant, taken)
+    eager_bytes = eager_graph.persistent_bytes + roam.baseline(eager_graph, reuse=False).peak_bytes
+    kernel_bytes = None if taken is None else max(taken.values(), default=0)
+    program, placed = fused(variant.program, variant.device), variant.placed
+    if program is not variant.program:
+        placed = placed_calls(program, variant.device)
+        taken = workspaces(program, placed, variant.device, deadline) if taken else taken
+    stated = partial(lower, program, placed, name=variant.name, device=variant.device.type, workspaces=taken)
     graph = stated(pool=False)
     plan = _planned(graph, deadline, exact="auto")
     total = plan.total_bytes
     leaving_bytes = sum(program.storages[storage].size_bytes for storage in program.leaving())
-    eager_bytes = plan.persistent_bytes + roam.baseline(variant.graph, reuse=False).peak_bytes
-    ordinary = Choice(program, placed, graph, plan, False, eager_bytes)
+    made = partial(Choice, program, placed, eager_graph=eager_graph, eager_bytes=eager_bytes, kernel_bytes=kernel_bytes)
+    ordinary = made(graph, plan, False)
     most = eager_bytes if streams > 1 else min(total * (1 + WORTH), eager_bytes)
     names = ["allocator"]
     pooled: list[Choice] = []
@@ -114,7 +128,7 @@ def choose(variant: Variant, *, pool: bool | None, time_limit_s: float | None, s
         graph = stated(landing=landing)
         plan = _planned(graph, deadline, exact="off", streams=streams)
         names.append(name)
-        pooled.append(Choice(program, placed, graph, plan, True, eager_bytes))
+        pooled.append(made(graph, plan, True))
         # What leaves is outside of every pool at the end, and more copies make no smaller pool.
         is_hopeless = pool is None and plan.persistent_bytes + pooled[0].plan.pool_bytes + leaving_bytes > most
         if streams > 1 or is_hopeless or plan.total_bytes <= total * (1 + _NEAR):
@@ -124,6 +138,14 @@ def choose(variant: Variant, *, pool: bool | None, time_limit_s: float | None, s
         best = ordinary
     totals = zip(names, [choice.total_bytes for choice in (ordinary, *pooled)], strict=True)
     return replace(best, totals=tuple(totals))
+
+
+def _eager_graph(variant: Variant, taken: dict[int, int] | None) -> Graph:
+    """The step as it was captured, with what its kernels take for themselves."""
+    name, device = variant.graph.name, variant.device.type
+    return (
+        lower(variant.program, variant.placed, name=name, device=device, workspaces=taken) if taken else variant.graph
+    )
 
 
 def _planned(graph: Graph, deadline: float | None, *, exact: Literal["auto", "off"], streams: int = 1) -> Plan:

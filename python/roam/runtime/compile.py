@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 import torch.utils._pytree as pytree
+from torch._subclasses.fake_tensor import FakeTensor
 
 from roam import Plan
 from roam.capture.owners import ArgumentOwner, GradientOwner, RateOwner, ScalerOwner, StateOwner
@@ -125,9 +126,9 @@ class Step:
         return self if instance is None else MethodType(self, instance)
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
-        """The plan by which this call would run; nothing is run.
+        """The plan by which this call would run; nothing of it is run.
 
-        Its `total_bytes` is the memory that the step will take, known before step 1.
+        Kernels that may take memory for themselves are tried on zeros, once in a process. The plan's `total_bytes` is the memory that the step will take, known before step 1.
         """
         runner, reason = self._find(args, kwargs)
         return (runner or self._capture(args, kwargs, reason)).plan
@@ -197,7 +198,8 @@ class Step:
             self._captures.pop()
         step = capture_step(self._train_step, args, kwargs, keep_grads=self._keep_grads)
         variants = [variant for variant in (step.first, step.steady) if variant is not None]
-        captured = _Captured(step, [Runner(variant, self._options) for variant in variants])
+        is_real = not _has_fakes(step, args, kwargs)
+        captured = _Captured(step, [Runner(variant, self._options, is_real=is_real) for variant in variants])
         self._captures.insert(0, captured)
         for runner in captured.runners:
             if runner.state_failure() is None:
@@ -238,12 +240,12 @@ class Torn(Exception):
 class Runner:
     """Runs one variant of a captured step by its plan."""
 
-    def __init__(self, variant: Variant, options: Options) -> None:
+    def __init__(self, variant: Variant, options: Options, *, is_real: bool = True) -> None:
         if options.streams > 1 and variant.device.type != "cuda":
             raise ExecutionError(f"streams are CUDA's, and the step runs on {variant.device.type}", code="streams")
         self.name = variant.name
         choice = self.choice = choose(
-            variant, pool=options.pool, time_limit_s=options.time_limit_s, streams=options.streams
+            variant, pool=options.pool, time_limit_s=options.time_limit_s, streams=options.streams, is_real=is_real
         )
         program = self._program = choice.program
         self.plan = choice.plan
@@ -439,6 +441,12 @@ def _generators(program: Program) -> Iterator[torch.Generator]:
     given = {id(value): value for call in program.calls for value in (*call.args, *call.kwargs.values())}
     yield torch.default_generator
     yield from (value for value in given.values() if isinstance(value, torch.Generator))
+
+
+def _has_fakes(step: CapturedStep, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the step is of tensors without memory: it can be planned, and never run."""
+    held = [owner.get() for owner, _ in step.steady.program.owned if not isinstance(owner, ArgumentOwner)]
+    return any(isinstance(value, FakeTensor) for value in (*held, *pytree.tree_leaves((args, kwargs))))
 
 
 def _workspace(trace: MemoryTrace) -> int | None:

@@ -17,10 +17,11 @@ class StepMemory:
         persistent_bytes: parameters, buffers, optimizer state, the batch: what exists before and after.
         pool_bytes: the pool; 0 without one.
         outside_bytes: the most of what else is alive at once, what copies into the pool need meanwhile included.
+        kernel_bytes: the most that one kernel takes for itself while it runs, which the totals contain; None where nobody could tell.
         program_order_bytes: what eager PyTorch's order comes to by plan, persistent bytes included.
         totals: what each way of running that was tried comes to by plan; the first is the ordinary allocator's.
         measured_bytes: the most that was really allocated in one step; None until `Step.measured`.
-        workspace_bytes: the part of it that kernels took for themselves, which no plan knows; None on CUDA.
+        workspace_bytes: the part of it that kernels took for themselves; None on CUDA.
         eager_measured_bytes: the most that the user's own function had allocated; None until `Step.measured_eagerly`.
         eager_workspace_bytes: the part of it that kernels took for themselves; None on CUDA.
     """
@@ -29,6 +30,7 @@ class StepMemory:
     persistent_bytes: int
     pool_bytes: int
     outside_bytes: int
+    kernel_bytes: int | None
     program_order_bytes: int
     totals: tuple[tuple[str, int], ...]
     measured_bytes: int | None = None
@@ -46,6 +48,7 @@ class StepMemory:
             persistent_bytes=plan.persistent_bytes,
             pool_bytes=pool_bytes,
             outside_bytes=choice.total_bytes - plan.persistent_bytes - pool_bytes,
+            kernel_bytes=choice.kernel_bytes,
             program_order_bytes=choice.eager_bytes,
             totals=choice.totals,
         )
@@ -62,6 +65,7 @@ class StepMemory:
             ("pool", self.pool_bytes, "one static block" if self.uses_pool else "none: the ordinary allocator"),
             ("outside", self.outside_bytes, "the most of what else is alive at once"),
             ("total", self.total_bytes, "persistent + pool + outside"),
+            ("one kernel", self.kernel_bytes, "the most that one takes for itself while it runs"),
             ("program order", self.program_order_bytes, "what eager PyTorch's order comes to by plan"),
             ("measured", self.measured_bytes, "allocated at most, in one step by the plan"),
             ("in kernels", self.workspace_bytes, "the part of it that kernels took for themselves"),

@@ -1,0 +1,219 @@
+"""Learns what kernels take for themselves while they run: scratchpads, weights in another order, results in another layout.
+
+No schema tells it, so each kernel is run once, on zeros of the same shapes, strides and dtypes, while the allocator is watched. What
+was learned serves every later call like it in the process. Only kernels that are known to have memory of their own are run: those
+that cannot write where a plan says. The others were cleared by tests that watch the allocator too.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import _disable_current_modes
+
+from roam.kernels.calls import Placed
+from roam.program import Call, Program, TensorMeta, substitute
+
+_learned: dict[object, int] = {}
+_one_at_a_time = threading.Lock()
+
+
+class Unknown(Exception):
+    """What kernels take cannot be found out."""
+
+
+def workspaces(
+    program: Program, placed: Sequence[Placed | None], device: torch.device, deadline: float | None = None
+) -> dict[int, int] | None:
+    """Bytes that calls' kernels take beyond their results while they run, where that is anything.
+
+    Args:
+        program: the program, of real tensors: kernels are run.
+        placed: per call, what `placed_calls` says of it.
+        device: where the program runs. On CUDA the allocator's peak is forgotten, as by `torch.cuda.reset_peak_memory_stats`.
+        deadline: the value of `time.monotonic` after which no more kernels are run.
+
+    Returns:
+        Per call. None where it cannot be found out: not in time, or with this PyTorch or on this device.
+    """
+    signatures = {
+        index: _signature(program, call)
+        for index, call in enumerate(program.calls)
+        if placed[index] is None and _is_tried(program, index, device)
+    }
+    with _one_at_a_time:
+        unknown = {signature: index for index, signature in signatures.items() if signature not in _learned}
+        try:
+            if unknown:
+                _watched(device, lambda: _learn(program, unknown, device, deadline))
+        except Unknown:
+            return None
+    found = {index: _learned.get(signature, 0) for index, signature in signatures.items()}
+    return {index: size for index, size in found.items() if size > 0}
+
+
+def _is_tried(program: Program, index: int, device: torch.device) -> bool:
+    """Whether a call makes memory on the device, and nothing else."""
+    call = program.calls[index]
+    if not isinstance(call.target, OpOverload) or call.target.namespace not in ("aten", "roam"):
+        return False  # who knows what else it does
+    if call.mutates or call.random or not _made(program, index):
+        return False
+    metas = [program.slots[slot] for slot in (*call.refs(), *_made(program, index))]
+    return all(meta is not None and meta.device == device for meta in metas)
+
+
+def _made(program: Program, index: int) -> list[int]:
+    """Slots of the results that have memory of their own."""
+    slots = [slot for slot in program.calls[index].outputs if slot is not None and program.storage_of(slot) >= 0]
+    return [slot for slot in slots if program.storages[program.storage_of(slot)].creator == index]
+
+
+def _signature(program: Program, call: Call) -> object:
+    """All that may decide what a kernel takes."""
+    storages: dict[int, int] = {}
+
+    def told(meta: TensorMeta | None) -> tuple[object, ...]:
+        assert meta is not None, "a tensor"
+        shared = storages.setdefault(meta.storage, len(storages))
+        return meta.shape, meta.stride, meta.offset, meta.dtype, meta.device, shared
+
+    arguments = substitute((call.args, call.kwargs), lambda ref: told(program.slots[ref.slot]))
+    return call.name, repr(arguments), _settings()
+
+
+def _settings() -> tuple[object, ...]:
+    """What kernels are chosen by beside their arguments."""
+    cudnn = torch.backends.cudnn
+    return (
+        torch.get_num_threads(), torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision(),
+        torch.backends.mkldnn.enabled, cudnn.enabled, cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32,
+    )  # fmt: skip
+
+
+def _learn(program: Program, unknown: dict[object, int], device: torch.device, deadline: float | None) -> None:
+    """Runs the calls, and enters what they take."""
+    for signature, index in unknown.items():
+        if deadline is not None and time.monotonic() > deadline:
+            raise Unknown
+        try:
+            _learned[signature] = _taken(program, program.calls[index], device)
+        except Unknown:
+            raise
+        except Exception:  # noqa: BLE001 - it does not like zeros, or there is no memory for them; the step is run all the same
+            _learned[signature] = 0
+
+
+def _taken(program: Program, call: Call, device: torch.device) -> int:
+    """Bytes that a call takes at most beyond its results."""
+    args, kwargs = _zeros(program, call, device)
+    peak = _peak_cuda if device.type == "cuda" else _peak_cpu
+
+    def run() -> list[torch.Tensor]:
+        results = pytree.tree_leaves(call.target(*args, **kwargs))
+        return [result for result in results if isinstance(result, torch.Tensor)]
+
+    taken, kept = peak(run)
+    # What it keeps it made for the first call alone.
+    return peak(run)[0] if kept else taken
+
+
+def _zeros(program: Program, call: Call, device: torch.device) -> Any:
+    """A call's arguments, of zeros, which are numbers, indices and choices alike."""
+    storages: dict[int, torch.UntypedStorage] = {}
+
+    def zeros(meta: TensorMeta | None) -> torch.Tensor:
+        assert meta is not None, "a tensor"
+        if meta.storage not in storages:
+            size_bytes = program.storages[meta.storage].size_bytes
+            storages[meta.storage] = torch.zeros(size_bytes, dtype=torch.uint8, device=device).untyped_storage()
+        made = torch.empty(0, dtype=meta.dtype, device=device)
+        return made.set_(storages[meta.storage], meta.offset, meta.shape, meta.stride)
+
+    return substitute((call.args, call.kwargs), lambda ref: zeros(program.slots[ref.slot]))
+
+
+def _watched(device: torch.device, work: Callable[[], None]) -> None:
+    """Runs the work where the device's allocator can be watched, and none of the caller's modes get in between."""
+    if device.type == "cuda":
+        with torch.cuda.device(device), _kernels_alone(device.type):
+            work()
+        # What the runs have left with the allocator is in sizes that the step may have no use for.
+        torch.cuda.empty_cache()
+        return
+    if device.type != "cpu":
+        raise Unknown
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            with _kernels_alone(device.type):
+                work()
+        except BaseException as error:  # noqa: BLE001 - it is raised in the caller's thread
+            failures.append(error)
+
+    # A profiler belongs to its thread: where the caller's runs already, this one is apart from it.
+    thread = threading.Thread(target=run, name="roam workspaces")
+    thread.start()
+    thread.join()
+    if failures:
+        raise failures[0]
+
+
+@contextmanager
+def _kernels_alone(device: str) -> Iterator[None]:
+    with ExitStack() as stack:
+        stack.enter_context(_disable_current_modes())
+        stack.enter_context(torch.no_grad())
+        if torch.amp.is_autocast_available(device):
+            stack.enter_context(torch.autocast(device, enabled=False))
+        yield
+
+
+def _peak_cpu(run: Callable[[], list[torch.Tensor]]) -> tuple[int, int]:
+    """The most that a run has allocated beside its results, and what it keeps allocated.
+
+    This profiler is the old one, which starts at once; `torch.profiler` takes seconds at its first use.
+    """
+    autograd, profiler = torch._C._autograd, torch._C._profiler
+    try:
+        config = profiler.ProfilerConfig(
+            profiler.ProfilerState.CPU, False, True, False, False, False, profiler._ExperimentalConfig()
+        )
+        autograd._enable_profiler_legacy(config)
+    except (AttributeError, TypeError, RuntimeError) as error:
+        raise Unknown from error
+    try:
+        # They go before the profiler does: it would miss their release.
+        result_bytes = _storage_bytes(run())
+    finally:
+        events = autograd._disable_profiler_legacy()
+    live = peak = 0
+    for event in itertools.chain.from_iterable(events):  # those that are not of the allocator have no bytes
+        live += event.cpu_memory_usage()
+        peak = max(peak, live)
+    return max(peak - result_bytes - live, 0), live
+
+
+def _storage_bytes(tensors: Sequence[torch.Tensor]) -> int:
+    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+def _peak_cuda(run: Callable[[], list[torch.Tensor]]) -> tuple[int, int]:
+    """The same by the counters of the device's allocator."""
+    run()  # once before: libraries try algorithms, and make handles that stay
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    results = run()
+    taken = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
+    del results
+    return taken, torch.cuda.memory_allocated() - before

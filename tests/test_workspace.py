@@ -1,0 +1,197 @@
+"""What kernels take for themselves while they run is found out before a step is planned, and its plan contains it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import roam
+from roam.capture.step import Variant, capture_step
+from roam.kernels import workspace
+from roam.kernels.workspace import workspaces
+from roam.program import Ref, substitute
+from roam.runtime.choose import choose
+from roam.runtime.measure import measure_peak, observed
+from roam.runtime.pool import Pool
+
+CLOSE = 0.02
+"""How far promise and measurement may be apart, as a share: small tensors are rounded up by plan."""
+
+
+@pytest.fixture(autouse=True)
+def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither what other tests have learned, nor the pool that they made larger."""
+    monkeypatch.setattr(workspace, "_learned", {})
+    Pool.of(torch.device("cpu")).release()
+
+
+def train_step(model: Any, optimizer: Any, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    optimizer.zero_grad()
+    loss = torch.nn.functional.cross_entropy(model(inputs), labels)
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+def images(dtype: torch.dtype = torch.float32) -> tuple[Any, ...]:
+    """A step of which convolutions take a tenth for themselves."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 32, 3), torch.nn.BatchNorm2d(32), torch.nn.ReLU(), torch.nn.Conv2d(32, 64, 3, stride=2),
+        torch.nn.BatchNorm2d(64), torch.nn.ReLU(), torch.nn.Conv2d(64, 64, 3), torch.nn.Flatten(1),
+        torch.nn.Linear(64 * 8 * 8, 10),
+    )  # fmt: skip
+    if dtype is not torch.float32:
+        model.to(dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return model, optimizer, torch.randn(8, 3, 23, 23, dtype=dtype), torch.randint(0, 10, (8,))
+
+
+def perceptron() -> tuple[Any, ...]:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.Tanh(), torch.nn.Linear(128, 10))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(32, 64), torch.randint(0, 10, (32,))
+
+
+def steady(call: tuple[Any, ...]) -> Variant:
+    return capture_step(train_step, call, {}).steady
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("pool", [True, False, None])
+def test_the_total_contains_what_kernels_take(pool: bool | None, dtype: torch.dtype) -> None:
+    call = images(dtype)
+    with observed():  # another profiler that is at work already
+        step = roam.compile(train_step, pool=pool)
+        step(*call)
+        step(*call)
+    step.measured(*call)
+    memory = step.memory()
+    assert memory.kernel_bytes is not None
+    assert memory.workspace_bytes is not None
+    assert f"{memory.kernel_bytes:,}" in str(memory)
+    assert memory.measured_bytes == pytest.approx(memory.total_bytes, rel=CLOSE)
+    # The test would tell nothing if they took nothing.
+    assert memory.measured_bytes - memory.workspace_bytes < memory.total_bytes * (1 - 2 * CLOSE)
+    step.measured_eagerly(*call)
+    step.measured_eagerly(*call)
+    assert step.memory().eager_measured_bytes == pytest.approx(memory.program_order_bytes, rel=CLOSE)
+
+
+def test_each_kernel_takes_what_another_profiler_sees() -> None:
+    variant = steady(images())
+    program = variant.program
+    found = workspaces(program, variant.placed, variant.device)
+    assert found
+    convolutions = [
+        index for index, call in enumerate(program.calls) if call.target is torch.ops.aten.convolution.default
+    ]
+    assert set(convolutions) <= set(found)
+    for index in convolutions:
+        call = program.calls[index]
+        args, kwargs = substitute((call.args, call.kwargs), lambda ref: random(program, ref))
+        # Once before: what is made for the first call alone counts for none.
+        trace = measure_peak(lambda run=call.target, args=args, kwargs=kwargs: run(*args, **kwargs), warmup=1)
+        assert found[index] == trace.peak_bytes - trace.end_bytes
+
+
+def random(program: Any, ref: Ref) -> torch.Tensor:
+    meta = program.slots[ref.slot]
+    return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype).normal_()
+
+
+def test_a_plan_is_known_before_anything_runs() -> None:
+    call = images()
+    before, state = [parameter.clone() for parameter in call[0].parameters()], torch.get_rng_state()
+    step = roam.compile(train_step)
+    plan = step.plan(*call)
+    assert all(map(torch.equal, before, call[0].parameters()))
+    assert torch.equal(torch.get_rng_state(), state)
+    step(*call)
+    step(*call)
+    step.measured(*call)
+    assert step.plans[0][1].total_bytes == plan.total_bytes
+    assert step.memory().measured_bytes == pytest.approx(step.plan(*call).total_bytes, rel=CLOSE)
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the calls whose kernels are run to find out what they take."""
+    names: list[str] = []
+    real = workspace._taken
+
+    def counted(program: Any, call: Any, device: torch.device) -> int:
+        names.append(call.name)
+        return real(program, call, device)
+
+    monkeypatch.setattr(workspace, "_taken", counted)
+    return names
+
+
+def test_what_is_known_is_not_found_out_again(runs: list[str]) -> None:
+    first = roam.compile(train_step)
+    first(*images())
+    count = len(runs)
+    assert count > 0
+    # Of the calls of both variants each is run once, however many there are of it.
+    calls = sum(call.name in runs for call in steady(images()).program.calls)
+    assert len(set(runs)) <= count < 2 * calls
+    again = roam.compile(train_step)
+    again(*images())
+    assert len(runs) == count
+    assert again.memory() == first.memory()
+    model, optimizer, inputs, labels = images()
+    again(model, optimizer, inputs[:4], labels[:4])
+    assert len(runs) > count
+
+
+def test_kernels_that_write_where_they_are_told_are_not_run(runs: list[str]) -> None:
+    variant = steady(perceptron())
+    choice = choose(variant, pool=None, time_limit_s=None)
+    assert runs
+    written = {call.name for call, placed in zip(variant.program.calls, variant.placed, strict=True) if placed}
+    assert written
+    assert written.isdisjoint(runs)
+    assert choice.kernel_bytes == 0
+    assert choice.eager_graph is variant.graph
+
+
+def test_a_step_of_fake_tensors_runs_nothing(runs: list[str]) -> None:
+    with roam.fake():
+        call = images()
+    step = roam.compile(train_step)
+    fake = step.plan(*call)
+    assert not runs
+    assert fake.total_bytes < roam.compile(train_step).plan(*images()).total_bytes
+    assert runs
+
+
+def refuse(*args: Any) -> None:
+    raise RuntimeError
+
+
+@pytest.mark.parametrize("how", ["no profiler", "no time"])
+def test_where_it_cannot_be_found_out_the_plan_does_without(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    variant = steady(images())
+    known = choose(variant, pool=False, time_limit_s=None)
+    monkeypatch.setattr(workspace, "_learned", {})
+    if how == "no profiler":
+        monkeypatch.setattr(torch._C._autograd, "_enable_profiler_legacy", refuse)
+    step = roam.compile(train_step, pool=False, time_limit_s=0 if how == "no time" else None)
+    call = images()
+    losses = [step(*call).item() for _ in range(3)]
+    other = images()
+    assert losses == [train_step(*other).item() for _ in range(3)]
+    memory = step.memory()
+    assert memory.kernel_bytes is None
+    assert "one kernel" not in str(memory)
+    assert memory.total_bytes < known.total_bytes
+    assert memory.program_order_bytes < known.eager_bytes
+
+
+def test_a_kernel_that_cannot_be_tried_counts_as_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workspace, "_zeros", refuse)
+    choice = choose(steady(images()), pool=None, time_limit_s=None)
+    assert choice.kernel_bytes == 0
