@@ -79,8 +79,10 @@ def test_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         "batches": torch.randint(50257, (3, 1, 16)),
     }
     blocks = CODE.findall((ROOT / "README.md").read_text())
-    assert len(blocks) == 2
+    assert len(blocks) == 3
     for block in blocks:
         exec(compile(block, "README.md", "exec"), namespace)
     assert namespace["loss"].isfinite()
+    x = torch.randn(8)
+    assert torch.equal(namespace["module"](x), x.sin().cos())
     assert roam.Plan.load("plan.json.gz") == namespace["plan"]
