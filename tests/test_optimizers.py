@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+import math
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -16,7 +18,16 @@ from training import assert_same_bits, tensors_and_numbers
 functional = torch.nn.functional
 STEPS = 20
 INFOS: dict[str, OptimizerInfo] = {info.name: info for info in optim_db}
-REFUSED = ("LBFGS", "SparseAdam", "RAdam", "ASGD", "Adafactor")
+REFUSED = ("LBFGS", "SparseAdam")
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """The nets are small; threads that wait for each other take most of the time."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 class Net(torch.nn.Module):
@@ -98,7 +109,314 @@ def options(info: OptimizerInfo, form: str) -> list[dict[str, Any]]:
 def test_every_optimizer_with_every_option(name: str, form: str) -> None:
     info = INFOS[name]
     for given in options(info, form):
-        check(lambda model, given=given: info.optim_cls(model.parameters(), **given), of_matrices=name == "Muon")
+        step = check(
+            lambda model, given=given: info.optim_cls(model.parameters(), **given),
+            between=lower_the_rate, of_matrices=name == "Muon",
+        )  # fmt: skip
+        # The step that makes the state and the steady one; RAdam's rectification begins at its sixth step.
+        assert len(step.plans) <= (3 if name == "RAdam" else 2)
+
+
+def lower_the_rate(optimizer: Any, _: int) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] *= 0.9
+
+
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [(name, form) for name in INFOS if name not in REFUSED for form in forms(INFOS[name]) if form != "foreach"],
+)
+def test_no_hyper_parameter_is_frozen(name: str, form: str) -> None:
+    info = INFOS[name]
+    given = {"momentum": 0.9} if name in ("SGD", "RMSprop") else {}
+    keys: list[str] = []
+
+    def change(optimizer: Any, place: int) -> None:
+        (group,) = optimizer.param_groups
+        keys[:] = sorted(key for key, value in group.items() if is_changeable(key, value))
+        if place < len(keys):
+            group[keys[place]] = changed(group[keys[place]])
+
+    chosen = options(info, form)[0]
+    make = lambda model: info.optim_cls(model.parameters(), **{**chosen, **given})  # noqa: E731
+    check(make, steps=12, between=change, of_matrices=name == "Muon")
+    assert 0 < len(keys) <= 11, keys  # each is changed, and a step follows
+
+
+def is_changeable(key: str, value: Any) -> bool:
+    if isinstance(value, (tuple, list)) and key != "params":
+        return any(isinstance(part, float) for part in value)
+    return isinstance(value, float) or (key in ("weight_decay", "dampening", "momentum") and value is not None)
+
+
+def changed(value: Any) -> Any:
+    if isinstance(value, (tuple, list)):
+        return type(value)(changed(part) for part in value)
+    return value if value is None else value * 0.75 if value else 0.125
+
+
+class TestBranches:
+    """Where a step asks about its own count, the answer is asked for at every call."""
+
+    def plans(self, make: Make, **given: Any) -> list[int]:
+        """How many plans there were after each step."""
+        counts: list[int] = []
+
+        def script(wrap: Callable[[Any], Any]) -> list[Any]:
+            counts.clear()
+            step: Any = None
+
+            def remember(train_step: Any) -> Any:
+                nonlocal step
+                step = wrap(train_step)
+                return step
+
+            return outcome(make, remember, 12, lambda *_: counts.append(len(getattr(step, "plans", ()))), **given)[1]
+
+        assert_same_bits(script(lambda step: step), script(roam.compile))
+        return counts
+
+    @pytest.mark.parametrize("foreach", [False, True])
+    def test_a_rectification_that_begins_is_planned_once(self, foreach: bool) -> None:
+        counts = self.plans(lambda model: torch.optim.RAdam(model.parameters(), lr=0.1, foreach=foreach))
+        assert counts == [2] * 5 + [3] * 7
+
+    def test_averaging_that_begins(self) -> None:
+        counts = self.plans(lambda model: torch.optim.ASGD(model.parameters(), lr=0.1, t0=4))
+        assert counts == [2] * 6 + [3] * 6
+
+    def test_a_step_that_begins_where_the_answer_changes(self) -> None:
+        def make(model: torch.nn.Module) -> torch.optim.Optimizer:
+            optimizer = torch.optim.RAdam(model.parameters(), lr=0.1)
+            for _ in range(5):
+                for parameter in model.parameters():
+                    parameter.grad = torch.full_like(parameter, 0.5)
+                optimizer.step()
+            return optimizer
+
+        assert self.plans(make) == [1] * 12
+
+    def test_parameters_with_counts_of_their_own(self) -> None:
+        def make(model: torch.nn.Module) -> torch.optim.Optimizer:
+            optimizer = torch.optim.RAdam(model.parameters(), lr=0.1)
+            for place, parameter in enumerate(model.parameters()):
+                if place % 2:
+                    parameter.grad = torch.full_like(parameter, 0.5)
+            optimizer.step()
+            optimizer.step()
+            return optimizer
+
+        counts = self.plans(make)
+        assert counts[-1] > counts[3] > 0
+        assert sorted(set(counts)) == [2, 3, 4]
+
+    def test_equal_questions_are_one(self) -> None:
+        model = Net()
+        optimizer = torch.optim.RAdam(model.parameters(), lr=0.1)
+        step = roam.compile(train_step)
+        for _ in range(2):
+            step(model, optimizer, torch.randn(5, 6), torch.randint(0, 8, (5,)))
+        ((question, answer),) = step._last._program.questions
+        assert answer is False
+        assert len(question.askers) == len(list(model.parameters()))
+
+    def test_a_rate_that_decides_together_with_a_count(self) -> None:
+        class Warm(torch.optim.Optimizer):
+            def __init__(self, parameters: Any) -> None:
+                super().__init__(parameters, {"lr": 0.1})
+
+            @torch.no_grad()
+            def step(self) -> None:
+                for group in self.param_groups:
+                    for parameter in group["params"]:
+                        state = self.state[parameter]
+                        if not state:
+                            state["step"] = torch.zeros(())
+                        state["step"] += 1
+                        rate = group["lr"] * state["step"].item()
+                        if rate < 0.35 <= 10 * rate:
+                            parameter.sub_(parameter.grad, alpha=rate)
+                        else:
+                            parameter.sub_(parameter.grad.sign(), alpha=0.01)
+
+        # Three steps go one way and the others the other: the first step, the steady one, and one plan more.
+        assert self.plans(lambda model: Warm(model.parameters()))[-1] >= 3
+
+    def test_a_weight_that_decides_is_refused(self) -> None:
+        class Trusting(torch.optim.SGD):
+            @torch.no_grad()
+            def step(self) -> None:
+                for group in self.param_groups:
+                    for parameter in group["params"]:
+                        if parameter.norm().item() > 1:
+                            parameter.sub_(parameter.grad, alpha=group["lr"])
+
+        model = Net()
+        with pytest.raises(roam.CaptureError, match="reached Python"):
+            roam.capture(
+                train_step, model, Trusting(model.parameters(), lr=0.1), torch.randn(5, 6), torch.randint(0, 8, (5,))
+            )
+
+
+class ByHand(torch.optim.Optimizer):
+    """Adam as many write it by hand, with its step count as a Python number."""
+
+    def __init__(self, parameters: Any, lr: float = 0.1, every: int = 4) -> None:
+        super().__init__(parameters, {"lr": lr, "betas": (0.9, 0.99), "every": every})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if len(state) == 0:
+                    state["step"] = 0
+                    state["scale"] = 1.0
+                    state["average"] = torch.zeros_like(parameter)
+                    state["square"] = torch.zeros_like(parameter)
+                state["step"] += 1
+                state["average"].mul_(beta1).add_(parameter.grad, alpha=1 - beta1)
+                state["square"].mul_(beta2).addcmul_(parameter.grad, parameter.grad, value=1 - beta2)
+                correction = math.sqrt(1 - beta2 ** state["step"]) / (1 - beta1 ** state["step"])
+                if state["step"] % group["every"] == 0:
+                    state["scale"] *= 0.5
+                rate = group["lr"] * state["scale"] * correction
+                parameter.addcdiv_(state["average"], state["square"].sqrt().add_(1e-8), value=-rate)
+
+
+class Lion(torch.optim.Optimizer):
+    """The sign of a momentum."""
+
+    def __init__(self, parameters: Any, lr: float = 0.01) -> None:
+        super().__init__(parameters, {"lr": lr, "weight_decay": 0.1})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                if "momentum" not in state:
+                    state["momentum"] = torch.zeros_like(parameter)
+                parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                update = state["momentum"].lerp(parameter.grad, 0.1).sign_()
+                parameter.add_(update, alpha=-group["lr"])
+                state["momentum"].lerp_(parameter.grad, 0.01)
+
+
+class Lists(torch.optim.Optimizer):
+    """Momentum by multi-tensor calls, with rates that are made into tensors."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            gradients = [parameter.grad for parameter in group["params"]]
+            for parameter in group["params"]:
+                if not self.state[parameter]:
+                    self.state[parameter] = {"momentum": torch.zeros_like(parameter), "step": torch.zeros(())}
+            moments = [self.state[parameter]["momentum"] for parameter in group["params"]]
+            steps = [self.state[parameter]["step"] for parameter in group["params"]]
+            torch._foreach_add_(steps, 1)
+            torch._foreach_mul_(moments, [1 - 1 / (1 + step.item()) for step in steps])
+            torch._foreach_add_(moments, gradients)
+            torch._foreach_addcmul_(
+                group["params"], moments, [torch.tensor(-group["lr"]).expand_as(m) for m in moments]
+            )
+
+
+class TestUserWritten:
+    @pytest.mark.parametrize("kind", [ByHand, Lion, Lists])
+    def test_an_optimizer_of_the_users(self, kind: Any) -> None:
+        step = check(lambda model: kind(model.parameters()), between=lower_the_rate)
+        # The first step and the steady one. The fourth of `ByHand` takes the other branch, and shows that `scale` changes.
+        assert len(step.plans) == (4 if kind is ByHand else 2)
+
+    def test_python_numbers_in_state_are_loaded_and_go_on(self) -> None:
+        def between(optimizer: Any, place: int) -> None:
+            if place == 5:
+                state = copy.deepcopy(optimizer.state_dict())
+                for entry in state["state"].values():
+                    entry["step"] += 7
+                optimizer.load_state_dict(state)
+
+        check(lambda model: ByHand(model.parameters()), between=between)
+
+    def test_a_rate_that_is_kept_in_state(self) -> None:
+        class Remembering(torch.optim.SGD):
+            @torch.no_grad()
+            def step(self) -> None:  # type: ignore[override]
+                for group in self.param_groups:
+                    for parameter in group["params"]:
+                        state = self.state[parameter]
+                        parameter.sub_(parameter.grad, alpha=group["lr"] + state.get("last", 0.0))
+                        state["last"] = group["lr"]
+
+        step = check(lambda model: Remembering(model.parameters(), lr=0.1), between=lower_the_rate)
+        assert len(step.plans) == 2
+
+    def test_a_number_in_state_that_hangs_on_weights(self) -> None:
+        class Measuring(torch.optim.SGD):
+            def step(self) -> None:  # type: ignore[override]
+                super().step()
+                for parameter in self.param_groups[0]["params"]:
+                    self.state[parameter]["size"] = parameter.detach().norm().item()
+
+        model = Net()
+        optimizer = Measuring(model.parameters(), lr=0.1)
+        with pytest.raises(roam.CaptureError, match="keep it a tensor"):
+            roam.capture(train_step, model, optimizer, torch.randn(5, 6), torch.randint(0, 8, (5,)))
+
+    def test_state_of_which_nobody_knows_how_it_changes(self) -> None:
+        class Alternating(torch.optim.SGD):
+            def step(self) -> None:  # type: ignore[override]
+                super().step()
+                for group in self.param_groups:
+                    for parameter in group["params"]:
+                        state = self.state[parameter]
+                        state["name"] = "b" if state.get("name") == "a" else "a"
+
+        model = Net()
+        optimizer = Alternating(model.parameters(), lr=0.1)
+        with pytest.raises(roam.CaptureError, match="something else after each step"):
+            roam.capture(train_step, model, optimizer, torch.randn(5, 6), torch.randint(0, 8, (5,)))
+
+
+class TestSchedulers:
+    @pytest.mark.parametrize("form", ["foreach", "fused", "single"])
+    @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RMSprop])
+    def test_momentum_and_betas_that_cycle(self, kind: Any, form: str) -> None:
+        if form == "fused" and "cpu" not in INFOS[kind.__name__].supports_fused_on:
+            return
+        given = {"momentum": 0.9} if kind in (torch.optim.SGD, torch.optim.RMSprop) else {}
+        chosen = {"foreach": False} if form == "single" else {form: True}
+        schedulers: dict[int, Any] = {}
+
+        def make(model: torch.nn.Module) -> torch.optim.Optimizer:
+            optimizer = kind(model.parameters(), lr=0.01, **given, **chosen)
+            schedulers[id(optimizer)] = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=25)
+            return optimizer
+
+        step = check(make, between=lambda optimizer, _: schedulers[id(optimizer)].step())
+        assert len(step.plans) == 2
+
+
+class TestGroups:
+    @pytest.mark.parametrize("form", ["foreach", "fused", "single"])
+    def test_groups_with_rates_of_their_own(self, form: str) -> None:
+        def make(model: torch.nn.Module) -> torch.optim.Optimizer:
+            first, *others = model.parameters()
+            groups = [{"params": [first], "lr": 0.1, "amsgrad": True}, {"params": others, "weight_decay": 0.0}]
+            return torch.optim.AdamW(groups, lr=0.02, **({form: True} if form != "single" else {"foreach": False}))
+
+        def between(optimizer: Any, place: int) -> None:
+            optimizer.param_groups[place % 2]["lr"] *= 0.5
+
+        assert len(check(make, between=between).plans) == 2
 
 
 class TestSplitUpdates:

@@ -131,28 +131,52 @@ class HostCall:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A yes-or-no question about the values of the call's arguments, which decides what the step does.
+    """A question about values that are there before the step, which decides what the step does.
 
     Its slots are numbered as in the recording; it is run apart from the program, before it.
     """
 
     calls: list[Call]
-    inputs: list[tuple[Any, int]]
-    """(`ArgumentOwner`, slot)."""
+    inputs: list[int]
+    """Slots of the values that it looks at."""
+    changed: frozenset[int]
+    """Those that its calls write to, and do to copies: of numbers alone."""
     constants: list[tuple[torch.Tensor, int]]
     slot: int
+    source: Source
+    askers: list[tuple[Any, ...]]
+    """Per asker the owners of its inputs."""
 
-    def ask(self, arguments: list[Any]) -> Any:
-        """The answer for a call's flattened arguments; None where they are fake and nobody can say."""
-        values: dict[int, Any] = {slot: arguments[owner.index] for owner, slot in self.inputs}
-        if any(isinstance(value, FakeTensor) for value in values.values()):
+    def ask(self, values: list[Any]) -> Any:
+        """The answer for values of the inputs; None where one is fake or not there and nobody can say."""
+        if any(isinstance(value, FakeTensor) or not isinstance(value, (torch.Tensor, float, int)) for value in values):
             return None
-        values.update((slot, tensor.clone()) for tensor, slot in self.constants)
+        given = zip(self.inputs, values, strict=True)
+        known = {slot: value.clone() if slot in self.changed else value for slot, value in given}
+        known.update((slot, tensor.clone()) for tensor, slot in self.constants)
         with torch.no_grad():
             for call in self.calls:
-                call.run(values)
-        value = values[self.slot]
+                call.run(known)
+        value = known[self.slot]
         return value.item() if isinstance(value, torch.Tensor) else value
+
+    def has_other_answer(self, answer: Any, lookup: Callable[[Any], Any]) -> bool:
+        """Whether any asker gets another answer now; `lookup` gives an owner's value. Equal numbers are asked about once."""
+        asked = set()
+        for owners in self.askers:
+            values = [lookup(owner) for owner in owners]
+            key = tuple(_number(value) for value in values)
+            if key not in asked and self.ask(values) is not answer:
+                return True
+            asked.add(key)
+        return False
+
+
+def _number(value: Any) -> object:
+    """Equal for values that no question tells apart."""
+    if not isinstance(value, torch.Tensor):
+        return repr(value)
+    return (value.dtype, value.shape, repr(value.item())) if value.numel() == 1 else id(value)
 
 
 @dataclass(slots=True)
@@ -179,12 +203,14 @@ class Program:
     """Owners that must hold nothing before the step: what this program makes, another variant finds."""
     plain_state: list[tuple[Any, Any]] = field(default_factory=list)
     """(owner, value): what an optimizer's state and rates are after the step, where that is neither tensor nor live number."""
+    state_order: list[Any] = field(default_factory=list)
+    """Owners of all state after the step, in its own order, where `plain_state` adds to it."""
     plain_before: list[tuple[Any, Any]] = field(default_factory=list)
     """(owner, value): what an optimizer's state must hold before the step beside tensors."""
     decisions: list[tuple[Any, Callable[..., bool], tuple[float, ...], bool]] = field(default_factory=list)
     """(owner, comparison, constants, answer): what the step's code asked of live numbers."""
     questions: list[tuple[Question, Any]] = field(default_factory=list)
-    """(question about the arguments, its answer at capture)."""
+    """(question about what is there before the step, its answer at capture)."""
     stepped: list[Any] = field(default_factory=list)
     """Optimizers whose `step` the user's step calls."""
     skippable: list[tuple[Any, int]] = field(default_factory=list)

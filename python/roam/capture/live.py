@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -62,13 +63,16 @@ class LiveNode:
         known = self.recorder.known_value(self.slot)
         return self._reached_python() if known is None else known
 
-    def decide(self, function: Callable[..., bool], others: tuple[Any, ...]) -> bool:
+    def decide(self, function: Callable[..., bool], live: Any, others: tuple[Any, ...]) -> bool:
         """A comparison: answered where a plan can hold on to the answer, otherwise refused."""
         if all(type(other) in (int, float) for other in others):
             answer = self.recorder.decided(self.slot, function, others)
             if answer is not None:
                 return answer
-        return function(self._value(), *others)
+        if not all(isinstance(other, _NUMBERS) for other in others):
+            return bool(function(self._value(), *others))
+        answer = self.recorder.branch(function, (live, *others))
+        return bool(self._reached_python() if answer is None else answer)
 
     def _reached_python(self, *_: object) -> NoReturn:
         self.recorder.refuse(
@@ -85,9 +89,17 @@ class LiveNode:
     str = _graph_repr = _reached_python
 
 
+_NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
+MATH: dict[str, Callable[..., float]] = {
+    name: getattr(math, name)
+    for name in ("sqrt", "exp", "expm1", "log", "log1p", "log2", "log10", "pow", "sin", "cos", "tan", "tanh", "hypot")
+}
+"""Functions of Python's own that always give floats."""
+
+
 def _binary(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     def method(self: Any, other: Any) -> Any:
-        if not isinstance(other, (int, float, torch.SymInt, torch.SymFloat)):
+        if not isinstance(other, _NUMBERS):
             return NotImplemented
         return self.node.recorder.scalar_call(function, (self, other))
 
@@ -96,7 +108,7 @@ def _binary(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
 
 def _reflected(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     def method(self: Any, other: Any) -> Any:
-        if not isinstance(other, (int, float, torch.SymInt, torch.SymFloat)):
+        if not isinstance(other, _NUMBERS):
             return NotImplemented
         return self.node.recorder.scalar_call(function, (other, self))
 
@@ -121,7 +133,9 @@ def _of_value(function: Any) -> Callable[..., Any]:
 
 def _comparison(function: Any) -> Callable[..., bool]:
     def method(self: Any, *others: Any) -> bool:
-        return bool(self.node.decide(function, others))
+        if any(isinstance(other, torch.Tensor) for other in others):
+            return NotImplemented  # type: ignore[no-any-return]
+        return bool(self.node.decide(function, self, others))
 
     return method
 
@@ -159,6 +173,38 @@ _ARITHMETIC: dict[str, Callable[..., Any]] = {
 # `isinstance(lr, float)` must say what it says of the number itself.
 LiveFloat: Any = type("LiveFloat", (torch.SymFloat,), _ARITHMETIC | {"__class__": property(lambda self: float)})
 LiveInt: Any = type("LiveInt", (torch.SymInt,), _ARITHMETIC | {"__class__": property(lambda self: int)})
+
+
+def number_stand_ins(recorder: Recorder) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
+    """(holder, name, stand-in) of the functions that would bring a live number to Python: they are recorded like arithmetic."""
+
+    def of_numbers(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            is_live = len(args) > int(function in (max, min)) and not kwargs and any(map(_is_live, args))
+            return recorder.scalar_call(function, args) if is_live else function(*args, **kwargs)
+
+        return call
+
+    def to_tensor(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(data: Any, *args: Any, **kwargs: Any) -> Any:
+            if not _is_live(data) or args or kwargs.keys() - {"dtype", "device"}:
+                return function(data, *args, **kwargs)
+            dtype = torch.get_default_dtype() if isinstance(data, torch.SymFloat) else torch.int64
+            return torch.full((), data, **{"dtype": dtype, **kwargs})
+
+        return call
+
+    for name, function in MATH.items():
+        yield math, name, of_numbers(function)
+    for module in ("torch.optim._adafactor", "torch.optim.asgd"):
+        yield sys.modules[module], "max", of_numbers(max)
+        yield sys.modules[module], "min", of_numbers(min)
+    for name in ("tensor", "as_tensor"):
+        yield torch, name, to_tensor(getattr(torch, name))
+
+
+def _is_live(value: Any) -> bool:
+    return isinstance(getattr(value, "node", None), LiveNode)
 
 
 def as_live(number: Any) -> Any:

@@ -53,6 +53,11 @@ class StateOwner:
     def set(self, value: Any) -> None:
         self.optimizer.state[self.parameter.get()][self.key] = value
 
+    def put_last(self) -> None:
+        """Makes it the last of its parameter's entries."""
+        entry = self.optimizer.state[self.parameter.get()]
+        entry[self.key] = entry.pop(self.key)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GradientOwner:
@@ -139,8 +144,8 @@ Owner = PlaceOwner | StateOwner | ScalerOwner | GradientOwner
 """What holds a tensor between calls."""
 
 
-def state_owners(reach: Reach, parameters: list[PlaceOwner], *, plain: bool = False) -> Iterator[StateOwner]:
-    """What the optimizers' state holds now, in its own order: tensors, or with `plain` everything else.
+def state_owners(reach: Reach, parameters: list[PlaceOwner], *, plain: bool | None = False) -> Iterator[StateOwner]:
+    """What the optimizers' state holds now, in its own order: tensors, or with `plain` everything else, or for None both.
 
     State of parameters that have been replaced and that no group holds any more is none of the step's.
     """
@@ -151,7 +156,7 @@ def state_owners(reach: Reach, parameters: list[PlaceOwner], *, plain: bool = Fa
             if owner is None:
                 continue
             for key, value in entry.items():
-                if isinstance(value, torch.Tensor) is not plain:
+                if plain is None or isinstance(value, torch.Tensor) is not plain:
                     yield StateOwner(optimizer, owner, key, f"{path}.state[{owner.path}][{key!r}]")
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -18,10 +17,12 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from roam.capture import foreign, multi_tensor
+from roam.capture.branches import Slices, add_question, may_be_asked
 from roam.capture.fake_kernels import LIVE_FLOAT, LIVE_INT, FakeKernels, tensors_in
 from roam.capture.generators import Watch, forget_idle_states
-from roam.capture.live import LiveFloat, LiveInt, LiveNode
+from roam.capture.live import MATH, LiveFloat, LiveInt, LiveNode
 from roam.capture.owners import ArgumentOwner
+from roam.capture.values import MISSING
 from roam.errors import CaptureError
 from roam.interrupts import deliver_interrupts
 from roam.kernels.recurrent import ASKED, as_run, asked
@@ -72,6 +73,7 @@ _SET_UNSEEN = (
     "the step seeds a random generator or sets its state by a method of the generator, which capture cannot see; "
     "torch.manual_seed, torch.set_rng_state and torch.random.fork_rng it can"
 )
+_GIVE_FLOATS = {operator.truediv, float, *MATH.values()}
 UNKNOWN = -1
 """The slot of a number that nobody can know during the step."""
 _LIVE_STAND_IN = 0.5
@@ -89,7 +91,12 @@ class Recorder(TorchDispatchMode):
     """Records one run of a step into `program`. Use as a context manager inside the fake mode."""
 
     def __init__(
-        self, frames: Places, real_arguments: list[Any], kernels: FakeKernels, watch: Watch | None = None
+        self,
+        frames: Places,
+        real_arguments: list[Any],
+        kernels: FakeKernels,
+        watch: Watch | None = None,
+        number_of: Callable[[Any], Any] = lambda _: MISSING,
     ) -> None:
         """A recording of nothing yet.
 
@@ -98,6 +105,7 @@ class Recorder(TorchDispatchMode):
             real_arguments: the call's flattened arguments as the user gave them.
             kernels: remembers across recordings what kernels make of fake tensors.
             watch: over random generators.
+            number_of: the number that an owner's tensor is where a plan begins.
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self.program = Program()
@@ -110,6 +118,8 @@ class Recorder(TorchDispatchMode):
         self._tagged: list[FakeTensor] = []
         self._given: dict[int, tuple[Any, float]] = {}
         self._watch = watch
+        self._slices = Slices(self.program)
+        self._number_of = number_of
 
     # -- values that exist before the step
 
@@ -133,6 +143,14 @@ class Recorder(TorchDispatchMode):
         self.program.owned.append((owner, live.node.slot))
         if value is not None:
             self._given[live.node.slot] = owner, value
+        return live
+
+    def add_number(self, owner: Any, value: float) -> Any:
+        """A live number that optimizer state holds, integer or not for as long as the plan is used."""
+        live = self._live(type(value) is int, owner.path)
+        self.program.owned.append((owner, live.node.slot))
+        self._given[live.node.slot] = owner, value
+        self.decided(live.node.slot, is_integer, ())
         return live
 
     def decided(self, slot: int, function: Callable[..., bool], others: tuple[float, ...]) -> bool | None:
@@ -188,20 +206,20 @@ class Recorder(TorchDispatchMode):
     def scalar_call(self, function: Callable[..., Any], operands: tuple[Any, ...]) -> Any:
         """Records Python arithmetic on live numbers."""
         phase, source = self.frames.here()
-        is_integer = function is not operator.truediv and function is not float
+        gives_integer = function not in _GIVE_FLOATS
         arguments = []
         for operand in operands:
             if isinstance(operand, (float, torch.SymFloat)):
-                is_integer = False
+                gives_integer = False
             if not isinstance(operand, (torch.SymFloat, torch.SymInt)):
                 arguments.append(operand)
             elif (slot := self.slot_of(operand)) is not None:
                 arguments.append(Ref(slot))
             else:
                 self.refuse("a symbolic number of another tracer", code="foreign_symbol", source=source)
-        if is_integer and function is operator.pow:
+        if gives_integer and function is operator.pow:
             self.refuse("an integer power of a live integer may be int or float", code="live_power", source=source)
-        live = self._live(is_integer, f"arithmetic at {source}")
+        live = self._live(gives_integer, f"arithmetic at {source}")
         self.program.calls.append(Call(function, tuple(arguments), {}, (live.node.slot,), False, phase, source))
         return live
 
@@ -452,36 +470,44 @@ class Recorder(TorchDispatchMode):
 
         Args:
             slot: the value.
-            may_ask: whether it may depend on the call's real arguments too (`attention_mask.all()`). The answer is then
-                asked for again at every call, and another one means another plan.
+            may_ask: whether it may depend on the call's real arguments too (`attention_mask.all()`), and on numbers that are
+                there before the step. The answer is then asked for again at every call, and another one means another plan.
         """
-        program = self.program
-        needed_slots, needed_storages, chosen = {slot}, set[int](), []
-        if (meta := program.slots[slot]) is not None:
-            needed_storages.add(meta.storage)
-        for call in reversed(program.calls):
-            written = {program.slots[s].storage for s in call.mutates}  # type: ignore[union-attr]
-            if not needed_storages & written and not needed_slots & set(call.outputs):
-                continue
-            if call.random or call.unless is not None:
-                return None
-            chosen.append(replace(call))
-            for argument in call.refs():
-                needed_slots.add(argument)
-                if (meta := program.slots[argument]) is not None:
-                    needed_storages.add(meta.storage)
-        inputs = [(owner, number) for owner, number in program.owned if number in needed_slots]
-        if not all(may_ask and isinstance(owner, ArgumentOwner) for owner, _ in inputs):
+        question = self._question(slot, may_ask=may_ask)
+        if question is None:
             return None
-        foreign = {program.slots[number].storage for _, number in inputs if program.slots[number] is not None}  # type: ignore[union-attr]
-        if any(program.slots[s].storage in foreign for call in chosen for s in call.mutates):  # type: ignore[union-attr]
-            return None
-        question = Question(chosen[::-1], inputs, list(program.constants), slot)
-        with _disable_current_modes():
-            answer = question.ask(self._real_arguments)
-        if inputs and answer is not None:
-            program.questions.append((question, answer))
+        answer = self._asked(question)
+        if question.inputs and answer is not None:
+            add_question(self.program, question, answer)
         return answer
+
+    def made_number(self, slot: int) -> Callable[[], Any] | None:
+        """Calculates the number that this very step would leave in a slot; None where it hangs on more than numbers."""
+        question = self._question(slot, may_ask=True)
+        return None if question is None else functools.partial(self._asked, question)
+
+    def branch(self, function: Callable[..., bool], operands: tuple[Any, ...]) -> bool | None:
+        """The answer of a comparison, asked for again at every call; None where it hangs on more than numbers."""
+        answer = self.scalar_call(function, operands)
+        return self.known_value(answer.node.slot, may_ask=True)  # type: ignore[no-any-return]
+
+    def _question(self, slot: int, *, may_ask: bool) -> Question | None:
+        owners = {number: owner for owner, number in self.program.owned}
+        _, source = self.frames.here()
+        return self._slices.question(
+            slot, owners, lambda owner, number: may_ask and may_be_asked(owner, self.program, number), source
+        )
+
+    def _asked(self, question: Question) -> Any:
+        """A question's answer for what is there where a plan begins."""
+
+        def value(slot: int, owner: Any) -> Any:
+            if isinstance(owner, ArgumentOwner):
+                return self._real_arguments[owner.index]
+            return self._given[slot][1] if slot in self._given else self._number_of(owner)
+
+        with _disable_current_modes():
+            return question.ask(list(map(value, question.inputs, question.askers[0])))
 
     # -- arguments and slots
 
@@ -595,6 +621,11 @@ def _written(func: Any) -> list[tuple[int, str]]:
         for position, argument in enumerate(func._schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
+
+
+def is_integer(number: float) -> bool:
+    """Whether a number is one of Python's integers."""
+    return type(number) is int
 
 
 def _as_real(func: Any, args: Any, result: Any) -> Any:

@@ -139,6 +139,7 @@ def _renumber(
     result.dropped = list(program.dropped)
     result.absent = list(program.absent)
     result.plain_state = list(program.plain_state)
+    result.state_order = list(program.state_order)
     result.decisions = list(program.decisions)
     result.plain_before = list(program.plain_before)
     result.questions = list(program.questions)

@@ -21,7 +21,7 @@ from roam.capture.rewrite import accumulate_in_place, agrees, difference, prune
 from roam.capture.scaler import check_scaler
 from roam.capture.settle import settle_gradients
 from roam.capture.snapshot import Snapshot
-from roam.capture.trace import trace
+from roam.capture.trace import NumbersChange, trace
 from roam.capture.world import World
 from roam.errors import CaptureError
 from roam.interrupts import interrupts_wait
@@ -114,13 +114,19 @@ def capture(
 
 
 def capture_step(
-    train_step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, keep_grads: bool = False
+    train_step: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    keep_grads: bool = False,
+    changing: set[str] | None = None,
 ) -> CapturedStep:
     """As `capture`, with the programs that the runtime runs and the guards that tell when they fit.
 
     Args:
         train_step, args, kwargs: the user's function and a call of it.
         keep_grads: whether `.grad` of every parameter outlives the step, as under eager PyTorch.
+        changing: paths of Python numbers in optimizer state that earlier captures found to change; those found now are added.
     """
     with _one_at_a_time:
         if torch.is_autocast_cache_enabled() and any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
@@ -132,7 +138,7 @@ def capture_step(
         reach = Reach.of(train_step, args, kwargs)
         _refuse_unseen_state(reach)
         guards = Guards(reach)
-        tracer = _Tracer(reach, train_step, args, kwargs)
+        tracer = _Tracer(reach, train_step, args, kwargs, set() if changing is None else changing)
         floats = [index for index, leaf in enumerate(pytree.tree_leaves((args, kwargs))) if type(leaf) is float]
         programs = tracer.live_programs() if floats else None
         if programs is None:
@@ -165,11 +171,19 @@ class _Tracer:
     train_step: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    changing: set[str]
 
     @interrupts_wait()
     def programs(self, *, live_arguments: bool, only_first: bool = False) -> list[Program]:
         """Successive steps, until two in a row are the same program; or the first alone."""
-        world = World(self.reach, self.args, self.kwargs)
+        while True:
+            try:
+                return self._programs(live_arguments=live_arguments, only_first=only_first)
+            except NumbersChange as found:
+                self.changing.update(found.paths)
+
+    def _programs(self, *, live_arguments: bool, only_first: bool) -> list[Program]:
+        world = World(self.reach, self.args, self.kwargs, self.changing)
         snapshot, switches = Snapshot(self.reach), Switches()
         programs: list[Program] = []
         change: str | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import functools
 import operator
 import sys
@@ -20,7 +21,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from roam.capture import multi_tensor
 from roam.capture.frames import Frames, shown_path
 from roam.capture.generators import Watch, stand_ins
-from roam.capture.live import as_live
+from roam.capture.live import as_live, number_stand_ins
 from roam.capture.owners import GradientOwner, Owner, StateOwner, state_owners
 from roam.capture.record import Recorder
 from roam.capture.scaler import check_skippable, check_updated, scaler_stand_ins
@@ -48,9 +49,11 @@ def trace(
     frames = Frames({id(module): path for path, module in world.reach.modules})
     frames.root = _run.__code__
     watch = Watch(generator for _, generator in world.reach.generators)
-    recorder = Recorder(frames, world.leaves, world.kernels, watch)
+    recorder = Recorder(frames, world.leaves, world.kernels, watch, world.number_of)
     before: list[tuple[Owner, Any]] = [(owner, owner.get()) for owner in world.owners()]
-    plain = [(owner, owner.get()) for owner in state_owners(world.reach, world.parameters, plain=True)]
+    state = [(owner, owner.get()) for owner in state_owners(world.reach, world.parameters, plain=True)]
+    numbers = [(owner, number) for owner, number in state if owner.path in world.changing]
+    plain = [(owner, value) for owner, value in state if owner.path not in world.changing]
     rates = [owner.get() for owner in world.rates]
     hooks = world.hooks()
     trained = world.requiring_gradients()
@@ -60,6 +63,8 @@ def trace(
         args, kwargs = _own_arguments(world, recorder, args, kwargs, live_arguments)
         for rate_owner in world.rates:
             rate_owner.set(recorder.add_live(rate_owner, rate_owner.path, value=rate_owner.get()))
+        for state_owner, number in numbers:
+            state_owner.set(recorder.add_number(state_owner, number))
         for optimizer in world.optimizers:
             optimizer._opt_called = False  # type: ignore[attr-defined]
         with ExitStack() as stack:
@@ -83,15 +88,18 @@ def trace(
         check_updated(world)
         _results(world, recorder, result)
         _endings(world, recorder, before)
-        _plain_endings(world, recorder, plain)
+        _plain_endings(world, recorder, plain, {owner.path for owner, _ in numbers})
         _rate_endings(world, recorder)
         check_skippable(recorder.program)
+        world.note_numbers(recorder)
         return recorder.program
     finally:
         watch.restore()
         recorder.close()
         for rate_owner, rate in zip(world.rates, rates, strict=True):
             rate_owner.set(rate)
+        for state_owner, number in numbers:
+            state_owner.set(number)
         world.forget_values()
 
 
@@ -176,12 +184,18 @@ def _watched(world: World, recorder: Recorder) -> Iterator[None]:
     with ExitStack() as stack:
 
         def replace(holder: Any, name: str, stand_in: Callable[..., Any]) -> None:
-            stack.enter_context(mock.patch.object(holder, name, _in_trace(recorder, getattr(holder, name), stand_in)))
+            original = getattr(holder, name, None) or getattr(builtins, name)
+            patch = mock.patch.object(
+                holder, name, _in_trace(recorder, original, stand_in), create=hasattr(builtins, name)
+            )
+            stack.enter_context(patch)
 
         replace(torch.Tensor, "item", item)
         for holder in (torch.Tensor, torch.UntypedStorage):
             replace(holder, "data_ptr", address(holder.data_ptr))
         for holder, name, stand_in in scaler_stand_ins(world, recorder):
+            replace(holder, name, stand_in)
+        for holder, name, stand_in in number_stand_ins(recorder):
             replace(holder, name, stand_in)
         for name in multi_tensor.FUSED:
             replace(torch, name, multi_tensor.fused_stand_in(recorder, name))
@@ -324,18 +338,58 @@ def _rate_endings(world: World, recorder: Recorder) -> None:
             raise CaptureError(f"the step makes {owner.path} a {type(rate).__name__}; give it a float", code="rate")
 
 
-def _plain_endings(world: World, recorder: Recorder, before: list[tuple[Any, Any]]) -> None:
-    """What the step adds to optimizer state beside tensors. Numbers that change from step to step are refused."""
+def _plain_endings(world: World, recorder: Recorder, before: list[tuple[Any, Any]], live: set[str]) -> None:
+    """What the step leaves in optimizer state beside tensors.
+
+    Args:
+        before: (owner, value) of what was there and is no live number.
+        live: paths of the live numbers.
+
+    Raises:
+        NumbersChange: where other numbers than the live ones differ from those before.
+    """
     recorder.program.plain_before = before
     known = {owner.path: value for owner, value in before}
+    changed, made = set(), list[tuple[StateOwner, Callable[[], Any] | None]]()
     for owner in state_owners(world.reach, world.parameters, plain=True):
         value = owner.get()
-        if not is_plain(value):
+        if (slot := recorder.slot_of(value)) is not None:
+            recorder.program.rebinds.append((owner, slot))
+            if owner.path not in live:
+                made.append((owner, recorder.made_number(slot)))
+        elif not is_plain(value):
             raise CaptureError(f"{owner.path} is a {type(value).__name__}", code="optimizer_state")
-        if owner.path not in known:
+        elif owner.path not in known and owner.path not in live:
             recorder.program.plain_state.append((owner, value))
             recorder.program.absent.append(owner)
-        elif not same(known[owner.path], value):
+        elif owner.path in known and same(known[owner.path], value):
+            continue
+        elif type(value) in (int, float) and type(value) is type(known.get(owner.path)):
+            changed.add(owner.path)
+        else:
             raise CaptureError(
-                f"{owner.path} is a Python number that the step changes; a plan would freeze it", code="optimizer_state"
+                f"{owner.path} is something else after each step, and no number that the step calculates from the one before",
+                code="optimizer_state",
             )
+    if changed:
+        raise NumbersChange(changed)
+    for owner, calculate in made:
+        number = None if calculate is None else calculate()
+        if number is None:
+            raise CaptureError(
+                f"{owner.path} is a Python number that hangs on weights or data; keep it a tensor",
+                code="optimizer_state",
+            )
+        owner.set(number)
+        world.changing.add(owner.path)
+        recorder.program.absent.append(owner)
+    if recorder.program.plain_state or made:
+        recorder.program.state_order = list(state_owners(world.reach, world.parameters, plain=None))
+
+
+class NumbersChange(Exception):
+    """A step changes Python numbers that its optimizer's state holds: they have to be live."""
+
+    def __init__(self, paths: set[str]) -> None:
+        super().__init__()
+        self.paths = paths

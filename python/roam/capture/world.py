@@ -6,8 +6,9 @@ traced. `World` finds every owner, puts fakes in, and says after a trace what th
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -20,14 +21,18 @@ from roam.capture.owners import (
     ArgumentOwner,
     Owner,
     PlaceOwner,
+    StateOwner,
     gradient_owners,
     rate_owners,
     scaler_owners,
     state_owners,
 )
 from roam.capture.reach import HOOKS, Reach
+from roam.capture.record import Recorder
 from roam.capture.spaces import Space, TensorKeyedSpace
+from roam.capture.values import MISSING
 from roam.errors import CaptureError
+from roam.program import TensorMeta
 
 _UNCAPTURED = {
     torch.optim.LBFGS: "it runs the step again, as often as the loss says, and the plan would have to hang on the loss",
@@ -39,8 +44,12 @@ _CLASSES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor)
 class World:
     """Owners of everything the step can reach, and the fakes in them."""
 
-    def __init__(self, reach: Reach, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self, reach: Reach, args: tuple[Any, ...], kwargs: dict[str, Any], changing: set[str] | None = None
+    ) -> None:
+        """`changing`: paths of Python numbers in optimizer state that the step changes, which are live; more may come."""
         self.reach = reach
+        self.changing = set() if changing is None else changing
         self.optimizers: list[torch.optim.Optimizer] = [optimizer for _, optimizer in reach.optimizers]
         paths_and_leaves, self.spec = pytree.tree_flatten_with_path((args, kwargs))
         self.leaves = [leaf for _, leaf in paths_and_leaves]
@@ -56,6 +65,26 @@ class World:
         self.mode: FakeTensorMode = mode_of([*tensors, *(owner.get() for owner in self.owners())])
         self.kernels = FakeKernels()
         self._fakes: dict[int, tuple[Any, Any]] = {}
+        self._numbers: dict[str, Any] = {
+            owner.path: tensor
+            for owner in self.owners()
+            if owner.kind != "parameter" and (tensor := owner.get()).numel() == 1
+        }
+
+    def number_of(self, owner: Any) -> Any:
+        """The tensor of one number that an owner holds where a plan begins: as found, or as made by the first step."""
+        number = self._numbers.get(owner.path, MISSING)
+        return number() if callable(number) else number
+
+    def note_numbers(self, recorder: Recorder) -> None:
+        """Notes the numbers that a traced step makes for the next."""
+        program = recorder.program
+        for owner, slot in program.rebinds:
+            meta = program.slots[slot]
+            if meta is None or meta.shape or not isinstance(owner, StateOwner) or owner.path in self._numbers:
+                continue
+            if (number := recorder.made_number(slot)) is not None:
+                self._numbers[owner.path] = functools.cache(functools.partial(_tensor, number, meta))
 
     def owners(self) -> Iterator[Owner]:
         """Every owner that holds a tensor now, each tensor once; state and gradients included."""
@@ -166,6 +195,11 @@ class World:
             for entry in optimizer.state.values():
                 if any(isinstance(value, (list, tuple, dict)) for value in entry.values()):
                     _refuse(f"{path} keeps nested state, which is not captured", "nested_state")
+
+
+def _tensor(number: Callable[[], Any], meta: TensorMeta) -> Any:
+    value = number()
+    return MISSING if value is None else torch.tensor(value, dtype=meta.dtype, device=meta.device)
 
 
 def describe(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -92,6 +92,7 @@ class Step:
         self._options = options
         self._captures: list[_Captured] = []
         self._last: Runner | None = None
+        self._changing: set[str] = set()
         self._torn: list[tuple[Any, Any, int]] = []
         self._torn_reason = ""
 
@@ -196,13 +197,13 @@ class Step:
                 _MOST_CAPTURES, reason,
             )  # fmt: skip
             self._captures.pop()
-        step = capture_step(self._train_step, args, kwargs, keep_grads=self._keep_grads)
+        step = capture_step(self._train_step, args, kwargs, keep_grads=self._keep_grads, changing=self._changing)
         variants = [variant for variant in (step.first, step.steady) if variant is not None]
         is_real = not _has_fakes(step, args, kwargs)
         captured = _Captured(step, [Runner(variant, self._options, is_real=is_real) for variant in variants])
         self._captures.insert(0, captured)
         for runner in captured.runners:
-            if runner.state_failure() is None:
+            if (runner.state_failure() or runner.answer_failure(args, kwargs)) is None:
                 return runner
         raise ExecutionError(
             f"no plan fits the state that it was captured from: {captured.runners[-1].state_failure()}",
@@ -273,7 +274,7 @@ class Runner:
         self._live_state = [
             (owner, _expected(program.slots[slot]))
             for owner, slot in program.owned
-            if isinstance(owner, (StateOwner, ScalerOwner, GradientOwner))
+            if isinstance(owner, (StateOwner, ScalerOwner, GradientOwner)) and program.slots[slot] is not None
         ]
         self._sharing = _pattern([program.slots[slot].storage for _, slot in program.owned if program.slots[slot]])  # type: ignore[union-attr]
         self._generators = list(_generators(program))
@@ -300,14 +301,18 @@ class Runner:
         return None
 
     def answer_failure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-        """None where the arguments' values decide as they did at capture, else which question they answer otherwise."""
+        """None where numbers and the arguments' values decide as they did at capture, else which question has another answer."""
         if not self._program.questions:
             return None
         leaves = pytree.tree_leaves((args, kwargs))
+
+        def lookup(owner: Any) -> Any:
+            return leaves[owner.index] if isinstance(owner, ArgumentOwner) else owner.get()
+
         with self._kernels_alone():
             for question, answer in self._program.questions:
-                if question.ask(leaves) is not answer:
-                    return f"{question.calls[-1].source} asks about the values of an argument, and the answer is another one"
+                if question.has_other_answer(answer, lookup):
+                    return f"{question.source} asks about values that change, and the answer is another one"
         return None
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -341,6 +346,8 @@ class Runner:
                 owner.set(value)
         for owner, value in program.plain_state:
             owner.set(value)
+        for owner in program.state_order:
+            owner.put_last()
         for optimizer in program.stepped:
             if id(optimizer) not in skipped:
                 optimizer._opt_called = True  # what a scheduler looks for

@@ -1,0 +1,124 @@
+"""Branches on numbers that change from step to step.
+
+Where a step's code asks about such a number (a step count, a rate, a flag of the batch), a plan holds for one answer. What the
+number comes from is cut out of the recording as a `Question`, which every call asks again before anything runs; another answer
+means another plan.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from roam.capture.owners import ArgumentOwner, PlaceOwner, RateOwner, StateOwner
+from roam.program import Call, Program, Question, Source, substitute
+
+
+def may_be_asked(owner: Any, program: Program, slot: int) -> bool:
+    """Whether a question may look at what an owner holds when a step begins: a tensor of the batch, or a single number."""
+    meta = program.slots[slot]
+    if isinstance(owner, ArgumentOwner):
+        return meta is not None
+    is_number = meta is None or math.prod(meta.shape) == 1
+    return is_number and isinstance(owner, (RateOwner, StateOwner, PlaceOwner)) and owner.kind != "parameter"
+
+
+class Slices:
+    """Finds the calls of a growing recording that a value comes from."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._seen = 0
+        self._makers: dict[int, int] = {}
+        self._writers: dict[int, list[int]] = {}
+
+    def question(
+        self, slot: int, owners: dict[int, Any], may_ask: Callable[[Any, int], bool], source: Source
+    ) -> Question | None:
+        """What a slot's value comes from; None where it hangs on what may not be asked.
+
+        Args:
+            slot: the value, as it is now.
+            owners: per slot the owner of what is there before the step.
+            may_ask: whether an owner's slot may be looked at.
+            source: whose question it is.
+        """
+        program = self._program
+        constants = {number: tensor for tensor, number in program.constants}
+        self._look()
+        calls: set[int] = set()
+        until: dict[int, int] = {}
+        open_slots = [(slot, len(program.calls))]
+        while open_slots:
+            number, end = open_slots.pop()
+            if until.get(number, -1) >= end:
+                continue
+            until[number] = end
+            behind = [self._makers[number]] if number in self._makers else []
+            if not behind and number not in constants and not may_ask(owners.get(number), number):
+                return None
+            behind += [index for index in self._writers.get(program.storage_of(number), ()) if index < end]
+            for index in set(behind) - calls:
+                call = program.calls[index]
+                if call.random or call.unless is not None:
+                    return None
+                calls.add(index)
+                open_slots += [(argument, index) for argument in call.refs()]
+        chosen = [replace(program.calls[index]) for index in sorted(calls)]
+        inputs = sorted(number for number in until if number in owners)
+        changed = self._changed(chosen, inputs)
+        if changed is None:
+            return None
+        used = [(tensor, number) for number, tensor in constants.items() if number in until]
+        return Question(chosen, inputs, changed, used, slot, source, [tuple(owners[number] for number in inputs)])
+
+    def _look(self) -> None:
+        """Takes in the calls that have come since."""
+        for index in range(self._seen, len(self._program.calls)):
+            call = self._program.calls[index]
+            self._makers.update((slot, index) for slot in call.outputs if slot is not None)
+            for storage in {self._program.storage_of(slot) for slot in call.mutates}:
+                self._writers.setdefault(storage, []).append(index)
+        self._seen = len(self._program.calls)
+
+    def _changed(self, calls: list[Call], inputs: list[int]) -> frozenset[int] | None:
+        """Inputs that the calls write to, on copies when asked; None where they share memory or are no mere numbers."""
+        written = {self._program.storage_of(slot) for call in calls for slot in call.mutates}
+        changed = [slot for slot in inputs if self._program.storage_of(slot) in written]
+        is_copied = len({self._program.storage_of(slot) for slot in changed}) == len(changed) and all(
+            math.prod(meta.shape) == 1 for slot in changed if (meta := self._program.slots[slot]) is not None
+        )
+        return frozenset(changed) if is_copied else None
+
+
+def add_question(program: Program, question: Question, answer: Any) -> None:
+    """Has a program ask a question; one that it asks already of other numbers is asked of these too."""
+    form = _form(question)
+    for known, known_answer in program.questions:
+        if known_answer is answer and _form(known) == form:
+            known.askers.extend(asker for asker in question.askers if asker not in known.askers)
+            return
+    program.questions.append((question, answer))
+
+
+def _form(question: Question) -> tuple[Any, ...]:
+    """Equal for questions that run the same calls, whatever the numbers of their slots."""
+    numbers: dict[int, int] = {}
+
+    def number(slot: int) -> int:
+        return numbers.setdefault(slot, len(numbers))
+
+    calls = [
+        (
+            call.target,
+            repr(substitute((call.args, call.kwargs), lambda ref: f"slot {number(ref.slot)}")),
+            [s if s is None else number(s) for s in call.outputs],
+        )
+        for call in question.calls
+    ]
+    return (
+        calls, [number(slot) for slot in question.inputs], {number(slot) for slot in question.changed},
+        {number(slot): id(tensor) for tensor, slot in question.constants}, number(question.slot),
+    )  # fmt: skip
