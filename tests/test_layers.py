@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,8 @@ import torch
 import torchvision
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrizations
+from torch.testing._internal.common_modules import module_db
+from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import roam
@@ -982,9 +985,10 @@ def _labels(*labels: int) -> Callable[[torch.Generator], torch.Tensor]:
 LOSSES: dict[str, tuple[Callable[..., torch.Tensor], Callable[[torch.Generator], torch.Tensor]]] = {
     "ignored": (functional.cross_entropy, _labels(-100, 1, 2, 0)),
     "all_ignored": (functional.cross_entropy, _labels(-100, -100, -100, -100)),
+    "smoothed": (lambda x, y: functional.cross_entropy(x, y, label_smoothing=0.1, ignore_index=1), _labels(0, 1, 2, 1)),
     "smoothed_and_weighted": (
         lambda x, y: functional.cross_entropy(
-            x, y, label_smoothing=0.1, weight=torch.tensor([1.0, 2, 3]), ignore_index=1
+            x, y, label_smoothing=0.1, weight=torch.tensor([1.0, 2, 3]), ignore_index=1, reduction="sum"
         ),
         _labels(0, 1, 2, 1),
     ),
@@ -1015,6 +1019,38 @@ def test_losses_train(name: str) -> None:
         return train(torch.nn.Linear(6, 3), wrap, batches, lambda model, batch: loss(model(batch[0]), batch[1]))
 
     same_by_plan(script)
+
+
+class TestBranchesThatFakesHide:
+    """PyTorch asks some tensors for values inside a composite operator, and fakes go another way."""
+
+    @pytest.mark.parametrize("name", ["max", "min", "median", "nanmedian"])
+    def test_of_a_gradient_spread_over_equal_elements(self, name: str) -> None:
+        def step(model, x):
+            loss = -getattr(model(x), name)()
+            loss.backward()
+            return loss
+
+        error = refused(step, Block(), torch.randn(4, 6))
+        assert error.code == "hidden_branch"
+        assert name in str(error)
+
+    def test_but_not_where_there_is_no_gradient(self) -> None:
+        same_by_plan(lambda wrap: train(Block(), wrap, images(), lambda model, x: model(x / x.max()).square().mean()))
+
+    @pytest.mark.parametrize("is_module", [True, False])
+    def test_of_a_mean_over_weights_of_targets(self, is_module: bool) -> None:
+        weight = torch.rand(6)
+
+        def step(model, x, y):
+            if is_module:
+                loss = torch.nn.CrossEntropyLoss(weight, label_smoothing=0.1)(model(x), y)
+            else:
+                loss = functional.cross_entropy(model(x), y, weight, label_smoothing=0.1)
+            loss.backward()
+            return loss
+
+        assert refused(step, Block(), torch.randn(4, 6), torch.tensor([0, 1, -100, 5])).code == "hidden_branch"
 
 
 class Attention(torch.nn.Module):
@@ -1074,3 +1110,71 @@ def test_low_precision_trains(dtype: torch.dtype, is_pure: bool) -> None:
         return train(Convolving(), wrap, batches, loss_of)
 
     same_by_plan(script)
+
+
+_MOST_INPUTS = 2
+_REFUSED_MODULES = {"nn.CTCLoss": "data_dependent", "nn.GaussianNLLLoss": "value_reached_python"}
+"""Modules some of whose inputs are refused, by which code. What is not here trains bit by bit."""
+
+
+def _module_cases() -> list[Any]:
+    """(module, mode, sample) of PyTorch's own database of modules: a few samples of each."""
+    cases = []
+    for info in module_db:
+        for is_training in (True, False) if info.train_and_eval_differ else (True,):
+            torch.manual_seed(0)
+            samples = info.module_inputs_func(
+                info, device="cpu", dtype=torch.float32, requires_grad=False, training=is_training
+            )
+            samples = [sample for sample in samples if sample.forward_input is not None]
+            step = max(1, len(samples) // _MOST_INPUTS)
+            cases += [(info, is_training, sample) for sample in samples[::step]]
+    return cases
+
+
+def _train_module(wrap: Callable[[Any], Any], info: Any, is_training: bool, sample: Any) -> list[Any]:
+    """Three steps of SGD; the inputs are scaled by a parameter of their own, so that each module has a gradient."""
+    torch.manual_seed(0)
+    module = info.module_cls(*sample.constructor_input.args, **sample.constructor_input.kwargs).train(is_training)
+    scale = torch.nn.Parameter(torch.ones(()))
+    optimizer = torch.optim.SGD([*module.parameters(), scale], lr=0.01, momentum=0.9)
+
+    @wrap
+    def step(module, optimizer, args, kwargs):
+        optimizer.zero_grad()
+        args = pytree.tree_map_only(torch.Tensor, lambda x: x * scale if x.is_floating_point() else x, args)
+        results = [x for x in pytree.tree_leaves(module(*args, **kwargs)) if isinstance(x, torch.Tensor)]
+        results = [x.abs() if x.is_complex() else x for x in results if x.is_floating_point() or x.is_complex()]
+        loss = torch.stack([result.square().sum() for result in results]).sum()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    copied = functools.partial(pytree.tree_map_only, torch.Tensor, lambda x: x.detach().clone())
+    args, kwargs = copied(sample.forward_input.args), copied(sample.forward_input.kwargs)
+    losses = [step(module, optimizer, args, kwargs) for _ in range(3)]
+    return tensors_and_numbers(losses, module.state_dict(), scale, optimizer.state_dict(), torch.get_rng_state())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_every_module_of_pytorchs_trains_or_is_refused() -> None:
+    counts: collections.Counter[str] = collections.Counter()
+    refusals = set()
+    for case in _module_cases():
+        try:
+            eager = _train_module(lambda step: step, *case)
+        except (RuntimeError, ValueError):
+            counts["not run by eager PyTorch"] += 1
+            continue
+        try:
+            planned = _train_module(functools.partial(roam.compile, pool=True, poison=True), *case)
+        except roam.CaptureError as error:
+            counts[f"refused: {error.code}"] += 1
+            refusals.add((case[0].name, error.code))
+            continue
+        assert_same_bits(eager, planned)
+        counts["bit for bit"] += 1
+    print(dict(counts), sorted(refusals))
+    lazy = {(info.name, "uninitialized_parameter") for info in module_db if info.name.startswith("nn.Lazy")}
+    assert refusals <= lazy | set(_REFUSED_MODULES.items())
+    assert counts["bit for bit"] >= 270

@@ -54,6 +54,8 @@ _REDUCED_LOSSES = {
     aten.binary_cross_entropy.default,
 }
 _BAGS = {aten._embedding_bag.default, aten._embedding_bag_forward_only.default}
+# Kernels whose gradient autograd spreads over equal elements: on real tensors it asks for a value on the way.
+_SPREAD_EVENLY = {aten.max.default, aten.min.default, aten.median.default, aten.nanmedian.default}
 # Kernels whose result's shape hangs on the values of their numbers.
 _SHAPED_BY_NUMBERS = {aten.arange, aten.range}
 # Kernels that give a tensor another storage or size under the same name.
@@ -315,6 +317,8 @@ class Recorder(TorchDispatchMode):
         """Runs an operator on fake tensors and records it."""
         self._refuse_deciding_numbers(func, args, kwargs, source)
         call = Call(func, (), {}, (), False, phase, source, random=_is_random(func))
+        if (reason := _other_backward(func, args)) is not None:
+            self.refuse(reason, code="hidden_branch", op=str(func), source=source)
         plain_args, call.args = self._arguments(args, call)
         plain_kwargs, call.kwargs = self._arguments(kwargs, call)
         if call.random:
@@ -628,6 +632,15 @@ def is_integer(number: float) -> bool:
     return type(number) is int
 
 
+def _other_backward(func: Any, args: Any) -> str | None:
+    """Why the backward pass of a kernel would be another one on real tensors; None where it is the same."""
+    if func in _SPREAD_EVENLY and torch.is_grad_enabled() and args[0].requires_grad:
+        return (
+            "its gradient is made of other kernels on real tensors, by the data; reduce by dimensions, as in x.amax()"
+        )
+    return None
+
+
 def _as_real(func: Any, args: Any, result: Any) -> Any:
     """Puts right what fake kernels are known to get wrong; the first real run finds any that are not known."""
     if func is aten.native_batch_norm.default and args[0].device.type == "cpu":
@@ -635,6 +648,8 @@ def _as_real(func: Any, args: Any, result: Any) -> Any:
         is_mixed = any(t is not None and t.dtype is not args[0].dtype for t in args[1:5])
         if is_mixed and args[5]:
             return (output, *(statistic.float() for statistic in statistics))
+    if func is aten.multilabel_margin_loss_forward.default and args[0].dim() < 2 and args[2] == 0:
+        return result[0].new_empty(()), result[1]
     if func in ASKED:
         return tuple(
             None

@@ -225,6 +225,11 @@ class _Tracer:
 
 def _refuse_unseen_state(reach: Reach) -> None:
     """What the step holds and no guard can compare."""
+    for slot in reach.slots:
+        if isinstance(slot.tensor, (torch.nn.UninitializedParameter, torch.nn.parameter.UninitializedBuffer)):
+            raise CaptureError(
+                f"{slot.path} has no shape yet; run the module once before", code="uninitialized_parameter"
+            )
     for path, _ in reach.iterators:
         raise CaptureError(
             f"{path} is an iterator; what it gives at capture would be given for ever. Take the next batch outside of "

@@ -181,6 +181,19 @@ def _watched(world: World, recorder: Recorder) -> Iterator[None]:
     def item(tensor: Any) -> Any:
         return as_live(plain_item(tensor))
 
+    plain_cross_entropy = torch._C._nn.cross_entropy_loss
+
+    def cross_entropy(
+        input: Any, target: Any, weight: Any = None, reduction: int = 1, ignored: Any = -100, smoothing: float = 0.0
+    ) -> Any:
+        if weight is not None and smoothing and reduction == 1 and not target.is_floating_point():
+            recorder.refuse(
+                "the mean of a weighted cross-entropy with label smoothing is made of other kernels on real tensors, by "
+                "how many targets are ignored; take reduction='sum' and divide",
+                code="hidden_branch",
+            )
+        return plain_cross_entropy(input, target, weight, reduction, ignored, smoothing)  # type: ignore[arg-type]
+
     with ExitStack() as stack:
 
         def replace(holder: Any, name: str, stand_in: Callable[..., Any]) -> None:
@@ -193,6 +206,7 @@ def _watched(world: World, recorder: Recorder) -> Iterator[None]:
         replace(torch.Tensor, "item", item)
         for holder in (torch.Tensor, torch.UntypedStorage):
             replace(holder, "data_ptr", address(holder.data_ptr))
+        replace(torch._C._nn, "cross_entropy_loss", cross_entropy)
         for holder, name, stand_in in scaler_stand_ins(world, recorder):
             replace(holder, name, stand_in)
         for holder, name, stand_in in number_stand_ins(recorder):
