@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -1178,3 +1179,121 @@ def test_every_module_of_pytorchs_trains_or_is_refused() -> None:
     lazy = {(info.name, "uninitialized_parameter") for info in module_db if info.name.startswith("nn.Lazy")}
     assert refusals <= lazy | set(_REFUSED_MODULES.items())
     assert counts["bit for bit"] >= 270
+
+
+class TestStepsAsPeopleWriteThem:
+    def test_a_bound_method_that_closes_over_its_parts(self) -> None:
+        def script(wrap):
+            class Trainer:
+                def __init__(self) -> None:
+                    self.model = Block()
+                    self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+
+                def step(self, x):
+                    self.optimizer.zero_grad()
+                    result = self.model(x)
+                    loss = result.square().mean()
+                    loss.backward()
+                    self.optimizer.step()
+                    return {"loss": loss.detach(), "largest": result.detach().abs().amax(), "rows": len(result)}
+
+            trainer = Trainer()
+            step = wrap(trainer.step)
+            return [[step(x) for x in images()], trainer.model.state_dict()]
+
+        same_by_plan(script)
+
+    def test_a_module_that_is_compiled_is_refused(self) -> None:
+        step = _recomputing_step()[0]
+        model = torch.compile(Block(), backend="eager")
+        error = refused(step, model, torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(4, 6))
+        assert error.code == "compiled_module"
+
+    def test_freezing_from_step_to_step(self) -> None:
+        def script(wrap):
+            model = Block()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+            @wrap
+            def step(x):
+                optimizer.zero_grad()
+                loss = model(x).square().mean()
+                loss.backward()
+                optimizer.step()
+                return loss
+
+            losses = []
+            for index, x in enumerate(images(5)):
+                model.first.requires_grad_(index % 2 == 0)
+                losses.append(step(x))
+            return [losses, model.state_dict(), optimizer.state_dict()]
+
+        same_by_plan(script)
+
+    def test_two_players(self) -> None:
+        def script(wrap):
+            generator, critic = Block(), torch.nn.Linear(6, 1)
+            optimizers = [torch.optim.Adam(part.parameters(), lr=0.01) for part in (generator, critic)]
+
+            @wrap
+            def step(real):
+                fake = generator(torch.randn_like(real))
+                optimizers[1].zero_grad()
+                critic_loss = functional.softplus(critic(fake.detach())).mean()
+                critic_loss = critic_loss + functional.softplus(-critic(real)).mean()
+                critic_loss.backward()
+                optimizers[1].step()
+                optimizers[0].zero_grad()
+                loss = functional.softplus(-critic(fake)).mean()
+                loss.backward()
+                optimizers[0].step()
+                return loss.detach(), critic_loss.detach()
+
+            losses = [step(x) for x in images(4)]
+            return [losses, generator.state_dict(), critic.state_dict(), [o.state_dict() for o in optimizers]]
+
+        same_by_plan(script)
+
+    def test_averages_of_the_weights(self) -> None:
+        def script(wrap):
+            model = Block()
+            teacher = copy.deepcopy(model).requires_grad_(False)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+            @wrap
+            def step(x):
+                optimizer.zero_grad()
+                with torch.no_grad():
+                    target = teacher(x)
+                loss = functional.mse_loss(model(x), target + 1)
+                loss.backward()
+                optimizer.step()
+                with torch.no_grad():
+                    for average, weight in zip(teacher.parameters(), model.parameters(), strict=True):
+                        average.lerp_(weight, 0.1)
+                return loss
+
+            return [[step(x) for x in images(4)], model.state_dict(), teacher.state_dict()]
+
+        same_by_plan(script)
+
+    @pytest.mark.parametrize("decay", [None, 0.9])
+    def test_averages_by_pytorchs_own_class(self, decay: float | None) -> None:
+        def script(wrap):
+            model = Block()
+            average = None if decay is None else torch.optim.swa_utils.get_ema_multi_avg_fn(decay)
+            averaged = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=average)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+            @wrap
+            def step(x):
+                optimizer.zero_grad()
+                loss = model(x).square().mean()
+                loss.backward()
+                optimizer.step()
+                averaged.update_parameters(model)
+                return loss
+
+            return [[step(x) for x in images(4)], model.state_dict(), averaged.state_dict()]
+
+        same_by_plan(script)
