@@ -510,6 +510,7 @@ class TestRefusals:
             (lambda parameters: torch.optim.LBFGS(parameters), "as often as the loss says"),
             (lambda parameters: torch.optim.SparseAdam(list(parameters)), "sparse gradients"),
             (lambda parameters: torch.optim.Adam(parameters, differentiable=True), "autograd"),
+            (lambda parameters: torch.optim.Adagrad(parameters, lr=torch.tensor(0.1)), "tensor as its learning rate"),
             (lambda parameters: torch.optim.Adam(parameters, capturable=True), "supported devices"),
         ],
     )
