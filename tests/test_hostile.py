@@ -300,11 +300,17 @@ def seed_inside(my, x, y):
     return train(my, x, y)
 
 
+def stay_in_evaluation(my, x, y):
+    my.net.eval()
+    return train(my, x, y)
+
+
 @pytest.mark.parametrize(
     "body",
     [
         halve_rate, halve_rate_afterwards, evaluate_and_go_on, freeze_for_a_while, another_dtype_for_a_while, load_inside,
         write_to_data, another_gradient, gradient_penalty, its_own_exceptions, seed_inside,
+        stay_in_evaluation,
     ],
 )  # fmt: skip
 def test_steps_that_change_things_and_are_captured(body: Body) -> None:
@@ -428,11 +434,6 @@ def draw_from_a_generator_made_inside(my, x, y):
     return train(my, x * torch.rand(x.shape, generator=torch.Generator().manual_seed(5)), y)
 
 
-def stay_in_evaluation(my, x, y):
-    my.net.eval()
-    return train(my, x, y)
-
-
 def stay_frozen(my, x, y):
     my.net[0].weight.requires_grad_(False)
     return train(my, x, y)
@@ -507,7 +508,7 @@ def a_rate_and_a_scheduler(my, x, y):
     [
         count_in_a_dictionary, append_to_a_deque, add_to_a_set, count_in_a_class, count_in_an_object, keep_the_loss,
         count_with_an_iterator, count_in_the_environment, look_at_the_clock, draw_from_python, draw_from_numpy,
-        draw_from_a_numpy_generator, draw_from_a_generator_made_inside, stay_in_evaluation, stay_frozen, another_momentum,
+        draw_from_a_numpy_generator, draw_from_a_generator_made_inside, stay_frozen, another_momentum,
         add_a_group, register_a_buffer, another_parameter, swap_inside, to_double_inside, without_gradients_from_here,
         with_another_dtype_from_here, with_autocast_from_here, compare_addresses, convert_to_numpy, a_rate_and_a_scheduler,
     ],

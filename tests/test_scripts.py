@@ -499,3 +499,65 @@ def test_hooks_on_all_modules_are_guarded() -> None:
         return [returned, net.state_dict()]
 
     both(script)
+
+
+class Finding(torch.nn.Module):
+    """Finds out at its first call of what kind its labels are, as classifiers of transformers do."""
+
+    def __init__(self, *, differs: bool = False) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(4, 3)
+        self.settings = {"kind": None, "calls": 0}
+        self.differs = differs
+
+    def forward(self, x: Any, labels: Any) -> Any:
+        scale = 2.0 if self.differs and self.settings["kind"] is None else 1.0
+        if self.settings["kind"] is None:
+            self.settings["kind"] = "regression" if labels.is_floating_point() else "classification"
+        if self.settings["kind"] == "regression":
+            return functional.mse_loss(self.inner(x), labels) * scale
+        return functional.cross_entropy(self.inner(x), labels) * scale
+
+
+def finding_step(model: Any, optimizer: Any, x: Any, labels: Any) -> Any:
+    optimizer.zero_grad()
+    loss = model(x, labels)
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+def test_what_a_model_finds_out_once_is_set_when_the_step_runs() -> None:
+    batch = torch.randn(5, 4), torch.randint(0, 3, (5,))
+    outcomes = []
+    for wrap in (lambda step: step, roam.compile):
+        torch.manual_seed(0)
+        model = Finding()
+        optimizer = torch.optim.AdamW(model.parameters())
+        roam.capture(finding_step, model, optimizer, *batch)
+        assert model.settings["kind"] is None  # nothing has run
+        step = wrap(finding_step)
+        losses = [step(model, optimizer, *batch) for _ in range(3)]
+        assert model.settings["kind"] == "classification"
+        outcomes.append(tensors_and_numbers(losses, model.state_dict(), optimizer.state_dict()["state"]))
+    assert_same_bits(*outcomes)
+    # Where it is found out anew, nothing is planned anew; set to something else, it counts.
+    captures = len(step._captures)
+    model.settings["kind"] = None
+    step(model, optimizer, *batch)
+    assert (model.settings["kind"], len(step._captures)) == ("classification", captures)
+    model.settings["kind"] = "regression"
+    step(model, optimizer, torch.randn(5, 4), torch.randn(5, 3))
+    assert model.settings["kind"] == "regression"
+
+
+@pytest.mark.parametrize("kind", ["differs", "counts"])
+def test_what_changes_the_next_step_is_refused(kind: str) -> None:
+    model = Finding(differs=kind == "differs")
+    if kind == "counts":
+        model.register_forward_pre_hook(lambda net, _: net.settings.update(calls=net.settings["calls"] + 1))
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(roam.CaptureError, match="changes Python state") as refusal:
+        roam.capture(finding_step, model, optimizer, torch.randn(5, 4), torch.randint(0, 3, (5,)))
+    assert refusal.value.code == "moved"
+    assert model.settings == {"kind": None, "calls": 0}

@@ -9,7 +9,9 @@ from __future__ import annotations
 import functools
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,8 +19,38 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .reach import Place, Reach
-from .spaces import ArraySpace, Items, OptimizerSpace, SequenceSpace, SetSpace, Space
-from .values import MISSING, same, show
+from .spaces import ArraySpace, Items, MappingSpace, OptimizerSpace, SequenceSpace, SetSpace, Space
+from .values import MISSING, is_plain, same, show
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """An entry of a dictionary, or an attribute, that was given another plain value."""
+
+    space: Space
+    key: Any
+    old: Any
+    value: Any
+
+    def apply(self) -> None:
+        """Gives it the new value."""
+        self.space.set(self.key, self.value)
+
+    def is_pending(self) -> bool:
+        """Whether it has the old value."""
+        return same(self.old, self.space.get(self.key))
+
+
+@contextmanager
+def applied(settings: Sequence[Setting]) -> Iterator[None]:
+    """With the new values in place; the old ones come back."""
+    for setting in settings:
+        setting.apply()
+    try:
+        yield
+    finally:
+        for setting in settings:
+            setting.space.set(setting.key, setting.old)
 
 
 class Snapshot:
@@ -51,6 +83,23 @@ class Snapshot:
                 if not _is_same_state(read(), drawn):
                     reasons.append(f"{name} was drawn from")
         return reasons
+
+    def settings(self) -> list[Setting] | None:
+        """What `moved` tells of, where all of it is entries of dictionaries and attributes that hold other plain values now."""
+        found: list[Setting] = []
+        reasons = 0
+        for place, items in self._holders:
+            if not place.guarded or not (changes := _changes(place, items)):
+                continue
+            reasons += len(changes)
+            if type(place.space) is MappingSpace:
+                pairs = ((key, old, place.space.get(key)) for key, old in items)
+                found += [
+                    Setting(place.space, key, old, value)
+                    for key, old, value in pairs
+                    if is_plain(old) and is_plain(value) and not same(old, value)
+                ]
+        return found if len(found) == reasons == len(self.moved()) else None
 
     def moved_live(self) -> list[str]:
         """What changed since among live state: schedulers, loss scales, learning rates, the entries of optimizer

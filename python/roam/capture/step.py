@@ -20,7 +20,7 @@ from roam.capture.reach import Reach
 from roam.capture.rewrite import accumulate_in_place, agrees, difference, prune
 from roam.capture.scaler import check_scaler
 from roam.capture.settle import settle_gradients
-from roam.capture.snapshot import Snapshot
+from roam.capture.snapshot import Setting, Snapshot, applied
 from roam.capture.trace import NumbersChange, trace
 from roam.capture.world import World
 from roam.errors import CaptureError
@@ -69,6 +69,24 @@ class CapturedStep:
     steady: Variant
     guards: Guards
     arguments: ArgGuard
+    settings: list[Setting]
+    """Plain values that the step itself sets, to the same at every run; the guards expect them to be set."""
+
+    def failure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+        """None where a call finds everything as capture did, else what changed; what the step sets itself need not be set yet."""
+        with applied([setting for setting in self.settings if setting.is_pending()]):
+            return self.guards.failure() or self.arguments.failure(args, kwargs)
+
+
+class _Settles(Exception):
+    """A step sets plain values, maybe once and for all, as a model does that finds out of what kind its labels are."""
+
+    def __init__(self, settings: list[Setting], program: Program, refusal: CaptureError) -> None:
+        """`program`: what the step does where they are not set yet; `refusal`: to be raised if it does something else later."""
+        super().__init__(str(refusal))
+        self.settings = settings
+        self.program = program
+        self.refusal = refusal
 
 
 def capture(
@@ -135,28 +153,48 @@ def capture_step(
                 "or with cache_enabled=False",
                 code="autocast_cache",
             )
-        reach = Reach.of(train_step, args, kwargs)
-        _refuse_unseen_state(reach)
-        guards = Guards(reach)
-        tracer = _Tracer(reach, train_step, args, kwargs, set() if changing is None else changing)
-        floats = [index for index, leaf in enumerate(pytree.tree_leaves((args, kwargs))) if type(leaf) is float]
-        programs = tracer.live_programs() if floats else None
-        if programs is None:
-            # A float argument that decides something in Python cannot be live; it is guarded by value instead.
-            floats, programs = [], tracer.programs(live_arguments=False)
-        first, steady = programs[0], programs[-1]
-        carried = {owner.path for owner, _ in steady.owned if isinstance(owner, GradientOwner)}
-        for program in (first, steady):
-            settle_gradients(program, carried, keep_grads)
-        steady = prune(steady)
-        is_steady = difference(first, programs[-1]) is None and _absent(first) == _absent(steady)
-        name = getattr(train_step, "__name__", type(train_step).__name__)
-        return CapturedStep(
-            None if is_steady else Variant(prune(first), f"{name} (first step)"),
-            Variant(steady, name),
-            guards,
-            ArgGuard(args, kwargs, guards, live=floats),
-        )
+        changing = set() if changing is None else changing
+        try:
+            return _captured(train_step, args, kwargs, keep_grads, changing)
+        except _Settles as settles:
+            # Captured as if all of it were set: the first step does the same then, and later ones set nothing new.
+            with applied(settles.settings):
+                return _captured(train_step, args, kwargs, keep_grads, changing, settles)
+
+
+def _captured(
+    train_step: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    keep_grads: bool,
+    changing: set[str],
+    settles: _Settles | None = None,
+) -> CapturedStep:
+    reach = Reach.of(train_step, args, kwargs)
+    _refuse_unseen_state(reach)
+    guards = Guards(reach)
+    tracer = _Tracer(reach, train_step, args, kwargs, changing, settles is not None)
+    floats = [index for index, leaf in enumerate(pytree.tree_leaves((args, kwargs))) if type(leaf) is float]
+    programs = tracer.live_programs() if floats else None
+    if programs is None:
+        # A float argument that decides something in Python cannot be live; it is guarded by value instead.
+        floats, programs = [], tracer.programs(live_arguments=False)
+    if settles is not None and difference(settles.program, programs[0]) is not None:
+        raise settles.refusal
+    first, steady = programs[0], programs[-1]
+    carried = {owner.path for owner, _ in steady.owned if isinstance(owner, GradientOwner)}
+    for program in (first, steady):
+        settle_gradients(program, carried, keep_grads)
+    steady = prune(steady)
+    is_steady = difference(first, programs[-1]) is None and _absent(first) == _absent(steady)
+    name = getattr(train_step, "__name__", type(train_step).__name__)
+    return CapturedStep(
+        None if is_steady else Variant(prune(first), f"{name} (first step)"),
+        Variant(steady, name),
+        guards,
+        ArgGuard(args, kwargs, guards, live=floats),
+        [] if settles is None else settles.settings,
+    )
 
 
 def _absent(program: Program) -> set[str]:
@@ -172,6 +210,8 @@ class _Tracer:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     changing: set[str]
+    is_settled: bool
+    """Whether what the step sets once and for all has been set."""
 
     @interrupts_wait()
     def programs(self, *, live_arguments: bool, only_first: bool = False) -> list[Program]:
@@ -193,13 +233,15 @@ class _Tracer:
             for _ in range(_MOST_TRACES):
                 program = trace(world, self.train_step, args, kwargs, live_arguments=live_arguments)
                 moved = [*inside.moved(), *filter(None, [switches.moved()])]
+                accumulate_in_place(program)
+                programs.append(prune(program))
                 if moved:
-                    raise CaptureError(
+                    refusal = CaptureError(
                         f"the step changes Python state that a captured step would not change again: {moved[0]}",
                         code="moved",
                     )
-                accumulate_in_place(program)
-                programs.append(prune(program))
+                    settings = None if self.is_settled or switches.moved() else inside.settings()
+                    raise refusal if settings is None else _Settles(settings, programs[0], refusal)
                 if only_first:
                     return programs
                 if len(programs) > 1:

@@ -112,6 +112,8 @@ class Step:
         if runner is None and self._captures and self._on_change == "raise":
             raise ExecutionError(f"no plan fits this call: {reason}", code="no_plan_fits")
         self._last = runner or self._capture(args, kwargs, reason)
+        for setting in self._captures[0].step.settings:
+            setting.apply()  # as the user's function would now
         return self._last
 
     def _run(self, runner: Runner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -178,7 +180,7 @@ class Step:
     def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Runner | None, str]:
         reason = "it is the first"
         for place, captured in enumerate(self._captures):
-            failure = captured.step.guards.failure() or captured.step.arguments.failure(args, kwargs)
+            failure = captured.step.failure(args, kwargs)
             if failure is None:
                 for runner in captured.runners:
                     failure = runner.state_failure() or runner.answer_failure(args, kwargs)
