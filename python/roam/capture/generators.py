@@ -8,6 +8,7 @@ generators themselves: each random operator moves the state of its generator on,
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,10 @@ _TOLD = (
     *(torch.cuda.random.seed, torch.cuda.random.seed_all, torch.cuda.random.initial_seed),
 )
 """What tells Python a seed."""
+
+
+watched = threading.RLock()
+"""Held while random generators are watched, and while a plan draws from them: other threads' draws would be taken for the watched ones'."""
 
 
 class Watch:

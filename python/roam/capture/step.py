@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,6 +12,7 @@ import torch.utils._pytree as pytree
 
 from roam._core import Graph
 from roam.capture.ambient import Switches
+from roam.capture.generators import watched
 from roam.capture.guards import ArgGuard, Guards
 from roam.capture.lower import device_of, lower
 from roam.capture.owners import GradientOwner
@@ -30,8 +30,6 @@ from roam.program import Program
 
 _MOST_TRACES = 3
 """A first step, a steady one, and the steady one again."""
-_one_at_a_time = threading.RLock()
-"""Tracing puts fakes and stand-ins where other threads would find them."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +144,7 @@ def capture_step(
         keep_grads: whether `.grad` of every parameter outlives the step, as under eager PyTorch.
         changing: paths of Python numbers in optimizer state that earlier captures found to change; those found now are added.
     """
-    with _one_at_a_time:
+    with watched:  # and no other capture: tracing puts fakes and stand-ins where other threads would find them
         if torch.is_autocast_cache_enabled() and any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
             raise CaptureError(
                 "autocast is on around the step, and its cache may hold casts of weights from before; enter it in the step, "

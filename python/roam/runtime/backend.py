@@ -26,6 +26,7 @@ from torch.fx import GraphModule
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from roam.capture.aot import record_graph
+from roam.capture.generators import watched
 from roam.capture.step import Variant
 from roam.errors import CaptureError, ExecutionError
 from roam.kernels.table import is_proven
@@ -177,7 +178,7 @@ class _Planned:
     def run_checked(self, args: list[Any]) -> Any:
         """The same for the first time, comparing every result with the program. A failure leaves all as it was."""
         changed = [args[place] for place in self._changed]
-        with torch.no_grad(), _undone_on_failure(changed, self._device), self._executor.held():
+        with torch.no_grad(), watched, _undone_on_failure(changed, self._device), self._executor.held():
             results, *_ = self._executor.run_checked(self._inputs(args))
         return results
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from types import MethodType
 from typing import Any, Literal
@@ -15,6 +15,7 @@ import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import FakeTensor
 
 from roam import Plan
+from roam.capture.generators import watched
 from roam.capture.owners import ArgumentOwner, GradientOwner, RateOwner, ScalerOwner, StateOwner
 from roam.capture.step import CapturedStep, Variant, capture_step
 from roam.capture.trace import is_tracing
@@ -280,6 +281,7 @@ class Runner:
         ]
         self._sharing = _pattern([program.slots[slot].storage for _, slot in program.owned if program.slots[slot]])  # type: ignore[union-attr]
         self._generators = list(_generators(program))
+        self._draws = any(call.random for call in program.calls)
         self._devices = {meta.device.type for meta in program.slots if meta is not None}
 
     def state_failure(self) -> str | None:
@@ -327,7 +329,7 @@ class Runner:
         # Not as tensors: those would count as memory of the step.
         drawn = [generator.get_state().numpy().tobytes() for generator in self._generators]
         with interrupts_wait():
-            with self._executor.held(), self._kernels_alone():
+            with self._undisturbed(), self._executor.held(), self._kernels_alone():
                 try:
                     run = self._executor.run_checked if self._executor.text is None else self._executor.run
                     result, rebinds, after, skips = run(inputs)
@@ -337,6 +339,10 @@ class Runner:
             for host_call, (arguments, keywords) in zip(program.after, after, strict=True):
                 host_call.scheduler.step(*arguments, **keywords)
         return pytree.tree_unflatten(result, program.result[1])
+
+    def _undisturbed(self) -> AbstractContextManager[Any]:
+        """Around a run: others neither draw random numbers nor watch who does, where this run does either."""
+        return watched if self._draws or self._executor.text is None else nullcontext()
 
     def _leave(self, rebinds: list[Any], skipped: set[int]) -> None:
         """Puts where they belong what outlives the step, but for the state of optimizers that were skipped."""
