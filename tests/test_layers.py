@@ -1297,3 +1297,34 @@ class TestStepsAsPeopleWriteThem:
             return [[step(x) for x in images(4)], model.state_dict(), averaged.state_dict()]
 
         same_by_plan(script)
+
+
+@pytest.mark.parametrize("stride", [1, 3])
+def test_patches_are_taken_apart_and_put_together(stride: int) -> None:
+    """These kernels keep as much memory as the larger side needs, whatever their result fills."""
+
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = torch.nn.Parameter(torch.rand(1, 2, 9, 9))
+
+        def forward(self, x: Any) -> Any:
+            patches = functional.unfold(x * self.scale, 3, stride=stride)
+            return functional.fold(patches.tanh(), (9, 9), 3, stride=stride)
+
+    def script(wrap: Any) -> Any:
+        torch.manual_seed(0)
+        net = Net()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+        @wrap
+        def step(x: Any) -> Any:
+            optimizer.zero_grad()
+            loss = net(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        return [[step(torch.randn(2, 2, 9, 9)) for _ in range(3)], net.state_dict()]
+
+    same_by_plan(script)

@@ -56,6 +56,11 @@ def _images(size: int, *shape: int) -> torch.Tensor:
 
 
 _IMAGE_SIZES = {"inception_v3": 96, "alexnet": 80, "squeezenet1_1": 80, "vit_b_16": 32, "maxvit_t": 64}
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "maxvit_t": {"input_size": (64, 64)},
+    "googlenet": {"init_weights": False},
+    "inception_v3": {"init_weights": False, "aux_logits": False},  # its other head needs images of 299
+}
 _CLASSIFIERS = [
     "alexnet",
     "vgg11",
@@ -89,9 +94,7 @@ def _torchvision() -> dict[str, Callable[[], Sample]]:
 
     def classifier(name: str) -> Sample:
         size = _IMAGE_SIZES.get(name, 64)
-        options: dict[str, Any] = {"input_size": (64, 64)} if name == "maxvit_t" else {}
-        if name in ("googlenet", "inception_v3"):
-            options["init_weights"] = False
+        options = _OPTIONS.get(name, {})
         return getattr(models, name)(num_classes=7, **options), {"x": _images(size)}
 
     def vit() -> Sample:
@@ -187,6 +190,7 @@ _ENCODER_DECODER = {
     "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
     "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "decoder_start_token_id": 1,
 }  # fmt: skip
+_TRANSFORMER = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
 _PICTURES: dict[str, dict[str, Any]] = {
     "ViT": {},
     "DeiT": {},
@@ -219,7 +223,7 @@ def _transformers() -> dict[str, Callable[[], Sample]]:
 
     def pictures(name: str, config: dict[str, Any]) -> Sample:
         sizes = {"image_size": 32, "patch_size": 8, "num_labels": 7}
-        small = {name: value for name, value in _SMALL.items() if name.startswith(("hidden", "num", "inter"))}
+        small = {key: _SMALL[key] for key in _TRANSFORMER} if "depths" not in config and name != "MobileViT" else {}
         model = model_of(name, "ForImageClassification", {**small, **sizes, **config})
         return model, {"pixel_values": _images(32), "labels": torch.tensor([1, 4])}
 

@@ -56,6 +56,8 @@ _REDUCED_LOSSES = {
 _BAGS = {aten._embedding_bag.default, aten._embedding_bag_forward_only.default}
 # Kernels whose gradient autograd spreads over equal elements: on real tensors it asks for a value on the way.
 _SPREAD_EVENLY = {aten.max.default, aten.min.default, aten.median.default, aten.nanmedian.default}
+# Kernels of the CPU that make their result as large as their argument and then give it its shape.
+_UNFOLDED = {aten.im2col.default, aten.col2im.default}
 # Kernels whose result's shape hangs on the values of their numbers.
 _SHAPED_BY_NUMBERS = {aten.arange, aten.range}
 # Kernels that give a tensor another storage or size under the same name.
@@ -661,6 +663,8 @@ def _as_real(func: Any, args: Any, result: Any) -> Any:
         output, *statistics = result
         if args[2] is not None and args[2].dtype is not args[0].dtype:
             return (output, *(statistic.to(args[2].dtype) for statistic in statistics))
+    if func is aten.native_layer_norm_backward.default and args[0].device.type == "cpu" and result[0] is not None:
+        return (result[0].contiguous(), *result[1:])
     return result
 
 
@@ -676,6 +680,8 @@ def _bytes_at_least(func: Any, args: Any, position: int, result: Any) -> int:
         return 0
     if func in _REDUCED_LOSSES:
         return int(torch.broadcast_shapes(args[0].shape, args[1].shape).numel()) * int(args[0].element_size())
+    if func in _UNFOLDED:
+        return int(args[0].numel()) * int(args[0].element_size())
     if func in _BAGS and position == 1 and result.numel():
         return (int(result.numel()) + 1) * int(result.element_size())  # it counts one past the last bag
     return 0
