@@ -530,6 +530,17 @@ def test_steps_that_are_refused_and_leave_no_mark(body: Body, monkeypatch: pytes
     assert torch.get_default_dtype() is torch.float32
     assert not torch.is_autocast_enabled("cpu")
     train(my, *data[2])
+    # Nor is anything of the refused step left in autocast's cache.
+    with torch.autocast("cpu"):
+        pass
+    for x, y in data[:2]:
+
+        @roam.compile
+        def autocast_step(x, y):
+            with torch.autocast("cpu"):
+                return train(my, x, y)
+
+        autocast_step(x, y)
 
 
 class TestGenerators:

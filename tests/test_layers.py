@@ -1328,3 +1328,21 @@ def test_patches_are_taken_apart_and_put_together(stride: int) -> None:
         return [[step(torch.randn(2, 2, 9, 9)) for _ in range(3)], net.state_dict()]
 
     same_by_plan(script)
+
+
+def test_a_custom_operator_leaves_the_pool_free_to_grow() -> None:
+    """It may hand its arguments to NumPy, after which their memory could neither grow nor be given back."""
+    model = torch.nn.Linear(16, 16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x: Any) -> Any:
+        optimizer.zero_grad()
+        loss = cube(model(x).tanh() * 1.5, 0.5).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    compiled = roam.compile(step, pool=True)
+    for rows in (8, 64, 512):
+        compiled(torch.randn(rows, 16))
+        compiled.release()

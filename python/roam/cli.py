@@ -166,7 +166,9 @@ def _parser() -> argparse.ArgumentParser:
         "bench", _bench, "train small versions of known architectures by a plan and eagerly, and compare bits"
     )
     bench.add_argument("what", choices=("zoo",), help="which benchmark")
-    bench.add_argument("names", nargs="*", metavar="ARCHITECTURE", help="only these (default all)")
+    bench.add_argument(
+        "--only", action="append", default=[], metavar="NAME", help="only this architecture; may be given several times"
+    )
     bench.add_argument(
         "--library",
         action="append",
@@ -326,7 +328,7 @@ def _bench(arguments: argparse.Namespace) -> int:
     from roam.bench.zoo import run
 
     rows = []
-    for trial in run(arguments.library, arguments.names):
+    for trial in run(arguments.library, arguments.only):
         rows.append(trial)
         if not arguments.json:
             _write(f"{trial.library:<13} {trial.name:<30} {trial.outcome:<10} {trial.seconds:6.1f} s  {trial.reason}\n")

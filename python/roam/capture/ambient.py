@@ -38,6 +38,7 @@ class Switches:
 
     def __init__(self) -> None:
         self._found = [(name, read, read()) for name, read in AMBIENT]
+        self._nesting = _autocast_nesting()
 
     def moved(self) -> str | None:
         """None while all are as they were, else what is not."""
@@ -51,3 +52,13 @@ class Switches:
         for name, read, found in self._found:
             if name in _WRITE and not same(found, read()):
                 _WRITE[name](found)
+        while _autocast_nesting() > self._nesting:
+            torch.autocast_decrement_nesting()
+        if self._nesting == 0:
+            torch.clear_autocast_cache()  # it may hold casts of fake weights
+
+
+def _autocast_nesting() -> int:
+    """How many blocks of autocast are open; the outermost one clears its cache of casts at its end."""
+    torch.autocast_increment_nesting()
+    return int(torch.autocast_decrement_nesting())

@@ -9,6 +9,7 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from roam._core import Graph, GraphBuilder
+from roam.capture.foreign import is_foreign
 from roam.kernels.calls import Placed
 from roam.program import Call, Program, Ref, substitute
 
@@ -126,13 +127,19 @@ def _residencies(
     program: Program, placed: Sequence[Placed | None], landing: Container[int] | None, pool: bool
 ) -> list[_Residency]:
     leaving = program.leaving()
+    # Operators of others may do with a tensor's memory what they like, such as hand it to NumPy, after which it cannot be resized.
+    given_away = {program.storage_of(slot) for call in program.calls if is_foreign(call.target) for slot in call.refs()}
     residencies: list[_Residency] = []
     for number, storage in enumerate(program.storages):
         if storage.creator < 0:
             residencies.append("persistent" if program.persists(number) else "enters")
         elif number in leaving:
             residencies.append("leaves")
-        elif pool and (landing is None or placed[storage.creator] is not None or storage.creator in landing):
+        elif (
+            pool
+            and number not in given_away
+            and (landing is None or placed[storage.creator] is not None or storage.creator in landing)
+        ):
             residencies.append("step_local")
         else:
             residencies.append("unpooled")
