@@ -197,6 +197,7 @@ class Recorder(TorchDispatchMode):
             if getattr(tensor, "_roam_slot", (None,))[0] is self:
                 del tensor._roam_slot  # type: ignore[attr-defined]
         self._tagged.clear()
+        self._watch = None  # it holds generators' states, and a recorder lives until its cycles are found
 
     # -- recording
 
