@@ -47,7 +47,7 @@ demo: install
 	$(BIN)/python examples/train_gpt2.py
 
 test:
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --maxprocesses 8
 
 rust-test:
 	cargo test --locked --quiet
