@@ -197,7 +197,7 @@ _PICTURES: dict[str, dict[str, Any]] = {
     "Dinov2": {},
     "Beit": {},
     "Swin": {"embed_dim": 16, "depths": [1, 1], "num_heads": [2, 2], "window_size": 4, "patch_size": 4},
-    "ConvNext": {"hidden_sizes": [8, 16, 16, 16], "depths": [1, 1, 1, 1], "num_stages": 4},
+    "ConvNext": {"hidden_sizes": [8, 16, 16, 16], "depths": [1, 1, 1, 1], "num_stages": 4, "patch_size": 4},
     "ResNet": {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1]},
     "MobileViT": {
         "hidden_sizes": [16, 24, 32],
