@@ -251,16 +251,19 @@ class TestGeneratorState:
         assert state.equal(torch.get_rng_state())
 
 
+def same_with_hooks(attach: Callable[[torch.nn.Module], Any]) -> None:
+    """Trains a block to which hooks were attached."""
+
+    def script(wrap):
+        model = Block()
+        attach(model)
+        return train(model, wrap, images())
+
+    same_by_plan(script)
+
+
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 class TestHooksOnModules:
-    def check(self, attach: Callable[[torch.nn.Module], Any]) -> None:
-        def script(wrap):
-            model = Block()
-            attach(model)
-            return train(model, wrap, images())
-
-        same_by_plan(script)
-
     def test_before_and_after_forward(self) -> None:
         def attach(model):
             model.first.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
@@ -269,7 +272,7 @@ class TestHooksOnModules:
                 lambda module, args, kwargs, result: result * 0.5, with_kwargs=True, always_call=True
             )
 
-        self.check(attach)
+        same_with_hooks(attach)
 
     def test_before_and_after_backward(self) -> None:
         def attach(model):
@@ -279,7 +282,7 @@ class TestHooksOnModules:
             )
             model.second.register_full_backward_pre_hook(lambda module, grad_output: (grad_output[0] * 3,))
 
-        self.check(attach)
+        same_with_hooks(attach)
 
     def test_that_look_at_a_value_are_refused(self) -> None:
         model = Block()
@@ -297,21 +300,13 @@ class TestHooksOnModules:
 
 
 class TestHooksOnGradients:
-    def check(self, attach: Callable[[torch.nn.Module], Any]) -> None:
-        def script(wrap):
-            model = Block()
-            attach(model)
-            return train(model, wrap, images())
-
-        same_by_plan(script)
-
     def test_that_give_another_gradient(self) -> None:
         def attach(model):
             for parameter in model.parameters():
                 parameter.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
             model.first.weight.register_hook(lambda gradient: gradient * 2)
 
-        self.check(attach)
+        same_with_hooks(attach)
 
     def test_that_are_taken_off_again(self) -> None:
         def script(wrap):
@@ -347,7 +342,7 @@ class TestHooksOnGradients:
             for parameter in model.parameters():
                 parameter.register_post_accumulate_grad_hook(halve)
 
-        self.check(attach)
+        same_with_hooks(attach)
 
     def test_with_an_optimizer_for_each_parameter(self) -> None:
         def script(wrap):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -243,9 +243,9 @@ class Program:
         meta = self.slots[slot]
         if meta is None:
             return False
-        extents = sorted((s, n) for s, n in zip(meta.stride, meta.shape, strict=True) if n != 1)
-        size_bytes = math.prod(size for _, size in extents) * meta.dtype.itemsize
-        return meta.offset == 0 and is_dense(extents) and size_bytes == self.storages[meta.storage].size_bytes
+        size_bytes = math.prod(meta.shape) * meta.dtype.itemsize
+        is_whole = is_dense(sorted(extents(meta.shape, meta.stride)))
+        return meta.offset == 0 and is_whole and size_bytes == self.storages[meta.storage].size_bytes
 
 
 @functools.cache
@@ -255,6 +255,11 @@ def _below_autograd(operator: torch._ops.OpOverload) -> Callable[..., Any]:
             return operator(*args, **kwargs)
 
     return run
+
+
+def extents(shape: Sequence[int], strides: Sequence[int]) -> list[tuple[int, int]]:
+    """(stride, size) of the dimensions that have more or less than one element."""
+    return [(stride, size) for stride, size in zip(strides, shape, strict=True) if size != 1]
 
 
 def is_dense(extents: Iterable[tuple[int, int]]) -> bool:

@@ -107,7 +107,7 @@ class _Lowered:
                             ready.append(user)
 
         for node in self.nodes:
-            if node.op in ("placeholder", "get_attr") or (not node.all_input_nodes and node not in numbered):
+            if not node.all_input_nodes and node not in numbered:
                 yield from settled(node)
         for number in order:
             yield from settled(self.operators[number])

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from roam.program import is_dense
+from roam.program import extents, is_dense
 
 if TYPE_CHECKING:
     from roam.capture.record import Recorder
@@ -89,6 +89,4 @@ def _tensor_lists(args: tuple[Any, ...]) -> list[list[torch.Tensor]]:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    return is_dense(
-        sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1)
-    )
+    return is_dense(sorted(extents(tensor.shape, tensor.stride())))

@@ -20,7 +20,7 @@ import torch
 from torch._ops import OpOverload
 
 from roam.kernels import substitutes
-from roam.program import TensorMeta, is_dense
+from roam.program import TensorMeta, extents, is_dense
 
 Way = Literal["direct", "substitute", "land"]
 Kernel = Callable[..., Any]
@@ -268,15 +268,15 @@ def layout(tensor: torch.Tensor | TensorMeta) -> str:
     elements; ``E``: expanded or otherwise overlapping. Where elements start in the storage does not matter.
     """
     strides = tensor.stride() if isinstance(tensor, torch.Tensor) else tensor.stride
-    extents = [(stride, size) for stride, size in zip(strides, tensor.shape, strict=True) if size != 1]
-    if any(size == 0 for _, size in extents) or is_dense(extents[::-1]):
+    dimensions = extents(tensor.shape, strides)
+    if any(size == 0 for _, size in dimensions) or is_dense(dimensions[::-1]):
         return "C"
-    if is_dense(sorted(extents)):
+    if is_dense(sorted(dimensions)):
         last = [1, *range(len(strides) - 1, 1, -1), 0]
         channels_last = [(strides[d], tensor.shape[d]) for d in last if tensor.shape[d] != 1]
         return "L" if len(strides) in (4, 5) and is_dense(channels_last) else "P"
     reach = 0
-    for stride, size in sorted(extents):
+    for stride, size in sorted(dimensions):
         if stride <= reach:
             return "E"
         reach += stride * (size - 1)
