@@ -14,6 +14,8 @@ from roam.program import Ref, TensorMeta
 LIVE_FLOAT: Final = -1
 LIVE_INT: Final = -2
 """Signatures of live numbers."""
+PLAIN: Final = frozenset({bool, int, float, str, type(None), torch.dtype, torch.device})
+"""Types of arguments that hold no tensor; to ask whether something is one takes several times as long."""
 _NEVER: Final = {torch.Tag.inplace_view, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
@@ -78,19 +80,20 @@ class FakeKernels:
         seen = (meta.shape, meta.stride, meta.offset, meta.dtype, meta.device, size_bytes, bits)
         return self._signatures.setdefault(seen, len(self._signatures))
 
-    def run(self, func: Any, args: Any, kwargs: Any, recorded: Any, signatures: list[int]) -> Any:
+    def run(self, func: Any, given: Any, tensors: list[Any], recorded: Any, signatures: list[int]) -> Any:
         """The results of a kernel.
 
         Args:
             func: the kernel.
-            args, kwargs: its arguments, fake tensors among them.
+            given: its (args, kwargs).
+            tensors: the fake tensors among them.
             recorded: (args, kwargs) with a `Ref` for each tensor and live number.
             signatures: `signature` of each slot that a `Ref` may name.
         """
+        args, kwargs = given
         if not _is_known_by_metadata(func):
             return func(*args, **kwargs)
         key = func, _key(recorded, signatures)
-        tensors = tensors_in((args, kwargs))
         known = self._known.get(key)
         if known is not None:
             return known.again(tensors[0].fake_mode, tensors)
@@ -147,10 +150,19 @@ def _item(item: Any, tensors: list[Any]) -> Any:
 
 def tensors_in(value: Any) -> list[Any]:
     """The tensors in a nest of tuples, lists and dictionaries, in its order."""
+    found: list[Any] = []
+    _collect(value, found)
+    return found
+
+
+def _collect(value: Any, found: list[Any]) -> None:
+    if type(value) in PLAIN:
+        return
     if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, (tuple, list)):
-        return [tensor for item in value for tensor in tensors_in(item)]
-    if isinstance(value, dict):
-        return [tensor for item in value.values() for tensor in tensors_in(item)]
-    return []
+        found.append(value)
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            _collect(item, found)
+    elif isinstance(value, dict):
+        for item in value.values():
+            _collect(item, found)

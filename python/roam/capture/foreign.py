@@ -5,6 +5,8 @@ They are recorded by their schemas, like PyTorch's own. What a schema cannot say
 
 from __future__ import annotations
 
+import functools
+
 from torch._ops import OpOverload
 
 _OURS = frozenset({"aten", "roam"})
@@ -22,9 +24,10 @@ def is_mark(func: OpOverload) -> bool:
 
 def is_foreign(func: object) -> bool:
     """Whether an operator is neither PyTorch's nor ours."""
-    return isinstance(func, OpOverload) and func.namespace not in _OURS
+    return type(func) is OpOverload and func.namespace not in _OURS
 
 
+@functools.cache
 def refusal(func: OpOverload) -> str | None:
     """Why an operator of others cannot be captured; None where it can."""
     if not is_foreign(func):

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from roam.capture import foreign, multi_tensor
 from roam.capture.branches import Slices, add_question, may_be_asked
-from roam.capture.fake_kernels import LIVE_FLOAT, LIVE_INT, FakeKernels, tensors_in
+from roam.capture.fake_kernels import LIVE_FLOAT, LIVE_INT, PLAIN, FakeKernels, tensors_in
 from roam.capture.generators import Watch, forget_idle_states
 from roam.capture.live import MATH, LiveFloat, LiveInt, LiveNode
 from roam.capture.owners import ArgumentOwner
@@ -58,6 +58,7 @@ _BAGS = {aten._embedding_bag.default, aten._embedding_bag_forward_only.default}
 _SPREAD_EVENLY = {aten.max.default, aten.min.default, aten.median.default, aten.nanmedian.default}
 # Kernels of the CPU that make their result as large as their argument and then give it its shape.
 _UNFOLDED = {aten.im2col.default, aten.col2im.default}
+_OVERSIZED = _REDUCED_LOSSES | _BAGS | _UNFOLDED
 # Kernels whose result's shape hangs on the values of their numbers.
 _SHAPED_BY_NUMBERS = {aten.arange, aten.range}
 # Kernels that give a tensor another storage or size under the same name.
@@ -124,6 +125,11 @@ class Recorder(TorchDispatchMode):
         self._watch = watch
         self._slices = Slices(self.program)
         self._number_of = number_of
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Nothing is compiled while a step is recorded, and to say so at every operator takes a tenth of the time.
+        return False
 
     # -- values that exist before the step
 
@@ -311,8 +317,7 @@ class Recorder(TorchDispatchMode):
         """Records a call that only changes its arguments, without running it on them."""
         phase, source = self.frames.here()
         call = Call(func, (), {}, (None,), False, phase, source)
-        _, call.args = self._arguments(args, call)
-        _, call.kwargs = self._arguments(kwargs, call)
+        call.args, call.kwargs = self._recorded(args, call), self._recorded(kwargs, call)
         call.mutates = self._mutated(func, args, kwargs, call)
         self.program.calls.append(call)
 
@@ -322,12 +327,15 @@ class Recorder(TorchDispatchMode):
         call = Call(func, (), {}, (), False, phase, source, random=_is_random(func))
         if (reason := _other_backward(func, args)) is not None:
             self.refuse(reason, code="hidden_branch", op=str(func), source=source)
-        plain_args, call.args = self._arguments(args, call)
-        plain_kwargs, call.kwargs = self._arguments(kwargs, call)
+        call.args, call.kwargs = self._recorded(args, call), self._recorded(kwargs, call)
         if call.random:
             self._draw(call, (*args, *kwargs.values()))
+        given = args, kwargs
+        if any(self.program.slots[slot] is None for slot in call.refs()):
+            given = _without_live_numbers(args), _without_live_numbers(kwargs)
+        tensors = tensors_in(given)
         try:
-            result = self._kernels.run(func, plain_args, plain_kwargs, (call.args, call.kwargs), self._signatures)
+            result = self._kernels.run(func, given, tensors, (call.args, call.kwargs), self._signatures)
         except (DataDependentOutputException, DynamicOutputShapeException):
             self.refuse(
                 "its result's shape or value depends on data; use a form with a fixed shape, such as torch.where",
@@ -347,10 +355,12 @@ class Recorder(TorchDispatchMode):
             return result
         result = _as_real(func, args, result)
         call.target = as_run(func)
-        if _takes_default_dtype(func, args, kwargs):
+        if (
+            not tensors and _takes_dtype(func) and kwargs.get("dtype") is None
+        ):  # then it takes what the step may have set
             call.kwargs = {**call.kwargs, "dtype": result.dtype}
         call.mutates = self._mutated(func, args, kwargs, call)
-        self._record(call, result, args, kwargs)
+        self._record(call, _without_masked(call, args, kwargs, result), tensors)
         return result
 
     def _refuse_deciding_numbers(self, func: Any, args: Any, kwargs: Any, source: Source) -> None:
@@ -366,21 +376,17 @@ class Recorder(TorchDispatchMode):
                 op=str(func), source=source,
             )  # fmt: skip
 
-    def _record(self, call: Call, result: Any, args: Any, kwargs: Any) -> None:
+    def _record(self, call: Call, result: Any, tensors: list[Any]) -> None:
         """Appends the call with its results, unless it only answers a question about metadata."""
         flat = result if isinstance(result, (tuple, list)) else (result,)
         if call.target._schema.returns and not any(isinstance(item, torch.Tensor) for item in flat):
             return
-        flat = _without_masked(call, args, kwargs, flat)
-        arguments = {id(tensor): tensor for tensor in tensors_in((args, kwargs))}
+        arguments = set(map(id, tensors))
         argument_storages = set(map(self.program.storage_of, call.refs()))
         index = len(self.program.calls)
         outputs: list[int | None] = []
         for position, item in enumerate(flat):
-            if not isinstance(item, torch.Tensor):
-                outputs.append(None)
-                continue
-            if id(item) in arguments:
+            if id(item) in arguments or not isinstance(item, torch.Tensor):
                 outputs.append(None)
                 continue
             if any(not isinstance(size, int) for size in item.shape):
@@ -393,7 +399,7 @@ class Recorder(TorchDispatchMode):
                     f"tensors of layout {item.layout} are not captured", code="layout",
                     op=call.name, source=call.source,
                 )  # fmt: skip
-            size_bytes = _bytes_at_least(call.target, args, position, item)
+            size_bytes = _bytes_at_least(call.target, tensors, position, item)
             slot = self._add_tensor(item, creator=index, name=f"{call.target._opname}_{index}", at_least=size_bytes)
             self._check_aliasing(call, position, slot, argument_storages)
             outputs.append(slot)
@@ -417,7 +423,7 @@ class Recorder(TorchDispatchMode):
 
     def _item(self, func: Any, tensor: Any) -> Any:
         phase, source = self.frames.here()
-        slot = self._slot_of_argument(tensor, str(func), source)
+        slot = self._slot_of_argument(tensor, func, source)
         meta = self.program.slots[slot]
         assert meta is not None
         if meta.dtype is torch.bool or meta.dtype.is_complex:
@@ -454,7 +460,7 @@ class Recorder(TorchDispatchMode):
         hidden = _HIDDEN_MUTATION.get(func)
         if hidden is not None and args[hidden[1]]:
             changed.extend(args[position] for position in hidden[0])
-        return tuple(dict.fromkeys(self._slot_of_argument(t, call.name, call.source) for t in tensors_in(changed)))
+        return tuple(dict.fromkeys(self._slot_of_argument(t, func, call.source) for t in tensors_in(changed)))
 
     def _reshape_in_place(self, call: Call, tensor: Any) -> None:
         """A tensor that changes its own shape (`x.unsqueeze_(0)`) is another view under the same name from here on."""
@@ -518,10 +524,12 @@ class Recorder(TorchDispatchMode):
 
     # -- arguments and slots
 
-    def _arguments(self, value: Any, call: Call) -> tuple[Any, Any]:
-        """The arguments for the fake kernel, and the same with slots for tensors and live numbers."""
+    def _recorded(self, value: Any, call: Call) -> Any:
+        """The nest of arguments with slots for tensors and live numbers."""
+        if type(value) in PLAIN:
+            return value
         if isinstance(value, torch.Tensor):
-            return value, Ref(self._slot_of_argument(value, str(call.target), call.source))
+            return Ref(self._slot_of_argument(value, call.target, call.source))
         if isinstance(value, (torch.SymFloat, torch.SymInt)):
             slot = self.slot_of(value)
             if slot is None:
@@ -529,30 +537,27 @@ class Recorder(TorchDispatchMode):
                     "a symbolic number of another tracer", code="foreign_symbol",
                     op=str(call.target), source=call.source,
                 )  # fmt: skip
-            stand_in: float = 1 if isinstance(value, torch.SymInt) else _LIVE_STAND_IN
-            return stand_in, Ref(slot)
+            return Ref(slot)
         if isinstance(value, torch.Generator):
-            return value, self._generator(value, call)
+            return self._generator(value, call)
         if isinstance(value, (tuple, list)):
-            pairs = [self._arguments(item, call) for item in value]
-            kind = list if isinstance(value, list) else tuple
-            return kind([plain for plain, _ in pairs]), kind([recorded for _, recorded in pairs])
+            items = [self._recorded(item, call) for item in value]
+            return items if isinstance(value, list) else tuple(items)
         if isinstance(value, dict):
-            pairs_by_key = {key: self._arguments(item, call) for key, item in value.items()}
-            return {k: p for k, (p, _) in pairs_by_key.items()}, {k: r for k, (_, r) in pairs_by_key.items()}
-        return value, value
+            return {key: self._recorded(item, call) for key, item in value.items()}
+        return value
 
-    def _slot_of_argument(self, tensor: Any, op: str, source: Source) -> int:
+    def _slot_of_argument(self, tensor: Any, target: Any, source: Source) -> int:
         slot = self.slot_of(tensor)
         if slot is None:
             shape = tuple(tensor.shape)
             self.refuse(
                 f"a tensor of shape {shape} that capture could not find; pass it to the step as an argument, or keep "
                 "it in a module, a list or an attribute that the step's function can reach",
-                code="unknown_tensor", op=op, source=source,
+                code="unknown_tensor", op=str(target), source=source,
             )  # fmt: skip
         if not self._is_intact(tensor, slot):
-            self.refuse(_REPLACED, code="storage_replaced", op=op, source=source)
+            self.refuse(_REPLACED, code="storage_replaced", op=str(target), source=source)
         return slot
 
     def leaving(self, tensor: Any, place: str) -> int:
@@ -669,21 +674,35 @@ def _as_real(func: Any, args: Any, result: Any) -> Any:
     return result
 
 
-def _takes_default_dtype(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether a kernel makes a tensor of the dtype that is the default at the moment, which the step may set."""
-    names = (argument.name for argument in func._schema.arguments if argument.kwarg_only)
-    return "dtype" in names and kwargs.get("dtype") is None and not tensors_in((args, kwargs))
+@functools.cache
+def _takes_dtype(func: Any) -> bool:
+    return any(argument.kwarg_only and argument.name == "dtype" for argument in func._schema.arguments)
 
 
-def _bytes_at_least(func: Any, args: Any, position: int, result: Any) -> int:
+def _without_live_numbers(value: Any) -> Any:
+    """The nest as kernels on fake tensors take it."""
+    if isinstance(value, torch.SymInt):
+        return 1
+    if isinstance(value, torch.SymFloat):
+        return _LIVE_STAND_IN
+    if isinstance(value, (tuple, list)):
+        items = map(_without_live_numbers, value)
+        return list(items) if isinstance(value, list) else tuple(items)
+    if isinstance(value, dict):
+        return {key: _without_live_numbers(item) for key, item in value.items()}
+    return value
+
+
+def _bytes_at_least(func: Any, tensors: list[Any], position: int, result: Any) -> int:
     """Bytes of the storage of a result for which a CPU kernel takes more than it then fills; 0 for any other."""
-    if args and isinstance(args[0], torch.Tensor) and args[0].device.type != "cpu":
+    if func not in _OVERSIZED or tensors[0].device.type != "cpu":
         return 0
+    item_bytes = int(tensors[0].element_size())
     if func in _REDUCED_LOSSES:
-        return int(torch.broadcast_shapes(args[0].shape, args[1].shape).numel()) * int(args[0].element_size())
+        return int(torch.broadcast_shapes(tensors[0].shape, tensors[1].shape).numel()) * item_bytes
     if func in _UNFOLDED:
-        return int(args[0].numel()) * int(args[0].element_size())
-    if func in _BAGS and position == 1 and result.numel():
+        return int(tensors[0].numel()) * item_bytes
+    if position == 1 and result.numel():
         return (int(result.numel()) + 1) * int(result.element_size())  # it counts one past the last bag
     return 0
 

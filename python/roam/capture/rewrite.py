@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from roam.capture.owners import GradientOwner
-from roam.capture.values import same
+from roam.capture.owners import GradientOwner, StateOwner
 from roam.program import Call, HostCall, Program, Ref, Storage, TensorMeta, substitute
 
 aten = torch.ops.aten
@@ -57,7 +56,10 @@ def accumulate_in_place(program: Program) -> None:
 
 
 def prune(program: Program) -> Program:
-    """The program without calls whose results nobody uses and gradients that it only drops; slots numbered anew."""
+    """The program without calls whose results nobody uses and gradients that it only drops; slots numbered anew.
+
+    A program of which nothing can be left out is returned as it is.
+    """
     needed = program.outgoing()
     # Storages whose contents matter later: those that persist, and those of needed values.
     matters = {number for number, storage in enumerate(program.storages) if storage.creator < 0}
@@ -84,7 +86,54 @@ def prune(program: Program) -> Program:
         if slot in needed or not isinstance(owner, GradientOwner) and program.slots[slot] is not None
     ]
     constants = [(tensor, slot) for tensor, slot in program.constants if slot in needed]
+    if _is_all(program, calls, owned, constants):
+        return program
     return _renumber(program, calls, moved, owned, constants)
+
+
+def _is_all(program: Program, calls: list[Call], owned: list[Any], constants: list[Any]) -> bool:
+    """Whether these are all that a program has, and it numbers nothing else."""
+    if (len(calls), len(owned), len(constants)) != (len(program.calls), len(program.owned), len(program.constants)):
+        return False
+    numbered = {slot for _, slot in (*owned, *constants)}
+    for call in calls:
+        numbered.update(slot for slot in call.outputs if slot is not None)
+    storages = {meta.storage for meta in program.slots if meta is not None}
+    return len(numbered) == len(program.slots) and len(storages) == len(program.storages)
+
+
+def with_state(first: Program, later: Program) -> Program | None:
+    """A first step as it is where the state that it makes is there already; None where a later one finds other things there.
+
+    If it is the later step, then all but the making has been traced twice.
+    """
+    made = {
+        owner.path: slot
+        for owner, slot in first.rebinds
+        if isinstance(owner, StateOwner) and first.slots[slot] is not None
+    }
+    there = made | {owner.path: slot for owner, slot in first.owned}
+    if there.keys() != {owner.path for owner, _ in later.owned}:
+        return None
+    state = set(made.values())
+    kept = [index for index, call in enumerate(first.calls) if not _only_makes(call, state)]
+    calls = [first.calls[index] for index in kept]
+    used = {slot for call in calls for slot in call.refs()} | first.outgoing()
+    storages = list(first.storages)
+    for path, slot in made.items():
+        storages[first.storage_of(slot)] = replace(storages[first.storage_of(slot)], creator=-1, name=path)
+    return _renumber(
+        replace(first, storages=storages, rebinds=[(o, slot) for o, slot in first.rebinds if o.path not in made]),
+        calls,
+        {old: new for new, old in enumerate(kept)},
+        [(owner, there[owner.path]) for owner, _ in later.owned],
+        [(tensor, slot) for tensor, slot in first.constants if slot in used],
+    )
+
+
+def _only_makes(call: Call, state: set[int]) -> bool:
+    """Whether a call makes such state and does nothing else."""
+    return bool(call.outputs) and state.issuperset(call.outputs) and not call.mutates and not call.random
 
 
 def _renumber(
@@ -147,77 +196,6 @@ def _renumber(
     result.skippable = [(optimizer, slot_of(slot)) for optimizer, slot in program.skippable]
     result.after = [HostCall(h.scheduler, h.path, renamed(h.arguments), h.position) for h in program.after]
     return result
-
-
-def difference(first: Program, second: Program) -> str | None:
-    """None where two traces are the same program, else the first thing that differs, for the user to read."""
-    for one, other in zip(first.calls, second.calls, strict=False):
-        if one != other:
-            return f"{one.name} at {one.source} became {other.name} at {other.source}"
-    if len(first.calls) != len(second.calls):
-        longer = max(first.calls, second.calls, key=len)
-        call = longer[min(len(first.calls), len(second.calls))]
-        return f"{call.name} at {call.source} ran in one trace and not in the other"
-    for what, one_value, other_value in (
-        ("tensors", first.slots, second.slots),
-        ("storages", first.storages, second.storages),
-        ("owners", _paths(first.owned), _paths(second.owned)),
-        ("state left behind", _paths(first.rebinds), _paths(second.rebinds)),
-        ("plain optimizer state", _plain(first), _plain(second)),
-        ("results", first.result, second.result),
-        ("schedulers", [h.path for h in first.after], [h.path for h in second.after]),
-    ):
-        if one_value != other_value:
-            return f"the {what} differ"
-    if not _same_constants(first, second):
-        return "a tensor written out in the step's code has other values"
-    return None
-
-
-def agrees(live: Program, plain: Program) -> bool:
-    """Whether a trace with live numbers runs the kernels of one with plain numbers, on the same values but for those.
-
-    Code that asks for the very type of a number (`type(x) is float`) may take another way with a live one.
-    """
-    kernels, others = (
-        [call for call in program.calls if isinstance(call.target, torch._ops.OpOverload)] for program in (live, plain)
-    )
-    return (
-        len(kernels) == len(others)
-        and all(
-            one.target is other.target and _fits(live, (one.args, one.kwargs), (other.args, other.kwargs))
-            for one, other in zip(kernels, others, strict=True)
-        )
-        and _fits(live, live.result[0], plain.result[0])
-        and _same_constants(live, plain)
-    )
-
-
-def _fits(program: Program, value: Any, plain: Any) -> bool:
-    if isinstance(value, Ref):
-        return isinstance(plain, Ref) or (program.slots[value.slot] is None and type(plain) in (int, float))
-    if type(value) is not type(plain):
-        return False
-    if isinstance(value, (tuple, list)):
-        return len(value) == len(plain) and all(_fits(program, *pair) for pair in zip(value, plain, strict=True))
-    if isinstance(value, dict):
-        return value.keys() == plain.keys() and all(_fits(program, value[key], plain[key]) for key in value)
-    return same(value, plain)
-
-
-def _same_constants(first: Program, second: Program) -> bool:
-    return len(first.constants) == len(second.constants) and all(
-        one.dtype == other.dtype and torch.equal(one, other)
-        for (one, _), (other, _) in zip(first.constants, second.constants, strict=True)
-    )
-
-
-def _paths(bindings: list[tuple[Any, int]]) -> list[tuple[str, int]]:
-    return [(owner.path, slot) for owner, slot in bindings]
-
-
-def _plain(program: Program) -> list[tuple[str, Any]]:
-    return [(owner.path, value) for owner, value in program.plain_state]
 
 
 def _last_uses(program: Program) -> dict[int, int]:

@@ -12,12 +12,13 @@ import torch.utils._pytree as pytree
 
 from roam._core import Graph
 from roam.capture.ambient import Switches
+from roam.capture.compare import agrees, difference
 from roam.capture.generators import watched
 from roam.capture.guards import ArgGuard, Guards
 from roam.capture.lower import device_of, lower
 from roam.capture.owners import GradientOwner
 from roam.capture.reach import Reach
-from roam.capture.rewrite import accumulate_in_place, agrees, difference, prune
+from roam.capture.rewrite import accumulate_in_place, prune, with_state
 from roam.capture.scaler import check_scaler
 from roam.capture.settle import settle_gradients
 from roam.capture.snapshot import Setting, Snapshot, applied
@@ -195,6 +196,12 @@ def _captured(
     )
 
 
+def _is_first_of(first: Program, later: Program) -> bool:
+    """Whether a later step is the first one again, but for the state that this one makes."""
+    expected = with_state(first, later)
+    return expected is not None and difference(expected, later) is None
+
+
 def _absent(program: Program) -> set[str]:
     return {owner.path for owner in program.absent}
 
@@ -241,6 +248,8 @@ class _Tracer:
                     settings = None if self.is_settled or switches.moved() else inside.settings()
                     raise refusal if settings is None else _Settles(settings, programs[0], refusal)
                 if only_first:
+                    return programs
+                if len(programs) == 2 and _is_first_of(*programs):
                     return programs
                 if len(programs) > 1:
                     change = difference(programs[-2], programs[-1])
