@@ -58,11 +58,11 @@ def tensors_of(*values: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
 
 
-def train(net: torch.nn.Module) -> tuple[Any, torch.nn.Module, torch.optim.Optimizer, list[Any]]:
+def train(net: torch.nn.Module, **options: Any) -> tuple[Any, torch.nn.Module, torch.optim.Optimizer, list[Any]]:
     """A step that has run twice out of the pool, and data for more."""
     torch.manual_seed(0)
     optimizer = adamw(net)
-    step = pooled(plain_step)
+    step = pooled(plain_step, **options)
     data = batches(6)
     for x, y in data[:2]:
         step(net, optimizer, x, y)
@@ -288,6 +288,14 @@ class TestAllocation:
         del step, _
         gc.collect()
         assert pool() is None
+
+    @pytest.mark.parametrize("keep_grads", [False, True])
+    def test_the_model_goes_when_nobody_holds_it(self, *, keep_grads: bool) -> None:
+        step, net, *_ = train(Net(), keep_grads=keep_grads)
+        gone = [weakref.ref(net), *map(weakref.ref, net.parameters())]
+        del step, net, _
+        gc.collect()
+        assert not any(reference() is not None for reference in gone)
 
     def test_a_thousand_steps_neither_grow_nor_drift(self) -> None:
         def training() -> tuple[torch.nn.Module, torch.optim.Optimizer, torch.Tensor, torch.Tensor]:

@@ -258,6 +258,7 @@ class _Tracer:
         finally:
             switches.restore()
             snapshot.restore()
+            world.leave()
         raise CaptureError(
             f"two runs of the step on the same state are not the same program: {change}", code="unstable"
         )

@@ -112,6 +112,13 @@ class World:
         self.forget_values()
         return pytree.tree_unflatten(leaves, self.spec)  # type: ignore[no-any-return]
 
+    def leave(self) -> None:
+        """Lets go of the fakes. One and its gradient, which knows the recorder, hold each other where Python cannot see it."""
+        for _, fake in self._fakes.values():
+            if isinstance(fake, torch.Tensor):
+                fake.grad = None
+        self._fakes.clear()
+
     def _exchange_references(self, space: Space) -> None:
         """Weak references to tensors, such as recurrent layers keep to their weights."""
         for key, value in () if space.is_immutable else space.items():
