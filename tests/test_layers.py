@@ -531,6 +531,39 @@ class TestDictionariesWithTensorsForKeys:
         assert "skipped" in str(refused(step, model, torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(4, 6)))
 
 
+LAYOUTS: dict[str, Callable[..., torch.Tensor]] = {
+    "contiguous": torch.rand,
+    "channels last": lambda *shape: torch.rand(shape).to(memory_format=torch.channels_last),
+    "batch inside": lambda n, c, *sizes: torch.rand(c, n, *sizes).transpose(0, 1),
+    "columns first": lambda n, c, h, w: torch.rand(n, c, w, h).transpose(2, 3),
+    "expanded": lambda n, c, h, w: torch.rand(n, c, 1, 1).expand(n, c, h, w),
+}
+
+
+class Laid(torch.nn.Module):
+    """A batch norm of an input in one layout, whose output's gradient comes in another."""
+
+    def __init__(self, weight: torch.Tensor, *, training: bool) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(weight)
+        self.norm = torch.nn.BatchNorm2d(8).train(training)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.norm(self.weight) * x).sum()
+
+
+@pytest.mark.parametrize("sizes", [(5, 6), (1, 1)], ids=str)
+@pytest.mark.parametrize("training", [False, True], ids=["evaluated", "trained"])
+@pytest.mark.parametrize("inside", [name for name in LAYOUTS if name != "expanded"])
+def test_batch_norm_of_any_layout(inside: str, training: bool, sizes: tuple[int, ...]) -> None:
+    def script(wrap: Callable[[Any], Any]) -> list[Any]:
+        models = [Laid(LAYOUTS[inside](2, 8, *sizes), training=training) for _ in LAYOUTS]
+        batches = [layout(2, 8, *sizes) for layout in LAYOUTS.values()]
+        return [train(model, wrap, [x, x], Laid.forward) for model, x in zip(models, batches, strict=True)]
+
+    same_by_plan(script)
+
+
 def sequences(count: int = 3) -> list[torch.Tensor]:
     return images(count, 3, 2, 4)
 

@@ -117,11 +117,8 @@ def assert_same_bits(one: list[Any], other: list[Any]) -> None:
         assert type(a) is type(b), place
         if isinstance(a, torch.Tensor):
             assert (a.dtype, a.shape) == (b.dtype, b.shape), place
-            assert (
-                a.contiguous().view(torch.uint8).equal(b.contiguous().view(torch.uint8))
-                if a.dim()
-                else (a.reshape(1).view(torch.uint8).equal(b.reshape(1).view(torch.uint8)))
-            ), place
+            bits = [torch.empty(x.numel(), dtype=x.dtype).copy_(x.reshape(-1)).view(torch.uint8) for x in (a, b)]
+            assert torch.equal(*bits), place
         else:
             assert repr(a) == repr(b), place
 

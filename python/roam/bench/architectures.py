@@ -55,9 +55,8 @@ def _images(size: int, *shape: int) -> torch.Tensor:
     return torch.randn(2, 3, *shape, size, size)
 
 
-_IMAGE_SIZES = {"inception_v3": 96, "alexnet": 80, "squeezenet1_1": 80, "vit_b_16": 32, "maxvit_t": 64}
+_IMAGE_SIZES = {"inception_v3": 96, "alexnet": 80, "squeezenet1_1": 80, "vit_b_16": 32}
 _OPTIONS: dict[str, dict[str, Any]] = {
-    "maxvit_t": {"input_size": (64, 64)},
     "googlenet": {"init_weights": False},
     "inception_v3": {"init_weights": False, "aux_logits": False},  # its other head needs images of 299
 }
@@ -83,7 +82,6 @@ _CLASSIFIERS = [
     "regnet_y_400mf",
     "swin_t",
     "swin_v2_t",
-    "maxvit_t",
 ]
 
 
@@ -110,14 +108,28 @@ def _torchvision() -> dict[str, Callable[[], Sample]]:
         )
         return model, {"x": _images(32)}
 
+    def maxvit() -> Sample:
+        model = models.maxvit.MaxVit(
+            input_size=(64, 64),
+            stem_channels=16,
+            partition_size=4,
+            block_channels=[16, 32],
+            block_layers=[1, 1],
+            head_dim=8,
+            stochastic_depth_prob=0.2,
+            num_classes=7,
+        )
+        return model, {"x": _images(64)}
+
     def segmentation(name: str) -> Sample:
-        return getattr(models.segmentation, name)(num_classes=5, weights_backbone=None), {"x": _images(64)}
+        model = getattr(models.segmentation, name)(num_classes=5, weights_backbone=None)
+        return model, {"input" if name.startswith("lraspp") else "x": _images(64)}
 
     def video(name: str) -> Sample:
         return getattr(models.video, name)(num_classes=5), {"x": _images(32, 8)}
 
     found: dict[str, Callable[[], Sample]] = {name: partial(classifier, name) for name in _CLASSIFIERS}
-    found["vit"] = vit
+    found |= {"vit": vit, "maxvit": maxvit}
     for name in ("fcn_resnet50", "deeplabv3_mobilenet_v3_large", "lraspp_mobilenet_v3_large"):
         found[name] = partial(segmentation, name)
     for name in ("r3d_18", "mc3_18", "r2plus1d_18"):

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn, Protocol
 
 import torch
+from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -649,13 +650,27 @@ def _other_backward(func: Any, args: Any) -> str | None:
     return None
 
 
+def _in_format(fake: Any, memory_format: torch.memory_format) -> Any:
+    """A fake tensor, or another with the strides of the format, which other shapes' formats leave open."""
+    like = torch.empty(fake.shape, dtype=fake.dtype, device=fake.fake_device, memory_format=memory_format)
+    return fake if fake.stride() == like.stride() else like
+
+
 def _as_real(func: Any, args: Any, result: Any) -> Any:
     """Puts right what fake kernels are known to get wrong; the first real run finds any that are not known."""
     if func is aten.native_batch_norm.default and args[0].device.type == "cpu":
         output, *statistics = result
+        output = _in_format(
+            output, torch.contiguous_format if args[0].is_contiguous() else suggest_memory_format(args[0])
+        )
         is_mixed = any(t is not None and t.dtype is not args[0].dtype for t in args[1:5])
         if is_mixed and args[5]:
-            return (output, *(statistic.float() for statistic in statistics))
+            statistics = [statistic.float() for statistic in statistics]
+        return output, *statistics
+    if func is aten.native_batch_norm_backward.default and args[0].device.type == "cpu" and result[0] is not None:
+        formats = [suggest_memory_format(tensor) for tensor in args[:2]]
+        is_plain = formats[0] is formats[1] and args[0].is_contiguous() and args[1].is_contiguous()
+        return _in_format(result[0], torch.contiguous_format if is_plain else formats[1]), *result[1:]
     if func is aten.multilabel_margin_loss_forward.default and args[0].dim() < 2 and args[2] == 0:
         return result[0].new_empty(()), result[1]
     if func in ASKED:
