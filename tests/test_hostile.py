@@ -370,10 +370,6 @@ TICKS = itertools.count(1)
 NOISE = np.random.default_rng(3)
 
 
-class Meter:
-    total = 0
-
-
 def count_in_a_dictionary(my, x, y):
     COUNTS["steps"] += 1
     return train(my, x, y)
@@ -387,11 +383,6 @@ def append_to_a_deque(my, x, y):
 def add_to_a_set(my, x, y):
     NUMBERS.add(len(NUMBERS))
     return train(my, x, y)
-
-
-def count_in_a_class(my, x, y):
-    Meter.total += 1
-    return train(my, x, y, Meter.total)
 
 
 def count_in_an_object(my, x, y):
@@ -436,11 +427,6 @@ def draw_from_a_generator_made_inside(my, x, y):
 
 def stay_frozen(my, x, y):
     my.net[0].weight.requires_grad_(False)
-    return train(my, x, y)
-
-
-def another_momentum(my, x, y):
-    my.optimizer.param_groups[0]["momentum"] *= 0.5
     return train(my, x, y)
 
 
@@ -506,9 +492,9 @@ def a_rate_and_a_scheduler(my, x, y):
 @pytest.mark.parametrize(
     "body",
     [
-        count_in_a_dictionary, append_to_a_deque, add_to_a_set, count_in_a_class, count_in_an_object, keep_the_loss,
+        count_in_a_dictionary, append_to_a_deque, add_to_a_set, count_in_an_object, keep_the_loss,
         count_with_an_iterator, count_in_the_environment, look_at_the_clock, draw_from_python, draw_from_numpy,
-        draw_from_a_numpy_generator, draw_from_a_generator_made_inside, stay_frozen, another_momentum,
+        draw_from_a_numpy_generator, draw_from_a_generator_made_inside, stay_frozen,
         add_a_group, register_a_buffer, another_parameter, swap_inside, to_double_inside, without_gradients_from_here,
         with_another_dtype_from_here, with_autocast_from_here, compare_addresses, convert_to_numpy, a_rate_and_a_scheduler,
     ],
@@ -519,13 +505,13 @@ def test_steps_that_are_refused_and_leave_no_mark(body: Body, monkeypatch: pytes
     my.scheduler = torch.optim.lr_scheduler.StepLR(my.optimizer, 2)
     data = batches(3)
     before, held = everything(my), dict(vars(my))
-    marks = (dict(COUNTS), list(RECENT), set(NUMBERS), Meter.total, list(my.net.state_dict()), list(my.net))
+    marks = (dict(COUNTS), list(RECENT), set(NUMBERS), list(my.net.state_dict()), list(my.net))
     for x, y in data[:2]:
         with pytest.raises(roam.CaptureError):
             roam.compile(lambda x, y: body(my, x, y))(x, y)
     assert_same_bits(before, everything(my))
     assert vars(my) == held
-    assert marks == (dict(COUNTS), list(RECENT), set(NUMBERS), Meter.total, list(my.net.state_dict()), list(my.net))
+    assert marks == (dict(COUNTS), list(RECENT), set(NUMBERS), list(my.net.state_dict()), list(my.net))
     assert torch.is_grad_enabled()
     assert torch.get_default_dtype() is torch.float32
     assert not torch.is_autocast_enabled("cpu")

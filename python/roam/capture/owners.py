@@ -7,7 +7,7 @@ During capture every owner holds a fake tensor in the real one's place.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -138,6 +138,15 @@ def rate_owners(optimizer: torch.optim.Optimizer, path: str) -> Iterator[RateOwn
                     yield RateOwner(optimizer, number, f"{where}[{key!r}][{index}]", key, index)
             else:
                 yield RateOwner(optimizer, number, f"{where}[{key!r}]", key)
+
+
+def number_owners(reach: Reach, paths: Collection[str]) -> Iterator[PlaceOwner]:
+    """The numbers at these paths that the step keeps in Python, outside of optimizers' state."""
+    for place in reach.places:
+        space = place.space
+        for key, _ in space.items() if paths and place.guarded else ():
+            if (path := space.label(key)) in paths:
+                yield PlaceOwner(space, key, path, "live", tied=False)
 
 
 Owner = PlaceOwner | StateOwner | ScalerOwner | GradientOwner

@@ -157,11 +157,11 @@ class Recorder(TorchDispatchMode):
         return live
 
     def add_number(self, owner: Any, value: float) -> Any:
-        """A live number that optimizer state holds, integer or not for as long as the plan is used."""
+        """A live number that the step keeps, integer or not for as long as the plan is used."""
         live = self._live(type(value) is int, owner.path)
         self.program.owned.append((owner, live.node.slot))
         self._given[live.node.slot] = owner, value
-        self.decided(live.node.slot, is_integer, ())
+        self.decided(live.node.slot, is_integer if type(value) is int else is_float, ())
         return live
 
     def decided(self, slot: int, function: Callable[..., bool], others: tuple[float, ...]) -> bool | None:
@@ -636,9 +636,14 @@ def _written(func: Any) -> list[tuple[int, str]]:
     ]
 
 
-def is_integer(number: float) -> bool:
-    """Whether a number is one of Python's integers."""
+def is_integer(number: object) -> bool:
+    """Whether it is one of Python's integers."""
     return type(number) is int
+
+
+def is_float(number: object) -> bool:
+    """Whether it is one of Python's floats."""
+    return type(number) is float
 
 
 def _other_backward(func: Any, args: Any) -> str | None:

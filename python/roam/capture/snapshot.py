@@ -18,6 +18,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from .live import LiveFloat, LiveInt
 from .reach import Place, Reach
 from .spaces import ArraySpace, Items, MappingSpace, OptimizerSpace, SequenceSpace, SetSpace, Space
 from .values import MISSING, is_plain, same, show
@@ -101,6 +102,20 @@ class Snapshot:
                 ]
         return found if len(found) == reasons == len(self.moved()) else None
 
+    def numbers(self) -> set[str]:
+        """Paths of the numbers, among what `moved` tells of, in whose place there are others now: counters, running sums."""
+        found = set()
+        for place, items in self._holders:
+            if place.guarded and not isinstance(place.space, (ArraySpace, SetSpace)) and _changes(place, items):
+                found |= {
+                    place.space.label(key)
+                    for key, old in items
+                    if key != OptimizerSpace.COUNT
+                    and not same(old, value := place.space.get(key))
+                    and _is_number_after(old, value)
+                }
+        return found
+
     def moved_live(self) -> list[str]:
         """What changed since among live state: schedulers, loss scales, learning rates, the entries of optimizer
         state, the call's own containers, gradients.
@@ -178,6 +193,15 @@ def _gradient(tensor: torch.Tensor) -> torch.Tensor | None:
 def _version(tensor: torch.Tensor) -> int:
     # A fake tensor has no values that could be written to.
     return 0 if isinstance(tensor, FakeTensor) or tensor.is_inference() else tensor._version
+
+
+def _is_number_after(old: Any, value: Any) -> bool:
+    """Whether a step left a number in the place of one, or a number that it calculated in the place of nothing."""
+    return isinstance(value, (LiveFloat, LiveInt)) if old is None else _is_number(old) and _is_number(value)
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) or isinstance(value, (LiveFloat, LiveInt))
 
 
 def _is_untouched(space: Space, items: Items) -> bool:

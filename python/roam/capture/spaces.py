@@ -357,6 +357,7 @@ class OptimizerSpace(Space):
     """
 
     __slots__ = ("holder",)
+    COUNT: Final = "param_groups"
 
     def __init__(self, holder: torch.optim.Optimizer, path: str) -> None:
         super().__init__(path)
@@ -366,12 +367,18 @@ class OptimizerSpace(Space):
         attributes: dict[str, Any] = self.holder.__dict__
         items: Items = [(key, value) for key, value in attributes.items() if key not in LIVE_OPTIMIZER_KEYS]
         groups = attributes["param_groups"]
-        items.append(("param_groups", len(groups)))
+        items.append((self.COUNT, len(groups)))
         for number, group in enumerate(groups):
             for key in sorted(group):
                 value = group[key]
                 items.append(((number, key), tuple(value) if type(value) is list else value))
         return items
+
+    def set(self, key: Any, value: Any) -> None:
+        if type(key) is tuple:
+            self.holder.param_groups[key[0]][key[1]] = value
+        else:
+            self.holder.__dict__[key] = value
 
     def is_live(self, key: Any) -> bool:
         return type(key) is tuple and (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -16,7 +17,7 @@ from roam.capture.compare import agrees, difference
 from roam.capture.generators import watched
 from roam.capture.guards import ArgGuard, Guards
 from roam.capture.lower import device_of, lower
-from roam.capture.owners import GradientOwner
+from roam.capture.owners import GradientOwner, number_owners
 from roam.capture.reach import Reach
 from roam.capture.rewrite import accumulate_in_place, prune, with_state
 from roam.capture.scaler import check_scaler
@@ -143,7 +144,7 @@ def capture_step(
     Args:
         train_step, args, kwargs: the user's function and a call of it.
         keep_grads: whether `.grad` of every parameter outlives the step, as under eager PyTorch.
-        changing: paths of Python numbers in optimizer state that earlier captures found to change; those found now are added.
+        changing: paths of the Python numbers that earlier captures found the step to change; those found now are added.
     """
     with watched:  # and no other capture: tracing puts fakes and stand-ins where other threads would find them
         if torch.is_autocast_cache_enabled() and any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
@@ -153,12 +154,13 @@ def capture_step(
                 code="autocast_cache",
             )
         changing = set() if changing is None else changing
-        try:
-            return _captured(train_step, args, kwargs, keep_grads, changing)
-        except _Settles as settles:
-            # Captured as if all of it were set: the first step does the same then, and later ones set nothing new.
-            with applied(settles.settings):
-                return _captured(train_step, args, kwargs, keep_grads, changing, settles)
+        while True:
+            try:
+                return _captured(train_step, args, kwargs, keep_grads, changing)
+            except _Settles as settles:
+                # Captured as if all of it were set: the first step does the same then, and later ones set nothing new.
+                with applied(settles.settings), suppress(NumbersChange):
+                    return _captured(train_step, args, kwargs, keep_grads, changing, settles)
 
 
 def _captured(
@@ -171,7 +173,6 @@ def _captured(
 ) -> CapturedStep:
     reach = Reach.of(train_step, args, kwargs)
     _refuse_unseen_state(reach)
-    guards = Guards(reach)
     tracer = _Tracer(reach, train_step, args, kwargs, changing, settles is not None)
     floats = [index for index, leaf in enumerate(pytree.tree_leaves((args, kwargs))) if type(leaf) is float]
     programs = tracer.live_programs() if floats else None
@@ -187,6 +188,7 @@ def _captured(
     steady = prune(steady)
     is_steady = difference(first, programs[-1]) is None and _absent(first) == _absent(steady)
     name = getattr(train_step, "__name__", type(train_step).__name__)
+    guards = Guards(reach, ignore=[owner.path for owner in number_owners(reach, changing) if owner.get() is not None])
     return CapturedStep(
         None if is_steady else Variant(prune(first), f"{name} (first step)"),
         Variant(steady, name),
@@ -226,6 +228,8 @@ class _Tracer:
                 return self._programs(live_arguments=live_arguments, only_first=only_first)
             except NumbersChange as found:
                 self.changing.update(found.paths)
+                if self.is_settled:  # by settings that these numbers may be among
+                    raise
 
     def _programs(self, *, live_arguments: bool, only_first: bool) -> list[Program]:
         world = World(self.reach, self.args, self.kwargs, self.changing)
@@ -246,7 +250,10 @@ class _Tracer:
                         code="moved",
                     )
                     settings = None if self.is_settled or switches.moved() else inside.settings()
-                    raise refusal if settings is None else _Settles(settings, programs[0], refusal)
+                    if settings is not None:
+                        raise _Settles(settings, programs[0], refusal)
+                    numbers = inside.numbers() - self.changing
+                    raise NumbersChange(numbers) if numbers else refusal
                 if only_first:
                     return programs
                 if len(programs) == 2 and _is_first_of(*programs):

@@ -22,7 +22,7 @@ from roam.capture import multi_tensor
 from roam.capture.frames import Frames, shown_path
 from roam.capture.generators import Watch, stand_ins
 from roam.capture.live import as_live, number_stand_ins
-from roam.capture.owners import GradientOwner, Owner, StateOwner, state_owners
+from roam.capture.owners import GradientOwner, Owner, PlaceOwner, StateOwner, state_owners
 from roam.capture.record import Recorder
 from roam.capture.scaler import check_skippable, check_updated, scaler_stand_ins
 from roam.capture.values import is_plain, same
@@ -54,6 +54,7 @@ def trace(
     state = [(owner, owner.get()) for owner in state_owners(world.reach, world.parameters, plain=True)]
     numbers = [(owner, number) for owner, number in state if owner.path in world.changing]
     plain = [(owner, value) for owner, value in state if owner.path not in world.changing]
+    held: list[tuple[StateOwner | PlaceOwner, Any]] = [*numbers, *((owner, owner.get()) for owner in world.numbers)]
     rates = [owner.get() for owner in world.rates]
     hooks = world.hooks()
     trained = world.requiring_gradients()
@@ -63,8 +64,9 @@ def trace(
         args, kwargs = _own_arguments(world, recorder, args, kwargs, live_arguments)
         for rate_owner in world.rates:
             rate_owner.set(recorder.add_live(rate_owner, rate_owner.path, value=rate_owner.get()))
-        for state_owner, number in numbers:
-            state_owner.set(recorder.add_number(state_owner, number))
+        for number_owner, number in held:
+            if number is not None:
+                number_owner.set(recorder.add_number(number_owner, number))
         for optimizer in world.optimizers:
             optimizer._opt_called = False  # type: ignore[attr-defined]
         with ExitStack() as stack:
@@ -90,6 +92,7 @@ def trace(
         _endings(world, recorder, before)
         _plain_endings(world, recorder, plain, {owner.path for owner, _ in numbers})
         _rate_endings(world, recorder)
+        _number_endings(world, recorder)
         check_skippable(recorder.program)
         world.note_numbers(recorder)
         return recorder.program
@@ -98,8 +101,8 @@ def trace(
         recorder.close()
         for rate_owner, rate in zip(world.rates, rates, strict=True):
             rate_owner.set(rate)
-        for state_owner, number in numbers:
-            state_owner.set(number)
+        for number_owner, number in held:
+            number_owner.set(number)
         world.forget_values()
 
 
@@ -350,6 +353,21 @@ def _rate_endings(world: World, recorder: Recorder) -> None:
             program.plain_state.append((owner, rate))
         else:
             raise CaptureError(f"the step makes {owner.path} a {type(rate).__name__}; give it a float", code="rate")
+
+
+def _number_endings(world: World, recorder: Recorder) -> None:
+    """What the step puts in the place of the numbers that it keeps."""
+    for owner in world.numbers:
+        number = owner.get()
+        if (slot := recorder.slot_of(number)) is not None and not isinstance(number, torch.Tensor):
+            if not recorder.is_as_given(owner):
+                recorder.program.rebinds.append((owner, slot))
+        elif type(number) in (int, float):
+            recorder.program.plain_state.append((owner, number))
+        elif number is not None:
+            raise CaptureError(
+                f"the step makes {owner.path} a {type(number).__name__}, which was a number before", code="moved"
+            )
 
 
 def _plain_endings(world: World, recorder: Recorder, before: list[tuple[Any, Any]], live: set[str]) -> None:

@@ -23,6 +23,7 @@ from roam.capture.owners import (
     PlaceOwner,
     StateOwner,
     gradient_owners,
+    number_owners,
     rate_owners,
     scaler_owners,
     state_owners,
@@ -47,7 +48,7 @@ class World:
     def __init__(
         self, reach: Reach, args: tuple[Any, ...], kwargs: dict[str, Any], changing: set[str] | None = None
     ) -> None:
-        """`changing`: paths of Python numbers in optimizer state that the step changes, which are live; more may come."""
+        """`changing`: paths of Python numbers that the step keeps and changes, which are live; more may come."""
         self.reach = reach
         self.changing = set() if changing is None else changing
         self.optimizers: list[torch.optim.Optimizer] = [optimizer for _, optimizer in reach.optimizers]
@@ -60,6 +61,8 @@ class World:
         """Owners whose tensors exist before any step: parameters, buffers, the user's own."""
         self.parameters = [owner for owner in self.places if owner.kind == "parameter" and not owner.tied]
         self.rates = [owner for path, optimizer in reach.optimizers for owner in rate_owners(optimizer, path)]
+        self.numbers = list(number_owners(reach, self.changing))
+        """Owners of the numbers that the step keeps and changes outside of optimizers' state; some may hold none yet."""
         self._check()
         tensors = [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
         self.mode: FakeTensorMode = mode_of([*tensors, *(owner.get() for owner in self.owners())])

@@ -1,0 +1,222 @@
+"""Numbers that a step keeps in Python: counters, running sums and averages are live, whoever holds them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import roam
+from test_compile import batches
+from training import assert_same_bits, tensors_and_numbers
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+functional = torch.nn.functional
+
+Body = Callable[[Any, torch.Tensor, torch.Tensor], Any]
+STEPS = 6
+
+
+class Meter:
+    total = 0
+
+
+class Lamb(torch.optim.Optimizer):
+    """Counts its steps in its groups."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1, "beta": 0.9})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["step"] += 1
+            correction = 1 - group["beta"] ** group["step"]
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state["average"] = torch.zeros_like(p)
+                state["average"].lerp_(p.grad, 1 - group["beta"])
+                p.add_(state["average"] / correction, alpha=-group["lr"])
+
+
+def make() -> Any:
+    torch.manual_seed(0)
+    Meter.total = 0
+    net = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Dropout(0.25), torch.nn.Linear(8, 3))
+    my = SimpleNamespace(net=net, optimizer=torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9))
+    my.steps, my.seen, my.loss, my.average, my.sums, my.lamb = 0, 0, 0.0, None, [0.0, 0], Lamb(net.parameters())
+    for group in my.lamb.param_groups:
+        group["step"] = 0
+    return my
+
+
+def train(my: Any, x: torch.Tensor, y: torch.Tensor, factor: Any = 1.0) -> torch.Tensor:
+    my.optimizer.zero_grad()
+    loss = functional.cross_entropy(my.net(x), y) * factor
+    loss.backward()
+    my.optimizer.step()
+    return loss
+
+
+def count(my, x, y):
+    my.steps += 1
+    my.seen += x.shape[0]
+    return train(my, x, y)
+
+
+def warm_up(my, x, y):
+    my.steps += 1
+    return train(my, x, y, my.steps / 10)
+
+
+def count_in_a_class(my, x, y):
+    Meter.total += 1
+    return train(my, x, y, 1.0 / Meter.total)
+
+
+def sum_of_losses(my, x, y):
+    loss = train(my, x, y)
+    my.loss += loss.item()
+    my.sums[0] += loss.item() * 2
+    my.sums[1] += 1
+    return my.loss / my.sums[1]
+
+
+def moving_average(my, x, y):
+    loss = train(my, x, y)
+    my.average = loss.item() if my.average is None else 0.9 * my.average + 0.1 * loss.item()
+    return loss
+
+
+def every_third(my, x, y):
+    my.steps += 1
+    loss = functional.cross_entropy(my.net(x), y)
+    loss.backward()
+    if my.steps % 3 == 0:
+        my.optimizer.step()
+        my.optimizer.zero_grad()
+    return loss
+
+
+def freeze_after_three(my, x, y):
+    my.steps += 1
+    return train(my, x, y, 1.0 if my.steps <= 3 else 0.1)
+
+
+def count_in_groups(my, x, y):
+    my.lamb.zero_grad()
+    loss = functional.cross_entropy(my.net(x), y)
+    loss.backward()
+    my.lamb.step()
+    return loss
+
+
+def fade_the_momentum(my, x, y):
+    my.optimizer.param_groups[0]["momentum"] *= 0.5
+    return train(my, x, y)
+
+
+def start_over(my, x, y):
+    my.steps = 0 if my.steps == 2 else my.steps + 1
+    return train(my, x, y, my.steps + 1)
+
+
+def set_to_the_size(my, x, y):
+    my.seen = x.shape[0]
+    return train(my, x, y)
+
+
+def everything(my: Any) -> list[Any]:
+    numbers = [my.steps, my.seen, my.loss, my.average, my.sums, Meter.total, my.lamb.param_groups[0]["step"]]
+    return tensors_and_numbers(
+        numbers, my.net.state_dict(), my.optimizer.state_dict(), my.lamb.state_dict(), torch.get_rng_state()
+    )
+
+
+def outcome(wrap: Callable[[Any], Any], body: Body, change: Callable[[Any, int], None]) -> tuple[list[Any], int]:
+    """What the steps return and leave, after each of them, and how often they were captured."""
+    my = make()
+    step = wrap(lambda x, y: body(my, x, y))
+    seen: list[Any] = []
+    for index, (x, y) in enumerate(batches(STEPS)):
+        change(my, index)
+        seen += [*tensors_and_numbers(step(x, y)), *everything(my)]
+    return seen, len(getattr(step, "_captures", []))
+
+
+def check(body: Body, change: Callable[[Any, int], None], captures: int) -> None:
+    eager, _ = outcome(lambda step: step, body, change)
+    planned, made = outcome(lambda step: roam.compile(step, poison=True), body, change)
+    assert_same_bits(eager, planned)
+    assert made == captures
+
+
+@pytest.mark.parametrize(
+    ("body", "captures"),
+    [
+        (count, 1), (warm_up, 1), (count_in_a_class, 1), (sum_of_losses, 1), (count_in_groups, 1), (set_to_the_size, 1),
+        (moving_average, 2),  # there is none at first
+        (every_third, 3),  # gradients are there or not, and updated or not
+        (freeze_after_three, 2), (start_over, 2), (fade_the_momentum, 1),
+    ],
+)  # fmt: skip
+def test_numbers_are_live(body: Body, captures: int) -> None:
+    check(body, lambda my, index: None, captures)
+
+
+def jump(my: Any, index: int) -> None:
+    if index == 3:
+        my.steps = 20
+
+
+def lower_the_sum(my: Any, index: int) -> None:
+    if index == 3:
+        my.loss = -1.5
+
+
+def other_kind(my: Any, index: int) -> None:
+    if index == 3:
+        my.steps = 0.5
+
+
+def take_away(my: Any, index: int) -> None:
+    if index == 3:
+        my.average = None
+
+
+@pytest.mark.parametrize(
+    ("body", "change", "captures"),
+    [(warm_up, jump, 1), (sum_of_losses, lower_the_sum, 1), (warm_up, other_kind, 2), (moving_average, take_away, 2)],
+)
+def test_numbers_may_be_set_between_steps(body: Body, change: Callable[[Any, int], None], captures: int) -> None:
+    check(body, change, captures)
+
+
+def becomes_text(my, x, y):
+    my.steps = f"step {my.steps + 1}"
+    return train(my, x, y)
+
+
+def shows_it(my, x, y):
+    my.steps += 1
+    my.text = f"step {my.steps}"
+    return train(my, x, y)
+
+
+def counts_in_a_list_that_grows(my, x, y):
+    my.sums.append(my.steps)
+    return train(my, x, y)
+
+
+@pytest.mark.parametrize("body", [becomes_text, shows_it, counts_in_a_list_that_grows])
+def test_what_else_a_step_does_with_them_is_refused(body: Body) -> None:
+    my = make()
+    before = everything(my)
+    x, y = batches(1)[0]
+    with pytest.raises(roam.CaptureError):
+        roam.compile(lambda x, y: body(my, x, y))(x, y)
+    assert_same_bits(before, everything(my))
