@@ -163,6 +163,9 @@ class Graph:
     def alignment_bytes(self) -> int:
         """Every size is rounded up to a multiple of this wherever bytes are counted."""
     @property
+    def estimate(self) -> str:
+        """What the step's figures may be wrong about; empty where they are exact."""
+    @property
     def num_operators(self) -> int:
         """How many operators there are."""
     @property
@@ -294,6 +297,12 @@ class GraphBuilder:
     def __new__(
         cls, name: str = "", device: str = "cpu", alignment_bytes: SupportsIndex | None = None
     ) -> GraphBuilder: ...
+    def estimate(self, reason: str) -> None:
+        """Marks the graph as an estimate.
+
+        Args:
+            reason: what its figures may be wrong about.
+        """
     def tensor(
         self,
         name: str,
@@ -407,6 +416,9 @@ class Plan:
     @property
     def graph_digest(self) -> str:
         """SHA-256 of the JSON of the graph that the plan is for."""
+    @property
+    def estimate(self) -> str:
+        """What its figures may be wrong about, by the graph; empty where they are exact."""
     @property
     def settings(self) -> _Settings:
         """What was asked for."""

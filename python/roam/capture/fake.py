@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from roam.capture import absent
 from roam.errors import CaptureError
 
 
@@ -25,18 +26,18 @@ def fake(device: str = "cpu") -> Iterator[None]:
     Args:
         device: where the tensors would be, ``"cpu"`` or ``"cuda"``.
 
+    On a machine without a CUDA device, what is captured for ``"cuda"`` is an estimate, and says so (`Graph.estimate`).
+
     Raises:
-        CaptureError: for a device that this machine does not have. Autograd refuses a backward pass on a device that
-            is not there, so a plan for it could only be a guess; plan for ``"cpu"`` instead.
+        CaptureError: for ``"cuda"`` with a PyTorch that was not built for it.
 
     Example:
         >>> import torch, roam
         >>> with roam.fake():
         ...     model = torch.nn.Linear(10_000, 10_000)
     """
-    kind = torch.device(device).type
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise CaptureError('no CUDA device on this machine; capture with roam.fake("cpu")', code="no_device")
+    if absent.is_absent(torch.device(device)):
+        absent.prepare()
     with new_mode(), torch.device(device):
         yield
 
@@ -47,6 +48,8 @@ def mode_of(tensors: list[torch.Tensor]) -> FakeTensorMode:
     Raises:
         CaptureError: where they come from different modes, or from one with symbolic shapes.
     """
+    if any(t.device.type == "cuda" and absent.is_absent(t.device) for t in tensors):
+        absent.prepare()
     modes = {id(t.fake_mode): t.fake_mode for t in tensors if isinstance(t, FakeTensor)}
     if not modes:
         return new_mode()

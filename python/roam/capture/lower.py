@@ -9,6 +9,7 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from roam._core import Graph, GraphBuilder
+from roam.capture.absent import estimate_of
 from roam.capture.foreign import is_foreign
 from roam.kernels.calls import Placed
 from roam.program import Call, Program, Ref, substitute
@@ -42,6 +43,8 @@ def lower(
         workspaces: per call, the bytes that its kernel takes beyond its results while it runs, where that is known.
     """
     builder = GraphBuilder(name, device=device)
+    if reason := estimate_of(torch.device(device)):
+        builder.estimate(reason)
     kinds = kinds_of(program)
     created: list[list[int]] = [[] for _ in program.calls]
     for number, storage in enumerate(program.storages):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import operator
+import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -17,7 +19,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from roam.capture import foreign, multi_tensor
+from roam.capture import absent, foreign, multi_tensor
 from roam.capture.branches import Slices, add_question, may_be_asked
 from roam.capture.fake_kernels import LIVE_FLOAT, LIVE_INT, PLAIN, FakeKernels, tensors_in
 from roam.capture.generators import Watch, forget_idle_states
@@ -126,6 +128,7 @@ class Recorder(TorchDispatchMode):
         self._watch = watch
         self._slices = Slices(self.program)
         self._number_of = number_of
+        self._lacks_cuda = not torch.cuda.is_available()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -285,8 +288,14 @@ class Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is _DEVICE and isinstance(args[0], FakeTensor):  # autograd's engine asks more often than it computes
-            return args[0].fake_device
+            device = args[0].fake_device
+            is_hidden = self._lacks_cuda and device.type == "cuda" and absent.asked_by_engine(sys._getframe(1))
+            return absent.NOWHERE if is_hidden else device
         kwargs = kwargs or {}
+        if self._lacks_cuda and "device" in kwargs and absent.asked_by_engine(sys._getframe(1)):
+            if absent.is_no_move(func, args, kwargs):
+                return args[0]
+            kwargs = absent.on_device(kwargs)
         if foreign.is_mark(func):
             return func(*args, **kwargs)
         if (reason := foreign.refusal(func)) is not None:
@@ -520,7 +529,7 @@ class Recorder(TorchDispatchMode):
                 return self._real_arguments[owner.index]
             return self._given[slot][1] if slot in self._given else self._number_of(owner)
 
-        with _disable_current_modes():
+        with _disable_current_modes(), absent.OnCpu() if self._lacks_cuda else nullcontext():
             return question.ask(list(map(value, question.inputs, question.askers[0])))
 
     # -- arguments and slots

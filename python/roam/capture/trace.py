@@ -71,6 +71,8 @@ def trace(
             optimizer._opt_called = False  # type: ignore[attr-defined]
         with ExitStack() as stack:
             stack.enter_context(_watched(world, recorder))
+            # In the thread of the step, where its lines can be seen, on whatever device.
+            stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             stack.enter_context(world.mode)
             stack.enter_context(recorder)
             given = pytree.tree_flatten((args, kwargs))

@@ -15,6 +15,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from roam.capture.absent import is_absent
 from roam.capture.fake import mode_of
 from roam.capture.fake_kernels import FakeKernels
 from roam.capture.owners import (
@@ -209,7 +210,8 @@ class World:
 
 def _tensor(number: Callable[[], Any], meta: TensorMeta) -> Any:
     value = number()
-    return MISSING if value is None else torch.tensor(value, dtype=meta.dtype, device=meta.device)
+    device = "cpu" if is_absent(meta.device) else meta.device
+    return MISSING if value is None else torch.tensor(value, dtype=meta.dtype, device=device)
 
 
 def describe(tensor: torch.Tensor) -> tuple[Any, ...]:

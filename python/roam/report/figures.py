@@ -22,6 +22,7 @@ _ATTRIBUTES = (
     "gap",
     "fragmentation",
     "status",
+    "estimate",
     "makespan_s",
     "serial_s",
     "critical_path_s",

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from roam.report.table import columns, format_bytes
+from roam.report.table import columns, estimate_rows, format_bytes
 
 if TYPE_CHECKING:
     from roam import Graph
@@ -60,6 +60,7 @@ def _tensors(graph: Graph) -> Iterator[tuple[str, ...]]:
 
 
 def _facts(graph: Graph) -> Iterator[tuple[str, ...]]:
+    yield from estimate_rows(graph.estimate)
     operators = graph.operators
     for sequence, what in (("random", "random numbers"), ("collective", "collectives")):
         count = sum(operator.sequence == sequence for operator in operators)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from roam.report.figures import Place
 
 _SAVED = (("ordering", "order"), ("reuse", "reuse"))
+_WIDTH = 110
+"""Of a line of running text."""
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 
 
@@ -32,6 +35,12 @@ def columns(rows: Iterable[tuple[str, ...]], right: tuple[int, ...] = ()) -> str
         )
         lines.append("  ".join(padded).rstrip())
     return "\n".join(lines)
+
+
+def estimate_rows(estimate: str) -> Iterator[tuple[str, str]]:
+    """What the figures may be wrong about, a row for each line; none where they are exact."""
+    for number, line in enumerate(textwrap.wrap(estimate, _WIDTH)):
+        yield "" if number else "estimate", line
 
 
 def _share(part: int, whole: int) -> str:
@@ -73,6 +82,7 @@ def plan_table(title: str, values: Mapping[str, Any], place: Place | None) -> st
         row("total at least", values["total_lower_bound_bytes"], "no plan has a smaller total"),
     ]
     facts = [
+        *estimate_rows(values["estimate"]),
         (
             "gap",
             f"{values['gap']:.2%} above the least that pool + outside can be ({values['status'].replace('_', ' ')})",

@@ -118,6 +118,8 @@ class Step:
         return self._last
 
     def _run(self, runner: Runner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if runner.plan.estimate:
+            raise ExecutionError(f"this plan is an estimate and cannot be run: {runner.plan.estimate}", code="estimate")
         try:
             return runner.run(args, kwargs)
         except Torn as torn:

@@ -22,6 +22,8 @@ pub struct GraphBuilder {
     pub device: String,
     /// Every size is rounded up to a multiple of this, a power of two.
     pub alignment_bytes: u64,
+    /// What the step's figures may be wrong about; empty where they are exact.
+    pub estimate: String,
     operators: Vec<Operator>,
     tensors: Vec<Tensor>,
     control: Vec<(OperatorId, OperatorId)>,
@@ -35,6 +37,7 @@ impl GraphBuilder {
             name: name.into(),
             device: device.into(),
             alignment_bytes,
+            estimate: String::new(),
             operators: Vec::new(),
             tensors: Vec::new(),
             control: Vec::new(),
@@ -111,6 +114,7 @@ impl GraphBuilder {
             name: self.name,
             device: self.device,
             alignment_bytes: self.alignment_bytes,
+            estimate: self.estimate,
             operators: self.operators,
             tensors: self.tensors,
             control: self.control,

@@ -217,6 +217,7 @@ pub struct Graph {
     pub(crate) name: String,
     pub(crate) device: String,
     pub(crate) alignment_bytes: u64,
+    pub(crate) estimate: String,
     pub(crate) operators: Vec<Operator>,
     pub(crate) tensors: Vec<Tensor>,
     pub(crate) control: Vec<(OperatorId, OperatorId)>,
@@ -242,6 +243,7 @@ impl PartialEq for Graph {
         self.name == other.name
             && self.device == other.device
             && self.alignment_bytes == other.alignment_bytes
+            && self.estimate == other.estimate
             && self.operators == other.operators
             && self.tensors == other.tensors
             && self.control == other.control
@@ -278,6 +280,10 @@ impl Graph {
     /// Every size is rounded up to a multiple of this wherever bytes are counted.
     pub fn alignment_bytes(&self) -> u64 {
         self.alignment_bytes
+    }
+    /// What the step's figures may be wrong about; empty where they are exact.
+    pub fn estimate(&self) -> &str {
+        &self.estimate
     }
     /// All operators, by id.
     pub fn operators(&self) -> &[Operator] {

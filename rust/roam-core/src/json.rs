@@ -38,6 +38,9 @@ pub fn write_graph(out: impl Write, graph: &Graph) -> io::Result<()> {
     write_field(&mut out, "name", graph.name())?;
     write_field(&mut out, "device", graph.device())?;
     write_field(&mut out, "alignment_bytes", &graph.alignment_bytes())?;
+    if !graph.estimate().is_empty() {
+        write_field(&mut out, "estimate", graph.estimate())?;
+    }
     write_rows(&mut out, "tensors", graph.tensors())?;
     write_rows(&mut out, "operators", graph.operators())?;
     write_rows(&mut out, "control", graph.control())?;
@@ -52,7 +55,8 @@ pub fn write_graph(out: impl Write, graph: &Graph) -> io::Result<()> {
 /// See [`FormatError`]; never panics, whatever the bytes.
 pub fn read_graph(input: impl Read, max_bytes: u64) -> Result<Graph, FormatError> {
     let body: GraphBody = read_body(input, GRAPH_FORMAT, max_bytes)?;
-    let builder = GraphBuilder::new(body.name, body.device, body.alignment_bytes);
+    let mut builder = GraphBuilder::new(body.name, body.device, body.alignment_bytes);
+    builder.estimate = body.estimate;
     Ok(builder.with_parts(body.tensors, body.operators, body.control, body.regions).build()?)
 }
 
@@ -72,6 +76,8 @@ struct GraphBody {
     name: String,
     device: String,
     alignment_bytes: u64,
+    #[serde(default)]
+    estimate: String,
     #[serde(deserialize_with = "strict::list")]
     tensors: Vec<Tensor>,
     #[serde(deserialize_with = "strict::list")]
@@ -88,6 +94,9 @@ pub fn write_plan(out: impl Write, plan: &Plan) -> io::Result<()> {
     let mut out = BufWriter::with_capacity(BUFFER_BYTES, out);
     write_header(&mut out, PLAN_FORMAT)?;
     write_field(&mut out, "graph_digest", &plan.graph_digest)?;
+    if !plan.estimate.is_empty() {
+        write_field(&mut out, "estimate", &plan.estimate)?;
+    }
     write_field(&mut out, "settings", &plan.settings)?;
     write_field(&mut out, "status", &plan.status)?;
     write_field(&mut out, "program_order_peak_bytes", &plan.program_order_peak_bytes)?;
@@ -142,6 +151,7 @@ pub fn read_plan(input: impl Read, max_bytes: u64) -> Result<Plan, FormatError> 
     }
     Ok(Plan {
         graph_digest: body.graph_digest,
+        estimate: body.estimate,
         settings: body.settings,
         order: body.order,
         offsets: body.offsets,
@@ -178,6 +188,8 @@ pub fn load_plan(path: &Path, max_bytes: u64) -> Result<Plan, FormatError> {
 #[serde(deny_unknown_fields)]
 struct PlanBody {
     graph_digest: String,
+    #[serde(default)]
+    estimate: String,
     #[serde(deserialize_with = "strict::one")]
     settings: Settings,
     status: Status,

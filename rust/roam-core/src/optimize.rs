@@ -494,6 +494,7 @@ impl<'a> Search<'a> {
         let total_bound = self.bound();
         Plan {
             graph_digest: self.graph.digest().to_owned(),
+            estimate: self.graph.estimate().to_owned(),
             settings: self.settings.clone(),
             order: order.iter().map(|&op| problem.operator_id(op)).collect(),
             offsets,

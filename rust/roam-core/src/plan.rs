@@ -244,6 +244,8 @@ pub struct Schedule {
 pub struct Plan {
     /// SHA-256 of the graph's canonical JSON, in hexadecimal.
     pub graph_digest: String,
+    /// What the graph says that its figures may be wrong about; empty where they are exact.
+    pub estimate: String,
     /// What was asked for.
     pub settings: Settings,
     /// Operators in execution order.

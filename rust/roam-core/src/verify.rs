@@ -25,6 +25,9 @@ pub fn verify(graph: &Graph, plan: &Plan) -> Result<(), PlanViolation> {
         let (expected, found) = (graph.digest().to_owned(), plan.graph_digest.clone());
         return Err(PlanViolation::GraphDigest { expected, found });
     }
+    if plan.estimate != graph.estimate() {
+        return Err(PlanViolation::Estimate);
+    }
     let step = steps(graph, &plan.order)?;
     match (plan.settings.streams, &plan.schedule) {
         (1, None) => {}

@@ -197,6 +197,9 @@ const CORRUPTIONS: [(&str, Corruption); 24] = [
     ("digest of another graph", |_, plan, _| {
         Some((edited(plan, |plan| plan.graph_digest.replace_range(0..1, "x")), &["graph_digest"]))
     }),
+    ("an estimate of something else", |_, plan, _| {
+        Some((edited(plan, |plan| plan.estimate.push_str("guessed")), &["estimate"]))
+    }),
     ("two streams", |_, plan, _| Some((edited(plan, |plan| plan.settings.streams = 2), &["streams"]))),
 ];
 

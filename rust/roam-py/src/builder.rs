@@ -40,6 +40,14 @@ impl PyGraphBuilder {
         Ok(Self { builder: GraphBuilder::new(name, device, alignment_bytes) })
     }
 
+    /// Marks the graph as an estimate.
+    ///
+    /// Args:
+    ///     reason: what its figures may be wrong about.
+    fn estimate(&mut self, reason: String) {
+        self.builder.estimate = reason;
+    }
+
     /// Adds a tensor (a storage, not a view) and returns its number.
     ///
     /// Args:

@@ -4,6 +4,7 @@ use crate::convert::{array, max_bytes_or_default, order_of, to_i64};
 use crate::entries::{PyOperator, PyTensor};
 use crate::errors::{Class, Fault, format_error};
 use crate::guard::detached;
+use crate::plan::shown_estimate;
 use numpy::PyArray1;
 use pyo3::exceptions::PyIndexError;
 use pyo3::prelude::*;
@@ -109,6 +110,11 @@ impl PyGraph {
     #[getter]
     fn alignment_bytes(&self) -> u64 {
         self.graph.alignment_bytes()
+    }
+    /// What the step's figures may be wrong about; empty where they are exact.
+    #[getter]
+    fn estimate(&self) -> &str {
+        self.graph.estimate()
     }
     /// How many operators there are.
     #[getter]
@@ -281,12 +287,13 @@ impl PyGraph {
 
     fn __repr__(&self) -> String {
         format!(
-            "Graph(name={:?}, device={:?}, operators={}, tensors={}, persistent_bytes={})",
+            "Graph(name={:?}, device={:?}, operators={}, tensors={}, persistent_bytes={}{})",
             self.graph.name(),
             self.graph.device(),
             self.graph.operators().len(),
             self.graph.tensors().len(),
-            self.graph.persistent_bytes()
+            self.graph.persistent_bytes(),
+            shown_estimate(self.graph.estimate())
         )
     }
 }

@@ -115,6 +115,11 @@ impl PyPlan {
     fn graph_digest(&self) -> &str {
         &self.plan.graph_digest
     }
+    /// What its figures may be wrong about, by the graph; empty where they are exact.
+    #[getter]
+    fn estimate(&self) -> &str {
+        &self.plan.estimate
+    }
     /// What was asked for.
     #[getter]
     fn settings<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
@@ -308,7 +313,7 @@ impl PyPlan {
     fn __repr__(&self) -> String {
         format!(
             "Plan(status={}, operators={}, pool_bytes={}, outside_bytes={}, persistent_bytes={}, total_bytes={}, \
-             program_order_peak_bytes={}, lower_bound_bytes={}, total_lower_bound_bytes={}, gap={:.4})",
+             program_order_peak_bytes={}, lower_bound_bytes={}, total_lower_bound_bytes={}, gap={:.4}{})",
             word(self.plan.status),
             self.plan.order.len(),
             self.plan.pool_bytes,
@@ -318,7 +323,13 @@ impl PyPlan {
             self.plan.program_order_peak_bytes,
             self.plan.lower_bound_bytes,
             self.plan.total_lower_bound_bytes,
-            self.plan.gap()
+            self.plan.gap(),
+            shown_estimate(&self.plan.estimate)
         )
     }
+}
+
+/// The last part of a graph's and of a plan's `repr`.
+pub(crate) fn shown_estimate(estimate: &str) -> String {
+    if estimate.is_empty() { String::new() } else { format!(", estimate={estimate:?}") }
 }

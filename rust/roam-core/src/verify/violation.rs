@@ -16,6 +16,9 @@ pub enum PlanViolation {
         /// The plan's digest.
         found: String,
     },
+    /// The plan passes off an estimate as exact, or gives other reasons for being one.
+    #[error("the plan does not say what the graph says of what its figures may be wrong about")]
+    Estimate,
     /// A number of streams that cannot be, or that does not go with the plan's schedule or its lack.
     #[error("a plan for {streams} streams cannot be, or has no schedule, or one that is not for so many")]
     Streams {
@@ -266,6 +269,7 @@ impl PlanViolation {
     pub fn code(&self) -> &'static str {
         match self {
             Self::GraphDigest { .. } => "graph_digest",
+            Self::Estimate => "estimate",
             Self::Streams { .. } => "streams",
             Self::ScheduleCount { .. } => "schedule_count",
             Self::UnknownStream { .. } => "unknown_stream",
