@@ -82,6 +82,28 @@ class TestKernels:
         assert kernels(graph)["_foreach_addcdiv_"] == 4  # one for each parameter
         roam.verify(graph, roam.optimize(graph))
 
+    def test_mixed_precision(self) -> None:
+        with roam.fake("cuda"):
+            net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.LayerNorm(16), torch.nn.Linear(16, 4))
+            optimizer = torch.optim.SGD(net.parameters())
+            scaler = torch.amp.GradScaler("cuda")
+            batch = torch.randn(3, 8), torch.randint(4, (3,))
+
+        def step(dtype: torch.dtype, inputs: Any, labels: Any) -> None:
+            optimizer.zero_grad()
+            with torch.autocast("cuda", dtype):
+                hidden = net(inputs)
+                assert hidden.dtype is dtype
+                loss = functional.cross_entropy(hidden, labels)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+        for dtype in (torch.float16, torch.bfloat16):
+            graph = roam.capture(step, dtype, *batch)
+            assert kernels(graph)["_amp_foreach_non_finite_check_and_unscale_"] == 1
+            roam.verify(graph, roam.optimize(graph))
+
     @pytest.mark.parametrize(
         ("settings", "name"),
         [

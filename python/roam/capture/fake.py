@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -36,9 +36,10 @@ def fake(device: str = "cpu") -> Iterator[None]:
         >>> with roam.fake():
         ...     model = torch.nn.Linear(10_000, 10_000)
     """
-    if absent.is_absent(torch.device(device)):
+    is_absent = absent.is_absent(torch.device(device))
+    if is_absent:
         absent.prepare()
-    with new_mode(), torch.device(device):
+    with new_mode(), torch.device(device), absent.as_if_present() if is_absent else nullcontext():
         yield
 
 
@@ -48,8 +49,6 @@ def mode_of(tensors: list[torch.Tensor]) -> FakeTensorMode:
     Raises:
         CaptureError: where they come from different modes, or from one with symbolic shapes.
     """
-    if any(t.device.type == "cuda" and absent.is_absent(t.device) for t in tensors):
-        absent.prepare()
     modes = {id(t.fake_mode): t.fake_mode for t in tensors if isinstance(t, FakeTensor)}
     if not modes:
         return new_mode()

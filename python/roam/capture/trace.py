@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from roam.capture import multi_tensor
+from roam.capture.absent import as_if_present
 from roam.capture.frames import Frames, shown_path
 from roam.capture.generators import Watch, stand_ins
 from roam.capture.live import as_live, number_stand_ins
@@ -73,6 +74,8 @@ def trace(
             stack.enter_context(_watched(world, recorder))
             # In the thread of the step, where its lines can be seen, on whatever device.
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+            if world.lacks_device:
+                stack.enter_context(as_if_present())
             stack.enter_context(world.mode)
             stack.enter_context(recorder)
             given = pytree.tree_flatten((args, kwargs))

@@ -15,7 +15,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from roam.capture.absent import is_absent
+from roam.capture.absent import is_absent, prepare
 from roam.capture.fake import mode_of
 from roam.capture.fake_kernels import FakeKernels
 from roam.capture.owners import (
@@ -66,7 +66,12 @@ class World:
         """Owners of the numbers that the step keeps and changes outside of optimizers' state; some may hold none yet."""
         self._check()
         tensors = [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
-        self.mode: FakeTensorMode = mode_of([*tensors, *(owner.get() for owner in self.owners())])
+        tensors += [owner.get() for owner in self.owners()]
+        self.lacks_device = any(is_absent(tensor.device) for tensor in tensors)
+        """Whether it is of fakes on a device that the machine does not have."""
+        if self.lacks_device:
+            prepare()
+        self.mode: FakeTensorMode = mode_of(tensors)
         self.kernels = FakeKernels()
         self._fakes: dict[int, tuple[Any, Any]] = {}
         self._numbers: dict[str, Any] = {
