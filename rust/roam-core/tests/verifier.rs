@@ -59,7 +59,7 @@ fn pool_tensors(graph: &Graph, plan: &Plan, in_pool: bool) -> Vec<usize> {
     (0..graph.tensors().len()).filter(|&at| plan.offsets[at].is_some() == in_pool).collect()
 }
 
-const CORRUPTIONS: [(&str, Corruption); 24] = [
+const CORRUPTIONS: [(&str, Corruption); 25] = [
     ("operator moved before what it waits for", |graph, plan, random| {
         let waiting: Vec<usize> =
             (0..plan.order.len()).filter(|&step| !graph.predecessors(plan.order[step]).is_empty()).collect();
