@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -69,6 +71,32 @@ def test_counts_are_the_graph_s() -> None:
     assert sum(int(count.replace(",", "")) for _, count, _ in operators) == graph.num_operators
     assert ["parameter", "4", "tensors"] in [line[:3] for line in lines]
     assert any(line[:2] == ["random", "numbers"] for line in lines)
+
+
+def test_what_is_asked_and_split_is_told(tmp_path: Path) -> None:
+    net = torch.nn.Linear(6, 3)
+    optimizer = torch.optim.RAdam(net.parameters(), foreach=True)
+    graph = roam.capture(plain, net, optimizer, torch.randn(4, 6), torch.randint(0, 3, (4,)))
+    notes = dict(graph.notes)
+    assert set(notes) == {"guarded", "asked", "split"}
+    assert "metadata of 2 tensors" in notes["guarded"]
+    assert "1 questions at every call" in notes["asked"]
+    calls, parts = map(int, re.findall(r"\d+", notes["split"])[:2])
+    assert parts == 2 * calls > 0
+    assert all(text in graph.summary() for text in notes.values())
+    graph.save(tmp_path / "graph.json")
+    read = roam.Graph.load(tmp_path / "graph.json")
+    assert (read, read.notes, read.digest) == (graph, graph.notes, graph.digest)
+
+
+def test_notes_are_no_part_of_what_a_graph_is() -> None:
+    one, other = roam.GraphBuilder("g"), roam.GraphBuilder("g")
+    one.note("topic", "text")
+    graph, plain_graph = one.build(), other.build()
+    assert graph == plain_graph
+    assert graph.digest == plain_graph.digest
+    assert graph.notes == (("topic", "text"),)
+    assert ["topic", "text"] in [line.split() for line in graph.summary().splitlines()]
 
 
 @pytest.mark.parametrize("name", ["", "operators without tensors"])

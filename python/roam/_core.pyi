@@ -166,6 +166,9 @@ class Graph:
     def estimate(self) -> str:
         """What the step's figures may be wrong about; empty where they are exact."""
     @property
+    def notes(self) -> tuple[tuple[str, str], ...]:
+        """What its maker says of it to people, as pairs (topic, text); no part of digest and equality."""
+    @property
     def num_operators(self) -> int:
         """How many operators there are."""
     @property
@@ -302,6 +305,13 @@ class GraphBuilder:
 
         Args:
             reason: what its figures may be wrong about.
+        """
+    def note(self, topic: str, text: str) -> None:
+        """Says something of the graph to people; plans, digests and equality leave it out.
+
+        Args:
+            topic: what it is about, in a word or two.
+            text: what there is to say.
         """
     def tensor(
         self,

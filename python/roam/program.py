@@ -215,6 +215,8 @@ class Program:
     """Optimizers whose `step` the user's step calls."""
     skippable: list[tuple[Any, int]] = field(default_factory=list)
     """(optimizer, slot of a live number): its calls have this number for `Call.unless`, and leave its state as it was."""
+    split: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Per multi-tensor or fused kernel: how many calls of it the step makes, and of how many calls they became."""
     after: list[HostCall] = field(default_factory=list)
     """Schedulers to step after the run, in this order."""
 

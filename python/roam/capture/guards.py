@@ -111,6 +111,12 @@ class Guards:
                 return f"PyTorch's {name} changed from {show(expected)} to {show(read())}"
         return self._bulk.failure() or self._single_failure() or self._tensor_failure()
 
+    def sizes(self) -> tuple[int, int, int]:
+        """How many values in Python, tensors' metadata and switches of PyTorch are compared."""
+        checks = (*self._bulk.checks, *self._single)
+        values = sum(not issubclass(type(value), torch.Tensor) for check in checks for _, value in check.expected)
+        return values, len(self._fixed) + len(self._replaceable), len(self._ambient)
+
     def storage_indices(self) -> dict[int, int]:
         """The storages of all guarded tensors of now, each with the place of its first tensor in a fixed order."""
         indices: dict[int, int] = {}
@@ -219,7 +225,7 @@ class _Bulk:
     """Many space checks in a few passes."""
 
     def __init__(self, checks: list[_SpaceCheck]) -> None:
-        self._checks = checks
+        self.checks = checks
         self._holders: list[Any] = [check.space.holder for check in checks]  # type: ignore[attr-defined]
         # Views show the dictionary of now, however often it changes.
         self._values = [holder.values() if isinstance(holder, dict) else holder for holder in self._holders]
@@ -227,10 +233,10 @@ class _Bulk:
         self._expect()
 
     def _expect(self) -> None:
-        self._sizes = [len(check.expected) for check in self._checks]
-        self._expected = [value for check in self._checks for _, value in check.expected]
+        self._sizes = [len(check.expected) for check in self.checks]
+        self._expected = [value for check in self.checks for _, value in check.expected]
         self._keys = [
-            key for check in self._checks if isinstance(check.space, MappingSpace) for key, _ in check.expected
+            key for check in self.checks if isinstance(check.space, MappingSpace) for key, _ in check.expected
         ]
 
     def failure(self) -> str | None:
@@ -240,7 +246,7 @@ class _Bulk:
             and all(map(operator.is_, chain.from_iterable(self._dictionaries), self._keys))
         ):
             return None
-        for check in self._checks:
+        for check in self.checks:
             items = check.space.items()
             if len(items) != len(check.expected) or not all(
                 key is old and value is expected

@@ -26,6 +26,7 @@ def lower(
     landing: Container[int] | None = None,
     pool: bool = True,
     workspaces: Mapping[int, int] | None = None,
+    notes: Sequence[tuple[str, str]] = (),
 ) -> Graph:
     """The graph of a program.
 
@@ -41,10 +42,13 @@ def lower(
             calls make whose kernels cannot write there stays outside of it. None: as if every kernel could.
         pool: whether there is a pool. If not, all that is made and dies in the step lies outside of it.
         workspaces: per call, the bytes that its kernel takes beyond its results while it runs, where that is known.
+        notes: what to say of the graph to people.
     """
     builder = GraphBuilder(name, device=device)
     if reason := estimate_of(torch.device(device)):
         builder.estimate(reason)
+    for topic, text in notes:
+        builder.note(topic, text)
     kinds = kinds_of(program)
     created: list[list[int]] = [[] for _ in program.calls]
     for number, storage in enumerate(program.storages):

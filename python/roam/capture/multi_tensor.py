@@ -77,8 +77,10 @@ def fused_stand_in(recorder: Recorder, name: str) -> Any:
                 code="scaler", op=str(packet),
             )  # fmt: skip
         has_tensor_rate = isinstance(kwargs["lr"], torch.Tensor)
-        for part, keywords in parts(args, kwargs):
+        made = list(parts(args, kwargs))
+        for part, keywords in made:
             recorder.effect(packet.tensor_lr if has_tensor_rate else packet.default, part, keywords)
+        recorder.note_split(name, len(made))
 
     return update
 

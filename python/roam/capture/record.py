@@ -315,13 +315,22 @@ class Recorder(TorchDispatchMode):
 
     def _multi_tensor(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if multi_tensor.runs_by_loop(args):
+            before = len(self.program.calls)
             with self:
-                return multi_tensor.looped(func, args, kwargs)
+                result = multi_tensor.looped(func, args, kwargs)
+            self.note_split(func._opname, len(self.program.calls) - before)
+            return result
         phase, source = self.frames.here()
         if not multi_tensor.splits(args):
             return self._call(func, args, kwargs, phase, source)
         results = [self._call(func, *part, phase, source) for part in multi_tensor.parts(args, kwargs)]
+        self.note_split(func._opname, len(results))
         return [tensor for result in results for tensor in result] if func._schema.returns else None
+
+    def note_split(self, name: str, parts: int) -> None:
+        """Notes that a call for many tensors was recorded as so many calls."""
+        calls, others = self.program.split.get(name, (0, 0))
+        self.program.split[name] = calls + 1, others + parts
 
     def effect(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Records a call that only changes its arguments, without running it on them."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,6 +17,7 @@ from roam.capture.compare import agrees, difference
 from roam.capture.generators import watched
 from roam.capture.guards import ArgGuard, Guards
 from roam.capture.lower import device_of, lower
+from roam.capture.notes import notes_on
 from roam.capture.owners import GradientOwner, number_owners
 from roam.capture.reach import Reach
 from roam.capture.rewrite import accumulate_in_place, prune, with_state
@@ -43,6 +44,8 @@ class Variant:
 
     program: Program
     name: str
+    notes: Sequence[tuple[str, str]] = ()
+    """What to say of its graph to people."""
 
     @cached_property
     def device(self) -> torch.device:
@@ -57,7 +60,7 @@ class Variant:
     @cached_property
     def graph(self) -> Graph:
         """As if every kernel could write where a plan wants."""
-        return lower(self.program, self.placed, name=self.name, device=self.device.type)
+        return lower(self.program, self.placed, name=self.name, device=self.device.type, notes=self.notes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,8 +193,8 @@ def _captured(
     name = getattr(train_step, "__name__", type(train_step).__name__)
     guards = Guards(reach, ignore=[owner.path for owner in number_owners(reach, changing) if owner.get() is not None])
     return CapturedStep(
-        None if is_steady else Variant(prune(first), f"{name} (first step)"),
-        Variant(steady, name),
+        None if is_steady else Variant(prune(first), f"{name} (first step)", notes_on(first, guards)),
+        Variant(steady, name, notes_on(steady, guards)),
         guards,
         ArgGuard(args, kwargs, guards, live=floats),
         [] if settles is None else settles.settings,

@@ -61,6 +61,7 @@ def _tensors(graph: Graph) -> Iterator[tuple[str, ...]]:
 
 def _facts(graph: Graph) -> Iterator[tuple[str, ...]]:
     yield from estimate_rows(graph.estimate)
+    yield from graph.notes
     operators = graph.operators
     for sequence, what in (("random", "random numbers"), ("collective", "collectives")):
         count = sum(operator.sequence == sequence for operator in operators)

@@ -24,6 +24,8 @@ pub struct GraphBuilder {
     pub alignment_bytes: u64,
     /// What the step's figures may be wrong about; empty where they are exact.
     pub estimate: String,
+    /// What its maker says of it to people: (topic, text) in order. No part of what the graph is.
+    pub notes: Vec<(String, String)>,
     operators: Vec<Operator>,
     tensors: Vec<Tensor>,
     control: Vec<(OperatorId, OperatorId)>,
@@ -38,6 +40,7 @@ impl GraphBuilder {
             device: device.into(),
             alignment_bytes,
             estimate: String::new(),
+            notes: Vec::new(),
             operators: Vec::new(),
             tensors: Vec::new(),
             control: Vec::new(),
@@ -115,6 +118,7 @@ impl GraphBuilder {
             device: self.device,
             alignment_bytes: self.alignment_bytes,
             estimate: self.estimate,
+            notes: self.notes,
             operators: self.operators,
             tensors: self.tensors,
             control: self.control,

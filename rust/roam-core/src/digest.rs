@@ -1,7 +1,7 @@
 //! A graph's fingerprint, by which a plan names the graph it was made for.
 
 use crate::graph::Graph;
-use crate::json::write_graph;
+use crate::json::write_canonical;
 use sha2::{Digest, Sha256};
 use std::fmt::Write;
 
@@ -11,7 +11,7 @@ impl Graph {
         self.digest.get_or_init(|| {
             let mut hash = Sha256::new();
             // Hashing accepts every byte, and a graph holds nothing that JSON cannot say.
-            write_graph(&mut hash, self).expect("hashing a graph does not fail");
+            write_canonical(&mut hash, self).expect("hashing a graph does not fail");
             hash.finalize().iter().fold(String::with_capacity(64), |mut text, byte| {
                 let _ = write!(text, "{byte:02x}");
                 text

@@ -218,6 +218,7 @@ pub struct Graph {
     pub(crate) device: String,
     pub(crate) alignment_bytes: u64,
     pub(crate) estimate: String,
+    pub(crate) notes: Vec<(String, String)>,
     pub(crate) operators: Vec<Operator>,
     pub(crate) tensors: Vec<Tensor>,
     pub(crate) control: Vec<(OperatorId, OperatorId)>,
@@ -284,6 +285,10 @@ impl Graph {
     /// What the step's figures may be wrong about; empty where they are exact.
     pub fn estimate(&self) -> &str {
         &self.estimate
+    }
+    /// What its maker says of it to people: (topic, text) in order. Graphs that differ in nothing else are equal.
+    pub fn notes(&self) -> &[(String, String)] {
+        &self.notes
     }
     /// All operators, by id.
     pub fn operators(&self) -> &[Operator] {

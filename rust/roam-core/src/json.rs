@@ -31,8 +31,17 @@ const BUFFER_BYTES: usize = 64 << 10;
 
 // Graphs ------------------------------------------------------------------------------------------------------------
 
-/// Writes the canonical JSON of a graph: equal graphs give equal bytes.
+/// Writes a graph's JSON: the canonical one, and its notes.
 pub fn write_graph(out: impl Write, graph: &Graph) -> io::Result<()> {
+    write_with(out, graph, graph.notes())
+}
+
+/// Writes the canonical JSON of a graph: equal graphs give equal bytes.
+pub(crate) fn write_canonical(out: impl Write, graph: &Graph) -> io::Result<()> {
+    write_with(out, graph, &[])
+}
+
+fn write_with(out: impl Write, graph: &Graph, notes: &[(String, String)]) -> io::Result<()> {
     let mut out = BufWriter::with_capacity(BUFFER_BYTES, out);
     write_header(&mut out, GRAPH_FORMAT)?;
     write_field(&mut out, "name", graph.name())?;
@@ -45,6 +54,9 @@ pub fn write_graph(out: impl Write, graph: &Graph) -> io::Result<()> {
     write_rows(&mut out, "operators", graph.operators())?;
     write_rows(&mut out, "control", graph.control())?;
     write_rows(&mut out, "regions", graph.regions())?;
+    if !notes.is_empty() {
+        write_rows(&mut out, "notes", notes)?;
+    }
     out.write_all(b"}\n")?;
     out.flush()
 }
@@ -57,6 +69,7 @@ pub fn read_graph(input: impl Read, max_bytes: u64) -> Result<Graph, FormatError
     let body: GraphBody = read_body(input, GRAPH_FORMAT, max_bytes)?;
     let mut builder = GraphBuilder::new(body.name, body.device, body.alignment_bytes);
     builder.estimate = body.estimate;
+    builder.notes = body.notes;
     Ok(builder.with_parts(body.tensors, body.operators, body.control, body.regions).build()?)
 }
 
@@ -78,6 +91,8 @@ struct GraphBody {
     alignment_bytes: u64,
     #[serde(default)]
     estimate: String,
+    #[serde(default)]
+    notes: Vec<(String, String)>,
     #[serde(deserialize_with = "strict::list")]
     tensors: Vec<Tensor>,
     #[serde(deserialize_with = "strict::list")]

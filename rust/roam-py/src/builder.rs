@@ -48,6 +48,15 @@ impl PyGraphBuilder {
         self.builder.estimate = reason;
     }
 
+    /// Says something of the graph to people; plans, digests and equality leave it out.
+    ///
+    /// Args:
+    ///     topic: what it is about, in a word or two.
+    ///     text: what there is to say.
+    fn note(&mut self, topic: String, text: String) {
+        self.builder.notes.push((topic, text));
+    }
+
     /// Adds a tensor (a storage, not a view) and returns its number.
     ///
     /// Args:

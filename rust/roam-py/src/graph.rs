@@ -116,6 +116,11 @@ impl PyGraph {
     fn estimate(&self) -> &str {
         self.graph.estimate()
     }
+    /// What its maker says of it to people, as pairs (topic, text); no part of digest and equality.
+    #[getter]
+    fn notes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        PyTuple::new(py, self.graph.notes())
+    }
     /// How many operators there are.
     #[getter]
     fn num_operators(&self) -> usize {

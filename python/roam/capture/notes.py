@@ -1,0 +1,37 @@
+"""What a capture says of a step to people, beside its graph."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from roam.capture.guards import Guards
+from roam.program import Program, Source
+
+_SHOWN = 3
+
+
+def notes_on(program: Program, guards: Guards) -> list[tuple[str, str]]:
+    """What is compared and asked at every call, and what was split, as pairs (topic, text)."""
+    values, tensors, switches = guards.sizes()
+    notes = [
+        (
+            "guarded",
+            f"{values:,} values in Python, metadata of {tensors:,} tensors and of the arguments, {switches} switches of PyTorch",
+        )
+    ]
+    if program.decisions:
+        kept = {owner.path for owner, *_ in program.decisions}
+        notes.append(("compared", f"{len(kept):,} live numbers with constants, at every call"))
+    if program.questions:
+        places = [question.source for question, _ in program.questions]
+        notes.append(("asked", f"{len(places):,} questions at every call: {_shown(places)}"))
+    if program.split:
+        calls, parts = (sum(numbers) for numbers in zip(*program.split.values(), strict=True))
+        notes.append(("split", f"{calls:,} multi-tensor calls into {parts:,}: {_shown(list(program.split))}"))
+    return notes
+
+
+def _shown(items: Sequence[str | Source]) -> str:
+    texts = list(dict.fromkeys(map(str, items)))
+    more = len(texts) - _SHOWN
+    return ", ".join(texts[:_SHOWN]) + (f" and {more:,} more" if more > 0 else "")
