@@ -32,9 +32,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from roam import zoo
 from roam.kernels.fused import CROSS_ENTROPY_BACKWARD
+from roam.kernels.rows import piece_bytes
 from roam.kernels.table import TABLE, Placement, candidate, dtypes_of, layouts_of, named, placement
 from roam.kernels.trial import Ordinary, Unusable, copied, in_place_pairs, try_in_place, try_placed
-from roam.runtime.measure import measure_peak
+from roam.runtime.measure import Block, measure_peak
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.complex64)
 STEPS = ("gpt2-tiny", "bert-tiny", "llama-tiny", "moe-tiny", "lstm-tiny", "darts-tiny", "randwire-tiny", "resnet18")
@@ -43,6 +44,8 @@ MOST_BYTES = 1 << 20
 CRASHING = ("aten::adaptive_max_pool3d_backward",)
 """Overloads that die of a segmentation fault on expanded or permuted tensors (PyTorch 2.15)."""
 MOST_WORKSPACE_BYTES = 6 << 30
+MOST_CALLS = 100
+"""Of an overload and dtypes, where the calls are made for it."""
 LARGE = {0: 2048, 1: 2048, 2: 256, 3: 40, 4: 16, 5: 9}
 """Size of all dimensions of large tensors, by how many there are."""
 TOO_SMALL = "small trials only"
@@ -113,6 +116,8 @@ class Trials:
                 ordinary = Ordinary.run(target, layout_args, layout_kwargs)
             except Unusable:
                 continue
+            if kernel.rows is not None and not kernel.splits(layout_args, layout_kwargs):
+                continue
             self._try(self.found.setdefault(target, Findings(kernel)), ordinary)
 
     def _try(self, findings: Findings, ordinary: Ordinary) -> None:
@@ -154,12 +159,18 @@ class Trials:
             works += allocating(
                 findings.largest[key], findings.kernel.kernel, key[1] if isinstance(key, tuple) else None
             )
-        sums = allocated(works, self.device)
-        for (target, key), ordinary_bytes, placed_bytes in zip(cases, sums[::2], sums[1::2], strict=True):
+        memory = allocated(works, self.device)
+        for (target, key), ordinary, placed in zip(cases, memory[::2], memory[1::2], strict=True):
             findings = self.found[target]
-            made_bytes = total_bytes(findings.largest[key].results)
+            call = findings.largest[key]
+            made_bytes, claimed_bytes = total_bytes(call.results), 0
+            ordinary_bytes, placed_bytes = ordinary.sum_bytes, placed.sum_bytes
+            if (rows := findings.kernel.rows) is not None:
+                # Pieces come one after the other.
+                claimed_bytes = piece_bytes(rows(*call.args, **call.kwargs), made_bytes)
+                ordinary_bytes, placed_bytes = ordinary.peak_bytes, placed.peak_bytes
             # Numbers become tensors of a few bytes in one way and not in the other.
-            if 16 * (placed_bytes + made_bytes - ordinary_bytes) > made_bytes:
+            if 16 * (placed_bytes + made_bytes - ordinary_bytes - claimed_bytes) > made_bytes:
                 wrong = f"allocates {placed_bytes} of {ordinary_bytes}"
                 if isinstance(key, tuple):
                     note(findings.in_place, key, wrong)
@@ -194,8 +205,16 @@ def allocating(ordinary: Ordinary, kernel: Any, pair: tuple[str, int] | None) ->
     ]
 
 
-def allocated(works: list[Callable[[], Any]], device: str) -> list[int]:
-    """Bytes that each work allocates, all told."""
+@dataclass(frozen=True, slots=True)
+class Allocated:
+    """What a work allocates: all told, and at most at once."""
+
+    sum_bytes: int
+    peak_bytes: int
+
+
+def allocated(works: list[Callable[[], Any]], device: str) -> list[Allocated]:
+    """What each work allocates."""
     if device == "cuda":
         return [allocated_cuda(work) for work in works]
     # A block of a size that nothing else has stands between one work and the next.
@@ -207,20 +226,32 @@ def allocated(works: list[Callable[[], Any]], device: str) -> list[int]:
                 torch.empty(mark_bytes, dtype=torch.uint8)
                 work()
 
-    sums: list[int] = []
+    found: list[list[Block]] = []
     for block in measure_peak(run).blocks:
         if block.size_bytes == mark_bytes:
-            sums.append(0)
+            found.append([])
         else:
-            sums[-1] += block.size_bytes
-    return sums
+            found[-1].append(block)
+    return [Allocated(sum(block.size_bytes for block in blocks), peak_bytes(blocks)) for blocks in found]
 
 
-def allocated_cuda(work: Callable[[], Any]) -> int:
-    counter = "requested_bytes.all.allocated"
-    before = torch.cuda.memory_stats()[counter]
+def peak_bytes(blocks: list[Block]) -> int:
+    """The most bytes of blocks that are there at once."""
+    made = [(block.made_at, block.size_bytes) for block in blocks]
+    freed = [(block.freed_at, -block.size_bytes) for block in blocks if block.freed_at is not None]
+    return max(itertools.accumulate((size for _, size in sorted(made + freed)), initial=0))
+
+
+def allocated_cuda(work: Callable[[], Any]) -> Allocated:
+    counter = "requested_bytes.all"
+    before = torch.cuda.memory_stats()
+    torch.cuda.reset_peak_memory_stats()
     work()
-    return int(torch.cuda.memory_stats()[counter] - before)
+    after = torch.cuda.memory_stats()
+    return Allocated(
+        after[f"{counter}.allocated"] - before[f"{counter}.allocated"],
+        after[f"{counter}.peak"] - before[f"{counter}.current"],
+    )
 
 
 def total_bytes(results: Iterable[Tensor]) -> int:
@@ -381,6 +412,31 @@ def run_fused(dtypes: Iterable[torch.dtype], device: str) -> None:
         CROSS_ENTROPY_BACKWARD(grad, output, target, weight, reduction, -100, total)
 
 
+def run_rows(dtypes: Iterable[torch.dtype], device: str) -> None:
+    """Call the operators that go by rows with as many, and in such forms, as samples do not have."""
+    sizes = ((2, 32, 32, 16), (5, 37, 48, 16), (3, 197, 197, 8), (2, 256, 64, 8))
+    for dtype, (samples, queries, keys, width) in itertools.product(dtypes, sizes):
+        if dtype.is_floating_point:
+            torch.manual_seed(0)
+            for masked, causal in (
+                (None, False), (None, True), ((samples, 1), False), ((1, 3), False), ((samples, 3), False),
+            ):  # fmt: skip
+                run_attention(samples, queries, keys, width, dtype, device, masked, causal)
+
+
+def run_attention(
+    samples: int, queries: int, keys: int, width: int, dtype: torch.dtype, device: str, masked: Any, causal: bool
+) -> None:
+    """Heads lie side by side, as projections make them."""
+    query, key, value = (
+        torch.randn(samples, size, 3, width, device=device).to(dtype).transpose(1, 2).requires_grad_()
+        for size in (queries, keys, keys)
+    )
+    mask = None if masked is None else torch.randn(*masked, queries, keys, device=device).to(dtype)
+    result = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal)
+    result.backward(torch.randn_like(result))
+
+
 def establish(arguments: argparse.Namespace) -> Trials:
     """Harvest and try everything that is asked for."""
     trials = Trials(arguments.device)
@@ -394,6 +450,8 @@ def establish(arguments: argparse.Namespace) -> Trials:
             step.train_step(step.model, step.optimizer, *step.batch)
     with harvest:
         run_fused(arguments.dtypes, arguments.device)
+    with Harvest(trials, arguments.device, MOST_CALLS):
+        run_rows(arguments.dtypes, arguments.device)
     names = None
     for op, sample, backward in operator_samples(arguments.ops, arguments.dtypes, arguments.device, arguments.samples):
         if op.name != names:

@@ -177,11 +177,21 @@ class TestTrial:
 
     def test_a_copy_in_disguise(self) -> None:
         call = ordinary(aten.neg.default, torch.ones(1000))
-        assert bench.allocated(bench.allocating(call, lambda outs, x: torch.neg(x, out=outs[0]), None), "cpu") == [
-            4000,
-            0,
-        ]
-        assert bench.allocated(bench.allocating(call, lambda outs, x: outs[0].copy_(-x), None), "cpu") == [4000, 4000]
+
+        def sums(kernel: Any) -> list[int]:
+            return [memory.sum_bytes for memory in bench.allocated(bench.allocating(call, kernel, None), "cpu")]
+
+        assert sums(lambda outs, x: torch.neg(x, out=outs[0])) == [4000, 0]
+        assert sums(lambda outs, x: outs[0].copy_(-x)) == [4000, 4000]
+
+    def test_pieces_one_after_the_other(self) -> None:
+        def kernel(outs: Any, x: torch.Tensor) -> None:
+            for out, part in zip(outs[0].split(250), x.split(250), strict=True):
+                out.copy_(-part)
+
+        call = ordinary(aten.neg.default, torch.ones(1000))
+        _, placed = bench.allocated(bench.allocating(call, kernel, None), "cpu")
+        assert placed == bench.Allocated(sum_bytes=4000, peak_bytes=1000)
 
     def test_calls_that_a_plan_cannot_place(self) -> None:
         for target, args in [

@@ -67,8 +67,11 @@ def lower(
         if landing is not None and index in landing:
             copied = [number for number in created[index] if residencies[number] == "step_local"]
         at = placed[index]
-        workspace_bytes = sum(program.storages[number].size_bytes for number in copied)
-        workspace_bytes += 0 if at is None else at.workspace_bytes
+        if at is not None and at.by_rows and not copied:
+            at = None  # it runs as ever
+        workspace_bytes = (
+            sum(program.storages[number].size_bytes for number in copied) if at is None else at.workspace_bytes
+        )
         workspace_bytes += 0 if workspaces is None else workspaces.get(index, 0)
         pairs = _reuse(program, at, reads, copied)
         builder.operator(
@@ -145,12 +148,17 @@ def _residencies(
         elif (
             pool
             and number not in given_away
-            and (landing is None or placed[storage.creator] is not None or storage.creator in landing)
+            and (landing is None or _is_written(placed[storage.creator]) or storage.creator in landing)
         ):
             residencies.append("step_local")
         else:
             residencies.append("unpooled")
     return residencies
+
+
+def _is_written(placed: Placed | None) -> bool:
+    """Whether a kernel writes where a plan wants it, without a copy."""
+    return placed is not None and not placed.by_rows
 
 
 def _reuse(program: Program, placed: Placed | None, reads: list[int], copied: list[int]) -> list[tuple[int, int]]:

@@ -46,6 +46,7 @@ class Variant:
     name: str
     notes: Sequence[tuple[str, str]] = ()
     """What to say of its graph to people."""
+    runs_once: bool = False
 
     @cached_property
     def device(self) -> torch.device:
@@ -193,7 +194,7 @@ def _captured(
     name = getattr(train_step, "__name__", type(train_step).__name__)
     guards = Guards(reach, ignore=[owner.path for owner in number_owners(reach, changing) if owner.get() is not None])
     return CapturedStep(
-        None if is_steady else Variant(prune(first), f"{name} (first step)", notes_on(first, guards)),
+        None if is_steady else Variant(prune(first), f"{name} (first step)", notes_on(first, guards), runs_once=True),
         Variant(steady, name, notes_on(steady, guards)),
         guards,
         ArgGuard(args, kwargs, guards, live=floats),

@@ -9,8 +9,9 @@ import torch
 from torch._ops import OpOverload
 
 from roam.kernels.fused import workspace_bytes
+from roam.kernels.rows import WORTH_BYTES, piece_bytes
 from roam.kernels.table import Placement, named, placement
-from roam.program import Call, Program, Ref, TensorMeta
+from roam.program import Call, Program, Ref, TensorMeta, substitute
 
 _UNMOVABLE = frozenset(
     f"aten::{name}"
@@ -33,6 +34,8 @@ class Placed:
     """(slot of an argument, slot of a result): if it dies in the call, the argument may give its memory to the result."""
     workspace_bytes: int = 0
     """What the kernel takes while it runs, where that is known and is more than next to nothing."""
+    by_rows: bool = False
+    """Whether it computes pieces and copies them. Then it is for a plan to choose, like any copy, and what it takes is `workspace_bytes`."""
 
 
 def placed_calls(program: Program, device: torch.device) -> list[Placed | None]:
@@ -42,13 +45,17 @@ def placed_calls(program: Program, device: torch.device) -> list[Placed | None]:
 
 
 def landable_calls(program: Program, placed: Sequence[Placed | None], device: torch.device) -> dict[int, int]:
-    """Calls that cannot be placed, but whose results may be copied to where a plan wants them: with their results' bytes."""
+    """Calls whose results may be copied to where a plan wants them, and cannot get there otherwise: with the bytes that this takes."""
     leaving, unmovable = program.leaving(), _unmovable(program)
     landable = {}
     for index, call in enumerate(program.calls):
+        at = placed[index]
+        if at is not None and at.by_rows:
+            landable[index] = at.workspace_bytes
+            continue
         made = [program.storage_of(slot) for slot in _made(call) if program.storage_of(slot) >= 0]
         local = [storage for storage in made if program.storages[storage].creator == index and storage not in leaving]
-        if placed[index] is None and local and unmovable.isdisjoint(local) and _is_apart(program, index, device):
+        if at is None and local and unmovable.isdisjoint(local) and _is_apart(program, index, device):
             landable[index] = sum(program.storages[storage].size_bytes for storage in local)
     return landable
 
@@ -71,7 +78,13 @@ def _placed(
     if not found.applies(call.target, call.args, call.kwargs) or not found.clears(inputs, outputs):
         return None
     in_place = tuple(_in_place(program, call, found, inputs, slots, leaving))
-    return Placed(found, in_place, workspace_bytes(program, call))
+    if found.rows is None:
+        return Placed(found, in_place, workspace_bytes(program, call))
+    args, kwargs = substitute((call.args, call.kwargs), lambda ref: program.slots[ref.slot])
+    nbytes = sum(program.storages[meta.storage].size_bytes for meta in outputs)
+    if nbytes < WORTH_BYTES or not found.splits(args, kwargs):
+        return None
+    return Placed(found, in_place, piece_bytes(found.rows(*args, **kwargs), nbytes), by_rows=True)
 
 
 def _in_place(

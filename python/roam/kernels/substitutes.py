@@ -26,6 +26,7 @@ class Equal:
     kernel: Callable[..., Any]
     name: str
     unless: str = ""
+    rows: Callable[..., int] | None = None
 
 
 EQUAL: dict[str, Equal] = {}
@@ -47,12 +48,14 @@ def _copy(out: Tensor, value: Tensor) -> None:
         out.copy_(value)
 
 
-def equal(name: str, *overloads: str, unless: str = "") -> Callable[[Callable[..., None]], Callable[..., None]]:
+def equal(
+    name: str, *overloads: str, unless: str = "", rows: Callable[..., int] | None = None
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Enters a kernel that stands for overloads, of the namespace ``aten`` unless they name theirs."""
 
     def enter(kernel: Callable[..., None]) -> Callable[..., None]:
         full = (overload if "::" in overload else f"aten::{overload}" for overload in overloads)
-        EQUAL.update((overload, Equal(kernel, name, unless)) for overload in full)
+        EQUAL.update((overload, Equal(kernel, name, unless, rows)) for overload in full)
         return kernel
 
     return enter

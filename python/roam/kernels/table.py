@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 from torch._ops import OpOverload
 
-from roam.kernels import substitutes
+from roam.kernels import rows, substitutes
 from roam.program import TensorMeta, extents, is_dense
 
 Way = Literal["direct", "substitute", "land"]
@@ -47,6 +47,7 @@ class Placement:
             call and has their dtype, shape and strides.
         dropped: keyword arguments that it does not take.
         unless: a boolean argument; where it is set, the kernel does not apply.
+        rows: for kernels that go by rows (see `roam.kernels.rows`), how many rows a call has, of its tensors or their metadata.
         reason: why nothing better is done.
     """
 
@@ -59,6 +60,7 @@ class Placement:
     in_place: Mapping[str, frozenset[tuple[str, int]]] = field(default_factory=lambda: MappingProxyType({}))
     dropped: frozenset[str] = frozenset()
     unless: str = ""
+    rows: Callable[..., int] | None = None
     reason: str = ""
 
     def clears(self, inputs: Iterable[torch.Tensor | TensorMeta], outputs: Iterable[torch.Tensor | TensorMeta]) -> bool:
@@ -85,6 +87,10 @@ class Placement:
     def applies(self, target: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Whether the kernel covers these arguments, of which only plain ones are looked at."""
         return self.way != "land" and not (self.unless and named(target, args, kwargs)[self.unless])
+
+    def splits(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Whether a kernel that goes by rows finds some to go by."""
+        return self.rows is not None and self.rows(*args, **kwargs) > 1
 
 
 def placement(target: Any, device: str) -> Placement:
@@ -149,8 +155,8 @@ def candidate(target: OpOverload, device: str) -> Placement:
     reason = _not_functional(target)
     if reason:
         return Placement("land", reason=reason)
-    if equal := substitutes.EQUAL.get(target.name()):
-        return Placement("substitute", equal.kernel, equal.name, unless=equal.unless)
+    if (equal := substitutes.EQUAL.get(target.name())) and (equal.rows is None or device == rows.DEVICE):
+        return Placement("substitute", equal.kernel, equal.name, unless=equal.unless, rows=equal.rows)
     direct, reason = _direct(target, device)
     if direct is not None:
         return direct

@@ -47,7 +47,7 @@ def workspaces(
     signatures = {
         index: _signature(program, call)
         for index, call in enumerate(program.calls)
-        if placed[index] is None and _is_tried(program, index, device)
+        if ((at := placed[index]) is None or at.by_rows) and _is_tried(program, index, device)
     }
     with _one_at_a_time:
         unknown = {signature: index for index, signature in signatures.items() if signature not in _learned}

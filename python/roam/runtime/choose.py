@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
+from collections.abc import Container
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
@@ -25,8 +27,10 @@ from roam.runtime.fuse import fused
 WORTH = 0.02
 """What the pool may cost, as a share of the total: it has no fragmentation, and its addresses and size are known before."""
 _NEAR = 0.001
-"""A pool that costs no more than this share of the total is not tried to be bettered."""
+"""Totals that differ by no more than this share are alike: then the plan is taken that has the most in the pool."""
 _MOST_LANDINGS = 4
+_MUCH = 0.01
+"""The share of what a step makes that is worth a plan."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +73,17 @@ class Choice:
     def total_bytes(self) -> int:
         """The most memory that the step takes by plan."""
         return self.plan.total_bytes
+
+    @property
+    def made_bytes(self) -> int:
+        """All that the step makes, one result after another."""
+        return sum(storage.size_bytes for storage in self.program.storages if storage.creator >= 0)
+
+    @property
+    def pooled_bytes(self) -> int:
+        """How much of `made_bytes` lies in the pool."""
+        places = zip(self.program.storages, self.plan.offsets, strict=True)
+        return sum(storage.size_bytes for storage, offset in places if offset >= 0) if self.uses_pool else 0
 
     def __str__(self) -> str:
         """One honest line: planned, program order, lower bound."""
@@ -131,9 +146,10 @@ def choose(
         pooled.append(made(graph, plan, True))
         # What leaves is outside of every pool at the end, and more copies make no smaller pool.
         is_hopeless = pool is None and plan.persistent_bytes + pooled[0].plan.pool_bytes + leaving_bytes > most
-        if streams > 1 or is_hopeless or plan.total_bytes <= total * (1 + _NEAR):
+        is_best = bool(landing) and plan.total_bytes <= total * (1 + _NEAR)
+        if streams > 1 or is_hopeless or is_best:
             break
-    best = min(pooled, key=lambda choice: choice.total_bytes, default=ordinary)
+    best = _best(pooled, variant.runs_once) if pooled else ordinary
     if pool is None and best.total_bytes > most:
         best = ordinary
     totals = zip(names, [choice.total_bytes for choice in (ordinary, *pooled)], strict=True)
@@ -155,13 +171,43 @@ def _planned(graph: Graph, deadline: float | None, *, exact: Literal["auto", "of
     return plan
 
 
+def _best(pooled: list[Choice], runs_once: bool) -> Choice:
+    """Of the plans whose totals are next to the least, the one with the most in the pool; for a first step, with the smallest pool,
+    which later steps keep.
+    """
+    least = min(choice.total_bytes for choice in pooled)
+    near = [choice for choice in pooled if choice.total_bytes <= least * (1 + _NEAR)]
+    if runs_once:
+        return min(near, key=lambda choice: choice.plan.pool_bytes)
+    return max(near, key=lambda choice: (choice.pooled_bytes, -choice.total_bytes))
+
+
 def _landings(choice: Choice, device: torch.device) -> list[tuple[str, frozenset[int]]]:
-    """Which calls' results may be copied into the pool: none, all, or those that are small, so that the copy needs little."""
-    sizes = landable_calls(choice.program, choice.placed, device)
-    steps = sorted(set(sizes.values()))
-    chosen = [steps[(len(steps) - 1) * part // (_MOST_LANDINGS - 1)] for part in range(_MOST_LANDINGS)] if steps else []
+    """Which calls' results are copied into the pool: none, all, all but those of one operator, or those whose copies need little.
+
+    Outside of the pool there is room for some, beside the worst of what copies and kernels need.
+    """
+    program = choice.program
+    sizes = landable_calls(program, choice.placed, device)
     landings = [("pool", frozenset[int]())]
-    for most in dict.fromkeys(chosen):
+    if not sizes:
+        return landings
+    steps = sorted(set(sizes.values()))
+    small = dict.fromkeys(steps[(len(steps) - 1) * part // (_MOST_LANDINGS - 1)] for part in range(_MOST_LANDINGS - 1))
+    landings.append(("pool, all results copied into it that are not made there", frozenset(sizes)))
+    for name in _telling(choice, sizes):
+        calls = frozenset(index for index in sizes if program.calls[index].name != name)
+        landings.append((f"pool, all results copied into it but those of {name}", calls))
+    for most in small:
         calls = frozenset(index for index, size in sizes.items() if size <= most)
-        landings.append((f"pool, results of up to {most:,} bytes copied into it", calls))
+        landings.append((f"pool, results copied into it by up to {most:,} bytes at a time", calls))
     return landings
+
+
+def _telling(choice: Choice, calls: Container[int]) -> list[str]:
+    """Operators whose results are much of what is made, those of less before those of more."""
+    made: Counter[str] = Counter()
+    for storage in choice.program.storages:
+        if storage.creator in calls:
+            made[choice.program.calls[storage.creator].name] += storage.size_bytes
+    return [name for name, size in reversed(made.most_common(_MOST_LANDINGS)) if size >= _MUCH * choice.made_bytes]
