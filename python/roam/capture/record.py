@@ -10,7 +10,6 @@ from contextlib import nullcontext
 from typing import Any, NoReturn, Protocol
 
 import torch
-from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -20,6 +19,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from roam.capture import absent, foreign, multi_tensor
+from roam.capture.as_real import as_real, bytes_at_least, other_backward, without_masked
 from roam.capture.branches import Slices, add_question, may_be_asked
 from roam.capture.fake_kernels import LIVE_FLOAT, LIVE_INT, PLAIN, FakeKernels, tensors_in
 from roam.capture.generators import Watch, forget_idle_states
@@ -28,7 +28,7 @@ from roam.capture.owners import ArgumentOwner
 from roam.capture.values import MISSING
 from roam.errors import CaptureError
 from roam.interrupts import deliver_interrupts
-from roam.kernels.recurrent import ASKED, as_run, asked
+from roam.kernels.recurrent import as_run
 from roam.program import Call, Program, Question, Ref, Source, Storage, TensorMeta
 
 aten = torch.ops.aten
@@ -49,19 +49,6 @@ _HIDDEN_ALIAS = {
     aten.unsafe_split.Tensor,
     aten.unsafe_split_with_sizes.default,
 }
-# Losses whose CPU kernels write the unreduced loss into the result's storage first and never give the rest of it back.
-_REDUCED_LOSSES = {
-    aten.mse_loss.default,
-    aten.smooth_l1_loss.default,
-    aten.soft_margin_loss.default,
-    aten.binary_cross_entropy.default,
-}
-_BAGS = {aten._embedding_bag.default, aten._embedding_bag_forward_only.default}
-# Kernels whose gradient autograd spreads over equal elements: on real tensors it asks for a value on the way.
-_SPREAD_EVENLY = {aten.max.default, aten.min.default, aten.median.default, aten.nanmedian.default}
-# Kernels of the CPU that make their result as large as their argument and then give it its shape.
-_UNFOLDED = {aten.im2col.default, aten.col2im.default}
-_OVERSIZED = _REDUCED_LOSSES | _BAGS | _UNFOLDED
 # Kernels whose result's shape hangs on the values of their numbers.
 _SHAPED_BY_NUMBERS = {aten.arange, aten.range}
 # Kernels that give a tensor another storage or size under the same name.
@@ -344,7 +331,7 @@ class Recorder(TorchDispatchMode):
         """Runs an operator on fake tensors and records it."""
         self._refuse_deciding_numbers(func, args, kwargs, source)
         call = Call(func, (), {}, (), False, phase, source, random=_is_random(func))
-        if (reason := _other_backward(func, args)) is not None:
+        if (reason := other_backward(func, args)) is not None:
             self.refuse(reason, code="hidden_branch", op=str(func), source=source)
         call.args, call.kwargs = self._recorded(args, call), self._recorded(kwargs, call)
         if call.random:
@@ -372,14 +359,14 @@ class Recorder(TorchDispatchMode):
         if torch.Tag.inplace_view in func.tags:
             self._reshape_in_place(call, result)
             return result
-        result = _as_real(func, args, result)
+        result = as_real(func, args, result)
         call.target = as_run(func)
         if (
             not tensors and _takes_dtype(func) and kwargs.get("dtype") is None
         ):  # then it takes what the step may have set
             call.kwargs = {**call.kwargs, "dtype": result.dtype}
         call.mutates = self._mutated(func, args, kwargs, call)
-        self._record(call, _without_masked(call, args, kwargs, result), tensors)
+        self._record(call, without_masked(call, args, kwargs, result), tensors)
         return result
 
     def _refuse_deciding_numbers(self, func: Any, args: Any, kwargs: Any, source: Source) -> None:
@@ -418,7 +405,7 @@ class Recorder(TorchDispatchMode):
                     f"tensors of layout {item.layout} are not captured", code="layout",
                     op=call.name, source=call.source,
                 )  # fmt: skip
-            size_bytes = _bytes_at_least(call.target, tensors, position, item)
+            size_bytes = bytes_at_least(call.target, tensors, position, item)
             slot = self._add_tensor(item, creator=index, name=f"{call.target._opname}_{index}", at_least=size_bytes)
             self._check_aliasing(call, position, slot, argument_storages)
             outputs.append(slot)
@@ -664,54 +651,6 @@ def is_float(number: object) -> bool:
     return type(number) is float
 
 
-def _other_backward(func: Any, args: Any) -> str | None:
-    """Why the backward pass of a kernel would be another one on real tensors; None where it is the same."""
-    if func in _SPREAD_EVENLY and torch.is_grad_enabled() and args[0].requires_grad:
-        return (
-            "its gradient is made of other kernels on real tensors, by the data; reduce by dimensions, as in x.amax()"
-        )
-    return None
-
-
-def _in_format(fake: Any, memory_format: torch.memory_format) -> Any:
-    """A fake tensor, or another with the strides of the format, which other shapes' formats leave open."""
-    like = torch.empty(fake.shape, dtype=fake.dtype, device=fake.fake_device, memory_format=memory_format)
-    return fake if fake.stride() == like.stride() else like
-
-
-def _as_real(func: Any, args: Any, result: Any) -> Any:
-    """Puts right what fake kernels are known to get wrong; the first real run finds any that are not known."""
-    if func is aten.native_batch_norm.default and args[0].device.type == "cpu":
-        output, *statistics = result
-        output = _in_format(
-            output, torch.contiguous_format if args[0].is_contiguous() else suggest_memory_format(args[0])
-        )
-        is_mixed = any(t is not None and t.dtype is not args[0].dtype for t in args[1:5])
-        if is_mixed and args[5]:
-            statistics = [statistic.float() for statistic in statistics]
-        return output, *statistics
-    if func is aten.native_batch_norm_backward.default and args[0].device.type == "cpu" and result[0] is not None:
-        formats = [suggest_memory_format(tensor) for tensor in args[:2]]
-        is_plain = formats[0] is formats[1] and args[0].is_contiguous() and args[1].is_contiguous()
-        return _in_format(result[0], torch.contiguous_format if is_plain else formats[1]), *result[1:]
-    if func is aten.multilabel_margin_loss_forward.default and args[0].dim() < 2 and args[2] == 0:
-        return result[0].new_empty(()), result[1]
-    if func in ASKED:
-        return tuple(
-            None
-            if real is None
-            else torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=real.device)
-            for real in asked(func, args)
-        )
-    if func is aten.native_layer_norm.default and args[0].device.type == "cpu":
-        output, *statistics = result
-        if args[2] is not None and args[2].dtype is not args[0].dtype:
-            return (output, *(statistic.to(args[2].dtype) for statistic in statistics))
-    if func is aten.native_layer_norm_backward.default and args[0].device.type == "cpu" and result[0] is not None:
-        return (result[0].contiguous(), *result[1:])
-    return result
-
-
 @functools.cache
 def _takes_dtype(func: Any) -> bool:
     return any(argument.kwarg_only and argument.name == "dtype" for argument in func._schema.arguments)
@@ -731,32 +670,8 @@ def _without_live_numbers(value: Any) -> Any:
     return value
 
 
-def _bytes_at_least(func: Any, tensors: list[Any], position: int, result: Any) -> int:
-    """Bytes of the storage of a result for which a CPU kernel takes more than it then fills; 0 for any other."""
-    if func not in _OVERSIZED or tensors[0].device.type != "cpu":
-        return 0
-    item_bytes = int(tensors[0].element_size())
-    if func in _REDUCED_LOSSES:
-        return int(torch.broadcast_shapes(tensors[0].shape, tensors[1].shape).numel()) * item_bytes
-    if func in _UNFOLDED:
-        return int(tensors[0].numel()) * item_bytes
-    if position == 1 and result.numel():
-        return (int(result.numel()) + 1) * int(result.element_size())  # it counts one past the last bag
-    return 0
-
-
 def _with_arguments_of(func: Any, packet: Any) -> Any:
     """The overload that takes the same arguments."""
     wanted = [(argument.name, str(argument.type)) for argument in func._schema.arguments]
     overloads = (getattr(packet, name) for name in packet.overloads())
     return next(o for o in overloads if wanted == [(a.name, str(a.type)) for a in o._schema.arguments])
-
-
-def _without_masked(call: Call, args: Any, kwargs: Any, results: Any) -> Any:
-    """The results that an `output_mask` asks for; fake kernels make the others too, real ones need not."""
-    for position, argument in enumerate(call.target._schema.arguments):
-        if argument.name == "output_mask":
-            mask = args[position] if position < len(args) else kwargs.get("output_mask")
-            if mask is not None and len(mask) == len(results):
-                return [result if wanted else None for wanted, result in zip(mask, results, strict=True)]
-    return results
