@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -22,6 +24,13 @@ STEPS = 6
 
 class Meter:
     total = 0
+
+
+class Named:
+    pass
+
+
+first, second = Named(), Named()
 
 
 class Lamb(torch.optim.Optimizer):
@@ -49,6 +58,7 @@ def make() -> Any:
     net = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Dropout(0.25), torch.nn.Linear(8, 3))
     my = SimpleNamespace(net=net, optimizer=torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9))
     my.steps, my.seen, my.loss, my.average, my.sums, my.lamb = 0, 0, 0.0, None, [0.0, 0], Lamb(net.parameters())
+    my.flag, my.named = False, {first: 0, second: "abc"}
     for group in my.lamb.param_groups:
         group["step"] = 0
     return my
@@ -125,6 +135,13 @@ def start_over(my, x, y):
     return train(my, x, y, my.steps + 1)
 
 
+def sometimes_none(my, x, y):
+    my.steps += 1
+    loss = train(my, x, y)
+    my.average = None if my.steps % 3 == 0 else loss.item()
+    return loss
+
+
 def set_to_the_size(my, x, y):
     my.seen = x.shape[0]
     return train(my, x, y)
@@ -161,7 +178,7 @@ def check(body: Body, change: Callable[[Any, int], None], captures: int) -> None
         (count, 1), (warm_up, 1), (count_in_a_class, 1), (sum_of_losses, 1), (count_in_groups, 1), (set_to_the_size, 1),
         (moving_average, 2),  # there is none at first
         (every_third, 3),  # gradients are there or not, and updated or not
-        (freeze_after_three, 2), (start_over, 2), (fade_the_momentum, 1),
+        (freeze_after_three, 2), (sometimes_none, 3), (start_over, 2), (fade_the_momentum, 1),
     ],
 )  # fmt: skip
 def test_numbers_are_live(body: Body, captures: int) -> None:
@@ -181,6 +198,16 @@ def lower_the_sum(my: Any, index: int) -> None:
 def other_kind(my: Any, index: int) -> None:
     if index == 3:
         my.steps = 0.5
+
+
+def to_a_tensor(my: Any, index: int) -> None:
+    if index == 3:
+        my.loss = torch.tensor(my.loss)
+
+
+def to_another_number(my: Any, index: int) -> None:
+    if index == 3:
+        my.steps = True
 
 
 def take_away(my: Any, index: int) -> None:
@@ -212,7 +239,69 @@ def counts_in_a_list_that_grows(my, x, y):
     return train(my, x, y)
 
 
-@pytest.mark.parametrize("body", [becomes_text, shows_it, counts_in_a_list_that_grows])
+def longer_and_longer(my, x, y):
+    my.steps += 1
+    return train(my, x, y) + my.net(x)[: my.steps].mean()
+
+
+def as_large_as_a_value(my, x, y):
+    return train(my, x[: y.sum().item() + 1], y)
+
+
+def with_numpy(my, x, y):
+    my.steps += 1
+    return train(my, x, y, (np.int32(2**30) * my.steps) / 2.0**30)
+
+
+def mean_with_numpy(my, x, y):
+    my.loss += train(my, x, y).item()
+    my.average = np.mean([my.loss, 1.0])
+
+
+def looks_at_the_type(my, x, y):
+    my.steps += 1
+    return train(my, x, y, 1.0 if type(my.steps) is int else 0.5)
+
+
+def catches_the_refusal(my, x, y):
+    my.steps += 1
+    factor = 1.0
+    with contextlib.suppress(Exception):
+        factor = [0.1, 0.2, 0.3, 0.4][my.steps]
+    return train(my, x, y, factor)
+
+
+def asks_before_it_sets(my, x, y):
+    my.steps += 1
+    factor = 2.0 if my.steps > my.seen else 1.0
+    my.seen = 100
+    return train(my, x, y, factor)
+
+
+def counts_a_flag(my, x, y):
+    my.flag += 1
+    return train(my, x, y)
+
+
+def two_of_one_name(my, x, y):
+    my.named[first] += 1
+    return train(my, x, y, len(my.named[second]))
+
+
+def state_of_no_parameter(my, x, y):
+    state = my.lamb.state
+    state["all"] = {"steps": state["all"]["steps"] + 1 if "all" in state else 1}
+    return train(my, x, y)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        becomes_text, shows_it, counts_in_a_list_that_grows, longer_and_longer, as_large_as_a_value, with_numpy,
+        mean_with_numpy, looks_at_the_type, catches_the_refusal, asks_before_it_sets, counts_a_flag, two_of_one_name,
+        state_of_no_parameter,
+    ],
+)  # fmt: skip
 def test_what_else_a_step_does_with_them_is_refused(body: Body) -> None:
     my = make()
     before = everything(my)

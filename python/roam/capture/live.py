@@ -74,6 +74,12 @@ class LiveNode:
         answer = self.recorder.branch(function, (live, *others))
         return bool(self._reached_python() if answer is None else answer)
 
+    def to_numpy(self) -> NoReturn:
+        """NumPy would do arithmetic of its own with the number."""
+        self.recorder.refuse(
+            f"{self.origin} reached NumPy; use Python's numbers or tensors", code="value_reached_python"
+        )
+
     def _reached_python(self, *_: object) -> NoReturn:
         self.recorder.refuse(
             f"the value of {self.origin} reached Python: a plan would freeze what it decided at capture. "
@@ -149,6 +155,7 @@ _ARITHMETIC: dict[str, Callable[..., Any]] = {
         f"__r{name}__": _reflected(getattr(operator, name))
         for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
     },
+    "__array__": lambda self, *_, **__: self.node.to_numpy(),
     "__neg__": _unary(operator.neg),
     "__pos__": _unary(operator.pos),
     "__abs__": _unary(operator.abs),

@@ -141,12 +141,16 @@ def rate_owners(optimizer: torch.optim.Optimizer, path: str) -> Iterator[RateOwn
 
 
 def number_owners(reach: Reach, paths: Collection[str]) -> Iterator[PlaceOwner]:
-    """The numbers at these paths that the step keeps in Python, outside of optimizers' state."""
+    """The numbers at these paths that the step keeps in Python, outside of optimizers' state, or the None in their place."""
+    found: dict[str, list[PlaceOwner]] = {}
     for place in reach.places:
         space = place.space
-        for key, _ in space.items() if paths and place.guarded else ():
+        for key, value in space.items() if paths and place.guarded else ():
             if (path := space.label(key)) in paths:
-                yield PlaceOwner(space, key, path, "live", tied=False)
+                is_number = value is None or type(value) in (int, float)
+                found.setdefault(path, []).append(PlaceOwner(space, key, path, "live" if is_number else "", tied=False))
+    # Keys without a text of their own share a path, and nobody could tell which of them is meant.
+    yield from (owners[0] for owners in found.values() if len(owners) == 1 and owners[0].kind)
 
 
 Owner = PlaceOwner | StateOwner | ScalerOwner | GradientOwner

@@ -115,6 +115,7 @@ class Recorder(TorchDispatchMode):
         self._watch = watch
         self._slices = Slices(self.program)
         self._number_of = number_of
+        self._refusal: CaptureError | None = None
         self._lacks_cuda = not torch.cuda.is_available()
 
     @classmethod
@@ -203,7 +204,9 @@ class Recorder(TorchDispatchMode):
         if source is None:
             _, source = self.frames.here()
         where = f"{op} at {source}" if op else str(source)
-        raise CaptureError(f"{where}: {message}", code=code, operator=op, source=str(source))
+        error = CaptureError(f"{where}: {message}", code=code, operator=op, source=str(source))
+        self._refusal = self._refusal or error
+        raise error
 
     def scalar_call(self, function: Callable[..., Any], operands: tuple[Any, ...]) -> Any:
         """Records Python arithmetic on live numbers."""
@@ -373,10 +376,11 @@ class Recorder(TorchDispatchMode):
         """Refuses live numbers that decide a shape, or which kernels the backward pass is made of."""
         is_deciding = (
             func._overloadpacket in _SHAPED_BY_NUMBERS
+            or any(_holds_live(value) for value in _shaping(func, args, kwargs))
             or (func is aten.pow.Tensor_Scalar and torch.is_grad_enabled() and args[0].requires_grad)
             or (foreign.is_foreign(func) and len(func._schema.returns) > 0)
         )
-        if is_deciding and any(isinstance(a, (torch.SymFloat, torch.SymInt)) for a in (*args, *kwargs.values())):
+        if is_deciding and _holds_live((args, kwargs)):
             self.refuse(
                 "a number that changes from step to step decides which kernels run", code="value_reached_python",
                 op=str(func), source=source,
@@ -620,7 +624,13 @@ class Recorder(TorchDispatchMode):
         return len(self.program.slots) - 1
 
     def finish(self) -> None:
-        """Checks what only the whole recording shows."""
+        """Checks what only the whole recording shows.
+
+        Raises:
+            CaptureError: also one that the user's code has caught: eager PyTorch would not have gone the way that followed.
+        """
+        if self._refusal is not None:
+            raise self._refusal
         if self._watch is not None and not self._watch.is_intact():
             raise CaptureError(_SET_UNSEEN, code="generator_state")
         forget_idle_states(self.program)
@@ -649,6 +659,26 @@ def is_integer(number: object) -> bool:
 def is_float(number: object) -> bool:
     """Whether it is one of Python's floats."""
     return type(number) is float
+
+
+@functools.cache
+def _integers(func: Any) -> list[tuple[int, str]]:
+    """Position and name of the arguments that are integers by the schema: sizes, dimensions, positions, counts."""
+    arguments = enumerate(func._schema.arguments)
+    return [(position, argument.name) for position, argument in arguments if "int" in str(argument.type)]
+
+
+def _shaping(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    """The values of those arguments."""
+    return [args[at] if at < len(args) else kwargs.get(name) for at, name in _integers(func)]
+
+
+def _holds_live(value: Any) -> bool:
+    if isinstance(value, (tuple, list)):
+        return any(map(_holds_live, value))
+    if isinstance(value, dict):
+        return any(map(_holds_live, value.values()))
+    return isinstance(value, (torch.SymFloat, torch.SymInt))
 
 
 @functools.cache

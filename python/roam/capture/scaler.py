@@ -15,7 +15,8 @@ import torch
 
 from roam.capture.owners import StateOwner
 from roam.capture.record import Recorder
-from roam.capture.spaces import is_updated
+from roam.capture.spaces import LIVE_OPTIMIZER_KEYS, is_updated
+from roam.capture.values import is_plain
 from roam.capture.world import World
 from roam.errors import CaptureError
 from roam.program import Program, refs
@@ -84,11 +85,12 @@ def _skippable(world: World, recorder: Recorder, optimizer: Any, found: Any) -> 
     slot = recorder.slot_of(found)
     assert slot is not None, "a number of the step"
     calls, after = recorder.program.calls, recorder.program.after
-    first, schedulers, held = len(calls), len(after), _held(world)
+    first, schedulers, held = len(calls), len(after), _held(world, optimizer)
     yield
-    if len(after) != schedulers or _held(world) != held:
+    if len(after) != schedulers or _held(world, optimizer) != held:
         recorder.refuse(
-            "an optimizer's step that a scaler may leave out steps a scheduler, or replaces a gradient, parameter or buffer",
+            "an optimizer's step that a scaler may leave out steps a scheduler, sets a number outside of its state, or replaces "
+            "a gradient, parameter or buffer",
             code="scaler",
         )
     for call in calls[first:]:
@@ -96,9 +98,16 @@ def _skippable(world: World, recorder: Recorder, optimizer: Any, found: Any) -> 
     recorder.program.skippable.append((optimizer, slot))
 
 
-def _held(world: World) -> list[tuple[str, int]]:
-    """What all owners hold but for optimizer state."""
-    return [(owner.path, id(owner.get())) for owner in world.owners() if not isinstance(owner, StateOwner)]
+def _held(world: World, optimizer: Any) -> list[tuple[str, int]]:
+    """What all owners hold but for optimizer state, and the optimizer's own plain values."""
+    held = [
+        (owner.path, id(owner.get()))
+        for owner in (*world.owners(), *world.numbers)
+        if not isinstance(owner, StateOwner)
+    ]
+    own = [vars(optimizer), *optimizer.param_groups]
+    plain = [(key, id(value)) for values in own for key, value in values.items() if is_plain(value)]
+    return held + [(key, value) for key, value in plain if key not in LIVE_OPTIMIZER_KEYS]
 
 
 def check_skippable(program: Program) -> None:

@@ -13,7 +13,7 @@ import torch.utils._pytree as pytree
 
 from roam._core import Graph
 from roam.capture.ambient import Switches
-from roam.capture.compare import agrees, difference
+from roam.capture.compare import agrees, asks_the_same, difference
 from roam.capture.generators import watched
 from roam.capture.guards import ArgGuard, Guards
 from roam.capture.lower import device_of, lower
@@ -183,8 +183,10 @@ def _captured(
     if programs is None:
         # A float argument that decides something in Python cannot be live; it is guarded by value instead.
         floats, programs = [], tracer.programs(live_arguments=False)
-    if settles is not None and difference(settles.program, programs[0]) is not None:
+    if settles is not None and not _is_settled(settles.program, programs[0]):
         raise settles.refusal
+    if any(number_owners(reach, changing)):
+        _check_live_numbers(programs[0], tracer)
     first, steady = programs[0], programs[-1]
     carried = {owner.path for owner, _ in steady.owned if isinstance(owner, GradientOwner)}
     for program in (first, steady):
@@ -200,6 +202,20 @@ def _captured(
         ArgGuard(args, kwargs, guards, live=floats),
         [] if settles is None else settles.settings,
     )
+
+
+def _is_settled(before: Program, after: Program) -> bool:
+    return difference(before, after) is None and asks_the_same(before, after)
+
+
+def _check_live_numbers(live: Program, tracer: _Tracer) -> None:
+    """Refuses a step that goes another way with live numbers than with plain ones, such as one that looks at their very type."""
+    (plain,) = tracer.programs(live_arguments=False, live_numbers=False)
+    if not agrees(live, plain):
+        raise CaptureError(
+            "the step does something else with a number that it keeps and changes than with a plain one; keep it a tensor",
+            code="value_reached_python",
+        )
 
 
 def _is_first_of(first: Program, later: Program) -> bool:
@@ -225,17 +241,17 @@ class _Tracer:
     """Whether what the step sets once and for all has been set."""
 
     @interrupts_wait()
-    def programs(self, *, live_arguments: bool, only_first: bool = False) -> list[Program]:
-        """Successive steps, until two in a row are the same program; or the first alone."""
+    def programs(self, *, live_arguments: bool, live_numbers: bool = True, only_first: bool = False) -> list[Program]:
+        """Successive steps, until two in a row are the same program; or the first alone, as it has to be without live numbers."""
         while True:
             try:
-                return self._programs(live_arguments=live_arguments, only_first=only_first)
+                return self._programs(live_arguments, live_numbers, only_first=only_first)
             except NumbersChange as found:
                 self.changing.update(found.paths)
                 if self.is_settled:  # by settings that these numbers may be among
                     raise
 
-    def _programs(self, *, live_arguments: bool, only_first: bool) -> list[Program]:
+    def _programs(self, live_arguments: bool, live_numbers: bool, *, only_first: bool) -> list[Program]:
         world = World(self.reach, self.args, self.kwargs, self.changing)
         snapshot, switches = Snapshot(self.reach), Switches()
         programs: list[Program] = []
@@ -244,10 +260,14 @@ class _Tracer:
             args, kwargs = world.enter()
             inside = Snapshot(self.reach)
             for _ in range(_MOST_TRACES):
-                program = trace(world, self.train_step, args, kwargs, live_arguments=live_arguments)
+                program = trace(
+                    world, self.train_step, args, kwargs, live_arguments=live_arguments, live_numbers=live_numbers
+                )
                 moved = [*inside.moved(), *filter(None, [switches.moved()])]
                 accumulate_in_place(program)
                 programs.append(prune(program))
+                if not live_numbers:
+                    return programs
                 if moved:
                     refusal = CaptureError(
                         f"the step changes Python state that a captured step would not change again: {moved[0]}",
@@ -260,7 +280,7 @@ class _Tracer:
                     raise NumbersChange(numbers) if numbers else refusal
                 if only_first:
                     return programs
-                if len(programs) == 2 and _is_first_of(*programs):
+                if len(programs) == 2 and world.has_known_optimizers() and _is_first_of(*programs):
                     return programs
                 if len(programs) > 1:
                     change = difference(programs[-2], programs[-1])

@@ -34,7 +34,13 @@ from roam.program import HostCall, Program, Ref
 
 
 def trace(
-    world: World, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, live_arguments: bool
+    world: World,
+    step: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    live_arguments: bool,
+    live_numbers: bool = True,
 ) -> Program:
     """One recorded run in a world of fakes. The world is left as the step leaves it.
 
@@ -43,6 +49,7 @@ def trace(
         step: the user's function.
         args, kwargs: its arguments with fakes.
         live_arguments: whether float arguments are live numbers; where a float decides something in Python it cannot be.
+        live_numbers: whether numbers are live that the step keeps outside of optimizers' state. If not, it changes them.
 
     Raises:
         CaptureError: whatever cannot be captured exactly, with operator and user line.
@@ -55,7 +62,9 @@ def trace(
     state = [(owner, owner.get()) for owner in state_owners(world.reach, world.parameters, plain=True)]
     numbers = [(owner, number) for owner, number in state if owner.path in world.changing]
     plain = [(owner, value) for owner, value in state if owner.path not in world.changing]
-    held: list[tuple[StateOwner | PlaceOwner, Any]] = [*numbers, *((owner, owner.get()) for owner in world.numbers)]
+    kept = [(owner, owner.get()) for owner in world.numbers]
+    held: list[tuple[StateOwner | PlaceOwner, Any]] = [*numbers, *(kept if live_numbers else ())]
+    elsewhere = world.state_elsewhere()
     rates = [owner.get() for owner in world.rates]
     hooks = world.hooks()
     trained = world.requiring_gradients()
@@ -91,13 +100,15 @@ def trace(
             raise CaptureError("the step adds hooks to a parameter, or removes some", code="moved")
         if differing := trained ^ world.requiring_gradients():
             raise CaptureError(f"the step changes the requires_grad of {min(differing)}", code="moved")
+        if not same(elsewhere, world.state_elsewhere()):
+            raise CaptureError("the step keeps optimizer state that belongs to no parameter", code="optimizer_state")
         recorder.finish()
         check_updated(world)
         _results(world, recorder, result)
         _endings(world, recorder, before)
         _plain_endings(world, recorder, plain, {owner.path for owner, _ in numbers})
         _rate_endings(world, recorder)
-        _number_endings(world, recorder)
+        _number_endings(world, recorder, {owner.path for owner, number in kept if number is not None})
         check_skippable(recorder.program)
         world.note_numbers(recorder)
         return recorder.program
@@ -360,14 +371,14 @@ def _rate_endings(world: World, recorder: Recorder) -> None:
             raise CaptureError(f"the step makes {owner.path} a {type(rate).__name__}; give it a float", code="rate")
 
 
-def _number_endings(world: World, recorder: Recorder) -> None:
-    """What the step puts in the place of the numbers that it keeps."""
+def _number_endings(world: World, recorder: Recorder, given: set[str]) -> None:
+    """What the step puts in the place of the numbers that it keeps, of which those at `given` were there before."""
     for owner in world.numbers:
         number = owner.get()
         if (slot := recorder.slot_of(number)) is not None and not isinstance(number, torch.Tensor):
             if not recorder.is_as_given(owner):
                 recorder.program.rebinds.append((owner, slot))
-        elif type(number) in (int, float):
+        elif type(number) in (int, float) or (number is None and owner.path in given):
             recorder.program.plain_state.append((owner, number))
         elif number is not None:
             raise CaptureError(

@@ -139,6 +139,16 @@ class World:
         for owner in self.owners():
             owner.get().constant = None
 
+    def has_known_optimizers(self) -> bool:
+        """Whether all optimizers are PyTorch's own, which keep what they know in their state."""
+        return all(type(optimizer).__module__.startswith("torch.optim.") for optimizer in self.optimizers)
+
+    def state_elsewhere(self) -> tuple[Any, ...]:
+        """What the optimizers' state holds for others than parameters."""
+        states: list[dict[Any, Any]] = [optimizer.state for optimizer in self.optimizers]
+        others = [item for state in states for item in state.items() if not isinstance(item[0], torch.Tensor)]
+        return tuple((key, tuple(entry.items()) if isinstance(entry, dict) else entry) for key, entry in others)
+
     def hooks(self) -> dict[str, list[int]]:
         """The hooks on the gradients of tensors from before the step, by their own numbers."""
         named = {f"{owner.path}.{name}": getattr(owner.get(), name) for owner in self.places for name in HOOKS}
