@@ -139,16 +139,16 @@ class Recorder(TorchDispatchMode):
         self.program.constants.append((real, slot))
         return slot
 
-    def add_live(self, owner: Any, origin: str, *, value: float | None = None) -> Any:
-        """A live number that its owner holds. Where its `value` is given, comparisons are answered by it, and noted."""
+    def add_live(self, owner: Any, origin: str) -> Any:
+        """A live float that its owner holds; nothing that it decides is answered."""
         live = self._live(False, origin)
         self.program.owned.append((owner, live.node.slot))
-        if value is not None:
-            self._given[live.node.slot] = owner, value
         return live
 
     def add_number(self, owner: Any, value: float) -> Any:
-        """A live number that the step keeps, integer or not for as long as the plan is used."""
+        """A live number that its owner holds, integer or not for as long as the plan is used. Comparisons are answered by its value
+        of now, and noted.
+        """
         live = self._live(type(value) is int, owner.path)
         self.program.owned.append((owner, live.node.slot))
         self._given[live.node.slot] = owner, value

@@ -106,7 +106,7 @@ class Snapshot:
         """Paths of the numbers, among what `moved` tells of, in whose place there are others now: counters, running sums."""
         found = set()
         for place, items in self._holders:
-            if place.guarded and not isinstance(place.space, (ArraySpace, SetSpace)) and _changes(place, items):
+            if place.guarded and type(place.space).set is not Space.set and _changes(place, items):
                 found |= {
                     place.space.label(key)
                     for key, old in items

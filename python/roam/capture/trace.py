@@ -73,7 +73,7 @@ def trace(
             recorder.add_owned(owner, tensor, owner.path)
         args, kwargs = _own_arguments(world, recorder, args, kwargs, live_arguments)
         for rate_owner in world.rates:
-            rate_owner.set(recorder.add_live(rate_owner, rate_owner.path, value=rate_owner.get()))
+            rate_owner.set(recorder.add_number(rate_owner, rate_owner.get()))
         for number_owner, number in held:
             if number is not None:
                 number_owner.set(recorder.add_number(number_owner, number))
@@ -301,7 +301,12 @@ def _scheduler(world: World, recorder: Recorder, path: str, scheduler: Any) -> I
         mock.patch.object(scheduler, "get_last_lr", last_rates),
         mock.patch.dict(scheduler.__dict__, dict.fromkeys(("last_epoch", "_step_count", "_last_lr"), unknown)),
     ):
+        held = dict(vars(scheduler))
         yield
+        if held.keys() != vars(scheduler).keys() or any(
+            not same(held[key], now) for key, now in vars(scheduler).items()
+        ):
+            raise CaptureError(f"the step changes attributes of {path} itself, not by its step()", code="moved")
 
 
 def _results(world: World, recorder: Recorder, result: Any) -> None:
