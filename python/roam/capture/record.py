@@ -332,7 +332,6 @@ class Recorder(TorchDispatchMode):
 
     def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], phase: str, source: Source) -> Any:
         """Runs an operator on fake tensors and records it."""
-        self._refuse_deciding_numbers(func, args, kwargs, source)
         call = Call(func, (), {}, (), False, phase, source, random=_is_random(func))
         if (reason := other_backward(func, args)) is not None:
             self.refuse(reason, code="hidden_branch", op=str(func), source=source)
@@ -341,6 +340,7 @@ class Recorder(TorchDispatchMode):
             self._draw(call, (*args, *kwargs.values()))
         given = args, kwargs
         if any(self.program.slots[slot] is None for slot in call.refs()):
+            self._refuse_deciding_numbers(func, args, kwargs, source)
             given = _without_live_numbers(args), _without_live_numbers(kwargs)
         tensors = tensors_in(given)
         try:
@@ -373,14 +373,14 @@ class Recorder(TorchDispatchMode):
         return result
 
     def _refuse_deciding_numbers(self, func: Any, args: Any, kwargs: Any, source: Source) -> None:
-        """Refuses live numbers that decide a shape, or which kernels the backward pass is made of."""
+        """Refuses, among arguments with live numbers, those that decide a shape, or which kernels the backward pass is made of."""
         is_deciding = (
             func._overloadpacket in _SHAPED_BY_NUMBERS
             or any(_holds_live(value) for value in _shaping(func, args, kwargs))
             or (func is aten.pow.Tensor_Scalar and torch.is_grad_enabled() and args[0].requires_grad)
             or (foreign.is_foreign(func) and len(func._schema.returns) > 0)
         )
-        if is_deciding and _holds_live((args, kwargs)):
+        if is_deciding:
             self.refuse(
                 "a number that changes from step to step decides which kernels run", code="value_reached_python",
                 op=str(func), source=source,

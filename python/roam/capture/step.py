@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -124,15 +125,16 @@ def capture(
     """
     if step not in ("first", "steady"):
         raise CaptureError(f"step is 'first' or 'steady', not {step!r}", code="argument")
-    captured = capture_step(train_step, args, kwargs)
-    if step == "steady":
-        return captured.steady.graph
-    if captured.first is None:
-        raise CaptureError(
-            "there is no first step to capture: the optimizer has its state already, or keeps none",
-            code="no_first_step",
-        )
-    return captured.first.graph
+    with _without_collections():
+        captured = capture_step(train_step, args, kwargs)
+        if step == "steady":
+            return captured.steady.graph
+        if captured.first is None:
+            raise CaptureError(
+                "there is no first step to capture: the optimizer has its state already, or keeps none",
+                code="no_first_step",
+            )
+        return captured.first.graph
 
 
 def capture_step(
@@ -150,7 +152,10 @@ def capture_step(
         keep_grads: whether `.grad` of every parameter outlives the step, as under eager PyTorch.
         changing: paths of the Python numbers that earlier captures found the step to change; those found now are added.
     """
-    with watched:  # and no other capture: tracing puts fakes and stand-ins where other threads would find them
+    with (
+        watched,
+        _without_collections(),
+    ):  # and no other capture: tracing puts fakes and stand-ins where other threads would find them
         if torch.is_autocast_cache_enabled() and any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
             raise CaptureError(
                 "autocast is on around the step, and its cache may hold casts of weights from before; enter it in the step, "
@@ -165,6 +170,18 @@ def capture_step(
                 # Captured as if all of it were set: the first step does the same then, and later ones set nothing new.
                 with applied(settles.settings), suppress(NumbersChange):
                     return _captured(train_step, args, kwargs, keep_grads, changing, settles)
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Pauses the search for garbage in cycles: a capture makes a million objects that stay, and it would look at them again and again."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _captured(
