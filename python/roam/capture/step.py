@@ -152,10 +152,8 @@ def capture_step(
         keep_grads: whether `.grad` of every parameter outlives the step, as under eager PyTorch.
         changing: paths of the Python numbers that earlier captures found the step to change; those found now are added.
     """
-    with (
-        watched,
-        _without_collections(),
-    ):  # and no other capture: tracing puts fakes and stand-ins where other threads would find them
+    # No other capture meanwhile: tracing puts fakes and stand-ins where other threads would find them.
+    with watched, _without_collections():
         if torch.is_autocast_cache_enabled() and any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
             raise CaptureError(
                 "autocast is on around the step, and its cache may hold casts of weights from before; enter it in the step, "
