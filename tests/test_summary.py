@@ -78,7 +78,7 @@ def test_what_is_asked_and_split_is_told(tmp_path: Path) -> None:
     optimizer = torch.optim.RAdam(net.parameters(), foreach=True)
     graph = roam.capture(plain, net, optimizer, torch.randn(4, 6), torch.randint(0, 3, (4,)))
     notes = dict(graph.notes)
-    assert set(notes) == {"guarded", "asked", "split"}
+    assert set(notes) == {"guarded", "compared", "asked", "split"}
     assert "metadata of 2 tensors" in notes["guarded"]
     assert "1 questions at every call" in notes["asked"]
     calls, parts = map(int, re.findall(r"\d+", notes["split"])[:2])
