@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import roam
-from training import TRAININGS, assert_same_bits, state_of
+from training import TRAININGS, assert_same_bits, plain_step, state_of
 
 functional = torch.nn.functional
 
@@ -33,14 +33,6 @@ def parts() -> tuple[Net, torch.optim.Optimizer, torch.Tensor, torch.Tensor]:
     torch.manual_seed(0)
     model = Net()
     return model, torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(5, 6), torch.tensor([0, 1, 2, 0, 1])
-
-
-def plain_step(model, optimizer, x, y):
-    optimizer.zero_grad()
-    loss = functional.cross_entropy(model(x), y)
-    loss.backward()
-    optimizer.step()
-    return loss
 
 
 class TestTheGraph:

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import roam
-from training import TRAININGS, assert_same_bits, run, state_of, tensors_and_numbers
+from training import TRAININGS, assert_same_bits, plain_step, run, state_of, tensors_and_numbers
 
 functional = torch.nn.functional
 
@@ -33,14 +33,6 @@ class Net(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.second(self.drop(torch.relu(self.norm(self.first(x)))))
-
-
-def plain_step(model, optimizer, x, y):
-    optimizer.zero_grad()
-    loss = functional.cross_entropy(model(x), y)
-    loss.backward()
-    optimizer.step()
-    return loss
 
 
 Script = Callable[[Callable[[Any], Any]], list[Any]]

@@ -17,20 +17,13 @@ import roam
 from roam import cli, zoo
 from roam.capture import absent
 from roam.capture.step import capture_step
+from training import plain_step
 
 functional = torch.nn.functional
 is_absent = pytest.mark.skipif(
     torch.cuda.is_available() or torch.version.cuda is None,
     reason="captures exactly where there is a device, and not at all where PyTorch was built without CUDA",
 )
-
-
-def train_step(model: Any, optimizer: Any, inputs: Any, labels: Any) -> Any:
-    optimizer.zero_grad()
-    loss = functional.cross_entropy(model(inputs), labels)
-    loss.backward()
-    optimizer.step()
-    return loss
 
 
 def made(name: str, **settings: Any) -> roam.Graph:
@@ -78,7 +71,7 @@ class TestKernels:
             net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Dropout(), torch.nn.Linear(16, 4))
             optimizer = torch.optim.AdamW(net.parameters())
             batch = torch.randn(3, 8), torch.randint(4, (3,))
-        graph = roam.capture(train_step, net, optimizer, *batch)
+        graph = roam.capture(plain_step, net, optimizer, *batch)
         assert kernels(graph)["_foreach_addcdiv_"] == 4  # one for each parameter
         roam.verify(graph, roam.optimize(graph))
 
@@ -199,7 +192,7 @@ def penalized(model: Any, optimizer: Any, inputs: Any, labels: Any) -> Any:
 
 def hooked(model: Any, optimizer: Any, inputs: Any, labels: Any) -> Any:
     handle = model.first.weight.register_hook(lambda gradient: gradient.clamp(-1, 1))
-    loss = train_step(model, optimizer, inputs, labels)
+    loss = plain_step(model, optimizer, inputs, labels)
     handle.remove()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=False)
     return loss
@@ -209,7 +202,7 @@ def hooked(model: Any, optimizer: Any, inputs: Any, labels: Any) -> Any:
 class TestEngine:
     """A step of kernels that do not differ between devices is the same step on both."""
 
-    @pytest.mark.parametrize("step", [train_step, penalized, hooked])
+    @pytest.mark.parametrize("step", [plain_step, penalized, hooked])
     def test_the_same_calls(self, step: Any) -> None:
         assert self.calls("cuda", Net, step) == self.calls("cpu", Net, step)
 
@@ -276,7 +269,7 @@ class TestLabel:
             net = torch.nn.Linear(8, 4)
             optimizer = torch.optim.SGD(net.parameters())
             batch = torch.randn(3, 8), torch.randint(4, (3,))
-        step = roam.compile(train_step)
+        step = roam.compile(plain_step)
         assert step.plan(net, optimizer, *batch).estimate == absent.ESTIMATE
         with pytest.raises(roam.ExecutionError) as refusal:
             step(net, optimizer, *batch)
@@ -293,7 +286,7 @@ def test_questions_are_asked_on_the_cpu() -> None:
     def step(model: Any, optimizer: Any, inputs: Any, labels: Any) -> Any:
         if (torch.arange(3, device=inputs.device) > 1).any():
             inputs = inputs.sin()
-        return train_step(model, optimizer, inputs, labels)
+        return plain_step(model, optimizer, inputs, labels)
 
     assert kernels(roam.capture(step, net, optimizer, *batch))["sin"] == 1
 
@@ -311,7 +304,7 @@ def test_the_rest_of_the_process_goes_on_as_before() -> None:
         torch.manual_seed(0)
         net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Dropout(), torch.nn.Linear(16, 4))
         optimizer = torch.optim.AdamW(net.parameters())
-        step = wrap(train_step)
+        step = wrap(plain_step)
         losses = [step(net, optimizer, torch.randn(3, 8), torch.randint(4, (3,))) for _ in range(3)]
         return [loss.detach() for loss in losses], list(net.parameters())
 
@@ -325,7 +318,7 @@ def test_the_cpu_is_no_estimate() -> None:
         net = torch.nn.Linear(8, 4)
         optimizer = torch.optim.SGD(net.parameters())
         batch = torch.randn(3, 8), torch.randint(4, (3,))
-    graph = roam.capture(train_step, net, optimizer, *batch)
+    graph = roam.capture(plain_step, net, optimizer, *batch)
     assert graph.estimate == roam.optimize(graph).estimate == ""
     assert "estimate" not in graph.summary()
     assert b'"estimate"' not in graph.to_json()

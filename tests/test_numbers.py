@@ -13,6 +13,7 @@ import torch
 
 import roam
 from test_compile import batches
+from test_hostile import train
 from training import assert_same_bits, tensors_and_numbers
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -62,14 +63,6 @@ def make() -> Any:
     for group in my.lamb.param_groups:
         group["step"] = 0
     return my
-
-
-def train(my: Any, x: torch.Tensor, y: torch.Tensor, factor: Any = 1.0) -> torch.Tensor:
-    my.optimizer.zero_grad()
-    loss = functional.cross_entropy(my.net(x), y) * factor
-    loss.backward()
-    my.optimizer.step()
-    return loss
 
 
 def count(my, x, y):

@@ -26,8 +26,8 @@ from roam.runtime import pool as pools
 from roam.runtime.execute import Executor
 from roam.runtime.measure import measure_peak, observed
 from roam.runtime.pool import Pool
-from test_compile import Breaking, Net, Script, adamw, batches, kernel_of, plain_step
-from training import assert_same_bits, tensors_and_numbers
+from test_compile import Breaking, Net, Script, adamw, batches, kernel_of
+from training import assert_same_bits, plain_step, tensors_and_numbers
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 functional = torch.nn.functional

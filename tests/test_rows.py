@@ -15,7 +15,7 @@ from roam.capture.step import capture_step
 from roam.kernels import calls
 from roam.kernels.table import placement
 from roam.runtime.choose import Choice, choose
-from training import Training, assert_same_bits, run
+from training import Training, assert_same_bits, plain_step, run
 
 aten = torch.ops.aten
 ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -88,18 +88,11 @@ def vit(samples: int = 6, pixels: int = 48, width: int = 64) -> Training:
         image_size=pixels, patch_size=8, num_layers=3, num_heads=4, hidden_dim=width, mlp_dim=4 * width, num_classes=7
     ).train()
 
-    def step(model: Any, optimizer: Any, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = torch.nn.functional.cross_entropy(model(images), labels)
-        loss.backward()
-        optimizer.step()
-        return loss
-
     def batch(generator: torch.Generator) -> tuple[torch.Tensor, ...]:
         images = torch.randn(samples, 3, pixels, pixels, generator=generator)
         return images, torch.randint(0, 7, (samples,), generator=generator)
 
-    return Training(step, (model, torch.optim.AdamW(model.parameters(), lr=1e-3)), batch)
+    return Training(plain_step, (model, torch.optim.AdamW(model.parameters(), lr=1e-3)), batch)
 
 
 def bert() -> Training:

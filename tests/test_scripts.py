@@ -14,8 +14,8 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import roam
-from test_compile import batches, both, plain_step
-from training import assert_same_bits, tensors_and_numbers
+from test_compile import batches, both
+from training import assert_same_bits, plain_step, tensors_and_numbers
 
 functional = torch.nn.functional
 

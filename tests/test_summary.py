@@ -11,16 +11,9 @@ import torch
 
 import roam
 from roam.report.summary import find_barrier
+from training import plain_step
 
 functional = torch.nn.functional
-
-
-def plain(model: Any, optimizer: Any, images: Any, labels: Any) -> Any:
-    optimizer.zero_grad()
-    loss = functional.cross_entropy(model(images), labels)
-    loss.backward()
-    optimizer.step()
-    return loss
 
 
 def clipped(model: Any, optimizer: Any, images: Any, labels: Any) -> Any:
@@ -59,13 +52,13 @@ def test_a_clip_by_the_global_norm_is_a_barrier_with_its_price() -> None:
 
 
 def test_updates_that_need_their_own_gradient_alone_have_no_barrier() -> None:
-    graph, _ = captured(plain)
+    graph, _ = captured(plain_step)
     assert find_barrier(graph) is None
     assert ["barrier", "none:"] in [line.split()[:2] for line in graph.summary().splitlines()]
 
 
 def test_counts_are_the_graph_s() -> None:
-    graph, _ = captured(plain)
+    graph, _ = captured(plain_step)
     lines = [line.split() for line in graph.summary().splitlines()]
     operators = [line for line in lines if line[-1:] == ["operators"]]
     assert sum(int(count.replace(",", "")) for _, count, _ in operators) == graph.num_operators
@@ -76,7 +69,7 @@ def test_counts_are_the_graph_s() -> None:
 def test_what_is_asked_and_split_is_told(tmp_path: Path) -> None:
     net = torch.nn.Linear(6, 3)
     optimizer = torch.optim.RAdam(net.parameters(), foreach=True)
-    graph = roam.capture(plain, net, optimizer, torch.randn(4, 6), torch.randint(0, 3, (4,)))
+    graph = roam.capture(plain_step, net, optimizer, torch.randn(4, 6), torch.randint(0, 3, (4,)))
     notes = dict(graph.notes)
     assert set(notes) == {"guarded", "compared", "asked", "split"}
     assert "metadata of 2 tensors" in notes["guarded"]

@@ -15,6 +15,7 @@ from roam.program import Ref, substitute
 from roam.runtime.choose import choose
 from roam.runtime.measure import measure_peak, observed
 from roam.runtime.pool import Pool
+from training import plain_step
 
 CLOSE = 0.02
 """How far promise and measurement may be apart, as a share: small tensors are rounded up by plan."""
@@ -25,14 +26,6 @@ def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither what other tests have learned, nor the pool that they made larger."""
     monkeypatch.setattr(workspace, "_learned", {})
     Pool.of(torch.device("cpu")).release()
-
-
-def train_step(model: Any, optimizer: Any, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    optimizer.zero_grad()
-    loss = torch.nn.functional.cross_entropy(model(inputs), labels)
-    loss.backward()
-    optimizer.step()
-    return loss
 
 
 def images(dtype: torch.dtype = torch.float32) -> tuple[Any, ...]:
@@ -56,7 +49,7 @@ def perceptron() -> tuple[Any, ...]:
 
 
 def steady(call: tuple[Any, ...]) -> Variant:
-    return capture_step(train_step, call, {}).steady
+    return capture_step(plain_step, call, {}).steady
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -64,7 +57,7 @@ def steady(call: tuple[Any, ...]) -> Variant:
 def test_the_total_contains_what_kernels_take(pool: bool | None, dtype: torch.dtype) -> None:
     call = images(dtype)
     with observed():  # another profiler that is at work already
-        step = roam.compile(train_step, pool=pool)
+        step = roam.compile(plain_step, pool=pool)
         step(*call)
         step(*call)
     step.measured(*call)
@@ -105,7 +98,7 @@ def random(program: Any, ref: Ref) -> torch.Tensor:
 def test_a_plan_is_known_before_anything_runs() -> None:
     call = images()
     before, state = [parameter.clone() for parameter in call[0].parameters()], torch.get_rng_state()
-    step = roam.compile(train_step)
+    step = roam.compile(plain_step)
     plan = step.plan(*call)
     assert all(map(torch.equal, before, call[0].parameters()))
     assert torch.equal(torch.get_rng_state(), state)
@@ -131,14 +124,14 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_what_is_known_is_not_found_out_again(runs: list[str]) -> None:
-    first = roam.compile(train_step)
+    first = roam.compile(plain_step)
     first(*images())
     count = len(runs)
     assert count > 0
     # Of the calls of both variants each is run once, however many there are of it.
     calls = sum(call.name in runs for call in steady(images()).program.calls)
     assert len(set(runs)) <= count < 2 * calls
-    again = roam.compile(train_step)
+    again = roam.compile(plain_step)
     again(*images())
     assert len(runs) == count
     assert again.memory() == first.memory()
@@ -161,10 +154,10 @@ def test_kernels_that_write_where_they_are_told_are_not_run(runs: list[str]) -> 
 def test_a_step_of_fake_tensors_runs_nothing(runs: list[str]) -> None:
     with roam.fake():
         call = images()
-    step = roam.compile(train_step)
+    step = roam.compile(plain_step)
     fake = step.plan(*call)
     assert not runs
-    assert fake.total_bytes < roam.compile(train_step).plan(*images()).total_bytes
+    assert fake.total_bytes < roam.compile(plain_step).plan(*images()).total_bytes
     assert runs
 
 
@@ -179,11 +172,11 @@ def test_where_it_cannot_be_found_out_the_plan_does_without(how: str, monkeypatc
     monkeypatch.setattr(workspace, "_learned", {})
     if how == "no profiler":
         monkeypatch.setattr(torch._C._autograd, "_enable_profiler_legacy", refuse)
-    step = roam.compile(train_step, pool=False, time_limit_s=0 if how == "no time" else None)
+    step = roam.compile(plain_step, pool=False, time_limit_s=0 if how == "no time" else None)
     call = images()
     losses = [step(*call).item() for _ in range(3)]
     other = images()
-    assert losses == [train_step(*other).item() for _ in range(3)]
+    assert losses == [plain_step(*other).item() for _ in range(3)]
     memory = step.memory()
     assert memory.kernel_bytes is None
     assert "one kernel" not in str(memory)

@@ -15,6 +15,15 @@ functional = torch.nn.functional
 transformers.logging.set_verbosity_error()
 
 
+def plain_step(model: Any, optimizer: Any, inputs: Any, labels: Any) -> Any:
+    """The commonest step: a classification, and an update of everything."""
+    optimizer.zero_grad()
+    loss = functional.cross_entropy(model(inputs), labels)
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
 @dataclass
 class Training:
     """What one run needs: `step(*objects, *batch())`."""
@@ -56,15 +65,8 @@ def gpt2() -> Training:
 def _images(name: str, optimizer: Callable[..., torch.optim.Optimizer]) -> Training:
     model = getattr(torchvision.models, name)(num_classes=7).train()
 
-    def step(model, optimizer, images, labels):
-        optimizer.zero_grad()
-        loss = functional.cross_entropy(model(images), labels)
-        loss.backward()
-        optimizer.step()
-        return loss
-
     return Training(
-        step,
+        plain_step,
         (model, optimizer(model.parameters())),
         lambda g: (torch.randn(4, 3, 40, 40, generator=g), torch.randint(0, 7, (4,), generator=g)),
     )

@@ -37,15 +37,14 @@ def difference(first: Program, second: Program) -> str | None:
 
 def asks_the_same(first: Program, second: Program) -> bool:
     """Whether two programs take the same for granted of numbers, and ask the same questions."""
-    decisions = [
-        [(owner.path, function, constants, answer) for owner, function, constants, answer in program.decisions]
-        for program in (first, second)
-    ]
-    questions = [
-        [(question.calls, question.inputs, question.slot, answer) for question, answer in program.questions]
-        for program in (first, second)
-    ]
-    return decisions[0] == decisions[1] and questions[0] == questions[1]
+    return _asked(first) == _asked(second)
+
+
+def _asked(program: Program) -> tuple[list[Any], list[Any]]:
+    return (
+        [(owner.path, function, constants, answer) for owner, function, constants, answer in program.decisions],
+        [(question.calls, question.inputs, question.slot, answer) for question, answer in program.questions],
+    )
 
 
 def agrees(live: Program, plain: Program) -> bool:

@@ -200,7 +200,8 @@ def _captured(
         floats, programs = [], tracer.programs(live_arguments=False)
     if settles is not None and not _is_settled(settles.program, programs[0]):
         raise settles.refusal
-    if any(number_owners(reach, changing)):
+    kept = list(number_owners(reach, changing))
+    if kept:
         _check_live_numbers(programs[0], tracer)
     first, steady = programs[0], programs[-1]
     carried = {owner.path for owner, _ in steady.owned if isinstance(owner, GradientOwner)}
@@ -209,7 +210,7 @@ def _captured(
     steady = prune(steady)
     is_steady = difference(first, programs[-1]) is None and _absent(first) == _absent(steady)
     name = getattr(train_step, "__name__", type(train_step).__name__)
-    guards = Guards(reach, ignore=[owner.path for owner in number_owners(reach, changing) if owner.get() is not None])
+    guards = Guards(reach, ignore=[owner.path for owner in kept if owner.get() is not None])
     return CapturedStep(
         None if is_steady else Variant(prune(first), f"{name} (first step)", notes_on(first, guards), runs_once=True),
         Variant(steady, name, notes_on(steady, guards)),

@@ -15,7 +15,6 @@ import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import FakeTensor
 
 from roam import Plan
-from roam.capture.absent import estimate_of
 from roam.capture.generators import watched
 from roam.capture.owners import ArgumentOwner, GradientOwner, RateOwner, ScalerOwner, StateOwner
 from roam.capture.step import CapturedStep, Variant, capture_step
@@ -119,8 +118,8 @@ class Step:
         return self._last
 
     def _run(self, runner: Runner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if runner.estimate:
-            raise ExecutionError(f"this plan is an estimate and cannot be run: {runner.estimate}", code="estimate")
+        if runner.plan.estimate:
+            raise ExecutionError(f"this plan is an estimate and cannot be run: {runner.plan.estimate}", code="estimate")
         try:
             return runner.run(args, kwargs)
         except Torn as torn:
@@ -258,7 +257,6 @@ class Runner:
         self.plan = choice.plan
         self.memory = StepMemory.planned(choice)
         logger.info("%s: %s", self.name, choice)
-        self.estimate = estimate_of(variant.device)
         self._device = variant.device
         self._pool = Pool.of(variant.device) if choice.uses_pool else None
         lanes = None
