@@ -11,13 +11,13 @@ import signal
 import sys
 import time
 import traceback
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import roam
 from roam import zoo
+from roam.bench import command as bench_command
+from roam.bench.results import BenchError
 from roam.errors import CaptureError, FormatError, GraphError, PlanError, RoamError
 from roam.report import Progress, figures, peak_place, plan_table
 from roam.report.table import columns
@@ -30,7 +30,6 @@ EXIT_INVALID_PLAN = 1
 EXIT_BAD_INPUT = 2
 EXIT_CAPTURE_REFUSED = 3
 EXIT_INTERNAL = 4
-EXIT_DIFFERENT = 5
 EXIT_INTERRUPTED = 130
 
 _EXIT_CODES = """\
@@ -162,20 +161,8 @@ def _parser() -> argparse.ArgumentParser:
 
     command("zoo", _zoo, "list the models that 'roam plan' knows by name")
 
-    bench = command(
-        "bench", _bench, "train small versions of known architectures by a plan and eagerly, and compare bits"
-    )
-    bench.add_argument("what", choices=("zoo",), help="which benchmark")
-    bench.add_argument(
-        "--only", action="append", default=[], metavar="NAME", help="only this architecture; may be given several times"
-    )
-    bench.add_argument(
-        "--library",
-        action="append",
-        default=[],
-        choices=("torchvision", "transformers", "timm", "diffusers"),
-        help="only its architectures; may be given several times (default all that are installed)",
-    )
+    bench = commands.add_parser("bench", help="measure: plans against published figures and other planners, and more")
+    bench_command.add_commands(bench)
     return parser
 
 
@@ -324,24 +311,6 @@ def _zoo(arguments: argparse.Namespace) -> int:
     return EXIT_OK
 
 
-def _bench(arguments: argparse.Namespace) -> int:
-    from roam.bench.zoo import run
-
-    rows = []
-    for trial in run(arguments.library, arguments.only):
-        rows.append(trial)
-        if not arguments.json:
-            _write(f"{trial.library:<13} {trial.name:<30} {trial.outcome:<10} {trial.seconds:6.1f} s  {trial.reason}\n")
-    if not rows:
-        raise _UsageError("no such architecture, or its library is not installed")
-    counts = Counter(trial.outcome for trial in rows)
-    if arguments.json:
-        _write_json({"architectures": [asdict(trial) for trial in rows], "outcomes": dict(counts)})
-    else:
-        _write(f"{len(rows)} architectures: " + ", ".join(f"{count} {name}" for name, count in counts.items()) + "\n")
-    return EXIT_DIFFERENT if counts["different"] else EXIT_OK
-
-
 def _complain(message: str) -> None:
     sys.stderr.write(f"roam: {message}\n")
 
@@ -364,7 +333,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         where = f"{error.filename}: " if error.filename is not None else ""
         _complain(f"{where}{error.strerror or error}")
         return EXIT_BAD_INPUT
-    except (GraphError, FormatError, zoo.ZooError, _UsageError) as error:
+    except (GraphError, FormatError, zoo.ZooError, BenchError, _UsageError) as error:
         _complain(str(error))
         return EXIT_BAD_INPUT
     except CaptureError as error:

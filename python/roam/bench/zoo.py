@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
-import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
+from roam import Plan
 from roam.bench.architectures import Architecture, architectures, loss_of
+from roam.bench.results import Record, Row, Task
+from roam.bench.run import Benchmark, Column
 from roam.errors import RoamError
 from roam.kernels.trial import differ
 from roam.runtime import compile as compile_step
@@ -21,32 +25,46 @@ _STEPS = 3
 _SEED = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Trial:
-    """What came of one architecture."""
+EXIT_DIFFERENT = 5
+"""Exit code where some step gave other bits."""
 
-    library: str
-    name: str
-    outcome: str
-    """``equal``, ``different``, ``refused``, or ``failed``: it does not train under eager PyTorch either, or roam broke."""
-    reason: str
-    operators: int | None
-    program_order_peak_bytes: int | None
-    peak_bytes: int | None
-    seconds: float
+_COLUMNS = (
+    Column("library", lambda row: row["library"], right=False),
+    Column("architecture", lambda row: row["name"], right=False),
+    Column("outcome", lambda row: row["outcome"], right=False),
+    Column("operators", lambda row: "" if row["operators"] is None else f"{row['operators']:,}"),
+    Column("seconds", lambda row: f"{row['wall_s']:.1f}"),
+    Column("reason", lambda row: row["reason"], right=False),
+)
 
 
-def run(libraries: Sequence[str] = (), names: Sequence[str] = ()) -> Iterator[Trial]:
-    """One trial after the other, of the libraries that are installed.
+def benchmark(arguments: argparse.Namespace) -> Benchmark:
+    """Every architecture of the libraries that are installed, or those named."""
+    chosen = [
+        architecture
+        for architecture in architectures()
+        if (not arguments.library or architecture.library in arguments.library)
+        and (not arguments.only or architecture.name in arguments.only)
+    ]
+    tasks = [Task({"library": one.library, "name": one.name}, partial(try_architecture, one)) for one in chosen]
+    settings = {"libraries": arguments.library, "only": arguments.only}
+    return Benchmark(
+        "zoo",
+        settings,
+        tasks,
+        _COLUMNS,
+        summary=lambda record: [_counted(record)],
+        exit_code=lambda record: EXIT_DIFFERENT if _outcomes(record)["different"] else 0,
+    )
 
-    Args:
-        libraries, names: only these; all where empty.
-    """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the libraries' own, about configurations as small as these
-        for architecture in architectures():
-            if (not libraries or architecture.library in libraries) and (not names or architecture.name in names):
-                yield try_architecture(architecture)
+
+def _outcomes(record: Record) -> Counter[str]:
+    return Counter(row["outcome"] for row in record["rows"])
+
+
+def _counted(record: Record) -> str:
+    counts = ", ".join(f"{count} {outcome}" for outcome, count in _outcomes(record).items())
+    return f"{len(record['rows'])} architectures: {counts}"
 
 
 def train_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, inputs: dict[str, Any]) -> torch.Tensor:
@@ -58,30 +76,39 @@ def train_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, inputs:
     return loss.detach()
 
 
-def try_architecture(architecture: Architecture) -> Trial:
-    """Trains an architecture from the same start eagerly and by its plan, and compares all that a user can look at."""
-    start = time.perf_counter()
-    operators = program_order_bytes = peak_bytes = None
-    outcome, reason = "failed", ""
+def try_architecture(architecture: Architecture) -> Row:
+    """Train an architecture from the same start eagerly and by its plan, and compare all that a user can look at.
+
+    Returns:
+        ``outcome``: ``equal``, ``different``, ``refused``, or ``failed``, where it does not train eagerly either or roam broke, with the
+        ``reason``; ``operators``; ``program_order_peak_bytes`` and ``peak_bytes`` of the plan.
+    """
+    row: Row = dict.fromkeys(("operators", "program_order_peak_bytes", "peak_bytes"))
     try:
-        torch.manual_seed(_SEED)
-        model, inputs = architecture.make()
-        model.train()
-        expected = _outcome(train_step, copy.deepcopy(model), inputs)
-        step = compile_step(train_step)
-        found = _outcome(step, model, inputs)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        plan = step.plan(model, optimizer, inputs)
-        peak_bytes, program_order_bytes, operators = plan.peak_bytes, plan.program_order_peak_bytes, len(plan.order)
-        outcome, reason = _compared(expected, found)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the libraries' own, about configurations as small as these
+            outcome, reason, plan = _try(architecture)
+        row = {
+            "operators": len(plan.order),
+            "program_order_peak_bytes": plan.program_order_peak_bytes,
+            "peak_bytes": plan.peak_bytes,
+        }
     except RoamError as error:
         outcome, reason = "refused", f"{type(error).__name__}: {error}"
     except Exception as error:  # noqa: BLE001 - one architecture's failure is a row, and the others go on
-        reason = f"{type(error).__name__}: {error}"
-    took = time.perf_counter() - start
-    return Trial(
-        architecture.library, architecture.name, outcome, reason, operators, program_order_bytes, peak_bytes, took
-    )
+        outcome, reason = "failed", f"{type(error).__name__}: {error}"
+    return {"outcome": outcome, "reason": reason, **row}
+
+
+def _try(architecture: Architecture) -> tuple[str, str, Plan]:
+    torch.manual_seed(_SEED)
+    model, inputs = architecture.make()
+    model.train()
+    expected = _outcome(train_step, copy.deepcopy(model), inputs)
+    step = compile_step(train_step)
+    found = _outcome(step, model, inputs)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return *_compared(expected, found), step.plan(model, optimizer, inputs)
 
 
 def _outcome(step: Callable[..., Any], model: torch.nn.Module, inputs: dict[str, Any]) -> list[tuple[str, Any]]:

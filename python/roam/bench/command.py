@@ -1,0 +1,64 @@
+"""The command ``roam bench``: which benchmarks there are and what each takes. Imports a benchmark only to run it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from roam.bench.run import Benchmark
+
+_OUTPUT = "roam-bench"
+_LIBRARIES = ("torchvision", "transformers", "timm", "diffusers")
+
+
+def add_commands(parser: argparse.ArgumentParser) -> None:
+    """Give the parser of ``roam bench`` a command per benchmark."""
+    commands = parser.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
+
+    def command(name: str, summary: str) -> argparse.ArgumentParser:
+        made = commands.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
+        made.set_defaults(run=_run, module=f"roam.bench.{name}")
+        made.add_argument("--json", action="store_true", help="print one JSON object, the contents of the JSON file")
+        made.add_argument(
+            "--output",
+            type=Path,
+            default=Path(_OUTPUT),
+            metavar="DIR",
+            help=f"folder of result files, where a run that was stopped goes on (default {_OUTPUT})",
+        )
+        made.add_argument("--fresh", action="store_true", help="forget what a run that was stopped has done")
+        return made
+
+    zoo = command("zoo", "train small versions of known architectures by a plan and eagerly, and compare bits")
+    _only(zoo, "architecture")
+    zoo.add_argument(
+        "--library",
+        action="append",
+        default=[],
+        choices=_LIBRARIES,
+        help="only its architectures; may be given several times (default all that are installed)",
+    )
+
+
+def _only(parser: argparse.ArgumentParser, what: str) -> None:
+    parser.add_argument(
+        "--only", action="append", default=[], metavar="NAME", help=f"only this {what}; may be given several times"
+    )
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    from roam.bench.run import run
+
+    make: Callable[[argparse.Namespace], Benchmark] = import_module(arguments.module).benchmark
+    benchmark = make(arguments)
+    record = run(benchmark, arguments.output, fresh=arguments.fresh, quiet=arguments.json)
+    if arguments.json:
+        sys.stdout.write(json.dumps(record, allow_nan=False) + "\n")
+        sys.stdout.flush()
+    return benchmark.exit_code(record)
