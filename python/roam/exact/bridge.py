@@ -18,9 +18,10 @@ class Child:
 
     Args:
         question: the question's JSON, without a line break.
+        script: what the process runs.
     """
 
-    def __init__(self, question: bytes) -> None:
+    def __init__(self, question: bytes, *, script: Path = _SCRIPT) -> None:
         self._answer: bytes | None = None
         self._process: subprocess.Popen[bytes] | None = None
         if not sys.executable:
@@ -30,7 +31,7 @@ class Child:
         environment = dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, sys.path)))
         try:
             self._process = subprocess.Popen(
-                [sys.executable, str(_SCRIPT)],
+                [sys.executable, str(script)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
