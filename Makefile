@@ -12,7 +12,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 export PYO3_PYTHON := $(abspath $(BIN))/python
 
-.PHONY: help install wheel demo test rust-test nightly fuzz wheel-test bench gpu lint format ci clean
+.PHONY: help install wheel demo test rust-test nightly fuzz wheel-test bench bench-compare gpu lint format ci clean
 
 help:
 	@echo "make install     the release wheel and everything that tests need, into VENV ($(VENV))"
@@ -24,6 +24,7 @@ help:
 	@echo "make fuzz        2 000 random modules and steps, by their plan and eagerly, bits compared"
 	@echo "make wheel-test  the wheel in an empty environment, without torch and mip"
 	@echo "make bench       the planner's benchmarks"
+	@echo "make bench-compare BASE=commit   the same, here and at another commit: names what became slower, and then fails"
 	@echo "make gpu         real training steps on the GPU, next to eager PyTorch and others; without a GPU it says so"
 	@echo "make lint        rustfmt, clippy, ruff, mypy, stubtest"
 	@echo "make format      let rustfmt and ruff rewrite the sources"
@@ -70,6 +71,10 @@ wheel-test:
 
 bench:
 	cargo bench --locked
+
+# BASE names the commit; OPTIONS goes to benches/compare.py, for example OPTIONS='--quick --filter gpt2-xl'.
+bench-compare:
+	$(BIN)/python benches/compare.py $(or $(BASE),$(error BASE is not set: say which commit to compare with)) $(OPTIONS)
 
 # Runs what is installed in VENV: no Rust, no network.
 gpu:
