@@ -40,6 +40,17 @@ def two_branches() -> roam.Graph:
     return builder.build()
 
 
+def early_small_one() -> roam.Graph:
+    """`p` makes 10 bytes that only `q` needs, at the end; `u` makes 50 and `v` turns them into 1, which `q` reads too. Program order: p, u, v, q."""
+    builder = roam.GraphBuilder(alignment_bytes=1)
+    p, u, v = (builder.tensor(name, size) for name, size in (("P", 10), ("U", 50), ("V", 1)))
+    builder.operator("p", creates=[p])
+    builder.operator("u", creates=[u])
+    builder.operator("v", reads=[u], creates=[v])
+    builder.operator("q", reads=[p, v])
+    return builder.build()
+
+
 def narrow_layout() -> roam.Graph:
     """A chain of four: D (3 bytes) at the first three steps, B (2) at the last two, A and C (2 each) at the last."""
     builder = roam.GraphBuilder(alignment_bytes=1)
@@ -118,6 +129,24 @@ def test_the_order_of_two_branches(solver: linear.Solver) -> None:
     # b and d alone need 110, so this was for the solver to prove.
     assert Problem(two_branches(), 1).floor_bytes() == 110
     assert found.ordering.columns > 0
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_an_order_that_no_greedy_rule_finds(solver: linear.Solver) -> None:
+    # LESCEA, like program order, takes p first, because 10 is less than 50: then u needs 60 and v 61. With u and v first it is 50, 51, 11, 11.
+    found = whole_program(early_small_one(), solver)
+    check(early_small_one(), found)
+    assert (found.status, found.ordering.start_bytes, found.peak_bytes) == ("optimal", 61, 51)
+
+
+def test_an_order_to_start_from() -> None:
+    # u, v, p, q, which meets what v alone needs.
+    found = whole_program(early_small_one(), start=[1, 2, 0, 3])
+    assert (found.order, found.peak_bytes, found.ordering.columns) == ([1, 2, 0, 3], 51, 0)
+    # One that is worse is left alone: c before b gives 210, LESCEA's 120.
+    assert whole_program(two_branches(), start=range(5)).ordering.start_bytes == 120
+    with pytest.raises(roam.PlanError):
+        whole_program(early_small_one(), start=[3, 2, 1, 0])
 
 
 @pytest.mark.parametrize("solver", SOLVERS)

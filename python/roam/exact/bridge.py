@@ -18,10 +18,10 @@ class Child:
 
     Args:
         question: the question's JSON, without a line break.
-        script: what the process runs.
+        script: what the process runs, CBC as `child.py` has it where None.
     """
 
-    def __init__(self, question: bytes, *, script: Path = _SCRIPT) -> None:
+    def __init__(self, question: bytes, *, script: Path | None = None) -> None:
         self._answer: bytes | None = None
         self._process: subprocess.Popen[bytes] | None = None
         if not sys.executable:
@@ -31,7 +31,7 @@ class Child:
         environment = dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, sys.path)))
         try:
             self._process = subprocess.Popen(
-                [sys.executable, str(script)],
+                [sys.executable, str(script or _SCRIPT)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,

@@ -16,7 +16,7 @@ from roam.bench.whole_program.layout import Block, LayoutProgram
 from roam.bench.whole_program.linear import Answer, Program, Solver, solve
 from roam.bench.whole_program.order import OrderProgram
 from roam.bench.whole_program.problem import Problem, Streams
-from roam.bench.whole_program.start import start
+from roam.bench.whole_program.start import start as first_schedule
 
 T = TypeVar("T")
 Status = Literal["optimal", "feasible", "no_solution", "failed", "too_large"]
@@ -87,6 +87,7 @@ def whole_program(
     time_limit_s: float = 300.0,
     *,
     streams: Streams = 1,
+    start: Sequence[int] | None = None,
     early_updates: bool = False,
     threads: int = 1,
     max_columns: int = MAX_COLUMNS,
@@ -100,20 +101,24 @@ def whole_program(
         solver: ``cbc`` through python-mip, or ``highs`` through highspy.
         time_limit_s: for the solver, in each of the two programs.
         streams: 1, one operator at a step; or None, MODeL's own: as many operators at a step as one likes, and hardly more steps than the longest chain has.
+        start: with one stream, an order to start from where it is better than program order and LESCEA's; that of several streams, for example.
         early_updates: whether weight updates have to run early, as MODeL has them: a smaller program that may not hold the best order.
         threads: of the solver.
         max_columns: larger programs are not attempted.
 
     Raises:
+        PlanError: the graph does not permit the order to start from.
         SolverUnavailable: the solver cannot be used here.
     """
     began = time.perf_counter()
     problem = Problem(graph, streams, early_update_pairs(graph) if early_updates else ())
+    if start is not None:
+        graph.live_bytes(start)  # an order, or an error
 
     def ask(program: Program) -> Answer:
         return solve(program, solver, time_limit_s, threads)
 
-    ordering, step_of = _order(problem, ask, max_columns, began)
+    ordering, step_of = _order(problem, start, ask, max_columns, began)
     if step_of is None:
         return WholeProgram(ordering, None, None, None, None, None, None, None)
     began = time.perf_counter()
@@ -135,14 +140,14 @@ def whole_program(
 
 
 def _order(
-    problem: Problem, ask: Callable[[Program], Answer], max_columns: int, began: float
+    problem: Problem, known: Sequence[int] | None, ask: Callable[[Program], Answer], max_columns: int, began: float
 ) -> tuple[Solution, list[int] | None]:
     """The first program: the step of every operator."""
     columns = 1 + sum(last - first for first, last in zip(problem.first, problem.last, strict=True))
     if columns > max_columns:
         return _too_large(columns, began), None
     floor = problem.floor_bytes()
-    step_of = start(problem)
+    step_of = first_schedule(problem, known)
     peak = problem.peak_bytes(step_of)
     if peak == floor:
         return Solution("optimal", 0, 0, floor, peak, time.perf_counter() - began), step_of

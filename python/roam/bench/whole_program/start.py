@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from roam.bench.whole_program.problem import Problem
 
 
-def start(problem: Problem) -> list[int]:
+def start(problem: Problem, known: Sequence[int] | None = None) -> list[int]:
     """The step of every operator in the best schedule that costs next to nothing to find.
 
-    One stream: program order, or LESCEA's. Several: every operator as early, or as late, as it can run.
+    One stream: program order, LESCEA's, or the one that the caller knows. Several: every operator as early, or as late, as it can run.
     """
     if problem.streams == 1:
-        orders = (_program_order(problem), lescea(problem))
-        schedules = [_steps(order) for order in orders if order is not None]
+        orders = [_program_order(problem), lescea(problem)] + ([] if known is None else [list(known)])
+        schedules = [steps for steps in map(_steps, orders) if problem.keeps(steps)]
     else:
         schedules = [list(problem.first), list(problem.last)]
     return min(schedules, key=problem.peak_bytes)
@@ -71,7 +71,7 @@ def lescea(problem: Problem) -> list[int]:
     return order
 
 
-def _program_order(problem: Problem) -> list[int] | None:
+def _program_order(problem: Problem) -> list[int]:
     """Program order, but for operators that extra constraints hold up."""
     positions = problem.graph.positions.tolist()
     after: list[list[int]] = [[] for _ in range(problem.count)]
