@@ -166,6 +166,9 @@ class Graph:
     def estimate(self) -> str:
         """What the step's figures may be wrong about; empty where they are exact."""
     @property
+    def accounting(self) -> str:
+        """The rules by which its tensors are counted where they are not a real step's, for example ``paper``; empty where they are."""
+    @property
     def notes(self) -> tuple[tuple[str, str], ...]:
         """What its maker says of it to people, as pairs (topic, text); no part of digest and equality."""
     @property
@@ -305,6 +308,12 @@ class GraphBuilder:
 
         Args:
             reason: what its figures may be wrong about.
+        """
+    def accounting(self, name: str) -> None:
+        """Says that the graph is counted by other rules than a real step's.
+
+        Args:
+            name: what the rules are called, for example ``paper``.
         """
     def note(self, topic: str, text: str) -> None:
         """Says something of the graph to people; plans, digests and equality leave it out.

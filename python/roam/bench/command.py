@@ -45,6 +45,16 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
         help="only its architectures; may be given several times (default all that are installed)",
     )
 
+    paper = command("paper", "put our plans and every baseline beside the figures that Shu et al. published")
+    _only(paper, "model")
+    paper.add_argument(
+        "--whole-program",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="seconds for each whole-graph integer program on the rows small enough; 0 leaves them out (default 60)",
+    )
+
 
 def _only(parser: argparse.ArgumentParser, what: str) -> None:
     parser.add_argument(

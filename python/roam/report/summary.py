@@ -61,6 +61,8 @@ def _tensors(graph: Graph) -> Iterator[tuple[str, ...]]:
 
 def _facts(graph: Graph) -> Iterator[tuple[str, ...]]:
     yield from estimate_rows(graph.estimate)
+    if graph.accounting:
+        yield "accounting", f"{graph.accounting}: not what a real step needs"
     yield from graph.notes
     operators = graph.operators
     for sequence, what in (("random", "random numbers"), ("collective", "collectives")):

@@ -24,6 +24,8 @@ pub struct GraphBuilder {
     pub alignment_bytes: u64,
     /// What the step's figures may be wrong about; empty where they are exact.
     pub estimate: String,
+    /// The rules by which its tensors are counted where they are not a real step's; empty where they are.
+    pub accounting: String,
     /// What its maker says of it to people: (topic, text) in order. No part of what the graph is.
     pub notes: Vec<(String, String)>,
     operators: Vec<Operator>,
@@ -40,6 +42,7 @@ impl GraphBuilder {
             device: device.into(),
             alignment_bytes,
             estimate: String::new(),
+            accounting: String::new(),
             notes: Vec::new(),
             operators: Vec::new(),
             tensors: Vec::new(),
@@ -118,6 +121,7 @@ impl GraphBuilder {
             device: self.device,
             alignment_bytes: self.alignment_bytes,
             estimate: self.estimate,
+            accounting: self.accounting,
             notes: self.notes,
             operators: self.operators,
             tensors: self.tensors,

@@ -218,6 +218,7 @@ pub struct Graph {
     pub(crate) device: String,
     pub(crate) alignment_bytes: u64,
     pub(crate) estimate: String,
+    pub(crate) accounting: String,
     pub(crate) notes: Vec<(String, String)>,
     pub(crate) operators: Vec<Operator>,
     pub(crate) tensors: Vec<Tensor>,
@@ -245,6 +246,7 @@ impl PartialEq for Graph {
             && self.device == other.device
             && self.alignment_bytes == other.alignment_bytes
             && self.estimate == other.estimate
+            && self.accounting == other.accounting
             && self.operators == other.operators
             && self.tensors == other.tensors
             && self.control == other.control
@@ -285,6 +287,10 @@ impl Graph {
     /// What the step's figures may be wrong about; empty where they are exact.
     pub fn estimate(&self) -> &str {
         &self.estimate
+    }
+    /// The rules by which its tensors are counted where they are not a real step's, for example `paper`; empty where they are.
+    pub fn accounting(&self) -> &str {
+        &self.accounting
     }
     /// What its maker says of it to people: (topic, text) in order. Graphs that differ in nothing else are equal.
     pub fn notes(&self) -> &[(String, String)] {

@@ -50,6 +50,9 @@ fn write_with(out: impl Write, graph: &Graph, notes: &[(String, String)]) -> io:
     if !graph.estimate().is_empty() {
         write_field(&mut out, "estimate", graph.estimate())?;
     }
+    if !graph.accounting().is_empty() {
+        write_field(&mut out, "accounting", graph.accounting())?;
+    }
     write_rows(&mut out, "tensors", graph.tensors())?;
     write_rows(&mut out, "operators", graph.operators())?;
     write_rows(&mut out, "control", graph.control())?;
@@ -69,6 +72,7 @@ pub fn read_graph(input: impl Read, max_bytes: u64) -> Result<Graph, FormatError
     let body: GraphBody = read_body(input, GRAPH_FORMAT, max_bytes)?;
     let mut builder = GraphBuilder::new(body.name, body.device, body.alignment_bytes);
     builder.estimate = body.estimate;
+    builder.accounting = body.accounting;
     builder.notes = body.notes;
     Ok(builder.with_parts(body.tensors, body.operators, body.control, body.regions).build()?)
 }
@@ -91,6 +95,8 @@ struct GraphBody {
     alignment_bytes: u64,
     #[serde(default)]
     estimate: String,
+    #[serde(default)]
+    accounting: String,
     #[serde(default)]
     notes: Vec<(String, String)>,
     #[serde(deserialize_with = "strict::list")]

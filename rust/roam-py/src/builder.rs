@@ -48,6 +48,14 @@ impl PyGraphBuilder {
         self.builder.estimate = reason;
     }
 
+    /// Says that the graph is counted by other rules than a real step's.
+    ///
+    /// Args:
+    ///     name: what the rules are called, for example ``paper``.
+    fn accounting(&mut self, name: String) {
+        self.builder.accounting = name;
+    }
+
     /// Says something of the graph to people; plans, digests and equality leave it out.
     ///
     /// Args:

@@ -4,7 +4,7 @@ use crate::convert::{array, max_bytes_or_default, order_of, to_i64};
 use crate::entries::{PyOperator, PyTensor};
 use crate::errors::{Class, Fault, format_error};
 use crate::guard::detached;
-use crate::plan::shown_estimate;
+use crate::plan::shown;
 use numpy::PyArray1;
 use pyo3::exceptions::PyIndexError;
 use pyo3::prelude::*;
@@ -115,6 +115,11 @@ impl PyGraph {
     #[getter]
     fn estimate(&self) -> &str {
         self.graph.estimate()
+    }
+    /// The rules by which its tensors are counted where they are not a real step's, for example ``paper``; empty where they are.
+    #[getter]
+    fn accounting(&self) -> &str {
+        self.graph.accounting()
     }
     /// What its maker says of it to people, as pairs (topic, text); no part of digest and equality.
     #[getter]
@@ -292,13 +297,14 @@ impl PyGraph {
 
     fn __repr__(&self) -> String {
         format!(
-            "Graph(name={:?}, device={:?}, operators={}, tensors={}, persistent_bytes={}{})",
+            "Graph(name={:?}, device={:?}, operators={}, tensors={}, persistent_bytes={}{}{})",
             self.graph.name(),
             self.graph.device(),
             self.graph.operators().len(),
             self.graph.tensors().len(),
             self.graph.persistent_bytes(),
-            shown_estimate(self.graph.estimate())
+            shown("estimate", self.graph.estimate()),
+            shown("accounting", self.graph.accounting())
         )
     }
 }

@@ -324,12 +324,12 @@ impl PyPlan {
             self.plan.lower_bound_bytes,
             self.plan.total_lower_bound_bytes,
             self.plan.gap(),
-            shown_estimate(&self.plan.estimate)
+            shown("estimate", &self.plan.estimate)
         )
     }
 }
 
 /// The last part of a graph's and of a plan's `repr`.
-pub(crate) fn shown_estimate(estimate: &str) -> String {
-    if estimate.is_empty() { String::new() } else { format!(", estimate={estimate:?}") }
+pub(crate) fn shown(name: &str, text: &str) -> String {
+    if text.is_empty() { String::new() } else { format!(", {name}={text:?}") }
 }

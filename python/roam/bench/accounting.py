@@ -1,0 +1,95 @@
+"""Accountings: rules by which a graph is counted where they are not those of a real step. A graph names its own (`Graph.accounting`)."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import roam
+
+PAPER = "paper"
+
+
+def paper(graph: roam.Graph, *, state_at_updates: bool = True) -> roam.Graph:
+    """The same step as Shu et al. (arXiv 2310.19295) count it.
+
+    Of a captured *first* step: parameters are a constant; optimizer state is made by the step and dies in it; inputs are made by an operator
+    at its beginning, and they and the loss die at their last use; buffers, workspace, reuse and alignment do not count. A copy that autograd takes of what an
+    in-place ``hardtanh_`` (ReLU6) is about to overwrite may also be taken afterwards, since the derivative can be told from the result: this
+    is the only way in which the published MobileNetV2 figures are possible.
+
+    Args:
+        graph: a captured first step.
+        state_at_updates: whether program order makes a parameter's optimizer state right before its update; else where the
+            optimizer makes it, all before the first update.
+    """
+    builder = roam.GraphBuilder(graph.name, graph.device, 1)
+    builder.accounting(PAPER)
+    inputs = []
+    for tensor in graph.tensors:
+        is_input = tensor.kind == "input" and graph.creator(tensor.id) is None
+        is_constant = tensor.kind == "parameter" or not (is_input or graph.creator(tensor.id) is not None)
+        counted = not (tensor.kind == "buffer" or (is_input and not graph.users(tensor.id)))
+        builder.tensor(
+            tensor.name,
+            tensor.size_bytes if counted else 0,
+            kind=tensor.kind,
+            residency="persistent" if is_constant else "step_local",
+        )
+        if is_input:
+            inputs.append(tensor.id)
+    builder.operator("input", creates=inputs, position=0)
+    position_of = {operator: position for position, operator in enumerate(_program_order(graph, state_at_updates), 1)}
+    for operator in graph.operators:
+        builder.operator(
+            operator.name,
+            phase=operator.phase,
+            position=position_of[operator.id],
+            reads=operator.reads,
+            creates=operator.creates,
+            mutates=operator.mutates,
+            sequence=operator.sequence,
+            module=operator.module,
+            file=operator.file,
+            line=operator.line,
+        )
+    return builder.build()
+
+
+def _program_order(graph: roam.Graph, state_at_updates: bool) -> list[int]:
+    order = graph.program_order.tolist()
+    if state_at_updates:
+        order = _with_late_state(graph, order)
+    place = {operator: at for at, operator in enumerate(order)}
+    for tensor in graph.tensors:
+        copy, write = _copy_and_write(graph, tensor.id)
+        if copy is not None and write is not None and place[write] == place[copy] + 1:
+            place[copy], place[write] = place[write], place[copy]
+    return sorted(order, key=place.__getitem__)
+
+
+def _with_late_state(graph: roam.Graph, order: list[int]) -> list[int]:
+    """Operators that only make optimizer state go right before the first user of what they make."""
+    before: dict[int, list[int]] = defaultdict(list)
+    moved = set()
+    for tensor in graph.tensors:
+        creator, users = graph.creator(tensor.id), graph.users(tensor.id)
+        if tensor.kind == "optimizer_state" and creator is not None and users and _is_free_to_move(graph, creator):
+            before[users[0]].append(creator)
+            moved.add(creator)
+    return [one for operator in order if operator not in moved for one in (*before[operator], operator)]
+
+
+def _is_free_to_move(graph: roam.Graph, operator: int) -> bool:
+    """Whether it reads nothing, or only the shape of a parameter (``zeros_like``), and changes nothing."""
+    reads = graph.operator(operator).reads
+    return not graph.operator(operator).mutates and all(graph.tensor(tensor).kind == "parameter" for tensor in reads)
+
+
+def _copy_and_write(graph: roam.Graph, tensor: int) -> tuple[int | None, int | None]:
+    """The operator that copies a tensor and the ``hardtanh_`` that then overwrites it, where there are such."""
+    users = graph.users(tensor)
+    names = [graph.operator(user).name for user in users]
+    write = next((at for at, name in enumerate(names) if name.startswith("aten.hardtanh_.")), 0)
+    if write and names[write - 1].startswith("aten.clone."):
+        return users[write - 1], users[write]
+    return None, None
