@@ -1,7 +1,7 @@
 """The planner. Use it through the package `roam`."""
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, Literal, SupportsIndex, TypedDict, final
 
 import numpy as np
@@ -18,6 +18,8 @@ __all__ = [
     "Tensor",
     "__version__",
     "baseline",
+    "baseline_order",
+    "caching_allocator_bytes",
     "compare_routes",
     "optimize",
     "verify",
@@ -576,13 +578,37 @@ def baseline(graph: Graph, order: str = "program", layout: str = "size", *, reus
     Args:
         graph: the step.
         order: ``program``, ``lescea``, ``depth_first``, ``eager_updates``, ``memory_aware_updates`` (the published rule
-            for weight updates; Shu et al., arXiv 2310.19295), ``early_frees``, ``reversed`` or ``hill_valley``.
+            for weight updates; Shu et al., arXiv 2310.19295), ``early_frees``, ``reversed`` or ``hill_valley``; or one of
+            PyTorch's Inductor: ``inductor_lpmf``, ``inductor_bfs`` or ``inductor_dfs``.
         layout: ``size``, ``area``, ``lifetime``, ``first_fit`` (each in that sequence, the last by creation, at the lowest free
-            offset), ``skyline`` (LLFB), ``weighted`` (valleys filled by weighted times) or ``tree`` (the published subgraph tree).
+            offset), ``skyline`` (LLFB), ``weighted`` (valleys filled by weighted times) or ``tree`` (the published subgraph tree);
+            or one of another project: ``executorch``, ``tvm_size``, ``tvm_conflicts``, ``tvm_hill_climb`` or ``xla``. With
+            ``caching_allocator`` or ``caching_allocator_expandable`` (with expandable segments) there is no pool but PyTorch's
+            allocator for CUDA: ``pool_bytes`` is what it reserves in the long run for all but the persistent tensors, in
+            program order without reuse what eager PyTorch does, and ``outside_bytes`` is 0. See docs/theory.md.
         reuse: whether an output may take the memory of an input that dies, where the graph permits it.
 
     Raises:
         PlanError: there is no order or layout of that name.
+    """
+
+def baseline_order(graph: Graph, order: str, *, reuse: bool = True) -> _Numbers:
+    """The order that one method finds: the numbers of the operators, first to last. Names as for :func:`roam.baseline`.
+
+    For tests and benchmarks.
+    """
+
+def caching_allocator_bytes(events: Sequence[tuple[int, int | None]], *, expandable: bool = False) -> _Numbers:
+    """What PyTorch's caching allocator for CUDA reserves after each of a sequence of events, by its rules.
+
+    For tests and benchmarks: it is how ``roam.baseline`` counts, and can be checked against a recorded sequence.
+
+    Args:
+        events: (id, bytes) for an allocation, (id, None) for its free.
+        expandable: whether segments are expandable.
+
+    Raises:
+        ValueError: an id is in use already, or is freed while it is not there, or is too large.
     """
 
 def optimize(

@@ -44,7 +44,7 @@ fn planner(criterion: &mut Criterion) {
         for order in Prepared::orders() {
             group.bench_function(format!("order/{order}"), |bench| bench.iter(|| prepared.order(order)));
         }
-        for layout in Prepared::layouts() {
+        for layout in Prepared::portfolio().chain(["tree"]) {
             group.bench_function(format!("layout/{layout}"), |bench| {
                 bench.iter(|| prepared.pool_bytes(&program, layout));
             });

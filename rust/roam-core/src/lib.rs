@@ -2,6 +2,7 @@
 //!
 //! graph -> liveness -> order -> layout -> plan -> verify
 
+pub mod baseline;
 pub mod builder;
 pub mod cost;
 mod digest;

@@ -1,6 +1,7 @@
 //! The planner's stages one by one, for benchmarks, tests and experiments. Plans are made by
 //! [`crate::optimize::optimize`].
 
+use crate::baseline;
 use crate::bound;
 use crate::control::Watch;
 use crate::exact::ExactTier;
@@ -22,6 +23,15 @@ pub struct Prepared {
 pub struct Ordered {
     order: Vec<u32>,
     profile: Profile,
+}
+
+/// What one layout takes for one order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Needs {
+    /// In the pool; where an allocator serves everything, all that it reserves.
+    pub pool_bytes: u64,
+    /// Beside it.
+    pub outside_bytes: u64,
 }
 
 impl Ordered {
@@ -62,15 +72,18 @@ impl Prepared {
         Aim { problem: &self.problem, limit: None }
     }
 
-    /// The names of all orders.
+    /// The names of all orders: the planner's portfolio, then what it is compared with.
     pub fn orders() -> impl Iterator<Item = &'static str> {
-        Method::ALL.iter().map(|method| method.name())
+        Method::ALL.into_iter().map(Method::name).chain(baseline::Order::ALL.into_iter().map(baseline::Order::name))
     }
 
     /// An order by name; `None` if there is none of that name.
     pub fn order(&self, name: &str) -> Option<Ordered> {
-        let method = Method::ALL.into_iter().find(|method| method.name() == name)?;
-        let order = method.order(&self.problem, &self.watch).ok()?;
+        let own = Method::ALL.into_iter().find(|method| method.name() == name);
+        let order = match own {
+            Some(method) => method.order(&self.problem, &self.watch).ok()?,
+            None => baseline::Order::ALL.into_iter().find(|order| order.name() == name)?.order(&self.problem),
+        };
         Some(self.measure(order))
     }
 
@@ -84,8 +97,8 @@ impl Prepared {
     pub fn heuristic(&self) -> Option<Ordered> {
         let mut bounds = bound::Bounds::new(&self.problem);
         let mut found = Vec::new();
-        for name in Self::orders() {
-            let Ordered { order, profile } = self.order(name)?;
+        for method in Method::ALL {
+            let Ordered { order, profile } = self.measure(method.order(&self.problem, &self.watch).ok()?);
             let ordered = order::Ordered { order, profile };
             found.push(order::split(self.aim(), ordered, &mut bounds, &self.watch).ok()?);
         }
@@ -126,16 +139,34 @@ impl Prepared {
         layout::Method::ALL.into_iter().map(layout::Method::name)
     }
 
-    /// The names of all layouts.
+    /// The names of all layouts: the planner's own, then what they are compared with.
     pub fn layouts() -> impl Iterator<Item = &'static str> {
-        layout::Method::known().map(layout::Method::name)
+        let others = baseline::Layout::ALL.into_iter().map(baseline::Layout::name);
+        let eager = baseline::Eager::ALL.into_iter().map(baseline::Eager::name);
+        layout::Method::known().map(layout::Method::name).chain(others).chain(eager)
     }
 
     /// Bytes of the pool as laid out by name; `None` if there is no layout of that name.
     pub fn pool_bytes(&self, ordered: &Ordered, name: &str) -> Option<u64> {
-        let method = layout::Method::known().find(|method| method.name() == name)?;
-        let layout = layout::by_method(&self.problem, &ordered.profile, method, &self.watch).ok()??;
-        Some(layout.pool_bytes)
+        self.needs(ordered, name).map(|needs| needs.pool_bytes)
+    }
+
+    /// What an order takes as laid out by name; `None` if there is no layout of that name.
+    pub fn needs(&self, ordered: &Ordered, name: &str) -> Option<Needs> {
+        let Ordered { order, profile } = ordered;
+        if let Some(eager) = baseline::Eager::ALL.into_iter().find(|eager| eager.name() == name) {
+            let pool_bytes = eager.reserved_bytes(&self.problem, order, profile)?;
+            return Some(Needs { pool_bytes, outside_bytes: 0 });
+        }
+        let other = baseline::Layout::ALL.into_iter().find(|layout| layout.name() == name);
+        let pool_bytes = match other {
+            Some(layout) => layout.pool_bytes(&self.problem, profile),
+            None => {
+                let method = layout::Method::known().find(|method| method.name() == name)?;
+                layout::by_method(&self.problem, profile, method, &self.watch).ok()??.pool_bytes
+            }
+        };
+        Some(Needs { pool_bytes, outside_bytes: profile.outside_peak })
     }
 
     /// The least that can be live while the operator at a program position runs.

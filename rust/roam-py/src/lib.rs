@@ -17,7 +17,7 @@ mod verify;
 #[pyo3::pymodule]
 mod _core {
     #[pymodule_export]
-    use crate::baseline::baseline;
+    use crate::baseline::{baseline, baseline_order, caching_allocator_bytes};
     #[pymodule_export]
     use crate::builder::PyGraphBuilder;
     #[pymodule_export]

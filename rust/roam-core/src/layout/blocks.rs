@@ -7,21 +7,21 @@ use std::ops::Range;
 
 /// A piece of memory held over a half-open interval of times.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Block {
-    pub(super) size: u64,
-    pub(super) alignment: u64,
-    pub(super) start: u32,
-    pub(super) end: u32,
+pub(crate) struct Block {
+    pub(crate) size: u64,
+    pub(crate) alignment: u64,
+    pub(crate) start: u32,
+    pub(crate) end: u32,
 }
 
 impl Block {
     /// The times over which it is held.
-    pub(super) fn times(&self) -> Range<usize> {
+    pub(crate) fn times(&self) -> Range<usize> {
         self.start as usize..self.end as usize
     }
 
     /// Whether both are held at some time.
-    pub(super) fn meets(&self, other: &Block) -> bool {
+    pub(crate) fn meets(&self, other: &Block) -> bool {
         self.start < other.end && other.start < self.end
     }
 }
@@ -31,16 +31,16 @@ impl Block {
 /// Times are ranks of the steps at which some block begins: two blocks overlap in steps just when
 /// they overlap in ranks, since of two that overlap one holds the other's beginning.
 #[derive(Clone, Debug)]
-pub(super) struct Blocks {
-    pub(super) all: Vec<Block>,
+pub(crate) struct Blocks {
+    pub(crate) all: Vec<Block>,
     /// How many times there are.
-    pub(super) times: u32,
+    pub(crate) times: u32,
     /// Per tensor its block, [`NONE`] outside the pool.
     block_of: Vec<u32>,
 }
 
 impl Blocks {
-    pub(super) fn new(problem: &Problem, profile: &Profile) -> Self {
+    pub(crate) fn new(problem: &Problem, profile: &Profile) -> Self {
         let lifetimes = &profile.lifetimes;
         let mut takes_over = vec![NONE; problem.tensors.len()];
         for &(input, output) in &profile.pairs {
@@ -75,14 +75,14 @@ impl Blocks {
     }
 
     /// Blocks that are not tensors of a graph.
-    pub(super) fn bare(mut all: Vec<Block>) -> Self {
+    pub(crate) fn bare(mut all: Vec<Block>) -> Self {
         let times = rank(&mut all);
         let block_of = (0..all.len() as u32).collect();
         Blocks { all, times, block_of }
     }
 
     /// Bytes held per time.
-    pub(super) fn held(&self) -> Vec<u64> {
+    pub(crate) fn held(&self) -> Vec<u64> {
         let mut change = vec![(0u64, 0u64); self.times as usize + 1];
         for block in &self.all {
             change[block.start as usize].0 += block.size;
@@ -97,12 +97,12 @@ impl Blocks {
     }
 
     /// The most bytes held at any time: no layout takes less.
-    pub(super) fn floor(&self) -> u64 {
+    pub(crate) fn floor(&self) -> u64 {
         self.held().into_iter().max().unwrap_or(0)
     }
 
     /// How many pairs of blocks have lifetimes that meet.
-    pub(super) fn pairs(&self) -> u64 {
+    pub(crate) fn pairs(&self) -> u64 {
         let mut change = vec![(0u64, 0u64); self.times as usize + 1];
         for block in &self.all {
             change[block.start as usize].0 += 1;
@@ -121,7 +121,7 @@ impl Blocks {
     ///
     /// Where every size is a multiple of every alignment, pushing blocks down as far as they go
     /// makes each offset a sum of sizes.
-    pub(super) fn unit(&self) -> Option<u64> {
+    pub(crate) fn unit(&self) -> Option<u64> {
         let strictest = self.all.iter().map(|block| block.alignment).max()?;
         let gcd = |mut a: u64, mut b: u64| {
             while b > 0 {
@@ -135,17 +135,17 @@ impl Blocks {
     }
 
     /// The sum of all lifetimes, in times.
-    pub(super) fn area(&self) -> u64 {
+    pub(crate) fn area(&self) -> u64 {
         self.all.iter().map(|block| u64::from(block.end - block.start)).sum()
     }
 
     /// Largest offset plus size.
-    pub(super) fn pool_bytes(&self, offsets: &[u64]) -> u64 {
+    pub(crate) fn pool_bytes(&self, offsets: &[u64]) -> u64 {
         self.all.iter().zip(offsets).map(|(block, offset)| offset + block.size).max().unwrap_or(0)
     }
 
     /// Per block its offset, from those of the tensors.
-    pub(super) fn offsets(&self, of_tensors: &[u64]) -> Vec<u64> {
+    pub(crate) fn offsets(&self, of_tensors: &[u64]) -> Vec<u64> {
         let mut offsets = vec![0; self.all.len()];
         for (&at, &offset) in self.block_of.iter().zip(of_tensors).filter(|&(&at, _)| at != NONE) {
             offsets[at as usize] = offset;
@@ -153,7 +153,7 @@ impl Blocks {
         offsets
     }
 
-    pub(super) fn layout(&self, method: &'static str, offsets: &[u64]) -> Layout {
+    pub(crate) fn layout(&self, method: &'static str, offsets: &[u64]) -> Layout {
         Layout {
             method,
             pool_bytes: self.pool_bytes(offsets),
@@ -176,7 +176,7 @@ fn rank(all: &mut [Block]) -> u32 {
 
 /// In a list in which what is open names itself and all else a later number: the first open number from this one on.
 /// Shortens the way for the next time.
-pub(super) fn first_open(open: &mut [u32], from: u32) -> u32 {
+pub(crate) fn first_open(open: &mut [u32], from: u32) -> u32 {
     let mut found = from;
     while open[found as usize] != found {
         found = open[found as usize];

@@ -31,7 +31,7 @@ impl Spans {
 }
 
 /// See the module's documentation.
-pub(super) struct Gaps {
+pub(crate) struct Gaps {
     cover: Vec<Spans>,
     touch: Vec<Spans>,
     /// Leaves begin here.
@@ -40,13 +40,13 @@ pub(super) struct Gaps {
 }
 
 impl Gaps {
-    pub(super) fn new(times: u32) -> Self {
+    pub(crate) fn new(times: u32) -> Self {
         let width = (times.max(1) as usize).next_power_of_two();
         Gaps { cover: vec![Spans::default(); 2 * width], touch: vec![Spans::default(); 2 * width], width, looked_at: 0 }
     }
 
     /// How many spans have been looked at so far.
-    pub(super) fn looked_at(&self) -> u64 {
+    pub(crate) fn looked_at(&self) -> u64 {
         self.looked_at
     }
 
@@ -67,7 +67,7 @@ impl Gaps {
     }
 
     /// Whether nothing is in the block's way at an offset.
-    pub(super) fn is_free(&mut self, block: &Block, offset: u64) -> bool {
+    pub(crate) fn is_free(&mut self, block: &Block, offset: u64) -> bool {
         let lists = self.lists(block);
         let looked_at = lists.len() as u64;
         let is_free = lists.iter().all(|spans| {
@@ -79,7 +79,7 @@ impl Gaps {
     }
 
     /// The lowest aligned offset at which nothing is in the block's way.
-    pub(super) fn lowest(&mut self, block: &Block) -> u64 {
+    pub(crate) fn lowest(&mut self, block: &Block) -> u64 {
         let mut lists = self.lists(block);
         let (mut offset, mut looked_at) = (0, 0);
         let lowest = loop {
@@ -109,7 +109,7 @@ impl Gaps {
         lowest
     }
 
-    pub(super) fn insert(&mut self, block: &Block, offset: u64) {
+    pub(crate) fn insert(&mut self, block: &Block, offset: u64) {
         let to = offset + block.size;
         for node in self.parts(block) {
             self.looked_at += self.cover[node].insert(offset, to);

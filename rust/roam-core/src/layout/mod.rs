@@ -4,13 +4,13 @@
 //! soon as one takes just that.
 
 mod beam;
-mod blocks;
+pub(crate) mod blocks;
 mod buffers;
 mod canonical;
 mod concatenate;
 mod csv;
 mod dive;
-mod gaps;
+pub(crate) mod gaps;
 mod greedy;
 mod hard_core;
 mod incumbent;

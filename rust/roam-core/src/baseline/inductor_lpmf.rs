@@ -1,0 +1,184 @@
+//! Inductor's `topological_sort_lpmf`, least peak memory first: list scheduling against the most live bytes so far, which
+//! begin as what enters the step or as all that leaves it, whichever is more.
+//!
+//! Among the ready operators whose outputs keep within those bytes, the one that leaves the fewest goes next; where there is
+//! none, the one with the smallest outputs, of these the one that leaves the fewest. Ties go to the earlier program position.
+//! This is LESCEA but for its start, its second key, and for workspace and reuse, of which Inductor's has none. Inductor's
+//! `size_threshold_for_succ_based_strategy` is off, as it is by default.
+
+use super::{created_bytes, waiting};
+use crate::graph::Residency;
+use crate::problem::{NONE, Op, Problem};
+use std::collections::BTreeSet;
+use std::ops::Range;
+
+pub(super) fn order(problem: &Problem) -> Vec<Op> {
+    let mut waiting = waiting(problem);
+    let mut live = Live::new(problem);
+    let mut ready = Ready::new(&live.created);
+    for op in (0..problem.len() as Op).filter(|&op| waiting[op as usize] == 0) {
+        ready.insert(op, live.change(op));
+    }
+    let mut order = Vec::with_capacity(problem.len());
+    while let Some(op) = ready.take_best(live.room()) {
+        order.push(op);
+        for last_user in live.run(op) {
+            if ready.contains(last_user) {
+                ready.insert(last_user, live.change(last_user));
+            }
+        }
+        for &after in problem.successors.row(op) {
+            waiting[after as usize] -= 1;
+            if waiting[after as usize] == 0 {
+                ready.insert(after, live.change(after));
+            }
+        }
+    }
+    order
+}
+
+/// What is live, and what each operator would change.
+struct Live<'a> {
+    problem: &'a Problem,
+    /// Bytes of each operator's outputs.
+    created: Vec<u64>,
+    /// Bytes that die if the operator runs now.
+    freed: Vec<u64>,
+    /// Users yet to run, per tensor.
+    users_left: Vec<usize>,
+    done: Vec<bool>,
+    now: u64,
+    most: u64,
+}
+
+impl<'a> Live<'a> {
+    fn new(problem: &'a Problem) -> Self {
+        let created: Vec<u64> = (0..problem.len() as Op).map(|op| created_bytes(problem, op)).collect();
+        let mut freed = vec![0; problem.len()];
+        let (mut enters, mut leaves) = (0, 0);
+        for (tensor, item) in problem.tensors.iter().enumerate() {
+            let users = problem.users.row(tensor as u32);
+            match (item.residency, users) {
+                (Residency::Leaves, _) => leaves += item.size,
+                (_, []) if item.creator != NONE => freed[item.creator as usize] += item.size,
+                (_, [only_user]) => freed[*only_user as usize] += item.size,
+                _ => {}
+            }
+            if item.creator == NONE && !users.is_empty() {
+                enters += item.size;
+            }
+        }
+        let users_left = (0..problem.tensors.len() as u32).map(|tensor| problem.users.row(tensor).len()).collect();
+        let done = vec![false; problem.len()];
+        Live { problem, created, freed, users_left, done, now: enters, most: enters.max(leaves) }
+    }
+
+    /// How many bytes can be added without raising the most so far.
+    fn room(&self) -> u64 {
+        self.most - self.now
+    }
+
+    /// How the operator would change the live bytes if it ran now.
+    fn change(&self, op: Op) -> i64 {
+        self.created[op as usize].wrapping_sub(self.freed[op as usize]) as i64
+    }
+
+    /// Runs the operator; says which operators have thereby become some tensor's last user.
+    fn run(&mut self, op: Op) -> Vec<Op> {
+        let problem = self.problem;
+        self.done[op as usize] = true;
+        self.now += self.created[op as usize];
+        self.most = self.most.max(self.now);
+        self.now -= self.freed[op as usize];
+        let mut last_users = Vec::new();
+        for &tensor in problem.uses.row(op) {
+            self.users_left[tensor as usize] -= 1;
+            let item = &problem.tensors[tensor as usize];
+            if self.users_left[tensor as usize] == 1 && item.residency != Residency::Leaves {
+                let users = problem.users.row(tensor).iter();
+                for &last in users.filter(|&&user| !self.done[user as usize]) {
+                    self.freed[last as usize] += item.size;
+                    last_users.push(last);
+                }
+            }
+        }
+        last_users
+    }
+}
+
+/// The ready operators by the size of their outputs, with the least change over any range of sizes: a tournament tree.
+struct Ready {
+    /// Output bytes and operator, ascending: the ranks.
+    ranked: Vec<(u64, Op)>,
+    rank_of: Vec<usize>,
+    present: BTreeSet<usize>,
+    /// The least (change, operator); leaves begin at `ranked.len()`.
+    nodes: Vec<(i64, Op)>,
+}
+
+const ABSENT: (i64, Op) = (i64::MAX, Op::MAX);
+
+impl Ready {
+    fn new(created: &[u64]) -> Self {
+        let mut ranked: Vec<(u64, Op)> = created.iter().copied().zip(0..).collect();
+        ranked.sort_unstable();
+        let mut rank_of = vec![0; ranked.len()];
+        for (rank, &(_, op)) in ranked.iter().enumerate() {
+            rank_of[op as usize] = rank;
+        }
+        let nodes = vec![ABSENT; 2 * ranked.len()];
+        Ready { ranked, rank_of, present: BTreeSet::new(), nodes }
+    }
+
+    fn contains(&self, op: Op) -> bool {
+        self.present.contains(&self.rank_of[op as usize])
+    }
+
+    /// Makes the operator ready, or brings its change up to date.
+    fn insert(&mut self, op: Op, change: i64) {
+        let rank = self.rank_of[op as usize];
+        self.present.insert(rank);
+        self.set(rank, (change, op));
+    }
+
+    /// The operator that goes next where `room` bytes can be added for nothing; it is ready no more.
+    fn take_best(&mut self, room: u64) -> Option<Op> {
+        let smallest = self.ranked[*self.present.first()?].0;
+        let ranks = |least: u64, most: u64| {
+            self.ranked.partition_point(|&(size, _)| size < least)
+                ..self.ranked.partition_point(|&(size, _)| size <= most)
+        };
+        let (_, op) = self.least(if smallest <= room { ranks(0, room) } else { ranks(smallest, smallest) });
+        let rank = self.rank_of[op as usize];
+        self.present.remove(&rank);
+        self.set(rank, ABSENT);
+        Some(op)
+    }
+
+    fn set(&mut self, rank: usize, value: (i64, Op)) {
+        let mut node = self.ranked.len() + rank;
+        self.nodes[node] = value;
+        while node > 1 {
+            node /= 2;
+            self.nodes[node] = self.nodes[2 * node].min(self.nodes[2 * node + 1]);
+        }
+    }
+
+    fn least(&self, ranks: Range<usize>) -> (i64, Op) {
+        let (mut begin, mut end) = (self.ranked.len() + ranks.start, self.ranked.len() + ranks.end);
+        let mut least = ABSENT;
+        while begin < end {
+            if begin % 2 == 1 {
+                least = least.min(self.nodes[begin]);
+                begin += 1;
+            }
+            if end % 2 == 1 {
+                end -= 1;
+                least = least.min(self.nodes[end]);
+            }
+            begin /= 2;
+            end /= 2;
+        }
+        least
+    }
+}
