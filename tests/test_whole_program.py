@@ -173,7 +173,7 @@ def test_spans_of_two_branches() -> None:
 
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_a_layout_that_no_greedy_rule_finds(solver: linear.Solver) -> None:
-    # D 0..3 first, then B above it at 3..5, then A at 0..2: for C there is only 2..3 below B, so it goes to 5..7. Of nested lives D is
+    # By any rank D 0..3 is first, then B above it at 3..5, then A at 0..2: for C there is only 2..3 below B, so it goes to 5..7. Of nested lives D is
     # the longest, and none lies within it: the same result. At the last step A, B and C take 6, and 6 is enough: D 0..3, B 4..6, A 0..2, C 2..4.
     graph = narrow_layout()
     found = whole_program(graph, solver)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from roam.bench.whole_program.linear import Program, Sum
@@ -42,10 +42,23 @@ def pyramid(blocks: Sequence[Block]) -> dict[int, int]:
 
 
 def greedy(blocks: Sequence[Block], placed: Mapping[int, int]) -> dict[int, int]:
-    """The largest first, each at the lowest offset that is free during its life; `placed` ones are where they are."""
+    """The best of three: the largest, the longest-lived, or the largest by size times life first, each at the lowest offset that is free during its life.
+
+    `placed` ones are where they are.
+    """
+    ranks: tuple[Callable[[Block], int], ...] = (
+        lambda block: block.size_bytes,
+        lambda block: block.end - block.begin,
+        lambda block: block.size_bytes * (block.end - block.begin),
+    )
+    layouts = (_lowest_first(blocks, placed, rank) for rank in ranks)
+    return min(layouts, key=lambda offsets: pool_bytes(blocks, offsets))
+
+
+def _lowest_first(blocks: Sequence[Block], placed: Mapping[int, int], rank: Callable[[Block], int]) -> dict[int, int]:
     offsets = dict(placed)
     there = [block for block in blocks if block.tensor in placed]
-    for block in sorted(blocks, key=lambda block: (-block.size_bytes, block.begin, block.tensor)):
+    for block in sorted(blocks, key=lambda block: (-rank(block), block.begin, block.tensor)):
         if block.tensor in offsets:
             continue
         lowest = 0
