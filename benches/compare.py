@@ -3,7 +3,7 @@
     python benches/compare.py main
     python benches/compare.py HEAD~5 --filter gpt2-xl/optimize --quick
 
-The other commit is checked out into a temporary worktree, which is always removed. Both sides are built, then run by turns (base, new, base, new, ...), so
+The other commit is checked out into a temporary worktree, which is always removed. Both sides are built, then run by turns (base, new, new, base, ...), so
 that a machine that grows slower or faster meanwhile does so for both.
 
 A benchmark's ratio is new / base: the geometric mean over the rounds of the ratio of criterion's medians. Its interval (95 %) counts the standard errors that
@@ -161,7 +161,8 @@ def measure(repository: Path, arguments: argparse.Namespace, home: Path, target:
         for folder, built in sides:
             run([*bench, "--no-run"], folder, CARGO_TARGET_DIR=built)
         for number in range(1, arguments.rounds + 1):
-            for side, (folder, built) in zip(SIDES, sides, strict=True):
+            turns = list(zip(SIDES, sides, strict=True))
+            for side, (folder, built) in turns if number % 2 else reversed(turns):
                 saved = ["--save-baseline", f"{side}-{number}"]
                 run([*bench, "--", *saved, *options], folder, CARGO_TARGET_DIR=built, CRITERION_HOME=str(home))
 

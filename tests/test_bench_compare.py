@@ -145,10 +145,10 @@ def test_a_commit_against_itself(repository: Path, tmp_path: Path) -> None:
     assert "regression" not in printed
     calls = [json.loads(line) for line in (tmp_path / "calls").read_text().splitlines()]
     # Both are built, each for itself; then they run by turns.
-    assert [Path(folder) == repository for folder, _, _ in calls] == [False, True] * 3
+    assert [Path(folder) == repository for folder, _, _ in calls] == [False, True, False, True, True, False]
     assert {Path(target) for _, _, target in calls} == {repository / "target", repository / "target/bench-compare/base"}
     assert [words[words.index("--save-baseline") + 1] for _, words, _ in calls[2:]] == [
-        "base-1", "new-1", "base-2", "new-2",
+        "base-1", "new-1", "new-2", "base-2",
     ]  # fmt: skip
     assert all(words[-1] == "o/same" for _, words, _ in calls[2:])
     assert worktrees(repository) == 1
