@@ -8,7 +8,7 @@
 //!
 //! What differs: the random numbers, which are the same on every machine; every neighbour is as likely to bring a neighbour of
 //! its own, where TVM prefers those with many; an attempt that finds no two blocks leaves everything as it is; the best of all
-//! attempts counts, where TVM takes the last one kept; and on large graphs attempts end with [`WORK`].
+//! attempts counts, where TVM takes the last one kept; and on large graphs [`WORK`] ends the attempts.
 
 use super::tvm;
 use crate::layout::blocks::Blocks;
@@ -17,12 +17,15 @@ use crate::synthetic::Random;
 
 const ATTEMPTS: u64 = 500;
 
-/// How many spans of addresses and blocks may be looked at before no further attempt begins.
-const WORK: u64 = 1 << 27;
+/// How many blocks may be placed before no further attempt begins: 500 attempts for up to 8 000 blocks.
+const WORK: u64 = 4_000_000;
+
+/// From this attempt on no larger pool is kept: it would have to be larger by more than itself.
+const NO_LARGER: u64 = 50;
 
 pub(super) fn place(blocks: &Blocks) -> Vec<u64> {
     let mut climb = Climb::new(blocks);
-    let mut kept = climb.lay_out();
+    let Some(mut kept) = climb.lay_out(u64::MAX) else { unreachable!("nothing is beyond all addresses") };
     let mut best = kept.clone();
     let floor = blocks.floor();
     for attempt in 1..ATTEMPTS {
@@ -31,15 +34,18 @@ pub(super) fn place(blocks: &Blocks) -> Vec<u64> {
         }
         let Some(swap) = climb.choose(&kept) else { continue };
         climb.swap(swap);
-        let offsets = climb.lay_out();
-        let (pool_bytes, kept_bytes) = (blocks.pool_bytes(&offsets), blocks.pool_bytes(&kept));
-        if pool_bytes < kept_bytes || climb.takes_worse(pool_bytes, kept_bytes, attempt) {
-            if pool_bytes < blocks.pool_bytes(&best) {
-                best.clone_from(&offsets);
-            }
-            kept = offsets;
-        } else {
-            climb.swap(swap);
+        let kept_bytes = blocks.pool_bytes(&kept);
+        let laid_out = climb.lay_out(if attempt < NO_LARGER { u64::MAX } else { kept_bytes });
+        let is_kept = laid_out.as_ref().is_some_and(|offsets| {
+            let pool_bytes = blocks.pool_bytes(offsets);
+            pool_bytes < kept_bytes || climb.takes_worse(pool_bytes, kept_bytes, attempt)
+        });
+        match laid_out.filter(|_| is_kept) {
+            Some(offsets) => kept = offsets,
+            None => climb.swap(swap),
+        }
+        if blocks.pool_bytes(&kept) < blocks.pool_bytes(&best) {
+            best.clone_from(&kept);
         }
     }
     best
@@ -52,7 +58,7 @@ struct Climb<'a> {
     /// Each block's place in the sequence.
     turn: Vec<u32>,
     random: Random,
-    /// What has been looked at.
+    /// Blocks placed so far.
     work: u64,
 }
 
@@ -66,18 +72,19 @@ impl<'a> Climb<'a> {
         Climb { blocks, sequence, turn, random: Random::new(0), work: 0 }
     }
 
-    /// Offsets of the blocks in the present sequence.
-    fn lay_out(&mut self) -> Vec<u64> {
+    /// Offsets of the blocks in the present sequence; `None` where a block would end at `limit` or beyond.
+    fn lay_out(&mut self, limit: u64) -> Option<Vec<u64>> {
         let mut offsets = vec![0; self.blocks.all.len()];
         let mut gaps = Gaps::new(self.blocks.times);
-        for &at in &self.sequence {
+        let fits = self.sequence.iter().all(|&at| {
             let block = &self.blocks.all[at as usize];
             let offset = gaps.lowest(block);
             gaps.insert(block, offset);
             offsets[at as usize] = offset;
-        }
-        self.work += gaps.looked_at();
-        offsets
+            self.work += 1;
+            offset + block.size < limit
+        });
+        fits.then_some(offsets)
     }
 
     fn swap(&mut self, [a, b]: [u32; 2]) {
@@ -116,8 +123,7 @@ impl<'a> Climb<'a> {
     }
 
     /// The blocks that meet this one.
-    fn neighbours(&mut self, of: u32) -> Vec<u32> {
-        self.work += self.blocks.all.len() as u64 / 8;
+    fn neighbours(&self, of: u32) -> Vec<u32> {
         let block = self.blocks.all[of as usize];
         let all = self.blocks.all.iter().zip(0..);
         all.filter(|&(other, at)| at != of && other.meets(&block)).map(|(_, at)| at).collect()
@@ -144,7 +150,7 @@ mod tests {
         let mut improved = 0;
         for _ in 0..200 {
             let blocks = random_blocks(&mut random, 12);
-            let before = blocks.pool_bytes(&Climb::new(&blocks).lay_out());
+            let before = blocks.pool_bytes(&Climb::new(&blocks).lay_out(u64::MAX).expect("no limit"));
             let after = blocks.pool_bytes(&place(&blocks));
             assert!(after <= before);
             improved += u32::from(after < before);
@@ -171,7 +177,7 @@ mod tests {
         let block = |size, start| crate::layout::blocks::Block { size, alignment: 1, start, end: start + 1 };
         let blocks = Blocks::bare(vec![block(4, 0), block(3, 0), block(2, 0), block(1, 1)]);
         let mut climb = Climb::new(&blocks);
-        let offsets = climb.lay_out();
+        let offsets = climb.lay_out(u64::MAX).expect("no limit");
         assert_eq!(offsets, [0, 4, 7, 0]);
         for _ in 0..50 {
             let mut swap = climb.choose(&offsets).expect("two lie below");

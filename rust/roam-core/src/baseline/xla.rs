@@ -6,7 +6,7 @@
 //! best fit by size and by lifetime; with its packing search all six, as here. As in XLA, lifetimes count allocations and frees.
 
 use crate::graph::round_up;
-use crate::layout::blocks::Blocks;
+use crate::layout::blocks::{Block, Blocks};
 use std::cmp::Reverse;
 
 #[derive(Clone, Copy)]
@@ -70,13 +70,13 @@ fn sorted(blocks: &Blocks, lifetimes: &[u64], by: Sequence) -> Vec<u32> {
 
 fn heap(blocks: &Blocks, sequence: &[u32], fit: Fit) -> Vec<u64> {
     let mut offsets = vec![0; blocks.all.len()];
-    // Begin, end and number of what is placed, by begin.
-    let mut placed: Vec<(u64, u64, u32)> = Vec::with_capacity(sequence.len());
+    // What is placed and its offset, by offset.
+    let mut placed: Vec<(u64, Block)> = Vec::with_capacity(sequence.len());
     for &at in sequence {
-        let block = &blocks.all[at as usize];
+        let block = blocks.all[at as usize];
         let mut best: Option<(u64, u64)> = None;
         let mut end = 0;
-        for &(from, to, _) in placed.iter().filter(|&&(_, _, other)| blocks.all[other as usize].meets(block)) {
+        for &(from, other) in placed.iter().filter(|(_, other)| other.meets(&block)) {
             let offset = round_up(end, block.alignment);
             if offset + block.size <= from && best.is_none_or(|(gap, _)| from - offset < gap) {
                 best = Some((from - offset, offset));
@@ -84,12 +84,11 @@ fn heap(blocks: &Blocks, sequence: &[u32], fit: Fit) -> Vec<u64> {
                     break;
                 }
             }
-            end = end.max(to);
+            end = end.max(from + other.size);
         }
         let offset = best.map_or(round_up(end, block.alignment), |(_, offset)| offset);
         offsets[at as usize] = offset;
-        let place = placed.partition_point(|&(from, _, _)| from < offset);
-        placed.insert(place, (offset, offset + block.size, at));
+        placed.insert(placed.partition_point(|&(from, _)| from < offset), (offset, block));
     }
     offsets
 }
@@ -97,7 +96,6 @@ fn heap(blocks: &Blocks, sequence: &[u32], fit: Fit) -> Vec<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::layout::blocks::Block;
 
     fn block(size: u64, start: u32, end: u32) -> Block {
         Block { size, alignment: 1, start, end }
