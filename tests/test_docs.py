@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import document
 import pytest
 import torch
 import transformers
@@ -42,6 +43,12 @@ def test_the_architecture_table_names_what_exists() -> None:
                 if not (ROOT / path).exists():
                     missing.append(str(path))
     assert not missing
+
+
+@pytest.mark.parametrize("path", document.documents(), ids=lambda path: path.name)
+def test_tables_are_those_of_the_committed_results(path: Path) -> None:
+    text = path.read_text()
+    assert text == document.rendered(text), "python benches/document.py writes them"
 
 
 def test_every_key_and_option_is_documented(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

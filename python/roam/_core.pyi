@@ -31,7 +31,7 @@ _Phase = Literal["forward", "loss", "backward", "update", "collective"]
 _Sequence = Literal["random", "collective"]
 _Status = Literal["optimal", "feasible", "timed_out"]
 _StreamModel = Literal["happens_before", "time_step"]
-_BoundRoute = Literal["floor", "cut", "probe", "exhaustive", "integer_program"]
+_BoundRoute = Literal["floor", "cut", "probe", "first", "exhaustive", "integer_program"]
 _Exact = Literal["off", "auto", "required"]
 _ExactStatus = Literal["off", "not_needed", "too_large", "unavailable", "used"]
 _Path = str | os.PathLike[str]
@@ -509,7 +509,7 @@ class Plan:
         """How the lower bound was proved.
 
         ``floor``: what one operator, all that enters or all that leaves needs; ``cut``: a minimum cut; ``probe``: cuts
-        that follow from each other; ``exhaustive``: a search over all orders; ``integer_program``: CBC.
+        that follow from each other; ``first``: cuts at several operators, one of which runs first; ``exhaustive``: a search over all orders; ``integer_program``: CBC.
         """
     @property
     def gap(self) -> float:

@@ -55,6 +55,13 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
         help="seconds for each whole-graph integer program on the rows small enough; 0 leaves them out (default 60)",
     )
 
+    suite = command("suite", "plan the zoo's steps as they are, and tell what that saves of PyTorch's memory")
+    _only(suite, "model")
+    suite.add_argument(
+        "--batch", type=int, action="append", default=[], metavar="N", help="only this batch size (default 1 and 32)"
+    )
+    suite.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="(default cpu)")
+
 
 def _only(parser: argparse.ArgumentParser, what: str) -> None:
     parser.add_argument(

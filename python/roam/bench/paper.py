@@ -28,7 +28,7 @@ _STATE_FIRST = ("gpt2-xl",)
 
 OURS = "roam"
 OURS_STREAMS = "roam, two streams"
-SIMULATED = "program order, caching allocator"
+SIMULATED = "program, caching_allocator"
 _ORDERS = (
     "program",
     "lescea",
@@ -39,7 +39,7 @@ _ORDERS = (
     "memory_aware_updates",
 )
 _LAYOUTS = (
-    "caching_allocator", "caching_allocator_expandable", "skyline", "executorch", "tvm_size", "tvm_conflicts", "tvm_hill_climb", "xla", "tree", "size",
+    "caching_allocator_expandable", "skyline", "executorch", "tvm_size", "tvm_conflicts", "tvm_hill_climb", "xla", "tree", "size",
 )  # fmt: skip
 _WHOLE_PROGRAMS = ("alexnet", "vgg11")
 """Models of which the whole-graph integer programs can be stated at all; others have too many columns."""
@@ -77,17 +77,20 @@ def benchmark(arguments: argparse.Namespace) -> Benchmark:
 def methods(model: str, whole_program_s: float = 0.0) -> Iterator[Method]:
     """What a row is planned by, by name."""
     yield OURS, _plan
-    yield "our order, caching allocator", _order_alone
+    yield "our order, caching_allocator", _order_alone
     yield OURS_STREAMS, partial(_plan, streams=2, stream_model="time_step")
     for order in _ORDERS:
-        yield f"{order}, caching allocator", partial(_baseline, order=order, layout="caching_allocator")
-    for layout in _LAYOUTS[1:]:
-        yield f"program order, {layout}", partial(_baseline, order="program", layout=layout)
-    yield "lescea, skyline", partial(_baseline, order="lescea", layout="skyline")
-    yield "program order, our layout", _layout_alone
-    yield "updates at once, tree", partial(_baseline, order="eager_updates", layout="tree")
-    yield "updates where they fit, tree", partial(_baseline, order="memory_aware_updates", layout="tree")
-    yield "updates where they fit, size", partial(_baseline, order="memory_aware_updates", layout="size")
+        yield _named(order, "caching_allocator")
+    for layout in _LAYOUTS:
+        yield _named("program", layout)
+    yield _named("lescea", "skyline")
+    yield "program, our layout", _layout_alone
+    for order, layout in (
+        ("eager_updates", "tree"),
+        ("memory_aware_updates", "tree"),
+        ("memory_aware_updates", "size"),
+    ):
+        yield _named(order, layout)
     yield "roam, no integer programs", partial(_plan, exact="off")
     if whole_program_s > 0 and model in _WHOLE_PROGRAMS:
         for solver in ("cbc", "highs"):
@@ -96,6 +99,10 @@ def methods(model: str, whole_program_s: float = 0.0) -> Iterator[Method]:
             "whole program, highs, streams",
             partial(_whole_program, solver="highs", streams=None, seconds=whole_program_s),
         )
+
+
+def _named(order: str, layout: str) -> Method:
+    return f"{order}, {layout}", partial(_baseline, order=order, layout=layout)
 
 
 @functools.lru_cache(maxsize=1)

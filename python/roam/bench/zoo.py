@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from roam import Plan
 from roam.bench.architectures import Architecture, architectures, loss_of
 from roam.bench.results import Record, Row, Task
-from roam.bench.run import Benchmark, Column
+from roam.bench.run import Benchmark, Column, Table
 from roam.errors import RoamError
 from roam.kernels.trial import differ
 from roam.runtime import compile as compile_step
@@ -53,13 +53,30 @@ def benchmark(arguments: argparse.Namespace) -> Benchmark:
         settings,
         tasks,
         _COLUMNS,
-        summary=lambda record: [_counted(record)],
+        summary=lambda record: [libraries_table(record), _counted(record)],
         exit_code=lambda record: EXIT_DIFFERENT if _outcomes(record)["different"] else 0,
     )
 
 
 def _outcomes(record: Record) -> Counter[str]:
     return Counter(row["outcome"] for row in record["rows"])
+
+
+def libraries_table(record: Record) -> Table:
+    """How many architectures of each library came to what."""
+    counts: dict[str, Counter[str]] = {}
+    for row in record["rows"]:
+        counts.setdefault(row["library"], Counter())[row["outcome"]] += 1
+
+    def count(outcome: str) -> Column:
+        return Column(outcome, lambda row: str(row["counts"][outcome]))
+
+    columns = (
+        Column("library", lambda row: row["library"], right=False),
+        Column("architectures", lambda row: str(row["counts"].total())),
+        *map(count, ("equal", "refused", "failed", "different")),
+    )
+    return Table("Architectures", columns, [{"library": name, "counts": found} for name, found in counts.items()])
 
 
 def _counted(record: Record) -> str:

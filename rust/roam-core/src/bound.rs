@@ -6,7 +6,8 @@
 //! with reuse, with tensors that enter or leave the step). Every cut bounds the peak of every order.
 //!
 //! [`probe`] goes further: supposing an order with a lower peak than a known one, it derives on which
-//! side of v other operators must lie, and cuts again.
+//! side of v other operators must lie, and cuts again. [`Bounds::compare_firsts`] asks which of several weight updates runs first:
+//! whichever it is, the others are still to come.
 
 use crate::control::{Stop, Watch};
 use crate::flow::{self, INFINITE, Network};
@@ -31,6 +32,11 @@ const MOST_PROBES: usize = 64;
 const PROBE_WORK: usize = 1_500_000;
 /// Operators, tensors and arcs looked at, over all probes for one problem.
 const ALL_PROBES_WORK: u64 = 50_000_000;
+/// Cuts that comparing first updates may make, and operators that they may look at.
+const MOST_FIRSTS: usize = 512;
+const FIRSTS_WORK: usize = 2_000_000;
+/// Updates of more operators than this are none of one parameter.
+const LONGEST_UPDATE: usize = 64;
 /// Cuts made side by side; fixed, so that plans do not depend on the number of threads.
 const BATCH: usize = 8;
 /// Inputs up to which every choice of reuse is cut on its own.
@@ -145,6 +151,99 @@ impl Bounds {
         }
         Ok(())
     }
+}
+
+impl Bounds {
+    /// Of any set of operators one runs first, while all the others are still to come; so the least over the set of the cuts at each of
+    /// them, with the others on the far side, bounds every order. The sets looked at are the weight updates that need the most by
+    /// themselves, ever more of them: where gradients pile up faster than activations die, one has to run while both are there.
+    ///
+    /// Sets are given up once they cannot raise the bound, and none is needed beyond `peak`, the lowest known.
+    pub(crate) fn compare_firsts(
+        &mut self,
+        problem: &Problem,
+        updates: &[Vec<Op>],
+        peak: u64,
+        watch: &Watch,
+    ) -> Result<(), Stop> {
+        let updates = hungriest_operators(problem, updates, watch)?;
+        let mut left = (FIRSTS_WORK / problem.len().max(1)).min(MOST_FIRSTS);
+        let mut from = 0;
+        for set in updates.chunk_by(|(_, one), (_, other)| one == other) {
+            from += set.len();
+            let best = self.best().0;
+            if best >= peak || left < from {
+                break;
+            }
+            left -= from;
+            let set: Vec<Op> = updates[..from].iter().map(|&(op, _)| op).collect();
+            let least = least_first(problem, &set, best, watch)?;
+            if let Some((bytes, op)) = least.filter(|&(bytes, _)| bytes > best) {
+                self.record(op, bytes.min(peak), BoundRoute::First);
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The least that can be live while the first of the operators runs, and which that is; `None` once it is no more than `known`.
+fn least_first(problem: &Problem, set: &[Op], known: u64, watch: &Watch) -> Result<Option<(u64, Op)>, Stop> {
+    let mut least: Option<(u64, Op)> = None;
+    for batch in set.chunks(BATCH) {
+        let cuts: Vec<Option<u64>> =
+            batch.par_iter().map(|&op| cut_as_first(problem, op, set, watch)).collect::<Result<_, _>>()?;
+        for (&op, bytes) in batch.iter().zip(cuts) {
+            least = least.into_iter().chain(bytes.map(|bytes| (bytes, op))).min();
+        }
+        if least.is_some_and(|(bytes, _)| bytes <= known) {
+            return Ok(None);
+        }
+    }
+    Ok(least)
+}
+
+/// The least that can be live while `op` runs, if all others of the set are still to come; `None` where one of them must come before.
+fn cut_as_first(problem: &Problem, op: Op, set: &[Op], watch: &Watch) -> Result<Option<u64>, Stop> {
+    let mut side = sides(problem, op);
+    for &other in set {
+        match side[other as usize] {
+            Side::Before => return Ok(None),
+            Side::After => {}
+            Side::Free => fix(other, Side::After, problem, &mut side),
+        }
+    }
+    Ok(Some(cut_between(problem, op, &side, watch)?.bytes))
+}
+
+/// Per update, given as its operators in program order, the one at which it needs the most, and the bytes that this touches; the hungriest
+/// first. Updates of as many operators are taken to be alike, so that only the largest of them need be looked into.
+fn hungriest_operators(problem: &Problem, updates: &[Vec<Op>], watch: &Watch) -> Result<Vec<(Op, u64)>, Stop> {
+    let size = |members: &[Op]| members.iter().map(|&op| touched(problem, op)).max().unwrap_or(0);
+    let mut largest: BTreeMap<usize, &Vec<Op>> = BTreeMap::new();
+    for members in updates.iter().filter(|members| members.len() <= LONGEST_UPDATE) {
+        let known = largest.entry(members.len()).or_insert(members);
+        if size(members) > size(known) {
+            *known = members;
+        }
+    }
+    let mut place = BTreeMap::new();
+    for (length, members) in largest {
+        let alone = members.iter().map(|&op| cut_alone(problem, op, members, watch)).collect::<Result<Vec<_>, _>>()?;
+        place.insert(length, (0..length).max_by_key(|&at| (alone[at], Reverse(at))).unwrap_or(0));
+    }
+    let known = updates.iter().filter_map(|members| Some(members[*place.get(&members.len())?]));
+    let mut found: Vec<(Op, u64)> = known.map(|op| (op, touched(problem, op))).collect();
+    found.sort_unstable_by_key(|&(op, bytes)| (Reverse(bytes), op));
+    Ok(found)
+}
+
+/// The least that can be live while `op` runs, if only its own update is still open and all else is done.
+fn cut_alone(problem: &Problem, op: Op, members: &[Op], watch: &Watch) -> Result<u64, Stop> {
+    let mut side = vec![Side::Before; problem.len()];
+    members.iter().for_each(|&member| side[member as usize] = Side::Free);
+    spread(op, Side::Before, problem, &mut side);
+    spread(op, Side::After, problem, &mut side);
+    Ok(cut_between(problem, op, &side, watch)?.bytes)
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -406,4 +505,67 @@ fn network(problem: &Problem, op: Op, side: &[Side], reused: &[Ten]) -> (Network
         }
     }
     (network, index, fixed)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::builder::GraphBuilder;
+    use crate::graph::{Kind, Operator, Phase, Tensor};
+    use crate::ids::TensorId;
+
+    /// Three layers. Each forward operator makes 6 bytes that its backward operator uses, which makes a gradient of 10; the update of a
+    /// gradient holds two more pieces of 10 beside it. Operators of a pass follow each other through tokens without bytes.
+    fn three_layers() -> Problem {
+        let mut builder = GraphBuilder::new("", "cpu", 1);
+        let tensor = |builder: &mut GraphBuilder, size_bytes| {
+            let (name, kind, residency) = (String::new(), Kind::Temporary, Residency::StepLocal);
+            builder.tensor(Tensor { name, size_bytes, kind, residency, alignment_bytes: 0 }).expect("few")
+        };
+        let call = |builder: &mut GraphBuilder, phase, reads: &[TensorId], creates: &[TensorId]| {
+            let position = builder.num_operators() as u32;
+            let operator =
+                Operator { reads: reads.to_vec(), creates: creates.to_vec(), ..Operator::new("", position, phase) };
+            builder.operator(operator).expect("few");
+        };
+        let mut token: Vec<TensorId> = Vec::new();
+        let mut saved = Vec::new();
+        for _ in 0..3 {
+            let (next, activation) = (tensor(&mut builder, 0), tensor(&mut builder, 6));
+            call(&mut builder, Phase::Forward, &token, &[next, activation]);
+            token = vec![next];
+            saved.push(activation);
+        }
+        for activation in saved.into_iter().rev() {
+            let (next, gradient) = (tensor(&mut builder, 0), tensor(&mut builder, 10));
+            let [one, other] = [0; 2].map(|_| tensor(&mut builder, 10));
+            call(&mut builder, Phase::Backward, &[token[0], activation], &[next, gradient]);
+            token = vec![next];
+            call(&mut builder, Phase::Update, &[gradient], &[one]);
+            call(&mut builder, Phase::Update, &[gradient, one], &[other]);
+            call(&mut builder, Phase::Update, &[one, other], &[]);
+        }
+        Problem::new(&builder.build().expect("valid"), false)
+    }
+
+    #[test]
+    fn one_of_the_updates_runs_first() {
+        let problem = three_layers();
+        let watch = Watch::default();
+        let mut bounds = Bounds::new(&problem);
+        for op in 0..problem.len() as Op {
+            bounds.record(op, cut(&problem, op, &watch).expect("not stopped").bytes, BoundRoute::Cut);
+        }
+        // The second operator of any update may run when nothing else is left: 10 + 10 + 10. The first backward operator has all
+        // activations and its gradient: 3 * 6 + 10.
+        assert_eq!(bounds.best().0, 30);
+        let updates = crate::order::update_parts(&problem);
+        assert_eq!(updates.iter().map(Vec::len).collect::<Vec<_>>(), [3, 3, 3]);
+        bounds.compare_firsts(&problem, &updates, u64::MAX, &watch).expect("not stopped");
+        // The first of them is that of the last layer, beside two activations: 30 + 2 * 6. That of another layer would run beside fewer
+        // activations and more gradients: 30 + 6 + 10, 30 + 20.
+        assert_eq!((bounds.best().0, bounds.route()), (42, BoundRoute::First));
+        // Program order reaches it.
+        assert_eq!(crate::liveness::Profile::new(&problem, &problem.program_order()).peak, 42);
+    }
 }

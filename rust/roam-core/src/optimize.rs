@@ -342,15 +342,23 @@ impl<'a> Search<'a> {
 
     /// Where the pool and what stays outside it have their peaks at different steps, the common peak is not what counts.
     fn look_at_parts(&mut self) -> Result<(), Stop> {
-        let Some(&best) = self.whole.ranking().first() else { return Ok(()) };
-        let profile = &self.whole.trials[best].ordered.profile;
-        if order::is_within(profile.least_total(), profile.peak) { Ok(()) } else { self.search_parts() }
+        if self.parts_agree() { Ok(()) } else { self.search_parts() }
+    }
+
+    /// Whether the pool and what stays outside it have their peaks together, so that they are best looked at together.
+    fn parts_agree(&self) -> bool {
+        let best = self.whole.ranking().first().map(|&at| &self.whole.trials[at].ordered.profile);
+        best.is_none_or(|profile| order::is_within(profile.least_total(), profile.peak))
     }
 
     /// Once more, from the orders found since.
     fn look_at_parts_again(&mut self) -> Result<(), Stop> {
         let is_near = self.least_total().saturating_sub(self.bound()) <= self.bound() / NEAR;
-        if !self.parts.is_empty() && is_near { Ok(()) } else { self.search_parts() }
+        if is_near && (!self.parts.is_empty() || self.parts_agree()) {
+            return Ok(());
+        }
+        self.search_parts()?;
+        self.whole.fit_updates(1, self.watch).map(drop)
     }
 
     /// Bounds the pool and what stays outside it apart, then lowers their peaks one after the other.
@@ -454,8 +462,6 @@ impl<'a> Search<'a> {
 
     /// The plan for several streams, made from the orders found for one.
     fn plan_streams(&self) -> Result<Plan, OptimizeError> {
-        let Placed { trial, layout } = self.best();
-        let Trial { name, ordered } = &self.whole.trials[*trial];
         let input = streams::Input {
             graph: self.graph,
             problem: &self.whole.problem,
@@ -469,8 +475,14 @@ impl<'a> Search<'a> {
                 .collect(),
             program_peak: self.program_peak,
         };
-        let single = streams::Single { name, problem: self.problem_of(*trial), ordered, layout };
-        let outcome = streams::search(&input, &single, self.watch).map_err(|_| OptimizeError::Cancelled)?;
+        let mut placed: Vec<&Placed> = self.placed.iter().collect();
+        placed.sort_by_key(|placed| (self.total(placed), self.whole.trials[placed.trial].ordered.profile.peak));
+        let singles = placed.into_iter().map(|Placed { trial, layout }| {
+            let Trial { name, ordered } = &self.whole.trials[*trial];
+            streams::Single { name, problem: self.problem_of(*trial), ordered, layout }
+        });
+        let singles: Vec<streams::Single<'_>> = singles.collect();
+        let outcome = streams::search(&input, &singles, self.watch).map_err(|_| OptimizeError::Cancelled)?;
         let plan = self.plan();
         let found = outcome.best.map_err(|fastest| OptimizeError::SpeedTarget {
             streams: self.settings.streams,

@@ -41,6 +41,8 @@ pub enum BoundRoute {
     Cut,
     /// Minimum cuts that follow from each other.
     Probe,
+    /// Minimum cuts at all operators of a set: one of them runs first, before all the others.
+    First,
     /// A search over all orders of a segment.
     Exhaustive,
     /// An integer program of a segment: as certain as its solver's floating point.

@@ -18,7 +18,7 @@ pub(crate) use peaks::{Answers, Open, lower_peaks};
 pub(crate) use portfolio::{Portfolio, Trial};
 pub(crate) use programs::lower_by_programs;
 pub(crate) use refine::{Aim, Ordered, split, stage};
-pub(crate) use updates::fitting_updates;
+pub(crate) use updates::{fitting_updates, update_parts};
 
 use crate::control::{Stop, Watch};
 use crate::problem::{Op, Problem};

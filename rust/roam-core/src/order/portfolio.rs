@@ -3,11 +3,12 @@
 
 use super::peaks::{Answers, Open, lower_peaks};
 use super::programs::lower_by_programs;
-use super::refine::{Aim, Ordered, split, stage};
-use super::{Method, is_within};
+use super::refine::{Aim, Ordered, rounds, split, stage};
+use super::{Method, fitting_updates, is_within, update_parts};
 use crate::bound::{Bounds, Limit};
 use crate::control::{Stop, Watch};
 use crate::exact::ExactTier;
+use crate::liveness::Profile;
 use crate::problem::{Op, Problem};
 use rayon::prelude::*;
 use std::sync::Arc;
@@ -16,6 +17,35 @@ use std::sync::Arc;
 const SPLIT: usize = 2;
 /// How many others are split where much may be gained.
 const MOST_OTHERS: usize = 2;
+
+/// How many of the best orders have their updates moved.
+const MOST_FITTED: usize = 4;
+/// Limits tried for one order's updates; very large graphs get fewer.
+const MOST_LIMITS: usize = 16;
+/// How many times exact search begins anew from updates moved.
+const MOST_SEARCHES: usize = 4;
+
+/// The order with updates as soon as they fit under a limit, the lowest that bisection between `floor` and its peak finds to hold; `None`
+/// where none lowers the peak.
+fn lowest_fitting(problem: &Problem, start: &Ordered, floor: u64, watch: &Watch) -> Result<Option<Vec<Op>>, Stop> {
+    let (mut low, mut lowest) = (floor, start.profile.peak);
+    let mut best = None;
+    for _ in 0..rounds(problem, MOST_LIMITS) {
+        if is_within(lowest, low) {
+            break;
+        }
+        let limit = low + (lowest - low) / 2;
+        let order = fitting_updates(problem, &start.order, limit, watch)?;
+        let peak = Profile::new(problem, &order).peak;
+        if peak < lowest {
+            (lowest, best) = (peak, Some(order));
+        }
+        if peak > limit {
+            low = limit;
+        }
+    }
+    Ok(best)
+}
 
 /// An order on trial.
 #[derive(Clone, Debug)]
@@ -94,8 +124,40 @@ impl Portfolio {
         stopped
     }
 
-    /// Splits and stages at the minimum cuts.
+    /// Moves updates, then splits and stages at the minimum cuts.
     pub(crate) fn refine(&mut self, watch: &Watch) -> Result<(), Stop> {
+        self.fit_updates(MOST_FITTED, watch)?;
+        self.refine_at_cuts(watch)?;
+        // What the cuts have changed may leave room elsewhere.
+        if self.fit_updates(1, watch)? {
+            let best: Vec<usize> = self.ranking().into_iter().take(1).collect();
+            self.split(&best, watch)?;
+        }
+        Ok(())
+    }
+
+    /// Lets the updates of the best orders run as soon as they fit under the lowest limit that this finds. Says whether the best order of
+    /// all is a new one.
+    pub(crate) fn fit_updates(&mut self, most: usize, watch: &Watch) -> Result<bool, Stop> {
+        let before = self.lowest_peak();
+        if before <= self.bounds.best().0 || !self.problem.is_update.contains(&true) {
+            return Ok(false);
+        }
+        let mut bases = self.ranking();
+        bases.dedup_by_key(|at| self.trials[*at].ordered.profile.peak);
+        bases.truncate(most);
+        let floor = self.bounds.best().0;
+        let fitted: Vec<_> =
+            bases.par_iter().map(|&at| lowest_fitting(&self.problem, &self.trials[at].ordered, floor, watch)).collect();
+        for order in fitted {
+            if let Some(order) = order? {
+                self.add("fitting_updates", order);
+            }
+        }
+        Ok(self.lowest_peak() < before)
+    }
+
+    fn refine_at_cuts(&mut self, watch: &Watch) -> Result<(), Stop> {
         let ranking = self.ranking();
         let (best, others) = ranking.split_at(SPLIT.min(ranking.len()));
         self.split(best, watch)?;
@@ -134,13 +196,29 @@ impl Portfolio {
         Ok(())
     }
 
-    /// Cuts at the operators where every order on trial is high.
+    /// Cuts at the operators where every order on trial is high, then at updates of which one must be the first.
     pub(crate) fn prove(&mut self, watch: &Watch) -> Result<(), Stop> {
-        self.bounds.inspect(&self.problem, &self.least_live, watch)
+        self.bounds.inspect(&self.problem, &self.least_live, watch)?;
+        let peak = self.lowest_peak();
+        if is_within(peak, self.bounds.best().0) {
+            return Ok(());
+        }
+        self.bounds.compare_firsts(&self.problem, &update_parts(&self.problem), peak, watch)
     }
 
-    /// Where no order meets the bound: exact search in the stretch that holds the lowest peak.
+    /// Where no order meets the bound: exact search in the stretch that holds the lowest peak, as long as moving updates then leaves
+    /// another.
     pub(crate) fn search(&mut self, watch: &Watch) -> Result<(), Stop> {
+        for _ in 0..MOST_SEARCHES {
+            self.search_once(watch)?;
+            if is_within(self.lowest_peak(), self.bounds.best().0) || !self.fit_updates(1, watch)? {
+                break;
+            }
+        }
+        Ok(())
+    }
+
+    fn search_once(&mut self, watch: &Watch) -> Result<(), Stop> {
         let all = self.trials.iter().map(|trial| &trial.ordered);
         let Some(lowest) = all.min_by_key(|ordered| (ordered.profile.peak, ordered.profile.least_total())) else {
             return Ok(());

@@ -25,7 +25,8 @@ const MOST_STAGES: usize = 16;
 /// Operators looked at, over all rounds; very large graphs get fewer rounds.
 const WORK: usize = 500_000;
 
-fn rounds(problem: &Problem, most: usize) -> usize {
+/// How many rounds of work in proportion to the problem are affordable.
+pub(super) fn rounds(problem: &Problem, most: usize) -> usize {
     (WORK / problem.len().max(1)).clamp(1, most)
 }
 

@@ -53,9 +53,9 @@ pub(crate) fn fitting_updates(problem: &Problem, order: &[Op], most: u64, watch:
     }
     let next = |pending: &Pending, op: Op, live: u64| {
         let (without, highest) = ahead[op as usize];
-        // What updates that have run add to every later step, or take off.
+        // What updates that have run add to every later step, or take off. One that leaves no more than it finds is welcome anyway.
         let later = i128::from(most) - (i128::from(highest) + i128::from(live) - i128::from(without));
-        pending.largest_within(most.saturating_sub(live), |part| parts.keeps[part as usize] <= later)
+        pending.largest_within(most.saturating_sub(live), |part| parts.keeps[part as usize] <= later.max(0))
     };
     schedule(problem, &parts, order, next, watch)
 }
@@ -197,6 +197,11 @@ pub(super) fn by_place<K: Ord>(problem: &Problem, key: impl Fn(Op) -> K) -> Vec<
         }
     }
     order
+}
+
+/// The updates, each as its operators in program order.
+pub(crate) fn update_parts(problem: &Problem) -> Vec<Vec<Op>> {
+    Parts::new(problem).members
 }
 
 /// Stands for all updates together.

@@ -133,13 +133,22 @@ pub(crate) struct Single<'a> {
 
 /// Searches for the plan of the least total that is as fast as asked for. Where nothing is asked for,
 /// that is one part in [`search::NEARLY`] short of the fastest plan that is found. No plan takes more than
-/// program order; `single` is the plan for one stream.
+/// program order; `singles` are the plans for one stream, the best first and that in program order among them.
 ///
 /// # Errors
 /// [`Stop::Cancelled`].
-pub(crate) fn search(input: &Input<'_>, single: &Single<'_>, watch: &Watch) -> Result<Outcome, Stop> {
-    let search = Search::new(input, single, watch)?;
-    let alone = search.alone(single);
+pub(crate) fn search(input: &Input<'_>, singles: &[Single<'_>], watch: &Watch) -> Result<Outcome, Stop> {
+    // Outside the pool nothing is reused on several streams, so what needs that does not count.
+    let mut alone = None;
+    for single in singles {
+        let search = Search::new(input, single, watch)?;
+        let found = search.alone(single);
+        if found.peak <= input.program_peak {
+            alone = Some((search, single, found));
+            break;
+        }
+    }
+    let Some((search, single, alone)) = alone else { unreachable!("program order is no worse than itself") };
     let mut tried = vec![Tried::new(single.name.into(), &alone, None)];
     let mut timed_out = match search.try_all() {
         Ok(more) => {

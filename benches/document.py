@@ -1,0 +1,66 @@
+"""Puts the tables of committed results into the documents: `python benches/document.py`, or with `--check`, which fails where they differ.
+
+A document marks a table's place by two comments, `<!-- table: paper.published_table -->` and `<!-- end -->`: the function of that name in
+`roam.bench.paper` makes it of `docs/benchmarks/paper.json`. What stands between them is replaced.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import re
+import sys
+from pathlib import Path
+
+from roam.bench.results import read_json
+from roam.bench.run import Table, draw
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "docs" / "benchmarks"
+_BLOCK = re.compile(
+    r"(?P<begin><!-- table: (?P<bench>\w+)\.(?P<function>\w+) -->\n).*?(?P<end><!-- end -->)", re.DOTALL
+)
+
+
+def documents() -> list[Path]:
+    """Those that have such places."""
+    return [path for path in sorted(ROOT.glob("docs/**/*.md")) if _BLOCK.search(path.read_text(encoding="utf-8"))]
+
+
+def rendered(text: str) -> str:
+    """A document's text with every table made anew."""
+    return _BLOCK.sub(
+        lambda match: f"{match['begin']}{_table(match['bench'], match['function'])}\n{match['end']}", text
+    )
+
+
+def _table(bench: str, function: str) -> str:
+    record = read_json(RESULTS / f"{bench}.json")
+    made = getattr(importlib.import_module(f"roam.bench.{bench}"), function)(record)
+    return made.markdown() if isinstance(made, Table) else str(made)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; fail where a document differs from its results"
+    )
+    parser.add_argument("--plots", action="store_true", help="draw the plots anew too")
+    arguments = parser.parse_args()
+    differing = [
+        path for path in documents() if rendered(path.read_text(encoding="utf-8")) != path.read_text(encoding="utf-8")
+    ]
+    for path in differing:
+        if not arguments.check:
+            path.write_text(rendered(path.read_text(encoding="utf-8")), encoding="utf-8")
+        print(f"{'differs' if arguments.check else 'written'}: {path.relative_to(ROOT)}")
+    if arguments.plots:
+        for path in sorted(RESULTS.glob("*.json")):
+            plot = getattr(importlib.import_module(f"roam.bench.{path.stem}"), "plot", None)
+            if plot is not None:
+                draw(read_json(path), plot, RESULTS)
+    return 1 if arguments.check and differing else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

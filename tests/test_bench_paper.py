@@ -1,0 +1,171 @@
+"""The paper's accounting and table, and the suite, on steps small enough for a test."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import roam
+from roam import cli
+from roam.bench import accounting, paper, paper_models, suite
+from roam.bench.results import read_json
+from training import plain_step
+
+MIB = 2**20
+
+
+@pytest.fixture(scope="module")
+def alexnet() -> roam.Graph:
+    return paper.paper_graph("alexnet", 1)
+
+
+def small_graph(*layers: torch.nn.Module) -> roam.Graph:
+    """The first step of some layers, with Adam and weight decay."""
+    with roam.fake("cpu"):
+        model = torch.nn.Sequential(*layers)
+        optimizer = torch.optim.Adam(model.parameters(), weight_decay=1e-4, foreach=False)
+        batch = torch.zeros(2, 3, 8, 8), torch.zeros(2, dtype=torch.long)
+    return roam.capture(plain_step, model, optimizer, *batch, step="first")
+
+
+def normed_net(activation: torch.nn.Module) -> roam.Graph:
+    convolution = torch.nn.Conv2d(3, 4, 3, padding=1)
+    return small_graph(convolution, torch.nn.BatchNorm2d(4), activation, torch.nn.Flatten(), torch.nn.Linear(256, 5))
+
+
+def test_the_published_table_gives_the_abstract() -> None:
+    rows = paper.published()
+    assert len(rows) == 17
+    compared = [row for row in rows if row["roam_ms_mib"] is not None]
+    assert len(compared) == 14
+    of_pytorch = [1 - r["roam_ss_mib"] / (r["pytorch_order_mib"] / (1 - r["pytorch_fragmentation"])) for r in compared]
+    of_lescea = [1 - r["roam_ss_mib"] / r["lescea_llfb_mib"] for r in compared]
+    of_model = [1 - r["roam_ms_mib"] / r["model_ms_mib"] for r in compared]
+    faster = [r["model_ms_s"] / r["roam_ms_s"] for r in compared]
+    means = [sum(values) / 14 for values in (of_pytorch, of_lescea, of_model, faster)]
+    assert [round(value, 3) for value in means[:3]] == [0.357, 0.133, 0.272]
+    assert round(means[3], 1) == 53.7
+
+
+def test_the_accounting_counts_as_the_paper_does() -> None:
+    captured = normed_net(torch.nn.ReLU())
+    graph = accounting.paper(captured)
+    assert (captured.accounting, graph.accounting, graph.alignment_bytes) == ("", "paper", 1)
+    sizes: dict[tuple[str, str], int] = {}
+    for tensor in graph.tensors:
+        key = (tensor.kind, tensor.residency)
+        sizes[key] = sizes.get(key, 0) + tensor.counted_bytes
+    parameters = 4 * ((27 * 4 + 4) + (4 + 4) + (256 * 5 + 5))
+    assert graph.persistent_bytes == sizes["parameter", "persistent"] == parameters
+    # Two moments a parameter, and a step count of 4 bytes each.
+    assert sizes["optimizer_state", "step_local"] == 2 * parameters + 6 * 4
+    assert sizes["input", "step_local"] == 2 * 3 * 8 * 8 * 4 + 2 * 8
+    assert {residency for _, residency in sizes} == {"persistent", "step_local"}
+    assert graph.operator(graph.creator(first_input(graph)) or 0).position == 0
+    assert not any(operator.reuse or operator.workspace_bytes for operator in graph.operators)
+    assert graph.num_operators == captured.num_operators + 1
+
+
+def first_input(graph: roam.Graph) -> int:
+    return next(tensor.id for tensor in graph.tensors if tensor.kind == "input")
+
+
+def test_state_is_made_at_its_update_or_where_eager_makes_it() -> None:
+    captured = normed_net(torch.nn.ReLU())
+    late, early = accounting.paper(captured), accounting.paper(captured, state_at_updates=False)
+    made = [t.id for t in late.tensors if t.kind == "optimizer_state" and t.size_bytes > 4]
+    first_write = min(early.operator(early.users(t)[0]).position for t in made)
+    assert all(early.operator(creator(early, t)).position < first_write for t in made)
+    assert any(late.operator(creator(late, t)).position > first_write for t in made)
+    assert late.live_bytes().max() < early.live_bytes().max()
+    # Only program order differs.
+    assert roam.optimize(late, reuse=False).peak_bytes == roam.optimize(early, reuse=False).peak_bytes
+
+
+def creator(graph: roam.Graph, tensor: int) -> int:
+    found = graph.creator(tensor)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(("activation", "moved"), [(torch.nn.ReLU6(inplace=True), True), (torch.nn.SiLU(inplace=True), False)])  # fmt: skip
+def test_the_copy_before_an_in_place_relu6_may_wait(activation: torch.nn.Module, moved: bool) -> None:
+    graph = accounting.paper(normed_net(activation))
+    (write,) = [o for o in graph.operators if o.name.startswith(("aten.hardtanh_.", "aten.silu_."))]
+    (copy,) = [o for o in graph.operators if o.name.startswith("aten.clone.") and o.reads == write.mutates]
+    assert (copy.position == write.position + 1) == moved
+    assert (copy.position == write.position - 1) != moved
+
+
+def test_attention_of_old_has_the_values_of_today() -> None:
+    torch.manual_seed(0)
+    attention = torch.nn.MultiheadAttention(12, 3, batch_first=True).double()
+    x = torch.randn(2, 5, 12, dtype=torch.double)
+    expected, _ = attention(x, x, x, need_weights=False)
+    found, _ = paper_models.CopyingAttention(attention)(x, x, x, need_weights=False)
+    torch.testing.assert_close(found, expected)
+
+
+def test_alexnet_comes_to_the_published_figures(alexnet: roam.Graph) -> None:
+    (row,) = [row for row in paper.published() if (row["model"], row["batch"]) == ("alexnet", 1)]
+    program = (alexnet.persistent_bytes + int(alexnet.live_bytes().max())) / MIB
+    assert program == pytest.approx(row["pytorch_order_mib"], rel=1e-3)
+    plan = roam.optimize(alexnet, reuse=False)
+    assert plan.status == "optimal"
+    assert plan.total_bytes / MIB == pytest.approx(row["roam_ss_mib"], abs=0.01)
+
+
+def test_bench_paper_puts_all_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["bench", "paper", "--only", "alexnet", "--whole-program", "0", "--output", str(tmp_path)]
+    assert cli.main(arguments) == 0
+    out = capsys.readouterr().out
+    assert "665.08" in out
+    record = read_json(tmp_path / "paper.json")
+    rows: list[dict[str, Any]] = record["rows"]
+    names = [name for name, _ in paper.methods("alexnet")]
+    assert [(row["batch"], row["method"]) for row in rows] == [(b, name) for b in (1, 32) for name in names]
+    bounds = {row["batch"]: row["bound_bytes"] for row in rows if row["method"] == paper.OURS}
+    one_stream = [row for row in rows if row["method"] != paper.OURS_STREAMS]
+    assert all(row["total_bytes"] >= row["peak_bytes"] >= bounds[row["batch"]] for row in one_stream)
+    assert paper.published_table(record).markdown().count("\n") == 3
+    abstract = paper.abstract_table(record).markdown()
+    assert "35.7%" in abstract
+    methods = paper.methods_table(record).markdown()
+    assert all(f"| {name} |" in methods for name in names)
+    assert (tmp_path / "paper.svg").exists()
+    assert (tmp_path / "paper.png").exists()
+
+
+def test_a_fixed_order_leaves_the_layout_alone(alexnet: roam.Graph) -> None:
+    order = alexnet.program_order.tolist()
+    fixed = paper.in_order(alexnet, order, fixed=True)
+    plan = roam.optimize(fixed, reuse=False)
+    assert plan.order.tolist() == order
+    assert plan.peak_bytes == alexnet.live_bytes().max()
+
+
+def test_bench_suite_says_what_is_saved_and_what_is_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["bench", "suite", "--only", "gpt2-tiny", "--batch", "2", "--output", str(tmp_path)]
+    assert cli.main(arguments) == 0
+    assert "gpt2-tiny" in capsys.readouterr().out
+    record = read_json(tmp_path / "suite.json")
+    rows = record["rows"]
+    assert [(row["optimizer"], row["reuse"]) for row in rows] == [
+        (o, r) for o in ("adamw", "sgd") for r in ("no", "yes")
+    ]
+    for row in rows:
+        assert row["bound_bytes"] <= row["step_local_bytes"]
+        assert row["program_order_bytes"] <= row["caching_allocator_bytes"]
+        assert suite.saving(row, "program_order_bytes") <= suite.saving(row, "program_order_bytes", persistent=False)
+    assert "of 2 steps" in suite.nothing_saved(record)
+    assert suite.means_table(record).markdown().count("\n") == 5
+
+
+def test_savings_are_shares_of_what_they_are_compared_with() -> None:
+    row = {"persistent_bytes": 100, "step_local_bytes": 50, "program_order_bytes": 100, "caching_allocator_bytes": 50}
+    assert suite.saving(row, "program_order_bytes") == 0.25
+    assert suite.saving(row, "program_order_bytes", persistent=False) == 0.5
+    assert suite.saving(row, "caching_allocator_bytes") == 0
