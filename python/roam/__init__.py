@@ -2,7 +2,7 @@
 
 A training step (forward, loss, backward, optimizer update) becomes one :class:`Graph`; :func:`optimize` finds a
 :class:`Plan` for it, an execution order and a memory layout, together with a lower bound that proves how good it is;
-:func:`verify` checks a plan on its own; :func:`compile` runs the real step by it.
+:func:`verify` checks a plan on its own; :func:`compile` runs the real step by it. Buffers without a graph are packed by :mod:`roam.layout`.
 
 Importing this package loads neither torch nor a solver: :func:`capture`, :func:`compile` and :func:`fake` do so when
 they are first looked up.
@@ -31,6 +31,8 @@ from roam.errors import (
     ExecutionError,
     FormatError,
     GraphError,
+    LayoutError,
+    PackingInterrupted,
     PlanError,
     PlanningInterrupted,
     RoamError,
@@ -49,7 +51,9 @@ __all__ = [
     "Graph",
     "GraphBuilder",
     "GraphError",
+    "LayoutError",
     "Operator",
+    "PackingInterrupted",
     "Plan",
     "PlanError",
     "PlanningInterrupted",

@@ -10,10 +10,12 @@ from torch.fx import GraphModule
 from typing_extensions import NotRequired
 
 __all__ = [
+    "Buffers",
     "Candidate",
     "Graph",
     "GraphBuilder",
     "Operator",
+    "Packing",
     "Plan",
     "Tensor",
     "__version__",
@@ -22,7 +24,11 @@ __all__ = [
     "caching_allocator_bytes",
     "compare_routes",
     "optimize",
+    "pack",
+    "synthetic_buffers",
+    "synthetic_step",
     "verify",
+    "verify_packing",
 ]
 
 _Kind = Literal["parameter", "buffer", "optimizer_state", "input", "gradient", "activation", "temporary", "output"]
@@ -665,4 +671,176 @@ def compare_routes(graph: Graph, reuse: bool = True, programs: bool = True) -> _
     """What the heuristics make of a graph's order, and what each exact route makes of the best of theirs.
 
     For tests and benchmarks. Bytes; without the keys of integer programs if not `programs`; None for a graph without operators. Ctrl-C waits until it is done.
+    """
+
+@final
+class Buffers:
+    """Buffers to pack: pieces of memory, each needed over the half-open interval of times from `lower` to before `upper`. Immutable.
+
+    Whether they can be packed is for :func:`pack` to say.
+
+    >>> from roam.layout import Buffers
+    >>> len(Buffers(lower=[0, 3], upper=[3, 9], size_bytes=[4, 4]))
+    2
+
+    Args:
+        lower: per buffer the first time at which it is needed; whole numbers in [0, 2^63), like all others.
+        upper: the first time at which it is not needed any more.
+        size_bytes: bytes; may be 0.
+        alignment_bytes: what its offset must be a multiple of, a power of two; 1 where None.
+        gaps: per buffer the times within its life at which it is not needed, each as ``(lower, upper)``; as
+            ``(lower, upper, first, end)`` where its own bytes from `first` to before `end` are needed all the same.
+        offsets: per buffer the only offset at which it may lie, in bytes, or None.
+        hints: per buffer an offset at which to begin the search, in bytes, or None. It decides nothing.
+        ids: per buffer its name in files; its place in the list where None.
+
+    Raises:
+        LayoutError: too few or too many values, a negative one, a gap of another form, or ids that no file can hold.
+        OverflowError: a number that does not fit into 63 bits.
+    """
+
+    def __new__(
+        cls,
+        lower: Iterable[SupportsIndex],
+        upper: Iterable[SupportsIndex],
+        size_bytes: Iterable[SupportsIndex],
+        *,
+        alignment_bytes: Iterable[SupportsIndex] | None = None,
+        gaps: Iterable[Iterable[tuple[int, int] | tuple[int, int, int, int]]] | None = None,
+        offsets: Iterable[SupportsIndex | None] | None = None,
+        hints: Iterable[SupportsIndex | None] | None = None,
+        ids: Iterable[str] | None = None,
+    ) -> Buffers: ...
+    @classmethod
+    def read_csv(cls, path: _Path) -> Buffers:
+        """Reads buffers from a CSV file in the format of MiniMalloc (docs/formats.md).
+
+        Raises:
+            FormatError: the file is not of that form; `code` tells how.
+            OSError: the file cannot be read.
+        """
+    def write_csv(self, path: _Path, packing: Packing | None = None) -> None:
+        """Writes the buffers, or with a packing the buffers and where each lies, to a CSV file in the form that MiniMalloc writes.
+
+        Raises:
+            LayoutError: the packing is not one of these buffers.
+            OSError: the file cannot be written.
+        """
+    @property
+    def ids(self) -> tuple[str, ...]:
+        """Names in files."""
+    @property
+    def lower(self) -> _Numbers:
+        """First time at which each is needed. Shape [len], read-only."""
+    @property
+    def upper(self) -> _Numbers:
+        """First time at which each is not needed any more. Shape [len], read-only."""
+    @property
+    def size_bytes(self) -> _Numbers:
+        """Bytes of each. Shape [len], read-only."""
+    @property
+    def alignment_bytes(self) -> _Numbers:
+        """What each offset must be a multiple of. Shape [len], read-only."""
+    @property
+    def gaps(self) -> tuple[tuple[tuple[int, int] | tuple[int, int, int, int], ...], ...]:
+        """Times at which each is not needed, or only some of its bytes, by time."""
+    @property
+    def offsets(self) -> tuple[int | None, ...]:
+        """The only offset at which each may lie, if there is one."""
+    @property
+    def hints(self) -> tuple[int | None, ...]:
+        """Where to begin the search, if that is said."""
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the CSV that :meth:`write_csv` writes, in hexadecimal: the same for files in other forms that say the same."""
+    def __len__(self) -> int: ...
+    __hash__: ClassVar[None]  # type: ignore[assignment]
+    def __eq__(self, other: object, /) -> bool: ...
+    def __ne__(self, other: object, /) -> bool: ...
+
+@final
+class Packing:
+    """An offset for each of some buffers. Read-only."""
+
+    @property
+    def offsets(self) -> _Numbers:
+        """Offset of each buffer in the pool, in bytes. Shape [number of buffers], read-only."""
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes of the pool: the largest offset + size."""
+    @property
+    def live_bytes(self) -> int:
+        """Most bytes needed at any time, gaps taken into account."""
+    @property
+    def lower_bound_bytes(self) -> int:
+        """No packing takes less."""
+    @property
+    def bound_route(self) -> _BoundRoute:
+        """How that was proved: ``floor`` (live bytes, a fixed or a single buffer) or ``exhaustive`` (smaller pools were refuted)."""
+    @property
+    def gap(self) -> float:
+        """Pool / lower bound - 1; 0 where both are 0."""
+    @property
+    def method(self) -> str:
+        """What found it, for example ``weighted`` or ``canonical``."""
+    @property
+    def status(self) -> _Status:
+        """``optimal`` (no packing takes less), ``feasible``, or ``timed_out`` (feasible, but the time limit or Ctrl-C cut the search short)."""
+    __hash__: ClassVar[None]  # type: ignore[assignment]
+    def __eq__(self, other: object, /) -> bool: ...
+    def __ne__(self, other: object, /) -> bool: ...
+
+def pack(
+    buffers: Buffers, *, work: int = 2_000_000_000, time_limit_s: float | None = None, target_bytes: int | None = None
+) -> Packing:
+    """Packs buffers into one pool that is as small as the search finds.
+
+    The same buffers and work give the same packing on any number of threads, unless the time limit cuts the search short. Every packing is
+    verified. Other Python threads run meanwhile. Ctrl-C ends the search: :class:`roam.PackingInterrupted`, a ``KeyboardInterrupt``, brings
+    the best packing so far.
+
+    Args:
+        buffers: what to pack.
+        work: how long to search, in comparisons, of which a core makes some 10^9 in two or three seconds. What comes to a packing at all is done in
+            any case.
+        time_limit_s: wall-clock limit in seconds; at its end the best packing so far is returned. No limit where None.
+        target_bytes: a pool that is not larger ends the search. As small as can be where None.
+
+    Raises:
+        LayoutError: the buffers cannot be packed as asked, for example because two of them share bytes where they are fixed; `code` tells how.
+        PackingInterrupted: Ctrl-C; its ``packing`` is the best so far. A second Ctrl-C is a plain ``KeyboardInterrupt``.
+        ValueError: the time limit is negative or no number.
+    """
+
+def verify_packing(buffers: Buffers, packing: Packing) -> None:
+    """Checks that a packing is valid for buffers and that every figure it claims is true.
+
+    Shares no code with the packer.
+
+    Raises:
+        LayoutError: it is not; `code` tells how.
+    """
+
+def synthetic_step(family: str, operators: int) -> Graph:
+    """A made-up training step, the same every time.
+
+    Args:
+        family: ``deep`` (a transformer of as many layers as it takes), ``wide`` (very many branches of one layer that are added up) or
+            ``branching`` (a chain of cells of several unequal branches each).
+        operators: about how many.
+
+    Raises:
+        ValueError: there is no such family.
+    """
+
+def synthetic_buffers(style: str, count: int, seed: int = 1) -> Buffers:
+    """Made-up buffers; equal seeds give equal buffers.
+
+    Args:
+        style: ``wide``, ``narrow``, ``skewed``, ``training``, ``replaced`` or ``dissected`` (docs/benchmarks.md).
+        count: about how many.
+        seed: of the random numbers.
+
+    Raises:
+        ValueError: there is no such style.
     """

@@ -1,6 +1,6 @@
 """Everything that roam raises on purpose.
 
-All of it derives from :class:`RoamError`, but for :class:`PlanningInterrupted`. Beside its message an error says where it happened, as far as that is known.
+All of it derives from :class:`RoamError`, but for :class:`PlanningInterrupted` and :class:`PackingInterrupted`. Beside its message an error says where it happened, as far as that is known.
 """
 
 from __future__ import annotations
@@ -8,13 +8,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from roam._core import Plan
+    from roam._core import Packing, Plan
 
 __all__ = [
     "CaptureError",
     "ExecutionError",
     "FormatError",
     "GraphError",
+    "LayoutError",
+    "PackingInterrupted",
     "PlanError",
     "PlanningInterrupted",
     "RoamError",
@@ -59,7 +61,7 @@ class GraphError(RoamError, ValueError):
 
 
 class FormatError(RoamError, ValueError):
-    """A file or text is not a graph or a plan in the documented form."""
+    """A file or text is not a graph, a plan or buffers in the documented form."""
 
 
 class CaptureError(RoamError):
@@ -68,6 +70,24 @@ class CaptureError(RoamError):
 
 class PlanError(RoamError):
     """A graph cannot be planned as asked, or a plan does not fit its graph."""
+
+
+class LayoutError(RoamError, ValueError):
+    """Buffers cannot be packed as asked, or a packing does not fit its buffers."""
+
+
+class PackingInterrupted(KeyboardInterrupt):
+    """Ctrl-C ended the search for a packing.
+
+    Attributes:
+        packing: the best packing so far, verified.
+    """
+
+    packing: Packing
+
+    def __init__(self, packing: Packing) -> None:
+        super().__init__("packing was interrupted")
+        self.packing = packing
 
 
 class PlanningInterrupted(KeyboardInterrupt):

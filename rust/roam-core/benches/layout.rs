@@ -1,7 +1,7 @@
 //! Packing of the bare layout problems in `benches/layout`, and of thousands of random buffers.
 
 use criterion::{Criterion, criterion_group, criterion_main};
-use roam_core::layout::{Buffer, pack, read_csv};
+use roam_core::layout::{Buffer, Instance, pack};
 use roam_core::optimize::Control;
 use roam_core::synthetic::Random;
 use std::path::Path;
@@ -22,7 +22,8 @@ fn files() -> Vec<(String, Vec<Buffer>)> {
     assert!(!paths.is_empty(), "no instance files in {}", folder.display());
     let read = |path: &std::path::PathBuf| {
         let name = path.file_stem().expect("a file").to_string_lossy().into_owned();
-        (name, read_csv(&std::fs::read_to_string(path).expect("readable")).expect("a valid instance").1)
+        let instance = Instance::read(&std::fs::read_to_string(path).expect("readable")).expect("a valid instance");
+        (name, instance.requests.iter().map(|request| request.buffer).collect())
     };
     paths.iter().map(read).collect()
 }

@@ -1,6 +1,7 @@
 //! Made-up training steps, the same on every machine: for tests and benchmarks.
 
 pub mod buffers;
+pub mod steps;
 
 use crate::builder::GraphBuilder;
 use crate::error::GraphError;

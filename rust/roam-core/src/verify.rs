@@ -5,6 +5,7 @@
 //! only that the plan does not contradict it.
 
 mod outside;
+mod packing;
 mod streams;
 mod violation;
 
@@ -12,6 +13,7 @@ use crate::error::Site;
 use crate::graph::{Graph, Residency, ReusePair, Sequence};
 use crate::ids::{OperatorId, TensorId};
 use crate::plan::{MAX_STREAMS, Plan, Status};
+pub use packing::{PackingViolation, verify_packing};
 use std::collections::{BTreeMap, BTreeSet};
 pub use violation::PlanViolation;
 

@@ -4,7 +4,7 @@
 mod common;
 
 use common::buffers::{brute_force, check, full, live_bytes, random};
-use roam_core::layout::{Buffer, CsvError, PackError, Packing, pack, read_csv};
+use roam_core::layout::{Buffer, Instance, PackError, Packing, pack};
 use roam_core::optimize::Control;
 use roam_core::synthetic::Random;
 use roam_core::synthetic::buffers::Style;
@@ -19,6 +19,10 @@ fn packed(buffers: &[Buffer], work: u64) -> Packing {
     let packing = pack(buffers, work, &Control::default()).expect("a packing");
     check(buffers, &packing);
     packing
+}
+
+fn buffers_of(instance: &Instance) -> Vec<Buffer> {
+    instance.requests.iter().map(|request| request.buffer).collect()
 }
 
 #[test]
@@ -78,7 +82,7 @@ fn every_instance_file_is_packed_to_its_live_bytes() {
         if path.extension().is_none_or(|extension| extension != "csv") {
             continue;
         }
-        let (_, buffers) = read_csv(&std::fs::read_to_string(&path).expect("readable")).expect("valid");
+        let buffers = buffers_of(&Instance::read(&std::fs::read_to_string(&path).expect("readable")).expect("valid"));
         let packing = packed(&buffers, WORK);
         assert_eq!(packing.pool_bytes, packing.live_bytes, "{}", path.display());
         count += 1;
@@ -196,32 +200,4 @@ fn a_deadline_leaves_a_packing_and_cancelling_none() {
     let control = Control::default();
     control.cancel.store(true, Ordering::Relaxed);
     assert_eq!(pack(&buffers, WORK, &control), Err(PackError::Cancelled));
-}
-
-#[test]
-fn comma_separated_values_are_read_strictly() {
-    let (ids, buffers) =
-        read_csv("id,lower,upper,size,alignment\nb1,0,3,4,2\nb 2,3,18446744073709551615,0,1\n").expect("valid");
-    assert_eq!(ids, ["b1", "b 2"]);
-    assert_eq!(buffers[0], Buffer { lower: 0, upper: 3, size_bytes: 4, alignment_bytes: 2 });
-    assert_eq!(buffers[1], Buffer { lower: 3, upper: u64::MAX, size_bytes: 0, alignment_bytes: 1 });
-    assert_eq!(read_csv("id,lower,upper,size\r\na,0,1,2\r\n").expect("valid").1[0].alignment_bytes, 1);
-    let error = |rows: &str| read_csv(&format!("id,lower,upper,size\n{rows}")).expect_err("refused");
-    assert_eq!(read_csv(""), Err(CsvError::Header));
-    assert_eq!(read_csv("id,lower,size,upper\n"), Err(CsvError::Header));
-    assert_eq!(error("a,0,1,2\n\nb,0,1,2\n"), CsvError::Fields { line: 3, expected: 4, found: 1 });
-    assert_eq!(error("a,0,1\n"), CsvError::Fields { line: 2, expected: 4, found: 3 });
-    assert_eq!(error(",0,1,2\n"), CsvError::EmptyId { line: 2 });
-    assert_eq!(error("a,0,1,2\na,0,1,2\n"), CsvError::DuplicateId { line: 3, id: "a".into() });
-    for (row, column) in [
-        ("a,x,1,2", "lower"),
-        ("a,-1,1,2", "lower"),
-        ("a,0,+1,2", "upper"),
-        ("a,0, 1,2", "upper"),
-        ("a,0,1,2.5", "size"),
-        ("a,0,1,", "size"),
-        ("a,0,1,18446744073709551616", "size"),
-    ] {
-        assert_eq!(error(row), CsvError::Number { line: 2, column }, "{row}");
-    }
 }

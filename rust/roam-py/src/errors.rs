@@ -1,6 +1,6 @@
 //! The one place where the planner's errors become Python's.
 
-use crate::plan::PyPlan;
+use pyo3::IntoPyObjectExt;
 use pyo3::exceptions::PyOSError;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyType};
@@ -14,6 +14,7 @@ pub(crate) enum Class {
     Graph,
     Format,
     Plan,
+    Layout,
     Solver,
 }
 
@@ -24,6 +25,7 @@ impl Class {
             Self::Graph => "GraphError",
             Self::Format => "FormatError",
             Self::Plan => "PlanError",
+            Self::Layout => "LayoutError",
             Self::Solver => "SolverUnavailable",
         }
     }
@@ -65,9 +67,9 @@ pub(crate) fn graph_error(py: Python<'_>, error: &GraphError) -> PyErr {
 pub(crate) fn format_error(py: Python<'_>, error: &FormatError, path: Option<&Path>) -> PyErr {
     let place = path.map(|path| format!("{}: ", path.display())).unwrap_or_default();
     match error {
-        FormatError::Io(error) => match (error.raw_os_error(), path) {
-            (Some(number), Some(path)) => os_error(py, number, path).unwrap_or_else(|error| error),
-            _ => PyOSError::new_err(format!("{place}{error}")),
+        FormatError::Io(error) => match path {
+            Some(path) => file_error(py, error, path),
+            None => PyOSError::new_err(error.to_string()),
         },
         FormatError::Graph(inner) => {
             let message = format!("{place}{inner}");
@@ -79,10 +81,18 @@ pub(crate) fn format_error(py: Python<'_>, error: &FormatError, path: Option<&Pa
     }
 }
 
-/// `roam.PlanningInterrupted` with the best plan so far.
-pub(crate) fn interrupted(py: Python<'_>, plan: PyPlan) -> PyErr {
-    let build = || py.import("roam.errors")?.getattr("PlanningInterrupted")?.call1((plan,));
+/// The class of `roam.errors` by that name, with the best found so far.
+pub(crate) fn interrupted<'py>(py: Python<'py>, class: &str, best: impl IntoPyObject<'py>) -> PyErr {
+    let build = || py.import("roam.errors")?.getattr(class)?.call1((best.into_py_any(py)?,));
     build().map_or_else(|error| error, PyErr::from_value)
+}
+
+/// `OSError` of the file.
+pub(crate) fn file_error(py: Python<'_>, error: &std::io::Error, path: &Path) -> PyErr {
+    match error.raw_os_error() {
+        Some(number) => os_error(py, number, path).unwrap_or_else(|error| error),
+        None => PyOSError::new_err(format!("{}: {error}", path.display())),
+    }
 }
 
 /// The subclass of `OSError` that Python itself would raise, with its file name.

@@ -1,5 +1,6 @@
 //! The private Python module `roam._core`: thin bindings, one file per bound concept.
 
+mod apart;
 mod baseline;
 mod builder;
 mod convert;
@@ -7,10 +8,12 @@ mod entries;
 mod errors;
 mod graph;
 mod guard;
+mod layout;
 mod optimize;
 mod plan;
 mod routes;
 mod solver;
+mod synthetic;
 mod verify;
 
 /// The planner. Use it through the package `roam`.
@@ -25,11 +28,15 @@ mod _core {
     #[pymodule_export]
     use crate::graph::PyGraph;
     #[pymodule_export]
+    use crate::layout::{PyBuffers, PyPacking, pack, verify_packing};
+    #[pymodule_export]
     use crate::optimize::optimize;
     #[pymodule_export]
     use crate::plan::{PyCandidate, PyPlan};
     #[pymodule_export]
     use crate::routes::compare_routes;
+    #[pymodule_export]
+    use crate::synthetic::{synthetic_buffers, synthetic_step};
     #[pymodule_export]
     use crate::verify::verify;
 

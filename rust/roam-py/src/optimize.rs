@@ -1,24 +1,14 @@
 //! `roam.optimize`.
 
+use crate::apart::apart;
 use crate::errors::{Class, Fault, interrupted};
 use crate::graph::graph_argument;
-use crate::guard::internal_error;
 use crate::plan::PyPlan;
 use crate::solver::Cbc;
-use pyo3::exceptions::PyKeyboardInterrupt;
 use pyo3::prelude::*;
-use rayon::ThreadPoolBuilder;
-use roam_core::graph::Graph;
-use roam_core::optimize::{Control, OptimizeError, Timings, optimize_timed};
-use roam_core::plan::{Exact, MAX_STREAMS, Plan, Settings, StreamModel};
+use roam_core::optimize::{Control, OptimizeError, optimize_timed};
+use roam_core::plan::{Exact, MAX_STREAMS, Settings, StreamModel};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
-use std::thread;
-use std::time::Duration;
-
-/// How often the calling thread looks for Ctrl-C.
-const WAKE: Duration = Duration::from_millis(50);
 
 /// Finds an execution order and a memory layout that use little memory, and proves how little is possible.
 ///
@@ -87,80 +77,16 @@ pub(crate) fn optimize(
     };
     let settings = Settings { streams, reuse, exact, time_limit_s, speed, stream_model };
     settings.check().map_err(|fault| refuse(fault.code(), fault.to_string()))?;
-    let (plan, timings) = plan_apart(py, graph_argument(graph)?, settings, progress)?.map_err(|error| match error {
-        OptimizeError::SolverUnavailable { .. } => {
-            Fault { class: Class::Solver, message: error.to_string(), code: error.code(), site: None }.raise(py)
+    let graph = graph_argument(graph)?;
+    let control = Control { solver: Some(Arc::new(Cbc)), ..Control::default() };
+    let (interrupt, result) = apart(py, control, progress, move |control| optimize_timed(&graph, &settings, control))?;
+    match (interrupt, result) {
+        (Some(_), Ok((plan, timings))) => Err(interrupted(py, "PlanningInterrupted", PyPlan::new(plan, timings))),
+        (Some(interrupt), Err(_)) => Err(interrupt),
+        (None, Ok((plan, timings))) => Ok(PyPlan::new(plan, timings)),
+        (None, Err(error @ OptimizeError::SolverUnavailable { .. })) => {
+            Err(Fault { class: Class::Solver, message: error.to_string(), code: error.code(), site: None }.raise(py))
         }
-        error => refuse(error.code(), error.to_string()),
-    })?;
-    Ok(PyPlan::new(plan, timings))
-}
-
-/// Plans on a thread of its own, while the calling thread serves Ctrl-C and the progress callback.
-fn plan_apart(
-    py: Python<'_>,
-    graph: Arc<Graph>,
-    settings: Settings,
-    progress: Option<Py<PyAny>>,
-) -> PyResult<Result<(Plan, Timings), OptimizeError>> {
-    let (sender, stages) = mpsc::channel();
-    let report = move |stage: &str, share_done: f64| {
-        // Fails only when the calling thread has stopped listening; then there is no one to tell.
-        let _ = sender.send((stage.to_owned(), share_done));
-    };
-    let control = Control { progress: Some(Box::new(report)), solver: Some(Arc::new(Cbc)), ..Control::default() };
-    let (cancel, enough) = (control.cancel.clone(), control.enough.clone());
-    let worker = thread::Builder::new().name("roam-optimize".into()).spawn(move || {
-        // Threads of its own: those of rayon's global pool do not survive a fork of the process.
-        match ThreadPoolBuilder::new().build() {
-            Ok(pool) => pool.install(|| optimize_timed(&graph, &settings, &control)),
-            Err(_) => optimize_timed(&graph, &settings, &control),
-        }
-        // The channel closes here, or where a panic unwinds: `control` owns its only sender.
-    })?;
-    py.detach(|| {
-        let listened = listen(stages, progress, &enough);
-        if listened.is_err() {
-            cancel.store(true, Ordering::Relaxed);
-        }
-        let result = worker.join();
-        let interrupt = listened?;
-        let result = result.map_err(|panic| Python::attach(|py| internal_error(py, &*panic)))?;
-        match (interrupt, result) {
-            (Some(_), Ok((plan, timings))) => Err(Python::attach(|py| interrupted(py, PyPlan::new(plan, timings)))),
-            (Some(interrupt), Err(_)) => Err(interrupt),
-            (None, result) => Ok(result),
-        }
-    })
-}
-
-/// Until the planner is done: passes its stages on, and lets Python handle its signals. The first Ctrl-C is `enough`, and
-/// returned in the end; at a second one, or at any other exception, nobody waits for a plan.
-fn listen(
-    stages: Receiver<(String, f64)>,
-    progress: Option<Py<PyAny>>,
-    enough: &AtomicBool,
-) -> PyResult<Option<PyErr>> {
-    let mut interrupt = None;
-    loop {
-        let stage = match stages.recv_timeout(WAKE) {
-            Ok(stage) => Some(stage),
-            Err(RecvTimeoutError::Timeout) => None,
-            Err(RecvTimeoutError::Disconnected) => return Ok(interrupt),
-        };
-        Python::attach(|py| {
-            let told = match (stage, &progress) {
-                (Some(stage), Some(progress)) => progress.call1(py, stage).map(drop),
-                _ => Ok(()),
-            };
-            match told.and_then(|()| py.check_signals()) {
-                Err(error) if interrupt.is_none() && error.is_instance_of::<PyKeyboardInterrupt>(py) => {
-                    enough.store(true, Ordering::Relaxed);
-                    interrupt = Some(error);
-                    Ok(())
-                }
-                handled => handled,
-            }
-        })?;
+        (None, Err(error)) => Err(refuse(error.code(), error.to_string())),
     }
 }

@@ -31,6 +31,7 @@ impl Spans {
 }
 
 /// See the module's documentation.
+#[derive(Clone, Debug)]
 pub(crate) struct Gaps {
     cover: Vec<Spans>,
     touch: Vec<Spans>,
@@ -80,8 +81,13 @@ impl Gaps {
 
     /// The lowest aligned offset at which nothing is in the block's way.
     pub(crate) fn lowest(&mut self, block: &Block) -> u64 {
+        self.lowest_from(block, 0)
+    }
+
+    /// The same, but not below `from`, which is aligned.
+    pub(super) fn lowest_from(&mut self, block: &Block, from: u64) -> u64 {
         let mut lists = self.lists(block);
-        let (mut offset, mut looked_at) = (0, 0);
+        let (mut offset, mut looked_at) = (from, 0);
         let lowest = loop {
             let before = offset;
             looked_at += lists.len() as u64;

@@ -13,6 +13,8 @@ pub(super) struct Incumbent<'a> {
     pub(super) route: BoundRoute,
     /// Only a smaller pool than this is of use.
     pub(super) limit: u64,
+    /// A pool of this size is small enough, whatever the floor; 0 where only the smallest is.
+    pub(super) target: u64,
     /// What found it, and its offsets per block. Its pool is the limit.
     pub(super) found: Option<(&'static str, Vec<u64>)>,
 }
@@ -20,7 +22,7 @@ pub(super) struct Incumbent<'a> {
 impl<'a> Incumbent<'a> {
     /// Nothing found yet.
     pub(super) fn new(blocks: &'a Blocks, limit: u64) -> Self {
-        Incumbent { blocks, floor: blocks.floor(), route: BoundRoute::Floor, limit, found: None }
+        Incumbent { blocks, floor: blocks.floor(), route: BoundRoute::Floor, limit, target: 0, found: None }
     }
 
     /// Takes the offsets if they are better.
@@ -44,8 +46,8 @@ impl<'a> Incumbent<'a> {
         }
     }
 
-    /// Whether nothing better is possible.
+    /// Whether nothing better is possible, or asked for.
     pub(super) fn is_done(&self) -> bool {
-        self.limit <= self.floor
+        self.limit <= self.floor.max(self.target)
     }
 }

@@ -3,6 +3,7 @@
 //! No layout can take less than the most live bytes of the pool's tensors, so the search ends as
 //! soon as one takes just that.
 
+mod arrange;
 mod beam;
 pub(crate) mod blocks;
 mod buffers;
@@ -16,6 +17,7 @@ mod hard_core;
 mod incumbent;
 mod integer;
 mod joined;
+mod requests;
 mod search;
 mod shelf;
 mod skyline;
@@ -27,11 +29,12 @@ use crate::exact::ExactTier;
 use crate::liveness::Profile;
 use crate::problem::Problem;
 use blocks::Blocks;
-pub use buffers::{Buffer, PackError, Packing, pack};
-pub use csv::{CsvError, read_csv};
+pub use buffers::{Buffer, Goal, PackError, Packing, pack, pack_requests};
+pub use csv::{CsvError, Instance};
 use greedy::Sequence;
 use incumbent::Incumbent;
 use rayon::prelude::*;
+pub use requests::{Gap, Request};
 
 /// Where every pool tensor lies.
 #[derive(Clone, Debug)]

@@ -109,7 +109,7 @@ fn join(incumbent: &mut Incumbent<'_>, work: &mut u64, watch: &Watch) -> Result<
     let (whole, steps) = joined::join(incumbent.blocks);
     *work = work.saturating_sub(BEGIN + steps);
     let Some(whole) = whole else { return Ok(()) };
-    let mut inner = Incumbent::new(&whole.blocks, incumbent.limit);
+    let mut inner = Incumbent { target: incumbent.target, ..Incumbent::new(&whole.blocks, incumbent.limit) };
     let mut share = *work / WHOLE_SHARE;
     *work -= share;
     let ended = improve(&mut inner, &mut share, watch);

@@ -1,75 +1,46 @@
-//! Plans one made-up training step and prints, as one JSON object, what it took:
-//! `cargo run --release --example scale -- FAMILY OPERATORS`. `benches/scale.py` calls it for many sizes.
-//!
-//! The families: `deep`, a transformer of as many layers as it takes; `wide`, very many branches of one layer that are
-//! added up; `branching`, a chain of cells of several unequal branches each. All have AdamW or momentum updates at the end.
+//! Made-up training steps of any size, in three families.
 
-#![expect(clippy::print_stdout, reason = "the figures are for a program to read")]
+use super::{Random, Transformer, transformer_step};
+use crate::builder::GraphBuilder;
+use crate::error::GraphError;
+use crate::graph::{Graph, Kind, Operator, Phase, Residency, Tensor};
+use crate::ids::TensorId;
 
-use roam_core::builder::GraphBuilder;
-use roam_core::error::GraphError;
-use roam_core::graph::{Graph, Kind, Operator, Phase, Residency, Tensor};
-use roam_core::ids::TensorId;
-use roam_core::optimize::{Control, optimize_timed};
-use roam_core::plan::Settings;
-use roam_core::synthetic::{Random, Transformer, transformer_step};
-use serde_json::{Map, Value, json};
-use std::error::Error;
-use std::fs::DirEntry;
-use std::time::Instant;
-
-fn main() -> Result<(), Box<dyn Error>> {
-    let arguments: Vec<String> = std::env::args().skip(1).collect();
-    let [family, operators] = arguments.as_slice() else {
-        return Err("usage: scale deep|wide|branching OPERATORS".into());
-    };
-    let operators: u64 = operators.parse()?;
-    let begin = Instant::now();
-    let graph = match family.as_str() {
-        "deep" => deep(operators)?,
-        "wide" => wide(operators)?,
-        "branching" => branching(operators)?,
-        other => return Err(format!("no family {other:?}: there are deep, wide and branching").into()),
-    };
-    let build_s = begin.elapsed().as_secs_f64();
-    let (begin, cpu_begin) = (Instant::now(), cpu_s());
-    let (plan, timings) = optimize_timed(&graph, &Settings::default(), &Control::default())?;
-    let plan_s = begin.elapsed().as_secs_f64();
-    let plan_cpu_s = cpu_s().zip(cpu_begin).map(|(end, begin)| end - begin);
-    let stages: Map<String, Value> = timings.iter().map(|&(stage, seconds)| (stage.into(), seconds.into())).collect();
-    let report = json!({
-        "family": family,
-        "operators": graph.operators().len(),
-        "tensors": graph.tensors().len(),
-        "build_s": build_s,
-        "plan_s": plan_s,
-        "plan_cpu_s": plan_cpu_s,
-        "stages_s": stages,
-        "peak_rss_bytes": peak_rss_bytes(),
-        "gap": plan.gap(),
-        "fragmentation": plan.fragmentation(),
-        "graph_digest": graph.digest(),
-    });
-    println!("{report}");
-    Ok(())
+/// What a made-up step looks like. All have updates at the end, with AdamW in the first family and with momentum in the others.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Family {
+    /// A transformer of as many layers as it takes.
+    Deep,
+    /// Very many branches of one layer that are added up.
+    Wide,
+    /// A chain of cells of several unequal branches each.
+    Branching,
 }
 
-/// Seconds that the threads of this process have kept cores busy; `None` where the system does not tell.
-fn cpu_s() -> Option<f64> {
-    let busy_ns = |thread: std::io::Result<DirEntry>| -> Option<u64> {
-        let status = std::fs::read_to_string(thread.ok()?.path().join("schedstat")).ok()?;
-        status.split_whitespace().next()?.parse().ok()
-    };
-    let threads = std::fs::read_dir("/proc/self/task").ok()?;
-    let busy_ns: Option<u64> = threads.map(busy_ns).sum();
-    Some(busy_ns? as f64 / 1e9)
-}
+impl Family {
+    /// All of them.
+    pub const ALL: [Family; 3] = [Family::Deep, Family::Wide, Family::Branching];
 
-/// The most memory that this process has held; `None` where the system does not tell.
-fn peak_rss_bytes() -> Option<u64> {
-    let status = std::fs::read_to_string("/proc/self/status").ok()?;
-    let line = status.lines().find(|line| line.starts_with("VmHWM:"))?;
-    line.split_whitespace().nth(1)?.parse::<u64>().ok().map(|kib| kib * 1024)
+    /// The name in lists.
+    pub fn name(self) -> &'static str {
+        match self {
+            Family::Deep => "deep",
+            Family::Wide => "wide",
+            Family::Branching => "branching",
+        }
+    }
+
+    /// A step of about so many operators; the same every time.
+    ///
+    /// # Errors
+    /// [`GraphError`] where sizes overflow, from some 10^9 operators on.
+    pub fn step(self, operators: u64) -> Result<Graph, GraphError> {
+        match self {
+            Family::Deep => deep(operators),
+            Family::Wide => wide(operators),
+            Family::Branching => branching(operators),
+        }
+    }
 }
 
 fn deep(operators: u64) -> Result<Graph, GraphError> {
