@@ -62,6 +62,51 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
     )
     suite.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="(default cpu)")
 
+    layout = command("layout", "pack layout files in MiniMalloc's format, and compare pools with their bounds")
+    layout.add_argument("files", nargs="+", type=Path, metavar="FILE", help="a CSV file in MiniMalloc's format")
+    _work(layout, 20_000_000_000, "file")
+    layout.add_argument(
+        "--time-limit", type=_seconds, metavar="S", help="stop each search after S seconds with its best packing so far"
+    )
+    layout.add_argument("--packed", type=Path, metavar="DIR", help="write each packing to a CSV file in this folder")
+
+    scale = command("scale", "plan made-up steps and layouts of growing size, and measure time and memory")
+    scale.add_argument(
+        "--largest",
+        type=_count,
+        default=1_000_000,
+        metavar="N",
+        help="most operators, most buffers (default %(default)s)",
+    )
+    scale.add_argument("--what", choices=("steps", "layouts"), help="only these (default both)")
+    _only(scale, "family of steps or style of layouts")
+    _work(scale, 2_000_000_000, "layout")
+
+
+def _work(parser: argparse.ArgumentParser, default: int, what: str) -> None:
+    parser.add_argument(
+        "--work", type=_count, default=default, metavar="N", help=f"comparisons per {what} (default %(default)s)"
+    )
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if not 0 < value < 2**63:
+        raise ValueError
+    return value
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise ValueError
+    return value
+
+
+# argparse names the type in its message: "invalid positive integer value: '0'".
+_count.__name__ = "positive integer"
+_seconds.__name__ = "number of seconds"
+
 
 def _only(parser: argparse.ArgumentParser, what: str) -> None:
     parser.add_argument(

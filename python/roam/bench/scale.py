@@ -1,0 +1,101 @@
+"""How time and memory of planning grow with steps and layouts: `roam bench scale`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from roam.bench.results import BenchError, Record, Row, Task
+from roam.bench.run import Benchmark, Column
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+FAMILIES = ("deep", "wide", "branching")
+STYLES = ("wide", "narrow", "skewed", "training", "replaced", "dissected")
+SIZES = (1_000, 3_000, 10_000, 30_000, 100_000, 300_000, 1_000_000)
+
+
+def _mib(row: Row) -> str:
+    peak = row["peak_rss_bytes"]
+    return "" if peak is None else f"{peak / 2**20:,.0f}"
+
+
+_COLUMNS = (
+    Column("what", lambda row: row["what"], right=False),
+    Column("family", lambda row: row["family"], right=False),
+    Column("size", lambda row: f"{row.get('operators', row.get('buffers')):,}"),
+    Column("build, s", lambda row: f"{row['build_s']:.2f}"),
+    Column("plan, s", lambda row: f"{row['plan_s']:.2f}"),
+    Column("of all cores", lambda row: f"{row['plan_cpu_s']:.2f}"),
+    Column("verify, s", lambda row: f"{row['verify_s']:.2f}"),
+    Column("save, s", lambda row: f"{row['save_s']:.2f}"),
+    Column("load, s", lambda row: f"{row['load_s']:.2f}"),
+    Column("most MiB", _mib),
+    Column("gap", lambda row: f"{100 * row['gap']:.4f} %"),
+)
+
+
+def benchmark(arguments: argparse.Namespace) -> Benchmark:
+    """Made-up steps, then made-up layouts, each family from small to large."""
+    chosen = [
+        (what, name)
+        for what, names in (("step", FAMILIES), ("layout", STYLES))
+        for name in names
+        if arguments.what in (None, f"{what}s") and (not arguments.only or name in arguments.only)
+    ]
+    sizes = [size for size in SIZES if size <= arguments.largest]
+    settings = {"largest": arguments.largest, "what": arguments.what, "only": arguments.only, "work": arguments.work}
+    tasks = [
+        Task({"what": what, "family": name, "asked": size}, partial(_measure, what, name, size, arguments.work))
+        for what, name in chosen
+        for size in sizes
+    ]
+    return Benchmark("scale", settings, tasks, _COLUMNS, plot=_plot)
+
+
+def _measure(what: str, name: str, size: int, work: int) -> dict[str, Any]:
+    """Figures of one plan or packing, from a process of its own."""
+    numbers = [size] if what == "step" else [size, work]
+    command = [sys.executable, "-m", "roam.bench.scale_child", what, name, *map(str, numbers)]
+    finished = subprocess.run(command, check=False, capture_output=True, text=True)
+    if finished.returncode:
+        last = (finished.stderr.strip().splitlines() or ["no message"])[-1]
+        raise BenchError(f"{what} {name} of {size}: exit code {finished.returncode}: {last}")
+    figures: dict[str, Any] = json.loads(finished.stdout)
+    return figures
+
+
+def _plot(record: Record, figure: Figure) -> None:
+    """Seconds and memory against size, all axes logarithmic, with a straight line to compare with."""
+    shown = [
+        (what, title, count)
+        for what, title, count in (("step", "steps", "operators"), ("layout", "layouts", "buffers"))
+        if any(row["what"] == what for row in record["rows"])
+    ]
+    figure.set_size_inches(7, 3 * len(shown))
+    grid = figure.subplots(len(shown), 2, squeeze=False)
+    for (what, title, count), (time, memory) in zip(shown, grid, strict=True):
+        rows = [row for row in record["rows"] if row["what"] == what]
+        _lines(time, rows, count, "plan_s", 1)
+        _lines(memory, rows, count, "peak_rss_bytes", 2**20)
+        slowest = max(rows, key=lambda row: row["plan_s"])
+        ends = [min(row[count] for row in rows), max(row[count] for row in rows)]
+        linear = [slowest["plan_s"] * end / slowest[count] for end in ends]
+        time.plot(ends, linear, color="grey", linestyle=":", label="linear")
+        for axes, label in ((time, f"{title}, seconds"), (memory, f"{title}, most MiB of the process")):
+            axes.set(xscale="log", yscale="log", xlabel=count, ylabel=label)
+            axes.grid(visible=True, alpha=0.3)
+        time.legend(fontsize="small")
+
+
+def _lines(axes: Axes, rows: list[Row], count: str, value: str, unit: float) -> None:
+    for family in dict.fromkeys(row["family"] for row in rows):
+        points = [(row[count], row[value] / unit) for row in rows if row["family"] == family and row[value] is not None]
+        if points:
+            axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=family)
