@@ -95,10 +95,9 @@ def methods(model: str, whole_program_s: float = 0.0) -> Iterator[Method]:
     if whole_program_s > 0 and model in _WHOLE_PROGRAMS:
         for solver in ("cbc", "highs"):
             yield f"whole program, {solver}", partial(_whole_program, solver=solver, streams=1, seconds=whole_program_s)
-        yield (
-            "whole program, highs, streams",
-            partial(_whole_program, solver="highs", streams=None, seconds=whole_program_s),
-        )
+        streams = partial(_whole_program, solver="highs", streams=None, seconds=whole_program_s)
+        yield "whole program, highs, streams", streams
+        yield "whole program, highs, streams, early updates", partial(streams, early_updates=True)
 
 
 def _named(order: str, layout: str) -> Method:
@@ -189,10 +188,12 @@ def in_order(graph: roam.Graph, order: Sequence[int], *, fixed: bool = False) ->
     return builder.build()
 
 
-def _whole_program(graph: roam.Graph, solver: Any, streams: Any, seconds: float) -> Figures:
+def _whole_program(
+    graph: roam.Graph, solver: Any, streams: Any, seconds: float, *, early_updates: bool = False
+) -> Figures:
     from roam.bench.whole_program import whole_program
 
-    found = whole_program(graph, solver, seconds, streams=streams)
+    found = whole_program(graph, solver, seconds, streams=streams, early_updates=early_updates)
     spent: Figures = {"seconds": found.seconds, "status": found.status, "columns": found.ordering.columns}
     if found.peak_bytes is None or found.pool_bytes is None or found.outside_bytes is None:
         return {"peak_bytes": None, "total_bytes": None, **spent}
