@@ -68,6 +68,9 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
     layout.add_argument(
         "--time-limit", type=_seconds, metavar="S", help="stop each search after S seconds with its best packing so far"
     )
+    layout.add_argument(
+        "--target", type=_count, metavar="BYTES", help="stop each search once its pool is no larger than that"
+    )
     layout.add_argument("--packed", type=Path, metavar="DIR", help="write each packing to a CSV file in this folder")
 
     scale = command("scale", "plan made-up steps and layouts of growing size, and measure time and memory")

@@ -6,12 +6,15 @@ import argparse
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from roam.bench.results import BenchError, Row, Task
-from roam.bench.run import Benchmark, Column
+from roam.bench.results import BenchError, Record, Row, Task
+from roam.bench.run import Benchmark, Column, Table
 from roam.errors import LayoutError
 from roam.layout import Buffers, pack
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _COLUMNS = (
     Column("instance", lambda row: row["instance"], right=False),
@@ -37,15 +40,32 @@ def benchmark(arguments: argparse.Namespace) -> Benchmark:
     settings = {
         "work": arguments.work,
         "time_limit_s": arguments.time_limit,
+        "target_bytes": arguments.target,
         "instances": {name: buffers.digest for name, buffers in instances.items()},
         "packed": arguments.packed is not None,
     }
-    limits = {"work": arguments.work, "time_limit_s": arguments.time_limit}
+    limits = {"work": arguments.work, "time_limit_s": arguments.time_limit, "target_bytes": arguments.target}
     tasks = [
         Task({"instance": name}, partial(_row, name, buffers, limits, arguments.packed))
         for name, buffers in instances.items()
     ]
-    return Benchmark("layout", settings, tasks, _COLUMNS)
+    return Benchmark("layout", settings, tasks, _COLUMNS, plot=plot)
+
+
+def rows_table(record: Record) -> Table:
+    """Every file."""
+    return Table("Layouts", _COLUMNS, record["rows"])
+
+
+def plot(record: Record, figure: Figure) -> None:
+    """Each pool against its bound."""
+    rows = record["rows"]
+    figure.set_size_inches(3.6, 0.8 + 0.22 * len(rows))
+    axes = figure.subplots()
+    axes.barh([row["instance"] for row in rows], [row["pool_bytes"] / row["lower_bound_bytes"] for row in rows])
+    axes.axvline(1, color="grey", linewidth=0.6)
+    axes.set_xlabel("pool / bound")
+    axes.invert_yaxis()
 
 
 def _row(name: str, buffers: Buffers, limits: dict[str, Any], packed: Path | None) -> Row:

@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from roam.bench.results import BenchError, Record, Row, Task
-from roam.bench.run import Benchmark, Column
+from roam.bench.run import Benchmark, Column, Table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -56,7 +56,13 @@ def benchmark(arguments: argparse.Namespace) -> Benchmark:
         for what, name in chosen
         for size in sizes
     ]
-    return Benchmark("scale", settings, tasks, _COLUMNS, plot=_plot)
+    return Benchmark("scale", settings, tasks, _COLUMNS, plot=plot)
+
+
+def largest_table(record: Record) -> Table:
+    """The largest size of each family."""
+    largest = {(row["what"], row["family"]): row for row in record["rows"]}
+    return Table("Largest sizes", _COLUMNS, list(largest.values()))
 
 
 def _measure(what: str, name: str, size: int, work: int) -> dict[str, Any]:
@@ -71,7 +77,7 @@ def _measure(what: str, name: str, size: int, work: int) -> dict[str, Any]:
     return figures
 
 
-def _plot(record: Record, figure: Figure) -> None:
+def plot(record: Record, figure: Figure) -> None:
     """Seconds and memory against size, all axes logarithmic, with a straight line to compare with."""
     shown = [
         (what, title, count)

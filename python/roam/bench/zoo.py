@@ -8,7 +8,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils import _pytree as pytree
@@ -20,6 +20,9 @@ from roam.bench.run import Benchmark, Column, Table
 from roam.errors import RoamError
 from roam.kernels.trial import differ
 from roam.runtime import compile as compile_step
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _STEPS = 3
 _SEED = 0
@@ -54,12 +57,31 @@ def benchmark(arguments: argparse.Namespace) -> Benchmark:
         tasks,
         _COLUMNS,
         summary=lambda record: [libraries_table(record), _counted(record)],
+        plot=plot,
         exit_code=lambda record: EXIT_DIFFERENT if _outcomes(record)["different"] else 0,
     )
 
 
 def _outcomes(record: Record) -> Counter[str]:
     return Counter(row["outcome"] for row in record["rows"])
+
+
+def plot(record: Record, figure: Figure) -> None:
+    """Each plan's peak against program order's, by library, the smallest first."""
+    rows = [row for row in record["rows"] if row["peak_bytes"] is not None]
+    figure.set_size_inches(7.2, 2.4)
+    axes = figure.subplots()
+    before = 0
+    for library in dict.fromkeys(row["library"] for row in rows):
+        shares = sorted(
+            row["peak_bytes"] / row["program_order_peak_bytes"] for row in rows if row["library"] == library
+        )
+        axes.bar(range(before, before + len(shares)), shares, label=library)
+        before += len(shares)
+    axes.axhline(1, color="grey", linewidth=0.6)
+    axes.set_xlabel("architectures")
+    axes.set_ylabel("peak / program order's")
+    axes.legend(ncols=4, frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0))
 
 
 def libraries_table(record: Record) -> Table:
