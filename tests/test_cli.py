@@ -453,6 +453,26 @@ def test_progress_survives_a_closed_stream(monkeypatch: pytest.MonkeyPatch) -> N
         time.sleep(0.05)
 
 
+def test_baselines_stand_beside_the_plan(graph_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["--baseline", "lescea,skyline", "--baseline", "program, caching_allocator"]
+    assert cli.main(["plan", graph_file, *asked]) == cli.EXIT_OK
+    out = capsys.readouterr().out
+    assert "lescea, skyline" in out
+    assert "program, caching_allocator" in out
+    assert cli.main(["plan", graph_file, "--json", *asked]) == cli.EXIT_OK
+    values = json.loads(capsys.readouterr().out)
+    lescea, allocator = values["baselines"]
+    assert (lescea["order"], lescea["layout"]) == ("lescea", "skyline")
+    assert (
+        lescea["pool_bytes"] + lescea["outside_bytes"] >= values["total_lower_bound_bytes"] - values["persistent_bytes"]
+    )
+    assert (allocator["outside_bytes"], allocator["pool_bytes"] % 2**21) == (0, 0)
+    assert cli.main(["plan", graph_file, "--baseline", "lescea,nowhere"]) == cli.EXIT_BAD_INPUT
+    assert "nowhere" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        cli.main(["plan", graph_file, "--baseline", "lescea"])
+
+
 def test_verbose_plan_begins_with_the_graph(graph_file: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", "-v", graph_file]) == cli.EXIT_OK
     out = capsys.readouterr().out

@@ -43,7 +43,7 @@ exit codes:
   130  interrupted
 """
 
-_SETTING_CODES = ("invalid_streams", "invalid_speed", "speed_target")
+_SETTING_CODES = ("invalid_streams", "invalid_speed", "speed_target", "unknown_method")
 """Codes of errors that say that no plan can be made as asked."""
 _GRAPH_SUFFIXES = (".json", ".json.gz")
 _CAPTURE_DEFAULTS: dict[str, Any] = {
@@ -78,10 +78,16 @@ def _positive_number(text: str) -> float:
     return _positive_seconds(text)
 
 
+def _baseline_name(text: str) -> tuple[str, str]:
+    order, layout = text.split(",")
+    return order.strip(), layout.strip()
+
+
 # argparse names the type in its message: "invalid positive integer value: '0'".
 _positive_int.__name__ = "positive integer"
 _positive_seconds.__name__ = "number of seconds"
 _positive_number.__name__ = "positive number"
+_baseline_name.__name__ = "ORDER,LAYOUT"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -150,6 +156,14 @@ def _parser() -> argparse.ArgumentParser:
         choices=("happens_before", "time_step"),
         default="happens_before",
         help="safe under every timing, or by time steps as in the literature (default happens_before)",
+    )
+    plan.add_argument(
+        "--baseline",
+        action="append",
+        default=[],
+        type=_baseline_name,
+        metavar="ORDER,LAYOUT",
+        help="show what a baseline takes, for example lescea,skyline; may be given several times",
     )
     plan.add_argument("-v", "--verbose", action="store_true", help="first what the graph is made of")
     plan.add_argument("--save-graph", metavar="PATH", help="write the graph; compressed if PATH ends in .gz")
@@ -273,6 +287,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     if arguments.save_plan is not None:
         plan.save(arguments.save_plan)
     values |= figures(graph, plan)
+    values["baselines"] = [_baseline(graph, *names, reuse=not arguments.no_reuse) for names in arguments.baseline]
     place = peak_place(graph, plan)
     if arguments.json:
         values["peak_operator"] = None if place is None else vars(place)
@@ -281,6 +296,12 @@ def _plan(arguments: argparse.Namespace) -> int:
     else:
         _write((graph.summary() + "\n" if arguments.verbose else "") + plan_table(title, values, place))
     return code
+
+
+def _baseline(graph: Graph, order: str, layout: str, *, reuse: bool) -> dict[str, Any]:
+    found = roam.baseline(graph, order, layout, reuse=reuse)
+    names = ("order", "layout", "peak_bytes", "pool_bytes", "outside_bytes")
+    return {name: getattr(found, name) for name in names}
 
 
 def _verify(arguments: argparse.Namespace) -> int:

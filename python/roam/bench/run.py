@@ -69,6 +69,10 @@ class Benchmark:
     exit_code: Callable[[Record], int] = field(default=lambda record: 0)
 
 
+_FILE_WIDTH = 240
+"""Columns of text where there is no terminal that says how many it has."""
+
+
 def require(*modules: str) -> None:
     """Fail with a hint where a library that benchmarks need is missing.
 
@@ -149,6 +153,8 @@ def show(benchmark: Benchmark, record: Record, files: Iterable[Path]) -> None:
     from rich.console import Console
 
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=_FILE_WIDTH)
     parts = [Table(benchmark.name, benchmark.columns, record["rows"]), *benchmark.summary(record)]
     for part in parts:
         console.print(part.rich() if isinstance(part, Table) else part + "\n", highlight=False)

@@ -81,6 +81,10 @@ def plan_table(title: str, values: Mapping[str, Any], place: Place | None) -> st
         row("total", values["total_bytes"], "persistent + pool + outside"),
         row("total at least", values["total_lower_bound_bytes"], "no plan has a smaller total"),
     ]
+    for other in values.get("baselines", ()):
+        total = values["persistent_bytes"] + other["pool_bytes"] + other["outside_bytes"]
+        above = f"total, {total / values['total_bytes'] - 1:+.1%} to the plan's" if values["total_bytes"] else "total"
+        rows.append(row(f"{other['order']}, {other['layout']}", total, above))
     facts = [
         *estimate_rows(values["estimate"]),
         (
