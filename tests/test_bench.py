@@ -107,12 +107,13 @@ def test_what_is_no_result_is_refused(tmp_path: Path, text: str) -> None:
         results.read_json(path)
 
 
-def test_rows_that_cannot_be_read_are_not_lost(tmp_path: Path) -> None:
+@pytest.mark.parametrize("text", [b"mine\nand mine\n", b"[1]\n", b'"x"\n', b"{}\n", b"\xff\n"])
+def test_rows_that_cannot_be_read_are_not_lost(tmp_path: Path, text: bytes) -> None:
     path = tmp_path / "squares.rows.jsonl"
-    path.write_text("mine\nand mine\n")
+    path.write_bytes(text)
     with pytest.raises(BenchError, match="--fresh"):
         Results(tmp_path, "squares", {})
-    assert path.read_text() == "mine\nand mine\n"
+    assert path.read_bytes() == text
 
 
 def test_nothing_to_do_is_an_error(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,12 @@ def test_bench_paper_puts_all_side_by_side(tmp_path: Path, capsys: pytest.Captur
     assert (tmp_path / "paper.png").exists()
 
 
+def test_the_committed_rows_can_be_shown_in_parts() -> None:
+    record = read_json(Path(__file__).parent.parent / "docs/benchmarks/paper.json")
+    of_gpt2 = {**record, "rows": [row for row in record["rows"] if row["model"] == "gpt2-xl"]}
+    assert [part if isinstance(part, str) else part.markdown() for part in paper.summary(of_gpt2)]
+
+
 def test_a_fixed_order_leaves_the_layout_alone(alexnet: roam.Graph) -> None:
     order = alexnet.program_order.tolist()
     fixed = paper.in_order(alexnet, order, fixed=True)
@@ -162,6 +169,17 @@ def test_bench_suite_says_what_is_saved_and_what_is_not(tmp_path: Path, capsys: 
         assert suite.saving(row, "program_order_bytes") <= suite.saving(row, "program_order_bytes", persistent=False)
     assert "of 2 steps" in suite.nothing_saved(record)
     assert suite.means_table(record).markdown().count("\n") == 5
+    # Another batch is another run, whose rows do not mix with these.
+    (tmp_path / "suite.rows.jsonl").write_text(rows_of(record))
+    arguments[arguments.index("2")] = "1"
+    assert cli.main([*arguments, "--json"]) == 0
+    assert {row["batch"] for row in json.loads(capsys.readouterr().out)["rows"]} == {1}
+
+
+def rows_of(record: dict[str, Any]) -> str:
+    """As a run keeps them that was stopped before its end."""
+    head = {name: value for name, value in record.items() if name != "rows"}
+    return "".join(json.dumps(line) + "\n" for line in (head, *record["rows"][:1]))
 
 
 def test_savings_are_shares_of_what_they_are_compared_with() -> None:

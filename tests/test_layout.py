@@ -282,6 +282,15 @@ def test_bench_layout_refuses_in_one_line(
     assert word in complaint
 
 
+def test_bench_layout_takes_empty_files_and_overwrites_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "empty.csv"
+    path.write_text("id,lower,upper,size\n")
+    output = ["--output", str(tmp_path / "out")]
+    assert cli.main(["bench", "layout", str(path), *output]) == cli.EXIT_OK
+    assert cli.main(["bench", "layout", str(path), *output, "--packed", str(tmp_path)]) == cli.EXIT_BAD_INPUT
+    assert "overwrite" in capsys.readouterr().err
+
+
 def test_bench_scale(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--largest", "1000", "--only", "wide", "--work", "100000", "--output", str(tmp_path), "--json"]
     assert cli.main(["bench", "scale", *arguments]) == cli.EXIT_OK

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from roam.bench.run import Benchmark
 
 _OUTPUT = "roam-bench"
+_MODELS = ("torch", "torchvision", "transformers")
+"""What the zoo's models need."""
 _LIBRARIES = ("torchvision", "transformers", "timm", "diffusers")
 
 
@@ -21,9 +23,9 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
     """Give the parser of ``roam bench`` a command per benchmark."""
     commands = parser.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
 
-    def command(name: str, summary: str) -> argparse.ArgumentParser:
+    def command(name: str, summary: str, *needs: str) -> argparse.ArgumentParser:
         made = commands.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
-        made.set_defaults(run=_run, module=f"roam.bench.{name}")
+        made.set_defaults(run=_run, module=f"roam.bench.{name}", needs=needs)
         made.add_argument("--json", action="store_true", help="print one JSON object, the contents of the JSON file")
         made.add_argument(
             "--output",
@@ -35,7 +37,7 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
         made.add_argument("--fresh", action="store_true", help="forget what a run that was stopped has done")
         return made
 
-    zoo = command("zoo", "train small versions of known architectures by a plan and eagerly, and compare bits")
+    zoo = command("zoo", "train small versions of known architectures by a plan and eagerly, and compare bits", "torch")
     _only(zoo, "architecture")
     zoo.add_argument(
         "--library",
@@ -45,17 +47,17 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
         help="only its architectures; may be given several times (default all that are installed)",
     )
 
-    paper = command("paper", "put our plans and every baseline beside the figures that Shu et al. published")
+    paper = command("paper", "put our plans and every baseline beside the figures that Shu et al. published", *_MODELS)
     _only(paper, "model")
     paper.add_argument(
         "--whole-program",
-        type=float,
+        type=_seconds,
         default=60.0,
         metavar="S",
         help="seconds for each whole-graph integer program on the rows small enough; 0 leaves them out (default 60)",
     )
 
-    suite = command("suite", "plan the zoo's steps as they are, and tell what that saves of PyTorch's memory")
+    suite = command("suite", "plan the zoo's steps as they are, and tell what that saves of PyTorch's memory", *_MODELS)
     _only(suite, "model")
     suite.add_argument(
         "--batch", type=int, action="append", default=[], metavar="N", help="only this batch size (default 1 and 32)"
@@ -118,8 +120,9 @@ def _only(parser: argparse.ArgumentParser, what: str) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from roam.bench.run import run
+    from roam.bench.run import require, run
 
+    require("rich", "matplotlib", *arguments.needs)
     make: Callable[[argparse.Namespace], Benchmark] = import_module(arguments.module).benchmark
     benchmark = make(arguments)
     record = run(benchmark, arguments.output, fresh=arguments.fresh, quiet=arguments.json)

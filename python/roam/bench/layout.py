@@ -37,12 +37,15 @@ def benchmark(arguments: argparse.Namespace) -> Benchmark:
         instances[path.name] = Buffers.read_csv(path)
     if arguments.packed is not None:
         arguments.packed.mkdir(parents=True, exist_ok=True)
+        for path in arguments.files:
+            if (arguments.packed / path.name).resolve() == path.resolve():
+                raise BenchError(f"{path}: its packing would overwrite it")
     settings = {
         "work": arguments.work,
         "time_limit_s": arguments.time_limit,
         "target_bytes": arguments.target,
         "instances": {name: buffers.digest for name, buffers in instances.items()},
-        "packed": arguments.packed is not None,
+        "packed": None if arguments.packed is None else str(arguments.packed),
     }
     limits = {"work": arguments.work, "time_limit_s": arguments.time_limit, "target_bytes": arguments.target}
     tasks = [
@@ -62,7 +65,7 @@ def plot(record: Record, figure: Figure) -> None:
     rows = record["rows"]
     figure.set_size_inches(3.6, 0.8 + 0.22 * len(rows))
     axes = figure.subplots()
-    axes.barh([row["instance"] for row in rows], [row["pool_bytes"] / row["lower_bound_bytes"] for row in rows])
+    axes.barh([row["instance"] for row in rows], [1 + row["gap"] for row in rows])
     axes.axvline(1, color="grey", linewidth=0.6)
     axes.set_xlabel("pool / bound")
     axes.invert_yaxis()

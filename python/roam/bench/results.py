@@ -27,6 +27,7 @@ from roam.errors import RoamError
 Row = dict[str, Any]
 Record = dict[str, Any]
 
+_HEAD = {"bench", "started", "versions", "machine", "settings"}
 _LIBRARIES = ("torch", "torchvision", "transformers", "timm", "diffusers", "mip", "highspy", "numpy")
 
 
@@ -153,20 +154,24 @@ class Results:
         """The head and all rows, so that half a line that an end in the middle of writing left is gone."""
         head = {name: value for name, value in self.record.items() if name != "rows"}
         lines = [json.dumps(line, allow_nan=False) + "\n" for line in (head, *self.rows)]
-        self._rows_path.write_text("".join(lines), encoding="utf-8")
+        # What was kept must not be lost half-way.
+        anew = self._rows_path.with_suffix(".new")
+        anew.write_text("".join(lines), encoding="utf-8")
+        anew.replace(self._rows_path)
 
 
 def _read_rows(path: Path) -> Record | None:
     """A record that was begun; ``None`` where there is none. A last line that was not finished does not count."""
     try:
-        text = path.read_text(encoding="utf-8")
+        head, *lines = path.read_text(encoding="utf-8").split("\n")[:-1] or [""]
+        record, rows = json.loads(head), [json.loads(line) for line in lines]
     except FileNotFoundError:
         return None
-    head, *lines = text.split("\n")[:-1] or [""]
-    try:
-        return {**json.loads(head), "rows": [json.loads(line) for line in lines]}
     except ValueError:
-        raise BenchError(f"{path}: these are no rows of a benchmark; --fresh forgets them") from None
+        record, rows = None, []
+    if not (isinstance(record, dict) and record.keys() >= _HEAD and all(isinstance(row, dict) for row in rows)):
+        raise BenchError(f"{path}: these are no rows of a benchmark; --fresh forgets them")
+    return {**record, "rows": rows}
 
 
 def write_json(record: Record, path: Path) -> None:
@@ -187,7 +192,7 @@ def read_json(path: Path) -> Record:
         record = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise BenchError(f"{path}: not the result of a benchmark ({error})") from None
-    if not isinstance(record, dict) or not {"bench", "versions", "machine", "settings", "rows"} <= record.keys():
+    if not isinstance(record, dict) or not _HEAD | {"rows"} <= record.keys():
         raise BenchError(f"{path}: not the result of a benchmark")
     return record
 

@@ -96,7 +96,6 @@ def run(benchmark: Benchmark, folder: Path, *, fresh: bool = False, quiet: bool 
     Raises:
         BenchError: a library is missing, there is nothing to do, or the folder's rows cannot be read.
     """
-    require("rich", *(("matplotlib",) if benchmark.plot is not None else ()))
     if not benchmark.tasks:
         raise BenchError(f"{benchmark.name}: nothing of what was named exists, or its library is not installed")
     results = Results(folder, benchmark.name, benchmark.settings, fresh=fresh)

@@ -36,7 +36,13 @@ def benchmark(arguments: argparse.Namespace) -> Benchmark:
         )
         for model, batch, optimizer, reuse in product(models, arguments.batch or BATCHES, OPTIMIZERS, ("no", "yes"))
     ]
-    settings = {"only": arguments.only, "device": arguments.device, "step": "steady", "seq": zoo.catalog.DEFAULT_SEQ}
+    settings = {
+        "only": arguments.only,
+        "batch": arguments.batch,
+        "device": arguments.device,
+        "step": "steady",
+        "seq": zoo.catalog.DEFAULT_SEQ,
+    }
     return Benchmark("suite", settings, tasks, _COLUMNS, summary=summary, plot=plot)
 
 
@@ -185,8 +191,9 @@ def plot(record: Record, figure: Figure) -> None:
             ("order and reuse", "step_local_bytes", "yes"),
         )
         for number, (name, field, reuse) in enumerate(series):
-            values = [rows[model, reuse][field] / rows[model, reuse]["program_order_bytes"] for model in models]
-            axes.bar([at + (number - 1) * 0.27 for at in range(len(models))], values, 0.27, label=name)
+            found = [(at, rows[model, reuse]) for at, model in enumerate(models) if (model, reuse) in rows]
+            places = [at + (number - 1) * 0.27 for at, _ in found]
+            axes.bar(places, [row[field] / row["program_order_bytes"] for _, row in found], 0.27, label=name)
         axes.axhline(1, color="grey", linewidth=0.6)
         axes.set_ylabel(f"batch {batch}:\nbytes / program order's")
     panels[0].legend(ncols=3, frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0))
