@@ -282,6 +282,23 @@ def test_bench_layout_refuses_in_one_line(
     assert word in complaint
 
 
+@pytest.mark.parametrize(
+    "request_",
+    [{"alignment_bytes": [0]}, {"gaps": [[(1, 3, 0, 9)]]}, {"gaps": [[(1, 3, 5, 2)]]}],
+)
+def test_the_verifier_refuses_what_makes_no_sense(request_: dict[str, Any]) -> None:
+    sound = layout.pack(Buffers([0], [4], [8]))
+    with pytest.raises(roam.LayoutError, match="makes no sense"):
+        layout.verify(Buffers([0], [4], [8], **request_), sound)
+
+
+def test_ends_beyond_all_numbers_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "last.csv"
+    path.write_text(f"id,start,end,size\na,0,{2**63 - 1},1\n")
+    with pytest.raises((roam.FormatError, roam.LayoutError), match="end"):
+        Buffers.read_csv(path)
+
+
 def test_bench_layout_takes_empty_files_and_overwrites_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "empty.csv"
     path.write_text("id,lower,upper,size\n")

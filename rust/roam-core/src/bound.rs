@@ -166,8 +166,8 @@ impl Bounds {
         peak: u64,
         watch: &Watch,
     ) -> Result<(), Stop> {
-        let updates = hungriest_operators(problem, updates, watch)?;
         let mut left = (FIRSTS_WORK / problem.len().max(1)).min(MOST_FIRSTS);
+        let updates = hungriest_operators(problem, updates, left, watch)?;
         let mut from = 0;
         for set in updates.chunk_by(|(_, one), (_, other)| one == other) {
             from += set.len();
@@ -216,8 +216,14 @@ fn cut_as_first(problem: &Problem, op: Op, set: &[Op], watch: &Watch) -> Result<
 }
 
 /// Per update, given as its operators in program order, the one at which it needs the most, and the bytes that this touches; the hungriest
-/// first. Updates of as many operators are taken to be alike, so that only the largest of them need be looked into.
-fn hungriest_operators(problem: &Problem, updates: &[Vec<Op>], watch: &Watch) -> Result<Vec<(Op, u64)>, Stop> {
+/// first. Updates of as many operators are taken to be alike, so that only the largest of them need be looked into; where even that
+/// takes more than `most` cuts, none are named.
+fn hungriest_operators(
+    problem: &Problem,
+    updates: &[Vec<Op>],
+    most: usize,
+    watch: &Watch,
+) -> Result<Vec<(Op, u64)>, Stop> {
     let size = |members: &[Op]| members.iter().map(|&op| touched(problem, op)).max().unwrap_or(0);
     let mut largest: BTreeMap<usize, &Vec<Op>> = BTreeMap::new();
     for members in updates.iter().filter(|members| members.len() <= LONGEST_UPDATE) {
@@ -226,9 +232,13 @@ fn hungriest_operators(problem: &Problem, updates: &[Vec<Op>], watch: &Watch) ->
             *known = members;
         }
     }
+    if largest.keys().sum::<usize>() > most {
+        return Ok(Vec::new());
+    }
     let mut place = BTreeMap::new();
     for (length, members) in largest {
-        let alone = members.iter().map(|&op| cut_alone(problem, op, members, watch)).collect::<Result<Vec<_>, _>>()?;
+        let alone =
+            members.par_iter().map(|&op| cut_alone(problem, op, members, watch)).collect::<Result<Vec<_>, _>>()?;
         place.insert(length, (0..length).max_by_key(|&at| (alone[at], Reverse(at))).unwrap_or(0));
     }
     let known = updates.iter().filter_map(|members| Some(members[*place.get(&members.len())?]));

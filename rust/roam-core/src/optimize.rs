@@ -394,8 +394,10 @@ impl<'a> Search<'a> {
             let part = &mut self.parts[at].0;
             let before = part.trials.len();
             let stages = [Portfolio::find, Portfolio::refine, Portfolio::prove, Portfolio::search];
-            stages.into_iter().try_for_each(|stage| stage(part, self.watch))?;
+            let ended = stages.into_iter().try_for_each(|stage| stage(part, self.watch));
+            // Whatever is found before a stop counts.
             self.adopt(at, before);
+            ended?;
         }
         Ok(())
     }

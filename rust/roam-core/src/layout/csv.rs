@@ -170,7 +170,7 @@ impl<'a> Line<'a> {
 
     /// The first time after the last.
     fn end(&self, column: &'static str, text: &str) -> Result<u64, CsvError> {
-        let end = number(text).map(|end| end + self.header.beyond);
+        let end = number(text).map(|end| end + self.header.beyond).filter(|&end| end <= i64::MAX as u64);
         end.ok_or(CsvError::Number { line: self.line, column })
     }
 
@@ -194,10 +194,11 @@ impl<'a> Line<'a> {
             Some((times, window)) => (times, Some(pair(window, ':')?)),
             None => (text, None),
         };
-        let (lower, upper) = pair(times, '-')?;
-        Some(Gap {
+        let (lower, last) = pair(times, '-')?;
+        let upper = last + self.header.beyond;
+        (upper <= i64::MAX as u64).then(|| Gap {
             lower,
-            upper: upper + self.header.beyond,
+            upper,
             window: window.map(|(from, to)| Range { start: from, end: to }),
         })
     }

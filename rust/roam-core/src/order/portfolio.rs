@@ -35,7 +35,12 @@ fn lowest_fitting(problem: &Problem, start: &Ordered, floor: u64, watch: &Watch)
             break;
         }
         let limit = low + (lowest - low) / 2;
-        let order = fitting_updates(problem, &start.order, limit, watch)?;
+        let order = match fitting_updates(problem, &start.order, limit, watch) {
+            Ok(order) => order,
+            // What has been found counts; whoever looks at the watch next stops.
+            Err(_) if best.is_some() => break,
+            Err(stop) => return Err(stop),
+        };
         let peak = Profile::new(problem, &order).peak;
         if peak < lowest {
             (lowest, best) = (peak, Some(order));
@@ -149,12 +154,14 @@ impl Portfolio {
         let floor = self.bounds.best().0;
         let fitted: Vec<_> =
             bases.par_iter().map(|&at| lowest_fitting(&self.problem, &self.trials[at].ordered, floor, watch)).collect();
+        let mut stopped = Ok(());
         for order in fitted {
-            if let Some(order) = order? {
-                self.add("fitting_updates", order);
+            match order {
+                Ok(order) => order.into_iter().for_each(|order| self.add("fitting_updates", order)),
+                Err(stop) => stopped = Err(stop),
             }
         }
-        Ok(self.lowest_peak() < before)
+        stopped.map(|()| self.lowest_peak() < before)
     }
 
     fn refine_at_cuts(&mut self, watch: &Watch) -> Result<(), Stop> {

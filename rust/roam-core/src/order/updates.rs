@@ -271,7 +271,9 @@ impl Parts {
             of,
             members,
         };
-        let mut left: Vec<u32> = (0..problem.tensors.len() as Ten).map(|t| problem.users.row(t).len() as u32).collect();
+        // Per tensor the updates that use it and are still to come.
+        let updates_of = |t: Ten| problem.users.row(t).iter().filter(|&&user| problem.is_update[user as usize]).count();
+        let mut left: Vec<usize> = (0..problem.tensors.len() as Ten).map(updates_of).collect();
         for (part, members) in parts.members.iter().enumerate() {
             let (mut live, mut most, mut held) = (0i128, 0i128, 0u64);
             for &op in members {
@@ -286,10 +288,8 @@ impl Parts {
                 }
                 for &used in problem.uses.row(op) {
                     left[used as usize] -= 1;
-                    let others =
-                        problem.users.row(used).iter().filter(|&&user| !problem.is_update[user as usize]).count();
                     let item = &problem.tensors[used as usize];
-                    if left[used as usize] as usize == others && item.residency != Residency::Leaves {
+                    if left[used as usize] == 0 && item.residency != Residency::Leaves {
                         live -= i128::from(item.size);
                         let is_own = item.creator != NONE && problem.is_update[item.creator as usize];
                         held += if is_own { 0 } else { item.size };

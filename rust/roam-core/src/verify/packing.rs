@@ -26,6 +26,12 @@ pub enum PackingViolation {
         /// Where it lies.
         found: u64,
     },
+    /// A buffer that no packing can serve.
+    #[error("what is asked for buffer {index} makes no sense: an alignment of 0, or gaps or bytes beyond it")]
+    Senseless {
+        /// The buffer.
+        index: usize,
+    },
     /// An offset that the alignment forbids.
     #[error("buffer {index} lies at {offset}, which is not a multiple of its alignment")]
     Misaligned {
@@ -82,6 +88,7 @@ impl PackingViolation {
         match self {
             Self::Count { .. } => "count",
             Self::Moved { .. } => "moved",
+            Self::Senseless { .. } => "senseless",
             Self::Misaligned { .. } => "misaligned",
             Self::OutOfRange { .. } => "out_of_range",
             Self::Overlap { .. } => "overlap",
@@ -111,6 +118,9 @@ pub fn verify_packing(requests: &[Request], packing: &Packing) -> Result<(), Pac
     }
     let (mut top, mut fixed_top) = (0, 0);
     for (index, (request, &offset)) in requests.iter().zip(&packing.offsets).enumerate() {
+        if !makes_sense(request) {
+            return Err(PackingViolation::Senseless { index });
+        }
         if let Some(expected) = request.offset.filter(|&fixed| fixed != offset) {
             return Err(PackingViolation::Moved { index, expected, found: offset });
         }
@@ -134,6 +144,19 @@ pub fn verify_packing(requests: &[Request], packing: &Packing) -> Result<(), Pac
         return Err(PackingViolation::Bound { live, bound, pool, optimal });
     }
     Ok(())
+}
+
+/// Whether gaps follow each other within the buffer's life, and their windows lie within its bytes.
+fn makes_sense(request: &Request) -> bool {
+    let buffer = request.buffer;
+    let mut time = buffer.lower;
+    let gaps_fit = request.gaps.iter().all(|gap| {
+        let follows = time <= gap.lower && gap.lower < gap.upper && gap.upper <= buffer.upper;
+        time = gap.upper;
+        follows
+            && gap.window.as_ref().is_none_or(|window| window.start <= window.end && window.end <= buffer.size_bytes)
+    });
+    buffer.alignment_bytes > 0 && buffer.lower < buffer.upper && gaps_fit
 }
 
 /// By time; what ceases comes before what begins.
