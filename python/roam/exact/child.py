@@ -30,34 +30,49 @@ signal.signal(signal.SIGINT, signal.SIG_IGN)
 BUILD = "generic"
 
 
-def solve(question: dict[str, Any]) -> dict[str, Any]:
-    """Answer one question, see the module."""
+class Unavailable(Exception):
+    """The solver cannot be used here; says why."""
+
+
+def cbc_model(question: dict[str, Any]) -> tuple[Any, list[Any]]:
+    """A CBC model with the question's columns and start, and these columns; it has no rows yet.
+
+    Raises:
+        Unavailable: python-mip or CBC cannot be used here.
+    """
     try:
         import mip
         from mip import cbc
-    except Exception as error:  # noqa: BLE001 - a broken installation can raise anything
-        return {"unavailable": f"python-mip cannot be imported: {type(error).__name__}: {error}"}
+    except Exception as error:
+        raise Unavailable(f"python-mip cannot be imported: {type(error).__name__}: {error}") from error
     if not cbc.has_cbc:
-        return {"unavailable": "python-mip cannot load CBC"}
-
+        raise Unavailable("python-mip cannot load CBC")
     model = mip.Model(sense=mip.MINIMIZE, solver_name=mip.CBC)
     model.verbose = 0
+    model.max_mip_gap = 0.0
+    model.seed = 1
     columns = [
         model.add_var(lb=lower, ub=upper, obj=cost, var_type=mip.INTEGER if integer else mip.CONTINUOUS)
         for lower, upper, cost, integer in zip(
             question["lower"], question["upper"], question["cost"], question["integer"], strict=True
         )
     ]
+    model.start = [(column, float(value)) for column, value in zip(columns, question["start"], strict=True)]
+    return model, columns
+
+
+def solve(question: dict[str, Any]) -> dict[str, Any]:
+    """Answer one question, see the module."""
+    model, columns = cbc_model(question)
+    import mip
+
     for at, factors, sense, limit in question["rows"]:
         model.add_constr(mip.LinExpr([columns[i] for i in at], [float(factor) for factor in factors], -limit, sense))
     # Whole costs, so nothing between two whole numbers is worth a search; but never stop short of the best.
-    model.max_mip_gap = 0.0
     model.max_mip_gap_abs = 1e-9
     # Cuts take longer here than the nodes that they save.
     model.cuts = 0
     model.threads = 1
-    model.seed = 1
-    model.start = [(column, float(value)) for column, value in zip(columns, question["start"], strict=True)]
 
     status = model.optimize(max_nodes=question["nodes"])
     if status not in (mip.OptimizationStatus.OPTIMAL, mip.OptimizationStatus.FEASIBLE):
@@ -87,6 +102,8 @@ def main(solve: Callable[[dict[str, Any]], dict[str, Any]] = solve) -> None:
     threading.Thread(target=_end_with_the_parent, daemon=True).start()
     try:
         answer = solve(question)
+    except Unavailable as error:
+        answer = {"unavailable": str(error)}
     except Exception as error:  # noqa: BLE001 - whatever it is, the parent must hear of it
         answer = {"failed": f"{type(error).__name__}: {error}"}
     answers.write(json.dumps(answer).encode() + b"\n")

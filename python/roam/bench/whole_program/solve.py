@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from roam.exact.child import main
+from roam.exact.child import Unavailable, cbc_model, main
 
 #: Costs are whole, so nothing between two whole numbers is worth a search.
 GAP = 0.999
@@ -25,32 +25,17 @@ def solve(question: dict[str, Any]) -> dict[str, Any]:
 
 
 def _cbc(question: dict[str, Any]) -> dict[str, Any]:
-    try:
-        import mip
-        from mip import cbc
-    except Exception as error:  # noqa: BLE001 - a broken installation can raise anything
-        return {"unavailable": f"python-mip cannot be imported: {type(error).__name__}: {error}"}
-    if not cbc.has_cbc:
-        return {"unavailable": "python-mip cannot load CBC"}
-    model = mip.Model(sense=mip.MINIMIZE, solver_name=mip.CBC)
-    model.verbose = 0
-    columns = [
-        model.add_var(lb=lower, ub=upper, obj=cost, var_type=mip.INTEGER if integer else mip.CONTINUOUS)
-        for lower, upper, cost, integer in zip(
-            question["lower"], question["upper"], question["cost"], question["integer"], strict=True
-        )
-    ]
+    model, columns = cbc_model(question)
+    import mip
+
     begin = 0
     for end, sense, limit in zip(question["ends"], question["senses"], question["limits"], strict=True):
         entries = range(begin, end)
         terms = [columns[question["at"][i]] for i in entries], [float(question["factors"][i]) for i in entries]
         model.add_constr(mip.LinExpr(*terms, -limit, sense))
         begin = end
-    model.max_mip_gap = 0.0
     model.max_mip_gap_abs = GAP
     model.threads = question["threads"]
-    model.seed = 1
-    model.start = [(column, float(value)) for column, value in zip(columns, question["start"], strict=True)]
     status = model.optimize(max_seconds=question["seconds"])
     finished = status == mip.OptimizationStatus.OPTIMAL
     if not finished and status not in (mip.OptimizationStatus.FEASIBLE, mip.OptimizationStatus.NO_SOLUTION_FOUND):
@@ -63,8 +48,8 @@ def _highs(question: dict[str, Any]) -> dict[str, Any]:
     try:
         import highspy
         import numpy as np
-    except Exception as error:  # noqa: BLE001 - as above
-        return {"unavailable": f"highspy cannot be imported: {type(error).__name__}: {error}"}
+    except Exception as error:
+        raise Unavailable(f"highspy cannot be imported: {type(error).__name__}: {error}") from error
     limits = np.array(question["limits"], dtype=np.float64)
     senses = np.array(question["senses"])
     program = highspy.HighsLp()
