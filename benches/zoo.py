@@ -25,13 +25,6 @@ from roam.report.table import columns
 KEYS = ("model", "batch", "step", "optimizer")
 
 
-def capture(model: str, batch: int, step: str, optimizer: str) -> roam.Graph:
-    """Capture one training step on fake tensors."""
-    with roam.fake("cpu"):
-        made = zoo.build(model, batch=batch, optimizer=optimizer)
-    return roam.capture(made.train_step, made.model, made.optimizer, *made.batch, step=step)
-
-
 def measure(graph: roam.Graph) -> dict[str, Any]:
     """Plan once; the plan's figures and the seconds it took."""
     start = time.perf_counter()
@@ -86,7 +79,7 @@ def main() -> None:
             continue
         path = arguments.graphs / f"{model}-{batch}-{step}-{optimizer}.json.gz"
         if not path.exists():
-            capture(*key).save(path)
+            zoo.capture(model, batch=batch, step=step, optimizer=optimizer).save(path)
         line = {**dict(zip(KEYS, key, strict=True)), **measure(roam.Graph.load(path))}
         lines.append(line)
         with arguments.out.open("a") as out:

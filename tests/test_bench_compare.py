@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import signal
@@ -10,8 +9,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
+import compare
 import pytest
 from rich.console import Console
 
@@ -37,18 +36,6 @@ for name, nanoseconds in (("twice", 2000.0 if os.path.exists("slow") else 1000.0
 """
 
 
-@pytest.fixture
-def compare() -> Any:
-    """The script as a module."""
-    spec = importlib.util.spec_from_file_location("bench_compare", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 def save(home: Path, name: str, side: str, number: int, median_ns: float, error_ns: float) -> None:
     """What criterion saves of one run, as far as it is read."""
     folder = home / name.replace("/", "_") / f"{side}-{number}"
@@ -58,7 +45,7 @@ def save(home: Path, name: str, side: str, number: int, median_ns: float, error_
     (folder / "estimates.json").write_text(json.dumps({"median": median, "mean": {}}))
 
 
-def test_one_round_by_hand(compare: Any, tmp_path: Path) -> None:
+def test_one_round_by_hand(tmp_path: Path) -> None:
     # 1000 and 1200 ns, errors 1 % each: the ratio's logarithm is off by sqrt(0.01^2 + 0.01^2) = 0.014142, and 1.96 of that is 0.027719.
     save(tmp_path, "a/b", "base", 1, 1000, 10)
     save(tmp_path, "a/b", "new", 1, 1200, 12)
@@ -69,7 +56,7 @@ def test_one_round_by_hand(compare: Any, tmp_path: Path) -> None:
     assert one.verdict(0.18) == ""
 
 
-def test_rounds_that_differ_widen_the_interval(compare: Any, tmp_path: Path) -> None:
+def test_rounds_that_differ_widen_the_interval(tmp_path: Path) -> None:
     # Ratios 1.1 and 1.3 without errors of their own: logarithms 0.095310 and 0.262364, mean 0.178837 (1.195826), variance 0.013953, of the mean
     # 0.006977, root 0.083527; 1.96 of it is 0.163713: from 1.015247 to 1.408518.
     for number, (base, new) in enumerate(((1000, 1100), (2000, 2600)), start=9):
@@ -81,7 +68,7 @@ def test_rounds_that_differ_widen_the_interval(compare: Any, tmp_path: Path) -> 
     assert one.verdict(0.01) == "regression"
 
 
-def test_the_report_names_what_changed(compare: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report_names_what_changed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, base, new in (("slower", 100, 150), ("faster", 100, 50), ("same", 100, 101), ("unsure", 100, 150)):
         save(tmp_path, name, "base", 1, base, 40 if name == "unsure" else 0.1)
         save(tmp_path, name, "new", 1, new, 0.1)
@@ -97,7 +84,7 @@ def test_the_report_names_what_changed(compare: Any, tmp_path: Path, capsys: pyt
     assert compare.report(tmp_path, 0.6, Console(width=120)) == 0
 
 
-def test_durations(compare: Any) -> None:
+def test_durations() -> None:
     assert [compare.seconds(value) for value in (1.234, 0.0456, 7.8e-6, 9.1e-10)] == [
         "1.23 s", "45.6 ms", "7.8 us", "0.91 ns",
     ]  # fmt: skip

@@ -148,7 +148,7 @@ def test_the_committed_rows_can_be_shown_in_parts() -> None:
 
 def test_a_fixed_order_leaves_the_layout_alone(alexnet: roam.Graph) -> None:
     order = alexnet.program_order.tolist()
-    fixed = paper.in_order(alexnet, order, fixed=True)
+    fixed = accounting.in_order(alexnet, order, fixed=True)
     plan = roam.optimize(fixed, reuse=False)
     assert plan.order.tolist() == order
     assert plan.peak_bytes == alexnet.live_bytes().max()

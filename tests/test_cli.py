@@ -242,7 +242,7 @@ def test_a_step_that_cannot_be_captured(monkeypatch: pytest.MonkeyPatch, capsys:
 
         return zoo.ZooStep(train_step, made.model, made.optimizer, made.batch)
 
-    monkeypatch.setattr(zoo, "build", build_branching)
+    monkeypatch.setattr("roam.zoo.catalog.build", build_branching)
     assert cli.main(["plan", "gpt2-tiny"]) == 3
     assert "roam: cannot capture this step: " in capsys.readouterr().err
 

@@ -231,9 +231,7 @@ def _capture(arguments: argparse.Namespace) -> tuple[Graph, dict[str, Any]]:
     # Before torch is imported, which takes its time.
     sizes = zoo.check(arguments.model, **settings)
     with Progress(f"capturing {arguments.model}"), _interruptible():
-        with roam.fake(device):
-            made = zoo.build(arguments.model, **settings, device=device)
-        graph = roam.capture(made.train_step, made.model, made.optimizer, *made.batch, step=step)
+        graph = zoo.capture(arguments.model, step=step, device=device, **settings)
     return graph, {**settings, "seq": sizes.get("seq"), "step": step, "device": device}
 
 

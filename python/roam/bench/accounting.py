@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 
 import roam
 
@@ -39,6 +41,31 @@ def paper(graph: roam.Graph, *, state_at_updates: bool = True) -> roam.Graph:
             inputs.append(tensor.id)
     builder.operator("input", creates=inputs, position=0)
     position_of = {operator: position for position, operator in enumerate(_program_order(graph, state_at_updates), 1)}
+    _add_operators(builder, graph, position_of)
+    return builder.build()
+
+
+def in_order(graph: roam.Graph, order: Sequence[int], *, fixed: bool = False) -> roam.Graph:
+    """The same step, under the paper's accounting, with another program order.
+
+    Args:
+        graph: what :func:`paper` gives.
+        order: its operators.
+        fixed: whether no other order is permitted.
+    """
+    builder = roam.GraphBuilder(graph.name, graph.device, graph.alignment_bytes)
+    builder.accounting(graph.accounting)
+    for tensor in graph.tensors:
+        builder.tensor(tensor.name, tensor.size_bytes, kind=tensor.kind, residency=tensor.residency)
+    _add_operators(builder, graph, {operator: position for position, operator in enumerate(order)})
+    if fixed:
+        for before, after in itertools.pairwise(order):
+            builder.control(before, after)
+    return builder.build()
+
+
+def _add_operators(builder: roam.GraphBuilder, graph: roam.Graph, position_of: Mapping[int, int]) -> None:
+    """Those of the graph at other positions, without what the paper does not count: workspace and reuse."""
     for operator in graph.operators:
         builder.operator(
             operator.name,
@@ -52,7 +79,6 @@ def paper(graph: roam.Graph, *, state_at_updates: bool = True) -> roam.Graph:
             file=operator.file,
             line=operator.line,
         )
-    return builder.build()
 
 
 def _program_order(graph: roam.Graph, state_at_updates: bool) -> list[int]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import csv
 import functools
-import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -160,35 +159,14 @@ def _order_alone(graph: roam.Graph) -> Figures:
     """Our order with PyTorch's allocator: what early frees alone would give."""
     plan, plan_s = _planned(graph)
     start = time.perf_counter()
-    figures = _baseline(in_order(graph, plan.order.tolist()), "program", "caching_allocator")
+    figures = _baseline(accounting.in_order(graph, plan.order.tolist()), "program", "caching_allocator")
     return {**figures, "seconds": plan_s + time.perf_counter() - start}
 
 
 def _layout_alone(graph: roam.Graph) -> Figures:
     """Program order with our layout."""
-    plan = roam.optimize(in_order(graph, graph.program_order.tolist(), fixed=True), reuse=False)
+    plan = roam.optimize(accounting.in_order(graph, graph.program_order.tolist(), fixed=True), reuse=False)
     return _figures(graph, plan.peak_bytes, plan.pool_bytes, plan.outside_bytes)
-
-
-def in_order(graph: roam.Graph, order: Sequence[int], *, fixed: bool = False) -> roam.Graph:
-    """The same step with another program order; the only one that it has, where ``fixed``."""
-    position = {int(operator): at for at, operator in enumerate(order)}
-    builder = roam.GraphBuilder(graph.name, graph.device, graph.alignment_bytes)
-    builder.accounting(graph.accounting)
-    for tensor in graph.tensors:
-        builder.tensor(
-            tensor.name, tensor.size_bytes, kind=tensor.kind, residency=tensor.residency,
-            alignment_bytes=tensor.alignment_bytes or None,
-        )  # fmt: skip
-    for operator in graph.operators:
-        builder.operator(
-            operator.name, phase=operator.phase, position=position[operator.id], reads=operator.reads,
-            creates=operator.creates, mutates=operator.mutates, workspace_bytes=operator.workspace_bytes,
-        )  # fmt: skip
-    if fixed:
-        for before, after in itertools.pairwise(order):
-            builder.control(int(before), int(after))
-    return builder.build()
 
 
 def _whole_program(

@@ -9,33 +9,28 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import roam
 from roam import layout
 from roam._core import synthetic_buffers, synthetic_step
 
 Figures = dict[str, Any]
+Problem = TypeVar("Problem")
+Solution = TypeVar("Solution")
 
 
 def measure_step(family: str, operators: int) -> Figures:
     """Plan a made-up step: seconds of every stage, memory, and how good the plan is."""
     figures: Figures = {}
-    with _timed(figures, "build"):
-        graph = synthetic_step(family, operators)
-    busy = time.process_time()
-    with _timed(figures, "plan"):
-        plan = roam.optimize(graph, exact="off")
-    figures["plan_cpu_s"] = time.process_time() - busy
-    figures["peak_rss_bytes"] = peak_rss_bytes()
-    with _timed(figures, "verify"):
-        roam.verify(graph, plan)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "graph.json")
-        with _timed(figures, "save"):
-            graph.save(path)
-        with _timed(figures, "load"):
-            roam.Graph.load(path, max_bytes=1 << 40)
+    graph, plan = _stages(
+        figures,
+        build=lambda: synthetic_step(family, operators),
+        plan=lambda graph: roam.optimize(graph, exact="off"),
+        verify=roam.verify,
+        save=lambda graph, plan, path: graph.save(path),
+        load=lambda path: roam.Graph.load(path, max_bytes=1 << 40),
+    )
     return {
         "operators": graph.num_operators,
         "tensors": graph.num_tensors,
@@ -51,21 +46,14 @@ def measure_step(family: str, operators: int) -> Figures:
 def measure_layout(style: str, count: int, work: int) -> Figures:
     """Pack made-up buffers: seconds, memory, and how good the packing is."""
     figures: Figures = {}
-    with _timed(figures, "build"):
-        buffers = synthetic_buffers(style, count)
-    busy = time.process_time()
-    with _timed(figures, "plan"):
-        packing = layout.pack(buffers, work=work)
-    figures["plan_cpu_s"] = time.process_time() - busy
-    figures["peak_rss_bytes"] = peak_rss_bytes()
-    with _timed(figures, "verify"):
-        layout.verify(buffers, packing)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "buffers.csv")
-        with _timed(figures, "save"):
-            buffers.write_csv(path, packing)
-        with _timed(figures, "load"):
-            layout.Buffers.read_csv(path)
+    buffers, packing = _stages(
+        figures,
+        build=lambda: synthetic_buffers(style, count),
+        plan=lambda buffers: layout.pack(buffers, work=work),
+        verify=layout.verify,
+        save=lambda buffers, packing, path: buffers.write_csv(path, packing),
+        load=layout.Buffers.read_csv,
+    )
     return {
         "buffers": len(buffers),
         **figures,
@@ -74,6 +62,34 @@ def measure_layout(style: str, count: int, work: int) -> Figures:
         "method": packing.method,
         "digest": buffers.digest,
     }
+
+
+def _stages(
+    figures: Figures,
+    *,
+    build: Callable[[], Problem],
+    plan: Callable[[Problem], Solution],
+    verify: Callable[[Problem, Solution], None],
+    save: Callable[[Problem, Solution, Path], None],
+    load: Callable[[Path], object],
+) -> tuple[Problem, Solution]:
+    """Go through all stages; their seconds go into ``figures``, and the most memory until it was planned."""
+    with _timed(figures, "build"):
+        problem = build()
+    busy = time.process_time()
+    with _timed(figures, "plan"):
+        solution = plan(problem)
+    figures["plan_cpu_s"] = time.process_time() - busy
+    figures["peak_rss_bytes"] = peak_rss_bytes()
+    with _timed(figures, "verify"):
+        verify(problem, solution)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "problem")
+        with _timed(figures, "save"):
+            save(problem, solution, path)
+        with _timed(figures, "load"):
+            load(path)
+    return problem, solution
 
 
 def peak_rss_bytes() -> int | None:

@@ -6,12 +6,14 @@ import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from roam.errors import RoamError
 
 if TYPE_CHECKING:
     import torch
+
+    from roam import Graph
 
 DTYPES = ("float32", "bfloat16")
 OPTIMIZERS = ("adamw", "adam", "sgd", "sgd-momentum")
@@ -217,6 +219,26 @@ def check(name: str, *, batch: int, seq: int | None, dtype: str, optimizer: str)
         if not 2 <= sizes["seq"] <= chosen.max_seq:
             raise ZooError(f"{name} takes sequences of 2 to {chosen.max_seq} tokens, not {sizes['seq']}")
     return sizes
+
+
+def capture(name: str, *, step: Literal["first", "steady"] = "steady", device: str = "cpu", **settings: Any) -> Graph:
+    """Build a model on fake tensors and capture one training step of it; nothing is allocated.
+
+    Args:
+        name: one of :func:`names`.
+        step: ``first``, which makes the optimizer's state, or ``steady``.
+        device: where the step would run.
+        settings: what :func:`build` takes besides.
+
+    Raises:
+        ZooError: as from :func:`build`.
+        CaptureError: the step cannot be captured.
+    """
+    import roam
+
+    with roam.fake(device):
+        made = build(name, device=device, **settings)
+    return roam.capture(made.train_step, made.model, made.optimizer, *made.batch, step=step)
 
 
 def build(
