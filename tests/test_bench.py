@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
+import signal
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -54,6 +56,21 @@ def test_a_run_that_was_stopped_goes_on(tmp_path: Path, capsys: pytest.CaptureFi
     assert [row["square"] for row in record["rows"]] == [0, 1, 4, 9, 16]
     assert "3 rows are done" in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"squares.{e}" for e in ("csv", "json", "png", "svg")]
+
+
+def test_an_interrupt_that_a_library_swallows_ends_the_run(tmp_path: Path) -> None:
+    work = Work()
+
+    def swallow() -> Mapping[str, Any]:
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        return work.square(9)
+
+    tasks = [*work.tasks(), Task({"number": 9}, swallow), Task({"number": 10}, lambda: work.square(10))]
+    with pytest.raises(KeyboardInterrupt):
+        run(Benchmark("squares", {}, tasks, COLUMNS), tmp_path)
+    assert work.done == [0, 1, 2, 3, 4, 9]
+    assert Results(tmp_path, "squares", {}).resumed == 5
 
 
 @pytest.mark.parametrize("how", ["settings", "fresh", "build"])
@@ -117,5 +134,5 @@ def test_rows_that_cannot_be_read_are_not_lost(tmp_path: Path, text: bytes) -> N
 
 
 def test_nothing_to_do_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(BenchError, match="nothing of what was named"):
+    with pytest.raises(BenchError, match="nothing to do"):
         run(Benchmark("empty", {}, [], COLUMNS), tmp_path)

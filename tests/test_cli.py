@@ -486,5 +486,42 @@ def test_bench_zoo_trains_what_is_named(tmp_path: Path, capsys: pytest.CaptureFi
     (row,) = json.loads(capsys.readouterr().out)["rows"]
     assert (row["library"], row["outcome"], row["reason"]) == ("transformers", "equal", "")
     assert row["peak_bytes"] <= row["program_order_peak_bytes"]
-    assert cli.main(["bench", "zoo", "--only", "no such net", *output]) == cli.EXIT_BAD_INPUT
-    assert "nothing of what was named exists" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("asked", "known"),
+    [
+        (["zoo", "--only", "GPT2", "--only", "gtp2"], "GPT2, "),
+        (["zoo", "--library", "torchvision", "--only", "gtp2"], "resnet18, "),
+        (["paper", "--only", "alexnet", "--only", "gtp2"], "alexnet, "),
+        (["suite", "--only", "gpt2-tiny", "--only", "gtp2"], "gpt2-tiny"),
+        (["scale", "--only", "wide", "--only", "gtp2"], "deep, wide, "),
+        (["scale", "--what", "layouts", "--only", "gtp2"], "none of wide, "),
+    ],
+)
+def test_bench_does_nothing_where_one_name_is_wrong(
+    asked: list[str], known: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["bench", *asked, "--output", str(tmp_path / "out")]) == cli.EXIT_BAD_INPUT
+    assert_one_line(capsys.readouterr().err, "--only gtp2", known)
+    assert not (tmp_path / "out").exists()
+
+
+def children(process: int) -> list[int]:
+    found = Path(f"/proc/{process}/task").glob("*/children")
+    return [int(child) for path in found for child in path.read_text().split()]
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="children are told by /proc")
+def test_ctrl_c_during_a_benchmark_keeps_its_rows_and_leaves_no_process(tmp_path: Path) -> None:
+    asked = ["bench", "scale", "--largest", "3000", "--what", "layouts", "--only", "replaced", "--work", str(2**62)]
+    command = [sys.executable, "-m", "roam.cli", *asked, "--output", str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        while not (child := children(process.pid)):
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        output, complaint = process.communicate(timeout=240)
+    assert process.returncode in (130, -signal.SIGINT)
+    assert complaint.splitlines()[-1] == "roam: interrupted"
+    assert "Traceback" not in complaint
+    assert not [one for one in child if Path(f"/proc/{one}").exists()]

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import math
 import os
-import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import roam
 from roam import zoo
+from roam.arguments import positive_integer, positive_number
 from roam.bench import command as bench_command
 from roam.bench.results import BenchError
 from roam.errors import CaptureError, FormatError, GraphError, PlanError, RoamError
+from roam.interrupts import interrupts_count
 from roam.report import Progress, figures, peak_place, plan_table
 from roam.report.table import columns
 
@@ -60,33 +59,12 @@ class _UsageError(RoamError):
     """Arguments that parse, but not together."""
 
 
-def _positive_int(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise ValueError
-    return value
-
-
-def _positive_seconds(text: str) -> float:
-    value = float(text)
-    if not (math.isfinite(value) and value > 0):
-        raise ValueError
-    return value
-
-
-def _positive_number(text: str) -> float:
-    return _positive_seconds(text)
-
-
 def _baseline_name(text: str) -> tuple[str, str]:
     order, layout = text.split(",")
     return order.strip(), layout.strip()
 
 
-# argparse names the type in its message: "invalid positive integer value: '0'".
-_positive_int.__name__ = "positive integer"
-_positive_seconds.__name__ = "number of seconds"
-_positive_number.__name__ = "positive number"
+# argparse names the type in its complaint.
 _baseline_name.__name__ = "ORDER,LAYOUT"
 
 
@@ -118,9 +96,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     capture = plan.add_argument_group("capture", "for models of the zoo; a graph file has been captured already")
     # None tells an option that was not given from one that repeats its default.
-    capture.add_argument("--batch", type=_positive_int, metavar="N", help="samples (default 1)")
+    capture.add_argument("--batch", type=positive_integer, metavar="N", help="samples (default 1)")
     capture.add_argument(
-        "--seq", type=_positive_int, metavar="N", help="tokens a sample (default: 512, or the model's most)"
+        "--seq", type=positive_integer, metavar="N", help="tokens a sample (default: 512, or the model's most)"
     )
     capture.add_argument("--dtype", choices=zoo.DTYPES, help="of the model (default float32)")
     capture.add_argument("--optimizer", choices=zoo.OPTIMIZERS, help="(default adamw)")
@@ -139,15 +117,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     plan.add_argument(
         "--time-limit",
-        type=_positive_seconds,
+        type=positive_number,
         metavar="S",
         help="stop planning after S seconds with the best plan so far",
     )
     streams = plan.add_argument_group("streams")
-    streams.add_argument("--streams", type=_positive_int, default=1, metavar="N", help="run N at once (default 1)")
+    streams.add_argument("--streams", type=positive_integer, default=1, metavar="N", help="run N at once (default 1)")
     streams.add_argument(
         "--speed",
-        type=_positive_number,
+        type=positive_number,
         metavar="X",
         help="least memory at X times the speed of one stream (default: near the fastest that program order's bytes permit)",
     )
@@ -199,28 +177,6 @@ def _peak_rss_bytes() -> int | None:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-@contextlib.contextmanager
-def _interruptible() -> Iterator[None]:
-    """Ctrl-C counts even where library code, busy importing, swallows the exception that it raises."""
-    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield  # somebody else's handler, or Ctrl-C is ignored on purpose
-        return
-    pressed = False
-
-    def press(*event: object) -> None:
-        nonlocal pressed
-        pressed = True
-        raise KeyboardInterrupt
-
-    signal.signal(signal.SIGINT, press)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    if pressed:
-        raise KeyboardInterrupt
-
-
 def _capture(arguments: argparse.Namespace) -> tuple[Graph, dict[str, Any]]:
     """Capture a model of the zoo; returns its graph and the settings used."""
     settings = {
@@ -230,7 +186,7 @@ def _capture(arguments: argparse.Namespace) -> tuple[Graph, dict[str, Any]]:
     step, device = settings.pop("step"), settings.pop("device")
     # Before torch is imported, which takes its time.
     sizes = zoo.check(arguments.model, **settings)
-    with Progress(f"capturing {arguments.model}"), _interruptible():
+    with Progress(f"capturing {arguments.model}"), interrupts_count():
         graph = zoo.capture(arguments.model, step=step, device=device, **settings)
     return graph, {**settings, "seq": sizes.get("seq"), "step": step, "device": device}
 

@@ -1,4 +1,4 @@
-"""Ctrl-C at moments when it does no harm."""
+"""Ctrl-C at moments when it does no harm, and never in vain."""
 
 from __future__ import annotations
 
@@ -82,3 +82,26 @@ def deliver_interrupts() -> None:
     """Lets a Ctrl-C take effect that came during an operator, where it is allowed to."""
     if _waits and _waits[-1].is_open and threading.current_thread() is threading.main_thread():
         _waits[-1].deliver()
+
+
+@contextmanager
+def interrupts_count() -> Iterator[None]:
+    """Ctrl-C ends the block even where library code, busy importing, swallows the exception that it raises: then at the block's end."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield  # somebody else's handler, or Ctrl-C is ignored on purpose
+        return
+    pressed = False
+
+    def press(*event: object) -> None:
+        nonlocal pressed
+        pressed = True
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, press)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if pressed:
+        raise KeyboardInterrupt

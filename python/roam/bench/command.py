@@ -10,6 +10,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from roam.arguments import positive_integer, seconds
+from roam.interrupts import interrupts_count
+
 if TYPE_CHECKING:
     from roam.bench.run import Benchmark
 
@@ -51,7 +54,7 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
     _only(paper, "model")
     paper.add_argument(
         "--whole-program",
-        type=_seconds,
+        type=seconds,
         default=60.0,
         metavar="S",
         help="seconds for each whole-graph integer program on the rows small enough; 0 leaves them out (default 60)",
@@ -60,7 +63,12 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
     suite = command("suite", "plan the zoo's steps as they are, and tell what that saves of PyTorch's memory", *_MODELS)
     _only(suite, "model")
     suite.add_argument(
-        "--batch", type=int, action="append", default=[], metavar="N", help="only this batch size (default 1 and 32)"
+        "--batch",
+        type=positive_integer,
+        action="append",
+        default=[],
+        metavar="N",
+        help="only this batch size (default 1 and 32)",
     )
     suite.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="(default cpu)")
 
@@ -68,17 +76,17 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
     layout.add_argument("files", nargs="+", type=Path, metavar="FILE", help="a CSV file in MiniMalloc's format")
     _work(layout, 20_000_000_000, "file")
     layout.add_argument(
-        "--time-limit", type=_seconds, metavar="S", help="stop each search after S seconds with its best packing so far"
+        "--time-limit", type=seconds, metavar="S", help="stop each search after S seconds with its best packing so far"
     )
     layout.add_argument(
-        "--target", type=_count, metavar="BYTES", help="stop each search once its pool is no larger than that"
+        "--target", type=positive_integer, metavar="BYTES", help="stop each search once its pool is no larger than that"
     )
     layout.add_argument("--packed", type=Path, metavar="DIR", help="write each packing to a CSV file in this folder")
 
     scale = command("scale", "plan made-up steps and layouts of growing size, and measure time and memory")
     scale.add_argument(
         "--largest",
-        type=_count,
+        type=positive_integer,
         default=1_000_000,
         metavar="N",
         help="most operators, most buffers (default %(default)s)",
@@ -90,27 +98,12 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
 
 def _work(parser: argparse.ArgumentParser, default: int, what: str) -> None:
     parser.add_argument(
-        "--work", type=_count, default=default, metavar="N", help=f"comparisons per {what} (default %(default)s)"
+        "--work",
+        type=positive_integer,
+        default=default,
+        metavar="N",
+        help=f"comparisons per {what} (default %(default)s)",
     )
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if not 0 < value < 2**63:
-        raise ValueError
-    return value
-
-
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not 0 <= value < float("inf"):
-        raise ValueError
-    return value
-
-
-# argparse names the type in its message: "invalid positive integer value: '0'".
-_count.__name__ = "positive integer"
-_seconds.__name__ = "number of seconds"
 
 
 def _only(parser: argparse.ArgumentParser, what: str) -> None:
@@ -123,8 +116,9 @@ def _run(arguments: argparse.Namespace) -> int:
     from roam.bench.run import require, run
 
     require("rich", "matplotlib", *arguments.needs)
-    make: Callable[[argparse.Namespace], Benchmark] = import_module(arguments.module).benchmark
-    benchmark = make(arguments)
+    with interrupts_count():
+        make: Callable[[argparse.Namespace], Benchmark] = import_module(arguments.module).benchmark
+        benchmark = make(arguments)
     record = run(benchmark, arguments.output, fresh=arguments.fresh, quiet=arguments.json)
     if arguments.json:
         sys.stdout.write(json.dumps(record, allow_nan=False) + "\n")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import roam
 from roam.bench import accounting, paper_models
 from roam.bench.results import Record, Row, Task
-from roam.bench.run import Benchmark, Column, Table
+from roam.bench.run import Benchmark, Column, Table, check_named
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -62,6 +62,7 @@ def published() -> list[Row]:
 
 def benchmark(arguments: argparse.Namespace) -> Benchmark:
     """All rows, or those of the models named, by all methods."""
+    check_named(arguments.only, (row["model"] for row in published()))
     chosen = [row for row in published() if not arguments.only or row["model"] in arguments.only]
     seconds = arguments.whole_program
     tasks = [

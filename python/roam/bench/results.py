@@ -2,7 +2,7 @@
 the end one CSV and one JSON file that say under what they were made.
 
 A record, which is what the JSON file holds, has the keys ``bench``, ``started`` (UTC, ISO 8601), ``versions``, ``machine``, ``settings`` and
-``rows``; a row has the fields of its :class:`Task` key, what the task returned, and ``wall_s``.
+``rows``; a row has the fields of its :class:`Task` key, what the task returned, ``wall_s`` and ``load``.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any
 
 import roam
 from roam.errors import RoamError
+from roam.interrupts import interrupts_count
 
 Row = dict[str, Any]
 Record = dict[str, Any]
@@ -82,6 +83,14 @@ def _processor() -> str:
     return next(names, platform.processor())
 
 
+def load_average() -> float | None:
+    """How many processes of the whole machine ran or waited to, on average over the last minute; ``None`` where the system does not say."""
+    try:
+        return round(os.getloadavg()[0], 2)
+    except (AttributeError, OSError):
+        return None
+
+
 class Results:
     """The record of one benchmark in a folder, begun or gone on with.
 
@@ -125,9 +134,10 @@ class Results:
         for task in tasks:
             row = self.find(task.key)
             if row is None:
-                start = time.perf_counter()
-                row = {**task.key, **task.work()}
-                row["wall_s"] = time.perf_counter() - start
+                load, start = load_average(), time.perf_counter()
+                with interrupts_count():
+                    row = {**task.key, **task.work()}
+                row |= {"wall_s": time.perf_counter() - start, "load": load}
                 self._keep(row)
             yield row
 

@@ -84,6 +84,18 @@ def require(*modules: str) -> None:
         raise BenchError(f"benchmarks need {', '.join(missing)}: pip install 'roam-torch[bench]'")
 
 
+def check_named(asked: Iterable[str], known: Iterable[str]) -> None:
+    """Fail where a name was asked for that does not exist, or whose library is not installed.
+
+    Raises:
+        BenchError: one was.
+    """
+    names = list(dict.fromkeys(known))
+    missing = [name for name in asked if name not in names]
+    if missing:
+        raise BenchError(f"--only {missing[0]}: it is none of {', '.join(names) or 'what is installed'}")
+
+
 def run(benchmark: Benchmark, folder: Path, *, fresh: bool = False, quiet: bool = False) -> Record:
     """Run a benchmark and write its files.
 
@@ -94,10 +106,12 @@ def run(benchmark: Benchmark, folder: Path, *, fresh: bool = False, quiet: bool 
         quiet: write nothing on standard output; progress and complaints go to standard error in any case.
 
     Raises:
-        BenchError: a library is missing, there is nothing to do, or the folder's rows cannot be read.
+        BenchError: there is nothing to do, or the folder's rows cannot be read.
     """
     if not benchmark.tasks:
-        raise BenchError(f"{benchmark.name}: nothing of what was named exists, or its library is not installed")
+        raise BenchError(
+            f"{benchmark.name}: there is nothing to do; the library may be missing, or the largest size too small"
+        )
     results = Results(folder, benchmark.name, benchmark.settings, fresh=fresh)
     _run_shown(benchmark, results, quiet)
     files = results.finish()

@@ -6,11 +6,12 @@ import argparse
 import json
 import subprocess
 import sys
+import tempfile
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from roam.bench.results import BenchError, Record, Row, Task
-from roam.bench.run import Benchmark, Column, Table
+from roam.bench.run import Benchmark, Column, Table, check_named
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -43,12 +44,14 @@ _COLUMNS = (
 
 def benchmark(arguments: argparse.Namespace) -> Benchmark:
     """Made-up steps, then made-up layouts, each family from small to large."""
-    chosen = [
+    offered = [
         (what, name)
         for what, names in (("step", FAMILIES), ("layout", STYLES))
         for name in names
-        if arguments.what in (None, f"{what}s") and (not arguments.only or name in arguments.only)
+        if arguments.what in (None, f"{what}s")
     ]
+    check_named(arguments.only, (name for _, name in offered))
+    chosen = [(what, name) for what, name in offered if not arguments.only or name in arguments.only]
     sizes = [size for size in SIZES if size <= arguments.largest]
     settings = {"largest": arguments.largest, "what": arguments.what, "only": arguments.only, "work": arguments.work}
     tasks = [
@@ -68,8 +71,10 @@ def largest_table(record: Record) -> Table:
 def _measure(what: str, name: str, size: int, work: int) -> dict[str, Any]:
     """Figures of one plan or packing, from a process of its own."""
     numbers = [size] if what == "step" else [size, work]
-    command = [sys.executable, "-m", "roam.bench.scale_child", what, name, *map(str, numbers)]
-    finished = subprocess.run(command, check=False, capture_output=True, text=True)
+    # Made here, because a process that is killed leaves its files behind.
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "roam.bench.scale_child", folder, what, name, *map(str, numbers)]
+        finished = subprocess.run(command, check=False, capture_output=True, text=True)
     if finished.returncode:
         last = (finished.stderr.strip().splitlines() or ["no message"])[-1]
         raise BenchError(f"{what} {name} of {size}: exit code {finished.returncode}: {last}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,11 +19,12 @@ Problem = TypeVar("Problem")
 Solution = TypeVar("Solution")
 
 
-def measure_step(family: str, operators: int) -> Figures:
+def measure_step(folder: Path, family: str, operators: int) -> Figures:
     """Plan a made-up step: seconds of every stage, memory, and how good the plan is."""
     figures: Figures = {}
     graph, plan = _stages(
         figures,
+        folder / "problem",
         build=lambda: synthetic_step(family, operators),
         plan=lambda graph: roam.optimize(graph, exact="off"),
         verify=roam.verify,
@@ -43,11 +43,12 @@ def measure_step(family: str, operators: int) -> Figures:
     }
 
 
-def measure_layout(style: str, count: int, work: int) -> Figures:
+def measure_layout(folder: Path, style: str, count: int, work: int) -> Figures:
     """Pack made-up buffers: seconds, memory, and how good the packing is."""
     figures: Figures = {}
     buffers, packing = _stages(
         figures,
+        folder / "problem",
         build=lambda: synthetic_buffers(style, count),
         plan=lambda buffers: layout.pack(buffers, work=work),
         verify=layout.verify,
@@ -66,6 +67,7 @@ def measure_layout(style: str, count: int, work: int) -> Figures:
 
 def _stages(
     figures: Figures,
+    path: Path,
     *,
     build: Callable[[], Problem],
     plan: Callable[[Problem], Solution],
@@ -83,12 +85,10 @@ def _stages(
     figures["peak_rss_bytes"] = peak_rss_bytes()
     with _timed(figures, "verify"):
         verify(problem, solution)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "problem")
-        with _timed(figures, "save"):
-            save(problem, solution, path)
-        with _timed(figures, "load"):
-            load(path)
+    with _timed(figures, "save"):
+        save(problem, solution, path)
+    with _timed(figures, "load"):
+        load(path)
     return problem, solution
 
 
@@ -115,9 +115,9 @@ _MEASURES: dict[str, Callable[..., Figures]] = {"step": measure_step, "layout": 
 
 
 def main(arguments: list[str]) -> None:
-    """Measure what the arguments name: ``step FAMILY OPERATORS`` or ``layout STYLE COUNT WORK``."""
-    what, name, *numbers = arguments
-    figures = _MEASURES[what](name, *map(int, numbers))
+    """Measure what the arguments name: ``FOLDER step FAMILY OPERATORS`` or ``FOLDER layout STYLE COUNT WORK``; files go into the folder."""
+    folder, what, name, *numbers = arguments
+    figures = _MEASURES[what](Path(folder), name, *map(int, numbers))
     sys.stdout.write(json.dumps(figures, allow_nan=False) + "\n")
 
 

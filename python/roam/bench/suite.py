@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import roam
 from roam import zoo
 from roam.bench.results import Record, Row, Task
-from roam.bench.run import Benchmark, Column, Table
+from roam.bench.run import Benchmark, Column, Table, check_named
 from roam.report.table import format_bytes
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ _SMALL_SAVING = 5e-4
 
 def benchmark(arguments: argparse.Namespace) -> Benchmark:
     """Every model of the zoo but those for tests, or those named."""
+    check_named(arguments.only, zoo.names())
     models = [name for name in zoo.names() if name in arguments.only or not (arguments.only or name.endswith("-tiny"))]
     tasks = [
         Task(

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from roam import Plan
 from roam.bench.architectures import Architecture, architectures, loss_of
 from roam.bench.results import Record, Row, Task
-from roam.bench.run import Benchmark, Column, Table
+from roam.bench.run import Benchmark, Column, Table, check_named
 from roam.errors import RoamError
 from roam.kernels.trial import differ
 from roam.runtime import compile as compile_step
@@ -43,12 +43,9 @@ _COLUMNS = (
 
 def benchmark(arguments: argparse.Namespace) -> Benchmark:
     """Every architecture of the libraries that are installed, or those named."""
-    chosen = [
-        architecture
-        for architecture in architectures()
-        if (not arguments.library or architecture.library in arguments.library)
-        and (not arguments.only or architecture.name in arguments.only)
-    ]
+    offered = [one for one in architectures() if not arguments.library or one.library in arguments.library]
+    check_named(arguments.only, (one.name for one in offered))
+    chosen = [one for one in offered if not arguments.only or one.name in arguments.only]
     tasks = [Task({"library": one.library, "name": one.name}, partial(try_architecture, one)) for one in chosen]
     settings = {"libraries": arguments.library, "only": arguments.only}
     return Benchmark(
