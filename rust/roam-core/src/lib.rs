@@ -25,4 +25,5 @@ mod exact;
 mod flow;
 mod order;
 mod problem;
+mod segment_tree;
 mod streams;

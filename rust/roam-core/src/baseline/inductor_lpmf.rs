@@ -9,8 +9,7 @@
 use super::{created_bytes, waiting};
 use crate::graph::Residency;
 use crate::problem::{NONE, Op, Problem};
-use std::collections::BTreeSet;
-use std::ops::Range;
+use crate::segment_tree::Tournament;
 
 pub(super) fn order(problem: &Problem) -> Vec<Op> {
     let mut waiting = waiting(problem);
@@ -106,17 +105,14 @@ impl<'a> Live<'a> {
     }
 }
 
-/// The ready operators by the size of their outputs, with the least change over any range of sizes: a tournament tree.
+/// The ready operators by the size of their outputs, with the least change over any range of sizes.
 struct Ready {
     /// Output bytes and operator, ascending: the ranks.
     ranked: Vec<(u64, Op)>,
     rank_of: Vec<usize>,
-    present: BTreeSet<usize>,
-    /// The least (change, operator); leaves begin at `ranked.len()`.
-    nodes: Vec<(i64, Op)>,
+    /// Per rank the change and the operator.
+    changes: Tournament<(i64, Op)>,
 }
-
-const ABSENT: (i64, Op) = (i64::MAX, Op::MAX);
 
 impl Ready {
     fn new(created: &[u64]) -> Self {
@@ -126,59 +122,29 @@ impl Ready {
         for (rank, &(_, op)) in ranked.iter().enumerate() {
             rank_of[op as usize] = rank;
         }
-        let nodes = vec![ABSENT; 2 * ranked.len()];
-        Ready { ranked, rank_of, present: BTreeSet::new(), nodes }
+        let changes = Tournament::new(ranked.len(), (i64::MAX, Op::MAX));
+        Ready { ranked, rank_of, changes }
     }
 
     fn contains(&self, op: Op) -> bool {
-        self.present.contains(&self.rank_of[op as usize])
+        self.changes.has(self.rank_of[op as usize])
     }
 
     /// Makes the operator ready, or brings its change up to date.
     fn insert(&mut self, op: Op, change: i64) {
-        let rank = self.rank_of[op as usize];
-        self.present.insert(rank);
-        self.set(rank, (change, op));
+        self.changes.put(self.rank_of[op as usize], (change, op));
     }
 
     /// The operator that goes next where `room` bytes can be added for nothing; it is ready no more.
     fn take_best(&mut self, room: u64) -> Option<Op> {
-        let smallest = self.ranked[*self.present.first()?].0;
+        let smallest = self.ranked[self.changes.first()?].0;
         let ranks = |least: u64, most: u64| {
             self.ranked.partition_point(|&(size, _)| size < least)
                 ..self.ranked.partition_point(|&(size, _)| size <= most)
         };
-        let (_, op) = self.least(if smallest <= room { ranks(0, room) } else { ranks(smallest, smallest) });
-        let rank = self.rank_of[op as usize];
-        self.present.remove(&rank);
-        self.set(rank, ABSENT);
+        let fitting = if smallest <= room { ranks(0, room) } else { ranks(smallest, smallest) };
+        let (_, op) = self.changes.least_in(fitting)?;
+        self.changes.remove(self.rank_of[op as usize]);
         Some(op)
-    }
-
-    fn set(&mut self, rank: usize, value: (i64, Op)) {
-        let mut node = self.ranked.len() + rank;
-        self.nodes[node] = value;
-        while node > 1 {
-            node /= 2;
-            self.nodes[node] = self.nodes[2 * node].min(self.nodes[2 * node + 1]);
-        }
-    }
-
-    fn least(&self, ranks: Range<usize>) -> (i64, Op) {
-        let (mut begin, mut end) = (self.ranked.len() + ranks.start, self.ranked.len() + ranks.end);
-        let mut least = ABSENT;
-        while begin < end {
-            if begin % 2 == 1 {
-                least = least.min(self.nodes[begin]);
-                begin += 1;
-            }
-            if end % 2 == 1 {
-                end -= 1;
-                least = least.min(self.nodes[end]);
-            }
-            begin /= 2;
-            end /= 2;
-        }
-        least
     }
 }

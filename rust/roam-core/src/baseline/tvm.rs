@@ -5,6 +5,7 @@
 
 use crate::graph::round_up;
 use crate::layout::blocks::{Block, Blocks};
+use crate::segment_tree::SegmentTree;
 use std::cmp::Reverse;
 
 /// The largest first; of equals those that meet the most others.
@@ -59,55 +60,30 @@ struct Tops {
     /// What the blocks reach that cover all of a node's times, and what any block reaches that touches one of them.
     cover: Vec<u64>,
     touch: Vec<u64>,
-    width: usize,
+    tree: SegmentTree,
 }
 
 impl Tops {
     fn new(times: u32) -> Self {
-        let width = (times.max(1) as usize).next_power_of_two();
-        Tops { cover: vec![0; 2 * width], touch: vec![0; 2 * width], width }
+        let tree = SegmentTree::new(times as usize);
+        Tops { cover: vec![0; tree.node_count()], touch: vec![0; tree.node_count()], tree }
     }
 
     /// The highest end at any of the block's times.
     fn highest(&self, block: &Block) -> u64 {
-        let over = self.above(block).map(|node| self.cover[node]);
-        let within = self.parts(block).into_iter().map(|node| self.touch[node]);
+        let over = self.tree.ends(block.times()).map(|node| self.cover[node]);
+        let within = self.tree.parts(block.times()).map(|node| self.touch[node]);
         over.chain(within).max().unwrap_or(0)
     }
 
     fn raise(&mut self, block: &Block, end: u64) {
-        for node in self.parts(block) {
+        for node in self.tree.parts(block.times()) {
             self.cover[node] = self.cover[node].max(end);
             self.touch[node] = self.touch[node].max(end);
         }
-        for node in self.above(block).collect::<Vec<_>>() {
+        for node in self.tree.ends(block.times()) {
             self.touch[node] = self.touch[node].max(end);
         }
-    }
-
-    /// The fewest nodes that make up the block's times.
-    fn parts(&self, block: &Block) -> Vec<usize> {
-        let (mut begin, mut end) = (self.width + block.start as usize, self.width + block.end as usize);
-        let mut parts = Vec::new();
-        while begin < end {
-            if begin % 2 == 1 {
-                parts.push(begin);
-                begin += 1;
-            }
-            if end % 2 == 1 {
-                end -= 1;
-                parts.push(end);
-            }
-            begin /= 2;
-            end /= 2;
-        }
-        parts
-    }
-
-    /// The first and the last of the block's times, and all nodes above them.
-    fn above(&self, block: &Block) -> impl Iterator<Item = usize> + use<> {
-        let up = |leaf: usize| std::iter::successors(Some(leaf), |&node| (node > 1).then_some(node / 2));
-        up(self.width + block.start as usize).chain(up(self.width + block.end as usize - 1))
     }
 }
 

@@ -9,6 +9,7 @@
 
 use super::blocks::Block;
 use crate::graph::round_up;
+use crate::segment_tree::SegmentTree;
 
 /// Disjoint spans of addresses that do not touch each other, ascending.
 #[derive(Clone, Debug, Default)]
@@ -35,15 +36,15 @@ impl Spans {
 pub(crate) struct Gaps {
     cover: Vec<Spans>,
     touch: Vec<Spans>,
-    /// Leaves begin here.
-    width: usize,
+    tree: SegmentTree,
     looked_at: u64,
 }
 
 impl Gaps {
     pub(crate) fn new(times: u32) -> Self {
-        let width = (times.max(1) as usize).next_power_of_two();
-        Gaps { cover: vec![Spans::default(); 2 * width], touch: vec![Spans::default(); 2 * width], width, looked_at: 0 }
+        let tree = SegmentTree::new(times as usize);
+        let none = vec![Spans::default(); tree.node_count()];
+        Gaps { cover: none.clone(), touch: none, tree, looked_at: 0 }
     }
 
     /// How many spans have been looked at so far.
@@ -54,12 +55,12 @@ impl Gaps {
     /// All lists that can hold something in the block's way.
     fn lists(&self, block: &Block) -> Vec<&[(u64, u64)]> {
         let mut lists: Vec<&[(u64, u64)]> = Vec::with_capacity(64);
-        for node in self.ends(block) {
+        for node in self.tree.ends(block.times()) {
             if !self.cover[node].0.is_empty() {
                 lists.push(&self.cover[node].0);
             }
         }
-        for node in self.parts(block) {
+        for node in self.tree.parts(block.times()) {
             if !self.touch[node].0.is_empty() {
                 lists.push(&self.touch[node].0);
             }
@@ -117,47 +118,12 @@ impl Gaps {
 
     pub(crate) fn insert(&mut self, block: &Block, offset: u64) {
         let to = offset + block.size;
-        for node in self.parts(block) {
+        for node in self.tree.parts(block.times()) {
             self.looked_at += self.cover[node].insert(offset, to);
             self.looked_at += self.touch[node].insert(offset, to);
         }
-        for node in self.ends(block) {
+        for node in self.tree.ends(block.times()) {
             self.looked_at += self.touch[node].insert(offset, to);
         }
-    }
-
-    /// The fewest nodes that make up the block's time range.
-    fn parts(&self, block: &Block) -> Vec<usize> {
-        let (mut begin, mut end) = (self.width + block.start as usize, self.width + block.end as usize);
-        let mut nodes = Vec::with_capacity(32);
-        while begin < end {
-            if begin % 2 == 1 {
-                nodes.push(begin);
-                begin += 1;
-            }
-            if end % 2 == 1 {
-                end -= 1;
-                nodes.push(end);
-            }
-            begin /= 2;
-            end /= 2;
-        }
-        nodes
-    }
-
-    /// The leaves at the two ends of the time range and everything above them. All of them touch
-    /// the range, and everything above one of its parts is among them.
-    fn ends(&self, block: &Block) -> Vec<usize> {
-        let (mut first, mut last) = (self.width + block.start as usize, self.width + block.end as usize - 1);
-        let mut nodes = Vec::with_capacity(32);
-        while first > 0 {
-            nodes.push(first);
-            if last != first {
-                nodes.push(last);
-            }
-            first /= 2;
-            last /= 2;
-        }
-        nodes
     }
 }

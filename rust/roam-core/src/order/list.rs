@@ -14,6 +14,7 @@ use crate::control::{Stop, Watch};
 use crate::graph::Residency;
 use crate::liveness::largest_matching;
 use crate::problem::{Op, Problem, Ten};
+use crate::segment_tree::Tournament;
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
@@ -232,12 +233,9 @@ struct ReadyTree {
     op_at: Vec<Op>,
     /// Per operator its ranks without and with reuse.
     rank: Vec<[u32; 2]>,
-    /// Tournament tree: the least (delta, operator); leaves begin at `width`.
-    nodes: Vec<(i64, Op)>,
-    width: usize,
+    /// Per rank the delta and the operator.
+    deltas: Tournament<(i64, Op)>,
 }
-
-const ABSENT: (i64, Op) = (i64::MAX, Op::MAX);
 
 impl ReadyTree {
     fn new(problem: &Problem, most_saved: &[u64]) -> Self {
@@ -255,79 +253,39 @@ impl ReadyTree {
         for (at, &(_, op, with_reuse)) in entries.iter().enumerate() {
             rank[op as usize][with_reuse] = at as u32;
         }
-        let width = entries.len().next_power_of_two();
         ReadyTree {
             added: entries.iter().map(|&(added, _, _)| added).collect(),
             op_at: entries.iter().map(|&(_, op, _)| op).collect(),
             rank,
-            nodes: vec![ABSENT; 2 * width],
-            width,
-        }
-    }
-
-    fn set(&mut self, rank: u32, value: (i64, Op)) {
-        let mut node = self.width + rank as usize;
-        self.nodes[node] = value;
-        while node > 1 {
-            node /= 2;
-            let least = self.nodes[2 * node].min(self.nodes[2 * node + 1]);
-            if self.nodes[node] == least {
-                break;
-            }
-            self.nodes[node] = least;
+            deltas: Tournament::new(entries.len(), (i64::MAX, Op::MAX)),
         }
     }
 
     fn insert(&mut self, op: Op, delta: i64, reuses: bool) {
         let ranks = self.rank[op as usize];
         if reuses {
-            self.set(ranks[0], ABSENT);
-            self.set(ranks[1], (delta, op));
+            self.deltas.remove(ranks[0] as usize);
+            self.deltas.put(ranks[1] as usize, (delta, op));
         } else {
-            self.set(ranks[0], (delta, op));
+            self.deltas.put(ranks[0] as usize, (delta, op));
         }
     }
 
     fn remove(&mut self, op: Op) {
         for rank in self.rank[op as usize] {
             if rank != u32::MAX {
-                self.set(rank, ABSENT);
+                self.deltas.remove(rank as usize);
             }
         }
     }
 
     /// The least (delta, operator) among those that add no more than `room`.
     fn least_within(&self, room: u64) -> Option<(i64, Op)> {
-        let mut end = self.width + self.added.partition_point(|&added| added <= room);
-        let mut begin = self.width;
-        let mut least = ABSENT;
-        while begin < end {
-            if begin % 2 == 1 {
-                least = least.min(self.nodes[begin]);
-                begin += 1;
-            }
-            if end % 2 == 1 {
-                end -= 1;
-                least = least.min(self.nodes[end]);
-            }
-            begin /= 2;
-            end /= 2;
-        }
-        (least != ABSENT).then_some(least)
+        self.deltas.least_in(0..self.added.partition_point(|&added| added <= room))
     }
 
     /// The ready operator that adds the least.
     fn smallest(&self) -> Option<Op> {
-        if self.nodes[1] == ABSENT {
-            return None;
-        }
-        let mut node = 1;
-        while node < self.width {
-            node *= 2;
-            if self.nodes[node] == ABSENT {
-                node += 1;
-            }
-        }
-        Some(self.op_at[node - self.width])
+        self.deltas.first().map(|rank| self.op_at[rank])
     }
 }

@@ -1,26 +1,28 @@
 //! Live bytes over the steps of an order: adds to a range of steps, asks for the most in one, in
 //! logarithmic time (a segment tree whose sums wait at the nodes).
 
+use crate::segment_tree::SegmentTree;
+
 /// See the module's documentation.
 pub(super) struct Headroom {
     /// Per node the most bytes over its steps, without what is added at the nodes above.
     most: Vec<i64>,
     /// Per node what is added to all its steps.
     added: Vec<i64>,
-    width: usize,
+    tree: SegmentTree,
 }
 
 impl Headroom {
     pub(super) fn new(live: &[u64]) -> Self {
-        let width = live.len().max(1).next_power_of_two();
-        let mut most = vec![0; 2 * width];
+        let tree = SegmentTree::new(live.len());
+        let mut most = vec![0; tree.node_count()];
         for (at, &bytes) in live.iter().enumerate() {
-            most[width + at] = bytes as i64;
+            most[tree.leaf(at)] = bytes as i64;
         }
-        for node in (1..width).rev() {
+        for node in (1..tree.leaf(0)).rev() {
             most[node] = most[2 * node].max(most[2 * node + 1]);
         }
-        Headroom { most, added: vec![0; 2 * width], width }
+        Headroom { added: vec![0; most.len()], most, tree }
     }
 
     /// Adds `bytes` at the steps [from, to).
@@ -28,22 +30,11 @@ impl Headroom {
         if from >= to || bytes == 0 {
             return;
         }
-        let (mut begin, mut end) = (from + self.width, to + self.width);
-        while begin < end {
-            if begin % 2 == 1 {
-                self.most[begin] += bytes;
-                self.added[begin] += bytes;
-                begin += 1;
-            }
-            if end % 2 == 1 {
-                end -= 1;
-                self.most[end] += bytes;
-                self.added[end] += bytes;
-            }
-            begin /= 2;
-            end /= 2;
+        for node in self.tree.parts(from..to) {
+            self.most[node] += bytes;
+            self.added[node] += bytes;
         }
-        for mut node in [from + self.width, to - 1 + self.width] {
+        for mut node in [from, to - 1].map(|step| self.tree.leaf(step)) {
             while node > 1 {
                 node /= 2;
                 self.most[node] = self.most[2 * node].max(self.most[2 * node + 1]) + self.added[node];
@@ -57,7 +48,7 @@ impl Headroom {
             return 0;
         }
         // What is found so far on the left and on the right, without what waits above the two edges.
-        let (mut begin, mut end) = (from + self.width, to + self.width);
+        let (mut begin, mut end) = (self.tree.leaf(from), self.tree.leaf(to));
         let (mut left, mut right) = (None::<i64>, None::<i64>);
         let (mut above_left, mut above_right) = (begin, end - 1);
         while begin < end {
