@@ -1,7 +1,8 @@
 """Puts the tables of committed results into the documents: `python benches/document.py`, or with `--check`, which fails where they differ.
 
 A document marks a table's place by two comments, `<!-- table: paper.published_table -->` and `<!-- end -->`: the function of that name in
-`roam.bench.paper` makes it of `docs/benchmarks/paper.json`. What stands between them is replaced.
+`roam.bench.paper` makes it of `docs/benchmarks/paper.json`. Of results with a hyphen in the name (`suite-first.json`) what stands before it names
+the module. What stands between the comments is replaced.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import importlib
 import re
 import sys
 from pathlib import Path
+from types import ModuleType
 
 from roam.bench.results import read_json
 from roam.bench.run import Table, draw
@@ -18,7 +20,7 @@ from roam.bench.run import Table, draw
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "benchmarks"
 _BLOCK = re.compile(
-    r"(?P<begin><!-- table: (?P<bench>\w+)\.(?P<function>\w+) -->\n).*?(?P<end><!-- end -->)", re.DOTALL
+    r"(?P<begin><!-- table: (?P<bench>[\w-]+)\.(?P<function>\w+) -->\n).*?(?P<end><!-- end -->)", re.DOTALL
 )
 
 
@@ -36,8 +38,12 @@ def rendered(text: str) -> str:
 
 def _table(bench: str, function: str) -> str:
     record = read_json(RESULTS / f"{bench}.json")
-    made = getattr(importlib.import_module(f"roam.bench.{bench}"), function)(record)
+    made = getattr(_module(bench), function)(record)
     return made.markdown() if isinstance(made, Table) else str(made)
+
+
+def _module(bench: str) -> ModuleType:
+    return importlib.import_module(f"roam.bench.{bench.partition('-')[0]}")
 
 
 def main() -> int:
@@ -56,7 +62,7 @@ def main() -> int:
         print(f"{'differs' if arguments.check else 'written'}: {path.relative_to(ROOT)}")
     if arguments.plots:
         for path in sorted(RESULTS.glob("*.json")):
-            plot = getattr(importlib.import_module(f"roam.bench.{path.stem}"), "plot", None)
+            plot = getattr(_module(path.stem), "plot", None)
             if plot is not None:
                 draw(read_json(path), plot, RESULTS)
     return 1 if arguments.check and differing else 0

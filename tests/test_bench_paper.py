@@ -176,6 +176,24 @@ def test_bench_suite_says_what_is_saved_and_what_is_not(tmp_path: Path, capsys: 
     assert {row["batch"] for row in json.loads(capsys.readouterr().out)["rows"]} == {1}
 
 
+def test_bench_suite_plans_first_steps_and_keeps_their_graphs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["--only", "gpt2-tiny", "--batch", "1", "--step", "first", "--graphs", str(tmp_path / "graphs")]
+    assert cli.main(["bench", "suite", *asked, "--output", str(tmp_path)]) == 0
+    assert "2 of 2 plans are proved to be optimal" in capsys.readouterr().out
+    record = read_json(tmp_path / "suite-first.json")
+    graph = roam.Graph.load(tmp_path / "graphs/gpt2-tiny-1-first-adamw.json.gz")
+    assert [(row["optimizer"], row["reuse"], row["graph"]) for row in record["rows"]] == [
+        ("adamw", reuse, graph.digest) for reuse in ("no", "yes")
+    ]
+    states = [tensor for tensor in graph.tensors if tensor.kind == "optimizer_state"]
+    assert any(graph.creator(tensor.id) is not None for tensor in states)
+    record["rows"][1]["gap"] = 0.02
+    assert "1 of 2 plans are proved to be optimal, and 1 to be within 1% of the least" in suite.proved(record)
+    assert [row["reuse"] for row in suite.gaps_table(record).rows] == ["yes"]
+
+
 def rows_of(record: dict[str, Any]) -> str:
     """As a run keeps them that was stopped before its end."""
     head = {name: value for name, value in record.items() if name != "rows"}

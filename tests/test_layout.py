@@ -321,6 +321,28 @@ def test_bench_scale(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert (tmp_path / "scale.svg").exists()
 
 
+def test_growth_is_told_from_a_tenth_of_the_size() -> None:
+    common = {"what": "layout", "family": "wide", "build_s": 0, "plan_s": 0, "verify_s": 0, "save_s": 0, "load_s": 0}
+    rows = [
+        {
+            **common,
+            "asked": size,
+            "buffers": size,
+            "plan_cpu_s": seconds,
+            "peak_rss_bytes": None,
+            "gap": 0,
+            "load": load,
+        }
+        for size, seconds, load in ((10, 2.0, 0.5), (100, 3.0, None), (1000, 300.0, 2.25))
+    ]
+    record = {"rows": rows, "machine": {"processor": "some", "cores": 2}}
+    (row,) = scale.largest_table(record).markdown().splitlines()[2:]
+    assert row.startswith("| layout | wide | 1,000 |")
+    assert row.endswith("| 2.00 |")
+    assert scale.largest_table({"rows": rows[:1]}).markdown().endswith("|  |")
+    assert scale.conditions(record) == "some, 2 cores; load 0.5 to 2.2, this benchmark included."
+
+
 def test_a_child_counts_its_own_memory() -> None:
     """Not that of the process that starts it, which holds torch."""
     code = "from roam.bench.scale_child import peak_rss_bytes; print(peak_rss_bytes())"

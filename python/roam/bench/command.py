@@ -72,6 +72,9 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
     )
     suite.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="(default cpu)")
 
+    suite.add_argument("--step", choices=("first", "steady"), default="steady", help="(default steady)")
+    suite.add_argument("--graphs", type=Path, metavar="DIR", help="write every captured graph to this folder")
+
     layout = command("layout", "pack layout files in MiniMalloc's format, and compare pools with their bounds")
     layout.add_argument("files", nargs="+", type=Path, metavar="FILE", help="a CSV file in MiniMalloc's format")
     _work(layout, 20_000_000_000, "file")
@@ -93,7 +96,7 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
     )
     scale.add_argument("--what", choices=("steps", "layouts"), help="only these (default both)")
     _only(scale, "family of steps or style of layouts")
-    _work(scale, 2_000_000_000, "layout")
+    _work(scale, 200_000_000, "layout")
 
 
 def _work(parser: argparse.ArgumentParser, default: int, what: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import subprocess
 import sys
 import tempfile
@@ -22,6 +23,11 @@ STYLES = ("wide", "narrow", "skewed", "training", "replaced", "dissected")
 SIZES = (1_000, 3_000, 10_000, 30_000, 100_000, 300_000, 1_000_000)
 
 
+def _size(row: Row) -> int:
+    size: int = row["operators"] if row["what"] == "step" else row["buffers"]
+    return size
+
+
 def _mib(row: Row) -> str:
     peak = row["peak_rss_bytes"]
     return "" if peak is None else f"{peak / 2**20:,.0f}"
@@ -30,10 +36,10 @@ def _mib(row: Row) -> str:
 _COLUMNS = (
     Column("what", lambda row: row["what"], right=False),
     Column("family", lambda row: row["family"], right=False),
-    Column("size", lambda row: f"{row.get('operators', row.get('buffers')):,}"),
+    Column("size", lambda row: f"{_size(row):,}"),
     Column("build, s", lambda row: f"{row['build_s']:.2f}"),
     Column("plan, s", lambda row: f"{row['plan_s']:.2f}"),
-    Column("of all cores", lambda row: f"{row['plan_cpu_s']:.2f}"),
+    Column("processor s", lambda row: f"{row['plan_cpu_s']:.2f}"),
     Column("verify, s", lambda row: f"{row['verify_s']:.2f}"),
     Column("save, s", lambda row: f"{row['save_s']:.2f}"),
     Column("load, s", lambda row: f"{row['load_s']:.2f}"),
@@ -63,9 +69,27 @@ def benchmark(arguments: argparse.Namespace) -> Benchmark:
 
 
 def largest_table(record: Record) -> Table:
-    """The largest size of each family."""
-    largest = {(row["what"], row["family"]): row for row in record["rows"]}
-    return Table("Largest sizes", _COLUMNS, list(largest.values()))
+    """The largest size of each family, and by which power of the size processor time grew from a tenth of it."""
+    rows = record["rows"]
+    largest = {(row["what"], row["family"]): row for row in rows}
+    growth = Column("power", lambda row: _growth(row, rows))
+    return Table("Largest sizes", [*_COLUMNS, growth], list(largest.values()))
+
+
+def _growth(large: Row, rows: list[Row]) -> str:
+    """Between a row and the one of its family that is a tenth of its size."""
+    family = (row for row in rows if (row["what"], row["family"]) == (large["what"], large["family"]))
+    tenth = next((row for row in family if row["asked"] * 10 == large["asked"]), None)
+    if tenth is None:
+        return ""
+    return f"{math.log(large['plan_cpu_s'] / tenth['plan_cpu_s']) / math.log(_size(large) / _size(tenth)):.2f}"
+
+
+def conditions(record: Record) -> str:
+    """What the seconds depend on."""
+    machine, loads = record["machine"], [row["load"] for row in record["rows"] if row["load"] is not None]
+    text = f"{machine['processor']}, {machine['cores']} cores"
+    return f"{text}; load {min(loads):.1f} to {max(loads):.1f}, this benchmark included." if loads else f"{text}."
 
 
 def _measure(what: str, name: str, size: int, work: int) -> dict[str, Any]:

@@ -8,8 +8,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import product
+from pathlib import Path
 from statistics import mean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 import roam
 from roam import zoo
@@ -24,39 +25,51 @@ BATCHES = (1, 32)
 OPTIMIZERS = ("adamw", "sgd")
 _SMALL_SAVING = 5e-4
 """Savings below this are printed as what they are: none."""
+_SMALL_GAP = 0.01
+_UNSEEN_GAP = 5e-5
 
 
 def benchmark(arguments: argparse.Namespace) -> Benchmark:
     """Every model of the zoo but those for tests, or those named."""
     check_named(arguments.only, zoo.names())
+    # SGD without momentum has no state to make: its first step is as any other.
+    optimizers = OPTIMIZERS if arguments.step == "steady" else OPTIMIZERS[:1]
     models = [name for name in zoo.names() if name in arguments.only or not (arguments.only or name.endswith("-tiny"))]
     tasks = [
         Task(
             {"model": model, "batch": batch, "optimizer": optimizer, "reuse": reuse},
-            partial(_measure, model, batch, optimizer, reuse, arguments.device),
+            partial(_measure, reuse, model, batch, optimizer, arguments.step, arguments.device, arguments.graphs),
         )
-        for model, batch, optimizer, reuse in product(models, arguments.batch or BATCHES, OPTIMIZERS, ("no", "yes"))
+        for model, batch, optimizer, reuse in product(models, arguments.batch or BATCHES, optimizers, ("no", "yes"))
     ]
     settings = {
         "only": arguments.only,
         "batch": arguments.batch,
         "device": arguments.device,
-        "step": "steady",
+        "step": arguments.step,
         "seq": zoo.catalog.DEFAULT_SEQ,
+        "graphs": arguments.graphs is not None,
     }
-    return Benchmark("suite", settings, tasks, _COLUMNS, summary=summary, plot=plot)
+    name = "suite" if arguments.step == "steady" else f"suite-{arguments.step}"
+    return Benchmark(name, settings, tasks, _COLUMNS, summary=summary, plot=plot)
 
 
 @functools.lru_cache(maxsize=1)
-def _captured(model: str, batch: int, optimizer: str, device: str) -> tuple[roam.Graph, float]:
+def _captured(
+    model: str, batch: int, optimizer: str, step: Literal["first", "steady"], device: str, graphs: Path | None
+) -> tuple[roam.Graph, float]:
     start = time.perf_counter()
-    graph = zoo.capture(model, batch=batch, optimizer=optimizer, device=device)
-    return graph, time.perf_counter() - start
+    graph = zoo.capture(model, batch=batch, optimizer=optimizer, step=step, device=device)
+    capture_s = time.perf_counter() - start
+    if graphs is not None:
+        graphs.mkdir(parents=True, exist_ok=True)
+        graph.save(graphs / f"{model}-{batch}-{step}-{optimizer}.json.gz")
+    return graph, capture_s
 
 
-def _measure(model: str, batch: int, optimizer: str, reuse: str, device: str) -> Row:
+def _measure(reuse: str, *captured: Any) -> Row:
     """One plan next to what PyTorch needs. Bytes without persistent tensors, but for ``persistent_bytes``."""
-    graph, capture_s = _captured(model, batch, optimizer, device)
+    graph, capture_s = _captured(*captured)
     start = time.perf_counter()
     plan = roam.optimize(graph, reuse=reuse == "yes")
     plan_s = time.perf_counter() - start
@@ -155,9 +168,28 @@ def rows_table(record: Record) -> Table:
 
 
 def summary(record: Record) -> Iterator[Table | str]:
-    """Means, and where ordering saves nothing."""
+    """Means, where ordering saves nothing, and how near to the least the plans are."""
     yield means_table(record)
     yield nothing_saved(record)
+    yield proved(record)
+    yield gaps_table(record)
+
+
+def proved(record: Record) -> str:
+    """How near to the least the plans are."""
+    rows = record["rows"]
+    optimal = sum(row["gap"] == 0 for row in rows)
+    within = sum(row["gap"] <= _SMALL_GAP for row in rows)
+    return (
+        f"{optimal} of {len(rows)} plans are proved to be optimal, and {within} to be within {_SMALL_GAP:.0%} of the least; the largest gap is "
+        f"{max(row['gap'] for row in rows):.2%}. Fragmentation is at most {max(row['fragmentation'] for row in rows):.2%}."
+    )
+
+
+def gaps_table(record: Record) -> Table:
+    """The plans with a gap that can be seen, the largest first."""
+    seen = [row for row in record["rows"] if row["gap"] >= _UNSEEN_GAP]
+    return Table("Gaps", [*_COLUMNS[:6], *_COLUMNS[-2:]], sorted(seen, key=lambda row: -row["gap"]))
 
 
 def nothing_saved(record: Record) -> str:
