@@ -221,6 +221,11 @@ def test_bad_input_is_one_clear_line(
         ["plan", "gpt2", "--time-limit", "nan"],
         ["plan", "gpt2", "--time-limit", "inf"],
         ["verify", "graph.json"],
+        ["plan", "gpt2", "--batch", str(2**63)],
+        ["bench", "suite", "--batch", "0"],
+        ["bench", "suite", "--step", "second"],
+        ["bench", "paper", "--whole-program", "-1"],
+        ["bench", "scale", "--work", "0"],
     ],
 )
 def test_wrong_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -294,12 +299,15 @@ def test_an_interrupted_search_shows_and_saves_its_best_plan(
     assert complaint.endswith("roam: interrupted: this is the best plan so far\n")
 
 
+@pytest.mark.parametrize("fails", [False, True])
 def test_a_swallowed_interrupt_counts_all_the_same(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    fails: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def swallow(*args: Any, **kwargs: Any) -> None:
         with contextlib.suppress(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
+        if fails:
+            raise ImportError("it was only half imported")
 
     monkeypatch.setattr(roam, "capture", swallow)
     assert cli.main(["plan", "gpt2-tiny"]) == 130
@@ -514,10 +522,13 @@ def children(process: int) -> list[int]:
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="children are told by /proc")
 def test_ctrl_c_during_a_benchmark_keeps_its_rows_and_leaves_no_process(tmp_path: Path) -> None:
-    asked = ["bench", "scale", "--largest", "3000", "--what", "layouts", "--only", "replaced", "--work", str(2**62)]
+    # Training's layout meets its bound at once, replaced's search ends never.
+    names = ["--only", "training", "--only", "replaced"]
+    asked = ["bench", "scale", "--largest", "1000", "--what", "layouts", *names, "--work", str(2**62)]
+    rows = tmp_path / "scale.rows.jsonl"
     command = [sys.executable, "-m", "roam.cli", *asked, "--output", str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        while not (child := children(process.pid)):
+        while not (rows.exists() and rows.read_text().count("\n") == 2 and (child := children(process.pid))):
             time.sleep(0.01)
         process.send_signal(signal.SIGINT)
         output, complaint = process.communicate(timeout=240)
@@ -525,3 +536,4 @@ def test_ctrl_c_during_a_benchmark_keeps_its_rows_and_leaves_no_process(tmp_path
     assert complaint.splitlines()[-1] == "roam: interrupted"
     assert "Traceback" not in complaint
     assert not [one for one in child if Path(f"/proc/{one}").exists()]
+    assert [json.loads(line)["family"] for line in rows.read_text().splitlines()[1:]] == ["training"]

@@ -86,7 +86,9 @@ def deliver_interrupts() -> None:
 
 @contextmanager
 def interrupts_count() -> Iterator[None]:
-    """Ctrl-C ends the block even where library code, busy importing, swallows the exception that it raises: then at the block's end."""
+    """Ctrl-C ends the block even where library code, busy importing, swallows the exception that it raises: then at the block's end, or
+    where what is half imported makes it fail.
+    """
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield  # somebody else's handler, or Ctrl-C is ignored on purpose
@@ -101,6 +103,9 @@ def interrupts_count() -> Iterator[None]:
     signal.signal(signal.SIGINT, press)
     try:
         yield
+    except Exception:
+        if not pressed:
+            raise
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if pressed:

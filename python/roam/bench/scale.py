@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from roam.bench.results import BenchError, Record, Row, Task
 from roam.bench.run import Benchmark, Column, Table, check_named
+from roam.interrupts import interrupts_allowed, interrupts_wait
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -98,12 +99,28 @@ def _measure(what: str, name: str, size: int, work: int) -> dict[str, Any]:
     # Made here, because a process that is killed leaves its files behind.
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "roam.bench.scale_child", folder, what, name, *map(str, numbers)]
-        finished = subprocess.run(command, check=False, capture_output=True, text=True)
-    if finished.returncode:
-        last = (finished.stderr.strip().splitlines() or ["no message"])[-1]
-        raise BenchError(f"{what} {name} of {size}: exit code {finished.returncode}: {last}")
-    figures: dict[str, Any] = json.loads(finished.stdout)
+        code, output, complaint = _run(command)
+    if code:
+        last = (complaint.strip().splitlines() or ["no message"])[-1]
+        raise BenchError(f"{what} {name} of {size}: exit code {code}: {last}")
+    figures: dict[str, Any] = json.loads(output)
     return figures
+
+
+def _run(command: list[str]) -> tuple[int, str, str]:
+    """A process's exit code, output and complaints. Nothing is left of it where Ctrl-C ends this call."""
+    with (
+        interrupts_wait(),
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process,
+    ):
+        try:
+            with interrupts_allowed():
+                output, complaint = process.communicate()
+        except BaseException:
+            process.kill()
+            process.wait()
+            raise
+    return process.returncode, output, complaint
 
 
 def plot(record: Record, figure: Figure) -> None:
