@@ -318,6 +318,7 @@ impl<'a> Search<'a> {
 
     /// Where a gap is left: exact means, for the most promising orders.
     fn finish_layouts(&mut self) -> Result<(), Stop> {
+        self.exact.renew_budget();
         let mut orders = 0;
         for at in self.whole.ranking() {
             let profile = &self.whole.trials[at].ordered.profile;

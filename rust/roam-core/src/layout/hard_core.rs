@@ -93,7 +93,7 @@ pub(super) fn finish(
             extend(incumbent, core, &found, "integer_program");
         }
         if before != (incumbent.floor, incumbent.limit) {
-            exact.gain();
+            exact.gain(&answer);
         }
     }
     Ok(())

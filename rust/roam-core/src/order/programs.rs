@@ -1,6 +1,7 @@
 //! Integer programs for the stretch of an order that holds its peak, where the search in [`super::peaks`] gave up.
 
 use super::integer::OrderProgram;
+use super::is_within;
 use super::peaks::Open;
 use super::refine::Ordered;
 use super::window::Window;
@@ -53,17 +54,18 @@ fn improve(
     if profile.peak <= bound || !open.range.contains(&step) || !exact.is_on() {
         return Ok(None);
     }
-    let window = |range: &Range<usize>| {
-        let elsewhere = profile.live[..range.start].iter().chain(&profile.live[range.end..]).max();
-        let floor = bound.max(elsewhere.copied().unwrap_or(0).min(profile.peak - 1));
-        (range.clone(), Window::new(problem, order, profile, range.clone()), floor)
+    let hopes = Hopes { live: &profile.live, peak: profile.peak, open, bound };
+    if !hopes.are_worthwhile(&open.range) {
+        return Ok(None);
+    }
+    let state = |range: &Range<usize>| {
+        let window = Window::new(problem, order, profile, range.clone());
+        let floor = hopes.floor(range).min(profile.peak - 1);
+        Some((range.clone(), OrderProgram::new(window, floor, MOST_ENTRIES)?))
     };
     // The longest stretches that are not too large for a program.
     let programs = stretches(&open.range, step).take(MOST_LENGTHS).find_map(|ranges| {
-        let windows = ranges.iter().map(window);
-        let programs: Vec<_> = windows
-            .filter_map(|(range, window, floor)| Some((range, OrderProgram::new(window, floor, MOST_ENTRIES)?)))
-            .collect();
+        let programs: Vec<_> = ranges.iter().filter(|range| hopes.are_worthwhile(range)).filter_map(state).collect();
         (!programs.is_empty()).then_some(programs)
     });
     let Some(programs) = programs else {
@@ -76,8 +78,7 @@ fn improve(
     for ((range, stated), answer) in programs.iter().zip(answers) {
         let Some(answer) = answer else { continue };
         let mut gains = false;
-        // Every order passes the two ends of a segment of the graph, so the bound holds for all of them.
-        if open.is_segment && *range == open.range && answer.bound > stated.floor() {
+        if hopes.can_prove(range) && answer.bound > stated.floor() {
             let proved = stated.unit.saturating_mul(answer.bound.unsigned_abs()).min(profile.peak);
             gains |= proved > bounds.best().0;
             bounds.record(order[step], proved, BoundRoute::IntegerProgram);
@@ -93,10 +94,38 @@ fn improve(
             }
         }
         if gains {
-            exact.gain();
+            exact.gain(&answer);
         }
     }
     Ok(best)
+}
+
+/// What stretches of an order can be hoped to gain.
+struct Hopes<'a> {
+    /// Live bytes at every step, and the most of them.
+    live: &'a [u64],
+    peak: u64,
+    open: &'a Open,
+    /// What no order's peak is below.
+    bound: u64,
+}
+
+impl Hopes<'_> {
+    /// What the peak does not go below, whatever the stretch's sequence.
+    fn floor(&self, range: &Range<usize>) -> u64 {
+        self.live[..range.start].iter().chain(&self.live[range.end..]).copied().fold(self.bound, u64::max)
+    }
+
+    /// Whether a bound for the stretch is one for all orders: if all of them pass its two ends.
+    fn can_prove(&self, range: &Range<usize>) -> bool {
+        self.open.is_segment && *range == self.open.range
+    }
+
+    /// Whether there is more to gain than next to nothing: from the peak, or from the bound.
+    fn are_worthwhile(&self, range: &Range<usize>) -> bool {
+        let least = if self.can_prove(range) { self.bound } else { self.floor(range) };
+        !is_within(self.peak, least)
+    }
 }
 
 /// The peak, and how often it is reached.
@@ -122,4 +151,30 @@ fn stretches(whole: &Range<usize>, step: usize) -> impl Iterator<Item = Vec<Rang
         }
         placed
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_stretch_beside_another_peak_gains_nothing() {
+        let live = [1000, 9000, 1000, 10_000, 2000, 9999, 1000];
+        let hopes = |open| Hopes { live: &live, peak: 10_000, open, bound: 5000 };
+        let part = Open { range: 1..6, is_segment: false };
+        let worthwhile = |range| hopes(&part).are_worthwhile(&range);
+        assert!(worthwhile(1..6) && worthwhile(3..6), "down to 9000 at least");
+        assert!(!worthwhile(1..5) && !worthwhile(3..4), "9999 stays");
+        assert_eq!((hopes(&part).floor(&(1..5)), hopes(&part).floor(&(0..7))), (9999, 5000));
+    }
+
+    #[test]
+    fn a_segment_may_gain_a_bound() {
+        let live = [10_000, 1000, 10_000, 1000];
+        let hopes = |is_segment, bound| {
+            Hopes { live: &live, peak: 10_000, open: &Open { range: 2..4, is_segment }, bound }.are_worthwhile(&(2..4))
+        };
+        assert!(hopes(true, 5000) && !hopes(true, 9995));
+        assert!(!hopes(false, 5000), "the other peak stays");
+    }
 }
