@@ -13,6 +13,7 @@ use crate::control::{Stop, Watch};
 use crate::flow::{self, INFINITE, Network};
 use crate::graph::Residency;
 use crate::liveness::largest_matching;
+use crate::order::is_within;
 use crate::plan::BoundRoute;
 use crate::problem::{NONE, Op, Problem, Ten, step_by_operator};
 use rayon::prelude::*;
@@ -35,8 +36,10 @@ const ALL_PROBES_WORK: u64 = 50_000_000;
 /// Cuts that comparing first updates may make, and operators that they may look at.
 const MOST_FIRSTS: usize = 512;
 const FIRSTS_WORK: usize = 2_000_000;
+/// Sets of them in a row that may prove nothing new.
+const MOST_IN_VAIN: usize = 16;
 /// Updates of more operators than this are none of one parameter.
-const LONGEST_UPDATE: usize = 64;
+pub(crate) const LONGEST_UPDATE: usize = 64;
 /// Cuts made side by side; fixed, so that plans do not depend on the number of threads.
 const BATCH: usize = 8;
 /// Inputs up to which every choice of reuse is cut on its own.
@@ -156,30 +159,57 @@ impl Bounds {
 impl Bounds {
     /// Of any set of operators one runs first, while all the others are still to come; so the least over the set of the cuts at each of
     /// them, with the others on the far side, bounds every order. The sets looked at are the weight updates that need the most by
-    /// themselves, ever more of them: where gradients pile up faster than activations die, one has to run while both are there.
+    /// themselves, ever more of them: where gradients pile up faster than activations die, one has to run while both are there. Then
+    /// the same together with each of `others`: either one of the updates runs before it, or it finds all their gradients.
     ///
     /// Sets are given up once they cannot raise the bound, and none is needed beyond `peak`, the lowest known.
     pub(crate) fn compare_firsts(
         &mut self,
         problem: &Problem,
         updates: &[Vec<Op>],
+        others: &[Op],
         peak: u64,
         watch: &Watch,
     ) -> Result<(), Stop> {
-        let mut left = (FIRSTS_WORK / problem.len().max(1)).min(MOST_FIRSTS);
-        let updates = hungriest_operators(problem, updates, left, watch)?;
-        let mut from = 0;
-        for set in updates.chunk_by(|(_, one), (_, other)| one == other) {
-            from += set.len();
-            let best = self.best().0;
-            if best >= peak || left < from {
+        let most = (FIRSTS_WORK / problem.len().max(1)).min(MOST_FIRSTS);
+        let updates = hungriest_operators(problem, updates, most, watch)?;
+        for other in std::iter::once(None).chain(others.iter().copied().map(Some)) {
+            if is_within(peak, self.best().0) {
                 break;
             }
-            left -= from;
-            let set: Vec<Op> = updates[..from].iter().map(|&(op, _)| op).collect();
-            let least = least_first(problem, &set, best, watch)?;
-            if let Some((bytes, op)) = least.filter(|&(bytes, _)| bytes > best) {
-                self.record(op, bytes.min(peak), BoundRoute::First);
+            self.grow_firsts(problem, &updates, other, most, peak, watch)?;
+        }
+        Ok(())
+    }
+
+    /// With at most so many cuts.
+    fn grow_firsts(
+        &mut self,
+        problem: &Problem,
+        updates: &[(Op, u64)],
+        other: Option<Op>,
+        mut most: usize,
+        peak: u64,
+        watch: &Watch,
+    ) -> Result<(), Stop> {
+        let side = other.map(|other| sides(problem, other));
+        let is_later = |op: Op| side.as_ref().is_some_and(|side| side[op as usize] == Side::After);
+        let updates: Vec<(Op, u64)> = updates.iter().copied().filter(|&(op, _)| !is_later(op)).collect();
+        let mut set: Vec<Op> = other.into_iter().collect();
+        let mut in_vain = 0;
+        for next in updates.chunk_by(|(_, one), (_, other)| one == other) {
+            set.extend(next.iter().map(|&(op, _)| op));
+            let best = self.best().0;
+            if best >= peak || most < set.len() || in_vain == MOST_IN_VAIN {
+                break;
+            }
+            most -= set.len();
+            match least_first(problem, &set, best, watch)? {
+                Some((bytes, op)) => {
+                    self.record(op, bytes.min(peak), BoundRoute::First);
+                    in_vain = 0;
+                }
+                None => in_vain += 1,
             }
         }
         Ok(())
@@ -524,9 +554,9 @@ mod tests {
     use crate::graph::{Kind, Operator, Phase, Tensor};
     use crate::ids::TensorId;
 
-    /// Three layers. Each forward operator makes 6 bytes that its backward operator uses, which makes a gradient of 10; the update of a
+    /// Layers. Each forward operator makes bytes that its backward operator uses, which makes a gradient of 10; the update of a
     /// gradient holds two more pieces of 10 beside it. Operators of a pass follow each other through tokens without bytes.
-    fn three_layers() -> Problem {
+    fn layers(activations: [u64; 3]) -> Problem {
         let mut builder = GraphBuilder::new("", "cpu", 1);
         let tensor = |builder: &mut GraphBuilder, size_bytes| {
             let (name, kind, residency) = (String::new(), Kind::Temporary, Residency::StepLocal);
@@ -540,8 +570,8 @@ mod tests {
         };
         let mut token: Vec<TensorId> = Vec::new();
         let mut saved = Vec::new();
-        for _ in 0..3 {
-            let (next, activation) = (tensor(&mut builder, 0), tensor(&mut builder, 6));
+        for bytes in activations {
+            let (next, activation) = (tensor(&mut builder, 0), tensor(&mut builder, bytes));
             call(&mut builder, Phase::Forward, &token, &[next, activation]);
             token = vec![next];
             saved.push(activation);
@@ -560,7 +590,7 @@ mod tests {
 
     #[test]
     fn one_of_the_updates_runs_first() {
-        let problem = three_layers();
+        let problem = layers([6; 3]);
         let watch = Watch::default();
         let mut bounds = Bounds::new(&problem);
         for op in 0..problem.len() as Op {
@@ -571,11 +601,34 @@ mod tests {
         assert_eq!(bounds.best().0, 30);
         let updates = crate::order::update_parts(&problem);
         assert_eq!(updates.iter().map(Vec::len).collect::<Vec<_>>(), [3, 3, 3]);
-        bounds.compare_firsts(&problem, &updates, u64::MAX, &watch).expect("not stopped");
+        bounds.compare_firsts(&problem, &updates, &[], u64::MAX, &watch).expect("not stopped");
         // The first of them is that of the last layer, beside two activations: 30 + 2 * 6. That of another layer would run beside fewer
         // activations and more gradients: 30 + 6 + 10, 30 + 20.
         assert_eq!((bounds.best().0, bounds.route()), (42, BoundRoute::First));
         // Program order reaches it.
         assert_eq!(crate::liveness::Profile::new(&problem, &problem.program_order()).peak, 42);
+    }
+
+    #[test]
+    fn updates_run_before_another_operator_or_leave_it_their_gradients() {
+        let problem = layers([40, 6, 6]);
+        let watch = Watch::default();
+        let updates = crate::order::update_parts(&problem);
+        let proved = |others: &[Op]| {
+            let mut bounds = Bounds::new(&problem);
+            bounds.compare_firsts(&problem, &updates, others, u64::MAX, &watch).expect("not stopped");
+            bounds.best().0
+        };
+        // All updates may wait for the end, the first of them with all gradients: 3 * 10 + 20.
+        assert_eq!(proved(&[]), 50);
+        // The last backward operator then finds 40 bytes and two gradients and makes the third. Of the updates that may run before it, the
+        // first needs 30 beside 46 bytes, or the second 30 beside 40 and the first gradient.
+        let last = problem.program_order()[11];
+        assert_eq!(problem.transient(last), 10);
+        assert_eq!(proved(&[last]), 70);
+        let (updates, others): (Vec<Op>, Vec<Op>) =
+            problem.program_order().into_iter().partition(|&op| problem.is_update[op as usize]);
+        let order = [others, updates].concat();
+        assert_eq!(crate::liveness::Profile::new(&problem, &order).peak, 70);
     }
 }

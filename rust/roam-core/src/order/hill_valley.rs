@@ -6,7 +6,8 @@
 //! task graphs to minimize peak memory", 2018). docs/theory.md has the proof and says what it leaves out.
 
 use super::STRIDE;
-use super::updates::{Parts, SHARED, by_place, eager_in};
+use super::parts::{Parts, SHARED};
+use super::updates::{by_place, eager_in};
 use crate::control::{Stop, Watch};
 use crate::graph::Residency;
 use crate::liveness::Profile;
@@ -16,10 +17,10 @@ use std::collections::BTreeMap;
 
 /// The order given, with the updates where they raise its peak the least. O(n log n).
 pub(super) fn hill_valley(problem: &Problem, base: &[Op], watch: &Watch) -> Result<Vec<Op>, Stop> {
-    let parts = Parts::new(problem);
+    let parts = Parts::thrifty(problem);
     // What an operator adds and frees is counted as if updates ran at once.
     let costs = costs(problem, &eager_in(problem, &parts, base, watch)?);
-    let trunk: Vec<Op> = base.iter().copied().filter(|&op| !problem.is_update[op as usize]).collect();
+    let trunk: Vec<Op> = base.iter().copied().filter(|&op| !parts.contain(op)).collect();
     // The updates by the operator that makes them ready.
     let mut waits_for = parts.waits_for.clone();
     let mut released: Vec<(usize, u32)> = Vec::with_capacity(parts.members.len());

@@ -4,7 +4,7 @@
 use super::peaks::{Answers, Open, lower_peaks};
 use super::programs::lower_by_programs;
 use super::refine::{Aim, Ordered, rounds, split, stage};
-use super::{Method, fitting_updates, is_within, update_parts};
+use super::{Method, fitting_updates, highest_without_updates, is_within, update_parts};
 use crate::bound::{Bounds, Limit};
 use crate::control::{Stop, Watch};
 use crate::exact::ExactTier;
@@ -24,6 +24,9 @@ const MOST_FITTED: usize = 4;
 const MOST_LIMITS: usize = 16;
 /// How many times exact search begins anew from updates moved.
 const MOST_SEARCHES: usize = 4;
+
+/// Operators before which updates may have to run.
+const MOST_HIGHEST: usize = 4;
 
 /// The order with updates as soon as they fit under a limit, the lowest that bisection between `floor` and its peak finds to hold; `None`
 /// where none lowers the peak.
@@ -203,14 +206,17 @@ impl Portfolio {
         Ok(())
     }
 
-    /// Cuts at the operators where every order on trial is high, then at updates of which one must be the first.
+    /// Cuts at the operators where every order on trial is high, then at updates of which one must be the first, or come after what needs
+    /// the most while they wait.
     pub(crate) fn prove(&mut self, watch: &Watch) -> Result<(), Stop> {
         self.bounds.inspect(&self.problem, &self.least_live, watch)?;
+        let Some(&best) = self.ranking().first() else { return Ok(()) };
         let peak = self.lowest_peak();
         if is_within(peak, self.bounds.best().0) {
             return Ok(());
         }
-        self.bounds.compare_firsts(&self.problem, &update_parts(&self.problem), peak, watch)
+        let highest = highest_without_updates(&self.problem, &self.trials[best].ordered.order, MOST_HIGHEST);
+        self.bounds.compare_firsts(&self.problem, &update_parts(&self.problem), &highest, peak, watch)
     }
 
     /// Where no order meets the bound: exact search in the stretch that holds the lowest peak, as long as moving updates then leaves

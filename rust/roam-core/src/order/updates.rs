@@ -1,6 +1,7 @@
 //! When weight updates run: as early as possible, or where memory permits.
 
 use super::STRIDE;
+use super::parts::{Parts, SHARED};
 use crate::control::{Stop, Watch};
 use crate::graph::Residency;
 use crate::problem::{NONE, Op, Problem, Ten};
@@ -37,18 +38,13 @@ pub(super) fn memory_aware_updates(problem: &Problem, watch: &Watch) -> Result<V
 /// The order given, except that updates run as soon as they fit under `most` live bytes, then and at every step to come;
 /// those that need the most first.
 pub(crate) fn fitting_updates(problem: &Problem, order: &[Op], most: u64, watch: &Watch) -> Result<Vec<Op>, Stop> {
-    let parts = Parts::new(problem);
-    // As if no update ever ran: per operator the live bytes after it, and the most while later ones run.
-    let mut memory = Memory::new(problem);
-    let mut steps: Vec<(Op, u64, u64)> = Vec::new();
-    for &op in order.iter().filter(|&&op| !problem.is_update[op as usize]) {
-        let meanwhile = memory.run(problem, op);
-        steps.push((op, meanwhile, memory.live));
-    }
+    let parts = Parts::thrifty(problem);
+    // Per operator the live bytes after it, and the most while later ones run.
     let mut ahead = vec![(0, 0); problem.len()];
-    let mut highest = memory.live;
-    for (op, meanwhile, live) in steps.into_iter().rev() {
-        ahead[op as usize] = (live, highest);
+    let mut highest = 0;
+    for Step { op, meanwhile, after } in without_updates(problem, &parts, order).into_iter().rev() {
+        highest = highest.max(after);
+        ahead[op as usize] = (after, highest);
         highest = highest.max(meanwhile);
     }
     let next = |pending: &Pending, op: Op, live: u64| {
@@ -58,6 +54,30 @@ pub(crate) fn fitting_updates(problem: &Problem, order: &[Op], most: u64, watch:
         pending.largest_within(most.saturating_sub(live), |part| parts.keeps[part as usize] <= later.max(0))
     };
     schedule(problem, &parts, order, next, watch)
+}
+
+/// The operators of the other phases that need the most if no update ever ran, each with another need, the neediest first.
+pub(crate) fn highest_without_updates(problem: &Problem, order: &[Op], most: usize) -> Vec<Op> {
+    let mut steps = without_updates(problem, &Parts::thrifty(problem), order);
+    // Of equals the last has more behind it.
+    steps.reverse();
+    steps.sort_by_key(|step| Reverse(step.meanwhile));
+    steps.dedup_by_key(|step| step.meanwhile);
+    steps.into_iter().take(most).map(|step| step.op).collect()
+}
+
+/// An operator, with the live bytes while it runs and after it.
+struct Step {
+    op: Op,
+    meanwhile: u64,
+    after: u64,
+}
+
+/// The other phases as in `order`, as if no update ever ran.
+fn without_updates(problem: &Problem, parts: &Parts, order: &[Op]) -> Vec<Step> {
+    let mut memory = Memory::new(problem);
+    let run = |op: Op| Step { op, meanwhile: memory.run(problem, op), after: memory.live };
+    trunk(problem, parts, order).into_iter().map(run).collect()
 }
 
 /// How many of the waiting updates are looked at in one place.
@@ -132,6 +152,17 @@ impl Outlook {
     }
 }
 
+/// The other phases as in `base`, but what is idle at once.
+fn trunk(problem: &Problem, parts: &Parts, base: &[Op]) -> Vec<Op> {
+    let is_ours = |op: Op| !parts.contain(op);
+    let others = base.iter().copied().filter(|&op| is_ours(op) && !problem.is_idle(op));
+    let with_idle = |op: Op| {
+        let next = problem.successors.row(op).iter().copied();
+        std::iter::once(op).chain(next.filter(|&next| is_ours(next) && problem.is_idle(next)))
+    };
+    others.flat_map(with_idle).collect()
+}
+
 /// The other phases as in `base`. After each of their operators updates run whose gradients are ready, as long as `next`
 /// names one: it is told the operator and the live bytes.
 fn schedule(
@@ -150,14 +181,17 @@ fn schedule(
     // Per part its place among all updates.
     let mut turn: Vec<u32> = (0..parts.members.len() as u32).map(|part| NONE / 2 + part).collect();
     let mut taken = 0;
-    let others = base.iter().copied().filter(|&op| !problem.is_update[op as usize]);
-    for (place, op) in others.enumerate() {
+    let trunk = trunk(problem, parts, base);
+    for (place, &op) in trunk.iter().enumerate() {
         if place % STRIDE == 0 {
             watch.check()?;
         }
         after[op as usize] = place as Op;
         memory.run(problem, op);
         parts.ready_after(problem, op, &mut waits_for, |part| pending.add(part, parts.added[part as usize]));
+        if trunk.get(place + 1).is_some_and(|&next| problem.is_idle(next)) {
+            continue;
+        }
         while let Some(part) = next(&pending, op, memory.live) {
             pending.remove(part, parts.added[part as usize]);
             turn[part as usize] = taken;
@@ -168,6 +202,10 @@ fn schedule(
             }
         }
     }
+    let mut place_in_part = vec![0; count];
+    for members in &parts.members {
+        members.iter().enumerate().for_each(|(place, &op)| place_in_part[op as usize] = place);
+    }
     // What several updates share runs right before the first of them.
     for op in (0..count as Op).rev().filter(|&op| parts.of[op as usize] == SHARED) {
         let first = problem.successors.row(op).iter().map(|&next| after[next as usize]).min();
@@ -177,7 +215,7 @@ fn schedule(
         let part = parts.of[op as usize];
         // After the operator that made them possible: first what is shared, then one update after the other.
         let turn = turn.get(part as usize).map_or(0, |turn| turn + 1);
-        (after[op as usize], problem.is_update[op as usize], turn)
+        (after[op as usize], parts.contain(op), turn, place_in_part[op as usize])
     }))
 }
 
@@ -197,122 +235,6 @@ pub(super) fn by_place<K: Ord>(problem: &Problem, key: impl Fn(Op) -> K) -> Vec<
         }
     }
     order
-}
-
-/// The updates, each as its operators in program order.
-pub(crate) fn update_parts(problem: &Problem) -> Vec<Vec<Op>> {
-    Parts::new(problem).members
-}
-
-/// Stands for all updates together.
-pub(super) const SHARED: u32 = NONE - 1;
-
-/// The update phase in its parts: one for each parameter, or for all that share a gradient.
-pub(super) struct Parts {
-    /// Per operator its part; [`NONE`] outside the update phase, [`SHARED`] where several need it, such as what reads the learning
-    /// rate.
-    pub(super) of: Vec<u32>,
-    /// Per part its operators in program order.
-    pub(super) members: Vec<Vec<Op>>,
-    /// Per part the constraints that lead into it from other phases.
-    pub(super) waits_for: Vec<u32>,
-    /// Per part the most bytes that it adds while it runs by itself.
-    added: Vec<u64>,
-    /// Per part the bytes by which more are live once it has run.
-    keeps: Vec<i128>,
-    /// Per part the bytes from elsewhere that it is the last update to use.
-    holds: Vec<u64>,
-}
-
-impl Parts {
-    /// Connected are updates that wait for the other phases; those that do not, such as counting the step, prepare
-    /// the part that needs them.
-    pub(super) fn new(problem: &Problem) -> Self {
-        let count = problem.len();
-        let updates = (0..count as Op).filter(|&op| problem.is_update[op as usize]);
-        let mut waits = vec![false; count];
-        for op in updates.clone() {
-            let mut before = problem.predecessors.row(op).iter();
-            waits[op as usize] = before.any(|&before| !problem.is_update[before as usize] || waits[before as usize]);
-        }
-        let mut of = vec![NONE; count];
-        let mut parts = 0;
-        let mut stack = Vec::new();
-        for first in updates.clone().filter(|&op| waits[op as usize]) {
-            if of[first as usize] != NONE {
-                continue;
-            }
-            of[first as usize] = parts;
-            stack.push(first);
-            while let Some(op) = stack.pop() {
-                for &next in problem.predecessors.row(op).iter().chain(problem.successors.row(op)) {
-                    if waits[next as usize] && of[next as usize] == NONE {
-                        of[next as usize] = parts;
-                        stack.push(next);
-                    }
-                }
-            }
-            parts += 1;
-        }
-        for op in updates.clone().rev().filter(|&op| !waits[op as usize]) {
-            let mut needed_by = problem.successors.row(op).iter().map(|&next| of[next as usize]);
-            let first = needed_by.next().filter(|&part| part != NONE);
-            of[op as usize] = first.filter(|&part| needed_by.all(|other| other == part)).unwrap_or(SHARED);
-        }
-        let mut members: Vec<Vec<Op>> = vec![Vec::new(); parts as usize];
-        for op in updates.filter(|&op| of[op as usize] != SHARED) {
-            members[of[op as usize] as usize].push(op);
-        }
-        let mut parts = Parts {
-            waits_for: vec![0; members.len()],
-            added: Vec::new(),
-            keeps: Vec::new(),
-            holds: Vec::new(),
-            of,
-            members,
-        };
-        // Per tensor the updates that use it and are still to come.
-        let updates_of = |t: Ten| problem.users.row(t).iter().filter(|&&user| problem.is_update[user as usize]).count();
-        let mut left: Vec<usize> = (0..problem.tensors.len() as Ten).map(updates_of).collect();
-        for (part, members) in parts.members.iter().enumerate() {
-            let (mut live, mut most, mut held) = (0i128, 0i128, 0u64);
-            for &op in members {
-                let outside =
-                    problem.predecessors.row(op).iter().filter(|&&before| !problem.is_update[before as usize]);
-                parts.waits_for[part] += outside.count() as u32;
-                most = most.max(live + i128::from(problem.transient(op)));
-                for &made in problem.creates.row(op) {
-                    let item = &problem.tensors[made as usize];
-                    let stays = !problem.users.row(made).is_empty() || item.residency == Residency::Leaves;
-                    live += if stays { i128::from(item.size) } else { 0 };
-                }
-                for &used in problem.uses.row(op) {
-                    left[used as usize] -= 1;
-                    let item = &problem.tensors[used as usize];
-                    if left[used as usize] == 0 && item.residency != Residency::Leaves {
-                        live -= i128::from(item.size);
-                        let is_own = item.creator != NONE && problem.is_update[item.creator as usize];
-                        held += if is_own { 0 } else { item.size };
-                    }
-                }
-            }
-            parts.added.push(u64::try_from(most).unwrap_or(0));
-            parts.keeps.push(live);
-            parts.holds.push(held);
-        }
-        parts
-    }
-
-    /// Tells which parts can run once the operator has run.
-    pub(super) fn ready_after(&self, problem: &Problem, op: Op, waits_for: &mut [u32], mut tell: impl FnMut(u32)) {
-        for &next in problem.successors.row(op).iter().filter(|&&next| problem.is_update[next as usize]) {
-            let part = self.of[next as usize];
-            waits_for[part as usize] -= 1;
-            if waits_for[part as usize] == 0 {
-                tell(part);
-            }
-        }
-    }
 }
 
 /// Live bytes while operators run one by one, without reuse.

@@ -1,0 +1,312 @@
+//! Weight updates as parts of the update phase.
+
+use crate::bound::LONGEST_UPDATE;
+use crate::graph::Residency;
+use crate::problem::{NONE, Op, Problem, Ten};
+
+/// The updates, each as its operators in program order.
+pub(crate) fn update_parts(problem: &Problem) -> Vec<Vec<Op>> {
+    Parts::new(problem).members
+}
+
+/// Stands for all updates together.
+pub(super) const SHARED: u32 = NONE - 1;
+
+/// The update phase in its parts: one for each parameter, or for all that share a gradient.
+pub(super) struct Parts {
+    /// Per operator its part; [`NONE`] outside the update phase, [`SHARED`] where several need it, such as what reads the learning
+    /// rate.
+    pub(super) of: Vec<u32>,
+    /// Per part its operators as they run.
+    pub(super) members: Vec<Vec<Op>>,
+    /// Per part the constraints that lead into it from other phases.
+    pub(super) waits_for: Vec<u32>,
+    /// Per part the most bytes that it adds while it runs by itself.
+    pub(super) added: Vec<u64>,
+    /// Per part the bytes by which more are live once it has run.
+    pub(super) keeps: Vec<i128>,
+    /// Per part the bytes from elsewhere that it is the last update to use.
+    pub(super) holds: Vec<u64>,
+}
+
+impl Parts {
+    /// Connected are updates that wait for the other phases; those that do not, such as counting the step, prepare
+    /// the part that needs them.
+    pub(super) fn new(problem: &Problem) -> Self {
+        Parts::gather(problem, Parts::of_updates(problem)).measured(problem)
+    }
+
+    /// The same, made to need less. Each comes with the operators that make its gradients alone out of fewer bytes than the gradients
+    /// have, such as a linear layer's for few samples: they had better wait with it. And its operators run as few bytes at a time want it.
+    pub(super) fn thrifty(problem: &Problem) -> Self {
+        let mut of = Parts::of_updates(problem);
+        let bytes = |tensors: &[Ten]| tensors.iter().map(|&t| problem.size(t)).sum::<u64>();
+        for op in (0..problem.len() as Op).rev().filter(|&op| !problem.is_update[op as usize]) {
+            let (idle, users): (Vec<Op>, Vec<Op>) =
+                problem.successors.row(op).iter().partition(|&&next| problem.is_idle(next));
+            let mut needed_by = users.into_iter().map(|next| of[next as usize]);
+            let Some(part) = needed_by.next().filter(|&part| part != NONE && part != SHARED) else { continue };
+            if needed_by.all(|other| other == part) && bytes(problem.uses.row(op)) < bytes(problem.creates.row(op)) {
+                idle.into_iter().chain([op]).for_each(|op| of[op as usize] = part);
+            }
+        }
+        let mut parts = Parts::gather(problem, of);
+        parts.arrange(problem);
+        parts.measured(problem)
+    }
+
+    /// Per operator its part.
+    fn of_updates(problem: &Problem) -> Vec<u32> {
+        let count = problem.len();
+        let updates = (0..count as Op).filter(|&op| problem.is_update[op as usize]);
+        let mut waits = vec![false; count];
+        for op in updates.clone() {
+            let mut before = problem.predecessors.row(op).iter();
+            waits[op as usize] = before.any(|&before| !problem.is_update[before as usize] || waits[before as usize]);
+        }
+        let mut of = vec![NONE; count];
+        let mut parts = 0;
+        let mut stack = Vec::new();
+        for first in updates.clone().filter(|&op| waits[op as usize]) {
+            if of[first as usize] != NONE {
+                continue;
+            }
+            of[first as usize] = parts;
+            stack.push(first);
+            while let Some(op) = stack.pop() {
+                for &next in problem.predecessors.row(op).iter().chain(problem.successors.row(op)) {
+                    if waits[next as usize] && of[next as usize] == NONE {
+                        of[next as usize] = parts;
+                        stack.push(next);
+                    }
+                }
+            }
+            parts += 1;
+        }
+        for op in updates.clone().rev().filter(|&op| !waits[op as usize]) {
+            let mut needed_by = problem.successors.row(op).iter().map(|&next| of[next as usize]);
+            let first = needed_by.next().filter(|&part| part != NONE);
+            of[op as usize] = first.filter(|&part| needed_by.all(|other| other == part)).unwrap_or(SHARED);
+        }
+        of
+    }
+
+    /// Operators by their parts, in program order.
+    fn gather(problem: &Problem, of: Vec<u32>) -> Self {
+        let in_parts = (0..problem.len() as Op).filter(|&op| of[op as usize] < SHARED);
+        let count = in_parts.clone().map(|op| of[op as usize] + 1).max().unwrap_or(0);
+        let mut members: Vec<Vec<Op>> = vec![Vec::new(); count as usize];
+        for op in in_parts {
+            members[of[op as usize] as usize].push(op);
+        }
+        Parts { of, members, waits_for: Vec::new(), added: Vec::new(), keeps: Vec::new(), holds: Vec::new() }
+    }
+
+    /// Lets what leaves the fewest bytes live run first within each part, where the part needs less then.
+    fn arrange(&mut self, problem: &Problem) {
+        let mut alone = Alone::new(problem, &self.of);
+        for members in self.members.iter_mut().filter(|members| members.len() <= LONGEST_UPDATE) {
+            let need = alone.run(members);
+            alone.undo(members);
+            let (arranged, least) = alone.run_least_live_first(members);
+            if least.most < need.most {
+                *members = arranged;
+            }
+        }
+    }
+
+    fn measured(mut self, problem: &Problem) -> Self {
+        let mut alone = Alone::new(problem, &self.of);
+        for members in &self.members {
+            let is_elsewhere = |&&before: &&Op| self.of[before as usize] == NONE;
+            let waits = members.iter().map(|&op| problem.predecessors.row(op).iter().filter(is_elsewhere).count());
+            self.waits_for.push(waits.sum::<usize>() as u32);
+            let need = alone.run(members);
+            self.added.push(u64::try_from(need.most).unwrap_or(0));
+            self.keeps.push(need.live);
+            self.holds.push(need.held);
+        }
+        self
+    }
+
+    /// Whether the operator belongs to any of them, or to several.
+    pub(super) fn contain(&self, op: Op) -> bool {
+        self.of[op as usize] != NONE
+    }
+
+    /// Tells which parts can run once the operator has run.
+    pub(super) fn ready_after(&self, problem: &Problem, op: Op, waits_for: &mut [u32], mut tell: impl FnMut(u32)) {
+        for &next in problem.successors.row(op).iter().filter(|&&next| self.contain(next)) {
+            let part = self.of[next as usize];
+            waits_for[part as usize] -= 1;
+            if waits_for[part as usize] == 0 {
+                tell(part);
+            }
+        }
+    }
+}
+
+/// What a part needs, if nothing else runs meanwhile.
+#[derive(Default)]
+struct Need {
+    /// Bytes live above those before the part.
+    live: i128,
+    /// The most of them at any time.
+    most: i128,
+    /// Bytes from outside all parts that nobody uses any more.
+    held: u64,
+}
+
+/// Parts that run one after another, and nothing else.
+struct Alone<'a> {
+    problem: &'a Problem,
+    of: &'a [u32],
+    /// Per tensor its users in parts that are still to come.
+    left: Vec<u32>,
+}
+
+impl<'a> Alone<'a> {
+    fn new(problem: &'a Problem, of: &'a [u32]) -> Self {
+        let users = |t: Ten| problem.users.row(t).iter().filter(|&&user| of[user as usize] != NONE).count() as u32;
+        Alone { problem, of, left: (0..problem.tensors.len() as Ten).map(users).collect() }
+    }
+
+    fn run(&mut self, members: &[Op]) -> Need {
+        let mut need = Need::default();
+        members.iter().for_each(|&op| self.step(op, &mut need));
+        need
+    }
+
+    fn undo(&mut self, members: &[Op]) {
+        for &op in members {
+            self.problem.uses.row(op).iter().for_each(|&used| self.left[used as usize] += 1);
+        }
+    }
+
+    fn step(&mut self, op: Op, need: &mut Need) {
+        need.most = need.most.max(need.live + i128::from(self.problem.transient(op)));
+        need.live += self.change(op);
+        for &used in self.problem.uses.row(op) {
+            let item = &self.problem.tensors[used as usize];
+            if self.is_freed_by_next(used) && (item.creator == NONE || self.of[item.creator as usize] == NONE) {
+                need.held += item.size;
+            }
+            self.left[used as usize] -= 1;
+        }
+    }
+
+    /// Bytes by which more are live once the operator has run.
+    fn change(&self, op: Op) -> i128 {
+        let stays = |&&made: &&Ten| {
+            !self.problem.users.row(made).is_empty()
+                || self.problem.tensors[made as usize].residency == Residency::Leaves
+        };
+        let made = self.problem.creates.row(op).iter().filter(stays);
+        let freed = self.problem.uses.row(op).iter().filter(|&&used| self.is_freed_by_next(used));
+        let bytes = |&tensor: &Ten| i128::from(self.problem.size(tensor));
+        made.map(bytes).sum::<i128>() - freed.map(bytes).sum::<i128>()
+    }
+
+    /// Whether the tensor's next user frees it.
+    fn is_freed_by_next(&self, tensor: Ten) -> bool {
+        self.left[tensor as usize] == 1 && self.problem.tensors[tensor as usize].residency != Residency::Leaves
+    }
+
+    /// Always what leaves the fewest bytes live, of equals what needs the least meanwhile, then the first in program order.
+    fn run_least_live_first(&mut self, members: &[Op]) -> (Vec<Op>, Need) {
+        let place = |op: Op| members.binary_search(&op).ok();
+        let before = |&op: &Op| self.problem.predecessors.row(op).iter().filter(|&&before| place(before).is_some());
+        let mut missing: Vec<usize> = members.iter().map(|op| before(op).count()).collect();
+        let mut ready: Vec<Op> = members.iter().zip(&missing).filter(|&(_, &n)| n == 0).map(|(&op, _)| op).collect();
+        let (mut order, mut need) = (Vec::with_capacity(members.len()), Need::default());
+        let key = |alone: &Self, op: Op| (alone.change(op), alone.problem.transient(op), op);
+        while let Some(at) = (0..ready.len()).min_by_key(|&at| key(self, ready[at])) {
+            let op = ready.swap_remove(at);
+            self.step(op, &mut need);
+            order.push(op);
+            for next in self.problem.successors.row(op).iter().filter_map(|&next| place(next)) {
+                missing[next] -= 1;
+                if missing[next] == 0 {
+                    ready.push(members[next]);
+                }
+            }
+        }
+        (order, need)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::builder::GraphBuilder;
+    use crate::graph::{Kind, Operator, Phase, Tensor};
+    use crate::ids::TensorId;
+
+    /// Tensors by their sizes; operators by their phase and the tensors that they read and create.
+    fn problem(sizes: &[u64], calls: &[(Phase, &[usize], &[usize])]) -> Problem {
+        let mut builder = GraphBuilder::new("", "cpu", 1);
+        let mut tensor = |&size_bytes: &u64| {
+            let (name, kind, residency) = (String::new(), Kind::Temporary, Residency::StepLocal);
+            builder.tensor(Tensor { name, size_bytes, kind, residency, alignment_bytes: 0 }).expect("few")
+        };
+        let tensors: Vec<TensorId> = sizes.iter().map(&mut tensor).collect();
+        for (position, &(phase, reads, creates)) in calls.iter().enumerate() {
+            let [reads, creates] = [reads, creates].map(|list| list.iter().map(|&at| tensors[at]).collect());
+            let operator = Operator { reads, creates, ..Operator::new("", position as u32, phase) };
+            builder.operator(operator).expect("few");
+        }
+        Problem::new(&builder.build().expect("valid"), false)
+    }
+
+    #[test]
+    fn what_makes_a_gradient_of_little_waits_with_its_update() {
+        // Operator 1 makes 1 byte of 5; 2 makes of it a gradient of 10, of which 3 is a view; 4 is the update.
+        let linear = problem(
+            &[1, 10, 5],
+            &[
+                (Phase::Forward, &[], &[2]),
+                (Phase::Forward, &[2], &[0]),
+                (Phase::Backward, &[0], &[1]),
+                (Phase::Backward, &[1], &[]),
+                (Phase::Update, &[1], &[]),
+            ],
+        );
+        assert_eq!(Parts::new(&linear).members, [[4]]);
+        let parts = Parts::thrifty(&linear);
+        assert_eq!(parts.members, [[2, 3, 4]]);
+        // It adds the gradient, and leaves nothing of what it found.
+        assert_eq!((parts.waits_for[0], parts.added[0], parts.keeps[0], parts.holds[0]), (1, 10, -1, 1));
+        // Not where the gradient is made of more, nor where anything else wants it.
+        for (sizes, reader) in [([11, 10, 3], Phase::Update), ([1, 10, 3], Phase::Backward)] {
+            let calls: [(Phase, &[usize], &[usize]); 5] = [
+                (Phase::Forward, &[], &[0]),
+                (Phase::Backward, &[0], &[1]),
+                (Phase::Backward, &[1], &[]),
+                (reader, &[1], &[2]),
+                (Phase::Update, &[1], &[]),
+            ];
+            let parts = Parts::thrifty(&problem(&sizes, &calls));
+            assert!(!parts.contain(1), "{sizes:?} {reader:?}");
+        }
+    }
+
+    #[test]
+    fn an_update_runs_in_the_order_that_needs_the_least() {
+        // Of 20 bytes a gradient of 10. The update makes a state of 10, then a decayed gradient of 10 instead of the first, and joins the two.
+        let update = problem(
+            &[10, 10, 10, 20],
+            &[
+                (Phase::Forward, &[], &[3]),
+                (Phase::Backward, &[3], &[0]),
+                (Phase::Update, &[], &[1]),
+                (Phase::Update, &[0], &[2]),
+                (Phase::Update, &[1, 2], &[]),
+            ],
+        );
+        let (plain, thrifty) = (Parts::new(&update), Parts::thrifty(&update));
+        // State and decayed gradient beside the first one; the other way round only ever one of them.
+        assert_eq!((&plain.members[..], plain.added[0]), (&[vec![2, 3, 4]][..], 20));
+        assert_eq!((&thrifty.members[..], thrifty.added[0]), (&[vec![3, 2, 4]][..], 10));
+        assert_eq!((plain.keeps[0], thrifty.keeps[0]), (-10, -10));
+    }
+}
