@@ -138,17 +138,13 @@ pub(crate) struct Single<'a> {
 /// # Errors
 /// [`Stop::Cancelled`].
 pub(crate) fn search(input: &Input<'_>, singles: &[Single<'_>], watch: &Watch) -> Result<Outcome, Stop> {
+    let mut search = Search::new(input, watch)?;
     // Outside the pool nothing is reused on several streams, so what needs that does not count.
-    let mut alone = None;
-    for single in singles {
-        let search = Search::new(input, single, watch)?;
-        let found = search.alone(single);
-        if found.peak <= input.program_peak {
-            alone = Some((search, single, found));
-            break;
-        }
-    }
-    let Some((search, single, alone)) = alone else { unreachable!("program order is no worse than itself") };
+    let mut found = singles.iter().map(|single| (single, search.alone(single)));
+    let Some((single, alone)) = found.find(|(_, alone)| alone.peak <= input.program_peak) else {
+        unreachable!("program order is no worse than itself")
+    };
+    search.allow(single);
     let mut tried = vec![Tried::new(single.name.into(), &alone, None)];
     let mut timed_out = match search.try_all() {
         Ok(more) => {

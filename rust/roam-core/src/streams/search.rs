@@ -38,12 +38,12 @@ pub(super) struct Search<'a> {
     tails: Vec<u64>,
     serial_ns: u64,
     critical_path_ns: u64,
-    /// What program order takes, laid out.
+    /// What program order takes, laid out, or what has been allowed.
     most_total: u64,
 }
 
 impl<'a> Search<'a> {
-    pub(super) fn new(input: &'a Input<'a>, single: &Single<'_>, watch: &'a Watch) -> Result<Self, Stop> {
+    pub(super) fn new(input: &'a Input<'a>, watch: &'a Watch) -> Result<Self, Stop> {
         let problem = input.problem;
         let ns: Vec<u64> = input.graph.program_order().iter().map(|&id| cost::operator_ns(input.graph, id)).collect();
         let durations = match input.settings.stream_model {
@@ -57,8 +57,6 @@ impl<'a> Search<'a> {
             Err(Stop::TimedOut) => {}
             Err(Stop::Cancelled) => return Err(Stop::Cancelled),
         }
-        // The plan for one stream may come from layouts that were searched for longer; it never takes more.
-        let single_total = single.layout.pool_bytes + single.ordered.profile.outside_peak;
         Ok(Search {
             watch,
             tails: schedule::tails(problem, &durations),
@@ -66,13 +64,18 @@ impl<'a> Search<'a> {
             durations,
             serial_ns: cost::serial_ns(input.graph),
             critical_path_ns: cost::critical_path_ns(input.graph),
-            most_total: (pool + program.outside_peak).max(single_total),
+            most_total: pool + program.outside_peak,
             input,
         })
     }
 
     fn speed(&self, makespan_ns: u64) -> f64 {
         speed(self.serial_ns, makespan_ns)
+    }
+
+    /// Lets plans take as much as one for one stream. That takes no more than program order, but its layout may have been searched for longer.
+    pub(super) fn allow(&mut self, single: &Single<'_>) {
+        self.most_total = self.most_total.max(single.layout.pool_bytes + single.ordered.profile.outside_peak);
     }
 
     /// Everything on the first stream.
