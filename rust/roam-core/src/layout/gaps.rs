@@ -47,6 +47,11 @@ impl Gaps {
         Gaps { cover: none.clone(), touch: none, tree, looked_at: 0 }
     }
 
+    /// How many lists of spans there are, each of which a copy copies.
+    pub(crate) fn lists_kept(&self) -> u64 {
+        2 * self.tree.node_count() as u64
+    }
+
     /// How many spans have been looked at so far.
     pub(crate) fn looked_at(&self) -> u64 {
         self.looked_at
