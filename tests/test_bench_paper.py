@@ -11,6 +11,7 @@ import torch
 
 import roam
 from roam import cli
+from roam._core import baseline_order
 from roam.bench import accounting, paper, paper_models, suite
 from roam.bench.results import read_json
 from training import plain_step
@@ -67,7 +68,35 @@ def test_the_accounting_counts_as_the_paper_does() -> None:
     assert {residency for _, residency in sizes} == {"persistent", "step_local"}
     assert graph.operator(graph.creator(first_input(graph)) or 0).position == 0
     assert not any(operator.reuse or operator.workspace_bytes for operator in graph.operators)
-    assert graph.num_operators == captured.num_operators + 1
+    counted = [one for one in captured.operators if one.creates or one.mutates]
+    assert [one.name for one in graph.operators] == ["input", *(one.name for one in counted)]
+    assert len(counted) < captured.num_operators
+
+
+@pytest.mark.parametrize("order", ["program", "reversed", "eager_updates", "inductor_dfs"])
+def test_orders_are_orders_of_the_captured_step(order: str) -> None:
+    captured = normed_net(torch.nn.ReLU())
+    graph = accounting.paper(captured)
+    planned = graph.program_order if order == "program" else baseline_order(graph, order)
+    captured_as = [one.id for one in captured.operators if one.creates or one.mutates]
+    counted = [captured_as[operator - 1] for operator in planned if operator]
+    whole: dict[int, None] = {}
+
+    def run(operator: int) -> None:
+        for before in captured.predecessors(operator):
+            if before not in whole:
+                run(before)
+        whole[operator] = None
+
+    for operator in (*counted, *range(captured.num_operators)):
+        if operator not in whole:
+            run(operator)
+    # What is left out can run when it is needed, and draws nothing along that counts.
+    assert [operator for operator in whole if operator in captured_as] == counted
+    captured.live_bytes(list(whole))  # Refuses what is no order of the step.
+    again = accounting.in_order(graph, planned.tolist())
+    assert again.program_order.tolist() == planned.tolist()
+    assert again.live_bytes().tolist() == graph.live_bytes(planned).tolist()
 
 
 def first_input(graph: roam.Graph) -> int:

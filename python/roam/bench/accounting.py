@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterator, Sequence
 
 import roam
 
@@ -15,7 +15,8 @@ def paper(graph: roam.Graph, *, state_at_updates: bool = True) -> roam.Graph:
     """The same step as Shu et al. (arXiv 2310.19295) count it.
 
     Of a captured *first* step: parameters are a constant; optimizer state is made by the step and dies in it; inputs are made by an operator
-    at its beginning, and they and the loss die at their last use; buffers, workspace, reuse and alignment do not count. A copy that autograd takes of what an
+    at its beginning, and they and the loss die at their last use; buffers, workspace, reuse and alignment do not count. Operators that neither make
+    nor change a tensor (views, arithmetic with Python numbers) are left out, and what had to wait for one waits for what came before it. A copy that autograd takes of what an
     in-place ``hardtanh_`` (ReLU6) is about to overwrite may also be taken afterwards, since the derivative can be told from the result: this
     is the only way in which the published MobileNetV2 figures are possible.
 
@@ -40,8 +41,8 @@ def paper(graph: roam.Graph, *, state_at_updates: bool = True) -> roam.Graph:
         if is_input:
             inputs.append(tensor.id)
     builder.operator("input", creates=inputs, position=0)
-    position_of = {operator: position for position, operator in enumerate(_program_order(graph, state_at_updates), 1)}
-    _add_operators(builder, graph, position_of)
+    order = [operator for operator in _program_order(graph, state_at_updates) if _does_something(graph, operator)]
+    _add_operators(builder, graph, order, first_position=1)
     return builder.build()
 
 
@@ -57,20 +58,25 @@ def in_order(graph: roam.Graph, order: Sequence[int], *, fixed: bool = False) ->
     builder.accounting(graph.accounting)
     for tensor in graph.tensors:
         builder.tensor(tensor.name, tensor.size_bytes, kind=tensor.kind, residency=tensor.residency)
-    _add_operators(builder, graph, {operator: position for position, operator in enumerate(order)})
+    _add_operators(builder, graph, order)
     if fixed:
         for before, after in itertools.pairwise(order):
             builder.control(before, after)
     return builder.build()
 
 
-def _add_operators(builder: roam.GraphBuilder, graph: roam.Graph, position_of: Mapping[int, int]) -> None:
-    """Those of the graph at other positions, without what the paper does not count: workspace and reuse."""
-    for operator in graph.operators:
-        builder.operator(
+def _add_operators(
+    builder: roam.GraphBuilder, graph: roam.Graph, order: Sequence[int], first_position: int = 0
+) -> None:
+    """These operators in this program order, without what the paper does not count: workspace and reuse."""
+    position_of = {operator: position for position, operator in enumerate(order, first_position)}
+    number_of = {}
+    for old in sorted(order):
+        operator = graph.operator(old)
+        number_of[old] = builder.operator(
             operator.name,
             phase=operator.phase,
-            position=position_of[operator.id],
+            position=position_of[old],
             reads=operator.reads,
             creates=operator.creates,
             mutates=operator.mutates,
@@ -79,6 +85,29 @@ def _add_operators(builder: roam.GraphBuilder, graph: roam.Graph, position_of: M
             file=operator.file,
             line=operator.line,
         )
+    for before, after in _control(graph, number_of):
+        builder.control(number_of[before], number_of[after])
+
+
+def _does_something(graph: roam.Graph, operator: int) -> bool:
+    """Whether it makes or changes a tensor, or keeps its place for another reason (random numbers)."""
+    found = graph.operator(operator)
+    return bool(found.creates or found.mutates or found.sequence)
+
+
+def _control(graph: roam.Graph, kept: Container[int]) -> Iterator[tuple[int, int]]:
+    """The edges of control among the operators that are kept. An operator that is left out passes its constraints on."""
+    for before, after in graph.control:
+        if before in kept and after in kept:
+            yield before, after
+    stands_for: dict[int, set[int]] = {}
+    for operator in graph.program_order.tolist():
+        left_out = [before for before in graph.predecessors(operator) if before not in kept]
+        passed_on = set().union(*(stands_for[before] for before in left_out))
+        if operator in kept:
+            yield from ((before, operator) for before in sorted(passed_on.difference(graph.predecessors(operator))))
+        else:
+            stands_for[operator] = passed_on.union(set(graph.predecessors(operator)).difference(left_out))
 
 
 def _program_order(graph: roam.Graph, state_at_updates: bool) -> list[int]:
