@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import peak
 import pytest
 import torch
 
@@ -123,11 +124,14 @@ def creator(graph: roam.Graph, tensor: int) -> int:
 
 @pytest.mark.parametrize(("activation", "moved"), [(torch.nn.ReLU6(inplace=True), True), (torch.nn.SiLU(inplace=True), False)])  # fmt: skip
 def test_the_copy_before_an_in_place_relu6_may_wait(activation: torch.nn.Module, moved: bool) -> None:
-    graph = accounting.paper(normed_net(activation))
-    (write,) = [o for o in graph.operators if o.name.startswith(("aten.hardtanh_.", "aten.silu_."))]
-    (copy,) = [o for o in graph.operators if o.name.startswith("aten.clone.") and o.reads == write.mutates]
-    assert (copy.position == write.position + 1) == moved
-    assert (copy.position == write.position - 1) != moved
+    captured = normed_net(activation)
+    for copies_may_wait in (True, False):
+        graph = accounting.paper(captured, copies_may_wait=copies_may_wait)
+        (write,) = [o for o in graph.operators if o.name.startswith(("aten.hardtanh_.", "aten.silu_."))]
+        (copy,) = [o for o in graph.operators if o.name.startswith("aten.clone.") and o.reads == write.mutates]
+        waits = moved and copies_may_wait
+        assert (copy.position == write.position + 1) == waits
+        assert (copy.position == write.position - 1) != waits
 
 
 def test_attention_of_old_has_the_values_of_today() -> None:
@@ -163,10 +167,38 @@ def test_bench_paper_puts_all_side_by_side(tmp_path: Path, capsys: pytest.Captur
     assert paper.published_table(record).markdown().count("\n") == 3
     abstract = paper.abstract_table(record).markdown()
     assert "35.7%" in abstract
-    methods = paper.methods_table(record).markdown()
+    methods, extremes = paper.methods_table(record).markdown(), paper.extremes_table(record).markdown()
     assert all(f"| {name} |" in methods for name in names)
+    # What is beyond the plan is the order's or the layout's.
+    (inductor,) = [line.split("|") for line in extremes.splitlines() if line.startswith("| inductor, ")]
+    found = {row["method"]: row for row in rows if row["batch"] == 32}
+    beyond = found["inductor_lpmf, caching_allocator"]["total_bytes"] - found[paper.OURS]["total_bytes"]
+    assert inductor[5].strip() == "alexnet/32"
+    assert sum(float(cell) for cell in inductor[6:8]) == pytest.approx(beyond / MIB, abs=0.02)
     assert (tmp_path / "paper.svg").exists()
     assert (tmp_path / "paper.png").exists()
+
+
+def test_what_is_live_at_a_peak_can_be_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    # 12 MiB, 14 beside them, 13 beside these; 15 find no free block that is large enough.
+    builder = roam.GraphBuilder()
+    sizes = ((12, 0, 1), (14, 1, 2), (13, 2, 2), (15, 3, 3))
+    tensors = [builder.tensor(f"t{at}", size * MIB) for at, (size, _, _) in enumerate(sizes)]
+    for now in range(4):
+        made = [tensor for tensor, (_, first, _) in zip(tensors, sizes, strict=True) if first == now]
+        read = [tensor for tensor, (_, first, last) in zip(tensors, sizes, strict=True) if first < now <= last]
+        builder.operator(f"op{now}", reads=read, creates=made)
+    path = tmp_path / "graph.json"
+    builder.build().save(path)
+    assert peak.main([str(path)]) == 0
+    out = capsys.readouterr().out
+    assert "peak at step 2 of 4, op2 : 27.00 MiB" in out
+    assert "14.00  t1" in out
+    assert "13.00  t2" in out
+    assert "t0" not in out.split("reserved")[0]
+    # The segments of 12 and 14 MiB, a third of 14, since 13 do not fit into the 12 and the 14 are in use, and one of 16.
+    assert "reserved 56.00 MiB\n" in out
+    assert "16.00  for t3 (15.00), 40.00 being free" in out
 
 
 def test_the_committed_rows_can_be_shown_in_parts() -> None:

@@ -283,6 +283,13 @@ def test_the_published_figures_of_alexnet() -> None:
     assert max(graph.live_bytes(lescea(Problem(graph, 1)))) < found.peak_bytes
 
 
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_a_search_that_has_no_time_proves_nothing(solver: linear.Solver) -> None:
+    found = whole_program(paper_graph("alexnet", 1), solver, 0.01, streams=None)
+    assert found.status == "no_solution"
+    assert found.ordering.bound_bytes < found.ordering.start_bytes
+
+
 def test_too_large_is_not_attempted() -> None:
     # Spans of 2, 2, 2, 2 and 0 steps between first and last, and the peak.
     found = whole_program(two_branches(), max_columns=8)

@@ -11,7 +11,7 @@ import roam
 PAPER = "paper"
 
 
-def paper(graph: roam.Graph, *, state_at_updates: bool = True) -> roam.Graph:
+def paper(graph: roam.Graph, *, state_at_updates: bool = True, copies_may_wait: bool = True) -> roam.Graph:
     """The same step as Shu et al. (arXiv 2310.19295) count it.
 
     Of a captured *first* step: parameters are a constant; optimizer state is made by the step and dies in it; inputs are made by an operator
@@ -24,6 +24,7 @@ def paper(graph: roam.Graph, *, state_at_updates: bool = True) -> roam.Graph:
         graph: a captured first step.
         state_at_updates: whether program order makes a parameter's optimizer state right before its update; else where the
             optimizer makes it, all before the first update.
+        copies_may_wait: whether that holds for copies before an in-place ReLU6; else they are taken where autograd takes them.
     """
     builder = roam.GraphBuilder(graph.name, graph.device, 1)
     builder.accounting(PAPER)
@@ -41,7 +42,8 @@ def paper(graph: roam.Graph, *, state_at_updates: bool = True) -> roam.Graph:
         if is_input:
             inputs.append(tensor.id)
     builder.operator("input", creates=inputs, position=0)
-    order = [operator for operator in _program_order(graph, state_at_updates) if _does_something(graph, operator)]
+    captured = _program_order(graph, state_at_updates, copies_may_wait)
+    order = [operator for operator in captured if _does_something(graph, operator)]
     _add_operators(builder, graph, order, first_position=1)
     return builder.build()
 
@@ -110,10 +112,12 @@ def _control(graph: roam.Graph, kept: Container[int]) -> Iterator[tuple[int, int
             stands_for[operator] = passed_on.union(set(graph.predecessors(operator)).difference(left_out))
 
 
-def _program_order(graph: roam.Graph, state_at_updates: bool) -> list[int]:
-    order = graph.program_order.tolist()
+def _program_order(graph: roam.Graph, state_at_updates: bool, copies_may_wait: bool) -> list[int]:
+    order: list[int] = graph.program_order.tolist()
     if state_at_updates:
         order = _with_late_state(graph, order)
+    if not copies_may_wait:
+        return order
     place = {operator: at for at, operator in enumerate(order)}
     for tensor in graph.tensors:
         copy, write = _copy_and_write(graph, tensor.id)

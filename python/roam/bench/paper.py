@@ -6,7 +6,7 @@ import argparse
 import csv
 import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import geometric_mean, mean
@@ -40,6 +40,8 @@ _ORDERS = (
 _LAYOUTS = (
     "caching_allocator_expandable", "skyline", "executorch", "tvm_size", "tvm_conflicts", "tvm_hill_climb", "xla", "tree", "size",
 )  # fmt: skip
+_INDUCTOR = ("program", "inductor_lpmf", "inductor_bfs", "inductor_dfs")
+"""Inductor estimates the peaks of these and takes the lowest."""
 _WHOLE_PROGRAMS = ("alexnet", "vgg11")
 """Models of which the whole-graph integer programs can be stated at all; others have too many columns."""
 
@@ -216,8 +218,17 @@ def by_row(record: Record) -> list[Row]:
             if (row["model"], row["batch"]) == (theirs["model"], theirs["batch"])
         }
         if ours:
-            joined.append({**theirs, "methods": ours})
+            joined.append({**theirs, "methods": {**ours, **_inductor(ours)}})
     return joined
+
+
+def _inductor(methods: Mapping[str, Row]) -> dict[str, Row]:
+    """What Inductor comes to as a whole, with the seconds of all its orders."""
+    found = [methods[name] for order in _INDUCTOR if (name := f"{order}, caching_allocator") in methods]
+    if len(found) < len(_INDUCTOR):
+        return {}
+    best = min(found, key=lambda row: row["peak_bytes"])
+    return {"inductor, caching_allocator": {**best, "seconds": sum(row["seconds"] for row in found)}}
 
 
 def _of(method: str, name: str) -> Callable[[Row], Any]:
@@ -270,21 +281,9 @@ def lescea_table(record: Record) -> Table:
 
 def methods_table(record: Record) -> Table:
     """Every method: how far above the plan it is, over all rows that it has."""
-    rows = []
-    for name in dict.fromkeys(row["method"] for row in record["rows"]):
-        pairs = [
-            (row, _of(name, "total_bytes")(row) / _of(OURS, "total_bytes")(row))
-            for row in by_row(record)
-            if _of(name, "total_bytes")(row) is not None
-        ]
-        if pairs:
-            best, worst = min(pairs, key=lambda pair: pair[1]), max(pairs, key=lambda pair: pair[1])
-            seconds = sum(_of(name, "seconds")(row) for row, _ in pairs)
-            ratios = [ratio for _, ratio in pairs]
-            rows.append({"method": name, "ratios": ratios, "best": best, "worst": worst, "seconds": seconds})
 
     def extreme(name: str) -> Callable[[Row], str]:
-        return lambda row: f"{row[name][0]['model']}/{row[name][0]['batch']} {row[name][1] - 1:+.1%}"
+        return lambda row: f"{_name(row[name][0])} {row[name][1] - 1:+.1%}"
 
     columns = (
         Column("method", lambda row: row["method"], right=False),
@@ -294,7 +293,52 @@ def methods_table(record: Record) -> Table:
         Column("worst", extreme("worst"), right=False),
         Column("seconds in all", lambda row: f"{row['seconds']:.1f}"),
     )
-    return Table("Total bytes, parameters included, against the plan's", columns, rows)
+    return Table("Total bytes, parameters included, against the plan's", columns, _by_method(record))
+
+
+def extremes_table(record: Record) -> Table:
+    """Every method's best and worst row: how much of what it takes beyond the plan is its order's, and how much its layout's."""
+
+    def beyond(name: str, method: Callable[[Row], str], of: Callable[[Row, str], int]) -> Callable[[Row], str]:
+        return lambda row: _mib(of(row[name][0], method(row)) - of(row[name][0], OURS))
+
+    def peak(row: Row, method: str) -> int:
+        return int(row["methods"][method]["peak_bytes"])
+
+    def unused(row: Row, method: str) -> int:
+        return int(row["methods"][method]["total_bytes"]) - peak(row, method)
+
+    def method(row: Row) -> str:
+        return str(row["method"])
+
+    columns = [Column("method", method, right=False)]
+    for name in ("best", "worst"):
+        columns += [
+            Column(name, lambda row, name=name: _name(row[name][0]), right=False),  # type: ignore[misc]
+            Column("by order", beyond(name, method, peak)),
+            Column("by layout", beyond(name, method, unused)),
+        ]
+    rows = [row for row in _by_method(record) if row["worst"][1] > 1 and not row["method"].startswith("roam")]
+    return Table("MiB beyond the plan", tuple(columns), rows)
+
+
+def _by_method(record: Record) -> list[Row]:
+    """Per method its totals as quotients of the plan's, its best and its worst row with theirs, and its seconds."""
+    joined = by_row(record)
+    found = []
+    for name in dict.fromkeys(name for row in joined for name in row["methods"]):
+        total, ours = _of(name, "total_bytes"), _of(OURS, "total_bytes")
+        pairs = [(row, total(row) / ours(row)) for row in joined if total(row) is not None]
+        if pairs:
+            best, worst = min(pairs, key=lambda pair: pair[1]), max(pairs, key=lambda pair: pair[1])
+            seconds = sum(_of(name, "seconds")(row) for row, _ in pairs)
+            ratios = [ratio for _, ratio in pairs]
+            found.append({"method": name, "ratios": ratios, "best": best, "worst": worst, "seconds": seconds})
+    return found
+
+
+def _name(row: Row) -> str:
+    return f"{row['model']}/{row['batch']}"
 
 
 def abstract_table(record: Record) -> Table:
@@ -353,6 +397,7 @@ def summary(record: Record) -> Iterator[Table | str]:
     yield times_line(record)
     yield lescea_table(record)
     yield methods_table(record)
+    yield extremes_table(record)
     yield abstract_table(record)
 
 

@@ -30,6 +30,10 @@ signal.signal(signal.SIGINT, signal.SIG_IGN)
 BUILD = "generic"
 
 
+# A solver that knows no bound calls it infinite: CBC by the largest float or by this.
+_INFINITE = 1e50
+
+
 class Unavailable(Exception):
     """The solver cannot be used here; says why."""
 
@@ -80,9 +84,12 @@ def solve(question: dict[str, Any]) -> dict[str, Any]:
     values = [column.x for column in columns]
     if any(value is None or not math.isfinite(value) for value in values):
         return {"failed": "CBC gave no values"}
-    bound = model.objective_bound
-    known = bound is not None and math.isfinite(bound)
-    return {"solved": {"values": values, "bound": bound if known else None}}
+    return {"solved": {"values": values, "bound": known(model.objective_bound)}}
+
+
+def known(bound: float | None) -> float | None:
+    """A solver's bound; ``None`` where it has none."""
+    return bound if bound is not None and abs(bound) < _INFINITE else None
 
 
 def _end_with_the_parent() -> None:

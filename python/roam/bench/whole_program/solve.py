@@ -6,10 +6,9 @@ The question has the fields of `linear.Program`, ``solver``, ``seconds`` and ``t
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
-from roam.exact.child import Unavailable, cbc_model, main
+from roam.exact.child import Unavailable, cbc_model, known, main
 
 #: Costs are whole, so nothing between two whole numbers is worth a search.
 GAP = 0.999
@@ -17,11 +16,7 @@ GAP = 0.999
 
 def solve(question: dict[str, Any]) -> dict[str, Any]:
     """Answer one question, see the module."""
-    answer = _highs(question) if question["solver"] == "highs" else _cbc(question)
-    bound = answer.get("solved", {}).get("bound")
-    if bound is not None and not math.isfinite(bound):
-        answer["solved"]["bound"] = None
-    return answer
+    return _highs(question) if question["solver"] == "highs" else _cbc(question)
 
 
 def _cbc(question: dict[str, Any]) -> dict[str, Any]:
@@ -41,7 +36,7 @@ def _cbc(question: dict[str, Any]) -> dict[str, Any]:
     if not finished and status not in (mip.OptimizationStatus.FEASIBLE, mip.OptimizationStatus.NO_SOLUTION_FOUND):
         return {"failed": f"CBC ended with {status.name.lower()}"}
     values = [column.x for column in columns] if model.num_solutions else None
-    return {"solved": {"values": values, "bound": model.objective_bound, "finished": finished}}
+    return {"solved": {"values": values, "bound": known(model.objective_bound), "finished": finished}}
 
 
 def _highs(question: dict[str, Any]) -> dict[str, Any]:
@@ -84,7 +79,7 @@ def _highs(question: dict[str, Any]) -> dict[str, Any]:
     found = highs.getInfo()
     has_values = found.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
     values = list(highs.getSolution().col_value) if has_values else None
-    return {"solved": {"values": values, "bound": found.mip_dual_bound, "finished": finished}}
+    return {"solved": {"values": values, "bound": known(found.mip_dual_bound), "finished": finished}}
 
 
 if __name__ == "__main__":
