@@ -109,10 +109,13 @@ def saving(row: Row, against: str, *, persistent: bool = True) -> float:
 
 def _saved(against: str, *, persistent: bool = True) -> Callable[[Row], str]:
     def text(row: Row) -> str:
-        share = saving(row, against, persistent=persistent)
-        return "none" if abs(share) < _SMALL_SAVING else f"{share:.1%}"
+        return _share(saving(row, against, persistent=persistent))
 
     return text
+
+
+def _share(saved: float) -> str:
+    return "none" if abs(saved) < _SMALL_SAVING else f"{saved:.1%}"
 
 
 _COLUMNS = (
@@ -162,6 +165,33 @@ def means_table(record: Record) -> Table:
     return Table("Mean saving against", columns, rows)
 
 
+def extremes_table(record: Record) -> Table:
+    """Against each, the steps of which a plan saves the least and the most."""
+    rows = []
+    for title, against in _AGAINST:
+        for reuse in ("no", "yes"):
+            found = [(saving(row, against, persistent=False), row) for row in record["rows"] if row["reuse"] == reuse]
+            if found:
+                least, most = (choose(found, key=lambda pair: pair[0]) for choose in (min, max))
+                rows.append({"against": title, "reuse": reuse, "least": least, "most": most})
+
+    def step(which: str) -> Callable[[Row], str]:
+        return lambda row: "{model}/{batch}/{optimizer}".format(**row[which][1])
+
+    def share(which: str) -> Callable[[Row], str]:
+        return lambda row: _share(row[which][0])
+
+    columns = (
+        Column("step-local, against", lambda row: row["against"], right=False),
+        Column("reuse", lambda row: row["reuse"], right=False),
+        Column("saved least", step("least"), right=False),
+        Column("share", share("least")),
+        Column("saved most", step("most"), right=False),
+        Column("share", share("most")),
+    )
+    return Table("Least and most", columns, rows)
+
+
 def rows_table(record: Record) -> Table:
     """Every plan."""
     return Table("Every step", _COLUMNS, record["rows"])
@@ -170,6 +200,7 @@ def rows_table(record: Record) -> Table:
 def summary(record: Record) -> Iterator[Table | str]:
     """Means, where ordering saves nothing, and how near to the least the plans are."""
     yield means_table(record)
+    yield extremes_table(record)
     yield nothing_saved(record)
     yield proved(record)
     yield gaps_table(record)
