@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import roam
-from roam._core import baseline_order, caching_allocator_bytes
+from roam._core import baseline_order, caching_allocator_bytes, synthetic_step
 from strategies import graphs
 
 inductor = pytest.importorskip("torch._inductor.memory")
@@ -150,6 +150,25 @@ def step(sizes_mib: list[tuple[float, int, int]]) -> roam.Graph:
 def test_layouts_follow_their_rules(layout: str, pool_mib: int) -> None:
     graph = step([(4, 0, 1), (3, 1, 2), (2, 2, 3)])
     assert roam.baseline(graph, "program", layout).pool_bytes == pool_mib * MIB
+
+
+def test_the_tree_takes_a_node_limit() -> None:
+    graph = synthetic_step("deep", 1000)
+
+    def pool_bytes(layout: str) -> int:
+        found = roam.baseline(graph, "program", layout)
+        assert found.layout == layout
+        return found.pool_bytes
+
+    # No leaf has more blocks than there are tensors, and larger leaves are laid out better here.
+    assert pool_bytes("tree:4000") == pool_bytes("tree:1000000") < pool_bytes("tree:4")
+
+
+@pytest.mark.parametrize("layout", ["tree:0", "tree:", "tree:-1", "tree:many", "tree:2.5", "size:4"])
+def test_no_other_layout_has_a_number(layout: str) -> None:
+    with pytest.raises(roam.PlanError, match=f'no layout "{layout}"') as refused:
+        roam.baseline(step([(4, 0, 1)]), "program", layout)
+    assert refused.value.code == "unknown_method"
 
 
 def test_eager_pytorch_reserves_more_than_is_live() -> None:

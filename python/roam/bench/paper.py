@@ -88,6 +88,8 @@ def methods(model: str, whole_program_s: float = 0.0) -> Iterator[Method]:
         yield _named("program", layout)
     yield _named("lescea", "skyline")
     yield "program, our layout", _layout_alone
+    for node_limit in (25, 100, 400):
+        yield _named("program", f"tree:{node_limit}")
     for order, layout in (
         ("eager_updates", "tree"),
         ("memory_aware_updates", "tree"),

@@ -293,27 +293,32 @@ impl<'a> Search<'a> {
         Ok(())
     }
 
-    /// Where no layout met its order's floor: searches, the most promising orders first.
+    /// Where no layout met its order's floor: searches, the most promising orders first; each again below what it has found.
     fn search_layouts(&mut self) -> Result<(), Stop> {
         let mut work = SEARCH_WORK;
         for at in self.whole.ranking() {
-            let profile = &self.whole.trials[at].ordered.profile;
-            let total = self.total(self.best());
-            if profile.peak > self.program_peak || profile.least_total() >= total {
-                continue;
-            }
-            let limit = total - profile.outside_peak;
-            let mut share = work / 2;
-            if share < LEAST_SEARCH * self.whole.problem.len() as u64 {
-                break;
-            }
-            work -= share;
-            let layout = layout::search(self.problem_of(at), profile, limit, &mut share, self.watch)?;
-            work += share;
-            self.placed.extend(layout.map(|layout| Placed { trial: at, layout }));
+            while self.search_layout(at, &mut work)? {}
         }
         // A search that found something before the deadline does not say that it was cut short.
         self.watch.check()
+    }
+
+    /// Says whether a smaller layout was found, on half of what the work allows.
+    fn search_layout(&mut self, at: usize, work: &mut u64) -> Result<bool, Stop> {
+        let profile = &self.whole.trials[at].ordered.profile;
+        let total = self.total(self.best());
+        let mut share = *work / 2;
+        let is_worthless = profile.peak > self.program_peak || profile.least_total() >= total;
+        if is_worthless || share < LEAST_SEARCH * self.whole.problem.len() as u64 {
+            return Ok(false);
+        }
+        let limit = total - profile.outside_peak;
+        *work -= share;
+        let layout = layout::search(self.problem_of(at), profile, limit, &mut share, self.watch)?;
+        *work += share;
+        let is_smaller = layout.is_some();
+        self.placed.extend(layout.map(|layout| Placed { trial: at, layout }));
+        Ok(is_smaller)
     }
 
     /// Where a gap is left: exact means, for the most promising orders.
@@ -354,8 +359,10 @@ impl<'a> Search<'a> {
 
     /// Once more, from the orders found since.
     fn look_at_parts_again(&mut self) -> Result<(), Stop> {
-        let is_near = self.least_total().saturating_sub(self.bound()) <= self.bound() / NEAR;
-        if is_near && (!self.parts.is_empty() || self.parts_agree()) {
+        let (total, bound) = (self.least_total(), self.bound());
+        // A first look is worth more than a second.
+        let is_near = total.saturating_sub(bound) <= bound / NEAR && !self.parts.is_empty();
+        if is_near || order::is_within(total, bound) {
             return Ok(());
         }
         self.search_parts()?;
@@ -364,6 +371,11 @@ impl<'a> Search<'a> {
 
     /// Bounds the pool and what stays outside it apart, then lowers their peaks one after the other.
     fn search_parts(&mut self) -> Result<(), Stop> {
+        // One of them is all there is.
+        let program = &self.whole.trials[0].ordered.profile;
+        if program.outside_peak == 0 || program.pool_peak == 0 {
+            return Ok(());
+        }
         // Where updates take the least of the pool.
         for at in self.whole.ranking().into_iter().take(MOST_FITTED) {
             let order = &self.whole.trials[at].ordered.order;

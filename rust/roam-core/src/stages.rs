@@ -146,6 +146,11 @@ impl Prepared {
         layout::Method::known().map(layout::Method::name).chain(others).chain(eager)
     }
 
+    /// Whether there is a layout of that name; the tree's may end in the most blocks of a leaf: `tree:100`.
+    pub fn has_layout(name: &str) -> bool {
+        Prepared::layouts().any(|known| known == name) || layout::Method::by_name(name).is_some()
+    }
+
     /// Bytes of the pool as laid out by name; `None` if there is no layout of that name.
     pub fn pool_bytes(&self, ordered: &Ordered, name: &str) -> Option<u64> {
         self.needs(ordered, name).map(|needs| needs.pool_bytes)
@@ -162,7 +167,7 @@ impl Prepared {
         let pool_bytes = match other {
             Some(layout) => layout.pool_bytes(&self.problem, profile),
             None => {
-                let method = layout::Method::known().find(|method| method.name() == name)?;
+                let method = layout::Method::by_name(name)?;
                 layout::by_method(&self.problem, profile, method, &self.watch).ok()??.pool_bytes
             }
         };

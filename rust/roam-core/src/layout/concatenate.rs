@@ -8,7 +8,7 @@ use super::canonical::{Canonical, Outcome};
 use super::gaps::Gaps;
 use super::greedy::Sequence;
 use super::portfolio_work;
-use super::tree::{Subgraph, grow, node_limit};
+use super::tree::{self, Subgraph, grow};
 use crate::control::{Stop, Watch};
 use crate::graph::round_up;
 use std::cmp::Reverse;
@@ -17,17 +17,22 @@ use std::cmp::Reverse;
 const WORK: u64 = 1 << 26;
 
 /// Offsets per block; `None` where one would reach `limit` or beyond.
-pub(super) fn place(blocks: &Blocks, limit: u64, watch: &Watch) -> Result<Option<Vec<u64>>, Stop> {
+pub(super) fn place(
+    blocks: &Blocks,
+    node_limit: Option<usize>,
+    limit: u64,
+    watch: &Watch,
+) -> Result<Option<Vec<u64>>, Stop> {
+    let node_limit = node_limit.unwrap_or_else(|| tree::node_limit(WORK, blocks.all.len()));
     let mut spans = portfolio_work(blocks.all.len()) / 4;
-    let settled = settle(&blocks.all, &stack(blocks, WORK, watch)?, blocks.times, &mut spans, watch)?;
+    let settled = settle(&blocks.all, &stack(blocks, WORK, node_limit, watch)?, blocks.times, &mut spans, watch)?;
     let offsets = sink(&blocks.all, settled, blocks.times, spans, watch)?;
     Ok((blocks.pool_bytes(&offsets) < limit).then_some(offsets))
 }
 
 /// Where the subgraphs would have their blocks; `None` for those of subgraphs too large to search.
-fn stack(blocks: &Blocks, work: u64, watch: &Watch) -> Result<Vec<Option<u64>>, Stop> {
+fn stack(blocks: &Blocks, work: u64, node_limit: usize, watch: &Watch) -> Result<Vec<Option<u64>>, Stop> {
     let all = &blocks.all;
-    let node_limit = node_limit(work, all.len());
     let floor = blocks.floor();
     let mut wanted = vec![None; all.len()];
     let tree = grow(all, node_limit, watch)?;
@@ -256,9 +261,10 @@ mod tests {
         let blocks = chain(40);
         // One or two layers per leaf.
         let work = 4 * 120 * 36;
-        assert_eq!(node_limit(work, 120), 6);
+        assert_eq!(tree::node_limit(work, 120), 6);
         let watch = Watch::default();
-        let wanted = stack(&blocks, work, &watch).expect("not stopped");
+        let node_limit = tree::node_limit(work, blocks.all.len());
+        let wanted = stack(&blocks, work, node_limit, &watch).expect("not stopped");
         let mut spans = portfolio_work(blocks.all.len());
         let offsets = settle(&blocks.all, &wanted, blocks.times, &mut spans, &watch).expect("not stopped");
         check(&blocks, &offsets);
@@ -292,7 +298,8 @@ mod tests {
                 });
                 let blocks = Blocks::bare(buffers.collect());
                 for (work, mut spans) in [(0, u64::MAX), (1 << 16, 1 << 12), (WORK, u64::MAX)] {
-                    let wanted = stack(&blocks, work, &watch).expect("not stopped");
+                    let node_limit = tree::node_limit(work, blocks.all.len());
+                    let wanted = stack(&blocks, work, node_limit, &watch).expect("not stopped");
                     let settled = settle(&blocks.all, &wanted, blocks.times, &mut spans, &watch).expect("not stopped");
                     check(&blocks, &settled);
                     let sunk = sink(&blocks.all, settled.clone(), blocks.times, u64::MAX, &watch).expect("not stopped");

@@ -56,8 +56,9 @@ pub(crate) enum Method {
     Skyline,
     /// Valleys filled by what covers most and leaves the narrowest gaps.
     Weighted,
-    /// Leaves of the subgraph tree solved one by one and stacked. Not in the portfolio: its searches take too long for that.
-    Tree,
+    /// Leaves of the subgraph tree solved one by one and stacked. Not in the portfolio: its searches take too long for that. A leaf has at
+    /// most so many blocks; where nothing is said, as many as the work allows.
+    Tree { node_limit: Option<usize> },
 }
 
 impl Method {
@@ -73,7 +74,15 @@ impl Method {
 
     /// All that there are.
     pub(crate) fn known() -> impl Iterator<Item = Method> {
-        Method::ALL.into_iter().chain([Method::Tree])
+        Method::ALL.into_iter().chain([Method::Tree { node_limit: None }])
+    }
+
+    /// By its name; the tree's may end in its node limit: `tree:100`.
+    pub(crate) fn by_name(name: &str) -> Option<Method> {
+        let node_limit =
+            name.strip_prefix("tree:").and_then(|limit| limit.parse().ok()).filter(|&limit: &usize| limit > 0);
+        let tree = node_limit.map(|limit| Method::Tree { node_limit: Some(limit) });
+        tree.or_else(|| Method::known().find(|method| method.name() == name))
     }
 
     /// The name under which plans list it.
@@ -82,7 +91,7 @@ impl Method {
             Method::Greedy(sequence) => sequence.name(),
             Method::Skyline => "skyline",
             Method::Weighted => "weighted",
-            Method::Tree => "tree",
+            Method::Tree { .. } => "tree",
         }
     }
 
@@ -92,7 +101,7 @@ impl Method {
         match self {
             Method::Greedy(sequence) => greedy::place(blocks, sequence, limit, work, watch),
             Method::Skyline => skyline::place(blocks, limit, work, watch),
-            Method::Tree => concatenate::place(blocks, limit, watch),
+            Method::Tree { node_limit } => concatenate::place(blocks, node_limit, limit, watch),
             Method::Weighted => {
                 let offsets = weighted::place(blocks, watch)?;
                 Ok((blocks.pool_bytes(&offsets) < limit).then_some(offsets))
