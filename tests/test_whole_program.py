@@ -114,6 +114,8 @@ def least_peak_in_steps(graph: roam.Graph, count: int) -> int:
     reference = Reference(graph)
     peaks = []
     for steps in itertools.product(range(count), repeat=graph.num_operators):
+        if min(steps, default=0) > 0:
+            continue
         pairs = itertools.product(range(graph.num_operators), repeat=2)
         if all(steps[one] < steps[other] for one, other in pairs if reference.before[other] >> one & 1):
             peaks.append(max((live_at(graph, reference, list(steps), step) for step in range(count)), default=0))
@@ -357,3 +359,21 @@ def test_interrupts_end_the_solver(tmp_path: Path) -> None:
     assert "KeyboardInterrupt" in errors
     with pytest.raises(ProcessLookupError):
         os.kill(int(number.read_text()), 0)
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_what_enters_is_there_when_the_first_operator_runs(solver: linear.Solver) -> None:
+    # Three steps for a chain of two. If nothing ran at the first one, what enters and is not used would meet none of what is made.
+    builder = roam.GraphBuilder(alignment_bytes=1)
+    made = builder.tensor("made", 4)
+    builder.tensor("unused", 3, residency="enters")
+    builder.operator("make", creates=[made])
+    builder.operator("use", reads=[made])
+    builder.operator("other")
+    graph = builder.build()
+    found = whole_program(graph, solver, streams=None)
+    check(graph, found)
+    assert Problem(graph, None).steps == 3
+    assert not Problem(graph, None).keeps([1, 2, 1])
+    # The third operator has no need of memory and runs first.
+    assert (found.status, found.peak_bytes, found.steps) == ("optimal", 4, [1, 2, 0])

@@ -64,6 +64,8 @@ class OrderProgram:
                     self._at_most(self.done(operator, step), self.done(earlier, step - 1))
         if problem.streams == 1:
             self._run_one_a_step()
+        elif problem.count:
+            self._begin_at_once()
 
     def _run_one_a_step(self) -> None:
         totals = [Sum(-(step + 1)) for step in range(self.problem.steps)]
@@ -72,6 +74,14 @@ class OrderProgram:
                 totals[step].add(self.done(operator, step), 1)
         for total in totals:
             self.program.row(total, "=")
+
+    def _begin_at_once(self) -> None:
+        beginners = [self.done(operator, 0) for operator in range(self.problem.count)]
+        if ONE not in beginners:
+            missing = Sum(1)
+            for beginner in beginners:
+                missing.add(beginner, -1)
+            self.program.row(missing, "<")
 
     def _at_most(self, less: int, more: int) -> None:
         if less != ZERO and more != ONE:

@@ -41,7 +41,8 @@ class Problem:
     """Ordering constraints, bytes, and the steps at which every operator may run.
 
     With one stream there is a step for each operator, and one operator runs at each. With `streams=None` any number of operators may run at a step
-    (all that they touch coexists), and there are hardly more steps than operators in the longest chain.
+    (all that they touch coexists), and there are hardly more steps than operators in the longest chain. At least one runs at the first step, where all that
+    enters is live, used or not.
 
     Args:
         extra: further constraints, as pairs (before, after).
@@ -123,11 +124,11 @@ class Problem:
         return max(*needs, entering, leaving)
 
     def keeps(self, step_of: Sequence[int]) -> bool:
-        """Whether a schedule is one: every operator within the steps and after those that it must follow."""
+        """Whether a schedule is one: every operator within the steps and after those that it must follow, the first at the first step."""
         in_range = all(0 <= step < self.steps for step in step_of)
         distinct = self.streams is None or len(set(step_of)) == self.count
         after = all(step_of[one] < step_of[other] for other in range(self.count) for one in self.before[other])
-        return in_range and distinct and after
+        return in_range and distinct and after and min(step_of, default=0) == 0
 
     def profile(self, step_of: Sequence[int]) -> tuple[list[int], list[int]]:
         """Live bytes at every step, of what may lie in the pool and of everything else."""

@@ -17,7 +17,8 @@ def start(problem: Problem, known: Sequence[int] | None = None) -> list[int]:
         orders = [_program_order(problem), lescea(problem)] + ([] if known is None else [list(known)])
         schedules = [steps for steps in map(_steps, orders) if problem.keeps(steps)]
     else:
-        schedules = [list(problem.first), list(problem.last)]
+        idle = min(problem.last, default=0)
+        schedules = [list(problem.first), [step - idle for step in problem.last]]
     return min(schedules, key=problem.peak_bytes)
 
 
