@@ -529,6 +529,7 @@ def test_ctrl_c_during_a_benchmark_keeps_its_rows_and_leaves_no_process(tmp_path
     command = [sys.executable, "-m", "roam.cli", *asked, "--output", str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         while not (rows.exists() and rows.read_text().count("\n") == 2 and (child := children(process.pid))):
+            assert process.poll() is None, process.communicate()
             time.sleep(0.01)
         process.send_signal(signal.SIGINT)
         output, complaint = process.communicate(timeout=240)

@@ -56,8 +56,8 @@ def interrupts_wait() -> Iterator[None]:
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, handler)
         _waits.pop()
+        signal.signal(signal.SIGINT, handler)
         wait.deliver()
 
 

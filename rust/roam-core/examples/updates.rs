@@ -1,7 +1,7 @@
 //! What weight updates cost in several orders, as a table:
 //! `cargo run --release --example updates -- GRAPHS`, where each is a file of a captured step.
 //!
-//! Per order: its peak, and pool and outside apart, added up, in MiB. Persistent tensors are left out.
+//! Per order, without reuse: its peak, and pool and outside apart, added up, in MiB. Persistent tensors are left out.
 
 #![expect(clippy::print_stdout, reason = "the table is what is asked for")]
 
@@ -17,7 +17,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     println!("|---|{}", "---|".repeat(ORDERS.len()));
     for path in std::env::args_os().skip(1).map(PathBuf::from) {
         let graph = load_graph(&path, u64::MAX)?;
-        let prepared = Prepared::new(&graph, true);
+        let prepared = Prepared::new(&graph, false);
         print!("| {} |", path.file_name().unwrap_or_default().to_string_lossy().trim_end_matches(".json.gz"));
         for name in ORDERS {
             let order = prepared.order(name).ok_or("no such order")?;

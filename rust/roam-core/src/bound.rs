@@ -33,7 +33,7 @@ const MOST_PROBES: usize = 64;
 const PROBE_WORK: usize = 1_500_000;
 /// Operators, tensors and arcs looked at, over all probes for one problem.
 const ALL_PROBES_WORK: u64 = 50_000_000;
-/// Cuts that comparing first updates may make, and operators that they may look at.
+/// Cuts that comparing first updates may make for each other operator, and operators that they may look at.
 const MOST_FIRSTS: usize = 512;
 const FIRSTS_WORK: usize = 2_000_000;
 /// Sets of them in a row that may prove nothing new.

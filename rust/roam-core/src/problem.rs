@@ -273,12 +273,11 @@ impl Problem {
         self.workspace[op as usize] + self.creates.row(op).iter().map(|&t| self.size(t)).sum::<u64>()
     }
 
-    /// Whether the operator changes and makes nothing, nobody waits for it, and it waits for one other alone, such as a view that is not
-    /// used: it had better run at once, since it may hold what it reads.
+    /// Whether the operator takes no memory, nobody waits for it, and it waits for one other alone, such as a view that is not used: it had
+    /// better run at once, since it may hold what it reads.
     pub(crate) fn is_idle(&self, op: Op) -> bool {
         !self.is_update[op as usize]
             && self.transient(op) == 0
-            && self.creates.row(op).is_empty()
             && self.successors.row(op).is_empty()
             && self.predecessors.row(op).len() == 1
     }

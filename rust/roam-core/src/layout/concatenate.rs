@@ -15,6 +15,8 @@ use std::cmp::Reverse;
 
 /// Comparisons that the searches in all leaves may make together. The node limit follows from it.
 const WORK: u64 = 1 << 26;
+/// Leaves are not made larger, whatever is asked for: their tables grow with the square.
+const MOST_NODES: usize = 4096;
 
 /// Offsets per block; `None` where one would reach `limit` or beyond.
 pub(super) fn place(
@@ -23,7 +25,7 @@ pub(super) fn place(
     limit: u64,
     watch: &Watch,
 ) -> Result<Option<Vec<u64>>, Stop> {
-    let node_limit = node_limit.unwrap_or_else(|| tree::node_limit(WORK, blocks.all.len()));
+    let node_limit = node_limit.unwrap_or_else(|| tree::node_limit(WORK, blocks.all.len())).min(MOST_NODES);
     let mut spans = portfolio_work(blocks.all.len()) / 4;
     let settled = settle(&blocks.all, &stack(blocks, WORK, node_limit, watch)?, blocks.times, &mut spans, watch)?;
     let offsets = sink(&blocks.all, settled, blocks.times, spans, watch)?;

@@ -239,6 +239,7 @@ impl<'a> Alone<'a> {
 mod tests {
     use super::*;
     use crate::builder::GraphBuilder;
+    use crate::control::Watch;
     use crate::graph::{Kind, Operator, Phase, Tensor};
     use crate::ids::TensorId;
 
@@ -288,6 +289,24 @@ mod tests {
             let parts = Parts::thrifty(&problem(&sizes, &calls));
             assert!(!parts.contain(1), "{sizes:?} {reader:?}");
         }
+    }
+
+    #[test]
+    fn what_reads_an_update_runs_behind_it() {
+        let problem = problem(
+            &[1, 10, 10, 20],
+            &[
+                (Phase::Forward, &[], &[0]),
+                (Phase::Backward, &[], &[1]),
+                (Phase::Update, &[1], &[2]),
+                // A view that nobody uses, of what the update makes.
+                (Phase::Forward, &[2], &[]),
+                (Phase::Backward, &[0], &[3]),
+                (Phase::Update, &[3], &[]),
+            ],
+        );
+        let order = super::super::updates::eager_updates(&problem, &Watch::default()).expect("not stopped");
+        assert_eq!(order, [0, 1, 2, 3, 4, 5]);
     }
 
     #[test]

@@ -152,13 +152,14 @@ impl Outlook {
     }
 }
 
-/// The other phases as in `base`, but what is idle at once.
+/// The other phases as in `base`, but what is idle right behind what it waits for, if that is one of them.
 fn trunk(problem: &Problem, parts: &Parts, base: &[Op]) -> Vec<Op> {
     let is_ours = |op: Op| !parts.contain(op);
-    let others = base.iter().copied().filter(|&op| is_ours(op) && !problem.is_idle(op));
+    let is_moved = |op: Op| problem.is_idle(op) && problem.predecessors.row(op).iter().all(|&before| is_ours(before));
+    let others = base.iter().copied().filter(|&op| is_ours(op) && !is_moved(op));
     let with_idle = |op: Op| {
         let next = problem.successors.row(op).iter().copied();
-        std::iter::once(op).chain(next.filter(|&next| is_ours(next) && problem.is_idle(next)))
+        std::iter::once(op).chain(next.filter(|&next| is_ours(next) && is_moved(next)))
     };
     others.flat_map(with_idle).collect()
 }
