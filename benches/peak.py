@@ -2,6 +2,7 @@
 
 It prints the kinds of tensors, the largest tensors with the steps that they live through, and what PyTorch's caching allocator reserves: the last tensors
 for which it asks the device for more, and how much is free by then, in pieces that are too small. The order is one that `roam.baseline` knows, or `roam`.
+What enters the step is in the peak, but not in the list.
 """
 
 from __future__ import annotations
