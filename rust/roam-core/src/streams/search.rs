@@ -101,7 +101,13 @@ impl<'a> Search<'a> {
             tried.collect::<Result<Vec<_>, Stop>>().map(|tried| tried.into_iter().flatten().collect::<Vec<_>>())
         };
         if let Some(speed) = self.input.settings.speed {
-            return on_all(&|flavour| self.leanest(flavour, |makespan_ns| self.speed(makespan_ns) >= speed));
+            let is_fast = |makespan_ns| self.speed(makespan_ns) >= speed;
+            let mut tried = on_all(&|flavour| self.leanest(flavour, is_fast))?;
+            // The ceilings on the way to the leanest may all be wrong ones.
+            if !tried.iter().any(|tried| is_fast(tried.makespan_ns)) {
+                tried.extend(on_all(&|flavour| self.fastest(flavour))?);
+            }
+            return Ok(tried);
         }
         let mut tried = on_all(&|flavour| self.fastest(flavour))?;
         let fastest = tried.iter().map(|tried| tried.makespan_ns).min().unwrap_or(self.serial_ns);
