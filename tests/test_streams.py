@@ -84,6 +84,24 @@ def test_a_speed_is_met_or_refused(graph: roam.Graph, asked: float) -> None:
         assert caught.value.code == "speed_target"
 
 
+def test_a_speed_that_the_leanest_plans_pass_by_is_found() -> None:
+    builder = roam.GraphBuilder(alignment_bytes=1)
+    for size in (0, 0):
+        builder.tensor("", size, residency="enters")
+    held = builder.tensor("held", 100, residency="enters")
+    made = [builder.tensor("", 0) for _ in range(2)]
+    first = builder.operator("op0", creates=made[:1], position=0)
+    second = builder.operator("op1", mutates=[held], position=1)
+    third = builder.operator("op2", position=2)
+    builder.operator("op4", workspace_bytes=50, position=4)
+    builder.operator("op3", creates=made[1:], position=3)
+    builder.control(first, second)
+    builder.control(first, third)
+    graph = builder.build()
+    assert speed(roam.optimize(graph, streams=2)) > 1.1
+    assert speed(roam.optimize(graph, streams=2, speed=1.1)) >= 1.1
+
+
 def corrupted(plan: roam.Plan, change: Callable[[dict[str, Any]], object]) -> roam.Plan:
     value = json.loads(plan.to_json())
     change(value)
