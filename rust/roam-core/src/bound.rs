@@ -13,7 +13,7 @@ use crate::control::{Stop, Watch};
 use crate::flow::{self, INFINITE, Network};
 use crate::graph::Residency;
 use crate::liveness::largest_matching;
-use crate::order::is_within;
+use crate::order::{LONGEST_UPDATE, is_within};
 use crate::plan::BoundRoute;
 use crate::problem::{NONE, Op, Problem, Ten, step_by_operator};
 use rayon::prelude::*;
@@ -38,8 +38,6 @@ const MOST_FIRSTS: usize = 512;
 const FIRSTS_WORK: usize = 2_000_000;
 /// Sets of them in a row that may prove nothing new.
 const MOST_IN_VAIN: usize = 16;
-/// Updates of more operators than this are none of one parameter.
-pub(crate) const LONGEST_UPDATE: usize = 64;
 /// Cuts made side by side; fixed, so that plans do not depend on the number of threads.
 const BATCH: usize = 8;
 /// Inputs up to which every choice of reuse is cut on its own.

@@ -379,7 +379,7 @@ impl<'a> Search<'a> {
         // Where updates take the least of the pool.
         for at in self.whole.ranking().into_iter().take(MOST_FITTED) {
             let order = &self.whole.trials[at].ordered.order;
-            let order = order::fitting_updates(&self.whole.problem, order, self.program_peak, self.watch)?;
+            let order = order::FittingUpdates::new(&self.whole.problem, order).under(self.program_peak, self.watch)?;
             self.whole.add("fitting_updates", order);
         }
         for (at, part) in [Part::Pool, Part::Outside].into_iter().enumerate() {

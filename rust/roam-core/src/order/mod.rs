@@ -15,12 +15,12 @@ mod segments;
 mod updates;
 mod window;
 
-pub(crate) use parts::update_parts;
+pub(crate) use parts::{LONGEST_UPDATE, update_parts};
 pub(crate) use peaks::{Answers, Open, lower_peaks};
 pub(crate) use portfolio::{Portfolio, Trial};
 pub(crate) use programs::lower_by_programs;
 pub(crate) use refine::{Aim, Ordered, split, stage};
-pub(crate) use updates::{fitting_updates, highest_without_updates};
+pub(crate) use updates::FittingUpdates;
 
 use crate::control::{Stop, Watch};
 use crate::problem::{Op, Problem};

@@ -1,8 +1,10 @@
 //! Weight updates as parts of the update phase.
 
-use crate::bound::LONGEST_UPDATE;
 use crate::graph::Residency;
 use crate::problem::{NONE, Op, Problem, Ten};
+
+/// Updates of more operators than this are none of one parameter.
+pub(crate) const LONGEST_UPDATE: usize = 64;
 
 /// The updates, each as its operators in program order.
 pub(crate) fn update_parts(problem: &Problem) -> Vec<Vec<Op>> {

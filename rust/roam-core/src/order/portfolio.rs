@@ -4,7 +4,7 @@
 use super::peaks::{Answers, Open, lower_peaks};
 use super::programs::lower_by_programs;
 use super::refine::{Aim, Ordered, rounds, split, stage};
-use super::{Method, fitting_updates, highest_without_updates, is_within, update_parts};
+use super::{FittingUpdates, Method, is_within, update_parts};
 use crate::bound::{Bounds, Limit};
 use crate::control::{Stop, Watch};
 use crate::exact::ExactTier;
@@ -26,19 +26,20 @@ const MOST_LIMITS: usize = 16;
 const MOST_SEARCHES: usize = 4;
 
 /// Operators before which updates may have to run.
-const MOST_HIGHEST: usize = 4;
+const MOST_NEEDIEST: usize = 4;
 
 /// The order with updates as soon as they fit under a limit, the lowest that bisection between `floor` and its peak finds to hold; `None`
 /// where none lowers the peak.
 fn lowest_fitting(problem: &Problem, start: &Ordered, floor: u64, watch: &Watch) -> Result<Option<Vec<Op>>, Stop> {
     let (mut low, mut lowest) = (floor, start.profile.peak);
     let mut best = None;
+    let updates = FittingUpdates::new(problem, &start.order);
     for _ in 0..rounds(problem, MOST_LIMITS) {
         if is_within(lowest, low) {
             break;
         }
         let limit = low + (lowest - low) / 2;
-        let order = match fitting_updates(problem, &start.order, limit, watch) {
+        let order = match updates.under(limit, watch) {
             Ok(order) => order,
             // What has been found counts; whoever looks at the watch next stops.
             Err(_) if best.is_some() => break,
@@ -215,8 +216,8 @@ impl Portfolio {
         if is_within(peak, self.bounds.best().0) {
             return Ok(());
         }
-        let highest = highest_without_updates(&self.problem, &self.trials[best].ordered.order, MOST_HIGHEST);
-        self.bounds.compare_firsts(&self.problem, &update_parts(&self.problem), &highest, peak, watch)
+        let neediest = FittingUpdates::new(&self.problem, &self.trials[best].ordered.order).neediest(MOST_NEEDIEST);
+        self.bounds.compare_firsts(&self.problem, &update_parts(&self.problem), &neediest, peak, watch)
     }
 
     /// Where no order meets the bound: exact search in the stretch that holds the lowest peak, as long as moving updates then leaves

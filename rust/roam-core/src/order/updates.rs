@@ -15,7 +15,7 @@ pub(super) fn eager_updates(problem: &Problem, watch: &Watch) -> Result<Vec<Op>,
 
 /// The same in another order than program order.
 pub(super) fn eager_in(problem: &Problem, parts: &Parts, base: &[Op], watch: &Watch) -> Result<Vec<Op>, Stop> {
-    schedule(problem, parts, base, |pending, _, _| pending.oldest(), watch)
+    schedule(problem, parts, &trunk(problem, parts, base), |pending, _, _| pending.oldest(), watch)
 }
 
 /// The published rule (Shu et al., arXiv 2310.19295, section 4): an update that would not fit under the estimated
@@ -32,52 +32,65 @@ pub(super) fn memory_aware_updates(problem: &Problem, watch: &Watch) -> Result<V
     let next = |pending: &Pending, op: Op, live: u64| {
         pending.oldest().filter(|&part| fits(part, live) || !improves[op as usize])
     };
-    schedule(problem, &parts, &problem.program_order(), next, watch)
+    schedule(problem, &parts, &trunk(problem, &parts, &problem.program_order()), next, watch)
 }
 
-/// The order given, except that updates run as soon as they fit under `most` live bytes, then and at every step to come;
-/// those that need the most first.
-pub(crate) fn fitting_updates(problem: &Problem, order: &[Op], most: u64, watch: &Watch) -> Result<Vec<Op>, Stop> {
-    let parts = Parts::thrifty(problem);
-    // Per operator the live bytes after it, and the most while later ones run.
-    let mut ahead = vec![(0, 0); problem.len()];
-    let mut highest = 0;
-    for Step { op, meanwhile, after } in without_updates(problem, &parts, order).into_iter().rev() {
-        highest = highest.max(after);
-        ahead[op as usize] = (after, highest);
-        highest = highest.max(meanwhile);
-    }
-    let next = |pending: &Pending, op: Op, live: u64| {
-        let (without, highest) = ahead[op as usize];
-        // What updates that have run add to every later step, or take off. One that leaves no more than it finds is welcome anyway.
-        let later = i128::from(most) - (i128::from(highest) + i128::from(live) - i128::from(without));
-        pending.largest_within(most.saturating_sub(live), |part| parts.keeps[part as usize] <= later.max(0))
-    };
-    schedule(problem, &parts, order, next, watch)
+/// An order, with what its other phases need if no update ever ran: whatever limit updates are to fit under, that is the same.
+pub(crate) struct FittingUpdates<'a> {
+    problem: &'a Problem,
+    parts: Parts,
+    trunk: Vec<Op>,
+    /// For each operator of the trunk.
+    without: Vec<Without>,
 }
 
-/// The operators of the other phases that need the most if no update ever ran, each with another need, the neediest first.
-pub(crate) fn highest_without_updates(problem: &Problem, order: &[Op], most: usize) -> Vec<Op> {
-    let mut steps = without_updates(problem, &Parts::thrifty(problem), order);
-    // Of equals the last has more behind it.
-    steps.reverse();
-    steps.sort_by_key(|step| Reverse(step.meanwhile));
-    steps.dedup_by_key(|step| step.meanwhile);
-    steps.into_iter().take(most).map(|step| step.op).collect()
-}
-
-/// An operator, with the live bytes while it runs and after it.
-struct Step {
-    op: Op,
+/// Live bytes if no update ever ran.
+struct Without {
+    /// While the operator runs, and after it.
     meanwhile: u64,
     after: u64,
 }
 
-/// The other phases as in `order`, as if no update ever ran.
-fn without_updates(problem: &Problem, parts: &Parts, order: &[Op]) -> Vec<Step> {
-    let mut memory = Memory::new(problem);
-    let run = |op: Op| Step { op, meanwhile: memory.run(problem, op), after: memory.live };
-    trunk(problem, parts, order).into_iter().map(run).collect()
+impl<'a> FittingUpdates<'a> {
+    pub(crate) fn new(problem: &'a Problem, order: &[Op]) -> Self {
+        let parts = Parts::thrifty(problem);
+        let trunk = trunk(problem, &parts, order);
+        let mut memory = Memory::new(problem);
+        let mut run = |&op: &Op| Without { meanwhile: memory.run(problem, op), after: memory.live };
+        let without = trunk.iter().map(&mut run).collect();
+        FittingUpdates { problem, parts, trunk, without }
+    }
+
+    /// The order, except that updates run as soon as they fit under `most` live bytes, then and at every step to come; those that need
+    /// the most first.
+    pub(crate) fn under(&self, most: u64, watch: &Watch) -> Result<Vec<Op>, Stop> {
+        let FittingUpdates { problem, parts, trunk, without } = self;
+        // Per operator the live bytes after it, and the most while later ones run.
+        let mut ahead = vec![(0, 0); problem.len()];
+        let mut highest = 0;
+        for (&op, &Without { meanwhile, after }) in trunk.iter().zip(without).rev() {
+            highest = highest.max(after);
+            ahead[op as usize] = (after, highest);
+            highest = highest.max(meanwhile);
+        }
+        let next = |pending: &Pending, op: Op, live: u64| {
+            let (without, highest) = ahead[op as usize];
+            // What updates that have run add to every later step, or take off. One that leaves no more than it finds is welcome anyway.
+            let later = i128::from(most) - (i128::from(highest) + i128::from(live) - i128::from(without));
+            pending.largest_within(most.saturating_sub(live), |part| parts.keeps[part as usize] <= later.max(0))
+        };
+        schedule(problem, parts, trunk, next, watch)
+    }
+
+    /// The operators of the trunk that need the most if no update ever ran, each with another need, the neediest first.
+    pub(crate) fn neediest(&self, most: usize) -> Vec<Op> {
+        // Of equals the last has more behind it.
+        let mut needs: Vec<(u64, Op)> =
+            self.without.iter().zip(&self.trunk).rev().map(|(without, &op)| (without.meanwhile, op)).collect();
+        needs.sort_by_key(|&(bytes, _)| Reverse(bytes));
+        needs.dedup_by_key(|&mut (bytes, _)| bytes);
+        needs.into_iter().take(most).map(|(_, op)| op).collect()
+    }
 }
 
 /// How many of the waiting updates are looked at in one place.
@@ -164,12 +177,12 @@ fn trunk(problem: &Problem, parts: &Parts, base: &[Op]) -> Vec<Op> {
     others.flat_map(with_idle).collect()
 }
 
-/// The other phases as in `base`. After each of their operators updates run whose gradients are ready, as long as `next`
+/// The other phases as in `trunk`. After each of their operators updates run whose gradients are ready, as long as `next`
 /// names one: it is told the operator and the live bytes.
 fn schedule(
     problem: &Problem,
     parts: &Parts,
-    base: &[Op],
+    trunk: &[Op],
     next: impl Fn(&Pending, Op, u64) -> Option<u32>,
     watch: &Watch,
 ) -> Result<Vec<Op>, Stop> {
@@ -182,7 +195,6 @@ fn schedule(
     // Per part its place among all updates.
     let mut turn: Vec<u32> = (0..parts.members.len() as u32).map(|part| NONE / 2 + part).collect();
     let mut taken = 0;
-    let trunk = trunk(problem, parts, base);
     for (place, &op) in trunk.iter().enumerate() {
         if place % STRIDE == 0 {
             watch.check()?;
