@@ -122,6 +122,26 @@ class TestRecomputation:
         assert draws.count("aten.bernoulli_.float") == 2 + 2 * 3 * 2
         assert draws.count("torch.random.get_rng_state") == draws.count("torch.random.set_rng_state") // 2 * 2
 
+    def test_keeps_states_out_of_the_pool(self) -> None:
+        """PyTorch reads a generator's state from where its storage begins."""
+        step, *arguments = _recomputing_step()
+        graph = roam.capture(step, *arguments)
+        states = [tensor for tensor in graph.tensors if tensor.name.startswith("get_rng_state")]
+        assert len(states) == 6
+        assert {tensor.residency for tensor in states} == {"unpooled"}
+
+        class Wide(torch.nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.layers = torch.nn.ModuleList(torch.nn.Linear(48, 48) for _ in range(4))
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                for layer in self.layers:
+                    x = x + checkpoint(lambda x, layer=layer: functional.dropout(layer(x)), x, use_reentrant=False)
+                return x
+
+        same_by_plan(lambda wrap: train(Wide(), wrap, images(3, 8, 48)))
+
     def test_without_draws_keeps_no_state(self) -> None:
         step, model, *rest = _recomputing_step()
         for module in model.modules():

@@ -22,8 +22,13 @@ def is_mark(func: OpOverload) -> bool:
     return func.namespace in _ONLY_MARKS
 
 
+def is_ours(func: object) -> bool:
+    """Whether it is an operator of PyTorch's or of this library."""
+    return type(func) is OpOverload and func.namespace in _OURS
+
+
 def is_foreign(func: object) -> bool:
-    """Whether an operator is neither PyTorch's nor ours."""
+    """Whether it is an operator of others."""
     return type(func) is OpOverload and func.namespace not in _OURS
 
 

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import flop_registry
 
 from roam._core import Graph, GraphBuilder
 from roam.capture.absent import estimate_of
-from roam.capture.foreign import is_foreign
+from roam.capture.foreign import is_ours
 from roam.kernels.calls import Placed
 from roam.program import Call, Program, Ref, substitute
 
@@ -137,8 +137,11 @@ def _residencies(
     program: Program, placed: Sequence[Placed | None], landing: Container[int] | None, pool: bool
 ) -> list[_Residency]:
     leaving = program.leaving()
-    # Operators of others may do with a tensor's memory what they like, such as hand it to NumPy, after which it cannot be resized.
-    given_away = {program.storage_of(slot) for call in program.calls if is_foreign(call.target) for slot in call.refs()}
+    # Who gets a tensor that is not PyTorch's operator may do with its memory what it likes: hand it to NumPy, after which it cannot
+    # be resized, or read from the start of the storage instead of the tensor's, as `torch.set_rng_state` does.
+    given_away = {
+        program.storage_of(slot) for call in program.calls if not is_ours(call.target) for slot in call.refs()
+    }
     residencies: list[_Residency] = []
     for number, storage in enumerate(program.storages):
         if storage.creator < 0:
