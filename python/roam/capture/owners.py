@@ -185,5 +185,6 @@ def scaler_owners(reach: Reach) -> Iterator[ScalerOwner]:
 def gradient_owners(parameters: list[PlaceOwner]) -> Iterator[GradientOwner]:
     """The gradients that exist now."""
     for owner in parameters:
-        if owner.get().grad is not None:
+        parameter = owner.get()
+        if isinstance(parameter, torch.Tensor) and parameter.grad is not None:  # a step may have removed it
             yield GradientOwner(owner, f"{owner.path}.grad")

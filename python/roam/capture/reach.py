@@ -195,7 +195,8 @@ class _Walk:
             self._visit(value, path)
             if len(self.reach.places) > _MOST_SPACES:
                 raise CaptureError(
-                    f"the step reaches more than {_MOST_SPACES} objects (at {path}); pass it less, or close over less"
+                    f"the step reaches more than {_MOST_SPACES} objects (at {path}); pass it less, or close over less",
+                    code="reach",
                 )
 
     # -- roots

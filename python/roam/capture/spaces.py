@@ -64,7 +64,10 @@ class Space:
         Raises:
             CaptureError: if the holder is immutable.
         """
-        raise CaptureError(f"{self.label(key)} cannot be replaced where it is; keep it in a list or as an attribute")
+        raise CaptureError(
+            f"{self.label(key)} cannot be replaced where it is; keep it in a list or as an attribute",
+            code="wrapped_place",
+        )
 
     @property
     def is_immutable(self) -> bool:

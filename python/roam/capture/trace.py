@@ -26,7 +26,7 @@ from roam.capture.live import as_live, number_stand_ins
 from roam.capture.owners import GradientOwner, Owner, PlaceOwner, StateOwner, state_owners
 from roam.capture.record import Recorder
 from roam.capture.scaler import check_skippable, check_updated, scaler_stand_ins
-from roam.capture.values import is_plain, same
+from roam.capture.values import MISSING, is_plain, same
 from roam.capture.world import World
 from roam.errors import CaptureError
 from roam.interrupts import interrupts_allowed
@@ -96,6 +96,9 @@ def trace(
                 "let it work on a copy",
                 code="moved",
             )
+        for owner, _ in before:
+            if isinstance(owner, PlaceOwner) and owner.get() is MISSING:
+                raise CaptureError(f"the step removes {owner.path}; assign another value instead", code="owner_removed")
         if world.hooks() != hooks:
             raise CaptureError("the step adds hooks to a parameter, or removes some", code="moved")
         if differing := trained ^ world.requiring_gradients():

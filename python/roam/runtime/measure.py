@@ -139,7 +139,7 @@ def measure_peak(fn: Callable[..., Any], *args: Any, warmup: int = 0, device: st
     if device == "cuda":
         return _measure_cuda(functools.partial(fn, *args), warmup)
     if device != "cpu":
-        raise MeasurementError(f"memory is measured on cpu and cuda, not on {device}")
+        raise MeasurementError(f"memory is measured on cpu and cuda, not on {device}", code="device")
     if warmup:
         with observed():
             for _ in range(warmup):
@@ -208,7 +208,8 @@ class _Stream:
             if total != event.total_bytes:
                 raise MeasurementError(
                     "memory was released by a thread that the profiler does not watch: "
-                    f"{event.total_bytes} bytes allocated, {total} accounted for"
+                    f"{event.total_bytes} bytes allocated, {total} accounted for",
+                    code="other_thread",
                 )
             if event.size_bytes >= 0:
                 open_blocks[event.address] = len(self.blocks)
@@ -279,7 +280,9 @@ def _between_marks(roots: list[Any]) -> tuple[list[_Event], int]:
                 calls, call = calls + 1, calls
         stack.extend((child, call, operator, mark) for child in reversed(node.children))
     if _START not in marks or _END not in marks:
-        raise MeasurementError("the profiler recorded no allocator events; is another profiler running?")
+        raise MeasurementError(
+            "the profiler recorded no allocator events; is another profiler running?", code="no_events"
+        )
     start, start_bytes = marks[_START]
     end, _ = marks[_END]
     return [event for time, _, event in sorted(found, key=lambda item: item[:2]) if start < time < end], start_bytes
@@ -411,12 +414,12 @@ def measure_in_child(
 def _spec(build: str | Callable[..., Any]) -> str:
     if isinstance(build, str):
         if build.count(":") != 1:
-            raise MeasurementError(f"{build!r} is not of the form 'package.module:function'")
+            raise MeasurementError(f"{build!r} is not of the form 'package.module:function'", code="build")
         return build
     spec = f"{build.__module__}:{build.__qualname__}"
     if "<" in spec or build.__module__ == "__main__":
         raise MeasurementError(
-            f"{spec} cannot be found by another process; it must be a function of an importable module"
+            f"{spec} cannot be found by another process; it must be a function of an importable module", code="build"
         )
     return spec
 

@@ -1,0 +1,306 @@
+"""Every error code is documented in docs/errors.md, and every refusal of a step has a test."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import roam
+import roam.errors
+from roam.runtime import measure
+
+_ROOT = Path(__file__).parents[1]
+_CLASSES = ("CaptureError", "ExecutionError", "PlanError", "GraphError", "FormatError", "LayoutError")
+_RAISERS = {*_CLASSES, "SolverUnavailable", "MeasurementError"}
+
+
+# -- codes in the sources and on the page
+
+
+def _calls() -> Iterator[tuple[str, str, ast.Call]]:
+    """File and line, name of the function, and the call: every call in the package."""
+    for path in sorted((_ROOT / "python/roam").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, (ast.Name, ast.Attribute)):
+                name = node.func.id if isinstance(node.func, ast.Name) else node.func.attr
+                yield f"{path.relative_to(_ROOT)}:{node.lineno}", name, node
+
+
+def _code(name: str, call: ast.Call) -> ast.expr | None:
+    given = next((keyword.value for keyword in call.keywords if keyword.arg == "code"), None)
+    return call.args[1] if given is None and "refuse" in name and len(call.args) > 1 else given
+
+
+def _texts(code: ast.expr | None) -> set[str]:
+    return {part.value for part in ast.walk(code) if isinstance(part, ast.Constant)} if code else set()
+
+
+def _python_codes() -> set[str]:
+    found = set()
+    for _, name, call in _calls():
+        if name in _RAISERS or "refuse" in name:
+            found |= {text for text in _texts(_code(name, call)) if isinstance(text, str)}
+    return found
+
+
+def _rust_codes() -> set[str]:
+    found: set[str] = set()
+    for path in sorted((_ROOT / "rust").rglob("*.rs")):
+        text = path.read_text()
+        for body in re.findall(r"pub(?:\([a-z]+\))? fn code\(&self\).*?\n    }\n", text, re.DOTALL):
+            found.update(re.findall(r'=> "([a-z_]+)"', body))
+        found.update(re.findall(r'Fault \{ class: [^}]*code: "([a-z_]+)"', text))
+    return found
+
+
+def _documented() -> dict[str, list[tuple[str, list[str]]]]:
+    """Per heading of the page the codes in its tables, each with its other cells."""
+    sections: dict[str, list[tuple[str, list[str]]]] = defaultdict(list)
+    heading = ""
+    for line in (_ROOT / "docs/errors.md").read_text().splitlines():
+        if line.startswith("## "):
+            heading = line[3:]
+        elif row := re.match(r"\| `([a-z_]+)` \|(.*)\|$", line):
+            sections[heading].append((row[1], [cell.strip() for cell in row[2].split("|")]))
+    return sections
+
+
+def test_the_page_has_every_code_and_no_other() -> None:
+    documented = {code for rows in _documented().values() for code, _ in rows}
+    assert documented == _python_codes() | _rust_codes()
+
+
+def test_every_code_has_its_cause_and_remedy() -> None:
+    for heading, rows in _documented().items():
+        assert hasattr(roam.errors, heading) or hasattr(measure, heading), heading
+        for code, cells in rows:
+            assert all(cell.endswith(".") for cell in cells), code
+
+
+def test_codes_are_in_order() -> None:
+    for heading, rows in _documented().items():
+        codes = [code for code, cells in rows if len(cells) == 2]
+        assert codes == sorted(set(codes)), heading
+
+
+def test_no_error_is_without_a_code() -> None:
+    without = [where for where, name, call in _calls() if name in _RAISERS and _code(name, call) is None]
+    assert without == []
+
+
+# -- a step for every code
+
+
+class _My:
+    """What a step has at hand: a model, its optimizer, a batch."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+        self.optimizer: Any = torch.optim.SGD(self.model.parameters(), 0.1, momentum=0.9)
+        self.batch = torch.ones(2, 4)
+        self.kept: Any = None
+        self.count = 0
+
+    def step(self, between: Callable[[_My, torch.Tensor], Any] = lambda my, loss: None) -> Callable[..., Any]:
+        """A training step that calls `between` before the update."""
+
+        def step(batch: torch.Tensor, *others: Any) -> Any:
+            self.optimizer.zero_grad()
+            loss = self.model(batch).square().mean()
+            loss.backward()
+            result = between(self, loss)
+            self.optimizer.step()
+            return result
+
+        return step
+
+
+_OPERATORS = torch.library.Library("roam_test_errors", "DEF")
+_OPERATORS.define("number(Tensor x) -> int")
+_OPERATORS.define("bare(Tensor x) -> Tensor")
+_OPERATORS.define("same(Tensor x) -> Tensor")
+_OPERATORS.impl("number", lambda x: 1, "CompositeExplicitAutograd")
+_OPERATORS.impl("bare", lambda x: x.clone(), "CPU")
+_OPERATORS.impl("same", lambda x: x.view(-1), "CompositeExplicitAutograd")
+
+
+class _Odd(torch.optim.SGD):
+    """Keeps in its state what `odd` gives."""
+
+    def __init__(self, model: nn.Module, odd: Callable[[], Any]) -> None:
+        super().__init__(model.parameters(), 0.1)
+        self.odd = odd
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["odd"] = self.odd()
+
+
+def _between(action: Callable[[_My, torch.Tensor], Any]) -> Callable[[], Any]:
+    """Captures a step with something between backward and update."""
+
+    def capture() -> Any:
+        my = _My()
+        return roam.capture(my.step(action), my.batch)
+
+    return capture
+
+
+def _given(prepare: Callable[[_My], Any]) -> Callable[[], Any]:
+    """Captures an ordinary step after something was done; where that gives a tensor, it is the batch."""
+
+    def capture() -> Any:
+        my = _My()
+        batch = prepare(my)
+        return roam.capture(my.step(), my.batch if batch is None else batch)
+
+    return capture
+
+
+def _replace(my: _My, name: str, value: Any) -> None:
+    setattr(my, name, value)
+
+
+def _assign(holder: Any, name: str, value: Any) -> None:
+    setattr(holder, name, value)
+
+
+def _fx(change: Callable[[torch.fx.GraphModule], Any], mode: str = "fake") -> Callable[[], Any]:
+    def plan() -> Any:
+        from torch.fx.experimental.proxy_tensor import make_fx
+
+        module = make_fx(lambda x: x.sin().cos(), tracing_mode=mode)(torch.randn(8))
+        return roam.Graph.from_fx(change(module) or module)
+
+    return plan
+
+
+def _without_values(module: torch.fx.GraphModule) -> None:
+    for node in module.graph.nodes:
+        node.meta.clear()
+
+
+def _calling_a_method(module: torch.fx.GraphModule) -> None:
+    node = next(node for node in module.graph.nodes if node.op == "call_function")
+    node.op, node.target = "call_method", "sin"
+
+
+def _updated(after: Callable[[_My], Any]) -> Callable[[], Any]:
+    """Captures a step with something after the update."""
+
+    def capture() -> Any:
+        my = _My()
+        step = my.step()
+
+        def longer(batch: torch.Tensor) -> None:
+            step(batch)
+            after(my)
+
+        return roam.capture(longer, my.batch)
+
+    return capture
+
+
+def _raise_the_count(my: _My, loss: torch.Tensor) -> None:
+    my.count += 1
+    my.optimizer.param_groups[0]["lr"] = my.count**2 * 0.1
+
+
+def _two_fake_modes() -> Any:
+    with roam.fake("cpu"):
+        my = _My()
+    with roam.fake("cpu"):
+        batch = torch.ones(2, 4)
+    return roam.capture(my.step(), batch)
+
+
+def _first_step_of_a_trained_model() -> Any:
+    my = _My()
+    my.step()(my.batch)
+    return roam.capture(my.step(), my.batch, step="first")
+
+
+def _autocast_around() -> Any:
+    my = _My()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return roam.capture(my.step(), my.batch)
+
+
+def _counting() -> Any:
+    my, calls = _My(), []
+    return roam.capture(my.step(lambda my, loss: calls.append(1)), my.batch)
+
+
+def _alternating() -> Any:
+    my = _My()
+    turns = iter(range(10))
+
+    class Turn:
+        def __len__(self) -> int:
+            return next(turns)
+
+    return roam.capture(my.step(lambda my, loss: [my.x.sin() for _ in range(len(Turn()))]), my.batch)
+
+
+def _scheduled_twice(my: _My) -> None:
+    my.kept = torch.optim.lr_scheduler.StepLR(my.optimizer, 1)
+
+
+REFUSED: dict[str, Callable[[], Any]] = {
+    "address": _between(lambda my, loss: loss.data_ptr()),
+    "argument": lambda: roam.capture(_My().step(), torch.ones(2, 4), step="last"),  # type: ignore[arg-type]
+    "argument_gradient": _given(lambda my: torch.ones(2, 4, requires_grad=True)),
+    "autocast_cache": _autocast_around,
+    "autograd_node": _given(lambda my: _replace(my, "kept", my.model[0].weight.sum().grad_fn)),
+    "compiled_module": _given(lambda my: _replace(my, "model", torch.compile(my.model))),
+    "data_dependent": _between(lambda my, loss: my.batch[my.batch > 0]),
+    "fake_modes": _two_fake_modes,
+    "foreign_operator": _between(lambda my, loss: torch.ops.roam_test_errors.number(loss)),
+    "fx_metadata": _fx(_without_values),
+    "fx_node": _fx(_calling_a_method),
+    "fx_symbolic": _fx(lambda module: None, "symbolic"),
+    "generator_state": _between(lambda my, loss: torch.initial_seed()),
+    "hidden_alias": _between(lambda my, loss: torch.ops.roam_test_errors.same(my.batch)),
+    "inplace_view": _between(lambda my, loss: my.batch.unsqueeze_(0)),
+    "iterator": _given(lambda my: _replace(my, "kept", iter([1, 2]))),
+    "layout": _given(lambda my: torch.ones(2, 4).to_sparse()),
+    "live_power": _between(_raise_the_count),
+    "moved": _counting,
+    "no_fake_kernel": _between(lambda my, loss: torch.ops.roam_test_errors.bare(loss)),
+    "no_first_step": _first_step_of_a_trained_model,
+    "optimizer": _given(lambda my: _replace(my, "optimizer", torch.optim.LBFGS(my.model.parameters()))),
+    "optimizer_state": _given(lambda my: _replace(my, "optimizer", _Odd(my.model, object))),
+    "outer_history": _given(lambda my: my.model[0](torch.ones(2, 4))),
+    "owner_removed": _between(lambda my, loss: delattr(my.model[1], "bias")),
+    "parameter_replaced": _between(lambda my, loss: _assign(my.model[1], "bias", nn.Parameter(torch.zeros(1)))),
+    "rate": _updated(lambda my: my.optimizer.param_groups[0].update(lr="fast")),
+    "refused_operator": _between(lambda my, loss: my.batch.nonzero()),
+    "result": _between(lambda my, loss: object()),
+    "scaler": _between(lambda my, loss: torch.amp.GradScaler("cpu").scale(loss)),
+    "script_module": _given(lambda my: _replace(my, "model", torch.jit.script(my.model))),
+    "step_raised": _between(lambda my, loss: 1 / 0),
+    "storage_replaced": _between(lambda my, loss: _assign(my.batch, "data", torch.zeros(2, 4)) or my.batch.sin()),
+    "subclass": _given(lambda my: torch.ones(2, 4).as_subclass(type("Own", (torch.Tensor,), {}))),
+    "tensor_attribute": _given(lambda my: _assign(my.batch, "noted", torch.ones(1))),
+    "uninitialized_parameter": _given(lambda my: _replace(my, "model", nn.LazyLinear(1))),
+    "value_reached_python": _between(lambda my, loss: float(loss) > 1 and loss.sin()),
+}
+"""What is refused, by its code."""
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("code", REFUSED)
+def test_a_refusal_has_its_code_and_names_the_remedy_first(code: str) -> None:
+    with pytest.raises(roam.CaptureError) as caught:
+        REFUSED[code]()
+    assert caught.value.code == code, str(caught.value)
