@@ -2,9 +2,10 @@
 
 A training step (forward, loss, backward, optimizer update) becomes one :class:`Graph`; :func:`optimize` finds a
 :class:`Plan` for it, an execution order and a memory layout, together with a lower bound that proves how good it is;
-:func:`verify` checks a plan on its own; :func:`compile` runs the real step by it. Buffers without a graph are packed by :mod:`roam.layout`.
+:func:`verify` checks a plan on its own; :func:`compile` runs the real step by it, and :func:`compare` says whether that gives the bits of
+eager PyTorch. Buffers without a graph are packed by :mod:`roam.layout`.
 
-Importing this package loads neither torch nor a solver: :func:`capture`, :func:`compile` and :func:`fake` do so when
+Importing this package loads neither torch nor a solver: :func:`capture`, :func:`compile`, :func:`compare` and :func:`fake` do so when
 they are first looked up.
 """
 
@@ -41,7 +42,8 @@ from roam.errors import (
 
 if TYPE_CHECKING:
     from roam.capture import capture, fake
-    from roam.runtime import compile
+    from roam.runtime.comparison import compare
+    from roam.runtime.compile import compile
 
 __all__ = [
     "Candidate",
@@ -63,6 +65,7 @@ __all__ = [
     "__version__",
     "baseline",
     "capture",
+    "compare",
     "compile",
     "fake",
     "optimize",
@@ -70,7 +73,7 @@ __all__ = [
 ]
 
 # Public names that need torch, and the module each comes from.
-_LAZY = {"capture": "roam.capture", "fake": "roam.capture", "compile": "roam.runtime"}
+_LAZY = {"capture": "roam.capture", "fake": "roam.capture", "compare": "roam.runtime", "compile": "roam.runtime"}
 
 
 def __getattr__(name: str) -> object:

@@ -69,7 +69,7 @@ class Snapshot:
         tensors = {id(slot.tensor): (slot.path, slot.tensor) for slot in reversed(reach.slots)}
         self._tensors = [_TensorState(path, tensor) for path, tensor in reversed(tensors.values())]
         self._caches = [(cache, cache.cache_info().misses) for _, cache in reach.caches]
-        self._sources = _random_sources(reach)
+        self._sources = random_sources(reach)
         with _disable_current_modes():
             self._drawn = [read() for _, read, _ in self._sources]
 
@@ -252,7 +252,7 @@ def _stand_in(key: Any) -> Any:
 Source = tuple[str, Callable[[], Any], Callable[[Any], object]]
 
 
-def _random_sources(reach: Reach) -> list[Source]:
+def random_sources(reach: Reach) -> list[Source]:
     """Every random generator in question: its name, and how to read and write its state."""
     sources: list[Source] = [
         ("Python's random generator", random.getstate, random.setstate),

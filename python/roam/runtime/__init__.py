@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
+from roam.runtime.comparison import Comparison, compare
 from roam.runtime.compile import Step, compile
 from roam.runtime.memory import StepMemory
 
-__all__ = ["Step", "StepMemory", "compile"]
+__all__ = ["Comparison", "Step", "StepMemory", "compare", "compile"]

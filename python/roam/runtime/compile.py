@@ -25,6 +25,7 @@ from roam.interrupts import interrupts_wait
 from roam.kernels.table import is_proven
 from roam.program import Program, TensorMeta
 from roam.runtime.choose import Options, choose, is_disabled
+from roam.runtime.culprit import PlannedValues
 from roam.runtime.execute import Executor
 from roam.runtime.lanes import CudaLanes
 from roam.runtime.measure import MemoryTrace, measure_peak
@@ -84,7 +85,12 @@ class Step:
     """What `compile` returns. Call it like the user's function."""
 
     def __init__(
-        self, train_step: Callable[..., Any], *, on_change: OnChange, keep_grads: bool, options: Options
+        self,
+        train_step: Callable[..., Any],
+        *,
+        on_change: OnChange = "replan",
+        keep_grads: bool = False,
+        options: Options = Options(),  # noqa: B008 - it cannot change
     ) -> None:
         functools.update_wrapper(self, train_step)
         self._train_step = train_step
@@ -138,6 +144,29 @@ class Step:
         """
         runner, reason = self._find(args, kwargs)
         return (runner or self._capture(args, kwargs, reason)).plan
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        """The user's function."""
+        return self._train_step
+
+    def anew(self, train_step: Callable[..., Any] | None = None) -> Step:
+        """A step with the same options that has no plans yet, of the same function or another."""
+        function = train_step or self._train_step
+        return Step(function, on_change=self._on_change, keep_grads=self._keep_grads, options=self._options)
+
+    def watched(self, *args: Any, **kwargs: Any) -> tuple[Program, PlannedValues]:
+        """Runs one step as ever, and tells what each call of its program made.
+
+        Raises:
+            ExecutionError: no plan fits the call, and ``on_change`` is ``"eager"`` or ``"raise"``.
+        """
+        runner = self._runner(args, kwargs)
+        if runner is None:
+            raise ExecutionError("no plan runs this call", code="no_plan_fits")
+        with runner.watched() as values:
+            self._run(runner, args, kwargs)
+        return values.program, values
 
     @property
     def plans(self) -> list[tuple[str, Plan]]:
@@ -361,6 +390,16 @@ class Runner:
         for optimizer in program.stepped:
             if id(optimizer) not in skipped:
                 optimizer._opt_called = True  # what a scheduler looks for
+
+    @contextmanager
+    def watched(self) -> Iterator[PlannedValues]:
+        """In the block, runs note what each call made."""
+        values = PlannedValues(self._program)
+        self._executor.watch(values)
+        try:
+            yield values
+        finally:
+            self._executor.watch(None)
 
     def measured(self, work: Callable[[], Any]) -> Any:
         """The result of a run by the plan; `memory` then tells what it took."""

@@ -21,6 +21,7 @@ from roam.kernels.trial import differ
 from roam.program import Call, Program, substitute
 from roam.runtime.bindings import POISON, Bindings
 from roam.runtime.check import Check
+from roam.runtime.culprit import PlannedValues
 from roam.runtime.lanes import Lanes
 from roam.runtime.pool import Pool
 from roam.runtime.text import Text
@@ -69,6 +70,13 @@ class Executor:
         self._plan = plan
         self._lanes = lanes
         self._proven = proven
+        self._watcher: PlannedValues | None = None
+
+    def watch(self, watcher: PlannedValues | None) -> None:
+        """From now on the watcher notes what each call makes; None: no more."""
+        self._watcher = watcher
+        if self.text is not None:
+            self.text = Text(self.bindings, self._plan, self._lanes, watcher)
 
     def held(self) -> AbstractContextManager[None]:
         """Around a run: keeps the pool, if there is one, with as many bytes as the plan needs; see `Pool.held`."""
@@ -109,6 +117,8 @@ class Executor:
             try:
                 if call.unless is None or not values[call.unless]:
                     self._run_one(index, call, values, check)
+                    if self._watcher is not None:
+                        self._watcher.note(index, [values[slot] for slot in self._watcher.slots(index)])
                 else:
                     is_complete = False
             except BaseException as error:
@@ -121,7 +131,7 @@ class Executor:
                 elif bindings.is_poisoned(storage, index):
                     bindings.range(storage).fill_(POISON)
         if is_complete:
-            self.text = Text(bindings, self._plan, self._lanes)
+            self.text = Text(bindings, self._plan, self._lanes, self._watcher)
         values.update((slot, None) for slot in bindings.perhaps_missing() if slot not in values)
         return bindings.outgoing(lambda ref: values[ref.slot])
 

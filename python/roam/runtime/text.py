@@ -18,6 +18,7 @@ from torch._ops import OpOverload
 from roam._core import Plan
 from roam.program import Ref, substitute
 from roam.runtime.bindings import POISON, Bindings
+from roam.runtime.culprit import PlannedValues
 from roam.runtime.lanes import Lanes
 
 
@@ -32,8 +33,11 @@ class Text:
         code: the function's code, as tracebacks name it.
     """
 
-    def __init__(self, bindings: Bindings, plan: Plan, lanes: Lanes | None) -> None:
+    def __init__(
+        self, bindings: Bindings, plan: Plan, lanes: Lanes | None, watcher: PlannedValues | None = None
+    ) -> None:
         self._bindings = bindings
+        self._watcher = watcher
         self._lanes = lanes
         self._lane = [int(stream) for stream in plan.streams]
         self._recorded: dict[int, list[int]] = {}
@@ -89,12 +93,18 @@ class Text:
 
     def _perhaps(self, index: int) -> Iterator[str]:
         """One call, where no number of the step leaves it out."""
-        unless, lines = self._bindings.program.calls[index].unless, list(self._call(index))
+        unless, lines = self._bindings.program.calls[index].unless, [*self._call(index), *self._watch(index)]
         if unless is None:
             yield from lines
         elif lines:
             yield f"if not v{unless}:"
             yield from (f"    {line}" for line in lines)
+
+    def _watch(self, index: int) -> Iterator[str]:
+        """Has what a call made noted."""
+        if self._watcher is not None:
+            made = self._names.show([self._name(Ref(slot)) for slot in self._watcher.slots(index)])
+            yield f"{self._names.constant(self._watcher)}.note({index}, {made})"
 
     def _call(self, index: int) -> Iterator[str]:
         """One call."""

@@ -1,0 +1,396 @@
+"""`roam.compare`: whether a training step gives the same bits by its plan as in eager PyTorch, and if not, what differs first."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any, Literal
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import _pytree as pytree
+
+from roam._core import __version__
+from roam.capture.ambient import Switches
+from roam.capture.reach import Reach
+from roam.capture.snapshot import Snapshot, random_sources
+from roam.capture.spaces import LIVE_OPTIMIZER_KEYS, MappingSpace
+from roam.capture.values import is_numpy_array, is_plain, same, show
+from roam.errors import CaptureError, ExecutionError, RoamError
+from roam.interrupts import interrupts_wait
+from roam.runtime.choose import is_disabled
+from roam.runtime.compile import Step
+from roam.runtime.culprit import DifferentOperator, digest, eager_values, first_different
+
+Outcome = Literal["equal", "different", "refused", "failed", "undecided"]
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The first value that differs.
+
+    Attributes:
+        step: the step after which it differs, counted from 1.
+        path: where the value is: ``result`` and what follows for what the step returned, ``model.weight``, ``model.weight.grad``,
+            ``optimizer.state[model.weight]['exp_avg']``, or the name of a random generator.
+        eager, planned: what it is after the eager step and after the one by plan, in words.
+        max_abs_difference: the largest difference of two elements; None where the values are not tensors of one shape.
+        elements: how many elements have other bits; None likewise.
+    """
+
+    step: int
+    path: str
+    eager: str
+    planned: str
+    max_abs_difference: float | None = None
+    elements: int | None = None
+
+    def __str__(self) -> str:
+        text = f"after step {self.step}, {self.path} differs: {self.eager} eagerly, {self.planned} by plan"
+        if self.elements is not None:
+            text += f"; {self.elements} elements have other bits, by {self.max_abs_difference:g} at most"
+        return text
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What `compare` found. Printed, it is what a bug report should hold.
+
+    Attributes:
+        outcome: ``"equal"``; ``"different"``; ``"refused"``, where the step cannot be captured exactly; ``"failed"``, where running by
+            plan raised; ``"undecided"``, where the step raises eagerly too, or where eager PyTorch gives other bits when it is run again.
+        steps: how many steps were asked for.
+        compared: how many values were compared after each step that was, by kind.
+        difference: the first value that differs; None where none does.
+        operator: the first operator of that step that made a value which the eager step did not make; None where none is to be named.
+        error: what was raised.
+        versions: of roam, PyTorch and Python, and the platform.
+    """
+
+    outcome: Outcome
+    steps: int
+    compared: dict[str, int]
+    difference: Difference | None
+    operator: DifferentOperator | None
+    error: Exception | None
+    versions: str
+
+    @property
+    def equal(self) -> bool:
+        """Whether every value had the same bits after every step."""
+        return self.outcome == "equal"
+
+    def __str__(self) -> str:
+        lines = [f"roam.compare, {self.steps} steps: {self.outcome}", self.versions]
+        if self.compared:
+            counts = ", ".join(f"{count:,} {kind}" for kind, count in self.compared.items())
+            lines.append(f"compared after each step: {counts}")
+        if self.difference is not None:
+            lines.append(str(self.difference))
+        if self.operator is not None:
+            lines.append(str(self.operator))
+        if self.error is not None:
+            code = f" [{self.error.code}]" if isinstance(self.error, RoamError) and self.error.code else ""
+            lines.append(f"{type(self.error).__name__}{code}: {self.error}")
+        return "\n".join(lines)
+
+
+def compare(train_step: Callable[..., Any], *args: Any, steps: int = 3, **kwargs: Any) -> Comparison:
+    """Runs a training step eagerly and by its plan from the same start, and says whether all that it leaves has the same bits.
+
+    What the step returns and everything that it reaches is compared after every step: parameters, buffers, gradients, optimizer and
+    scheduler state, loss scales, plain Python values, random generators. A gradient that a plan has used up is the one thing that may be
+    missing (``keep_grads`` of `roam.compile`). Afterwards all of it is as it was before the call, however it ends; what the step does
+    to the world outside (files, logs) it does as often as it runs.
+
+    It takes the memory of one more copy of all tensors that the step reaches.
+
+    Args:
+        train_step: the user's function, or what `roam.compile` made of it, whose options then hold.
+        *args, **kwargs: what it is called with, the same at every step.
+        steps: how many steps.
+
+    Returns:
+        What was found. Print it; ``.equal`` tells a program.
+
+    Raises:
+        ExecutionError: there is nothing to run: the tensors are fakes, or ``ROAM_DISABLE=1`` is set.
+
+    Example:
+        >>> print(roam.compare(train_step, model, optimizer, tokens))
+        >>> assert roam.compare(train_step, model, optimizer, tokens).equal
+    """
+    if steps < 1:
+        raise ValueError(f"steps is at least 1, not {steps}")
+    if is_disabled():
+        raise ExecutionError("nothing would run by plan: unset ROAM_DISABLE", code="disabled")
+    function, compiled = _both(train_step)
+    return _Trial(function, compiled, args, kwargs, steps).run()
+
+
+def _both(train_step: Callable[..., Any]) -> tuple[Callable[..., Any], Callable[[], Step]]:
+    """The user's function, and what compiles it anew."""
+    if isinstance(train_step, MethodType) and isinstance(train_step.__func__, Step):
+        step, instance = train_step.__func__, train_step.__self__
+        return MethodType(step.function, instance), lambda: step.anew(MethodType(step.function, instance))
+    if isinstance(train_step, Step):
+        return train_step.function, train_step.anew
+    return train_step, lambda: Step(train_step)
+
+
+class _Eagerly(Exception):
+    """The user's function raised by itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    """One comparison."""
+
+    function: Callable[..., Any]
+    compiled: Callable[[], Step]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    steps: int
+
+    def run(self) -> Comparison:
+        try:
+            reach = self._reach()
+        except CaptureError as error:
+            return self._ended("refused", error=error)
+        if any(isinstance(slot.tensor, FakeTensor) for slot in reach.slots):
+            raise ExecutionError("the step's tensors are fakes; build the model outside of roam.fake", code="fake")
+        found: _Values = {}
+        try:
+            with _kept(reach) as start:
+                planned = self.compiled()
+                planned.plan(*self.args, **self.kwargs)  # what is refused is refused before anything has run
+                eager = [_without_tensors(values) for values in self._eagerly(self.steps)]
+                start.restore()
+                for number, expected in enumerate(eager, 1):
+                    found = self._after(planned(*self.args, **self.kwargs))
+                    path = self._first_different(expected, found)
+                    if path is not None:
+                        return self._different(start, number, path, expected, found)
+                return self._ended("equal", found)
+        except _Eagerly as failure:
+            return self._ended("undecided", error=failure.__cause__)
+        except CaptureError as error:
+            return self._ended("refused", found, error=error)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is what the comparison found
+            return self._ended("failed", found, error=error)
+
+    def _eagerly(self, steps: int) -> Iterator[_Values]:
+        """What each of so many steps leaves."""
+        for _ in range(steps):
+            yield self._after(self._eager_step())
+
+    def _eager_step(self) -> Any:
+        try:
+            return self.function(*self.args, **self.kwargs)
+        except Exception as error:
+            raise _Eagerly from error
+
+    def _different(self, start: _Kept, number: int, path: str, expected: _Values, found: _Values) -> Comparison:
+        """What differs, and where it comes from: both runs are made again up to the step, and watched."""
+        planned = found.get(path)
+        theirs = None if planned is None or planned.tensor is None else planned.tensor.detach().clone()
+        start.restore()
+        *_, again = self._eagerly(number)
+        unsteady = next((name for name in expected if not expected[name].equals(again.get(name))), None)
+        if unsteady is not None:
+            difference = Difference(number, unsteady, "not the same bits in two runs", "not to be compared")
+            return self._ended("undecided", found, difference=difference)
+        eager = expected.get(path)
+        difference = Difference(
+            number,
+            path,
+            "nothing" if eager is None else eager.text,
+            "nothing" if planned is None else planned.text,
+            *_distance(None if eager is None else again[path].tensor, theirs),
+        )
+        return self._ended("different", found, difference=difference, operator=self._operator(start, number))
+
+    def _operator(self, start: _Kept, number: int) -> DifferentOperator | None:
+        start.restore()
+        for _ in range(number - 1):
+            self.function(*self.args, **self.kwargs)
+        expected = eager_values(lambda: self.function(*self.args, **self.kwargs))
+        start.restore()
+        planned = self.compiled()
+        for _ in range(number - 1):
+            planned(*self.args, **self.kwargs)
+        program, values = planned.watched(*self.args, **self.kwargs)
+        return first_different(number, program, values, expected)
+
+    def _reach(self) -> Reach:
+        return Reach.of(self.function, self.args, self.kwargs)
+
+    def _first_different(self, expected: _Values, found: _Values) -> str | None:
+        """The path of the first value that differs, other than a gradient that the plan has used up."""
+        for path in expected | found:
+            value = expected.get(path)
+            if value is not None and value.equals(found.get(path)):
+                continue
+            if value is None or not value.may_be_missing or path in found:
+                return path
+        return None
+
+    def _after(self, result: Any) -> _Values:
+        """Everything that a step leaves, by path; what it returned comes first."""
+        leaves, _ = pytree.tree_flatten_with_path(result)
+        values = {"result" + pytree.keystr(keys): _value("results", leaf) for keys, leaf in leaves}
+        reach = self._reach()
+        optimized = {id(item) for _, optimizer in reach.optimizers for group in optimizer.param_groups for item in group["params"]}  # fmt: skip
+        known: dict[int, _Value] = {}
+        for slot in reach.slots:
+            tensor = slot.tensor
+            value = known.get(id(tensor))
+            is_new = value is None
+            if value is None:
+                value = known[id(tensor)] = _value("tensors", tensor)
+            _put(values, slot.path, value)
+            if is_new and tensor.is_leaf and tensor.grad is not None:
+                gradient = _value("gradients", tensor.grad)
+                gradient.may_be_missing = id(tensor) in optimized
+                _put(values, f"{slot.path}.grad", gradient)
+        own = {id(optimizer.__dict__) for _, optimizer in reach.optimizers}
+        for place in reach.places:
+            space = place.space
+            is_own = isinstance(space, MappingSpace) and id(space.holder) in own
+            for key, item in space.items():
+                if is_plain(item) and not (is_own and key in LIVE_OPTIMIZER_KEYS):
+                    _put(values, space.label(key), _value("Python values", item))
+        for name, read, _ in random_sources(reach):
+            _put(values, name, _value("random generators", read()))
+        return values
+
+    def _ended(
+        self,
+        outcome: Outcome,
+        values: _Values | None = None,
+        *,
+        difference: Difference | None = None,
+        operator: DifferentOperator | None = None,
+        error: Any = None,
+    ) -> Comparison:
+        compared: dict[str, int] = {}
+        for value in (values or {}).values():
+            compared[value.kind] = compared.get(value.kind, 0) + 1
+        return Comparison(outcome, self.steps, compared, difference, operator, error, _versions())
+
+
+class _Kept:
+    """The state that a step reaches, values of tensors included."""
+
+    def __init__(self, reach: Reach) -> None:
+        self._snapshot, self._switches = Snapshot(reach), Switches()
+        tensors = {id(slot.tensor): slot.tensor for slot in reach.slots}
+        gradients = [tensor.grad for tensor in tensors.values() if tensor.is_leaf and tensor.grad is not None]
+        # A step may give a tensor another storage, as an assignment to `.data` does.
+        self._tensors = [(tensor, tensor.detach()) for tensor in (*tensors.values(), *gradients)]
+        storages = {alias.untyped_storage()._cdata: _bytes(alias) for _, alias in self._tensors}
+        self._values = [(flat, flat.clone()) for flat in storages.values()]
+
+    @interrupts_wait()
+    def restore(self) -> None:
+        """Puts everything back, in the same objects."""
+        self._switches.restore()
+        self._snapshot.restore()
+        with torch.no_grad():
+            for tensor, alias in self._tensors:
+                if _place(tensor) != _place(alias):
+                    tensor.data = alias
+            for flat, values in self._values:
+                flat.copy_(values)
+
+
+@contextmanager
+def _kept(reach: Reach) -> Iterator[_Kept]:
+    kept = _Kept(reach)
+    try:
+        yield kept
+    finally:
+        kept.restore()
+
+
+def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """All bytes of a tensor's storage."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+
+
+@dataclass(slots=True)
+class _Value:
+    """One value after a step: what two of them are told apart by."""
+
+    kind: str
+    mark: Any
+    """For a tensor a digest of its type and its elements, a plain value itself, the type of anything else."""
+    text: str
+    tensor: torch.Tensor | None
+    """The tensor itself, which later steps change."""
+    may_be_missing: bool = False
+
+    def equals(self, other: _Value | None) -> bool:
+        return other is not None and same(self.mark, other.mark)
+
+
+_Values = dict[str, _Value]
+
+
+def _value(kind: str, value: Any) -> _Value:
+    if isinstance(value, torch.Tensor):
+        dtype = str(value.dtype).removeprefix("torch.")
+        text = f"{dtype} {tuple(value.shape)}" if value.numel() != 1 else f"{value.item()!r} ({dtype})"
+        return _Value(kind, digest(value), text, value.detach())
+    if is_plain(value):
+        return _Value(kind, value, show(value), None)
+    if kind == "random generators":
+        return _Value(kind, _frozen(value), "a state", None)
+    return _Value(kind, type(value).__qualname__, show(value), None)
+
+
+def _without_tensors(values: _Values) -> _Values:
+    """The same; what the step has let go of is not held."""
+    for value in values.values():
+        value.tensor = None
+    return values
+
+
+def _frozen(state: Any) -> Any:
+    """The state of a random generator as a plain value."""
+    if isinstance(state, dict):
+        return tuple((key, _frozen(item)) for key, item in state.items())
+    if isinstance(state, (list, tuple)):
+        return tuple(map(_frozen, state))
+    return state.tobytes() if is_numpy_array(state) else state
+
+
+def _put(values: _Values, path: str, value: _Value) -> None:
+    """Under a path of its own: keys that have no text share one."""
+    name, number = path, 1
+    while name in values:
+        number += 1
+        name = f"{path} ({number})"
+    values[name] = value
+
+
+def _distance(eager: torch.Tensor | None, planned: torch.Tensor | None) -> tuple[float | None, int | None]:
+    """The largest difference of two elements, and how many have other bits."""
+    if eager is None or planned is None or (eager.shape, eager.dtype) != (planned.shape, planned.dtype):
+        return None, None
+    one, other = eager.detach().contiguous(), planned.contiguous()
+    rows = (one.reshape(-1, 1).view(torch.uint8) != other.reshape(-1, 1).view(torch.uint8)).any(dim=1)
+    wide = torch.complex128 if one.is_complex() else torch.float64
+    apart = (one.to(wide) - other.to(wide)).abs().reshape(-1)[rows]
+    return float(apart.max()) if apart.numel() else 0.0, int(rows.sum())
+
+
+def _versions() -> str:
+    return f"roam {__version__}, PyTorch {torch.__version__}, Python {platform.python_version()}, {platform.platform()}"
