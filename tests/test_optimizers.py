@@ -143,6 +143,115 @@ def test_no_hyper_parameter_is_frozen(name: str, form: str) -> None:
     assert 0 < len(keys) <= 11, keys  # each is changed, and a step follows
 
 
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [(name, form) for name in INFOS if name not in REFUSED for form in forms(INFOS[name]) if form != "foreach"],
+)
+def test_every_number_of_a_group_may_change_at_every_call(name: str, form: str) -> None:
+    info = INFOS[name]
+    given = {"momentum": 0.9} if name in ("SGD", "RMSprop") else {}
+
+    def between(optimizer: Any, _: int) -> None:
+        for group in optimizer.param_groups:
+            for key, value in group.items():
+                if is_changeable(key, value):
+                    group[key] = scaled(value)
+
+    chosen = options(info, form)[0]
+    make = lambda model: info.optim_cls(model.parameters(), **{**chosen, **given})  # noqa: E731
+    assert len(check(make, steps=8, between=between, of_matrices=name == "Muon").plans) <= (3 if name == "RAdam" else 2)
+
+
+def scaled(value: Any) -> Any:
+    if isinstance(value, (tuple, list)):
+        return type(value)(map(scaled, value))
+    return value * 0.99 if isinstance(value, float) else value
+
+
+class TestNumbersOfGroups:
+    """All floats of a group are read anew at every call; what one decides in Python is asked again."""
+
+    def test_a_decision_that_flips_is_planned_once(self) -> None:
+        def between(optimizer: Any, place: int) -> None:
+            optimizer.param_groups[0]["weight_decay"] = 0.01 * place if place // 3 % 2 else 0.0
+
+        step = check(lambda model: torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1), between=between)
+        assert len(step.plans) == 3  # the first step, then with weight decay and without
+
+    def test_numbers_of_numpy(self) -> None:
+        numpy = pytest.importorskip("numpy")
+        rates, decays = numpy.linspace(0.1, 0.01, STEPS), 0.4 - 0.3 * numpy.cos(numpy.linspace(0, 3, STEPS))
+
+        def between(optimizer: Any, place: int) -> None:
+            for group in optimizer.param_groups:
+                group.update(lr=rates[place], weight_decay=decays[place])
+
+        step = check(lambda model: torch.optim.AdamW(model.parameters(), lr=0.1), between=between)
+        assert len(step.plans) == 3  # the first step, the second with floats, and those with NumPy's
+
+    @pytest.mark.parametrize("use", [float, round, str, "{:.3f}".format, lambda value: {value: 1}])
+    def test_a_number_that_python_looks_at(self, use: Callable[[Any], Any]) -> None:
+        class Rounding(torch.optim.SGD):
+            @torch.no_grad()
+            def step(self) -> None:  # type: ignore[override]
+                for group in self.param_groups:
+                    for parameter in group["params"]:
+                        seen = use(group["weight_decay"] * 4)
+                        factor = float(next(iter(seen)) if type(seen) is dict else seen)
+                        parameter.mul_(1 - factor).sub_(parameter.grad, alpha=group["lr"])
+
+        def between(optimizer: Any, place: int) -> None:
+            optimizer.param_groups[0]["weight_decay"] += 0.25 * (place == 5)
+            lower_the_rate(optimizer, place)
+
+        step = check(lambda model: Rounding(model.parameters(), lr=0.1, weight_decay=0.125), between=between)
+        assert len(step.plans) == 2
+
+    def test_a_rate_that_python_looks_at_is_refused(self) -> None:
+        class Printing(torch.optim.SGD):
+            def step(self) -> None:  # type: ignore[override]
+                print(self.param_groups[0]["lr"])
+
+        model = Net()
+        with pytest.raises(roam.CaptureError, match="reached Python"):
+            roam.capture(
+                train_step, model, Printing(model.parameters(), lr=0.1), torch.randn(5, 6), torch.randint(0, 8, (5,))
+            )
+
+    def test_a_type_that_decides_is_refused(self) -> None:
+        class Choosy(torch.optim.SGD):
+            @torch.no_grad()
+            def step(self) -> None:  # type: ignore[override]
+                for group in self.param_groups:
+                    for parameter in group["params"]:
+                        exact = type(group["weight_decay"]) is float
+                        parameter.sub_(parameter.grad, alpha=0.1 if exact else 0.2)
+
+        model = Net()
+        optimizer = Choosy(model.parameters(), lr=0.1, weight_decay=0.1)
+        with pytest.raises(roam.CaptureError, match="isinstance"):
+            roam.capture(train_step, model, optimizer, torch.randn(5, 6), torch.randint(0, 8, (5,)))
+
+    def test_a_step_that_sets_its_own_weight_decay(self) -> None:
+        class Decaying(torch.optim.AdamW):
+            def step(self) -> None:  # type: ignore[override]
+                super().step()
+                for group in self.param_groups:
+                    group["weight_decay"] *= 0.9
+                    group["betas"] = (group["betas"][0] * 0.99, group["betas"][1])
+
+        step = check(lambda model: Decaying(model.parameters(), lr=0.1, weight_decay=0.5))
+        assert len(step.plans) == 2
+
+    def test_equal_arithmetic_is_done_once(self) -> None:
+        model = Net()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)
+        graph = roam.capture(train_step, model, optimizer, torch.randn(5, 6), torch.randint(0, 8, (5,)))
+        names = [operator.name for operator in graph.operators]
+        assert names.count("aten.lerp_.Scalar") == len(list(model.parameters())) > 1
+        assert names.count("float.mul") == 1  # lr * weight_decay
+
+
 def is_changeable(key: str, value: Any) -> bool:
     if isinstance(value, (tuple, list)) and key != "params":
         return any(isinstance(part, float) for part in value)

@@ -166,10 +166,15 @@ class Question:
         for owners in self.askers:
             values = [lookup(owner) for owner in owners]
             key = tuple(_number(value) for value in values)
-            if key not in asked and self.ask(values) is not answer:
+            if key not in asked and not is_same_answer(self.ask(values), answer):
                 return True
             asked.add(key)
         return False
+
+
+def is_same_answer(one: Any, other: Any) -> bool:
+    """Whether two answers have the same type and the same bits."""
+    return type(one) is type(other) and repr(one) == repr(other)
 
 
 def _number(value: Any) -> object:

@@ -13,7 +13,8 @@ from dataclasses import replace
 from typing import Any
 
 from roam.capture.owners import ArgumentOwner, PlaceOwner, RateOwner, StateOwner
-from roam.program import Call, Program, Question, Source, substitute
+from roam.capture.spaces import RATE_KEYS
+from roam.program import Call, Program, Question, Source, is_same_answer, substitute
 
 
 def may_be_asked(owner: Any, program: Program, slot: int) -> bool:
@@ -23,6 +24,13 @@ def may_be_asked(owner: Any, program: Program, slot: int) -> bool:
         return meta is not None
     is_number = meta is None or math.prod(meta.shape) == 1
     return is_number and isinstance(owner, (RateOwner, StateOwner, PlaceOwner)) and owner.kind != "parameter"
+
+
+def may_be_fixed(owner: Any, program: Program, slot: int) -> bool:
+    """Whether a plan may hold for one value of what an owner holds: a number that seldom changes, which a learning rate does at
+    every step.
+    """
+    return isinstance(owner, RateOwner) and owner.key not in RATE_KEYS
 
 
 class Slices:
@@ -66,13 +74,22 @@ class Slices:
                     return None
                 calls.add(index)
                 open_slots += [(argument, index) for argument in call.refs()]
-        chosen = [replace(program.calls[index]) for index in sorted(calls)]
+        chosen = [replace(program.calls[index]) for index in self._ordered(calls)]
         inputs = sorted(number for number in until if number in owners)
         changed = self._changed(chosen, inputs)
         if changed is None:
             return None
         used = [(tensor, number) for number, tensor in constants.items() if number in until]
         return Question(chosen, inputs, changed, used, slot, source, [tuple(owners[number] for number in inputs)])
+
+    def _ordered(self, calls: set[int]) -> list[int]:
+        """Calls in program order, but first those that many questions share: arithmetic on numbers alone."""
+        shared: set[int] = set()
+        for index in sorted(calls):
+            behind = self._program.calls[index].refs()
+            if all(self._program.slots[slot] is None and self._makers.get(slot) in {None, *shared} for slot in behind):
+                shared.add(index)
+        return sorted(calls, key=lambda index: (index not in shared, index))
 
     def _look(self) -> None:
         """Takes in the calls that have come since."""
@@ -97,7 +114,7 @@ def add_question(program: Program, question: Question, answer: Any) -> None:
     """Has a program ask a question; one that it asks already of other numbers is asked of these too."""
     form = _form(question)
     for known, known_answer in program.questions:
-        if known_answer is answer and _form(known) == form:
+        if is_same_answer(known_answer, answer) and _form(known) == form:
             known.askers.extend(asker for asker in question.askers if asker not in known.askers)
             return
     program.questions.append((question, answer))

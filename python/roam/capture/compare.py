@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from roam.capture.values import same
-from roam.program import Program, Ref
+from roam.program import Call, Program, Ref
 
 
 def difference(first: Program, second: Program) -> str | None:
@@ -30,7 +30,7 @@ def difference(first: Program, second: Program) -> str | None:
     ):
         if one_value != other_value:
             return f"the {what} differ"
-    if not _same_constants(first, second):
+    if not _same_constants(first.constants, second.constants):
         return "a tensor written out in the step's code has other values"
     return None
 
@@ -55,15 +55,27 @@ def agrees(live: Program, plain: Program) -> bool:
     kernels, others = (
         [call for call in program.calls if isinstance(call.target, torch._ops.OpOverload)] for program in (live, plain)
     )
-    return (
-        len(kernels) == len(others)
-        and all(
-            one.target is other.target and _fits(live, (one.args, one.kwargs), (other.args, other.kwargs))
-            for one, other in zip(kernels, others, strict=True)
-        )
-        and _fits(live, live.result[0], plain.result[0])
-        and _same_constants(live, plain)
-    )
+    if len(kernels) != len(others):
+        return False
+    literals = set()
+    for one, other in zip(kernels, others, strict=True):
+        if _makes_tensor_of_number(live, one) and (slot := _literal(plain, other)) is not None:
+            literals.add(slot)
+        elif one.target is not other.target or not _fits(live, (one.args, one.kwargs), (other.args, other.kwargs)):
+            return False
+    constants = [constant for constant in plain.constants if constant[1] not in literals]
+    return _fits(live, live.result[0], plain.result[0]) and _same_constants(live.constants, constants)
+
+
+def _makes_tensor_of_number(program: Program, call: Call) -> bool:
+    """Whether a call is `torch.tensor(x)` of a live number."""
+    return call.target is torch.ops.aten.full.default and any(program.slots[slot] is None for slot in call.refs())
+
+
+def _literal(program: Program, call: Call) -> int | None:
+    """The constant of which a call is `torch.tensor(x)` of a plain number."""
+    slots = {slot for tensor, slot in program.constants if not tensor.shape}
+    return next(iter(slots & set(call.refs())), None) if call.target is torch.ops.aten.clone.default else None
 
 
 def _fits(program: Program, value: Any, plain: Any) -> bool:
@@ -78,10 +90,9 @@ def _fits(program: Program, value: Any, plain: Any) -> bool:
     return same(value, plain)
 
 
-def _same_constants(first: Program, second: Program) -> bool:
-    return len(first.constants) == len(second.constants) and all(
-        one.dtype == other.dtype and torch.equal(one, other)
-        for (one, _), (other, _) in zip(first.constants, second.constants, strict=True)
+def _same_constants(first: list[tuple[torch.Tensor, int]], second: list[tuple[torch.Tensor, int]]) -> bool:
+    return len(first) == len(second) and all(
+        one.dtype == other.dtype and torch.equal(one, other) for (one, _), (other, _) in zip(first, second, strict=True)
     )
 
 

@@ -204,8 +204,8 @@ class _SpaceCheck:
             return True
         if expected is _AnyTensor:
             return issubclass(type(value), torch.Tensor)
-        if self.space.is_live(key):
-            return not issubclass(type(value), torch.Tensor)
+        if self.space.is_live(key, expected, value):
+            return True
         return bool(self.ignored) and _is_under(self.space.label(key), self.ignored)
 
     def _key_change(self, items: Items) -> str:

@@ -59,8 +59,10 @@ class LiveNode:
         return None
 
     def _value(self, *_: object) -> Any:
-        """The number itself, where it depends on nothing but constants written in the step; otherwise refused."""
-        known = self.recorder.known_value(self.slot)
+        """The number itself, where it depends on nothing but constants written in the step and numbers that seldom change;
+        otherwise refused.
+        """
+        known = self.recorder.fixed_value(self.slot)
         return self._reached_python() if known is None else known
 
     def decide(self, function: Callable[..., bool], live: Any, others: tuple[Any, ...]) -> bool:
@@ -156,6 +158,8 @@ _ARITHMETIC: dict[str, Callable[..., Any]] = {
         for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
     },
     "__array__": lambda self, *_, **__: self.node.to_numpy(),
+    "__copy__": lambda self: self,
+    "__deepcopy__": lambda self, _: self,
     "__neg__": _unary(operator.neg),
     "__pos__": _unary(operator.pos),
     "__abs__": _unary(operator.abs),

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from roam.capture.reach import Reach
-from roam.capture.spaces import CYCLE_MARK, CYCLED_KEYS, Space
+from roam.capture.spaces import Space, is_live_number
 from roam.capture.values import MISSING
 
 
@@ -103,18 +103,18 @@ class ArgumentOwner:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RateOwner:
-    """A live number of an optimizer's group: the learning rate, or a momentum that a scheduler cycles."""
+    """A live number of an optimizer's group: the learning rate, a weight decay, one of the betas."""
 
     optimizer: torch.optim.Optimizer
     group: int
     path: str
-    key: str = "lr"
+    key: str
     index: int | None = None
     """Its place where the group's entry is a tuple, such as the betas."""
     kind: str = "live"
 
     def get(self) -> Any:
-        entry = self.optimizer.param_groups[self.group][self.key]
+        entry = self.optimizer.param_groups[self.group].get(self.key, MISSING)
         if self.index is None:
             return entry
         return entry[self.index] if isinstance(entry, (tuple, list)) and self.index < len(entry) else MISSING
@@ -123,21 +123,21 @@ class RateOwner:
         group = self.optimizer.param_groups[self.group]
         if self.index is not None:
             entry = group[self.key]
-            value = (*entry[: self.index], value, *entry[self.index + 1 :])
+            value = type(entry)([*entry[: self.index], value, *entry[self.index + 1 :]])
         group[self.key] = value
 
 
 def rate_owners(optimizer: torch.optim.Optimizer, path: str) -> Iterator[RateOwner]:
     """The live numbers of an optimizer's groups."""
     for number, group in enumerate(optimizer.param_groups):
-        where = f"{path}.param_groups[{number}]"
-        yield RateOwner(optimizer, number, f"{where}['lr']")
-        for key in sorted(CYCLED_KEYS & group.keys()) if CYCLE_MARK in group else ():
-            if isinstance(group[key], (tuple, list)):
-                for index in range(len(group[key])):
-                    yield RateOwner(optimizer, number, f"{where}[{key!r}][{index}]", key, index)
-            else:
-                yield RateOwner(optimizer, number, f"{where}[{key!r}]", key)
+        for key in sorted(group):
+            value, where = group[key], f"{path}.param_groups[{number}][{key!r}]"
+            if is_live_number(key, value):
+                yield RateOwner(optimizer, number, where, key)
+            elif type(value) in (tuple, list):
+                for index, part in enumerate(value):
+                    if is_live_number(key, part):
+                        yield RateOwner(optimizer, number, f"{where}[{index}]", key, index)
 
 
 def number_owners(reach: Reach, paths: Collection[str]) -> Iterator[PlaceOwner]:

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from roam.capture import absent, foreign, multi_tensor
 from roam.capture.as_real import as_real, bytes_at_least, other_backward, without_masked
-from roam.capture.branches import Slices, add_question, may_be_asked
+from roam.capture.branches import Slices, add_question, may_be_asked, may_be_fixed
 from roam.capture.fake_kernels import LIVE_FLOAT, LIVE_INT, PLAIN, FakeKernels, tensors_in
 from roam.capture.generators import Watch, forget_idle_states
 from roam.capture.live import MATH, LiveFloat, LiveInt, LiveNode
@@ -75,6 +75,14 @@ _LIVE_STAND_IN = 0.5
 """Kernels on fake tensors see this in place of a live number; neither shapes nor dtypes depend on it."""
 
 
+MayAsk = Callable[[Any, Program, int], bool]
+"""Whether a question may look at what an owner holds in a slot."""
+
+
+def _nothing(owner: Any, program: Program, slot: int) -> bool:
+    return False
+
+
 class Places(Protocol):
     """Knows where the operator that is being dispatched now comes from."""
 
@@ -112,6 +120,8 @@ class Recorder(TorchDispatchMode):
         self._kept: list[Any] = []  # Storages stay alive, so that none's address is given out twice.
         self._tagged: list[FakeTensor] = []
         self._given: dict[int, tuple[Any, float]] = {}
+        self._plain: dict[str, Any] = {}
+        self._calculated: dict[Any, Any] = {}
         self._watch = watch
         self._slices = Slices(self.program)
         self._number_of = number_of
@@ -167,8 +177,15 @@ class Recorder(TorchDispatchMode):
             self.program.decisions.append(decision)
         return decision[-1]
 
+    def add_plain(self, owner: Any, value: float) -> float:
+        """A number that its owner holds and keeps as it is: the trace shows what the step does with plain numbers."""
+        self._plain[owner.path] = value
+        return value
+
     def is_as_given(self, owner: Any) -> bool:
         """Whether an owner of a given number still holds it."""
+        if owner.path in self._plain:
+            return owner.get() is self._plain[owner.path]
         node = getattr(owner.get(), "node", None)
         return isinstance(node, LiveNode) and node.slot in self._given and self._given[node.slot][0] is owner
 
@@ -222,11 +239,20 @@ class Recorder(TorchDispatchMode):
                 arguments.append(Ref(slot))
             else:
                 self.refuse("a symbolic number of another tracer", code="foreign_symbol", source=source)
+        # Equal arithmetic, such as each parameter's `1 - lr * weight_decay`, is done once.
+        form = (function, *(argument if isinstance(argument, Ref) else repr(argument) for argument in arguments))
+        if form in self._calculated:
+            return self._calculated[form]
         if gives_integer and function is operator.pow:
             self.refuse("an integer power of a live integer may be int or float", code="live_power", source=source)
         live = self._live(gives_integer, f"arithmetic at {source}")
         self.program.calls.append(Call(function, tuple(arguments), {}, (live.node.slot,), False, phase, source))
+        self._calculated[form] = live
         return live
+
+    def forget_arithmetic(self) -> None:
+        """Does later arithmetic again, whatever has been calculated before: that may be left out of a run."""
+        self._calculated.clear()
 
     def unknown(self, origin: str) -> Any:
         """A number that nobody can know during the step; any use of it is refused."""
@@ -437,7 +463,7 @@ class Recorder(TorchDispatchMode):
         meta = self.program.slots[slot]
         assert meta is not None
         if meta.dtype is torch.bool or meta.dtype.is_complex:
-            known = self.known_value(slot, may_ask=meta.dtype is torch.bool)
+            known = self.known_value(slot, may_be_asked if meta.dtype is torch.bool else _nothing)
             if known is None:
                 self.refuse(
                     "the value of a tensor decides something in Python: a plan would freeze what it decided at capture. "
@@ -485,7 +511,7 @@ class Recorder(TorchDispatchMode):
         call.outputs = (self._add_tensor(tensor, creator=len(self.program.calls), name=name),)
         self.program.calls.append(call)
 
-    def known_value(self, slot: int, *, may_ask: bool = False) -> Any:
+    def known_value(self, slot: int, may_ask: MayAsk = _nothing) -> Any:
         """The Python value of a slot that depends on nothing but constants written in the step; None for any other.
 
         Library code asks such questions of tensors that it has just made (`torch.arange(n)`), and the answer never
@@ -493,10 +519,11 @@ class Recorder(TorchDispatchMode):
 
         Args:
             slot: the value.
-            may_ask: whether it may depend on the call's real arguments too (`attention_mask.all()`), and on numbers that are
-                there before the step. The answer is then asked for again at every call, and another one means another plan.
+            may_ask: whether it may depend on what an owner holds before the step too: the call's real arguments
+                (`attention_mask.all()`), numbers that are there. The answer is then asked for again at every call, and another
+                one means another plan.
         """
-        question = self._question(slot, may_ask=may_ask)
+        question = self._question(slot, may_ask)
         if question is None:
             return None
         answer = self._asked(question)
@@ -504,22 +531,24 @@ class Recorder(TorchDispatchMode):
             add_question(self.program, question, answer)
         return answer
 
+    def fixed_value(self, slot: int) -> Any:
+        """The Python value of a number that a plan may hold on to; None for any other."""
+        return self.known_value(slot, may_be_fixed)
+
     def made_number(self, slot: int) -> Callable[[], Any] | None:
         """Calculates the number that this very step would leave in a slot; None where it hangs on more than numbers."""
-        question = self._question(slot, may_ask=True)
+        question = self._question(slot, may_be_asked)
         return None if question is None else functools.partial(self._asked, question)
 
     def branch(self, function: Callable[..., bool], operands: tuple[Any, ...]) -> bool | None:
         """The answer of a comparison, asked for again at every call; None where it hangs on more than numbers."""
         answer = self.scalar_call(function, operands)
-        return self.known_value(answer.node.slot, may_ask=True)  # type: ignore[no-any-return]
+        return self.known_value(answer.node.slot, may_be_asked)  # type: ignore[no-any-return]
 
-    def _question(self, slot: int, *, may_ask: bool) -> Question | None:
+    def _question(self, slot: int, may_ask: MayAsk) -> Question | None:
         owners = {number: owner for owner, number in self.program.owned}
         _, source = self.frames.here()
-        return self._slices.question(
-            slot, owners, lambda owner, number: may_ask and may_be_asked(owner, self.program, number), source
-        )
+        return self._slices.question(slot, owners, lambda owner, number: may_ask(owner, self.program, number), source)
 
     def _asked(self, question: Question) -> Any:
         """A question's answer for what is there where a plan begins."""

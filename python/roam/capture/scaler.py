@@ -95,6 +95,7 @@ def _skippable(world: World, recorder: Recorder, optimizer: Any, found: Any) -> 
         )
     for call in calls[first:]:
         call.unless = slot
+    recorder.forget_arithmetic()
     recorder.program.skippable.append((optimizer, slot))
 
 

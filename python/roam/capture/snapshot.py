@@ -235,7 +235,7 @@ def _changes(place: Place, items: Items) -> list[str]:
         is_both_tensors = issubclass(type(old), torch.Tensor) and issubclass(type(value), torch.Tensor)
         if is_both_tensors and place.guarded:
             continue  # an owner may put another tensor in a tensor's place
-        if not same(old, value) and not (place.guarded and space.is_live(key)):
+        if not same(old, value) and not (place.guarded and space.is_live(key, old, value)):
             reasons.append(f"{space.label(key)} changed from {show(old)} to {show(value)}")
     if not reasons and list(before) != list(after):
         reasons.append(f"the entries of {space.path} changed their order")

@@ -21,12 +21,8 @@ from .values import MISSING, same, show
 
 Items = list[tuple[Any, Any]]
 
-# Values that an optimizer's user or its scheduler changes from step to step. The compiled step reads them at every
-# call.
-LIVE_GROUP_KEYS: Final = frozenset({"lr", "initial_lr", "swa_lr"})
-# What a scheduler changes as well where it cycles the momentum; such a scheduler leaves its bounds in the group.
-CYCLED_KEYS: Final = frozenset({"momentum", "betas"})
-CYCLE_MARK: Final = "max_momentum"
+# Entries of a group that are live numbers even as integers; of the others floats are.
+RATE_KEYS: Final = frozenset({"lr", "initial_lr", "swa_lr"})
 # What torch itself writes while an optimizer is used; `_opt_called` is how a scheduler notices that a step was taken.
 LIVE_OPTIMIZER_KEYS: Final = frozenset(
     {"state", "param_groups", "_opt_called", "_step_count", "_need_device_dtype_check_for_fused"}
@@ -74,8 +70,8 @@ class Space:
         """Whether the contents can never change."""
         return False
 
-    def is_live(self, key: Any) -> bool:
-        """Whether the value under `key` may change from step to step without harm."""
+    def is_live(self, key: Any, old: Any, value: Any) -> bool:
+        """Whether the value under `key` may change so from step to step without harm."""
         return False
 
     def label(self, key: Any) -> str:
@@ -377,22 +373,42 @@ class OptimizerSpace(Space):
                 items.append(((number, key), tuple(value) if type(value) is list else value))
         return items
 
+    def get(self, key: Any) -> Any:
+        if type(key) is tuple:
+            return self.holder.param_groups[key[0]].get(key[1], MISSING)
+        return len(self.holder.param_groups) if key == self.COUNT else self.holder.__dict__.get(key, MISSING)
+
     def set(self, key: Any, value: Any) -> None:
         if type(key) is tuple:
             self.holder.param_groups[key[0]][key[1]] = value
         else:
             self.holder.__dict__[key] = value
 
-    def is_live(self, key: Any) -> bool:
-        return type(key) is tuple and (
-            key[1] in LIVE_GROUP_KEYS
-            or (key[1] in CYCLED_KEYS and CYCLE_MARK in self.holder.param_groups[key[0]])
-        )  # fmt: skip
+    def is_live(self, key: Any, old: Any, value: Any) -> bool:
+        if type(key) is not tuple:
+            return False
+        if type(old) is tuple and type(value) is tuple:
+            return len(old) == len(value) and all(
+                same(one, other) or _are_live(key[1], one, other) for one, other in zip(old, value, strict=True)
+            )
+        return _are_live(key[1], old, value)
 
     def label(self, key: Any) -> str:
         if type(key) is tuple:
             return f"{self.path}.param_groups[{key[0]}][{key[1]!r}]"
         return f"{self.path}.{key}"
+
+
+def is_live_number(key: str, value: object) -> bool:
+    """Whether an entry of an optimizer's group, or a part of one, is a number that a schedule may change from call to call.
+
+    Integers are counts and switches, but for a learning rate.
+    """
+    return isinstance(value, float) or (type(value) is int and key in RATE_KEYS)
+
+
+def _are_live(key: str, old: object, value: object) -> bool:
+    return is_live_number(key, old) and is_live_number(key, value)
 
 
 class ScalerSpace(Space):
@@ -417,7 +433,7 @@ class ScalerSpace(Space):
     def put(self, items: Items) -> None:
         pass
 
-    def is_live(self, key: Any) -> bool:
+    def is_live(self, key: Any, old: Any, value: Any) -> bool:
         # Once there is a scale, nobody looks at the first one.
         return key in self.INITIAL and self.holder.__dict__.get("_scale") is not None
 

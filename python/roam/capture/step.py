@@ -201,7 +201,7 @@ def _captured(
     if settles is not None and not _is_settled(settles.program, programs[0]):
         raise settles.refusal
     kept = list(number_owners(reach, changing))
-    if kept:
+    if kept or not _has_known_optimizers(reach):
         _check_live_numbers(programs[0], tracer)
     first, steady = programs[0], programs[-1]
     carried = {owner.path for owner, _ in steady.owned if isinstance(owner, GradientOwner)}
@@ -229,9 +229,15 @@ def _check_live_numbers(live: Program, tracer: _Tracer) -> None:
     (plain,) = tracer.programs(live_arguments=False, live_numbers=False)
     if not agrees(live, plain):
         raise CaptureError(
-            "the step does something else with a number that it keeps and changes than with a plain one; keep it a tensor",
+            "the step does something else with a number that may change, in an optimizer's group or kept by the step, than with a "
+            "plain one; ask with isinstance(x, float) instead of type(x), or keep the number in a tensor",
             code="value_reached_python",
         )
+
+
+def _has_known_optimizers(reach: Reach) -> bool:
+    """Whether all optimizers are PyTorch's own, which keep what they know in their state and take numbers for what they are."""
+    return all(type(optimizer).__module__.startswith("torch.optim.") for _, optimizer in reach.optimizers)
 
 
 def _is_first_of(first: Program, later: Program) -> bool:
@@ -296,7 +302,7 @@ class _Tracer:
                     raise NumbersChange(numbers) if numbers else refusal
                 if only_first:
                     return programs
-                if len(programs) == 2 and world.has_known_optimizers() and _is_first_of(*programs):
+                if len(programs) == 2 and _has_known_optimizers(self.reach) and _is_first_of(*programs):
                     return programs
                 if len(programs) > 1:
                     change = difference(programs[-2], programs[-1])

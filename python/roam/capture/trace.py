@@ -23,7 +23,7 @@ from roam.capture.absent import as_if_present
 from roam.capture.frames import Frames, shown_path
 from roam.capture.generators import Watch, stand_ins
 from roam.capture.live import as_live, number_stand_ins
-from roam.capture.owners import GradientOwner, Owner, PlaceOwner, StateOwner, state_owners
+from roam.capture.owners import GradientOwner, Owner, PlaceOwner, RateOwner, StateOwner, state_owners
 from roam.capture.record import Recorder
 from roam.capture.scaler import check_skippable, check_updated, scaler_stand_ins
 from roam.capture.values import MISSING, is_plain, same
@@ -49,7 +49,8 @@ def trace(
         step: the user's function.
         args, kwargs: its arguments with fakes.
         live_arguments: whether float arguments are live numbers; where a float decides something in Python it cannot be.
-        live_numbers: whether numbers are live that the step keeps outside of optimizers' state. If not, it changes them.
+        live_numbers: whether numbers of optimizers' groups are live, and those that the step keeps outside of optimizers' state. If
+            not, it changes them.
 
     Raises:
         CaptureError: whatever cannot be captured exactly, with operator and user line.
@@ -73,7 +74,7 @@ def trace(
             recorder.add_owned(owner, tensor, owner.path)
         args, kwargs = _own_arguments(world, recorder, args, kwargs, live_arguments)
         for rate_owner in world.rates:
-            rate_owner.set(recorder.add_number(rate_owner, rate_owner.get()))
+            rate_owner.set((recorder.add_number if live_numbers else recorder.add_plain)(rate_owner, rate_owner.get()))
         for number_owner, number in held:
             if number is not None:
                 number_owner.set(recorder.add_number(number_owner, number))
@@ -126,6 +127,8 @@ def trace(
 
 
 _state = threading.local()
+_SCHEDULED = frozenset({"lr", "momentum", "betas"})
+"""What PyTorch's own schedulers change in a group."""
 _TWO_WAYS = "the step sets a learning rate itself and steps a scheduler of the same optimizer; do one of them outside of the step"
 
 
@@ -277,7 +280,7 @@ def _scheduler(world: World, recorder: Recorder, path: str, scheduler: Any) -> I
 
     Until then nobody can know the next rate, so whoever asks for it is refused.
     """
-    rates = [owner for owner in world.rates if owner.optimizer is scheduler.optimizer]
+    rates = [owner for owner in world.rates if _may_change(scheduler, owner)]
 
     def step(*arguments: Any, **keywords: Any) -> None:
         if not all(recorder.is_as_given(owner) or recorder.is_unknown(owner.get()) for owner in rates):
@@ -310,6 +313,12 @@ def _scheduler(world: World, recorder: Recorder, path: str, scheduler: Any) -> I
             not same(held[key], now) for key, now in vars(scheduler).items()
         ):
             raise CaptureError(f"the step changes attributes of {path} itself, not by its step()", code="moved")
+
+
+def _may_change(scheduler: Any, owner: RateOwner) -> bool:
+    """Whether a scheduler's step may give a number of a group another value."""
+    is_own = type(scheduler).__module__ == torch.optim.lr_scheduler.__name__
+    return owner.optimizer is scheduler.optimizer and (owner.key in _SCHEDULED or not is_own)
 
 
 def _results(world: World, recorder: Recorder, result: Any) -> None:
@@ -364,12 +373,11 @@ def _endings(world: World, recorder: Recorder, before: list[tuple[Owner, Any]]) 
 def _rate_endings(world: World, recorder: Recorder) -> None:
     """What the step puts in the place of learning rates."""
     program = recorder.program
-    scheduled = {id(host_call.scheduler.optimizer) for host_call in program.after}
     for owner in world.rates:
         rate = owner.get()
         if recorder.is_as_given(owner) or recorder.is_unknown(rate):
             continue
-        if id(owner.optimizer) in scheduled:
+        if any(_may_change(host_call.scheduler, owner) for host_call in program.after):
             raise CaptureError(f"{owner.path}: {_TWO_WAYS}", code="unknown_number")
         if (slot := recorder.slot_of(rate)) is not None and not isinstance(rate, torch.Tensor):
             program.rebinds.append((owner, slot))

@@ -139,10 +139,6 @@ class World:
         for owner in self.owners():
             owner.get().constant = None
 
-    def has_known_optimizers(self) -> bool:
-        """Whether all optimizers are PyTorch's own, which keep what they know in their state."""
-        return all(type(optimizer).__module__.startswith("torch.optim.") for optimizer in self.optimizers)
-
     def state_elsewhere(self) -> tuple[Any, ...]:
         """What the optimizers' state holds for others than parameters."""
         states: list[dict[Any, Any]] = [optimizer.state for optimizer in self.optimizers]
