@@ -6,8 +6,14 @@ They are recorded by their schemas, like PyTorch's own. What a schema cannot say
 from __future__ import annotations
 
 import functools
+import sys
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 from torch._ops import OpOverload
+
+if TYPE_CHECKING:
+    from roam.capture.record import Recorder
 
 _OURS = frozenset({"aten", "roam"})
 _ONLY_MARKS = frozenset({"profiler", "prim"})
@@ -15,6 +21,22 @@ _ONLY_MARKS = frozenset({"profiler", "prim"})
 _COLLECTIVES = frozenset(
     {"c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd", "fsdp", "symm_mem", "_dtensor"}
 )
+_OF_OBJECTS = (
+    *("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"),
+    *("send_object_list", "recv_object_list"),
+)
+
+
+def collective_stand_ins(recorder: Recorder) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
+    """(holder, name, function) for each collective that begins with something else than its operator."""
+
+    def refusing(name: str) -> Callable[..., Any]:
+        return lambda *_, **__: recorder.refuse_collective(f"torch.distributed.{name}")
+
+    for module in map(sys.modules.get, ("torch.distributed", "torch.distributed.distributed_c10d")):
+        for name in _OF_OBJECTS:
+            if hasattr(module, name):
+                yield module, name, refusing(name)
 
 
 def is_mark(func: OpOverload) -> bool:
@@ -29,7 +51,12 @@ def is_ours(func: object) -> bool:
 
 def is_foreign(func: object) -> bool:
     """Whether it is an operator of others."""
-    return type(func) is OpOverload and func.namespace not in _OURS
+    return isinstance(func, OpOverload) and func.namespace not in _OURS
+
+
+def is_collective(func: OpOverload) -> bool:
+    """Whether an operator brings processes together."""
+    return func.namespace in _COLLECTIVES
 
 
 @functools.cache
@@ -38,8 +65,6 @@ def refusal(func: OpOverload) -> str | None:
     if not is_foreign(func):
         return None
     schema = func._schema
-    if func.namespace in _COLLECTIVES:
-        return "collectives are not captured"
     results = [str(result.type) for result in schema.returns]
     if results != ["List[Tensor]"] and not {"Tensor", "Optional[Tensor]"}.issuperset(results):
         return "it returns something else than tensors, which a plan would freeze as it was at capture"

@@ -22,6 +22,7 @@ import torch
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils import _pytree as pytree
 
+from .beneath import NodeHooks, leaves_of
 from .reach import Reach
 from .spaces import ArraySpace, Items, MappingSpace, SequenceSpace, SetSpace, Space
 from .values import is_numpy_array, same, same_elements, show
@@ -103,13 +104,14 @@ class Guards:
         self._storages = self._storage_list()
         self._aliasing = _pattern(self._storages)
         self._ambient = [(name, read, read()) for name, read in AMBIENT]
+        self._nodes = NodeHooks(leaves_of(reach))
 
     def failure(self) -> str | None:
         """None while everything is as it was, else the first difference: its path, the old value and the new one."""
         for name, read, expected in self._ambient:
             if read() != expected:
                 return f"PyTorch's {name} changed from {show(expected)} to {show(read())}"
-        return self._bulk.failure() or self._single_failure() or self._tensor_failure()
+        return self._bulk.failure() or self._single_failure() or self._tensor_failure() or self._nodes.failure()
 
     def sizes(self) -> tuple[int, int, int]:
         """How many values in Python, tensors' metadata and switches of PyTorch are compared."""

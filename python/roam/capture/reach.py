@@ -16,6 +16,7 @@ import types
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, Literal, get_args
 
@@ -296,8 +297,9 @@ class _Walk:
         elif kind is types.FunctionType:
             if not is_library(value.__globals__.get("__name__")):
                 self._function(value, path)
-            elif value.__closure__ and hasattr(value, "__wrapped__"):
-                self._enqueue(value.__wrapped__, path)  # a library's decorator around a function of the user's
+            else:  # a library's decorator, or hook, around a function of the user's
+                for part in (getattr(value, "__wrapped__", None), *_closed_over(value)):
+                    self._enqueue(part, path)
         elif kind is types.MethodType:
             self._enqueue(value.__self__, f"{path}.__self__")
             self._enqueue(value.__func__, path)
@@ -508,6 +510,14 @@ def _bind(train_step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
             yield from value.items()
         else:
             yield name, value
+
+
+def _closed_over(function: types.FunctionType) -> Iterator[Any]:
+    """The functions that a function closes over."""
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):  # an empty cell
+            if isinstance(cell.cell_contents, (types.FunctionType, types.MethodType, functools.partial)):
+                yield cell.cell_contents
 
 
 def _is_iterator(kind: type) -> bool:

@@ -225,6 +225,14 @@ class Recorder(TorchDispatchMode):
         self._refusal = self._refusal or error
         raise error
 
+    def refuse_collective(self, name: str) -> NoReturn:
+        """Refuses what brings processes together."""
+        self.refuse(
+            "call collectives outside of the step, such as between two compiled functions, one for the backward pass, "
+            "whose gradients stay in .grad, and one for the update",
+            code="collective", op=name,
+        )  # fmt: skip
+
     def scalar_call(self, function: Callable[..., Any], operands: tuple[Any, ...]) -> Any:
         """Records Python arithmetic on live numbers."""
         phase, source = self.frames.here()
@@ -314,6 +322,8 @@ class Recorder(TorchDispatchMode):
             kwargs = absent.on_device(kwargs)
         if foreign.is_mark(func):
             return func(*args, **kwargs)
+        if foreign.is_collective(func):
+            self.refuse_collective(str(func))
         if (reason := foreign.refusal(func)) is not None:
             self.refuse(reason, code="foreign_operator", op=str(func))
         if func is not aten.detach.default:  # that is called from where no exception may pass

@@ -14,6 +14,7 @@ import torch.utils._pytree as pytree
 
 from roam._core import Graph
 from roam.capture.ambient import Switches
+from roam.capture.beneath import check_beneath
 from roam.capture.compare import agrees, asks_the_same, difference
 from roam.capture.generators import watched
 from roam.capture.guards import ArgGuard, Guards
@@ -341,6 +342,7 @@ def _refuse_unseen_state(reach: Reach) -> None:
         )
     for path, scaler in reach.scalers:
         check_scaler(scaler, path)
+    check_beneath(reach)
 
 
 __all__ = ["CapturedStep", "Variant", "capture", "capture_step"]

@@ -18,8 +18,9 @@ import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from roam.capture import multi_tensor
+from roam.capture import foreign, multi_tensor
 from roam.capture.absent import as_if_present
+from roam.capture.beneath import node_stand_in
 from roam.capture.frames import Frames, shown_path
 from roam.capture.generators import Watch, stand_ins
 from roam.capture.live import as_live, number_stand_ins
@@ -232,9 +233,12 @@ def _watched(world: World, recorder: Recorder) -> Iterator[None]:
         for holder in (torch.Tensor, torch.UntypedStorage):
             replace(holder, "data_ptr", address(holder.data_ptr))
         replace(torch._C._nn, "cross_entropy_loss", cross_entropy)
+        replace(torch._C, "_will_engine_execute_node", node_stand_in(world.fakes()))
         for holder, name, stand_in in scaler_stand_ins(world, recorder):
             replace(holder, name, stand_in)
         for holder, name, stand_in in number_stand_ins(recorder):
+            replace(holder, name, stand_in)
+        for holder, name, stand_in in foreign.collective_stand_ins(recorder):
             replace(holder, name, stand_in)
         for name in multi_tensor.FUSED:
             replace(torch, name, multi_tensor.fused_stand_in(recorder, name))

@@ -121,6 +121,10 @@ class World:
         self.forget_values()
         return pytree.tree_unflatten(leaves, self.spec)  # type: ignore[no-any-return]
 
+    def fakes(self) -> list[tuple[Any, Any]]:
+        """Every tensor that has a fake, with its fake."""
+        return list(self._fakes.values())
+
     def leave(self) -> None:
         """Lets go of the fakes. One and its gradient, which knows the recorder, hold each other where Python cannot see it."""
         for _, fake in self._fakes.values():
