@@ -12,7 +12,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 export PYO3_PYTHON := $(abspath $(BIN))/python
 
-.PHONY: help install wheel demo test rust-test nightly fuzz wheel-test bench bench-compare gpu lint format ci clean
+.PHONY: help install wheel demo test rust-test nightly fuzz sweep wheel-test bench bench-compare gpu lint format ci clean
 
 help:
 	@echo "make install     the release wheel and everything that tests need, into VENV ($(VENV))"
@@ -22,6 +22,7 @@ help:
 	@echo "make rust-test   the planner's tests; its benchmarks run once each"
 	@echo "make nightly     100 000 random graphs and as many layouts, against brute force and the verifier"
 	@echo "make fuzz        2 000 random modules and steps, by their plan and eagerly, bits compared"
+	@echo "make sweep       every sample of PyTorch's operators in many layouts: what capture says of the results is what kernels make"
 	@echo "make wheel-test  the wheel in an empty environment, without torch and mip"
 	@echo "make bench       the planner's benchmarks"
 	@echo "make bench-compare BASE=commit   the same, here and at another commit: names what became slower, and then fails"
@@ -62,6 +63,10 @@ nightly:
 fuzz: export ROAM_FUZZ_EXAMPLES ?= 2000
 fuzz:
 	$(BIN)/python -m pytest tests/test_fuzz.py --hypothesis-show-statistics
+
+sweep: export ROAM_SWEEP_EVERY = 1
+sweep:
+	$(BIN)/python -m pytest tests/test_layouts.py -k all_operators
 
 wheel-test:
 	$(PYTHON) -m venv --clear $(BARE)

@@ -222,6 +222,8 @@ class Program:
     """(optimizer, slot of a live number): its calls have this number for `Call.unless`, and leave its state as it was."""
     split: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Per multi-tensor or fused kernel: how many calls of it the step makes, and of how many calls they became."""
+    guessed: list[str] = field(default_factory=list)
+    """Kernels of which fake ones alone say how their results lie in memory, though real ones may lay them out otherwise."""
     after: list[HostCall] = field(default_factory=list)
     """Schedulers to step after the run, in this order."""
 

@@ -36,7 +36,7 @@ class GraphInput:
 
 
 def record_graph(graph: GraphModule, args: Sequence[Any], *, phase: str, dying: Collection[int] = ()) -> Program:
-    """The program of a graph for arguments like these; nothing is computed.
+    """The program of a graph for arguments like these; no kernel is run but on zeros, for how it lays out its results.
 
     Args:
         graph: functional aten calls, save for the copies into changed arguments at its end.
@@ -48,7 +48,7 @@ def record_graph(graph: GraphModule, args: Sequence[Any], *, phase: str, dying: 
         CaptureError: what cannot be recorded exactly.
     """
     places = NodePlaces(lambda _: phase)
-    recorder = Recorder(places, [], FakeKernels())
+    recorder = Recorder(places, [], FakeKernels(asks=True))
     values: dict[Node, Any] = {}
     with torch.inference_mode(False), torch.no_grad(), _disable_current_modes():
         mode = FakeTensorMode()

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from roam.capture.as_real import as_real
+from roam.capture.layouts import is_sure, may_be_asked, on_zeros
+from roam.kernels.recurrent import ASKED
+from roam.kernels.workspace import settings
 from roam.program import Ref, TensorMeta
 
 LIVE_FLOAT: Final = -1
@@ -30,13 +35,18 @@ class _Made:
     device: torch.device
     base: int | None
     """Place among the argument tensors of the one that it is a view of."""
+    size_bytes: int | None
+    """Of its storage, where that is more than its elements take."""
 
     def again(self, mode: FakeTensorMode, tensors: list[Any]) -> FakeTensor:
-        if self.base is None:
+        if self.base is None and self.size_bytes is None:
             meta = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
         else:
+            storage: Any = torch.UntypedStorage(self.size_bytes or 0, device="meta")
+            if self.base is not None:
+                storage = tensors[self.base].untyped_storage()
             meta = torch.empty(0, dtype=self.dtype, device="meta")
-            meta.set_(tensors[self.base].untyped_storage(), self.offset, self.shape, self.stride)
+            meta.set_(storage, self.offset, self.shape, self.stride)
         return FakeTensor(mode, meta, self.device)
 
 
@@ -55,10 +65,26 @@ class _Results:
     items: list[_Made | _Given | None]
     container: type | None
 
+    def makes_memory(self) -> bool:
+        """Whether any result has memory of its own."""
+        return any(type(item) is _Made and item.base is None and 0 not in item.shape for item in self.items)
+
+    def is_like(self, other: _Results) -> bool:
+        """Whether the results are those of the other but for how they lie in memory."""
+        return self.container is other.container and [_told(item) for item in self.items] == [
+            _told(item) for item in other.items
+        ]
+
     def again(self, mode: FakeTensorMode, tensors: list[Any]) -> Any:
         with torch._C._DisableTorchDispatch():
             made = [None if item is None else item.again(mode, tensors) for item in self.items]
         return made[0] if self.container is None else self.container(made)
+
+
+_signatures: dict[Any, int] = {}
+_numbers = itertools.count(1)
+_asked: dict[Any, _Results | None] = {}
+"""What real kernels answered, for the process."""
 
 
 class FakeKernels:
@@ -69,19 +95,22 @@ class FakeKernels:
     times as fast.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, asks: bool = False) -> None:
+        """`asks`: whether real kernels may be run, on zeros, for what fake ones need not know; see `roam.capture.layouts`."""
         self._known: dict[Any, _Results | None] = {}
-        self._signatures: dict[Any, int] = {}
+        self._asks = asks
+        self.guessed: set[Any] = set()
+        """Kernels whose real layouts would have been asked for, and were not known yet."""
 
     def signature(self, meta: TensorMeta, tensor: Any) -> int:
         """A number for all that a kernel can see of a fake tensor."""
         size_bytes = tensor.untyped_storage().nbytes()
         bits = tensor.is_conj(), tensor.is_neg()
         seen = (meta.shape, meta.stride, meta.offset, meta.dtype, meta.device, size_bytes, bits)
-        return self._signatures.setdefault(seen, len(self._signatures))
+        return _signatures.get(seen) or _signatures.setdefault(seen, next(_numbers))
 
     def run(self, func: Any, given: Any, tensors: list[Any], recorded: Any, signatures: list[int]) -> Any:
-        """The results of a kernel.
+        """The results of a kernel, as the real one lays them out.
 
         Args:
             func: the kernel.
@@ -92,20 +121,38 @@ class FakeKernels:
         """
         args, kwargs = given
         if not _is_known_by_metadata(func):
-            return func(*args, **kwargs)
+            return as_real(func, args, func(*args, **kwargs))
         key = func, _key(recorded, signatures)
         known = self._known.get(key)
         if known is not None:
             return known.again(tensors[0].fake_mode, tensors)
-        result = func(*args, **kwargs)
+        result = as_real(func, args, func(*args, **kwargs))
         if key not in self._known:
-            self._known[key] = _remembered(result, tensors)
+            found = _remembered(result, tensors)
+            real = None if is_sure(func, tensors) else self._real(key, given, tensors, found)
+            self._known[key] = real or found
+            if real is not None:
+                return real.again(tensors[0].fake_mode, tensors)
         return result
+
+    def _real(self, key: Any, given: Any, tensors: list[Any], fake: _Results | None) -> _Results | None:
+        """How the real kernel lays out the results of the fake one; None where that is not known."""
+        func = key[0]
+        if fake is None or not fake.makes_memory() or not may_be_asked(func, tensors):
+            return None
+        key = *key, settings()
+        if key not in _asked:
+            if not self._asks:
+                self.guessed.add(func)
+                return None
+            _asked[key] = on_zeros(func, given, tensors, _remembered)
+        real = _asked[key]
+        return real if real is not None and real.is_like(fake) else None
 
 
 @functools.cache
 def _is_known_by_metadata(func: Any) -> bool:
-    return _NEVER.isdisjoint(func.tags)
+    return func not in ASKED and _NEVER.isdisjoint(func.tags)
 
 
 def _key(value: Any, signatures: list[int]) -> Any:
@@ -120,12 +167,16 @@ def _key(value: Any, signatures: list[int]) -> Any:
 
 
 def _remembered(result: Any, tensors: list[Any]) -> _Results | None:
-    """How to make the same results again; None where that is not known."""
+    """How to make the same results again on fake tensors; None where that is not known."""
     is_one = not isinstance(result, (tuple, list))
     items = [_item(item, tensors) for item in ((result,) if is_one else result)]
     if not tensors or any(item is NotImplemented for item in items):
         return None
     return _Results(items, None if is_one else type(result))
+
+
+def _told(item: _Made | _Given | None) -> object:
+    return (item.shape, item.dtype, item.device, item.base) if type(item) is _Made else item
 
 
 def _item(item: Any, tensors: list[Any]) -> Any:
@@ -134,7 +185,9 @@ def _item(item: Any, tensors: list[Any]) -> Any:
     for place, tensor in enumerate(tensors):
         if item is tensor:
             return _Given(place)
-    if type(item) is not FakeTensor or item.layout is not torch.strided or item.is_conj() or item.is_neg():
+    if type(item) not in (FakeTensor, torch.Tensor) or item.layout is not torch.strided:
+        return NotImplemented
+    if item.is_conj() or item.is_neg():
         return NotImplemented
     shape, stride, offset = tuple(item.shape), item.stride(), item.storage_offset()
     if not isinstance(offset, int) or any(not isinstance(size, int) for size in shape):
@@ -143,9 +196,8 @@ def _item(item: Any, tensors: list[Any]) -> Any:
     storage = item.untyped_storage()
     base = storages.index(storage._cdata) if storage._cdata in storages else None
     needed = sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) + 1 if item.numel() else 0
-    if base is None and (offset or storage.nbytes() != needed * item.element_size()):
-        return NotImplemented
-    return _Made(shape, stride, offset, item.dtype, item.device, base)
+    is_tight = base is not None or (not offset and storage.nbytes() == needed * item.element_size())
+    return _Made(shape, stride, offset, item.dtype, item.device, base, None if is_tight else storage.nbytes())
 
 
 def tensors_in(value: Any) -> list[Any]:

@@ -28,6 +28,10 @@ def notes_on(program: Program, guards: Guards) -> list[tuple[str, str]]:
     if program.split:
         calls, parts = (sum(numbers) for numbers in zip(*program.split.values(), strict=True))
         notes.append(("split", f"{calls:,} multi-tensor calls into {parts:,}: {_shown(list(program.split))}"))
+    if program.guessed:
+        notes.append(
+            ("guessed", f"how {len(program.guessed):,} kernels lay out their results: {_shown(program.guessed)}")
+        )
     return notes
 
 

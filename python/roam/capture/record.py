@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from roam.capture import absent, foreign, multi_tensor
-from roam.capture.as_real import as_real, bytes_at_least, other_backward, without_masked
+from roam.capture.as_real import bytes_at_least, other_backward, without_masked
 from roam.capture.branches import Slices, add_question, may_be_asked, may_be_fixed
 from roam.capture.fake_kernels import LIVE_FLOAT, LIVE_INT, PLAIN, FakeKernels, tensors_in
 from roam.capture.generators import Watch, forget_idle_states
@@ -398,7 +398,6 @@ class Recorder(TorchDispatchMode):
         if torch.Tag.inplace_view in func.tags:
             self._reshape_in_place(call, result)
             return result
-        result = as_real(func, args, result)
         call.target = as_run(func)
         if (
             not tensors and _takes_dtype(func) and kwargs.get("dtype") is None
@@ -672,6 +671,7 @@ class Recorder(TorchDispatchMode):
             raise self._refusal
         if self._watch is not None and not self._watch.is_intact():
             raise CaptureError(_SET_UNSEEN, code="generator_state")
+        self.program.guessed = sorted(map(str, self._kernels.guessed))
         forget_idle_states(self.program)
 
 

@@ -145,6 +145,7 @@ def capture_step(
     *,
     keep_grads: bool = False,
     changing: set[str] | None = None,
+    asks_kernels: bool = False,
 ) -> CapturedStep:
     """As `capture`, with the programs that the runtime runs and the guards that tell when they fit.
 
@@ -152,6 +153,7 @@ def capture_step(
         train_step, args, kwargs: the user's function and a call of it.
         keep_grads: whether `.grad` of every parameter outlives the step, as under eager PyTorch.
         changing: paths of the Python numbers that earlier captures found the step to change; those found now are added.
+        asks_kernels: whether real kernels may be run on zeros, where fake ones do not know how results lie in memory.
     """
     # No other capture meanwhile: tracing puts fakes and stand-ins where other threads would find them.
     with watched, _without_collections():
@@ -164,11 +166,11 @@ def capture_step(
         changing = set() if changing is None else changing
         while True:
             try:
-                return _captured(train_step, args, kwargs, keep_grads, changing)
+                return _captured(train_step, args, kwargs, keep_grads, changing, asks_kernels)
             except _Settles as settles:
                 # Captured as if all of it were set: the first step does the same then, and later ones set nothing new.
                 with applied(settles.settings), suppress(NumbersChange):
-                    return _captured(train_step, args, kwargs, keep_grads, changing, settles)
+                    return _captured(train_step, args, kwargs, keep_grads, changing, asks_kernels, settles)
 
 
 @contextmanager
@@ -189,11 +191,12 @@ def _captured(
     kwargs: dict[str, Any],
     keep_grads: bool,
     changing: set[str],
+    asks_kernels: bool,
     settles: _Settles | None = None,
 ) -> CapturedStep:
     reach = Reach.of(train_step, args, kwargs)
     _refuse_unseen_state(reach)
-    tracer = _Tracer(reach, train_step, args, kwargs, changing, settles is not None)
+    tracer = _Tracer(reach, train_step, args, kwargs, changing, asks_kernels, settles is not None)
     floats = [index for index, leaf in enumerate(pytree.tree_leaves((args, kwargs))) if type(leaf) is float]
     programs = tracer.live_programs() if floats else None
     if programs is None:
@@ -260,6 +263,7 @@ class _Tracer:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     changing: set[str]
+    asks_kernels: bool
     is_settled: bool
     """Whether what the step sets once and for all has been set."""
 
@@ -275,7 +279,7 @@ class _Tracer:
                     raise
 
     def _programs(self, live_arguments: bool, live_numbers: bool, *, only_first: bool) -> list[Program]:
-        world = World(self.reach, self.args, self.kwargs, self.changing)
+        world = World(self.reach, self.args, self.kwargs, self.changing, asks_kernels=self.asks_kernels)
         snapshot, switches = Snapshot(self.reach), Switches()
         programs: list[Program] = []
         change: str | None = None

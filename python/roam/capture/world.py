@@ -47,9 +47,18 @@ class World:
     """Owners of everything the step can reach, and the fakes in them."""
 
     def __init__(
-        self, reach: Reach, args: tuple[Any, ...], kwargs: dict[str, Any], changing: set[str] | None = None
+        self,
+        reach: Reach,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        changing: set[str] | None = None,
+        *,
+        asks_kernels: bool = False,
     ) -> None:
-        """`changing`: paths of Python numbers that the step keeps and changes, which are live; more may come."""
+        """`changing`: paths of Python numbers that the step keeps and changes, which are live; more may come.
+
+        `asks_kernels`: whether real kernels may be run for what fake ones do not know, where the step is of real tensors.
+        """
         self.reach = reach
         self.changing = set() if changing is None else changing
         self.optimizers: list[torch.optim.Optimizer] = [optimizer for _, optimizer in reach.optimizers]
@@ -72,7 +81,7 @@ class World:
         if self.lacks_device:
             prepare()
         self.mode: FakeTensorMode = mode_of(tensors)
-        self.kernels = FakeKernels()
+        self.kernels = FakeKernels(asks=asks_kernels and not any(isinstance(tensor, FakeTensor) for tensor in tensors))
         self._fakes: dict[int, tuple[Any, Any]] = {}
         self._numbers: dict[str, Any] = {
             owner.path: tensor

@@ -87,10 +87,10 @@ def _signature(program: Program, call: Call) -> object:
         return meta.shape, meta.stride, meta.offset, meta.dtype, meta.device, shared
 
     arguments = substitute((call.args, call.kwargs), lambda ref: told(program.slots[ref.slot]))
-    return call.name, repr(arguments), _settings()
+    return call.name, repr(arguments), settings()
 
 
-def _settings() -> tuple[object, ...]:
+def settings() -> tuple[object, ...]:
     """What kernels are chosen by beside their arguments."""
     cudnn = torch.backends.cudnn
     return (

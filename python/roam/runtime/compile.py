@@ -231,7 +231,9 @@ class Step:
                 _MOST_CAPTURES, reason,
             )  # fmt: skip
             self._captures.pop()
-        step = capture_step(self._train_step, args, kwargs, keep_grads=self._keep_grads, changing=self._changing)
+        step = capture_step(
+            self._train_step, args, kwargs, keep_grads=self._keep_grads, changing=self._changing, asks_kernels=True
+        )
         variants = [variant for variant in (step.first, step.steady) if variant is not None]
         is_real = not _has_fakes(step, args, kwargs)
         captured = _Captured(step, [Runner(variant, self._options, is_real=is_real) for variant in variants])
