@@ -76,6 +76,8 @@ class Call:
     random: bool = False
     unless: int | None = None
     """Slot of a live number: where it is not zero, a run leaves the call out."""
+    is_check: bool = False
+    """Whether it only raises an error or does not; what comes after it and changes what is there before the step waits for it."""
 
     @property
     def function(self) -> Callable[..., Any]:
@@ -94,7 +96,8 @@ class Call:
         if isinstance(self.target, torch._ops.OpOverload):
             return str(self.target)
         module = str(self.target.__module__)
-        return f"{module if module.startswith('torch.') else 'float'}.{self.target.__name__}"
+        owner = "roam" if self.is_check else module if module.startswith("torch.") else "float"
+        return f"{owner}.{self.target.__name__}"
 
     def refs(self) -> list[int]:
         """Slots of all that the call needs: its arguments, nested ones included, and the number that may leave it out."""

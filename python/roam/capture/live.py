@@ -104,6 +104,8 @@ MATH: dict[str, Callable[..., float]] = {
 }
 """Functions of Python's own that always give floats."""
 
+_QUESTIONS: dict[str, Callable[[Any], bool]] = {name: getattr(math, name) for name in ("isfinite", "isnan", "isinf")}
+
 
 def _binary(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     def method(self: Any, other: Any) -> Any:
@@ -205,8 +207,18 @@ def number_stand_ins(recorder: Recorder) -> Iterator[tuple[Any, str, Callable[..
 
         return call
 
+    def asking(function: Callable[..., bool], original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(value: Any, *args: Any, **kwargs: Any) -> Any:
+            number: Any = value.item() if isinstance(value, torch.Tensor) and value.dim() == 0 else value
+            return number.node.decide(function, number, ()) if _is_live(number) else original(value, *args, **kwargs)
+
+        return call
+
     for name, function in MATH.items():
         yield math, name, of_numbers(function)
+    for holder in filter(None, (math, sys.modules.get("numpy"))):
+        for name, question in _QUESTIONS.items():
+            yield holder, name, asking(question, getattr(holder, name))
     for module in ("torch.optim._adafactor", "torch.optim.asgd"):
         yield sys.modules[module], "max", of_numbers(max)
         yield sys.modules[module], "min", of_numbers(min)

@@ -94,6 +94,7 @@ def lower(
             if slot is not None and program.storage_of(slot) not in created[index]:
                 makers[slot] = index
     _updates_wait(program, builder)
+    _checks_come_first(program, builder)
     return builder.build()
 
 
@@ -131,6 +132,17 @@ def _updates_wait(program: Program, builder: GraphBuilder) -> None:
         call = program.calls[index]
         if call.phase == "update" and any(program.storage_of(slot) in persistent for slot in call.mutates):
             builder.control(begins, index)
+
+
+def _checks_come_first(program: Program, builder: GraphBuilder) -> None:
+    """Nothing that exists before the step is changed before a check that comes first in the program; checks keep their order."""
+    check = -1
+    for index, call in enumerate(program.calls):
+        changed = map(program.storage_of, call.mutates)
+        if check >= 0 and (call.is_check or any(program.storages[number].creator < 0 for number in changed)):
+            builder.control(check, index)
+        if call.is_check:
+            check = index
 
 
 def _residencies(

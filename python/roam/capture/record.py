@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import os
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -21,7 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from roam.capture import absent, foreign, multi_tensor
 from roam.capture.as_real import bytes_at_least, other_backward, without_masked
 from roam.capture.branches import Slices, add_question, may_be_asked, may_be_fixed
+from roam.capture.checks import check, passing_answer
 from roam.capture.fake_kernels import LIVE_FLOAT, LIVE_INT, PLAIN, FakeKernels, tensors_in
+from roam.capture.frames import is_run_by
 from roam.capture.generators import Watch, forget_idle_states
 from roam.capture.live import MATH, LiveFloat, LiveInt, LiveNode
 from roam.capture.owners import ArgumentOwner
@@ -51,6 +54,8 @@ _HIDDEN_ALIAS = {
 }
 # Kernels whose result's shape hangs on the values of their numbers.
 _SHAPED_BY_NUMBERS = {aten.arange, aten.range}
+# Kernels whose result is a Python bool.
+_ANSWERS = {aten.equal.default, aten.allclose.default}
 # Kernels that give a tensor another storage or size under the same name.
 _REFUSED = {
     "aten::set_": "it gives a tensor another storage",
@@ -61,7 +66,6 @@ _REFUSED = {
     "aten::masked_select": "the shape of its result depends on data",
     "aten::_unique2": "the shape of its result depends on data",
     "aten::unique_consecutive": "the shape of its result depends on data",
-    "aten::equal": "its result is a Python bool that depends on data",
 }
 _REPLACED = "the tensor was given other data (.data = ...); write into the data that it has, as in p.data.copy_(...)"
 _SET_UNSEEN = (
@@ -69,6 +73,7 @@ _SET_UNSEEN = (
     "torch.manual_seed, torch.set_rng_state and torch.random.fork_rng it can"
 )
 _GIVE_FLOATS = {operator.truediv, float, *MATH.values()}
+_DISTRIBUTIONS = os.path.dirname(torch.distributions.__file__) + os.sep
 UNKNOWN = -1
 """The slot of a number that nobody can know during the step."""
 _LIVE_STAND_IN = 0.5
@@ -330,6 +335,8 @@ class Recorder(TorchDispatchMode):
             deliver_interrupts()
         if func is aten._local_scalar_dense.default:
             return self._item(func, args[0])
+        if func in _ANSWERS:
+            return self._answer(func, args, kwargs)
         phase, source = self.frames.here()
         if (reason := _REFUSED.get(func._schema.name)) is not None:
             self.refuse(reason, code="refused_operator", op=str(func), source=source)
@@ -404,6 +411,7 @@ class Recorder(TorchDispatchMode):
         ):  # then it takes what the step may have set
             call.kwargs = {**call.kwargs, "dtype": result.dtype}
         call.mutates = self._mutated(func, args, kwargs, call)
+        call.is_check = func._overloadpacket is aten._assert_async
         self._record(call, without_masked(call, args, kwargs, result), tensors)
         return result
 
@@ -471,18 +479,40 @@ class Recorder(TorchDispatchMode):
         slot = self._slot_of_argument(tensor, func, source)
         meta = self.program.slots[slot]
         assert meta is not None
-        if meta.dtype is torch.bool or meta.dtype.is_complex:
-            known = self.known_value(slot, may_be_asked if meta.dtype is torch.bool else _nothing)
-            if known is None:
-                self.refuse(
-                    "the value of a tensor decides something in Python: a plan would freeze what it decided at capture. "
-                    "Use a form that stays on tensors, such as torch.where",
-                    code="value_reached_python", op=str(func), source=source,
-                )  # fmt: skip
-            return known
+        if meta.dtype is torch.bool:
+            return self._known_answer(slot, func, phase, source)
+        if meta.dtype.is_complex:
+            known = self.known_value(slot, _nothing)
+            return self._refuse_value(func, source) if known is None else known
         live = self._live(not meta.dtype.is_floating_point, f".item() at {source}")
         self.program.calls.append(Call(func, (Ref(slot),), {}, (live.node.slot,), False, phase, source))
         return live
+
+    def _answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """What a kernel says that compares tensors."""
+        phase, source = self.frames.here()
+        call = Call(func, (), {}, (), False, phase, source)
+        call.args, call.kwargs = self._recorded(args, call), self._recorded(kwargs, call)
+        live = self._live(True, f"{func} at {source}")
+        call.outputs = (live.node.slot,)
+        self.program.calls.append(call)
+        return self._known_answer(live.node.slot, func, phase, source)
+
+    def _known_answer(self, slot: int, func: Any, phase: str, source: Source) -> bool:
+        """A yes or no that Python asks for: known beforehand, or of a check that passes."""
+        known = self.known_value(slot, may_be_asked)
+        if known is None:
+            known = self._checked(slot, phase, source)
+        return self._refuse_value(func, source) if known is None else bool(known)
+
+    def _refuse_value(self, func: Any, source: Source) -> NoReturn:
+        remedy = "use a form that stays on tensors, such as torch.where"
+        if is_run_by(_DISTRIBUTIONS):
+            remedy = "pass validate_args=False to the distribution"
+        self.refuse(
+            f"{remedy}; the value of a tensor decides something in Python here, and a plan would freeze what it decided at capture",
+            code="value_reached_python", op=str(func), source=source,
+        )  # fmt: skip
 
     def _literal(self, real: torch.Tensor, phase: str, source: Source) -> Any:
         """A tensor written out in the user's code: kept as a constant, copied fresh at every run."""
@@ -552,7 +582,17 @@ class Recorder(TorchDispatchMode):
     def branch(self, function: Callable[..., bool], operands: tuple[Any, ...]) -> bool | None:
         """The answer of a comparison, asked for again at every call; None where it hangs on more than numbers."""
         answer = self.scalar_call(function, operands)
-        return self.known_value(answer.node.slot, may_be_asked)  # type: ignore[no-any-return]
+        known = self.known_value(answer.node.slot, may_be_asked)
+        return self._checked(answer.node.slot, *self.frames.here()) if known is None else known
+
+    def _checked(self, slot: int, phase: str, source: Source) -> bool | None:
+        """The answer with which a check in the step's code passes, for a run to check; None where no check asks."""
+        answer = None if self._watch is None else passing_answer()  # a graph that others made has no code that asks
+        if answer is not None:
+            self.program.calls.append(
+                Call(check, (Ref(slot), answer), {}, (None,), False, phase, source, is_check=True)
+            )
+        return answer
 
     def _question(self, slot: int, may_ask: MayAsk) -> Question | None:
         owners = {number: owner for owner, number in self.program.owned}

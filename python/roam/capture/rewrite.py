@@ -69,7 +69,10 @@ def prune(program: Program) -> Program:
     for index in range(len(program.calls) - 1, -1, -1):
         call = program.calls[index]
         has_effect = (
-            call.random or not call.outputs or any(program.storage_of(slot) in matters for slot in call.mutates)
+            call.random
+            or call.is_check
+            or not call.outputs
+            or any(program.storage_of(slot) in matters for slot in call.mutates)
         )
         if not has_effect and needed.isdisjoint(call.outputs):
             continue

@@ -132,6 +132,9 @@ class Step:
             self._torn = torn.owners
             self._torn_reason = str(torn.error)
             raise torn.error from torn.error.__cause__
+        except Declined as declined:
+            logger.warning("%s; the step's own function runs in the plan's place", declined)
+        return self._train_step(*args, **kwargs)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """A compiled method, bound like any other."""
@@ -274,6 +277,10 @@ class Torn(Exception):
         self.owners = owners
 
 
+class Declined(Exception):
+    """A check in the step's code does not pass. All is as it was before the run."""
+
+
 class Runner:
     """Runs one variant of a captured step by its plan."""
 
@@ -307,6 +314,7 @@ class Runner:
         used = {owner.path for owner in self._owners}
         self._consumed = [owner for owner in program.dropped if owner.path in used]
         self._ignored = [owner for owner in program.dropped if owner.path not in used]
+        self._unchecked = _written_before_checks(program, self._executor)
         self._live_state = [
             (owner, _expected(program.slots[slot]))
             for owner, slot in program.owned
@@ -358,7 +366,9 @@ class Runner:
         inputs = [leaves[owner.index] if isinstance(owner, ArgumentOwner) else owner.get() for owner in self._owners]
         self._check_inputs(inputs)
         inputs += [tensor for tensor, _ in program.constants]
+        kept = [(owner, owner.get()) for owner in self._ignored] if self._unchecked is not None else []
         self._drop_ignored()
+        copies = [(inputs[place], inputs[place].clone()) for place in self._unchecked or ()]
         # Not as tensors: those would count as memory of the step.
         drawn = [generator.get_state().numpy().tobytes() for generator in self._generators]
         with interrupts_wait():
@@ -367,7 +377,10 @@ class Runner:
                     run = self._executor.run_checked if self._executor.text is None else self._executor.run
                     result, rebinds, after, skips = run(inputs)
                 except Exception as error:
-                    raise self._failed(error, drawn) from error
+                    failure = self._failed(error, drawn, copies)
+                    for owner, gradient in kept if isinstance(failure, Declined) else ():
+                        owner.set(None if gradient is MISSING else gradient)
+                    raise failure from error
                 self._leave(rebinds, _skipped(program, skips))
             for host_call, (arguments, keywords) in zip(program.after, after, strict=True):
                 host_call.scheduler.step(*arguments, **keywords)
@@ -462,15 +475,26 @@ class Runner:
                     stack.enter_context(torch.autocast(device, enabled=False))
             yield
 
-    def _failed(self, error: Exception, drawn: list[bytes]) -> Exception:
+    def _failed(
+        self, error: Exception, drawn: list[bytes], copies: list[tuple[torch.Tensor, torch.Tensor]]
+    ) -> Exception:
+        """What to raise for an error of a run: `copies` are of what was written to before the step's own checks."""
         failure = self._executor.failure(error)
         if failure is None:
             return error
         changed = self._executor.changed_before(failure)
+        if failure.call.is_check:
+            with torch.no_grad():
+                for tensor, copy in copies:
+                    tensor.copy_(copy)
+            restored = {self._owners[place].path for place in self._unchecked or ()}
+            changed = [path for path in changed if path not in restored]
         where = f"{failure.call.name} at {failure.call.source}"
         if not changed:
             for generator, state in zip(self._generators, drawn, strict=True):
                 generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+            if failure.call.is_check:
+                return Declined(f"a check at {failure.call.source} does not pass")
             return ExecutionError(
                 f"{where} failed: {error}. Nothing had been updated yet", code="failed", operator=failure.call.name,
                 source=str(failure.call.source),
@@ -486,6 +510,24 @@ class Runner:
         )  # fmt: skip
         torn.__cause__ = error
         return Torn(torn, [(owner, tensor, tensor._version) for owner, tensor in owners])
+
+
+def _written_before_checks(program: Program, executor: Executor) -> list[int] | None:
+    """Places among the inputs of what the plan writes to before the last check of the step's code, other than parameters and what
+    belongs to them, of which the step's code has changed all if a check comes so late; None where there is no check.
+    """
+    order = executor.bindings.order
+    last = max((step for step, index in enumerate(order) if program.calls[index].is_check), default=None)
+    if last is None:
+        return None
+    written = {program.storage_of(slot) for index in order[:last] for slot in program.calls[index].mutates}
+    return [
+        place
+        for place, (owner, slot) in enumerate(program.owned)
+        if program.slots[slot] is not None
+        and program.storage_of(slot) in written
+        and owner.kind not in ("parameter", "optimizer_state", "gradient")
+    ]
 
 
 def _skipped(program: Program, numbers: list[Any]) -> set[int]:
