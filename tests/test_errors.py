@@ -162,7 +162,7 @@ def _given(prepare: Callable[[_My], Any]) -> Callable[[], Any]:
     def capture() -> Any:
         my = _My()
         batch = prepare(my)
-        return roam.capture(my.step(), my.batch if batch is None else batch)
+        return roam.capture(my.step(lambda my, loss: my.kept is None), my.batch if batch is None else batch)
 
     return capture
 

@@ -65,7 +65,13 @@ class FormatError(RoamError, ValueError):
 
 
 class CaptureError(RoamError):
-    """A training step cannot be captured as it is."""
+    """A training step cannot be captured as it is.
+
+    Attributes:
+        path: where the step reaches the value at fault, such as ``"self.history[0]"``, or None.
+    """
+
+    path: str | None = None
 
 
 class PlanError(RoamError):

@@ -39,11 +39,13 @@ def check_beneath(reach: Reach) -> None:
             )
     for path, parameter in leaves_of(reach):
         if (reason := _hooked(parameter)) is not None:
-            raise CaptureError(
+            error = CaptureError(
                 "Register hooks with Tensor.register_hook or Tensor.register_post_accumulate_grad_hook: "
                 f"{path} has {reason}, which a captured step would not run",
                 code="autograd_node",
             )
+            error.path = path
+            raise error
 
 
 class NodeHooks:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import operator
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection
-from itertools import chain
+from itertools import chain, repeat
 from typing import Any, Final
 
 import torch
@@ -24,8 +24,8 @@ from torch.utils import _pytree as pytree
 
 from .beneath import NodeHooks, leaves_of
 from .reach import Reach
-from .spaces import ArraySpace, Items, MappingSpace, SequenceSpace, SetSpace, Space
-from .values import is_numpy_array, same, same_elements, show
+from .spaces import ArraySpace, Items, MappingSpace, NamesSpace, SequenceSpace, SetSpace, Space, is_under
+from .values import MISSING, is_numpy_array, same, same_elements, show
 
 
 def _attention_kernels() -> tuple[bool, ...]:
@@ -85,7 +85,7 @@ class Guards:
         checks = [
             _SpaceCheck(place.space, ignored)
             for place in reach.places
-            if place.guarded and not place.space.is_immutable and not _is_under(place.space.path, ignored)
+            if place.guarded and not place.space.is_immutable and not is_under(place.space.path, ignored)
         ]
         self._bulk = _Bulk([check for check in checks if check.is_quick])
         self._single = [check for check in checks if not check.is_quick]
@@ -93,7 +93,7 @@ class Guards:
         self._replaceable: list[tuple[str, Space, Any, tuple[Any, ...]]] = []
         seen: set[int] = set()
         for slot in reach.slots:
-            if slot.kind in ("argument", "state") or _is_under(slot.path, ignored):
+            if slot.kind in ("argument", "state") or is_under(slot.path, ignored):
                 continue
             if _is_fixed(slot.tensor) or (slot.kind == "group" and type(slot.key) is int):
                 if id(slot.tensor) not in seen:
@@ -115,7 +115,7 @@ class Guards:
 
     def sizes(self) -> tuple[int, int, int]:
         """How many values in Python, tensors' metadata and switches of PyTorch are compared."""
-        checks = (*self._bulk.checks, *self._single)
+        checks = (*self._bulk.checks, *self._bulk.named, *self._single)
         values = sum(not issubclass(type(value), torch.Tensor) for check in checks for _, value in check.expected)
         return values, len(self._fixed) + len(self._replaceable), len(self._ambient)
 
@@ -172,10 +172,10 @@ class _SpaceCheck:
         else:
             # Tensors that are replaced at every step would fail the quick comparison at every step.
             self.is_quick = (
-                isinstance(space, (MappingSpace, SequenceSpace))
+                isinstance(space, (MappingSpace, NamesSpace, SequenceSpace))
                 and type(space.holder) in _QUICK_HOLDERS
                 and not any(value is _AnyTensor for _, value in self.expected)
-                and not (ignored and any(_is_under(space.label(key), ignored) for key, _ in self.expected))
+                and not (ignored and any(is_under(space.label(key), ignored) for key, _ in self.expected))
             )
 
     def rebase(self) -> None:
@@ -208,7 +208,7 @@ class _SpaceCheck:
             return issubclass(type(value), torch.Tensor)
         if self.space.is_live(key, expected, value):
             return True
-        return bool(self.ignored) and _is_under(self.space.label(key), self.ignored)
+        return bool(self.ignored) and is_under(self.space.label(key), self.ignored)
 
     def _key_change(self, items: Items) -> str:
         space = self.space
@@ -227,7 +227,10 @@ class _Bulk:
     """Many space checks in a few passes."""
 
     def __init__(self, checks: list[_SpaceCheck]) -> None:
-        self.checks = checks
+        self.named = [check for check in checks if isinstance(check.space, NamesSpace)]
+        self._namespaces = [check.space.holder for check in self.named for _ in check.expected]  # type: ignore[attr-defined]
+        self._names = [name for check in self.named for name, _ in check.expected]
+        self.checks = checks = [check for check in checks if not isinstance(check.space, NamesSpace)]
         self._holders: list[Any] = [check.space.holder for check in checks]  # type: ignore[attr-defined]
         # Views show the dictionary of now, however often it changes.
         self._values = [holder.values() if isinstance(holder, dict) else holder for holder in self._holders]
@@ -240,15 +243,19 @@ class _Bulk:
         self._keys = [
             key for check in self.checks if isinstance(check.space, MappingSpace) for key, _ in check.expected
         ]
+        self._expected_named = [value for check in self.named for _, value in check.expected]
 
     def failure(self) -> str | None:
         if (
             list(map(len, self._holders)) == self._sizes
             and all(map(operator.is_, chain.from_iterable(self._values), self._expected))
             and all(map(operator.is_, chain.from_iterable(self._dictionaries), self._keys))
+            and all(
+                map(operator.is_, map(dict.get, self._namespaces, self._names, repeat(MISSING)), self._expected_named)
+            )
         ):
             return None
-        for check in self.checks:
+        for check in (*self.checks, *self.named):
             items = check.space.items()
             if len(items) != len(check.expected) or not all(
                 key is old and value is expected
@@ -338,10 +345,6 @@ def _argument_path(path: tuple[Any, ...]) -> str:
     if is_keyword:
         return f"{rest[0].key}{pytree.keystr(rest[1:])}"
     return f"args{pytree.keystr(rest)}"
-
-
-def _is_under(path: str, prefixes: tuple[str, ...]) -> bool:
-    return any(path == prefix or (path.startswith(prefix) and path[len(prefix)] in ".[{ ") for prefix in prefixes)
 
 
 def _is_fixed(tensor: torch.Tensor) -> bool:

@@ -14,8 +14,8 @@ import random
 import sys
 import types
 import weakref
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, Literal, get_args
@@ -27,29 +27,36 @@ from torch.utils import _pytree as pytree
 from roam.errors import CaptureError
 
 from .origins import is_library, is_opaque, names_of
+from .reads import Edge, Reads
 from .spaces import (
     ArraySpace,
+    AttributesSpace,
     CellSpace,
     ClassSpace,
     FunctionSpace,
     MappingSpace,
     NamesSpace,
     OptimizerSpace,
+    ProxySpace,
     ScalerSpace,
     SequenceSpace,
     SetSpace,
     SlotsSpace,
     Space,
     TensorKeyedSpace,
+    is_under,
 )
 from .values import MISSING, is_numpy_array, is_plain
 
 # Methods that no step runs on an object that it has been given ready-made.
 _NOT_IN_STEP: Final = frozenset(
-    {"__init__", "__new__", "__init_subclass__", "__del__", "__repr__", "__str__", "extra_repr"}
+    {"__init__", "__post_init__", "__new__", "__init_subclass__", "__del__", "__repr__", "__str__", "extra_repr"}
 )
 _SCHEDULERS: Final = (torch.optim.lr_scheduler.LRScheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
 _MOST_SPACES: Final = 1_000_000
+# An attribute that holds more than this is left out until the step looks at it: data sets, replay buffers.
+_MOST_UNREAD: Final = 50_000
+_MOST_UNREAD_BYTES: Final = 1 << 24
 HOOKS: Final = ("_backward_hooks", "_post_accumulate_grad_hooks")
 """Where a tensor keeps the hooks on its gradient."""
 
@@ -119,9 +126,14 @@ class Reach:
         caches: functions with a `functools.lru_cache`.
         slots: every place that holds a tensor; `parameters`, `buffers` and `tensors` select from them.
         places: every space, guarded or live.
+        edges: for the path of a tensor, module, optimizer, iterator, ..., the last attribute on the way to it, by which it
+            can be left out (`Reads.defer`).
+        reads: what is known of the attributes that the step looks at.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, reads: Reads) -> None:
+        self.reads = reads
+        self.edges: dict[str, Edge | None] = {}
         self.modules: list[tuple[str, torch.nn.Module]] = []
         self.optimizers: list[tuple[str, torch.optim.Optimizer]] = []
         self.schedulers: list[tuple[str, Any]] = []
@@ -135,15 +147,28 @@ class Reach:
 
     @classmethod
     def of(
-        cls, train_step: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls,
+        train_step: Callable[..., Any],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+        reads: Reads | None = None,
     ) -> Reach:
         """Walk everything that ``train_step(*args, **kwargs)`` can reach.
+
+        Args:
+            reads: what is known of the attributes that it looks at; without, all count as looked at.
 
         Raises:
             CaptureError: if there is so much of it that guarding it would cost more than the step.
         """
-        reach = cls()
-        _Walk(reach).run(train_step, args, kwargs or {})
+        reads = Reads(everything=True) if reads is None else reads
+        while True:
+            reach = cls(reads)
+            try:
+                _Walk(reach).run(train_step, args, kwargs or {})
+                break
+            except _LeftOut:
+                pass
         # Where several places hold one tensor, its module's name says most.
         reach.slots.sort(key=lambda slot: _RANKS[slot.kind])
         return reach
@@ -171,6 +196,31 @@ class Reach:
                 loose.append(slot)
         return loose
 
+    def edge_to(self, path: str) -> Edge | None:
+        """By which attribute the value at a path, or what holds it, can be left out."""
+        return next(
+            (self.edges[known] for known in sorted(self.edges, key=len, reverse=True) if is_under(path, (known,))), None
+        )
+
+    def world(self) -> list[Any]:
+        """What a trace puts fakes and live numbers in, or runs in another way: equal for two walks where a trace would not differ."""
+        entered = (self.modules, self.optimizers, self.schedulers, self.scalers, self.generators)
+        return [
+            *((path, id(value)) for found in entered for path, value in found),
+            *((slot.path, id(slot.tensor), slot.kind) for slot in self.slots),
+        ]
+
+    def may_be_narrower(self) -> bool:
+        """Whether some of that is behind attributes that the step has not looked at, as far as is known now."""
+        if self.reads.is_narrow or self.reads.everything or not self.reads.is_traced:
+            return False
+        edges = (edge for edge in self.edges.values() if edge is not None)
+        return not all(self.reads.has(edge) or self.reads.has((edge[0], "_modules")) for edge in edges)
+
+
+class _LeftOut(Exception):
+    """The walk has met something to leave out, and begins again."""
+
 
 class _Walk:
     """One breadth-first walk. Guarded state goes first: what both guarded and live state hold is guarded."""
@@ -178,27 +228,43 @@ class _Walk:
     def __init__(self, reach: Reach) -> None:
         self.reach = reach
         self.seen: dict[int, object] = {}  # keeps what it names alive, so that no id is used twice
-        self.guarded: deque[tuple[Any, str]] = deque()
-        self.optimizers: deque[tuple[Any, str]] = deque()  # after the modules whose parameters they name
-        self.live: deque[tuple[Any, str]] = deque()
+        self.guarded: deque[_Item] = deque()
+        self.optimizers: deque[_Item] = deque()  # after the modules whose parameters they name
+        self.live: deque[_Item] = deque()
         self.is_guarding = True
         self.root_globals: object = None
+        self.reads = reach.reads
+        self.edge: Edge | None = None  # the last attribute on the way to what is being entered
+        self.weights: Counter[Edge] = Counter()  # how many values are behind an edge
+        self.held: defaultdict[str, list[_Item]] = defaultdict(list)  # methods that nothing has named so far
+        self.named: set[str] = set()  # attributes that code names
+        self.is_held = True
+        self.classes: set[int] = set()  # those whose attributes have been entered
 
     def run(self, train_step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.reads.begin()
         self._arguments(train_step, args, kwargs)
         self._root(train_step)
         while self.guarded or self.optimizers or self.live:
             self.is_guarding = bool(self.guarded or self.optimizers)
             if not self.guarded and self.optimizers:
-                self._optimizer(*self.optimizers.popleft())
+                value, path, self.edge = self.optimizers.popleft()
+                self._optimizer(value, path)
                 continue
-            value, path = (self.guarded or self.live).popleft()
+            value, path, self.edge = (self.guarded or self.live).popleft()
             self._visit(value, path)
             if len(self.reach.places) > _MOST_SPACES:
                 raise CaptureError(
                     f"the step reaches more than {_MOST_SPACES} objects (at {path}); pass it less, or close over less",
                     code="reach",
                 )
+
+    def _weigh(self, count: int, most: int = _MOST_UNREAD) -> None:
+        """Leaves an attribute out that holds too much to be entered before the step has looked at it."""
+        if self.edge is not None:
+            self.weights[self.edge] += -(-count * _MOST_UNREAD // most)
+            if self.weights[self.edge] > _MOST_UNREAD and self.reads.defer(self.edge):
+                raise _LeftOut
 
     # -- roots
 
@@ -218,10 +284,11 @@ class _Walk:
             return False
 
         leaves, _ = pytree.tree_flatten_with_path(argument, is_leaf=restore_later)
+        self.edge = None
         for keys, leaf in leaves:
             path = name + pytree.keystr(keys)
             if issubclass(type(leaf), torch.Tensor):
-                self.reach.slots.append(Slot(path, leaf, SequenceSpace((leaf,), path), 0, "argument"))
+                self._slot(Slot(path, leaf, SequenceSpace((leaf,), path), 0, "argument"))
             else:
                 self._enqueue(leaf, path)
 
@@ -254,19 +321,35 @@ class _Walk:
 
     def _enqueue(self, value: Any, path: str) -> None:
         if value is not MISSING and not is_plain(value):
-            (self.guarded if self.is_guarding else self.live).append((value, path))
+            (self.guarded if self.is_guarding else self.live).append((value, path, self.edge))
 
-    def _fill(self, space: Space, kind: TensorKind = "loose", guarded: bool | None = None) -> None:
-        """Record a space, its tensors, and what is to be entered from it."""
+    def _slot(self, slot: Slot) -> None:
+        self.reach.slots.append(slot)
+        self.reach.edges.setdefault(slot.path, self.edge)
+
+    def _fill(
+        self, space: Space, kind: TensorKind = "loose", guarded: bool | None = None, owner: int | None = None
+    ) -> None:
+        """Record a space, its tensors, and what is to be entered from it. `owner`: the key of the object whose attributes
+        these are, where what is read of it is noted.
+        """
         self._place(space, guarded)
-        for key, value in space.items():
+        items = space.items()
+        self._weigh(len(items))
+        outer = self.edge
+        for key, value in items:
+            if owner is not None:
+                self.edge = (owner, key)
+                if self.reads.is_deferred(self.edge):
+                    continue
             if issubclass(type(value), torch.Tensor):
-                self.reach.slots.append(Slot(space.label(key), value, space, key, kind))
+                self._slot(Slot(space.label(key), value, space, key, kind))
                 if value.__dict__ and not isinstance(value, FakeTensor) and self._is_new(value.__dict__):
                     self._fill(MappingSpace(value.__dict__, space.label(key), label=_child(space.label(key))))
                 self._hooks(value, space.label(key))
             else:
                 self._enqueue(value, space.label(key))
+        self.edge = outer
 
     def _hooks(self, tensor: torch.Tensor, path: str) -> None:
         """Enter the hooks on a tensor's gradient."""
@@ -275,6 +358,10 @@ class _Walk:
             if hooks and self._is_new(hooks):
                 self._fill(MappingSpace(hooks, f"{path}.{name}"))
 
+    def _list(self, found: list[tuple[str, Any]], value: Any, path: str) -> None:
+        found.append((path, value))
+        self.reach.edges.setdefault(path, self.edge)
+
     def _visit(self, value: Any, path: str) -> None:
         if not self._is_new(value):
             return
@@ -282,18 +369,18 @@ class _Walk:
         if issubclass(kind, torch.nn.Module):
             self._module(value, path)
         elif issubclass(kind, torch.optim.Optimizer):
-            self.optimizers.append((value, path))
+            self.optimizers.append((value, path, self.edge))
         elif issubclass(kind, _SCHEDULERS):
-            self.reach.schedulers.append((path, value))
+            self._list(self.reach.schedulers, value, path)
             self._live_object(value, path)
         elif issubclass(kind, torch.amp.GradScaler):
-            self.reach.scalers.append((path, value))
+            self._list(self.reach.scalers, value, path)
             self._place(ScalerSpace(value, path), guarded=True)
             self._live_object(value, path)
         elif issubclass(kind, torch.Generator):
-            self.reach.generators.append((path, value))
+            self._list(self.reach.generators, value, path)
         elif issubclass(kind, random.Random) or _is_numpy_generator(kind):
-            self.reach.random_sources.append((path, value))
+            self._list(self.reach.random_sources, value, path)
         elif kind is types.FunctionType:
             if not is_library(value.__globals__.get("__name__")):
                 self._function(value, path)
@@ -324,45 +411,67 @@ class _Walk:
                 self._fill(SequenceSpace(elements, path, label=lambda key: f"{path}{{...}}"))
         elif is_numpy_array(value):
             if not value.dtype.hasobject:
+                self._weigh(value.nbytes, _MOST_UNREAD_BYTES)
                 self._place(ArraySpace(value, path))
-        elif issubclass(kind, (weakref.ref, types.ModuleType, types.CodeType, types.BuiltinFunctionType)):
+        elif issubclass(kind, (types.ModuleType, types.CodeType)):
             pass  # modules are entered by name, from the functions that use them
+        elif issubclass(kind, (types.BuiltinFunctionType, types.MethodWrapperType)):
+            self._enqueue(value.__self__, f"{path}.__self__")
+        elif issubclass(kind, weakref.ref):
+            if not issubclass(type(value()), torch.Tensor):
+                self._enqueue(value(), f"{path}()")
         elif issubclass(kind, (property, staticmethod, classmethod, functools.cached_property)):
             self._descriptor(value, path)
         elif kind is functools._lru_cache_wrapper:
-            self.reach.caches.append((path, value))
+            self._list(self.reach.caches, value, path)
             self._enqueue(value.__wrapped__, path)
         elif kind.__module__ == "roam.runtime.compile":
             self._enqueue(value.__wrapped__, path)  # a compiled step inside of another is the user's function
         elif kind is types.MappingProxyType:
-            for key, item in value.items():
-                self._enqueue(item, _index(path)(key))
+            self._fill(ProxySpace(value, path, label=_index(path)))
         elif _is_iterator(kind):
-            self.reach.iterators.append((path, value))
+            self._list(self.reach.iterators, value, path)
         elif issubclass(kind, torch.autograd.graph.Node):
+            if self.reads.defer(self.edge):
+                raise _LeftOut
             raise CaptureError(
                 f"{path} is a node of autograd's, kept from before the step; put hooks on tensors, not on nodes",
                 code="autograd_node",
             )
         elif not is_opaque(kind):
             self._attributes(value, path)
-            self._enqueue(kind, kind.__qualname__)
+            self._class_of(value)
 
     def _module(self, module: torch.nn.Module, path: str) -> None:
-        self.reach.modules.append((path, module))
+        self._list(self.reach.modules, module, path)
         holders = {"_parameters": "parameter", "_buffers": "buffer", "_modules": "loose"}
-        label = _child(path)
         attributes = object.__getattribute__(module, "__dict__")
+        key = self.reads.key_of(module, attributes)
+        names = self.reads.names_of(key)
         for name, kind in holders.items():
             holder = attributes.get(name)
             if isinstance(holder, dict) and self._is_new(holder):
-                self._fill(MappingSpace(holder, path, label=label), kind)  # type: ignore[arg-type]
-        self._fill(MappingSpace(attributes, path, label=label))
-        self._enqueue(type(module), type(module).__qualname__)
+                space = MappingSpace(holder, path, label=_child(path))
+                if name != "_modules" or key is None or self.reads.has((key, name)):
+                    self._fill(space, kind)  # type: ignore[arg-type]
+                else:
+                    self._children(space, key, names)
+        self._names(attributes, path, key, None if names is None else names | holders.keys())
+        self._class_of(module)
+
+    def _children(self, space: Space, key: int, names: set[str] | None) -> None:
+        """The modules in a module whose code asks for them by name: those that it has asked for, or all before its trace."""
+        self._place(space)
+        outer = self.edge
+        for name, child in space.items():
+            self.edge = (key, name)
+            if (names is None or name in names) and not self.reads.is_deferred(self.edge):
+                self._enqueue(child, space.label(name))
+        self.edge = outer
 
     def _optimizer(self, optimizer: torch.optim.Optimizer, path: str) -> None:
         """Guard hyper-parameters through the optimizer, and keep every holder for the snapshot."""
-        self.reach.optimizers.append((path, optimizer))
+        self._list(self.reach.optimizers, optimizer, path)
         self._place(OptimizerSpace(optimizer, path), guarded=True)
         attributes = optimizer.__dict__
         self._place(MappingSpace(attributes, path, label=_child(path)), guarded=False)
@@ -402,7 +511,7 @@ class _Walk:
         self._fill_live(MappingSpace(attributes, path, label=_child(path)), "state")
         for name, part in attributes.items():
             if isinstance(part, torch.optim.Optimizer):
-                self.guarded.append((part, f"{path}.{name}"))
+                self.guarded.append((part, f"{path}.{name}", self.edge))
 
     def _partial(self, value: functools.partial[Any], path: str, enter: Callable[[Any], None]) -> None:
         self._enqueue(value.args, f"{path}.args")
@@ -429,6 +538,10 @@ class _Walk:
 
     def _globals(self, function: types.FunctionType, is_root: bool) -> None:
         names, attributes = names_of(function.__code__)
+        if self.reads.gives_up(function.__name__, attributes):
+            raise _LeftOut
+        self.is_held = self.is_held and not self.reads.takes_by_computed_name({*names, *attributes})
+        self._release(attributes if self.is_held else list(self.held))
         holder = function.__globals__
         if names:
             prefix = "" if holder is self.root_globals else f"{holder.get('__name__')}."
@@ -448,24 +561,54 @@ class _Walk:
             if isinstance(part, types.ModuleType) and self._is_new(part):
                 self._user_module(part, f"{path}.{name}", attributes)
 
+    def _class_of(self, value: Any) -> None:
+        """Enter an object's class. Where it is noted what is read of the object, a method is entered once something names it."""
+        kind = type(value)
+        if not self.reads.is_noted(value):
+            self._enqueue(kind, kind.__qualname__)
+            return
+        for base in type.__dict__["__mro__"].__get__(kind):
+            if not is_library(base.__module__) and id(base) not in self.classes:
+                self._class_space(base, base.__qualname__, is_held=True)
+
     def _class(self, value: type, path: str) -> None:
         """Enter a class of the user's, and those it is derived from: its attributes, and what its methods name."""
-        for base in type.__dict__["__mro__"].__get__(value):
-            if base is value and is_library(base.__module__):
-                return
-            if base is not value:
-                if not is_library(base.__module__):
-                    self._enqueue(base, base.__qualname__)
-                continue
-            space = ClassSpace(base, path, label=_child(path))
+        if is_library(value.__module__):
+            return
+        self._class_space(value, path)
+        for base in type.__dict__["__mro__"].__get__(value)[1:]:
+            if not is_library(base.__module__):
+                self._enqueue(base, base.__qualname__)
+
+    def _class_space(self, base: type, path: str, is_held: bool = False) -> None:
+        space = ClassSpace(base, path, label=_child(path))
+        if id(base) not in self.classes:
+            self.classes.add(id(base))
             self._place(space)
-            for name, item in space.items():
-                if name in _NOT_IN_STEP:
-                    continue
-                if issubclass(type(item), torch.Tensor):
-                    self.reach.slots.append(Slot(space.label(name), item, space, name, "loose"))
-                else:
-                    self._enqueue(item, space.label(name))
+        outer = self.edge
+        for name, item in space.items():
+            if name in _NOT_IN_STEP:
+                continue
+            if issubclass(type(item), torch.Tensor):
+                self._slot(Slot(space.label(name), item, space, name, "loose"))
+                continue
+            is_method = is_held and (
+                type(item) is types.FunctionType or issubclass(type(item), (property, staticmethod, classmethod))
+            )
+            self.edge = (None, name) if is_method else outer
+            if not is_method or name in self.named or self.reads.has((None, name)):
+                self._enqueue(item, space.label(name))
+            elif self.reads.is_narrow and self.is_held:
+                self.held[name].append((item, space.label(name), self.edge))
+            elif not self.reads.is_deferred((None, name)):
+                self._enqueue(item, space.label(name))
+        self.edge = outer
+
+    def _release(self, names: Iterable[str]) -> None:
+        """Enters the methods that code names."""
+        self.named.update(names)
+        for name in [name for name in names if name in self.held]:
+            self.guarded.extend(self.held.pop(name))
 
     def _descriptor(self, value: Any, path: str) -> None:
         """Enter the functions behind a property or a method that is not an ordinary one."""
@@ -481,16 +624,43 @@ class _Walk:
         except AttributeError:
             attributes = None
         is_mere_container = type(value).__module__ in ("builtins", "collections") and not attributes
-        if type(attributes) is dict and not is_mere_container and self._is_new(attributes):
-            self._fill(MappingSpace(attributes, path, label=_child(path)))
+        has_dictionary = type(attributes) is dict and not is_mere_container
         slots = {
             name: slot
             for base in reversed(type(value).__mro__)
             for name, slot in vars(base).items()
             if type(slot) is types.MemberDescriptorType and not is_library(base.__module__)
         }
+        if not has_dictionary and not slots:
+            return
+        key = self.reads.key_of(value, attributes if has_dictionary else None)
+        names = self.reads.names_of(key)
+        if has_dictionary and self._is_new(attributes):
+            self._names(attributes, path, key, names)
+        if slots and names is not None:
+            names |= _slots_of_super(type(value))
+            slots = {name: slot for name, slot in slots.items() if name in names}
         if slots:
-            self._fill(SlotsSpace(value, slots, path, label=_child(path)))
+            self._fill(SlotsSpace(value, slots, path, label=_child(path)), owner=key)
+
+    def _names(self, attributes: dict[str, Any], path: str, key: int | None, names: set[str] | None) -> None:
+        """Enter an object's ``__dict__``: all of it, or these names."""
+        whole = MappingSpace(attributes, path, label=_child(path))
+        if names is None:
+            self._fill(whole, owner=key)
+        else:
+            self._place(whole, guarded=False)  # for the snapshot
+            self._fill(AttributesSpace(attributes, sorted(names), path, label=_child(path)), owner=key)
+
+
+def _slots_of_super(kind: type) -> frozenset[str]:
+    """Names after which code may ask `super()`, which reads slots unseen."""
+    methods = [method for base in kind.__mro__ for method in vars(base).values() if type(method) is types.FunctionType]
+    named = [names_of(method.__code__) for method in methods]
+    return frozenset().union(*(attributes for names, attributes in named if "super" in names))
+
+
+_Item = tuple[Any, str, Edge | None]
 
 
 def _bind(train_step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from .live import LiveFloat, LiveInt
 from .reach import Place, Reach
-from .spaces import ArraySpace, Items, MappingSpace, OptimizerSpace, SequenceSpace, SetSpace, Space
+from .spaces import ArraySpace, AttributesSpace, Items, MappingSpace, OptimizerSpace, SequenceSpace, SetSpace, Space
 from .values import MISSING, is_plain, same, show
 
 
@@ -93,7 +93,7 @@ class Snapshot:
             if not place.guarded or not (changes := _changes(place, items)):
                 continue
             reasons += len(changes)
-            if type(place.space) is MappingSpace:
+            if type(place.space) in (MappingSpace, AttributesSpace):
                 pairs = ((key, old, place.space.get(key)) for key, old in items)
                 found += [
                     Setting(place.space, key, old, value)

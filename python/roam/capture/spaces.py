@@ -79,6 +79,11 @@ class Space:
         return self._label(key) if self._label else f"{self.path}[{show(key)}]"
 
 
+def is_under(path: str, prefixes: Iterable[str]) -> bool:
+    """Whether a path is one of these, or leads on from it."""
+    return any(path == prefix or (path.startswith(prefix) and path[len(prefix)] in ".[{ ") for prefix in prefixes)
+
+
 class MappingSpace(Space):
     """A dictionary of any kind: a user's, an object's attributes, a module's parameters."""
 
@@ -103,6 +108,22 @@ class MappingSpace(Space):
 
     def set(self, key: Any, value: Any) -> None:
         (OrderedDict if isinstance(self.holder, OrderedDict) else dict).__setitem__(self.holder, key, value)
+
+
+class ProxySpace(Space):
+    """What a read-only view of a dictionary shows. The dictionary is a space of its own where the step can write to it."""
+
+    __slots__ = ("holder",)
+
+    def __init__(self, holder: types.MappingProxyType[Any, Any], path: str, **options: Any) -> None:
+        super().__init__(path, **options)
+        self.holder = holder
+
+    def items(self) -> Items:
+        return list(self.holder.items())
+
+    def put(self, items: Items) -> None:
+        pass
 
 
 class TensorKeyedSpace(MappingSpace):
@@ -228,6 +249,9 @@ class NamesSpace(Space):
     def items(self) -> Items:
         return [(name, dict.get(self.holder, name, MISSING)) for name in self.names]
 
+    def get(self, key: Any) -> Any:
+        return dict.get(self.holder, key, MISSING)
+
     def put(self, items: Items) -> None:
         for name, value in items:
             self.set(name, value)
@@ -237,6 +261,12 @@ class NamesSpace(Space):
             dict.pop(self.holder, key, None)
         else:
             dict.__setitem__(self.holder, key, value)
+
+
+class AttributesSpace(NamesSpace):
+    """The attributes in an object's ``__dict__`` that the step looks at, there or not."""
+
+    __slots__ = ()
 
 
 class SlotsSpace(Space):

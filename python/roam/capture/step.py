@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -22,12 +22,13 @@ from roam.capture.lower import device_of, lower
 from roam.capture.notes import notes_on
 from roam.capture.owners import GradientOwner, number_owners
 from roam.capture.reach import Reach
+from roam.capture.reads import ReadMore, Reads
 from roam.capture.rewrite import accumulate_in_place, prune, with_state
 from roam.capture.scaler import check_scaler
 from roam.capture.settle import settle_gradients
 from roam.capture.snapshot import Setting, Snapshot, applied
 from roam.capture.trace import NumbersChange, trace
-from roam.capture.world import World
+from roam.capture.world import World, refuse
 from roam.errors import CaptureError
 from roam.interrupts import interrupts_wait
 from roam.kernels.calls import Placed, placed_calls
@@ -164,13 +165,20 @@ def capture_step(
                 code="autocast_cache",
             )
         changing = set() if changing is None else changing
+        reads, settles = Reads(), None
         while True:
             try:
-                return _captured(train_step, args, kwargs, keep_grads, changing, asks_kernels)
-            except _Settles as settles:
-                # Captured as if all of it were set: the first step does the same then, and later ones set nothing new.
-                with applied(settles.settings), suppress(NumbersChange):
-                    return _captured(train_step, args, kwargs, keep_grads, changing, asks_kernels, settles)
+                # Captured as if all that settles were set: the first step does the same then, and later ones set nothing new.
+                with applied([] if settles is None else settles.settings):
+                    return _captured(train_step, args, kwargs, keep_grads, changing, asks_kernels, reads, settles)
+            except _Settles as found:
+                settles = found
+            except ReadMore:
+                settles = None
+            except NumbersChange:
+                if settles is None:
+                    raise
+                settles = None
 
 
 @contextmanager
@@ -192,21 +200,33 @@ def _captured(
     keep_grads: bool,
     changing: set[str],
     asks_kernels: bool,
-    settles: _Settles | None = None,
+    reads: Reads,
+    settles: _Settles | None,
 ) -> CapturedStep:
-    reach = Reach.of(train_step, args, kwargs)
-    _refuse_unseen_state(reach)
-    tracer = _Tracer(reach, train_step, args, kwargs, changing, asks_kernels, settles is not None)
+    reach = Reach.of(train_step, args, kwargs, reads)
     floats = [index for index, leaf in enumerate(pytree.tree_leaves((args, kwargs))) if type(leaf) is float]
-    programs = tracer.live_programs() if floats else None
-    if programs is None:
-        # A float argument that decides something in Python cannot be live; it is guarded by value instead.
-        floats, programs = [], tracer.programs(live_arguments=False)
-    if settles is not None and not _is_settled(settles.program, programs[0]):
-        raise settles.refusal
-    kept = list(number_owners(reach, changing))
-    if kept or not _has_known_optimizers(reach):
-        _check_live_numbers(programs[0], tracer)
+    try:
+        _refuse_unseen_state(reach)
+        tracer = _Tracer(reach, train_step, args, kwargs, changing, asks_kernels, settles is not None)
+        programs = tracer.live_programs() if floats else None
+        if programs is None:
+            # A float argument that decides something in Python cannot be live; it is guarded by value instead.
+            floats, programs = [], tracer.programs(live_arguments=False)
+        if settles is not None and not _is_settled(settles.program, programs[0]):
+            raise settles.refusal
+        kept = list(number_owners(reach, changing))
+        if kept or not _has_known_optimizers(reach):
+            _check_live_numbers(programs[0], tracer)
+    except CaptureError as error:
+        reads.check()
+        if error.path is not None and reads.defer(reach.edge_to(error.path)):
+            raise ReadMore from error
+        if reach.may_be_narrower():
+            reads.narrow()
+            raise ReadMore from error
+        raise
+    reads.check()
+    reach = _what_was_read(reach, train_step, args, kwargs, changing)
     first, steady = programs[0], programs[-1]
     carried = {owner.path for owner, _ in steady.owned if isinstance(owner, GradientOwner)}
     for program in (first, steady):
@@ -222,6 +242,29 @@ def _captured(
         ArgGuard(args, kwargs, guards, live=floats),
         [] if settles is None else settles.settings,
     )
+
+
+def _what_was_read(
+    reach: Reach, train_step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], changing: set[str]
+) -> Reach:
+    """What of a traced step's reach is to be guarded.
+
+    Raises:
+        ReadMore: where the trace was made with more tensors, optimizers or live numbers than that.
+    """
+    if reach.reads.is_narrow or reach.reads.everything:
+        return reach
+    narrow = Reach.of(train_step, args, kwargs, reach.reads.narrow())
+    if reach.reads.has_strays():
+        reach.reads.everything = True
+        raise ReadMore
+    if narrow.world() != reach.world() or _numbers(narrow, changing) != _numbers(reach, changing):
+        raise ReadMore
+    return narrow
+
+
+def _numbers(reach: Reach, changing: set[str]) -> list[tuple[str, int]]:
+    return [(owner.path, id(owner.space.holder)) for owner in number_owners(reach, changing)]  # type: ignore[attr-defined]
 
 
 def _is_settled(before: Program, after: Program) -> bool:
@@ -280,6 +323,7 @@ class _Tracer:
 
     def _programs(self, live_arguments: bool, live_numbers: bool, *, only_first: bool) -> list[Program]:
         world = World(self.reach, self.args, self.kwargs, self.changing, asks_kernels=self.asks_kernels)
+        reads = self.reach.reads
         snapshot, switches = Snapshot(self.reach), Switches()
         programs: list[Program] = []
         change: str | None = None
@@ -290,6 +334,10 @@ class _Tracer:
                 program = trace(
                     world, self.train_step, args, kwargs, live_arguments=live_arguments, live_numbers=live_numbers
                 )
+                reads.check()
+                if self.reach.may_be_narrower():
+                    reads.narrow()
+                    raise ReadMore
                 moved = [*inside.moved(), *filter(None, [switches.moved()])]
                 accumulate_in_place(program)
                 programs.append(prune(program))
@@ -325,7 +373,10 @@ class _Tracer:
         """The same with live float arguments; None where the step does something else with them than with floats."""
         try:
             programs = self.programs(live_arguments=True)
-        except CaptureError:
+        except CaptureError as error:
+            self.reach.reads.check()
+            if error.path is not None:
+                raise
             return None
         (plain,) = self.programs(live_arguments=False, only_first=True)
         return programs if agrees(programs[0], plain) else None
@@ -335,17 +386,20 @@ def _refuse_unseen_state(reach: Reach) -> None:
     """What the step holds and no guard can compare."""
     for slot in reach.slots:
         if isinstance(slot.tensor, (torch.nn.UninitializedParameter, torch.nn.parameter.UninitializedBuffer)):
-            raise CaptureError(
-                f"{slot.path} has no shape yet; run the module once before", code="uninitialized_parameter"
-            )
+            refuse(slot.path, "has no shape yet; run the module once before", code="uninitialized_parameter")
     for path, _ in reach.iterators:
-        raise CaptureError(
-            f"{path} is an iterator; what it gives at capture would be given for ever. Take the next batch outside of "
-            "the step and pass it as an argument",
+        refuse(
+            path,
+            "is an iterator; what it gives at capture would be given for ever. Take the next batch outside of the step and "
+            "pass it as an argument",
             code="iterator",
         )
     for path, scaler in reach.scalers:
-        check_scaler(scaler, path)
+        try:
+            check_scaler(scaler, path)
+        except CaptureError as error:
+            error.path = path
+            raise
     check_beneath(reach)
 
 

@@ -257,6 +257,7 @@ def _watched(world: World, recorder: Recorder) -> Iterator[None]:
             replace(torch.Tensor, name, shown)
         for path, scheduler in world.reach.schedulers:
             stack.enter_context(_scheduler(world, recorder, path, scheduler))
+        stack.enter_context(world.reach.reads.watching())
         yield
 
 

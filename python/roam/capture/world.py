@@ -195,41 +195,50 @@ class World:
         """Refuses what the fakes could not stand for."""
         for path, module in self.reach.modules:
             if type(module).__module__.startswith("torch._dynamo"):
-                _refuse(f"{path} is wrapped by torch.compile; pass the module itself", "compiled_module")
+                refuse(path, "is wrapped by torch.compile; pass the module itself", code="compiled_module")
             if isinstance(module, torch.nn.RNNBase) and any(p.device.type != "cpu" for p in module.parameters()):
-                _refuse(
-                    f"{path} is a {type(module).__name__}; recurrent layers are captured on the CPU alone",
-                    "recurrent_layer",
+                refuse(
+                    path,
+                    f"is a {type(module).__name__}; recurrent layers are captured on the CPU alone",
+                    code="recurrent_layer",
                 )
             if isinstance(module, torch.jit.ScriptModule):
-                _refuse(f"{path} is a TorchScript module; pass the Python module", "script_module")
+                refuse(path, "is a TorchScript module; pass the Python module", code="script_module")
+        for place in self.places:
+            if place.space.is_immutable or type(place.space).set is Space.set:
+                refuse(
+                    place.path,
+                    "cannot be replaced where it is; keep it in a list or as an attribute",
+                    code="wrapped_place",
+                )
         for owner in self.owners():
             _check_tensor(owner.get(), owner.path)
         for leaf, argument in zip(self.leaves, self.arguments, strict=True):
             if isinstance(leaf, torch.Tensor) and not isinstance(leaf, torch.nn.Parameter):
                 _check_tensor(leaf, argument.path)
                 if vars(leaf) and not isinstance(leaf, FakeTensor):
-                    _refuse(f"{argument.path} has attributes of its own, which are not captured", "tensor_attribute")
+                    refuse(argument.path, "has attributes of its own, which are not captured", code="tensor_attribute")
                 if leaf.requires_grad:
-                    _refuse(f"{argument.path} requires a gradient; only parameters may", "argument_gradient")
+                    refuse(argument.path, "requires a gradient; only parameters may", code="argument_gradient")
         for path, optimizer in self.reach.optimizers:
             for kind, reason in _UNCAPTURED.items():
                 if isinstance(optimizer, kind):
-                    _refuse(f"{path} is {kind.__name__}, which is not captured: {reason}", "optimizer")
+                    refuse(path, f"is {kind.__name__}, which is not captured: {reason}", code="optimizer")
             for group in optimizer.param_groups:
                 if group.get("differentiable"):
-                    _refuse(
-                        f"{path} is {type(optimizer).__name__}(differentiable=True); a step through whose update autograd "
+                    refuse(
+                        path,
+                        f"is {type(optimizer).__name__}(differentiable=True); a step through whose update autograd "
                         "goes is not captured",
-                        "optimizer_form",
+                        code="optimizer_form",
                     )
                 if isinstance(group["lr"], torch.Tensor):
-                    _refuse(f"{path} has a tensor as its learning rate; give it a float", "tensor_rate")
+                    refuse(path, "has a tensor as its learning rate; give it a float", code="tensor_rate")
                 if any(isinstance(beta, torch.Tensor) for beta in group.get("betas", ())):
-                    _refuse(f"{path} has tensors as its betas; give it floats", "tensor_rate")
+                    refuse(path, "has tensors as its betas; give it floats", code="tensor_rate")
             for entry in optimizer.state.values():
                 if any(isinstance(value, (list, tuple, dict)) for value in entry.values()):
-                    _refuse(f"{path} keeps nested state, which is not captured", "nested_state")
+                    refuse(path, "keeps nested state, which is not captured", code="nested_state")
 
 
 def _tensor(number: Callable[[], Any], meta: TensorMeta) -> Any:
@@ -259,14 +268,17 @@ def _places(reach: Reach) -> Iterator[PlaceOwner]:
 
 def _check_tensor(tensor: Any, path: str) -> None:
     if type(tensor) not in _CLASSES:
-        _refuse(f"{path} is a {type(tensor).__name__}; tensor subclasses are not captured", "subclass")
+        refuse(path, f"is a {type(tensor).__name__}; tensor subclasses are not captured", code="subclass")
     if tensor.layout is not torch.strided:
-        _refuse(f"{path} has layout {tensor.layout}; only strided tensors are captured", "layout")
+        refuse(path, f"has layout {tensor.layout}; only strided tensors are captured", code="layout")
     if not isinstance(tensor, FakeTensor) and any(isinstance(value, torch.Tensor) for value in vars(tensor).values()):
-        _refuse(f"{path} has tensors for attributes; keep them elsewhere", "tensor_attribute")
+        refuse(path, "has tensors for attributes; keep them elsewhere", code="tensor_attribute")
     if tensor.grad_fn is not None:
-        _refuse(f"{path} has a gradient history from outside of the step; detach it", "outer_history")
+        refuse(path, "has a gradient history from outside of the step; detach it", code="outer_history")
 
 
-def _refuse(message: str, code: str) -> NoReturn:
-    raise CaptureError(message, code=code)
+def refuse(path: str, fault: str, *, code: str) -> NoReturn:
+    """Refuses what the step reaches at `path`."""
+    error = CaptureError(f"{path} {fault}", code=code)
+    error.path = path
+    raise error
