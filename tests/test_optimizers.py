@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import timm.optim
+import timm.scheduler
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.common_optimizers import OptimizerInfo, optim_db
@@ -100,7 +102,7 @@ def options(info: OptimizerInfo, form: str) -> list[dict[str, Any]]:
     """PyTorch's own list of options to test."""
     chosen = {form: True} if form != "single" else {"foreach": False} if "foreach" in info.supported_impls else {}
     every = [given.kwargs for given in info.optim_inputs_func("cpu")]
-    return [{**given, **chosen} for given in every if not isinstance(given.get("lr"), torch.Tensor)]
+    return [{**given, **chosen} for given in every]
 
 
 @pytest.mark.parametrize(
@@ -110,7 +112,7 @@ def test_every_optimizer_with_every_option(name: str, form: str) -> None:
     info = INFOS[name]
     for given in options(info, form):
         step = check(
-            lambda model, given=given: info.optim_cls(model.parameters(), **given),
+            lambda model, given=given: info.optim_cls(model.parameters(), **copy.deepcopy(given)),
             between=lower_the_rate, of_matrices=name == "Muon",
         )  # fmt: skip
         # The step that makes the state and the steady one; RAdam's rectification begins at its sixth step.
@@ -138,7 +140,7 @@ def test_no_hyper_parameter_is_frozen(name: str, form: str) -> None:
             group[keys[place]] = changed(group[keys[place]])
 
     chosen = options(info, form)[0]
-    make = lambda model: info.optim_cls(model.parameters(), **{**chosen, **given})  # noqa: E731
+    make = lambda model: info.optim_cls(model.parameters(), **copy.deepcopy({**chosen, **given}))  # noqa: E731
     check(make, steps=12, between=change, of_matrices=name == "Muon")
     assert 0 < len(keys) <= 11, keys  # each is changed, and a step follows
 
@@ -158,7 +160,7 @@ def test_every_number_of_a_group_may_change_at_every_call(name: str, form: str) 
                     group[key] = scaled(value)
 
     chosen = options(info, form)[0]
-    make = lambda model: info.optim_cls(model.parameters(), **{**chosen, **given})  # noqa: E731
+    make = lambda model: info.optim_cls(model.parameters(), **copy.deepcopy({**chosen, **given}))  # noqa: E731
     assert len(check(make, steps=8, between=between, of_matrices=name == "Muon").plans) <= (3 if name == "RAdam" else 2)
 
 
@@ -477,8 +479,10 @@ class TestUserWritten:
 
         model = Net()
         optimizer = Measuring(model.parameters(), lr=0.1)
+        arguments = train_step, model, optimizer, torch.randn(5, 6), torch.randint(0, 8, (5,))
         with pytest.raises(roam.CaptureError, match="keep it a tensor"):
-            roam.capture(train_step, model, optimizer, torch.randn(5, 6), torch.randint(0, 8, (5,)))
+            roam.capture(*arguments)
+        assert len(check(lambda model: Measuring(model.parameters(), lr=0.1), between=lower_the_rate).plans) == 2
 
     def test_state_of_which_nobody_knows_how_it_changes(self) -> None:
         class Alternating(torch.optim.SGD):
@@ -493,6 +497,182 @@ class TestUserWritten:
         optimizer = Alternating(model.parameters(), lr=0.1)
         with pytest.raises(roam.CaptureError, match="something else after each step"):
             roam.capture(train_step, model, optimizer, torch.randn(5, 6), torch.randint(0, 8, (5,)))
+
+
+class Counting(torch.optim.Optimizer):
+    """Keeps its step count in its groups, from the first step on, and the size of the weights then."""
+
+    def __init__(self, parameters: Any, count: Callable[[], Any]) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self._count = count
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            group["step"] = group.get("step", self._count()) + 1
+            if "size" not in group:
+                group["size"] = sum(parameter.norm() for parameter in group["params"]).item()
+            for parameter in group["params"]:
+                parameter.sub_(parameter.grad / group["step"], alpha=group["lr"] / (1 + group["size"]))
+
+
+class Estimating(torch.optim.Optimizer):
+    """Estimates the distance to a solution as D-Adaptation does, in Python numbers."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 1.0, "distance": 1e-3, "calls": 0})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        group = self.param_groups[0]
+        distance, above, below = group["distance"], 0.0, 0.0
+        for parameter in group["params"]:
+            state = self.state[parameter]
+            if not state:
+                state.update(
+                    start=parameter.clone(), sum=torch.zeros_like(parameter), norm=parameter.grad.norm().item()
+                )
+            above += distance * torch.dot(parameter.grad.flatten(), (state["start"] - parameter).flatten()).item()
+            state["sum"].add_(parameter.grad, alpha=distance)
+            below += state["sum"].abs().sum().item()
+            state["norm"] = 0.9 * state["norm"] + 0.1 * parameter.grad.norm().item()
+            parameter.sub_(parameter.grad, alpha=group["lr"] * distance / (1 + state["norm"]))
+        group["distance"] = distance + 1e-3 * abs(above) / below
+        group["calls"] += 1
+
+
+def reload(optimizer: Any, place: int) -> None:
+    if place == 3:
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+class TestEntriesOfGroups:
+    """What a step adds to its groups is there from the second call on, which then is captured."""
+
+    @pytest.mark.parametrize("count", [lambda: 0, lambda: 0.0, lambda: torch.zeros(())])
+    def test_a_count_of_the_group(self, count: Callable[[], Any]) -> None:
+        step = check(lambda model: Counting(model.parameters(), count), steps=8, between=reload)
+        assert len(step.plans) == 2
+
+    def test_numbers_from_weights_and_data(self) -> None:
+        step = check(lambda model: Estimating(model.parameters()), steps=8, between=reload)
+        assert len(step.plans) == 2
+
+    def test_the_steady_step_needs_the_first(self) -> None:
+        model = Net()
+        arguments = model, Counting(model.parameters(), lambda: 0), torch.randn(5, 6), torch.randint(0, 8, (5,))
+        groups = copy.deepcopy(arguments[1].param_groups)
+        with pytest.raises(roam.CaptureError, match=r"makes optimizer.param_groups\[0\]\['size'\]|\['step'\]"):
+            roam.capture(train_step, *arguments)
+        assert roam.capture(train_step, *arguments, step="first").num_operators > 10
+        assert groups[0].keys() == arguments[1].param_groups[0].keys()
+
+    def test_gradients_that_the_second_step_adds_to(self) -> None:
+        def script(wrap: Callable[[Any], Any]) -> list[Any]:
+            torch.manual_seed(0)
+            model = torch.nn.Linear(3, 2)
+            optimizer = Counting(model.parameters(), lambda: 0)
+
+            def step(x: torch.Tensor) -> torch.Tensor:
+                loss = model(x).square().mean()
+                loss.backward()
+                optimizer.step()
+                return loss
+
+            compiled = wrap(step)
+            return tensors_and_numbers([compiled(torch.randn(4, 3)) for _ in range(5)], model.state_dict())
+
+        assert_same_bits(script(lambda step: step), script(roam.compile))
+
+
+class TestTensorRates:
+    """Learning rates and betas that are tensors are read at every call, wherever they are then."""
+
+    @pytest.mark.parametrize("given", [{"foreach": False}, {"fused": True}])
+    @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad])
+    def test_schedulers_that_fill_them(self, kind: Any, given: dict[str, Any]) -> None:
+        schedulers: dict[int, Any] = {}
+
+        def make(model: torch.nn.Module) -> torch.optim.Optimizer:
+            betas = {"betas": (torch.tensor(0.9), torch.tensor(0.99))} if issubclass(kind, torch.optim.Adam) else {}
+            optimizer = kind(model.parameters(), lr=torch.tensor(0.05), **given, **betas)
+            schedulers[id(optimizer)] = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
+            return optimizer
+
+        def between(optimizer: Any, place: int) -> None:
+            schedulers[id(optimizer)].step()
+            reload(optimizer, place)
+            if place == 5:
+                optimizer.param_groups[0]["lr"] = torch.tensor(0.02)
+
+        step = check(make, steps=8, between=between)
+        assert len(step.plans) <= 2
+
+    def test_another_dtype_is_another_plan(self) -> None:
+        def between(optimizer: Any, place: int) -> None:
+            if place == 3:
+                optimizer.param_groups[0]["lr"] = torch.tensor(0.02, dtype=torch.float64)
+
+        step = check(lambda model: torch.optim.SGD(model.parameters(), lr=torch.tensor(0.1)), steps=6, between=between)
+        assert len(step.plans) == 2
+
+    def test_a_scheduler_in_the_step_is_refused(self) -> None:
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(0.1))
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
+
+        def step(x: torch.Tensor, y: torch.Tensor) -> None:
+            train_step(model, optimizer, x, y)
+            scheduler.step()
+
+        with pytest.raises(roam.CaptureError, match="outside of the step"):
+            roam.capture(step, torch.randn(5, 6), torch.randint(0, 8, (5,)))
+
+
+# Those of timm that CUDA's libraries make, and one whose backward pass needs a graph.
+_TIMM = [
+    name for name in timm.optim.list_optimizers() if not name.startswith(("bnb", "fused")) and name != "adahessian"
+]
+_TIMM_REFUSED = {
+    **dict.fromkeys(("adamp", "cadamp", "csgdp", "sgdp"), "such as torch.where"),
+    **dict.fromkeys(("kron", "kronc", "kronw"), "compiled"),
+}
+
+
+class Images(torch.nn.Module):
+    """A convolution, a norm and a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = torch.nn.Conv2d(2, 4, 3)
+        self.norm = torch.nn.BatchNorm2d(4)
+        self.last = torch.nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.relu(self.norm(self.conv(x))).mean((2, 3)))
+
+
+@pytest.mark.filterwarnings("ignore:It is highly recommended to have 'opt_einsum'")
+@pytest.mark.parametrize("name", _TIMM)
+def test_optimizers_of_timm(name: str) -> None:
+    def script(wrap: Callable[[Any], Any]) -> list[Any]:
+        torch.manual_seed(0)
+        model = Images()
+        optimizer = timm.optim.create_optimizer_v2(model, opt=name, lr=0.01, weight_decay=0.05)
+        scheduler = timm.scheduler.CosineLRScheduler(optimizer, t_initial=6)
+        step, generator, losses = wrap(train_step), torch.Generator().manual_seed(1), []
+        for place in range(6):
+            x, y = torch.randn(3, 2, 5, 5, generator=generator), torch.randint(0, 3, (3,), generator=generator)
+            losses.append(step(model, optimizer, x, y))
+            scheduler.step(place + 1)
+        assert len(getattr(step, "plans", ())) <= 3
+        return tensors_and_numbers(losses, model.state_dict(), optimizer.state_dict(), optimizer.param_groups[0]["lr"])
+
+    if name in _TIMM_REFUSED:
+        with pytest.raises(roam.CaptureError, match=_TIMM_REFUSED[name]):
+            script(roam.compile)
+    else:
+        assert_same_bits(script(lambda step: step), script(roam.compile))
 
 
 class TestSchedulers:
@@ -619,7 +799,6 @@ class TestRefusals:
             (lambda parameters: torch.optim.LBFGS(parameters), "as often as the loss says"),
             (lambda parameters: torch.optim.SparseAdam(list(parameters)), "sparse gradients"),
             (lambda parameters: torch.optim.Adam(parameters, differentiable=True), "autograd"),
-            (lambda parameters: torch.optim.Adagrad(parameters, lr=torch.tensor(0.1)), "tensor as its learning rate"),
             (lambda parameters: torch.optim.Adam(parameters, capturable=True), "supported devices"),
         ],
     )

@@ -229,6 +229,8 @@ class Program:
     """Kernels of which fake ones alone say how their results lie in memory, though real ones may lay them out otherwise."""
     after: list[HostCall] = field(default_factory=list)
     """Schedulers to step after the run, in this order."""
+    unsettled: Exception | None = None
+    """Why the step after this one can be captured only when this one has run: it finds what only a run can tell."""
 
     def persists(self, storage: int) -> bool:
         """Whether a storage exists before the step and after it."""

@@ -99,7 +99,7 @@ class Guards:
                 if id(slot.tensor) not in seen:
                     seen.add(id(slot.tensor))
                     self._fixed.append((slot.path, slot.tensor, _metadata(slot.tensor)))
-            elif slot.kind != "group":  # the others in groups are live numbers
+            else:
                 self._replaceable.append((slot.path, slot.space, slot.key, _metadata(slot.tensor)))
         self._storages = self._storage_list()
         self._aliasing = _pattern(self._storages)

@@ -101,9 +101,9 @@ class ArgumentOwner:
     kind: str = "input"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
 class RateOwner:
-    """A live number of an optimizer's group: the learning rate, a weight decay, one of the betas."""
+    """An entry of an optimizer's group, or a part of one: the learning rate, a weight decay, one of the betas."""
 
     optimizer: torch.optim.Optimizer
     group: int
@@ -125,6 +125,11 @@ class RateOwner:
             entry = group[self.key]
             value = type(entry)([*entry[: self.index], value, *entry[self.index + 1 :]])
         group[self.key] = value
+
+    def put_last(self) -> None:
+        """Makes it the last of its group's entries."""
+        group = self.optimizer.param_groups[self.group]
+        group[self.key] = group.pop(self.key)
 
 
 def rate_owners(optimizer: torch.optim.Optimizer, path: str) -> Iterator[RateOwner]:

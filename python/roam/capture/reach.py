@@ -343,13 +343,17 @@ class _Walk:
                 if self.reads.is_deferred(self.edge):
                     continue
             if issubclass(type(value), torch.Tensor):
-                self._slot(Slot(space.label(key), value, space, key, kind))
-                if value.__dict__ and not isinstance(value, FakeTensor) and self._is_new(value.__dict__):
-                    self._fill(MappingSpace(value.__dict__, space.label(key), label=_child(space.label(key))))
-                self._hooks(value, space.label(key))
+                self._tensor(value, space, key, kind)
             else:
                 self._enqueue(value, space.label(key))
         self.edge = outer
+
+    def _tensor(self, value: torch.Tensor, space: Space, key: Any, kind: TensorKind) -> None:
+        """Record a tensor and what was noted on it."""
+        self._slot(Slot(space.label(key), value, space, key, kind))
+        if value.__dict__ and not isinstance(value, FakeTensor) and self._is_new(value.__dict__):
+            self._fill(MappingSpace(value.__dict__, space.label(key), label=_child(space.label(key))))
+        self._hooks(value, space.label(key))
 
     def _hooks(self, tensor: torch.Tensor, path: str) -> None:
         """Enter the hooks on a tensor's gradient."""
@@ -472,7 +476,8 @@ class _Walk:
     def _optimizer(self, optimizer: torch.optim.Optimizer, path: str) -> None:
         """Guard hyper-parameters through the optimizer, and keep every holder for the snapshot."""
         self._list(self.reach.optimizers, optimizer, path)
-        self._place(OptimizerSpace(optimizer, path), guarded=True)
+        seen = OptimizerSpace(optimizer, path)
+        self._place(seen, guarded=True)
         attributes = optimizer.__dict__
         self._place(MappingSpace(attributes, path, label=_child(path)), guarded=False)
         for name, value in attributes.items():
@@ -483,7 +488,16 @@ class _Walk:
         paths = {id(slot.tensor): slot.path for slot in reversed(self.reach.slots) if slot.kind == "parameter"}
         for number, group in enumerate(optimizer.param_groups):
             where = f"{groups}[{number}]"
-            self._fill(MappingSpace(group, where, label=_index(where)), "group", guarded=False)
+            self._place(MappingSpace(group, where, label=_index(where)), guarded=False)
+            for key, value in group.items():
+                if isinstance(value, torch.Tensor):
+                    self._tensor(value, seen, (number, key), "group")
+                elif key != "params" and isinstance(value, (tuple, list)) and _holds_tensors(value):
+                    for index, part in enumerate(value):
+                        if isinstance(part, torch.Tensor):
+                            self._tensor(part, seen, (number, key, index), "group")
+                else:
+                    self._enqueue(value, seen.label((number, key)))
             parameters = f"{where}['params']"
             if isinstance(group["params"], list) and self._is_new(group["params"]):
                 self._fill(SequenceSpace(group["params"], parameters, label=_index(parameters)), "group", guarded=False)
@@ -696,6 +710,10 @@ def _is_iterator(kind: type) -> bool:
         return True
     is_builtin = kind.__module__ in ("builtins", "itertools", "_io", "collections")
     return is_builtin and "__next__" in vars(kind) and not issubclass(kind, OrderedDict)
+
+
+def _holds_tensors(values: Iterable[object]) -> bool:
+    return any(isinstance(value, torch.Tensor) for value in values)
 
 
 def _is_numpy_generator(kind: type) -> bool:

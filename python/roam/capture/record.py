@@ -27,7 +27,7 @@ from roam.capture.fake_kernels import LIVE_FLOAT, LIVE_INT, PLAIN, FakeKernels, 
 from roam.capture.frames import is_run_by
 from roam.capture.generators import Watch, forget_idle_states
 from roam.capture.live import MATH, LiveFloat, LiveInt, LiveNode
-from roam.capture.owners import ArgumentOwner
+from roam.capture.owners import ArgumentOwner, StateOwner
 from roam.capture.values import MISSING
 from roam.errors import CaptureError
 from roam.interrupts import deliver_interrupts
@@ -568,6 +568,12 @@ class Recorder(TorchDispatchMode):
         answer = self._asked(question)
         if question.inputs and answer is not None:
             add_question(self.program, question, answer)
+        elif any(self._number_of(owner) is MISSING for owner in question.askers[0] if isinstance(owner, StateOwner)):
+            self.refuse(
+                "the step asks about a number that the step before it makes from weights or data; roam.compile captures the "
+                "second step when the first has run",
+                code="unknown_state",
+            )
         return answer
 
     def fixed_value(self, slot: int) -> Any:

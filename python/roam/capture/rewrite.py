@@ -196,6 +196,7 @@ def _renumber(
     result.plain_before = list(program.plain_before)
     result.questions = list(program.questions)
     result.split = program.split
+    result.unsettled = program.unsettled
     result.stepped = list(program.stepped)
     result.skippable = [(optimizer, slot_of(slot)) for optimizer, slot in program.skippable]
     result.after = [HostCall(h.scheduler, h.path, renamed(h.arguments), h.position) for h in program.after]

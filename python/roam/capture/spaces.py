@@ -382,7 +382,7 @@ class OptimizerSpace(Space):
 
     ``load_state_dict`` replaces the list of groups and each group's dictionary; equal contents are the same hyper-
     parameters. Keys are attribute names, ``param_groups`` (the number of groups) and pairs of a group's number and an
-    entry's name.
+    entry's name; one of the tensors in an entry is found under both and its place there.
     """
 
     __slots__ = ("holder",)
@@ -405,12 +405,17 @@ class OptimizerSpace(Space):
 
     def get(self, key: Any) -> Any:
         if type(key) is tuple:
-            return self.holder.param_groups[key[0]].get(key[1], MISSING)
+            entry = self.holder.param_groups[key[0]].get(key[1], MISSING)
+            return entry if len(key) == 2 else entry[key[2]]
         return len(self.holder.param_groups) if key == self.COUNT else self.holder.__dict__.get(key, MISSING)
 
     def set(self, key: Any, value: Any) -> None:
         if type(key) is tuple:
-            self.holder.param_groups[key[0]][key[1]] = value
+            group = self.holder.param_groups[key[0]]
+            if len(key) == 3:
+                entry = group[key[1]]
+                value = type(entry)([*entry[: key[2]], value, *entry[key[2] + 1 :]])
+            group[key[1]] = value
         else:
             self.holder.__dict__[key] = value
 
@@ -425,7 +430,7 @@ class OptimizerSpace(Space):
 
     def label(self, key: Any) -> str:
         if type(key) is tuple:
-            return f"{self.path}.param_groups[{key[0]}][{key[1]!r}]"
+            return f"{self.path}.param_groups[{key[0]}]" + "".join(f"[{part!r}]" for part in key[1:])
         return f"{self.path}.{key}"
 
 
@@ -438,6 +443,9 @@ def is_live_number(key: str, value: object) -> bool:
 
 
 def _are_live(key: str, old: object, value: object) -> bool:
+    """Whether both are live numbers, or tensors, whose metadata is compared apart."""
+    if isinstance(old, torch.Tensor):
+        return isinstance(value, torch.Tensor)
     return is_live_number(key, old) and is_live_number(key, value)
 
 

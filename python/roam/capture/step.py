@@ -73,7 +73,8 @@ class CapturedStep:
 
     first: Variant | None
     """The step that makes state; None where a call leaves the same state behind that it found."""
-    steady: Variant
+    steady: Variant | None
+    """None where it can be captured only when the first step has run."""
     guards: Guards
     arguments: ArgGuard
     settings: list[Setting]
@@ -129,7 +130,9 @@ def capture(
         raise CaptureError(f"step is 'first' or 'steady', not {step!r}", code="argument")
     with _without_collections():
         captured = capture_step(train_step, args, kwargs)
-        if step == "steady":
+        if step == "steady" and captured.steady is None and captured.first is not None:
+            raise captured.first.program.unsettled or CaptureError("there is no steady step", code="unsettled")
+        if step == "steady" and captured.steady is not None:
             return captured.steady.graph
         if captured.first is None:
             raise CaptureError(
@@ -228,19 +231,23 @@ def _captured(
     reads.check()
     reach = _what_was_read(reach, train_step, args, kwargs, changing)
     first, steady = programs[0], programs[-1]
+    name = getattr(train_step, "__name__", type(train_step).__name__)
+    guards = Guards(reach, ignore=[owner.path for owner in kept if owner.get() is not None])
+    arguments, settings = ArgGuard(args, kwargs, guards, live=floats), [] if settles is None else settles.settings
+    if first.unsettled is not None:
+        settle_gradients(first, set(), keep_grads=True)
+        return CapturedStep(_first(first, name, guards), None, guards, arguments, settings)
     carried = {owner.path for owner, _ in steady.owned if isinstance(owner, GradientOwner)}
     for program in (first, steady):
         settle_gradients(program, carried, keep_grads)
     steady = prune(steady)
     is_steady = difference(first, programs[-1]) is None and _absent(first) == _absent(steady)
-    name = getattr(train_step, "__name__", type(train_step).__name__)
-    guards = Guards(reach, ignore=[owner.path for owner in kept if owner.get() is not None])
     return CapturedStep(
-        None if is_steady else Variant(prune(first), f"{name} (first step)", notes_on(first, guards), runs_once=True),
+        None if is_steady else _first(first, name, guards),
         Variant(steady, name, notes_on(steady, guards)),
         guards,
-        ArgGuard(args, kwargs, guards, live=floats),
-        [] if settles is None else settles.settings,
+        arguments,
+        settings,
     )
 
 
@@ -265,6 +272,10 @@ def _what_was_read(
 
 def _numbers(reach: Reach, changing: set[str]) -> list[tuple[str, int]]:
     return [(owner.path, id(owner.space.holder)) for owner in number_owners(reach, changing)]  # type: ignore[attr-defined]
+
+
+def _first(program: Program, name: str, guards: Guards) -> Variant:
+    return Variant(prune(program), f"{name} (first step)", notes_on(program, guards), runs_once=True)
 
 
 def _is_settled(before: Program, after: Program) -> bool:
@@ -331,9 +342,15 @@ class _Tracer:
             args, kwargs = world.enter()
             inside = Snapshot(self.reach)
             for _ in range(_MOST_TRACES):
-                program = trace(
-                    world, self.train_step, args, kwargs, live_arguments=live_arguments, live_numbers=live_numbers
-                )
+                try:
+                    program = trace(
+                        world, self.train_step, args, kwargs, live_arguments=live_arguments, live_numbers=live_numbers
+                    )
+                except CaptureError as error:
+                    if error.code != "unknown_state" or not programs:
+                        raise
+                    programs[-1].unsettled = error
+                    return programs
                 reads.check()
                 if self.reach.may_be_narrower():
                     reads.narrow()
@@ -353,7 +370,7 @@ class _Tracer:
                         raise _Settles(settings, programs[0], refusal)
                     numbers = inside.numbers() - self.changing
                     raise NumbersChange(numbers) if numbers else refusal
-                if only_first:
+                if only_first or program.unsettled is not None:
                     return programs
                 if len(programs) == 2 and _has_known_optimizers(self.reach) and _is_first_of(*programs):
                     return programs

@@ -68,6 +68,7 @@ def trace(
     held: list[tuple[StateOwner | PlaceOwner, Any]] = [*numbers, *(kept if live_numbers else ())]
     elsewhere = world.state_elsewhere()
     rates = [owner.get() for owner in world.rates]
+    entries = world.entries()
     hooks = world.hooks()
     trained = world.requiring_gradients()
     try:
@@ -113,6 +114,7 @@ def trace(
         _endings(world, recorder, before)
         _plain_endings(world, recorder, plain, {owner.path for owner, _ in numbers})
         _rate_endings(world, recorder)
+        _entry_endings(world, recorder, entries)
         _number_endings(world, recorder, {owner.path for owner, number in kept if number is not None})
         check_skippable(recorder.program)
         world.note_numbers(recorder)
@@ -124,6 +126,8 @@ def trace(
             rate_owner.set(rate)
         for number_owner, number in held:
             number_owner.set(number)
+        for entry in world.entries().keys() - entries.keys():
+            del entry.optimizer.param_groups[entry.group][entry.key]
         world.forget_values()
 
 
@@ -152,6 +156,12 @@ def _run(recorder: Recorder, step: Callable[..., Any], args: tuple[Any, ...], kw
         ) from error  # fmt: skip
     except Exception as error:
         line = user_line(error)
+        if type(error).__module__.startswith("torch._dynamo"):
+            raise CaptureError(
+                f"the step calls a function at {line} that torch.compile has compiled; call the plain function, or compile the "
+                "step by torch.compile alone",
+                code="compiled_function", source=line,
+            ) from error  # fmt: skip
         raise CaptureError(
             f"the step raised {type(error).__name__} at {line} when it was run on fake tensors: {error}",
             code="step_raised", source=line,
@@ -288,6 +298,11 @@ def _scheduler(world: World, recorder: Recorder, path: str, scheduler: Any) -> I
     rates = [owner for owner in world.rates if _may_change(scheduler, owner)]
 
     def step(*arguments: Any, **keywords: Any) -> None:
+        if any(isinstance(group["lr"], torch.Tensor) for group in scheduler.optimizer.param_groups):
+            recorder.refuse(
+                f"{path}.step() inside of the step sets a learning rate that is a tensor; call it outside of the step",
+                code="tensor_rate",
+            )
         if not all(recorder.is_as_given(owner) or recorder.is_unknown(owner.get()) for owner in rates):
             recorder.refuse(_TWO_WAYS, code="unknown_number")
         if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in arguments):
@@ -392,6 +407,28 @@ def _rate_endings(world: World, recorder: Recorder) -> None:
             raise CaptureError(f"the step makes {owner.path} a {type(rate).__name__}; give it a float", code="rate")
 
 
+def _entry_endings(world: World, recorder: Recorder, before: dict[RateOwner, None]) -> None:
+    """What the step adds to optimizers' groups, such as a step count of the whole group."""
+    program = recorder.program
+    for owner in [owner for owner in world.entries() if owner not in before]:
+        value = owner.get()
+        if isinstance(value, torch.Tensor):
+            program.rebinds.append((owner, recorder.leaving(value, owner.path)))
+        elif (slot := recorder.slot_of(value)) is not None:
+            program.rebinds.append((owner, slot))
+        elif is_plain(value):
+            program.plain_state.append((owner, value))
+        else:
+            raise CaptureError(f"the step makes {owner.path}, a {type(value).__name__}", code="moved")
+        program.absent.append(owner)
+        program.state_order.append(owner)
+        program.unsettled = CaptureError(
+            f"the step makes {owner.path}, so the steady step can be captured only when the first has run; roam.compile does "
+            'so, and capture(step="first") captures the first',
+            code="unsettled",
+        )
+
+
 def _number_endings(world: World, recorder: Recorder, given: set[str]) -> None:
     """What the step puts in the place of the numbers that it keeps, of which those at `given` were there before."""
     for owner in world.numbers:
@@ -422,7 +459,9 @@ def _plain_endings(world: World, recorder: Recorder, before: list[tuple[Any, Any
     changed, made = set(), list[tuple[StateOwner, Callable[[], Any] | None]]()
     for owner in state_owners(world.reach, world.parameters, plain=True):
         value = owner.get()
-        if (slot := recorder.slot_of(value)) is not None:
+        if (slot := recorder.slot_of(value)) is not None and owner.path in known:
+            changed.add(owner.path)
+        elif slot is not None:
             recorder.program.rebinds.append((owner, slot))
             if owner.path not in live:
                 made.append((owner, recorder.made_number(slot)))
@@ -445,12 +484,14 @@ def _plain_endings(world: World, recorder: Recorder, before: list[tuple[Any, Any
     for owner, calculate in made:
         number = None if calculate is None else calculate()
         if number is None:
-            raise CaptureError(
-                f"{owner.path} is a Python number that hangs on weights or data; keep it a tensor",
-                code="optimizer_state",
+            recorder.program.unsettled = CaptureError(
+                f"the first step makes {owner.path} of weights or data, a Python number that the next step finds; roam.compile "
+                "captures that step when the first has run. To capture both at once, keep it a tensor",
+                code="unsettled",
             )
-        owner.set(number)
-        world.changing.add(owner.path)
+        else:
+            owner.set(number)
+            world.changing.add(owner.path)
         recorder.program.absent.append(owner)
     if recorder.program.plain_state or made:
         recorder.program.state_order = list(state_owners(world.reach, world.parameters, plain=None))

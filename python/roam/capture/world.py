@@ -22,6 +22,7 @@ from roam.capture.owners import (
     ArgumentOwner,
     Owner,
     PlaceOwner,
+    RateOwner,
     StateOwner,
     gradient_owners,
     number_owners,
@@ -152,6 +153,15 @@ class World:
         for owner in self.owners():
             owner.get().constant = None
 
+    def entries(self) -> dict[RateOwner, None]:
+        """The entries of optimizers' groups, in their order."""
+        return {
+            RateOwner(optimizer, number, f"{path}.param_groups[{number}][{key!r}]", key, kind="optimizer_state"): None
+            for path, optimizer in self.reach.optimizers
+            for number, group in enumerate(optimizer.param_groups)
+            for key in group
+        }
+
     def state_elsewhere(self) -> tuple[Any, ...]:
         """What the optimizers' state holds for others than parameters."""
         states: list[dict[Any, Any]] = [optimizer.state for optimizer in self.optimizers]
@@ -232,10 +242,6 @@ class World:
                         "goes is not captured",
                         code="optimizer_form",
                     )
-                if isinstance(group["lr"], torch.Tensor):
-                    refuse(path, "has a tensor as its learning rate; give it a float", code="tensor_rate")
-                if any(isinstance(beta, torch.Tensor) for beta in group.get("betas", ())):
-                    refuse(path, "has tensors as its betas; give it floats", code="tensor_rate")
             for entry in optimizer.state.values():
                 if any(isinstance(value, (list, tuple, dict)) for value in entry.values()):
                     refuse(path, "keeps nested state, which is not captured", code="nested_state")

@@ -545,7 +545,9 @@ def _generators(program: Program) -> Iterator[torch.Generator]:
 
 def _has_fakes(step: CapturedStep, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether the step is of tensors without memory: it can be planned, and never run."""
-    held = [owner.get() for owner, _ in step.steady.program.owned if not isinstance(owner, ArgumentOwner)]
+    variant = step.steady or step.first
+    assert variant is not None, "one of them is there"
+    held = [owner.get() for owner, _ in variant.program.owned if not isinstance(owner, ArgumentOwner)]
     return any(isinstance(value, FakeTensor) for value in (*held, *pytree.tree_leaves((args, kwargs))))
 
 
