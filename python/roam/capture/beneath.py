@@ -60,6 +60,10 @@ class NodeHooks:
         self._leaves = list(leaves)
         self._registered = _registered()
 
+    def watches_the_same(self, other: NodeHooks) -> bool:
+        """Whether others watch the same leaves."""
+        return [id(leaf) for _, leaf in self._leaves] == [id(leaf) for _, leaf in other._leaves]
+
     def failure(self) -> str | None:
         """None while there is none, else where one is."""
         if self._registered != _registered():

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from dataclasses import fields
+from itertools import combinations_with_replacement
+from operator import attrgetter
 from typing import Any
 
 import torch
 
+from roam.capture.owners import ArgumentOwner
 from roam.capture.values import same
 from roam.program import Call, Program, Ref
+
+_besides_arguments = attrgetter(*(item.name for item in fields(Call) if item.name not in ("args", "kwargs")))
+_MOST_SIZES = 4
+"""Sizes that may change at once; where more do, the numbers that they change explain too much."""
 
 
 def difference(first: Program, second: Program) -> str | None:
@@ -33,6 +43,116 @@ def difference(first: Program, second: Program) -> str | None:
     if not _same_constants(first.constants, second.constants):
         return "a tensor written out in the step's code has other values"
     return None
+
+
+def is_resized(known: Program, program: Program) -> bool:
+    """Whether a program is another one for arguments of other sizes: the same calls on the same slots, with the same values.
+
+    Where a whole number is another one, it has to follow from the sizes that changed. So what two traces showed of the first,
+    that nothing unseen decides what the step does or calculates, one trace shows of the second.
+    """
+    sizes = _changed_sizes(known, program)
+    return (
+        known.unsettled is program.unsettled is None
+        and _are_resized(known.calls, program.calls, sizes)
+        and _kinds(known) == _kinds(program)
+        and [storage.creator for storage in known.storages] == [storage.creator for storage in program.storages]
+        and known.entering == program.entering
+        and _paths(known.owned) == _paths(program.owned)
+        and _paths(known.rebinds) == _paths(program.rebinds)
+        and known.result[1] == program.result[1]
+        and _is_resized(known.result[0], program.result[0], sizes)
+        and _same_values(known.plain_state, program.plain_state)
+        and _same_values(known.plain_before, program.plain_before)
+        and _same_decisions(known, program)
+        and _same_questions(known, program, sizes)
+        and _same_constants(known.constants, program.constants)
+        and known.split == program.split
+        and known.skippable == program.skippable
+        and len(known.after) == len(program.after)
+        and all(
+            (one.path, one.position) == (two.path, two.position) and _is_resized(one.arguments, two.arguments, sizes)
+            for one, two in zip(known.after, program.after, strict=True)
+        )
+    )  # fmt: skip
+
+
+def _changed_sizes(known: Program, program: Program) -> set[tuple[int, int]]:
+    """What each size of an argument that is another one became, and what products of up to three of them did."""
+    changed = set()
+    for (_, one), (owner, two) in zip(known.owned, program.owned, strict=False):
+        old, new = known.slots[one], program.slots[two]
+        if isinstance(owner, ArgumentOwner) and old is not None and new is not None:
+            changed |= {pair for pair in zip(old.shape, new.shape, strict=False) if pair[0] != pair[1]}
+    products = {
+        (math.prod(old for old, _ in chosen), math.prod(new for _, new in chosen))
+        for count in (1, 2, 3)
+        for chosen in combinations_with_replacement(sorted(changed)[:_MOST_SIZES], count)
+    }
+    return {(old, new) for old, new in products if old and old != new}
+
+
+def _are_resized(known: Sequence[Call], calls: Sequence[Call], sizes: set[tuple[int, int]]) -> bool:
+    return len(known) == len(calls) and all(
+        _besides_arguments(one) == _besides_arguments(two)
+        and _is_resized(one.args, two.args, sizes)
+        and _is_resized(one.kwargs, two.kwargs, sizes)
+        for one, two in zip(known, calls, strict=True)
+    )
+
+
+def _is_resized(known: Any, value: Any, sizes: set[tuple[int, int]]) -> bool:
+    kind = type(known)
+    if kind is not type(value):
+        return False
+    if kind is Ref:
+        return bool(known == value)
+    if kind is tuple or kind is list or kind is torch.Size:
+        return len(known) == len(value) and all(_is_resized(*pair, sizes) for pair in zip(known, value, strict=True))
+    if kind is dict:
+        return known.keys() == value.keys() and all(_is_resized(known[key], value[key], sizes) for key in value)
+    return same(known, value) or (kind is int and _follows(known, value, sizes))
+
+
+def _follows(old: int, new: int, sizes: set[tuple[int, int]]) -> bool:
+    """Whether a number is the same multiple of sizes that changed as before, or lies one beside it as the last index does."""
+    return any(
+        (old - beside) % size == 0 and (old - beside) // size * resized == new - beside
+        for beside in (0, -1, 1)
+        for size, resized in sizes
+    )
+
+
+def _kinds(program: Program) -> list[Any]:
+    """All of each slot but its sizes."""
+    return [
+        None if meta is None else (len(meta.shape), meta.dtype, meta.device, meta.storage) for meta in program.slots
+    ]
+
+
+def _same_values(known: list[tuple[Any, Any]], others: list[tuple[Any, Any]]) -> bool:
+    return len(known) == len(others) and all(
+        one.path == two.path and same(old, new) for (one, old), (two, new) in zip(known, others, strict=True)
+    )
+
+
+def _same_decisions(known: Program, program: Program) -> bool:
+    return len(known.decisions) == len(program.decisions) and all(
+        one.path == two.path and old == new
+        for (one, *old), (two, *new) in zip(known.decisions, program.decisions, strict=True)
+    )
+
+
+def _same_questions(known: Program, program: Program, sizes: set[tuple[int, int]]) -> bool:
+    return len(known.questions) == len(program.questions) and all(
+        (one.inputs, one.changed, one.slot) == (two.inputs, two.changed, two.slot)
+        and same(old, new)
+        and _are_resized(one.calls, two.calls, sizes)
+        and _same_constants(one.constants, two.constants)
+        and [[owner.path for owner in owners] for owners in one.askers]
+        == [[owner.path for owner in owners] for owners in two.askers]
+        for (one, old), (two, new) in zip(known.questions, program.questions, strict=True)
+    )
 
 
 def asks_the_same(first: Program, second: Program) -> bool:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import operator
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Hashable, Sequence
 from itertools import chain, repeat
 from typing import Any, Final
 
@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 from .beneath import NodeHooks, leaves_of
 from .reach import Reach
 from .spaces import ArraySpace, Items, MappingSpace, NamesSpace, SequenceSpace, SetSpace, Space, is_under
-from .values import MISSING, is_numpy_array, same, same_elements, show
+from .values import MISSING, is_hashed_by_value, is_numpy_array, is_plain, same, same_elements, show
 
 
 def _attention_kernels() -> tuple[bool, ...]:
@@ -103,6 +103,7 @@ class Guards:
                 self._replaceable.append((slot.path, slot.space, slot.key, _metadata(slot.tensor)))
         self._storages = self._storage_list()
         self._aliasing = _pattern(self._storages)
+        self._first_places = _first_places(self._storages)
         self._ambient = [(name, read, read()) for name, read in AMBIENT]
         self._nodes = NodeHooks(leaves_of(reach))
 
@@ -115,16 +116,42 @@ class Guards:
 
     def sizes(self) -> tuple[int, int, int]:
         """How many values in Python, tensors' metadata and switches of PyTorch are compared."""
-        checks = (*self._bulk.checks, *self._bulk.named, *self._single)
-        values = sum(not issubclass(type(value), torch.Tensor) for check in checks for _, value in check.expected)
+        values = sum(
+            not issubclass(type(value), torch.Tensor) for check in self._checks() for _, value in check.expected
+        )
         return values, len(self._fixed) + len(self._replaceable), len(self._ambient)
 
     def storage_indices(self) -> dict[int, int]:
-        """The storages of all guarded tensors of now, each with the place of its first tensor in a fixed order."""
-        indices: dict[int, int] = {}
-        for index, storage in enumerate(self._storage_list()):
-            indices.setdefault(storage, index)
-        return indices
+        """The storages of all guarded tensors, as they were when `failure` last found nothing, each with the place of its
+        first tensor in a fixed order.
+        """
+        return self._first_places
+
+    def expects_the_same(self, other: Guards) -> bool:
+        """Whether other guards compare the same holders and tensors with the same values: then either stands for both."""
+        checks, others = self._checks(), other._checks()
+        return (
+            len(checks) == len(others)
+            and all(map(_SpaceCheck.expects_the_same, checks, others))
+            and len(self._fixed) == len(other._fixed)
+            and all(
+                one is two and old == new
+                for (_, one, old), (_, two, new) in zip(self._fixed, other._fixed, strict=True)
+            )
+            and len(self._replaceable) == len(other._replaceable)
+            and all(
+                _holder(one) is _holder(two) and same(key, other_key) and old == new
+                for (_, one, key, old), (_, two, other_key, new) in zip(
+                    self._replaceable, other._replaceable, strict=True
+                )
+            )
+            and self._aliasing == other._aliasing
+            and self._nodes.watches_the_same(other._nodes)
+            and all(same(old, new) for (*_, old), (*_, new) in zip(self._ambient, other._ambient, strict=True))
+        )  # fmt: skip
+
+    def _checks(self) -> list[_SpaceCheck]:
+        return [*self._bulk.checks, *self._bulk.named, *self._single]
 
     def _single_failure(self) -> str | None:
         for check in self._single:
@@ -148,6 +175,7 @@ class Guards:
             if _pattern(storages) != self._aliasing:
                 return "the tensors that the step reaches share memory in another way than before"
             self._storages = storages
+            self._first_places = _first_places(storages)
         return None
 
     def _storage_list(self) -> list[int]:
@@ -200,6 +228,19 @@ class _SpaceCheck:
             if len(items) == len(self.expected):
                 return None
         return self._key_change(items)
+
+    def expects_the_same(self, other: _SpaceCheck) -> bool:
+        """Whether another check compares the same holder with the same contents."""
+        return (
+            type(self.space) is type(other.space)
+            and _holder(self.space) is _holder(other.space)
+            and self.ignored == other.ignored
+            and len(self.expected) == len(other.expected)
+            and all(
+                same(key, other_key) and same(value, other_value)
+                for (key, value), (other_key, other_value) in zip(self.expected, other.expected, strict=True)
+            )
+        )
 
     def _is_same(self, key: Any, expected: Any, value: Any) -> bool:
         if same(expected, value):
@@ -294,8 +335,23 @@ class ArgGuard:
         ]
         self._aliasing = self._alias([value for _, value in leaves])
 
+    def __str__(self) -> str:
+        """The tensors among the arguments, and the plain values."""
+        shown = [
+            f"{path} {tuple(expected.metadata[2])}" if isinstance(expected, _Leaf) else f"{path} {show(expected)}"
+            for path, expected in self._leaves
+            if isinstance(expected, _Leaf) or is_plain(expected)
+        ]
+        return ", ".join(shown) or "no tensors"
+
+    def described(self) -> list[tuple[str, bool]]:
+        """How a reader would write each of the flattened arguments, and whether it is a tensor."""
+        return [(path, isinstance(expected, _Leaf)) for path, expected in self._leaves]
+
     def failure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-        """None where the plan of the captured call fits this one too, else the first difference."""
+        """None where the plan of the captured call fits this one too, else the first difference. The state's guards are asked
+        first: by what they found, an argument shares memory with the state or not.
+        """
         leaves, spec = pytree.tree_flatten((args, kwargs))
         if spec != self._spec:
             return "the arguments have another structure than before"
@@ -318,6 +374,24 @@ class ArgGuard:
         storages = [_storage(leaf) for leaf in leaves if issubclass(type(leaf), torch.Tensor)]
         owned = self._guards.storage_indices() if self._guards else {}
         return _pattern(storages), [owned.get(storage, -1) for storage in storages]
+
+
+def argument_key(leaves: Sequence[Any]) -> tuple[Hashable, ...]:
+    """The same for the flattened arguments of any two calls that one `ArgGuard` passes, and other wherever it is cheap to tell
+    that none does.
+    """
+    return tuple(map(_leaf_key, leaves))
+
+
+def _leaf_key(value: Any) -> Hashable:
+    kind = type(value)
+    if issubclass(kind, torch.Tensor):
+        return _metadata(value)
+    if is_hashed_by_value(kind):
+        return kind, value
+    if is_plain(value) or issubclass(kind, tuple) or is_numpy_array(value):
+        return (kind,)  # a float may be live, and the others take long to compare
+    return kind, id(value)
 
 
 class _Leaf:
@@ -390,6 +464,15 @@ def _storage(tensor: torch.Tensor) -> int:
         return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):
         return id(tensor)
+
+
+def _holder(space: Space) -> Any:
+    return space.holder  # type: ignore[attr-defined]
+
+
+def _first_places(storages: list[int]) -> dict[int, int]:
+    """Each storage with its first place."""
+    return {storage: len(storages) - 1 - place for place, storage in enumerate(reversed(storages))}
 
 
 def _pattern(storages: list[int]) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
+from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -27,6 +28,7 @@ def lower(
     pool: bool = True,
     workspaces: Mapping[int, int] | None = None,
     notes: Sequence[tuple[str, str]] = (),
+    order: Sequence[int] | None = None,
 ) -> Graph:
     """The graph of a program.
 
@@ -43,6 +45,7 @@ def lower(
         pool: whether there is a pool. If not, all that is made and dies in the step lies outside of it.
         workspaces: per call, the bytes that its kernel takes beyond its results while it runs, where that is known.
         notes: what to say of the graph to people.
+        order: numbers of the calls, in an order that they may run in; then they may run in no other.
     """
     builder = GraphBuilder(name, device=device)
     if reason := estimate_of(torch.device(device)):
@@ -58,6 +61,7 @@ def lower(
     for number, storage in enumerate(program.storages):
         builder.tensor(storage.name, storage.size_bytes, kind=kinds[number], residency=residencies[number])
 
+    rank = None if order is None else {number: place for place, number in enumerate(order)}
     makers: dict[int, int] = {}
     for index, call in enumerate(program.calls):
         mutated = dict.fromkeys(program.storage_of(slot) for slot in call.mutates)
@@ -87,6 +91,7 @@ def lower(
             file=call.source.file,
             line=call.source.line,
             flops=_flops(program, call),
+            position=None if rank is None else rank[index],
         )
         for maker in dict.fromkeys(makers[slot] for slot in call.refs() if slot in makers):
             builder.control(maker, index)
@@ -95,6 +100,8 @@ def lower(
                 makers[slot] = index
     _updates_wait(program, builder)
     _checks_come_first(program, builder)
+    for before, after in pairwise(order or ()):
+        builder.control(before, after)
     return builder.build()
 
 

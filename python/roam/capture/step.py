@@ -5,9 +5,10 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
+from weakref import WeakSet
 
 import torch
 import torch.utils._pytree as pytree
@@ -15,7 +16,7 @@ import torch.utils._pytree as pytree
 from roam._core import Graph
 from roam.capture.ambient import Switches
 from roam.capture.beneath import check_beneath
-from roam.capture.compare import agrees, asks_the_same, difference
+from roam.capture.compare import agrees, asks_the_same, difference, is_resized
 from roam.capture.generators import watched
 from roam.capture.guards import ArgGuard, Guards
 from roam.capture.lower import device_of, lower
@@ -36,6 +37,8 @@ from roam.program import Program
 
 _MOST_TRACES = 3
 """A first step, a steady one, and the steady one again."""
+_MOST_KNOWN = 8
+"""Programs that are remembered for later captures of the same step."""
 
 
 @dataclass(frozen=True)
@@ -80,10 +83,53 @@ class CapturedStep:
     settings: list[Setting]
     """Plain values that the step itself sets, to the same at every run; the guards expect them to be set."""
 
-    def failure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-        """None where a call finds everything as capture did, else what changed; what the step sets itself need not be set yet."""
-        with applied([setting for setting in self.settings if setting.is_pending()]):
-            return self.guards.failure() or self.arguments.failure(args, kwargs)
+    def failure(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], asked: dict[Guards, str | None] | None = None
+    ) -> str | None:
+        """None where a call finds everything as capture did, else what changed; what the step sets itself need not be set yet.
+
+        `asked` has the answers of guards that have been asked for this call already, and gets those of others.
+        """
+        pending = [setting for setting in self.settings if setting.is_pending()]
+        if asked is None or pending or self.guards not in asked:
+            with applied(pending):
+                failure = self.guards.failure()
+            if asked is not None and not pending:
+                asked[self.guards] = failure
+        else:
+            failure = asked[self.guards]
+        return failure or self.arguments.failure(args, kwargs)
+
+
+@dataclass(slots=True)
+class Known:
+    """What captures of a step found, for the later ones of the same step.
+
+    Attributes:
+        numbers: paths of the Python numbers that the step changes.
+        programs: steady ones that two traces agreed on; the most recent last.
+        guards: of the captures that are kept.
+    """
+
+    numbers: set[str] = field(default_factory=set)
+    programs: list[Program] = field(default_factory=list)
+    guards: WeakSet[Guards] = field(default_factory=WeakSet)
+
+    def has_agreed(self, program: Program) -> bool:
+        """Whether two traces have agreed on a program already, for arguments of these sizes or others."""
+        return any(is_resized(known, program) for known in reversed(self.programs))
+
+    def add(self, program: Program) -> None:
+        """Two traces agree on a program, of which a copy is kept: what settles gradients changes it."""
+        self.programs.append(replace(program, dropped=list(program.dropped), absent=list(program.absent)))
+        del self.programs[:-_MOST_KNOWN]
+
+    def shared(self, guards: Guards) -> Guards:
+        """Guards of an earlier capture that expect the same, if there are any; so one stands for all shapes of a batch."""
+        alike = (known for known in self.guards if known.expects_the_same(guards) and known.failure() is None)
+        found = next(alike, guards)
+        self.guards.add(found)
+        return found
 
 
 class _Settles(Exception):
@@ -148,7 +194,7 @@ def capture_step(
     kwargs: dict[str, Any],
     *,
     keep_grads: bool = False,
-    changing: set[str] | None = None,
+    known: Known | None = None,
     asks_kernels: bool = False,
 ) -> CapturedStep:
     """As `capture`, with the programs that the runtime runs and the guards that tell when they fit.
@@ -156,7 +202,7 @@ def capture_step(
     Args:
         train_step, args, kwargs: the user's function and a call of it.
         keep_grads: whether `.grad` of every parameter outlives the step, as under eager PyTorch.
-        changing: paths of the Python numbers that earlier captures found the step to change; those found now are added.
+        known: what earlier captures of the same step found; what this one finds is added.
         asks_kernels: whether real kernels may be run on zeros, where fake ones do not know how results lie in memory.
     """
     # No other capture meanwhile: tracing puts fakes and stand-ins where other threads would find them.
@@ -167,13 +213,13 @@ def capture_step(
                 "or with cache_enabled=False",
                 code="autocast_cache",
             )
-        changing = set() if changing is None else changing
+        known = Known() if known is None else known
         reads, settles = Reads(), None
         while True:
             try:
                 # Captured as if all that settles were set: the first step does the same then, and later ones set nothing new.
                 with applied([] if settles is None else settles.settings):
-                    return _captured(train_step, args, kwargs, keep_grads, changing, asks_kernels, reads, settles)
+                    return _captured(train_step, args, kwargs, keep_grads, known, asks_kernels, reads, settles)
             except _Settles as found:
                 settles = found
             except ReadMore:
@@ -201,7 +247,7 @@ def _captured(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     keep_grads: bool,
-    changing: set[str],
+    known: Known,
     asks_kernels: bool,
     reads: Reads,
     settles: _Settles | None,
@@ -210,14 +256,14 @@ def _captured(
     floats = [index for index, leaf in enumerate(pytree.tree_leaves((args, kwargs))) if type(leaf) is float]
     try:
         _refuse_unseen_state(reach)
-        tracer = _Tracer(reach, train_step, args, kwargs, changing, asks_kernels, settles is not None)
+        tracer = _Tracer(reach, train_step, args, kwargs, known, asks_kernels, settles is not None)
         programs = tracer.live_programs() if floats else None
         if programs is None:
             # A float argument that decides something in Python cannot be live; it is guarded by value instead.
             floats, programs = [], tracer.programs(live_arguments=False)
         if settles is not None and not _is_settled(settles.program, programs[0]):
             raise settles.refusal
-        kept = list(number_owners(reach, changing))
+        kept = list(number_owners(reach, known.numbers))
         if kept or not _has_known_optimizers(reach):
             _check_live_numbers(programs[0], tracer)
     except CaptureError as error:
@@ -229,16 +275,18 @@ def _captured(
             raise ReadMore from error
         raise
     reads.check()
-    reach = _what_was_read(reach, train_step, args, kwargs, changing)
+    reach = _what_was_read(reach, train_step, args, kwargs, known.numbers)
     first, steady = programs[0], programs[-1]
     name = getattr(train_step, "__name__", type(train_step).__name__)
-    guards = Guards(reach, ignore=[owner.path for owner in kept if owner.get() is not None])
+    guards = known.shared(Guards(reach, ignore=[owner.path for owner in kept if owner.get() is not None]))
     arguments, settings = ArgGuard(args, kwargs, guards, live=floats), [] if settles is None else settles.settings
     if first.unsettled is not None:
         settle_gradients(first, set(), keep_grads=True)
         return CapturedStep(_first(first, name, guards), None, guards, arguments, settings)
+    if steady is not first:
+        known.add(steady)
     carried = {owner.path for owner, _ in steady.owned if isinstance(owner, GradientOwner)}
-    for program in (first, steady):
+    for program in programs:
         settle_gradients(program, carried, keep_grads)
     steady = prune(steady)
     is_steady = difference(first, programs[-1]) is None and _absent(first) == _absent(steady)
@@ -316,24 +364,26 @@ class _Tracer:
     train_step: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    changing: set[str]
+    known: Known
     asks_kernels: bool
     is_settled: bool
     """Whether what the step sets once and for all has been set."""
 
     @interrupts_wait()
     def programs(self, *, live_arguments: bool, live_numbers: bool = True, only_first: bool = False) -> list[Program]:
-        """Successive steps, until two in a row are the same program; or the first alone, as it has to be without live numbers."""
+        """Successive steps, until two in a row are the same program, or one is known; or the first alone, as it has to be without live
+        numbers.
+        """
         while True:
             try:
                 return self._programs(live_arguments, live_numbers, only_first=only_first)
             except NumbersChange as found:
-                self.changing.update(found.paths)
+                self.known.numbers.update(found.paths)
                 if self.is_settled:  # by settings that these numbers may be among
                     raise
 
     def _programs(self, live_arguments: bool, live_numbers: bool, *, only_first: bool) -> list[Program]:
-        world = World(self.reach, self.args, self.kwargs, self.changing, asks_kernels=self.asks_kernels)
+        world = World(self.reach, self.args, self.kwargs, self.known.numbers, asks_kernels=self.asks_kernels)
         reads = self.reach.reads
         snapshot, switches = Snapshot(self.reach), Switches()
         programs: list[Program] = []
@@ -368,9 +418,13 @@ class _Tracer:
                     settings = None if self.is_settled or switches.moved() else inside.settings()
                     if settings is not None:
                         raise _Settles(settings, programs[0], refusal)
-                    numbers = inside.numbers() - self.changing
+                    numbers = inside.numbers() - self.known.numbers
                     raise NumbersChange(numbers) if numbers else refusal
-                if only_first or program.unsettled is not None:
+                if (
+                    only_first
+                    or program.unsettled is not None
+                    or (len(programs) == 1 and self.known.has_agreed(programs[0]))
+                ):
                     return programs
                 if len(programs) == 2 and _has_known_optimizers(self.reach) and _is_first_of(*programs):
                     return programs

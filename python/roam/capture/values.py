@@ -58,6 +58,11 @@ def is_numpy_array(value: object) -> bool:
     return _is_numpy(type(value), "ndarray")
 
 
+def is_hashed_by_value(kind: type) -> bool:
+    """Whether the values of a type are immutable, and equal and hashed alike just where they are the same."""
+    return kind in _EXACT
+
+
 def is_plain(value: object) -> bool:
     """Whether `value` is immutable all through and is compared by value: numbers, strings, dtypes, tuples of them,
     ...

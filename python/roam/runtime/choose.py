@@ -5,13 +5,15 @@ Everything is decided by planned totals: persistent tensors, the pool, what live
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import time
 from collections import Counter
-from collections.abc import Container
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -29,8 +31,16 @@ WORTH = 0.02
 _NEAR = 0.001
 """Totals that differ by no more than this share are alike: then the plan is taken that has the most in the pool."""
 _MOST_LANDINGS = 4
+_LOOSER = 0.01
+"""By how much a plan in the order of another may take more of program order's bytes than that one does."""
 _MUCH = 0.01
 """The share of what a step makes that is worth a plan."""
+
+
+_OF_ORDER = (
+    "order", "offsets", "reuse", "peak_bytes", "pool_peak_bytes", "pool_bytes", "outside_bytes", "total_bytes", "candidates",
+)  # fmt: skip
+"""What a plan says that hangs on nothing but its order and layout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +66,9 @@ class Choice:
         eager_graph: the step as it was captured, with what its kernels take for themselves, as if every kernel could write where a plan wants.
         eager_bytes: the most memory that the step takes as eager PyTorch orders it.
         kernel_bytes: the most that one kernel of it takes for itself while it runs; None where nobody could tell, and no plan knows.
-        totals: what each way that was tried comes to, in bytes; the first is the ordinary allocator's.
+        landing: with a pool, the calls whose results are copied into it.
+        is_searched: whether the plan's order was searched for; if not, it is that of another plan of the same calls.
+        totals: what each way that was tried comes to, in bytes; the first is the ordinary allocator's, where that was tried.
     """
 
     program: Program
@@ -67,12 +79,20 @@ class Choice:
     eager_graph: Graph
     eager_bytes: int
     kernel_bytes: int | None
+    landing: frozenset[int] = frozenset()
+    is_searched: bool = True
     totals: tuple[tuple[str, int], ...] = ()
 
     @property
     def total_bytes(self) -> int:
         """The most memory that the step takes by plan."""
         return self.plan.total_bytes
+
+    @property
+    def share(self) -> float:
+        """What the step takes beside what persists, of what it takes in program order."""
+        persistent_bytes = self.plan.persistent_bytes
+        return (self.total_bytes - persistent_bytes) / max(self.eager_bytes - persistent_bytes, 1)
 
     @property
     def made_bytes(self) -> int:
@@ -107,7 +127,13 @@ def is_disabled() -> bool:
 
 
 def choose(
-    variant: Variant, *, pool: bool | None, time_limit_s: float | None, streams: int = 1, is_real: bool = True
+    variant: Variant,
+    *,
+    pool: bool | None,
+    time_limit_s: float | None,
+    streams: int = 1,
+    is_real: bool = True,
+    earlier: Iterable[Choice] = (),
 ) -> Choice:
     """The way of the least total.
 
@@ -116,6 +142,8 @@ def choose(
         pool: whether to use a pool; None: where that costs next to nothing, see `WORTH`.
         time_limit_s: limit for all planning together, in seconds. The first plan is always made.
         streams: how many operators may run at once; more than one need a pool, whose layout is safe under every timing.
+        earlier: choices of the same step for other sizes. Where one has the same calls, its way and its order are tried first, and
+            nothing is searched if they do as well as they did.
         is_real: whether the step is of real tensors, so that kernels may be run to find out what they take for themselves.
     """
     deadline = None if time_limit_s is None else time.monotonic() + time_limit_s
@@ -128,11 +156,15 @@ def choose(
         placed = placed_calls(program, variant.device)
         taken = workspaces(program, placed, variant.device, deadline) if taken else taken
     stated = partial(lower, program, placed, name=variant.name, device=variant.device.type, workspaces=taken)
+    made = partial(Choice, program, placed, eager_graph=eager_graph, eager_bytes=eager_bytes, kernel_bytes=kernel_bytes)
+    alike = [one for one in earlier if one.is_searched and _has_same_calls(one.program, program)]
+    like = min(alike, key=lambda one: abs(math.log(one.eager_bytes / eager_bytes)), default=None)
+    if like is not None and streams == 1 and (again := _as_before(like, stated, made, variant.device)) is not None:
+        return again
     graph = stated(pool=False)
     plan = _planned(graph, deadline, exact="auto")
     total = plan.total_bytes
     leaving_bytes = sum(program.storages[storage].size_bytes for storage in program.leaving())
-    made = partial(Choice, program, placed, eager_graph=eager_graph, eager_bytes=eager_bytes, kernel_bytes=kernel_bytes)
     ordinary = made(graph, plan, False)
     most = eager_bytes if streams > 1 else min(total * (1 + WORTH), eager_bytes)
     names = ["allocator"]
@@ -143,7 +175,7 @@ def choose(
         graph = stated(landing=landing)
         plan = _planned(graph, deadline, exact="off", streams=streams)
         names.append(name)
-        pooled.append(made(graph, plan, True))
+        pooled.append(made(graph, plan, True, landing=landing))
         # What leaves is outside of every pool at the end, and more copies make no smaller pool.
         is_hopeless = pool is None and plan.persistent_bytes + pooled[0].plan.pool_bytes + leaving_bytes > most
         is_best = bool(landing) and plan.total_bytes <= total * (1 + _NEAR)
@@ -156,12 +188,52 @@ def choose(
     return replace(best, totals=tuple(totals))
 
 
+def _has_same_calls(one: Program, other: Program) -> bool:
+    return len(one.calls) == len(other.calls) and all(
+        call.target is same.target for call, same in zip(one.calls, other.calls, strict=True)
+    )
+
+
+def _as_before(
+    like: Choice, stated: Callable[..., Graph], made: Callable[..., Choice], device: torch.device
+) -> Choice | None:
+    """The same calls for other sizes, run in the same way and order; None where that takes more than it did there."""
+    how: dict[str, Any] = {"landing": like.landing} if like.uses_pool else {"pool": False}
+    order = [int(index) for index in like.plan.order]
+    try:
+        ordered = stated(**how, order=order)
+    except roam.GraphError:  # views and copies, say, lie otherwise, and the order is none of this step's
+        return None
+    graph = stated(**how)
+    choice = made(graph, _transferred(_planned(ordered, None, exact="off"), graph), like.uses_pool)
+    choice = replace(choice, landing=like.landing, is_searched=False)
+    is_landable = like.landing <= landable_calls(choice.program, choice.placed, device).keys()
+    if not is_landable or choice.total_bytes > choice.eager_bytes or choice.share > like.share + _LOOSER:
+        return None
+    name = "earlier order with a pool" if like.uses_pool else "earlier order with the allocator"
+    return replace(choice, totals=((name, choice.total_bytes),))
+
+
+def _transferred(ordered: Plan, graph: Graph) -> Plan:
+    """A plan of a graph that permits one order only, as a plan of the graph that permits others. The bound is one that takes no
+    time to prove.
+    """
+    plan = json.loads(roam.optimize(graph, exact="off", time_limit_s=0.0).to_json())
+    found = json.loads(ordered.to_json())
+    plan |= {key: found[key] for key in _OF_ORDER}
+    plan["settings"] = found["settings"]
+    plan["exact"] = found["exact"]
+    plan["status"] = "optimal" if plan["total_bytes"] == plan["total_lower_bound_bytes"] else "feasible"
+    transferred = Plan.from_json(json.dumps(plan).encode())
+    roam.verify(graph, transferred)
+    return transferred
+
+
 def _eager_graph(variant: Variant, taken: dict[int, int] | None) -> Graph:
     """The step as it was captured, with what its kernels take for themselves."""
-    name, device = variant.graph.name, variant.device.type
-    return (
-        lower(variant.program, variant.placed, name=name, device=device, workspaces=taken) if taken else variant.graph
-    )
+    if not taken:
+        return variant.graph
+    return lower(variant.program, variant.placed, name=variant.name, device=variant.device.type, workspaces=taken)
 
 
 def _planned(graph: Graph, deadline: float | None, *, exact: Literal["auto", "off"], streams: int = 1) -> Plan:

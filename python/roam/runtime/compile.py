@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import MethodType
 from typing import Any, Literal
 
@@ -17,14 +18,15 @@ from torch._subclasses.fake_tensor import FakeTensor
 from roam import Plan
 from roam.capture.generators import watched
 from roam.capture.owners import ArgumentOwner, GradientOwner, RateOwner, ScalerOwner, StateOwner
-from roam.capture.step import CapturedStep, Variant, capture_step
+from roam.capture.step import CapturedStep, Known, Variant, capture_step
 from roam.capture.trace import is_tracing
 from roam.capture.values import MISSING, same, show
 from roam.errors import ExecutionError
 from roam.interrupts import interrupts_wait
 from roam.kernels.table import is_proven
 from roam.program import Program, TensorMeta
-from roam.runtime.choose import Options, choose, is_disabled
+from roam.runtime.captures import Captured, Captures, call_key
+from roam.runtime.choose import Choice, Options, choose, is_disabled
 from roam.runtime.culprit import PlannedValues
 from roam.runtime.execute import Executor
 from roam.runtime.lanes import CudaLanes
@@ -35,8 +37,8 @@ from roam.runtime.pool import Pool
 logger = logging.getLogger("roam")
 
 OnChange = Literal["replan", "raise", "eager"]
-_MOST_CAPTURES = 8
-"""Plans kept for one step; more of them means that something changes at every call."""
+MAX_PLANS = 64
+"""Kinds of calls of one step for which plans are kept unless the caller says otherwise."""
 
 
 def compile(
@@ -48,6 +50,7 @@ def compile(
     pool: bool | None = None,
     poison: bool = False,
     streams: int = 1,
+    max_plans: int = MAX_PLANS,
 ) -> Step:
     """A training step that runs by its plan, with the same signature and, bit for bit, the same results.
 
@@ -65,6 +68,9 @@ def compile(
         pool: whether planned tensors lie in one static pool per device, allocated before step 1 (see `Step.release`), or come
             from PyTorch's allocator, in the plan's order and with its reuse. None: the pool, unless it takes over 2 % more.
         poison: overwrite each range of the pool as soon as its tensor is dead, to find out what reads it later. Slow.
+        max_plans: for how many kinds of calls plans are kept: shapes of the batch, training or evaluation, values that are no
+            tensors. Beyond that the least recently used ones are dropped, and made anew when they are needed again. `Step.kept`
+            tells what each costs.
         streams: on CUDA, how many streams may run operators side by side. More take more memory, but never more than eager.
 
     Raises:
@@ -77,8 +83,10 @@ def compile(
         raise ValueError(f"on_change is 'replan', 'raise' or 'eager', not {on_change!r}")
     if streams > 1 and (pool is False or poison):
         raise ValueError("a plan for several streams needs the pool, which poison cannot watch")
+    if max_plans < 1:
+        raise ValueError(f"max_plans is at least 1, not {max_plans}")
     options = Options(time_limit_s=time_limit_s, pool=pool, poison=poison, streams=streams)
-    return Step(train_step, on_change=on_change, keep_grads=keep_grads, options=options)
+    return Step(train_step, on_change=on_change, keep_grads=keep_grads, options=options, max_plans=max_plans)
 
 
 class Step:
@@ -91,15 +99,16 @@ class Step:
         on_change: OnChange = "replan",
         keep_grads: bool = False,
         options: Options = Options(),  # noqa: B008 - it cannot change
+        max_plans: int = MAX_PLANS,
     ) -> None:
         functools.update_wrapper(self, train_step)
         self._train_step = train_step
         self._on_change: OnChange = on_change
         self._keep_grads = keep_grads
         self._options = options
-        self._captures: list[_Captured] = []
+        self._captures: Captures[Runner] = Captures(max_plans)
+        self._known = Known()
         self._last: Runner | None = None
-        self._changing: set[str] = set()
         self._torn: list[tuple[Any, Any, int]] = []
         self._torn_reason = ""
 
@@ -112,14 +121,16 @@ class Step:
         if is_disabled() or is_tracing():
             return None
         self._refuse_torn()
-        runner, reason = self._find(args, kwargs)
-        if runner is None and self._captures and self._on_change == "eager":
-            logger.info("no plan fits this call, so it runs eagerly: %s", reason)
-            return None
-        if runner is None and self._captures and self._on_change == "raise":
-            raise ExecutionError(f"no plan fits this call: {reason}", code="no_plan_fits")
-        self._last = runner or self._capture(args, kwargs, reason)
-        for setting in self._captures[0].step.settings:
+        found = self._captures.find(args, kwargs)
+        if isinstance(found, str):
+            if len(self._captures) and self._on_change == "eager":
+                logger.info("no plan fits this call, so it runs eagerly: %s", found)
+                return None
+            if len(self._captures) and self._on_change == "raise":
+                raise ExecutionError(f"no plan fits this call: {found}", code="no_plan_fits")
+            found = self._capture(args, kwargs, found)
+        captured, self._last = found
+        for setting in captured.step.settings:
             setting.apply()  # as the user's function would now
         return self._last
 
@@ -145,8 +156,9 @@ class Step:
 
         Kernels that may take memory for themselves are tried on zeros, once in a process. The plan's `total_bytes` is the memory that the step will take, known before step 1.
         """
-        runner, reason = self._find(args, kwargs)
-        return (runner or self._capture(args, kwargs, reason)).plan
+        found = self._captures.find(args, kwargs)
+        _, runner = self._capture(args, kwargs, found) if isinstance(found, str) else found
+        return runner.plan
 
     @property
     def function(self) -> Callable[..., Any]:
@@ -156,7 +168,13 @@ class Step:
     def anew(self, train_step: Callable[..., Any] | None = None) -> Step:
         """A step with the same options that has no plans yet, of the same function or another."""
         function = train_step or self._train_step
-        return Step(function, on_change=self._on_change, keep_grads=self._keep_grads, options=self._options)
+        return Step(
+            function,
+            on_change=self._on_change,
+            keep_grads=self._keep_grads,
+            options=self._options,
+            max_plans=self._captures.most,
+        )
 
     def watched(self, *args: Any, **kwargs: Any) -> tuple[Program, PlannedValues]:
         """Runs one step as ever, and tells what each call of its program made.
@@ -212,38 +230,29 @@ class Step:
             for runner in captured.runners:
                 runner.release()
 
-    def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Runner | None, str]:
-        reason = "it is the first"
-        for place, captured in enumerate(self._captures):
-            failure = captured.step.failure(args, kwargs)
-            if failure is None:
-                for runner in captured.runners:
-                    failure = runner.state_failure() or runner.answer_failure(args, kwargs)
-                    if failure is None:
-                        self._captures.insert(0, self._captures.pop(place))
-                        return runner, ""
-            if place == 0:
-                reason = failure or reason
-        return None, reason
-
-    def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str) -> Runner:
-        if len(self._captures) == _MOST_CAPTURES:
-            logger.warning(
-                "this step has been planned %d times and is planned again: %s. Values that change at every call belong "
-                "in tensors or float arguments",
-                _MOST_CAPTURES, reason,
-            )  # fmt: skip
-            self._captures.pop()
+    def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str) -> tuple[Captured[Runner], Runner]:
+        start = time.perf_counter()
         step = capture_step(
-            self._train_step, args, kwargs, keep_grads=self._keep_grads, changing=self._changing, asks_kernels=True
+            self._train_step, args, kwargs, keep_grads=self._keep_grads, known=self._known, asks_kernels=True
         )
         variants = [variant for variant in (step.first, step.steady) if variant is not None]
         is_real = not _has_fakes(step, args, kwargs)
-        captured = _Captured(step, [Runner(variant, self._options, is_real=is_real) for variant in variants])
-        self._captures.insert(0, captured)
+        earlier = [runner.choice for captured in self._captures for runner in captured.runners]
+        runners = [Runner(variant, self._options, is_real=is_real, earlier=earlier) for variant in variants]
+        captured = Captured(step, runners, call_key(args, kwargs))
+        dropped = self._captures.add(captured)
+        logger.info(
+            "%s: captured and planned in %.2f s for %s, since %s; %d of at most %d plans kept",
+            variants[-1].name, time.perf_counter() - start, step.arguments, reason, len(self._captures), self._captures.most,
+        )  # fmt: skip
+        if dropped is not None and (self._captures.dropped - 1) % self._captures.most == 0:
+            logger.warning(
+                "this step has plans for %d kinds of calls and the least recently used is dropped for another: %s. %s",
+                self._captures.most, reason, self._captures.advice(),
+            )  # fmt: skip
         for runner in captured.runners:
             if (runner.state_failure() or runner.answer_failure(args, kwargs)) is None:
-                return runner
+                return captured, runner
         raise ExecutionError(
             f"no plan fits the state that it was captured from: {captured.runners[-1].state_failure()}",
             code="no_plan_fits",
@@ -262,12 +271,6 @@ class Step:
         self._torn = []
 
 
-@dataclass(slots=True)
-class _Captured:
-    step: CapturedStep
-    runners: list[Runner]
-
-
 class Torn(Exception):
     """A run failed after it had written to the user's tensors."""
 
@@ -284,12 +287,19 @@ class Declined(Exception):
 class Runner:
     """Runs one variant of a captured step by its plan."""
 
-    def __init__(self, variant: Variant, options: Options, *, is_real: bool = True) -> None:
+    def __init__(
+        self, variant: Variant, options: Options, *, is_real: bool = True, earlier: Sequence[Choice] = ()
+    ) -> None:
         if options.streams > 1 and variant.device.type != "cuda":
             raise ExecutionError(f"streams are CUDA's, and the step runs on {variant.device.type}", code="streams")
         self.name = variant.name
         choice = self.choice = choose(
-            variant, pool=options.pool, time_limit_s=options.time_limit_s, streams=options.streams, is_real=is_real
+            variant,
+            pool=options.pool,
+            time_limit_s=options.time_limit_s,
+            streams=options.streams,
+            is_real=is_real,
+            earlier=earlier,
         )
         program = self._program = choice.program
         self.plan = choice.plan

@@ -1,0 +1,122 @@
+"""The captures that a compiled step keeps, each with its plans: found by the arguments of a call, the least recently used dropped."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch.utils._pytree as pytree
+
+from roam.capture.guards import Guards, argument_key
+from roam.capture.step import CapturedStep
+
+
+class _Runs(Protocol):
+    def state_failure(self) -> str | None: ...
+    def answer_failure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None: ...
+
+
+_FEW = 4
+"""Plans for each kind of arguments, from which on it is not the arguments that there are so many for."""
+R = TypeVar("R", bound=_Runs)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Captured(Generic[R]):
+    """One capture."""
+
+    step: CapturedStep
+    runners: list[R]
+    """Of its variants: the first step, if there is one, and the steady one."""
+    key: tuple[Hashable, ...]
+    """`argument_key` of the call that it was captured from."""
+
+
+class Captures(Sequence[Captured[R]]):
+    """The captures of one step that are kept, the most recently used first.
+
+    A call looks only at those whose arguments were like its own, whatever the number of others, and asks guards that several of
+    them share once.
+
+    Args:
+        most: how many are kept.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.dropped = 0
+        """How many have had to go."""
+        self._captures: OrderedDict[Captured[R], None] = OrderedDict()
+        self._by_key: dict[tuple[Hashable, ...], list[Captured[R]]] = {}
+
+    def __len__(self) -> int:
+        return len(self._captures)
+
+    def __getitem__(self, place: Any) -> Any:
+        return list(self)[place]
+
+    def __iter__(self) -> Iterator[Captured[R]]:
+        return reversed(self._captures)
+
+    def find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Captured[R], R] | str:
+        """What fits a call, or what keeps the capture from fitting that is most like it."""
+        asked: dict[Guards, str | None] = {}
+        reason = None
+        alike = self._by_key.get(call_key(args, kwargs), ())
+        for captured in alike:
+            failure = captured.step.failure(args, kwargs, asked)
+            for runner in () if failure else captured.runners:
+                failure = runner.state_failure() or runner.answer_failure(args, kwargs)
+                if failure is None:
+                    self._use(captured)
+                    return captured, runner
+            reason = reason or failure
+        if reason is None and self._captures:
+            reason = next(iter(self)).step.failure(args, kwargs, asked)
+        return reason or "it is the first"
+
+    def add(self, captured: Captured[R]) -> Captured[R] | None:
+        """Keeps one more; what had to go for it."""
+        dropped = None
+        if len(self._captures) >= self.most:
+            dropped, _ = self._captures.popitem(last=False)
+            self._by_key[dropped.key].remove(dropped)
+            if not self._by_key[dropped.key]:
+                del self._by_key[dropped.key]
+            self.dropped += 1
+        self._captures[captured] = None
+        self._by_key.setdefault(captured.key, []).insert(0, captured)
+        return dropped
+
+    def advice(self) -> str:
+        """What to do about so many, by what differs between them."""
+        newest = next(iter(self))
+        keys = [captured.key for captured in self if len(captured.key) == len(newest.key)]
+        counts = [len(set(values)) for values in zip(*keys, strict=True)]
+        place = max(range(len(counts)), key=counts.__getitem__, default=-1)
+        if place < 0 or counts[place] * _FEW < len(keys):
+            return "What changes from call to call belongs in tensors, or in float arguments that the step only calculates with"
+        path, is_tensor = newest.step.arguments.described()[place]
+        if is_tensor:
+            return (
+                f"{path} has come in {counts[place]} kinds lately: pad it to a few lengths, or keep more plans by "
+                f"roam.compile(max_plans=...)"
+            )
+        return (
+            f"{path} has come with {counts[place]} values lately: make it a tensor, or a float that the step only calculates "
+            "with, or keep more plans by roam.compile(max_plans=...)"
+        )
+
+    def _use(self, captured: Captured[R]) -> None:
+        self._captures.move_to_end(captured)
+        alike = self._by_key[captured.key]
+        if alike[0] is not captured:
+            alike.remove(captured)
+            alike.insert(0, captured)
+
+
+def call_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Hashable, ...]:
+    """`argument_key` of a call."""
+    return argument_key(pytree.tree_leaves((args, kwargs)))
