@@ -819,3 +819,82 @@ class TestRefusals:
 
         with pytest.raises(roam.CaptureError, match="loss scale"):
             roam.capture(step, model, optimizer, torch.randn(5, 6), torch.randint(0, 8, (5,)))
+
+
+class Forwarding(torch.optim.Optimizer):
+    """Wraps an optimizer as accelerate does: an optimizer by its class alone, whose groups and state are another's."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self.is_due = True
+
+    param_groups = property(lambda self: self.optimizer.param_groups)
+    state = property(lambda self: self.optimizer.state)
+    defaults = property(lambda self: self.optimizer.defaults)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        if self.is_due:
+            self.optimizer.zero_grad(set_to_none)
+
+    def step(self, closure: Any = None) -> None:
+        if self.is_due:
+            self.optimizer.step(closure)
+
+
+class TestWrappers:
+    @pytest.mark.parametrize("is_scheduled", [False, True])
+    def test_that_forward(self, is_scheduled: bool) -> None:
+        outcomes = []
+        for wrap in (lambda step: step, roam.compile):
+            torch.manual_seed(0)
+            model = torch.nn.Linear(4, 3)
+            inner = torch.optim.AdamW(model.parameters(), lr=0.1)
+            optimizer, scheduler = Forwarding(inner), torch.optim.lr_scheduler.StepLR(inner, 2, 0.5)
+
+            def step(x, model=model, optimizer=optimizer, scheduler=scheduler):
+                loss = model(x).square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if is_scheduled:
+                    scheduler.step()
+                return loss.detach()
+
+            planned, losses = wrap(step), []
+            for number in range(6):
+                optimizer.is_due = number != 2
+                if number == 4:
+                    inner.param_groups[0]["lr"] = 0.03
+                losses.append(planned(torch.randn(2, 4)))
+            outcomes.append(tensors_and_numbers(losses, model.state_dict(), inner.state_dict()))
+        assert_same_bits(*outcomes)
+
+    def test_of_accelerate(self) -> None:
+        accelerate = pytest.importorskip("accelerate")
+        outcomes = []
+        for wrap in (lambda step: step, roam.compile):
+            torch.manual_seed(0)
+            accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+            model = torch.nn.Linear(4, 3)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+            model, optimizer, scheduler = accelerator.prepare(
+                model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+            )
+
+            @wrap
+            def step(x, accelerator=accelerator, model=model, optimizer=optimizer, scheduler=scheduler):
+                with accelerator.accumulate(model):
+                    loss = model(x).square().mean()
+                    accelerator.backward(loss)
+                    if accelerator.sync_gradients:
+                        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                    optimizer.step()
+                    scheduler.step()
+                    optimizer.zero_grad()
+                return loss.detach()
+
+            losses = [step(torch.randn(2, 4)) for _ in range(6)]
+            outcomes.append(
+                tensors_and_numbers(losses, model.state_dict(), optimizer.state_dict(), scheduler.state_dict())
+            )
+        assert_same_bits(*outcomes)

@@ -372,7 +372,7 @@ class _Walk:
         kind = type(value)
         if issubclass(kind, torch.nn.Module):
             self._module(value, path)
-        elif issubclass(kind, torch.optim.Optimizer):
+        elif issubclass(kind, torch.optim.Optimizer) and _holds_groups(value):
             self.optimizers.append((value, path, self.edge))
         elif issubclass(kind, _SCHEDULERS):
             self._list(self.reach.schedulers, value, path)
@@ -702,6 +702,11 @@ def _closed_over(function: types.FunctionType) -> Iterator[Any]:
         with suppress(ValueError):  # an empty cell
             if isinstance(cell.cell_contents, (types.FunctionType, types.MethodType, functools.partial)):
                 yield cell.cell_contents
+
+
+def _holds_groups(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer holds groups and state itself; one that wraps another, such as accelerate's, passes on what is asked of it."""
+    return "param_groups" in vars(optimizer)
 
 
 def _is_iterator(kind: type) -> bool:
