@@ -1394,3 +1394,48 @@ def test_a_custom_operator_leaves_the_pool_free_to_grow() -> None:
     for rows in (8, 64, 512):
         compiled(torch.randn(rows, 16))
         compiled.release()
+
+
+class TestDefaults:
+    """Tensors among the defaults of a function are its own, like what it closes over."""
+
+    def test_that_the_step_uses_and_that_nobody_touches(self) -> None:
+        def script(wrap):
+            weight = torch.nn.Parameter(torch.randn(3))
+            optimizer = torch.optim.SGD([weight], lr=0.1)
+
+            def scaled(x, counted=torch.zeros(()), scale=torch.tensor(2.0), *, shift=torch.ones(3)):
+                counted += 1
+                return x * scale * counted + shift
+
+            def unused(x, scale=torch.tensor(3.0)):
+                return x * scale
+
+            @wrap
+            def step(x, functions=(scaled, unused)):
+                optimizer.zero_grad()
+                loss = functions[0](x * weight).square().mean()
+                loss.backward()
+                optimizer.step()
+                return loss
+
+            losses = []
+            for index in range(4):
+                if index == 2:
+                    scaled.__defaults__[1].fill_(0.5)
+                losses.append(step(torch.randn(3)))
+            return [losses, weight.data, *scaled.__defaults__]
+
+        same_by_plan(script)
+
+    def test_of_another_function_are_found(self) -> None:
+        def scaled(x, scale=torch.tensor(2.0)):
+            return x * scale
+
+        step = roam.compile(lambda x: scaled(x), on_change="raise")
+        before = scaled.__defaults__
+        step(torch.ones(2))
+        assert scaled.__defaults__ is before
+        scaled.__defaults__ = (torch.tensor(3.0),)
+        with pytest.raises(roam.ExecutionError, match="__defaults__"):
+            step(torch.ones(2))

@@ -33,6 +33,7 @@ from .spaces import (
     AttributesSpace,
     CellSpace,
     ClassSpace,
+    DefaultsSpace,
     FunctionSpace,
     MappingSpace,
     NamesSpace,
@@ -540,7 +541,7 @@ class _Walk:
         code, defaults = function.__code__, function.__defaults__ or ()
         names = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
         if not is_plain(defaults):
-            self._fill(SequenceSpace(defaults, path, label=lambda index: f"default {names[index]}{of}"))
+            self._fill(DefaultsSpace(function, path, label=lambda index: f"default {names[index]}{of}"))
         if function.__kwdefaults__:
             self._fill(MappingSpace(function.__kwdefaults__, path, label=lambda name: f"default {name}{of}"))
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):

@@ -70,6 +70,11 @@ class Space:
         """Whether the contents can never change."""
         return False
 
+    @property
+    def takes_others(self) -> bool:
+        """Whether other values can be put under its keys."""
+        return not self.is_immutable and type(self).set is not Space.set
+
     def is_live(self, key: Any, old: Any, value: Any) -> bool:
         """Whether the value under `key` may change so from step to step without harm."""
         return False
@@ -319,6 +324,33 @@ class FunctionSpace(Space):
 
     def label(self, key: Any) -> str:
         return f"{self.path}.{key}"
+
+
+class DefaultsSpace(Space):
+    """The defaults of a function's arguments, by position. Their tuple is an entry of the function's own space, which guards and
+    snapshots look at.
+    """
+
+    __slots__ = ("holder",)
+
+    def __init__(self, holder: types.FunctionType, path: str, **options: Any) -> None:
+        super().__init__(path, **options)
+        self.holder = holder
+
+    @property
+    def is_immutable(self) -> bool:
+        return True
+
+    @property
+    def takes_others(self) -> bool:
+        return True
+
+    def items(self) -> Items:
+        return list(enumerate(self.holder.__defaults__ or ()))
+
+    def set(self, key: Any, value: Any) -> None:
+        defaults = self.holder.__defaults__ or ()
+        self.holder.__defaults__ = (*defaults[:key], value, *defaults[key + 1 :])
 
 
 class ClassSpace(Space):

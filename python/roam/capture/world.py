@@ -215,7 +215,7 @@ class World:
             if isinstance(module, torch.jit.ScriptModule):
                 refuse(path, "is a TorchScript module; pass the Python module", code="script_module")
         for place in self.places:
-            if place.space.is_immutable or type(place.space).set is Space.set:
+            if not place.space.takes_others:
                 refuse(
                     place.path,
                     "cannot be replaced where it is; keep it in a list or as an attribute",
