@@ -1404,11 +1404,11 @@ class TestDefaults:
             weight = torch.nn.Parameter(torch.randn(3))
             optimizer = torch.optim.SGD([weight], lr=0.1)
 
-            def scaled(x, counted=torch.zeros(()), scale=torch.tensor(2.0), *, shift=torch.ones(3)):
+            def scaled(x, counted=torch.zeros(()), scale=torch.tensor(2.0), *, shift=torch.ones(3)):  # noqa: B008
                 counted += 1
                 return x * scale * counted + shift
 
-            def unused(x, scale=torch.tensor(3.0)):
+            def unused(x, scale=torch.tensor(3.0)):  # noqa: B008
                 return x * scale
 
             @wrap
@@ -1429,7 +1429,7 @@ class TestDefaults:
         same_by_plan(script)
 
     def test_of_another_function_are_found(self) -> None:
-        def scaled(x, scale=torch.tensor(2.0)):
+        def scaled(x, scale=torch.tensor(2.0)):  # noqa: B008
             return x * scale
 
         step = roam.compile(lambda x: scaled(x), on_change="raise")
@@ -1439,3 +1439,38 @@ class TestDefaults:
         scaled.__defaults__ = (torch.tensor(3.0),)
         with pytest.raises(roam.ExecutionError, match="__defaults__"):
             step(torch.ones(2))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+class TestScriptFunctions:
+    """TorchScript runs a function by other kernels once it has seen a few calls, so that no capture shows what it will run."""
+
+    def test_that_compute(self) -> None:
+        class Gated(torch.nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.linear, self.gate = torch.nn.Linear(6, 6), torch.jit.script(gated)
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return self.gate(self.linear(x))
+
+        error = refused(lambda x, model: model(x).sum().backward(), torch.randn(4, 6), Gated())
+        assert error.code == "script_function"
+        assert "PYTORCH_JIT=0" in str(error)
+        assert torch.jit.script(gated)(torch.ones(2)).sum() > 0  # outside of a capture they are as ever
+
+    def test_on_positions(self) -> None:
+        positions = torch.jit.script(shifted)
+
+        def loss_of(model, x):
+            return model(x)[:, positions(torch.arange(3), x)].square().mean()
+
+        same_by_plan(lambda wrap: train(torch.nn.Linear(6, 6), wrap, images(), loss_of))
+
+
+def gated(x: torch.Tensor) -> torch.Tensor:
+    return torch.sigmoid(x) * torch.tanh(x)
+
+
+def shifted(positions: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    return (positions + 1) % like.size(-1)

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from roam.capture import foreign, multi_tensor
 from roam.capture.absent import as_if_present
 from roam.capture.beneath import node_stand_in
+from roam.capture.fake_kernels import tensors_in
 from roam.capture.frames import Frames, shown_path
 from roam.capture.generators import Watch, stand_ins
 from roam.capture.live import as_live, number_stand_ins
@@ -212,6 +213,20 @@ def _watched(world: World, recorder: Recorder) -> Iterator[None]:
 
         return asked
 
+    def scripted(call: Callable[..., Any]) -> Callable[..., Any]:
+        def called(function: Any, *args: Any, **kwargs: Any) -> Any:
+            result = call(function, *args, **kwargs)
+            # Code on sizes and positions is the same however it is run.
+            if any(map(_is_floating, tensors_in((args, kwargs)))) and any(map(_is_floating, tensors_in(result))):
+                recorder.refuse(
+                    f"TorchScript's {function.name} runs by other kernels once it has been called a few times; call the plain "
+                    "function, or set PYTORCH_JIT=0 in the environment",
+                    code="script_function",
+                )
+            return result
+
+        return called
+
     plain_item = torch.Tensor.item
 
     def item(tensor: Any) -> Any:
@@ -243,6 +258,8 @@ def _watched(world: World, recorder: Recorder) -> Iterator[None]:
         for holder in (torch.Tensor, torch.UntypedStorage):
             replace(holder, "data_ptr", address(holder.data_ptr))
         replace(torch._C._nn, "cross_entropy_loss", cross_entropy)
+        for kind in (torch._C.ScriptFunction, torch._C.ScriptMethod):
+            replace(kind, "__call__", scripted(kind.__call__))
         replace(torch._C, "_will_engine_execute_node", node_stand_in(world.fakes()))
         for holder, name, stand_in in scaler_stand_ins(world, recorder):
             replace(holder, name, stand_in)
@@ -280,6 +297,10 @@ def _in_trace(recorder: Recorder, original: Callable[..., Any], stand_in: Callab
         return (stand_in if is_ours else original)(*args, **kwargs)
 
     return function
+
+
+def _is_floating(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _called_by_user() -> bool:
