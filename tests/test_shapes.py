@@ -1,0 +1,280 @@
+"""Many shapes and kinds of calls of one compiled step: each is captured once, found by its arguments, and never run by another's plan."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import logging
+import random
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import roam
+from roam.capture.compare import _changed_sizes, _follows, is_resized
+from roam.capture.guards import Guards
+from training import assert_same_bits, tensors_and_numbers
+
+functional = torch.nn.functional
+LENGTHS = range(3, 16)
+
+
+class Reader(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = torch.nn.Embedding(11, 8)
+        self.places = torch.nn.Embedding(40, 8)
+        self.mix = torch.nn.Linear(8, 8)
+        self.drop = torch.nn.Dropout(0.2)
+        self.score = torch.nn.Linear(8, 11)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(ids) + self.places(torch.arange(ids.shape[1]))
+        weights = (x @ x.transpose(1, 2)).softmax(-1)
+        return self.score(self.drop(torch.relu(self.mix(weights @ x))))
+
+
+def setting() -> tuple[Reader, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    net = Reader()
+    return net, torch.optim.AdamW(net.parameters(), lr=0.01)
+
+
+def make_step(net: Reader, optimizer: torch.optim.Optimizer) -> Callable[[torch.Tensor], torch.Tensor]:
+    def step(ids: torch.Tensor) -> torch.Tensor:
+        loss = functional.cross_entropy(net(ids).flatten(0, 1), ids.flatten(), reduction="none").mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+def batch(length: int, size: int = 2) -> torch.Tensor:
+    return torch.randint(0, 11, (size, length), generator=torch.Generator().manual_seed(length))
+
+
+@pytest.fixture
+def traces(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """The length of each batch that was traced."""
+    from importlib import import_module
+
+    module = import_module("roam.capture.step")
+    seen: list[int] = []
+    plain = module.trace
+
+    def spied(world: Any, step: Any, args: Any, kwargs: Any, **options: Any) -> Any:
+        seen.append(next(leaf.shape[-1] for leaf in world.leaves if isinstance(leaf, torch.Tensor)))
+        return plain(world, step, args, kwargs, **options)
+
+    monkeypatch.setattr(module, "trace", spied)
+    return seen
+
+
+def test_each_length_is_captured_once_and_the_later_ones_from_one_trace(traces: list[int]) -> None:
+    outcomes = []
+    for wrap in (lambda step: step, roam.compile):
+        net, optimizer = setting()
+        step = wrap(make_step(net, optimizer))
+        losses = [step(batch(length)) for _ in range(2) for length in LENGTHS]
+        outcomes.append(tensors_and_numbers(losses, net.state_dict(), optimizer.state_dict(), torch.get_rng_state()))
+    assert_same_bits(*outcomes)
+    assert len(step._captures) == len(LENGTHS)
+    assert [traces.count(length) for length in LENGTHS] == [2] + [1] * (len(LENGTHS) - 1)
+    # The first step made the state; what guards compare is the same at every length.
+    assert len({captured.step.guards for captured in step._captures}) == 1
+    sought = [runner.choice.is_searched for captured in step._captures for runner in captured.runners]
+    assert sought.count(False) > sought.count(True)
+
+
+def test_the_last_batch_of_an_epoch_is_another_size_of_the_same_step(traces: list[int]) -> None:
+    net, optimizer = setting()
+    step = roam.compile(make_step(net, optimizer))
+    for size in (4, 4, 3, 4, 3):
+        step(batch(5, size))
+    assert traces == [5] * 3
+    assert len(step._captures) == 2
+
+
+def test_a_plan_in_an_earlier_order_is_a_plan_of_its_own_graph() -> None:
+    net, optimizer = setting()
+    step = roam.compile(make_step(net, optimizer))
+    for length in (6, 7, 8):
+        step(batch(length))
+    later = [captured.runners[-1] for captured in step._captures][:2]
+    assert not all(runner.choice.is_searched for runner in later)
+    for runner in later:
+        roam.verify(runner.choice.graph, runner.plan)
+        assert runner.plan.graph_digest == runner.choice.graph.digest
+        assert runner.choice.total_bytes <= runner.choice.eager_bytes
+        assert runner.plan.total_lower_bound_bytes <= runner.plan.total_bytes
+
+
+def test_a_call_asks_no_guards_but_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    net, optimizer = setting()
+    step = roam.compile(make_step(net, optimizer))
+    for length in LENGTHS:
+        step(batch(length))
+    asked = []
+    plain = Guards.failure
+    monkeypatch.setattr(Guards, "failure", lambda self: asked.append(self) or plain(self))
+    for length in LENGTHS:
+        step(batch(length))
+    assert len(asked) == len(LENGTHS)
+
+
+class TestLimit:
+    def test_the_least_recently_used_goes_and_says_so_once(self, caplog: pytest.LogCaptureFixture) -> None:
+        net, optimizer = setting()
+        step = roam.compile(make_step(net, optimizer), max_plans=3)
+        with caplog.at_level(logging.WARNING, logger="roam"):
+            for length in (4, 5, 6, 4, 7):
+                step(batch(length))
+            lengths = [captured.step.arguments._leaves[0][1].metadata[2][1] for captured in step._captures]
+            assert lengths == [7, 4, 6]
+            step(batch(8))
+        (warning,) = [record.getMessage() for record in caplog.records]
+        assert "args[0]" in warning
+        assert "pad it to a few lengths" in warning
+        assert "max_plans" in warning
+
+    def test_what_went_is_freed(self) -> None:
+        net, optimizer = setting()
+        step = roam.compile(make_step(net, optimizer), max_plans=1)
+        step(batch(4))
+        executor = weakref.ref(step._captures[0].runners[-1])
+        step(batch(5))
+        gc.collect()
+        assert executor() is None
+
+    def test_the_advice_fits_values(self, caplog: pytest.LogCaptureFixture) -> None:
+        net, optimizer = setting()
+        plain = make_step(net, optimizer)
+        step = roam.compile(lambda ids, count: plain(ids) * count, max_plans=2)
+        with caplog.at_level(logging.WARNING, logger="roam"):
+            for count in (1, 2, 3):
+                step(batch(4), count)
+        assert "args[1] has come with" in caplog.text
+        assert "make it a tensor" in caplog.text
+
+    def test_the_advice_fits_state(self, caplog: pytest.LogCaptureFixture) -> None:
+        net, optimizer = setting()
+        step = roam.compile(make_step(net, optimizer), max_plans=5)
+        with caplog.at_level(logging.WARNING, logger="roam"):
+            for place in range(6):
+                net.drop.p = 0.1 + place / 10
+                step(batch(4))
+        assert "drop.p" in caplog.text
+        assert "belongs in tensors, or in float arguments" in caplog.text
+
+    def test_none_at_all_is_refused(self) -> None:
+        with pytest.raises(ValueError, match="max_plans"):
+            roam.compile(lambda: None, max_plans=0)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("max_plans", [64, 3])
+def test_no_mixture_of_shapes_and_changes_runs_a_plan_of_another(seed: int, max_plans: int) -> None:
+    """Shapes, training and evaluation, dropout, weight decay, frozen weights and loaded state, by turns at random."""
+    outcomes = []
+    for wrap in (lambda step: step, lambda step: roam.compile(step, max_plans=max_plans)):
+        net, optimizer = setting()
+        step = wrap(make_step(net, optimizer))
+        choices = random.Random(seed)
+        saved = None
+        losses = []
+        for _ in range(14):
+            match choices.randrange(7):
+                case 0:
+                    net.train(not net.training)
+                case 1:
+                    net.drop.p = choices.choice([0.2, 0.5])
+                case 2:
+                    optimizer.param_groups[0]["weight_decay"] = choices.choice([0.01, 0.3])
+                case 3:
+                    net.mix.requires_grad_(not net.mix.weight.requires_grad)
+                case 4 if saved is not None:
+                    net.load_state_dict(saved[0])
+                    optimizer.load_state_dict(saved[1])
+                case 4 | 5:
+                    saved = torch.utils._pytree.tree_map(
+                        lambda value: value.clone() if isinstance(value, torch.Tensor) else value,
+                        (net.state_dict(), optimizer.state_dict()),
+                    )
+                case _:
+                    optimizer.state.clear()
+            losses.append(step(batch(choices.choice([4, 5, 9]))))
+        outcomes.append(tensors_and_numbers(losses, net.state_dict(), optimizer.state_dict(), torch.get_rng_state()))
+    assert_same_bits(*outcomes)
+
+
+_hidden = itertools.cycle((2, 3))
+
+
+@pytest.mark.parametrize("how", ["float", "integer", "size", "operator"])
+def test_what_only_a_later_shape_shows_to_be_unsteady_is_refused(how: str) -> None:
+    """The first shape is traced twice; a later one that does something that it did not gets its two traces as well."""
+    net, optimizer = setting()
+
+    def step(ids: torch.Tensor) -> torch.Tensor:
+        number = 1 if ids.shape[1] < 6 else globals()["_hid" + "den"].__next__()
+        out = net(ids)
+        if how == "float":
+            out = out * float(number)
+        elif how == "integer":
+            out = out * number
+        elif how == "size":
+            out = out[:, :number]
+        elif number > 1:
+            out = out * number
+        loss = out.sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    compiled = roam.compile(step)
+    compiled(batch(4))
+    compiled(batch(5))
+    with pytest.raises(roam.CaptureError, match="not the same program"):
+        compiled(batch(7))
+
+
+def test_an_integer_follows_from_sizes_or_does_not() -> None:
+    sizes = {(12, 14), (144, 196)}
+    assert _follows(12, 14, sizes)
+    assert _follows(48, 56, sizes)
+    assert _follows(11, 13, sizes)
+    assert _follows(13, 15, sizes)
+    assert _follows(288, 392, sizes)
+    assert not _follows(12, 15, sizes)
+    assert not _follows(1, 2, sizes)
+    assert not _follows(5, 6, set())
+
+
+def test_a_program_is_resized_where_nothing_but_its_sizes_differs() -> None:
+    def program(step: Callable[..., Any], length: int) -> Any:
+        from roam.capture.step import capture_step
+
+        return capture_step(step, (batch(length),), {}).steady.program
+
+    net, _ = setting()
+    net.drop.p = 0.0
+
+    def mean(ids: torch.Tensor) -> torch.Tensor:
+        return net(ids).mean()
+
+    def total(ids: torch.Tensor) -> torch.Tensor:
+        return net(ids).sum()
+
+    def halved(ids: torch.Tensor) -> torch.Tensor:
+        return net(ids).mean() if ids.shape[1] < 6 else net(ids).mean() * 0.5
+
+    assert is_resized(program(mean, 4), program(mean, 9))
+    assert _changed_sizes(program(mean, 4), program(mean, 9)) >= {(4, 9)}
+    assert not is_resized(program(mean, 4), program(total, 9))
+    assert not is_resized(program(halved, 4), program(halved, 9))
