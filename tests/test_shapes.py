@@ -16,6 +16,7 @@ import torch
 import roam
 from roam.capture.compare import _changed_sizes, _follows, is_resized
 from roam.capture.guards import Guards
+from roam.runtime.choose import _transferred
 from training import assert_same_bits, tensors_and_numbers
 
 functional = torch.nn.functional
@@ -278,3 +279,43 @@ def test_a_program_is_resized_where_nothing_but_its_sizes_differs() -> None:
     assert _changed_sizes(program(mean, 4), program(mean, 9)) >= {(4, 9)}
     assert not is_resized(program(mean, 4), program(total, 9))
     assert not is_resized(program(halved, 4), program(halved, 9))
+
+
+def _two_branches(order: list[int] | None) -> roam.Graph:
+    """Two large tensors, each made and used up; in the given order alone if there is one."""
+    builder = roam.GraphBuilder("two branches")
+    start = builder.tensor("x", 64, kind="input", residency="persistent")
+    place = {operator: at for at, operator in enumerate(order or range(4))}
+    for number in range(2):
+        large = builder.tensor(f"large {number}", 1 << 20)
+        small = builder.tensor(f"small {number}", 64, residency="leaves")
+        builder.operator("make", reads=[start], creates=[large], position=place[2 * number])
+        builder.operator("use", reads=[large], creates=[small], position=place[2 * number + 1])
+    for before, after in itertools.pairwise(order or ()):
+        builder.control(before, after)
+    return builder.build()
+
+
+def test_an_order_from_elsewhere_that_is_worse_than_program_order_is_given_up() -> None:
+    graph = _two_branches(None)
+    assert _transferred(roam.optimize(_two_branches([0, 2, 1, 3])), graph) is None
+    plan = _transferred(roam.optimize(_two_branches([2, 3, 0, 1])), graph)
+    assert plan is not None
+    assert plan.order.tolist() == [2, 3, 0, 1]
+    roam.verify(graph, plan)
+
+
+def test_numbers_that_a_step_changes_do_not_tell_guards_apart() -> None:
+    net, optimizer = setting()
+    plain = make_step(net, optimizer)
+    count = [0]
+
+    def counting(ids: torch.Tensor) -> torch.Tensor:
+        count[0] += 1
+        return plain(ids)
+
+    step = roam.compile(counting)
+    for length in (4, 5, 6):
+        step(batch(length))
+    assert count == [3]
+    assert len({captured.step.guards for captured in step._captures}) == 1

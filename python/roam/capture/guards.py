@@ -230,14 +230,16 @@ class _SpaceCheck:
         return self._key_change(items)
 
     def expects_the_same(self, other: _SpaceCheck) -> bool:
-        """Whether another check compares the same holder with the same contents."""
+        """Whether another check compares the same holder with the same contents, but for what either lets change."""
         return (
             type(self.space) is type(other.space)
             and _holder(self.space) is _holder(other.space)
             and self.ignored == other.ignored
             and len(self.expected) == len(other.expected)
             and all(
-                same(key, other_key) and same(value, other_value)
+                same(key, other_key)
+                and self._is_same(key, value, other_value)
+                and other._is_same(key, other_value, value)
                 for (key, value), (other_key, other_value) in zip(self.expected, other.expected, strict=True)
             )
         )

@@ -205,7 +205,10 @@ def _as_before(
     except roam.GraphError:  # views and copies, say, lie otherwise, and the order is none of this step's
         return None
     graph = stated(**how)
-    choice = made(graph, _transferred(_planned(ordered, None, exact="off"), graph), like.uses_pool)
+    plan = _transferred(_planned(ordered, None, exact="off"), graph)
+    if plan is None:
+        return None
+    choice = made(graph, plan, like.uses_pool)
     choice = replace(choice, landing=like.landing, is_searched=False)
     is_landable = like.landing <= landable_calls(choice.program, choice.placed, device).keys()
     if not is_landable or choice.total_bytes > choice.eager_bytes or choice.share > like.share + _LOOSER:
@@ -214,11 +217,14 @@ def _as_before(
     return replace(choice, totals=((name, choice.total_bytes),))
 
 
-def _transferred(ordered: Plan, graph: Graph) -> Plan:
-    """A plan of a graph that permits one order only, as a plan of the graph that permits others. The bound is one that takes no
-    time to prove.
+def _transferred(ordered: Plan, graph: Graph) -> Plan | None:
+    """A plan of a graph that permits one order only, as a plan of the graph that permits others; None where program order is
+    better. The bound is one that takes no time to prove.
     """
-    plan = json.loads(roam.optimize(graph, exact="off", time_limit_s=0.0).to_json())
+    quick = roam.optimize(graph, exact="off", time_limit_s=0.0)
+    if ordered.peak_bytes > quick.program_order_peak_bytes:
+        return None
+    plan = json.loads(quick.to_json())
     found = json.loads(ordered.to_json())
     plan |= {key: found[key] for key in _OF_ORDER}
     plan["settings"] = found["settings"]
