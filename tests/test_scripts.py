@@ -568,3 +568,59 @@ def test_what_changes_the_next_step_is_refused() -> None:
         roam.capture(finding_step, model, optimizer, torch.randn(5, 4), torch.randint(0, 3, (5,)))
     assert refusal.value.code == "moved"
     assert model.settings == {"kind": None, "calls": 0}
+
+
+class TestTensorsThatAreNoParameters:
+    """A plain tensor that requires a gradient may have an optimizer: an image that is optimized, a temperature, masters."""
+
+    @pytest.mark.parametrize("make", [torch.optim.Adam, torch.optim.SGD])
+    @pytest.mark.parametrize("zeroes", [True, False])
+    def test_have_state_and_gradients_from_step_to_step(self, make: Any, zeroes: bool) -> None:
+        image = torch.rand(1, 3).requires_grad_(True)
+        optimizer = make([image], lr=0.05)
+
+        def step(x):
+            if zeroes:
+                optimizer.zero_grad()
+            loss = (image * x).pow(2).sum()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        found = roam.compare(step, torch.randn(3), steps=4)
+        assert found.equal, found
+        step(torch.randn(3))
+        found = roam.compare(step, torch.randn(3), steps=4)
+        assert found.equal, found
+
+
+class TestContextsMadeOnce:
+    """`ctx = torch.autocast(...)` outside of the step, `with ctx:` in every step."""
+
+    def test_are_entered_in_the_step_and_outside(self) -> None:
+        net, optimizer = linear()
+        contexts = [torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad()]
+
+        def train(x, y):
+            optimizer.zero_grad()
+            with contexts[0]:
+                loss = functional.cross_entropy(net(x), y)
+            loss.backward()
+            optimizer.step()
+            with contexts[1]:
+                norm = net.weight.norm()
+            return loss, norm
+
+        x, y = next(iter(batches(1)))
+        found = roam.compare(train, x, y)
+        assert found.equal, found
+        step = roam.compile(train)
+        for _ in range(4):
+            step(x, y)
+            with contexts[0], contexts[1]:
+                net(x)
+        plans = len(step.plans)
+        contexts[0] = torch.autocast("cpu", dtype=torch.bfloat16, enabled=False)
+        step(x, y)
+        assert len(step.plans) > plans
+        assert roam.compare(step, x, y).equal

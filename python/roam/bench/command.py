@@ -50,6 +50,15 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
         help="only its architectures; may be given several times (default all that are installed)",
     )
 
+    scripts = command("scripts", "run training scripts by a plan and eagerly, and compare all that they leave", "torch")
+    _only(scripts, "script")
+    scripts.add_argument(
+        "--family", action="append", default=[], metavar="NAME", help="only this family; may be given several times"
+    )
+    scripts.add_argument(
+        "--time-limit", type=seconds, default=600.0, metavar="S", help="seconds for each script (default %(default)s)"
+    )
+
     paper = command("paper", "put our plans and every baseline beside the figures that Shu et al. published", *_MODELS)
     _only(paper, "model")
     paper.add_argument(

@@ -54,6 +54,12 @@ _NOT_IN_STEP: Final = frozenset(
     {"__init__", "__post_init__", "__new__", "__init_subclass__", "__del__", "__repr__", "__str__", "extra_repr"}
 )
 _SCHEDULERS: Final = (torch.optim.lr_scheduler.LRScheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+_ENTERED: Final = (
+    torch.autocast, torch.no_grad, torch.enable_grad, torch.set_grad_enabled, torch.inference_mode
+)  # fmt: skip
+"""Contexts of PyTorch's that a script may make once and enter in every step."""
+_WHILE_ENTERED: Final = frozenset({"prev", "prev_cache_enabled", "prev_fastdtype", "_inference_mode_context"})
+"""What they keep from entering to leaving, for themselves alone."""
 _MOST_SPACES: Final = 1_000_000
 # An attribute that holds more than this is left out until the step looks at it: data sets, replay buffers.
 _MOST_UNREAD: Final = 50_000
@@ -638,6 +644,10 @@ class _Walk:
             attributes = object.__getattribute__(value, "__dict__")
         except AttributeError:
             attributes = None
+        if issubclass(type(value), _ENTERED):
+            names = [name for name in attributes if name not in _WHILE_ENTERED]
+            self._fill(NamesSpace(attributes, names, path, label=_child(path)))
+            return
         is_mere_container = type(value).__module__ in ("builtins", "collections") and not attributes
         has_dictionary = type(attributes) is dict and not is_mere_container
         slots = {

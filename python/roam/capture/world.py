@@ -70,7 +70,8 @@ class World:
         ]
         self.places = list(_places(reach))
         """Owners whose tensors exist before any step: parameters, buffers, the user's own."""
-        self.parameters = [owner for owner in self.places if owner.kind == "parameter" and not owner.tied]
+        self.parameters = [owner for owner in self.places if not owner.tied and _is_trained(owner.get())]
+        """Owners of what may have a gradient and an optimizer's state from step to step."""
         self.rates = [owner for path, optimizer in reach.optimizers for owner in rate_owners(optimizer, path)]
         self.numbers = list(number_owners(reach, self.changing))
         """Owners of the numbers that the step keeps and changes outside of optimizers' state; some may hold none yet."""
@@ -270,6 +271,11 @@ def _places(reach: Reach) -> Iterator[PlaceOwner]:
         kind = "parameter" if isinstance(slot.tensor, torch.nn.Parameter) else "buffer"
         yield PlaceOwner(slot.space, slot.key, path, kind, id(slot.tensor) in seen)
         seen.add(id(slot.tensor))
+
+
+def _is_trained(tensor: torch.Tensor) -> bool:
+    """Whether a gradient may be computed for a tensor from before the step; it need not be called a parameter."""
+    return isinstance(tensor, torch.nn.Parameter) or (tensor.is_leaf and tensor.requires_grad)
 
 
 def _check_tensor(tensor: Any, path: str) -> None:
