@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import array
 import collections
 import contextlib
+import contextvars
 import copy
 import dataclasses
 import enum
@@ -16,8 +18,10 @@ import io
 import json
 import operator
 import pickle
+import queue
 import threading
 import time
+import types
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -36,6 +40,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 functional = torch.nn.functional
 SCALE: dict[str, Any] = {"value": 2.0}
 COUNTS: list[int] = []
+VARIABLE: contextvars.ContextVar[Any] = contextvars.ContextVar("VARIABLE")
 TEXT = "{0.scale}"
 STEPS, CHANGED = 5, 3
 
@@ -82,6 +87,15 @@ class Frozen:
 class Slotted:
     scale: float = 2.0
     other: int = 0
+
+
+class OtherConfig:
+    pass
+
+
+class OwnList(list):
+    def scaled(self) -> float:
+        return sum(self) * SCALE["value"]
 
 
 class AttrDict(dict):
@@ -170,6 +184,14 @@ class Trainer(Base):
         self.last_batch: Any = None
         self.step_count = 0
         self.get, self.look = self.table.get, self.table.__getitem__
+        self.view, self.local, self.context = self.table.values(), threading.local(), contextvars.copy_context()
+        self.local.table = self.table
+        self.weak = weakref.WeakValueDictionary(config=self.config)
+        self.numbers, self.bytes, self.queue = array.array("d", [2.0]), bytearray(b"\x02"), queue.Queue[float]()
+        self.memory = memoryview(self.numbers)
+        self.own_list, self.module = OwnList([1.0]), types.ModuleType("settings")
+        self.module.scale = 2.0  # type: ignore[attr-defined]
+        VARIABLE.set(self.table)
         self.cached  # noqa: B018
 
     doubled = Doubling()
@@ -332,6 +354,21 @@ WAYS: dict[str, tuple[Read, Change]] = {
     "named tuple": (lambda my: my.named.scale, setter("named", Named(3.0))),
     "enumeration": (lambda my: my.color.value, setter("color", Color.BLUE)),
     "weak reference": (lambda my: my.reference().scale, in_config),
+    "view of a dictionary": (lambda my: next(iter(my.view)), lambda my: my.table.update(scale=3.0)),
+    "thread's own": (lambda my: my.local.table["scale"], lambda my: my.table.update(scale=3.0)),
+    "context variable": (lambda my: VARIABLE.get()["scale"], lambda my: my.table.update(scale=3.0)),
+    "another in a context variable": (lambda my: VARIABLE.get()["scale"], lambda my: VARIABLE.set({"scale": 3.0})),
+    "weak dictionary": (lambda my: my.weak["config"].scale, in_config),
+    "array": (lambda my: my.numbers[0], lambda my: my.numbers.__setitem__(0, 3.0)),
+    "memory of an array": (lambda my: my.memory[0], lambda my: my.numbers.__setitem__(0, 3.0)),
+    "bytes": (lambda my: float(my.bytes[0]), lambda my: my.bytes.append(1) or my.bytes.__setitem__(0, 3)),
+    "queue": (lambda my: float(my.queue.qsize()), lambda my: my.queue.put(1.0)),
+    "module as a value": (lambda my: my.module.scale, lambda my: setattr(my.module, "scale", 3.0)),
+    "method of a list of one's own": (lambda my: my.own_list.scaled(), lambda my: SCALE.update(value=3.0)),
+    "class of an object": (
+        lambda my: 1.0 if isinstance(my.config, Config) else 2.0, lambda my: setattr(my.config, "__class__", OtherConfig),
+    ),
+    "another dictionary": (lambda my: my.config.scale, lambda my: setattr(my.config, "__dict__", {"scale": 3.0})),
     "bound method of a dictionary": (lambda my: my.get("scale"), lambda my: my.table.update(scale=3.0)),
     "bound operator of a dictionary": (lambda my: my.look("scale"), lambda my: my.table.update(scale=3.0)),
     "alias": (lambda my: my.alias.scale, in_config),

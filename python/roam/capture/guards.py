@@ -106,13 +106,21 @@ class Guards:
         self._first_places = _first_places(self._storages)
         self._ambient = [(name, read, read()) for name, read in AMBIENT]
         self._nodes = NodeHooks(leaves_of(reach))
+        self._objects = [(path, value) for path, value in reach.objects if not is_under(path, ignored)]
+        self._shapes = self._shapes_now()
 
     def failure(self) -> str | None:
         """None while everything is as it was, else the first difference: its path, the old value and the new one."""
         for name, read, expected in self._ambient:
             if read() != expected:
                 return f"PyTorch's {name} changed from {show(expected)} to {show(read())}"
-        return self._bulk.failure() or self._single_failure() or self._tensor_failure() or self._nodes.failure()
+        return (
+            self._object_failure()
+            or self._bulk.failure()
+            or self._single_failure()
+            or self._tensor_failure()
+            or self._nodes.failure()
+        )
 
     def sizes(self) -> tuple[int, int, int]:
         """How many values in Python, tensors' metadata and switches of PyTorch are compared."""
@@ -152,6 +160,20 @@ class Guards:
 
     def _checks(self) -> list[_SpaceCheck]:
         return [*self._bulk.checks, *self._bulk.named, *self._single]
+
+    def _shapes_now(self) -> list[Any]:
+        """The class and the dictionary of each object, which both may be exchanged."""
+        values = [value for _, value in self._objects]
+        return [*map(type, values), *map(object.__getattribute__, values, repeat("__dict__"))]
+
+    def _object_failure(self) -> str | None:
+        now = self._shapes_now()
+        if all(map(operator.is_, now, self._shapes)):
+            return None
+        for (path, _), kind, expected in zip(self._objects, now, self._shapes, strict=False):
+            if kind is not expected:
+                return f"the class of {path} changed from {show(expected)} to {show(kind)}"
+        return "an object that the step reads has another __dict__ than before"
 
     def _single_failure(self) -> str | None:
         for check in self._single:

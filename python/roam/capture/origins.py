@@ -20,7 +20,7 @@ _WATCHERS: Final = (
     *("torch.utils.tensorboard", "torch.profiler", "torch.autograd.profiler"),
 )
 # Standard library modules whose objects are mere holders of attributes.
-_HOLDERS: Final = frozenset({"builtins", "types", "argparse", "collections"})
+_HOLDERS: Final = frozenset({"builtins", "types", "argparse", "collections", "queue", "weakref"})
 _STANDARD: Final = frozenset(sys.stdlib_module_names)
 
 

@@ -8,12 +8,15 @@ use them.
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import inspect
 import random
 import sys
+import threading
 import types
 import weakref
+from array import array
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -31,6 +34,7 @@ from .reads import Edge, Reads
 from .spaces import (
     ArraySpace,
     AttributesSpace,
+    BytesSpace,
     CellSpace,
     ClassSpace,
     DefaultsSpace,
@@ -45,6 +49,7 @@ from .spaces import (
     SlotsSpace,
     Space,
     TensorKeyedSpace,
+    VariableSpace,
     is_under,
 )
 from .values import MISSING, is_numpy_array, is_plain
@@ -68,6 +73,9 @@ HOOKS: Final = ("_backward_hooks", "_post_accumulate_grad_hooks")
 """Where a tensor keeps the hooks on its gradient."""
 
 TensorKind = Literal["parameter", "buffer", "group", "state", "loose", "argument"]
+_KEYS: Final[type] = type({}.keys())
+_VALUES: Final[type] = type({}.values())
+_ITEMS: Final[type] = type({}.items())
 _RANKS: Final = {kind: rank for rank, kind in enumerate(get_args(TensorKind))}
 
 
@@ -133,6 +141,7 @@ class Reach:
         caches: functions with a `functools.lru_cache`.
         slots: every place that holds a tensor; `parameters`, `buffers` and `tensors` select from them.
         places: every space, guarded or live.
+        objects: objects of classes written in Python whose attributes are places.
         edges: for the path of a tensor, module, optimizer, iterator, ..., the last attribute on the way to it, by which it
             can be left out (`Reads.defer`).
         reads: what is known of the attributes that the step looks at.
@@ -151,6 +160,7 @@ class Reach:
         self.caches: list[tuple[str, Any]] = []
         self.slots: list[Slot] = []
         self.places: list[Place] = []
+        self.objects: list[tuple[str, Any]] = []
 
     @classmethod
     def of(
@@ -244,6 +254,7 @@ class _Walk:
         self.edge: Edge | None = None  # the last attribute on the way to what is being entered
         self.weights: Counter[Edge] = Counter()  # how many values are behind an edge
         self.held: defaultdict[str, list[_Item]] = defaultdict(list)  # methods that nothing has named so far
+        self.held_modules: list[_Item] = []
         self.named: set[str] = set()  # attributes that code names
         self.is_held = True
         self.classes: set[int] = set()  # those whose attributes have been entered
@@ -252,7 +263,7 @@ class _Walk:
         self.reads.begin()
         self._arguments(train_step, args, kwargs)
         self._root(train_step)
-        while self.guarded or self.optimizers or self.live:
+        while self.guarded or self.optimizers or self.live or self._enter_modules():
             self.is_guarding = bool(self.guarded or self.optimizers)
             if not self.guarded and self.optimizers:
                 value, path, self.edge = self.optimizers.popleft()
@@ -411,21 +422,36 @@ class _Walk:
             else:
                 self._fill(MappingSpace(value, path, label=_index(path)))
             self._attributes(value, path)
+            self._enqueue(kind, kind.__qualname__)
         elif issubclass(kind, (list, deque, tuple)):
             self._fill(SequenceSpace(value, path, label=_index(path)))
             self._attributes(value, path)
+            self._enqueue(kind, kind.__qualname__)
         elif issubclass(kind, (set, frozenset)):
             if issubclass(kind, set):
                 self._fill(SetSpace(value, path, label=lambda key: f"{path}{{...}}"))
             else:
                 elements = tuple(frozenset.__iter__(value))
                 self._fill(SequenceSpace(elements, path, label=lambda key: f"{path}{{...}}"))
+            self._enqueue(kind, kind.__qualname__)
         elif is_numpy_array(value):
             if not value.dtype.hasobject:
                 self._weigh(value.nbytes, _MOST_UNREAD_BYTES)
                 self._place(ArraySpace(value, path))
-        elif issubclass(kind, (types.ModuleType, types.CodeType)):
-            pass  # modules are entered by name, from the functions that use them
+        elif issubclass(kind, types.ModuleType):
+            self.held_modules.append((value, path, self.edge))
+        elif kind is types.CodeType:
+            pass
+        elif issubclass(kind, (bytearray, array)):
+            self._place(BytesSpace(value, path))
+        elif kind is memoryview:
+            self._enqueue(value.obj, f"{path}.obj")
+        elif kind is contextvars.ContextVar:
+            self._fill(VariableSpace(value, path))
+        elif kind in (_KEYS, _VALUES, _ITEMS):
+            self._enqueue(value.mapping, f"{path}.mapping")
+        elif issubclass(kind, threading.local):
+            self._fill(MappingSpace(value.__dict__, path, label=_child(path)))
         elif issubclass(kind, (types.BuiltinFunctionType, types.MethodWrapperType)):
             self._enqueue(value.__self__, f"{path}.__self__")
         elif issubclass(kind, weakref.ref):
@@ -438,7 +464,7 @@ class _Walk:
             self._enqueue(value.__wrapped__, path)
         elif kind.__module__ == "roam.runtime.compile":
             self._enqueue(value.__wrapped__, path)  # a compiled step inside of another is the user's function
-        elif kind is types.MappingProxyType:
+        elif kind in (types.MappingProxyType, contextvars.Context):
             self._fill(ProxySpace(value, path, label=_index(path)))
         elif _is_iterator(kind):
             self._list(self.reach.iterators, value, path)
@@ -467,6 +493,8 @@ class _Walk:
                     self._fill(space, kind)  # type: ignore[arg-type]
                 else:
                     self._children(space, key, names)
+        if self.is_guarding:
+            self.reach.objects.append((path, module))
         self._names(attributes, path, key, None if names is None else names | holders.keys())
         self._class_of(module)
 
@@ -570,6 +598,13 @@ class _Walk:
         for name in names:
             self._user_module(holder.get(name), f"global {name}", attributes)
 
+    def _enter_modules(self) -> bool:
+        """Enters modules that the user wrote, and that his objects hold, by the names that his code could take from them."""
+        held, self.held_modules = self.held_modules, []
+        for module, path, self.edge in held:
+            self._user_module(module, path, frozenset(self.named))
+        return bool(self.guarded or self.optimizers or self.live)
+
     def _user_module(self, module: Any, path: str, attributes: frozenset[str]) -> None:
         """Enter a module that the user wrote by the names that his code could take from it."""
         if not isinstance(module, types.ModuleType) or is_library(module.__name__):
@@ -660,6 +695,8 @@ class _Walk:
             return
         key = self.reads.key_of(value, attributes if has_dictionary else None)
         names = self.reads.names_of(key)
+        if has_dictionary and self.is_guarding:
+            self.reach.objects.append((path, value))
         if has_dictionary and self._is_new(attributes):
             self._names(attributes, path, key, names)
         if slots and names is not None:

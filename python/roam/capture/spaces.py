@@ -9,8 +9,10 @@ read and written through the base types' own methods, so that nothing of the use
 from __future__ import annotations
 
 import types
+from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
+from contextvars import ContextVar
 from typing import Any, Final
 
 import torch
@@ -129,6 +131,49 @@ class ProxySpace(Space):
 
     def put(self, items: Items) -> None:
         pass
+
+
+class VariableSpace(Space):
+    """A context variable, as the thread of the step finds it."""
+
+    __slots__ = ("holder",)
+
+    def __init__(self, holder: ContextVar[Any], path: str) -> None:
+        super().__init__(path)
+        self.holder = holder
+
+    def items(self) -> Items:
+        return [("", self.holder.get(MISSING))]
+
+    def put(self, items: Items) -> None:
+        if items[0][1] is not MISSING:
+            self.holder.set(items[0][1])
+
+    def set(self, key: Any, value: Any) -> None:
+        self.put([(key, value)])
+
+    def label(self, key: Any) -> str:
+        return f"{self.path}.get()"
+
+
+class BytesSpace(Space):
+    """A `bytearray`, or an array of Python's own."""
+
+    __slots__ = ("holder",)
+
+    def __init__(self, holder: bytearray | array[Any], path: str) -> None:
+        super().__init__(path)
+        self.holder = holder
+
+    def items(self) -> Items:
+        return [("", bytes(self.holder))]
+
+    def put(self, items: Items) -> None:
+        held: Any = items[0][1]
+        self.holder[:] = held if isinstance(self.holder, bytearray) else array(self.holder.typecode, held)
+
+    def label(self, key: Any) -> str:
+        return self.path
 
 
 class TensorKeyedSpace(MappingSpace):
