@@ -152,6 +152,11 @@ class Question:
 
     def ask(self, values: list[Any]) -> Any:
         """The answer for values of the inputs; None where one is fake or not there and nobody can say."""
+        value = self.value(values)
+        return value.item() if isinstance(value, torch.Tensor) else value
+
+    def value(self, values: list[Any]) -> Any:
+        """As `ask`, a tensor where it is one."""
         if any(isinstance(value, FakeTensor) or not isinstance(value, (torch.Tensor, float, int)) for value in values):
             return None
         given = zip(self.inputs, values, strict=True)
@@ -160,8 +165,7 @@ class Question:
         with torch.no_grad():
             for call in self.calls:
                 call.run(known)
-        value = known[self.slot]
-        return value.item() if isinstance(value, torch.Tensor) else value
+        return known[self.slot]
 
     def has_other_answer(self, answer: Any, lookup: Callable[[Any], Any]) -> bool:
         """Whether any asker gets another answer now; `lookup` gives an owner's value. Equal numbers are asked about once."""

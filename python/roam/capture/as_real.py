@@ -21,8 +21,8 @@ _REDUCED_LOSSES = {
     aten.binary_cross_entropy.default,
 }
 _BAGS = {aten._embedding_bag.default, aten._embedding_bag_forward_only.default}
-# Kernels whose gradient autograd spreads over equal elements: on real tensors it asks for a value on the way.
-_SPREAD_EVENLY = {aten.max.default, aten.min.default, aten.median.default, aten.nanmedian.default}
+# Nodes of autograd that spread a gradient over equal elements: on real tensors they ask for a value on the way.
+_SPREAD_EVENLY = {"MaxBackward1", "MinBackward1", "MedianBackward0", "NanmedianBackward0"}
 # Kernels of the CPU that make their result as large as their argument and then give it its shape.
 _UNFOLDED = {aten.im2col.default, aten.col2im.default}
 _OVERSIZED = _REDUCED_LOSSES | _BAGS | _UNFOLDED
@@ -117,10 +117,12 @@ def bytes_at_least(func: Any, tensors: list[Any], position: int, result: Any) ->
     return 0
 
 
-def other_backward(func: Any, args: Any) -> str | None:
-    """Why the backward pass of a kernel would be another one on real tensors; None where it is the same."""
-    if func in _SPREAD_EVENLY and torch.is_grad_enabled() and args[0].requires_grad:
-        return (
-            "its gradient is made of other kernels on real tensors, by the data; reduce by dimensions, as in x.amax()"
-        )
-    return None
+def is_spread(func: Any, args: Any) -> bool:
+    """Whether a call is the last of a gradient that autograd spreads over equal elements: on the CPU, real tensors are filled where the
+    mask is, and only fakes are multiplied with it, which gives other signs of zero.
+    """
+    if func is not aten.mul.Tensor or args[0].dtype is not torch.bool or args[0].fake_device.type != "cpu":
+        return False
+    node: Any = torch._C._current_autograd_node()
+    is_transformed = torch._C._functorch.peek_interpreter_stack() is not None  # then real tensors are multiplied, too
+    return node is not None and node.name() in _SPREAD_EVENLY and not is_transformed

@@ -33,6 +33,11 @@ def may_be_fixed(owner: Any, program: Program, slot: int) -> bool:
     return isinstance(owner, RateOwner) and owner.key not in RATE_KEYS
 
 
+def may_be_tabled(owner: Any, program: Program, slot: int) -> bool:
+    """Whether what a step makes once may come from what an owner holds: a buffer, which is there when it is made."""
+    return isinstance(owner, PlaceOwner) and owner.kind != "parameter"
+
+
 class Slices:
     """Finds the calls of a growing recording that a value comes from."""
 

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -20,8 +21,8 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from roam.capture import absent, foreign, multi_tensor
-from roam.capture.as_real import bytes_at_least, other_backward, without_masked
-from roam.capture.branches import Slices, add_question, may_be_asked, may_be_fixed
+from roam.capture.as_real import bytes_at_least, is_spread, without_masked
+from roam.capture.branches import Slices, add_question, may_be_asked, may_be_fixed, may_be_tabled
 from roam.capture.checks import check, passing_answer
 from roam.capture.fake_kernels import LIVE_FLOAT, LIVE_INT, PLAIN, FakeKernels, tensors_in
 from roam.capture.frames import is_run_by
@@ -93,6 +94,19 @@ class Places(Protocol):
 
     def here(self) -> tuple[str, Source]:
         """Its phase and source."""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Makes a tensor that hangs on constants and buffers alone; where those are fake, it is a fake."""
+
+    question: Question
+    fake: Any
+    storage: int
+
+    def __call__(self) -> Any:
+        made = self.question.value([owner.get() for owner in self.question.askers[0]])
+        return self.fake if made is None else made
 
 
 class Recorder(TorchDispatchMode):
@@ -376,8 +390,8 @@ class Recorder(TorchDispatchMode):
     def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], phase: str, source: Source) -> Any:
         """Runs an operator on fake tensors and records it."""
         call = Call(func, (), {}, (), False, phase, source, random=_is_random(func))
-        if (reason := other_backward(func, args)) is not None:
-            self.refuse(reason, code="hidden_branch", op=str(func), source=source)
+        if is_spread(func, args):
+            return self._spread(*args)
         call.args, call.kwargs = self._recorded(args, call), self._recorded(kwargs, call)
         if call.random:
             self._draw(call, (*args, *kwargs.values()))
@@ -414,6 +428,17 @@ class Recorder(TorchDispatchMode):
         call.is_check = func._overloadpacket is aten._assert_async
         self._record(call, without_masked(call, args, kwargs, result), tensors)
         return result
+
+    def _spread(self, mask: Any, gradient: Any) -> Any:
+        """A gradient spread over equal elements as real tensors have it."""
+        if torch.is_grad_enabled() and gradient.requires_grad:
+            self.refuse(
+                "reduce by dimensions, as in x.amax(), where the gradient of a gradient is wanted; that of a reduction of all elements "
+                "is made of other kernels on real tensors",
+                code="hidden_branch",
+            )
+        with self:
+            return aten.masked_fill_.Tensor(aten.new_zeros.default(gradient, mask.shape), mask, gradient)
 
     def _refuse_deciding_numbers(self, func: Any, args: Any, kwargs: Any, source: Source) -> None:
         """Refuses, among arguments with live numbers, those that decide a shape, or which kernels the backward pass is made of."""
@@ -584,6 +609,14 @@ class Recorder(TorchDispatchMode):
         """Calculates the number that this very step would leave in a slot; None where it hangs on more than numbers."""
         question = self._question(slot, may_be_asked)
         return None if question is None else functools.partial(self._asked, question)
+
+    def made_tensor(self, tensor: Any) -> tuple[int, Table] | None:
+        """The slot of a tensor that this step has made of constants and buffers alone, and how to make it for real; None for others."""
+        slot = self.slot_of(tensor)
+        if slot is None or tensor.requires_grad or not self._is_intact(tensor, slot):
+            return None
+        question = self._question(slot, may_be_tabled)
+        return None if question is None else (slot, Table(question, tensor, self.program.storage_of(slot)))
 
     def branch(self, function: Callable[..., bool], operands: tuple[Any, ...]) -> bool | None:
         """The answer of a comparison, asked for again at every call; None where it hangs on more than numbers."""

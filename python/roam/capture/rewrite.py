@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -94,6 +95,13 @@ def prune(program: Program) -> Program:
     return _renumber(program, calls, moved, owned, constants)
 
 
+def renumbered(program: Program) -> Program:
+    """The same program with its slots in the order in which `prune` numbers them."""
+    return _renumber(
+        program, program.calls, {index: index for index in range(len(program.calls))}, program.owned, program.constants
+    )
+
+
 def _is_all(program: Program, calls: list[Call], owned: list[Any], constants: list[Any]) -> bool:
     """Whether these are all that a program has, and it numbers nothing else."""
     if (len(calls), len(owned), len(constants)) != (len(program.calls), len(program.owned), len(program.constants)):
@@ -105,15 +113,20 @@ def _is_all(program: Program, calls: list[Call], owned: list[Any], constants: li
     return len(numbered) == len(program.slots) and len(storages) == len(program.storages)
 
 
-def with_state(first: Program, later: Program) -> Program | None:
+def with_state(first: Program, later: Program, paths: Collection[str] | None = None) -> Program | None:
     """A first step as it is where the state that it makes is there already; None where a later one finds other things there.
 
     If it is the later step, then all but the making has been traced twice.
+
+    Args:
+        first: the first step.
+        later: the later one.
+        paths: of what it makes and the later one finds; None: of the optimizers' state.
     """
     made = {
         owner.path: slot
         for owner, slot in first.rebinds
-        if isinstance(owner, StateOwner) and first.slots[slot] is not None
+        if (isinstance(owner, StateOwner) if paths is None else owner.path in paths) and first.slots[slot] is not None
     }
     there = made | {owner.path: slot for owner, slot in first.owned}
     if there.keys() != {owner.path for owner, _ in later.owned}:

@@ -26,20 +26,34 @@ from .values import MISSING, is_plain, same, show
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """An entry of a dictionary, or an attribute, that was given another plain value."""
+    """An entry of a dictionary, or an attribute, that was given another value: a plain one, or a tensor made of constants."""
 
     space: Space
     key: Any
     old: Any
+    """What was there before, or `MISSING`."""
     value: Any
+    """The plain value, or how to make the tensor."""
+    slot: int | None = None
+    """The tensor's slot in the program that was traced."""
 
     def apply(self) -> None:
-        """Gives it the new value."""
-        self.space.set(self.key, self.value)
+        """Gives it the new value; a tensor is made where there is none yet."""
+        if self.slot is None:
+            self.space.set(self.key, self.value)
+        elif self.is_pending():
+            self.space.set(self.key, self.value())
 
     def is_pending(self) -> bool:
         """Whether it has the old value."""
         return same(self.old, self.space.get(self.key))
+
+    def undo(self) -> None:
+        """Gives it the old value."""
+        if self.old is MISSING:
+            self.space.put([(key, value) for key, value in self.space.items() if not same(key, self.key)])
+        else:
+            self.space.set(self.key, self.old)
 
 
 @contextmanager
@@ -51,7 +65,11 @@ def applied(settings: Sequence[Setting]) -> Iterator[None]:
         yield
     finally:
         for setting in settings:
-            setting.space.set(setting.key, setting.old)
+            setting.undo()
+
+
+Made = Callable[[Any], tuple[int, Callable[[], Any]] | None]
+"""The slot of a tensor that a trace has made and how to make it for real; None where it hangs on more than constants."""
 
 
 class Snapshot:
@@ -85,8 +103,10 @@ class Snapshot:
                     reasons.append(f"{name} was drawn from")
         return reasons
 
-    def settings(self) -> list[Setting] | None:
-        """What `moved` tells of, where all of it is entries of dictionaries and attributes that hold other plain values now."""
+    def settings(self, made: Made) -> list[Setting] | None:
+        """What `moved` tells of, where all of it is entries of dictionaries and attributes that hold other plain values now, or tensors
+        in the place of none.
+        """
         found: list[Setting] = []
         reasons = 0
         for place, items in self._holders:
@@ -94,13 +114,14 @@ class Snapshot:
                 continue
             reasons += len(changes)
             if type(place.space) in (MappingSpace, AttributesSpace):
-                pairs = ((key, old, place.space.get(key)) for key, old in items)
                 found += [
-                    Setting(place.space, key, old, value)
-                    for key, old, value in pairs
-                    if is_plain(old) and is_plain(value) and not same(old, value)
+                    setting
+                    for key, value in place.space.items()
+                    if (setting := _setting(place.space, key, _entry(items, key), value, made)) is not None
                 ]
-        return found if len(found) == reasons == len(self.moved()) else None
+        storages = [setting.value.storage for setting in found if setting.slot is not None]
+        is_apart = len(storages) == len(set(storages))  # each is made by itself
+        return found if is_apart and len(found) == reasons == len(self.moved()) else None
 
     def numbers(self) -> set[str]:
         """Paths of the numbers, among what `moved` tells of, in whose place there are others now: counters, running sums."""
@@ -151,6 +172,19 @@ class Snapshot:
                     write(drawn)
         if failures:
             raise failures[0]
+
+
+def _entry(items: Items, key: Any) -> Any:
+    return next((value for other, value in items if same(other, key)), MISSING)
+
+
+def _setting(space: Space, key: Any, old: Any, value: Any, made: Made) -> Setting | None:
+    if type(key) not in (str, int) or not (old is MISSING or is_plain(old)) or same(old, value):
+        return None
+    if is_plain(value):
+        return Setting(space, key, old, value)
+    making = made(value) if isinstance(value, FakeTensor) else None
+    return None if making is None else Setting(space, key, old, making[1], making[0])
 
 
 class _TensorState:

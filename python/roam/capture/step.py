@@ -21,10 +21,10 @@ from roam.capture.generators import watched
 from roam.capture.guards import ArgGuard, Guards
 from roam.capture.lower import device_of, lower
 from roam.capture.notes import notes_on
-from roam.capture.owners import GradientOwner, number_owners
+from roam.capture.owners import GradientOwner, PlaceOwner, number_owners
 from roam.capture.reach import Reach
 from roam.capture.reads import ReadMore, Reads
-from roam.capture.rewrite import accumulate_in_place, prune, with_state
+from roam.capture.rewrite import accumulate_in_place, prune, renumbered, with_state
 from roam.capture.scaler import check_scaler
 from roam.capture.settle import settle_gradients
 from roam.capture.snapshot import Setting, Snapshot, applied
@@ -261,7 +261,7 @@ def _captured(
         if programs is None:
             # A float argument that decides something in Python cannot be live; it is guarded by value instead.
             floats, programs = [], tracer.programs(live_arguments=False)
-        if settles is not None and not _is_settled(settles.program, programs[0]):
+        if settles is not None and not _is_settled(settles, programs[0]):
             raise settles.refusal
         kept = list(number_owners(reach, known.numbers))
         if kept or not _has_known_optimizers(reach):
@@ -326,8 +326,13 @@ def _first(program: Program, name: str, guards: Guards) -> Variant:
     return Variant(prune(program), f"{name} (first step)", notes_on(program, guards), runs_once=True)
 
 
-def _is_settled(before: Program, after: Program) -> bool:
-    return difference(before, after) is None and asks_the_same(before, after)
+def _is_settled(settles: _Settles, after: Program) -> bool:
+    """Whether the step does the same after what it has set as before, but for making it."""
+    tables = [setting.space.label(setting.key) for setting in settles.settings if setting.slot is not None]
+    before = with_state(settles.program, after, tables)
+    if before is None or not asks_the_same(before, after):
+        return False
+    return difference(renumbered(prune(before)), renumbered(after)) is None
 
 
 def _check_live_numbers(live: Program, tracer: _Tracer) -> None:
@@ -406,6 +411,12 @@ class _Tracer:
                     reads.narrow()
                     raise ReadMore
                 moved = [*inside.moved(), *filter(None, [switches.moved()])]
+                settings = None if self.is_settled or not moved or switches.moved() else inside.settings(world.made)
+                for setting in settings or ():
+                    if setting.slot is not None:
+                        path = setting.space.label(setting.key)
+                        owner = PlaceOwner(setting.space, setting.key, path, "buffer", tied=False)
+                        program.rebinds.append((owner, setting.slot))
                 accumulate_in_place(program)
                 programs.append(prune(program))
                 if not live_numbers:
@@ -415,7 +426,6 @@ class _Tracer:
                         f"the step changes Python state that a captured step would not change again: {moved[0]}",
                         code="moved",
                     )
-                    settings = None if self.is_settled or switches.moved() else inside.settings()
                     if settings is not None:
                         raise _Settles(settings, programs[0], refusal)
                     numbers = inside.numbers() - self.known.numbers

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from roam.capture import foreign, multi_tensor
 from roam.capture.absent import as_if_present
 from roam.capture.beneath import node_stand_in
+from roam.capture.branches import may_be_asked
 from roam.capture.fake_kernels import tensors_in
 from roam.capture.frames import Frames, shown_path
 from roam.capture.generators import Watch, stand_ins
@@ -119,6 +120,7 @@ def trace(
         _number_endings(world, recorder, {owner.path for owner, number in kept if number is not None})
         check_skippable(recorder.program)
         world.note_numbers(recorder)
+        world.made = recorder.made_tensor
         return recorder.program
     finally:
         watch.restore()
@@ -238,11 +240,13 @@ def _watched(world: World, recorder: Recorder) -> Iterator[None]:
         input: Any, target: Any, weight: Any = None, reduction: int = 1, ignored: Any = -100, smoothing: float = 0.0
     ) -> Any:
         if weight is not None and smoothing and reduction == 1 and not target.is_floating_point():
-            recorder.refuse(
-                "the mean of a weighted cross-entropy with label smoothing is made of other kernels on real tensors, by "
-                "how many targets are ignored; take reduction='sum' and divide",
-                code="hidden_branch",
-            )
+            is_ignored = recorder.slot_of(target.eq(ignored).any())
+            if is_ignored is None or recorder.known_value(is_ignored, may_be_asked) is not False:
+                recorder.refuse(
+                    "take reduction='sum' and divide: the mean of a weighted cross-entropy with label smoothing is made of other "
+                    "kernels on real tensors, by how many targets are ignored",
+                    code="hidden_branch",
+                )
         return plain_cross_entropy(input, target, weight, reduction, ignored, smoothing)  # type: ignore[arg-type]
 
     with ExitStack() as stack:

@@ -32,6 +32,7 @@ from roam.capture.owners import (
 )
 from roam.capture.reach import HOOKS, Reach
 from roam.capture.record import Recorder
+from roam.capture.snapshot import Made
 from roam.capture.spaces import Space, TensorKeyedSpace
 from roam.capture.values import MISSING
 from roam.errors import CaptureError
@@ -83,6 +84,8 @@ class World:
         if self.lacks_device:
             prepare()
         self.mode: FakeTensorMode = mode_of(tensors)
+        self.made: Made = lambda _: None
+        """What the last trace knows of the tensors that it has made."""
         self.kernels = FakeKernels(asks=asks_kernels and not any(isinstance(tensor, FakeTensor) for tensor in tensors))
         self._fakes: dict[int, tuple[Any, Any]] = {}
         self._numbers: dict[str, Any] = {
