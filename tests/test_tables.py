@@ -99,6 +99,25 @@ def test_capture_leaves_no_table_behind(way: str) -> None:
     assert model.buffered is None
 
 
+def test_capture_leaves_no_attribute_of_a_plain_object_behind() -> None:
+    class Notes:
+        pass
+
+    notes = Notes()
+
+    def step(model, x):
+        if not hasattr(notes, "table"):
+            notes.table = torch.arange(8).sin()
+        return model(x * notes.table).sum()
+
+    model, x = torch.nn.Linear(8, 8), torch.randn(2, 8)
+    assert roam.capture(step, model, x).num_operators
+    assert not vars(notes)
+    result = roam.compile(step)(model, x)
+    assert torch.equal(notes.table, torch.arange(8).sin())
+    assert torch.equal(result, step(model, x))
+
+
 def test_a_table_is_made_of_what_the_buffers_hold_when_it_is_made() -> None:
     model = Rotary("attribute")
     step = roam.compile(lambda model, x: model(x).sum())

@@ -50,7 +50,7 @@ class Setting:
 
     def undo(self) -> None:
         """Gives it the old value."""
-        if self.old is MISSING:
+        if self.old is MISSING and type(self.space) is MappingSpace:
             self.space.put([(key, value) for key, value in self.space.items() if not same(key, self.key)])
         else:
             self.space.set(self.key, self.old)
