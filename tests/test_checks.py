@@ -270,3 +270,60 @@ def test_validation_that_is_no_check_is_refused_with_its_switch() -> None:
     net = network()
     with pytest.raises(roam.CaptureError, match="validate_args=False"):
         roam.compile(make_step(loss_of))(net, torch.optim.SGD(net.parameters(), lr=0.1), batches()[0])
+
+
+def left_out(net, optimizer, loss):
+    loss.backward()
+    if torch.isfinite(loss):
+        optimizer.step()
+
+
+def left_early(net, optimizer, loss):
+    if not math.isfinite(loss.item()):
+        return
+    loss.backward()
+    optimizer.step()
+
+
+def left_for_its_gradient(net, optimizer, loss):
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+    if torch.isnan(norm) or norm.isinf():
+        optimizer.zero_grad()
+    else:
+        optimizer.step()
+
+
+def raised_for_its_gradient(net, optimizer, loss):
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0, error_if_nonfinite=True)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("update", [left_out, left_early, left_for_its_gradient, raised_for_its_gradient])
+def test_updates_that_are_left_out_where_numbers_are_not_finite(update: Callable[..., None]) -> None:
+    def train(wrap: Callable[[Any], Any]) -> list[Any]:
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(
+            torch.nn.Linear(4, 6), torch.nn.BatchNorm1d(6), torch.nn.Dropout(0.3), torch.nn.Linear(6, 1)
+        )
+        optimizer = torch.optim.Adam(net.parameters(), lr=0.1)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = net(x).square().mean()
+            update(net, optimizer, loss)
+            return loss.detach()
+
+        compiled, losses = wrap(step), []
+        for place in range(7):
+            x = torch.randn(5, 4)
+            x[0, 0] = math.inf if place in (0, 3, 4) else x[0, 0]
+            try:
+                losses.append(compiled(x))
+            except RuntimeError as error:
+                losses.append(str(error))
+        assert len(getattr(compiled, "plans", ())) <= 2
+        return tensors_and_numbers(losses, net.state_dict(), optimizer.state_dict(), torch.get_rng_state())
+
+    assert_same_bits(train(lambda step: step), train(roam.compile))

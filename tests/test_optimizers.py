@@ -629,6 +629,68 @@ class TestTensorRates:
             roam.capture(step, torch.randn(5, 6), torch.randint(0, 8, (5,)))
 
 
+class SharpnessAware(torch.optim.Optimizer):
+    """Two backward passes a step, around an optimizer whose groups it shares."""
+
+    def __init__(self, parameters: Any, rho: float = 0.05) -> None:
+        super().__init__(parameters, {"rho": rho, "lr": 0.1, "momentum": 0.9})
+        self.base = torch.optim.SGD(self.param_groups, lr=0.1, momentum=0.9)
+        self.param_groups = self.base.param_groups
+
+    @torch.no_grad()
+    def first_step(self) -> None:
+        for group in self.param_groups:
+            norm = torch.stack([parameter.grad.norm() for parameter in group["params"]]).norm()
+            for parameter in group["params"]:
+                self.state[parameter]["before"] = parameter.detach().clone()
+                parameter.add_(parameter.grad * (group["rho"] / (norm + 1e-12)))
+        self.zero_grad()
+
+    @torch.no_grad()
+    def second_step(self) -> None:
+        for parameter, state in self.state.items():
+            parameter.copy_(state["before"])
+        self.base.step()
+        self.zero_grad()
+
+
+class TestSharedGroups:
+    """Optimizers around others."""
+
+    def script(self, wrap: Callable[[Any], Any], between: Callable[[Any, int], None]) -> list[Any]:
+        torch.manual_seed(0)
+        model = Net()
+        optimizer = SharpnessAware(model.parameters())
+
+        def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            loss = functional.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.first_step()
+            functional.cross_entropy(model(x), y).backward()
+            optimizer.second_step()
+            return loss
+
+        compiled, losses = wrap(step), []
+        for place in range(8):
+            losses.append(compiled(torch.randn(5, 6), torch.randint(0, 8, (5,))))
+            between(optimizer, place)
+        self.plans = len(getattr(compiled, "plans", ()))
+        return tensors_and_numbers(losses, model.state_dict(), optimizer.state_dict(), optimizer.base.state_dict())
+
+    def test_groups_that_two_optimizers_share(self) -> None:
+        assert_same_bits(*(self.script(wrap, lower_the_rate) for wrap in (lambda step: step, roam.compile)))
+        assert self.plans == 2
+
+    def test_groups_that_are_no_longer_shared(self) -> None:
+        def between(optimizer: Any, place: int) -> None:
+            if place == 3:
+                optimizer.base.load_state_dict(copy.deepcopy(optimizer.base.state_dict()))
+            optimizer.base.param_groups[0]["lr"] *= 0.5
+            optimizer.param_groups[0]["rho"] *= 2
+
+        assert_same_bits(*(self.script(wrap, between) for wrap in (lambda step: step, roam.compile)))
+
+
 # Those of timm that CUDA's libraries make, and one whose backward pass needs a graph.
 _TIMM = [
     name for name in timm.optim.list_optimizers() if not name.startswith(("bnb", "fused")) and name != "adahessian"

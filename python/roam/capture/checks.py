@@ -4,6 +4,9 @@
 takes for granted that the check passes and asks as it runs, before anything after the check is updated. Where a check fails, what
 was written until then is put back and the user's own function runs in the plan's place, so that it raises what it always raises.
 
+An update that is left out where a loss is not finite (`if torch.isfinite(loss): optimizer.step()`) is a check as well: the plan is for
+finite numbers, and where they are not the user's own function runs.
+
 Which answer passes is read off the source: the error branch is never run at capture, since it may write files. A wrong reading would
 cost time, for the user's function would run at every call, but no bits.
 """
@@ -24,6 +27,8 @@ from typing import Any
 _ROAM = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _EXITS = {"sys.exit", "os._exit", "exit", "quit"}
 _KEEPS_TRUTH = {"bool", "any", "all"}
+_FINITE = {"isfinite": True, "isnan": False, "isinf": False}
+"""What these functions say of finite numbers."""
 
 
 class CheckFailed(Exception):
@@ -48,9 +53,21 @@ def passing_answer() -> bool | None:
             return None
         around += path[:-1]
         if not isinstance(path[-1], ast.Return):
-            return _answer(around, _passes(path[-1]))
+            answer = _answer(around, _passes(path[-1]))
+            return _where_finite(around[0]) if answer is None else answer
         frame = frame.f_back  # whoever has called decides
     return None
+
+
+def _where_finite(node: ast.AST) -> bool | None:
+    """What an expression that asks whether values are finite says where they are, as in most steps; None for any other."""
+    parts = list(ast.walk(node))
+    if any(isinstance(part, (ast.Compare, ast.UnaryOp)) for part in parts):
+        return None
+    functions = [part.func for part in parts if isinstance(part, ast.Call)]
+    names = {getattr(function, "attr", getattr(function, "id", "")) for function in functions}
+    answers = {_FINITE[name] for name in names & _FINITE.keys()}
+    return answers.pop() if len(answers) == 1 else None
 
 
 def _answer(around: list[ast.AST], wanted: bool | None) -> bool | None:

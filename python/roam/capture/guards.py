@@ -103,6 +103,8 @@ class Guards:
                 self._replaceable.append((slot.path, slot.space, slot.key, _metadata(slot.tensor)))
         self._storages = self._storage_list()
         self._aliasing = _pattern(self._storages)
+        self._optimizers = [optimizer for _, optimizer in reach.optimizers]
+        self._shared_groups = self._group_pattern()
         self._first_places = _first_places(self._storages)
         self._ambient = [(name, read, read()) for name, read in AMBIENT]
         self._nodes = NodeHooks(leaves_of(reach))
@@ -183,6 +185,8 @@ class Guards:
         return None
 
     def _tensor_failure(self) -> str | None:
+        if len(self._optimizers) > 1 and self._group_pattern() != self._shared_groups:
+            return "the optimizers share groups in another way than before"
         for path, tensor, expected in self._fixed:
             if _metadata(tensor) != expected:
                 return _metadata_change(path, expected, _metadata(tensor))
@@ -199,6 +203,10 @@ class Guards:
             self._storages = storages
             self._first_places = _first_places(storages)
         return None
+
+    def _group_pattern(self) -> list[int]:
+        """Which optimizers have groups in common, as one around another has."""
+        return _pattern([id(group) for optimizer in self._optimizers for group in optimizer.param_groups])
 
     def _storage_list(self) -> list[int]:
         """An identity of the memory of each guarded tensor."""

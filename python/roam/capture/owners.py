@@ -126,6 +126,10 @@ class RateOwner:
             value = type(entry)([*entry[: self.index], value, *entry[self.index + 1 :]])
         group[self.key] = value
 
+    def place(self) -> tuple[Any, ...]:
+        """Equal for owners of the same number, whichever optimizer has the group."""
+        return id(self.optimizer.param_groups[self.group]), self.key, self.index
+
     def put_last(self) -> None:
         """Makes it the last of its group's entries."""
         group = self.optimizer.param_groups[self.group]

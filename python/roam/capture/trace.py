@@ -130,7 +130,7 @@ def trace(
         for number_owner, number in held:
             number_owner.set(number)
         for entry in world.entries().keys() - entries.keys():
-            del entry.optimizer.param_groups[entry.group][entry.key]
+            entry.optimizer.param_groups[entry.group].pop(entry.key, None)
         world.forget_values()
 
 
@@ -363,7 +363,9 @@ def _scheduler(world: World, recorder: Recorder, path: str, scheduler: Any) -> I
 def _may_change(scheduler: Any, owner: RateOwner) -> bool:
     """Whether a scheduler's step may give a number of a group another value."""
     is_own = type(scheduler).__module__ == torch.optim.lr_scheduler.__name__
-    return owner.optimizer is scheduler.optimizer and (owner.key in _SCHEDULED or not is_own)
+    group = owner.optimizer.param_groups[owner.group]
+    is_scheduled = any(group is scheduled for scheduled in scheduler.optimizer.param_groups)
+    return is_scheduled and (owner.key in _SCHEDULED or not is_own)
 
 
 def _results(world: World, recorder: Recorder, result: Any) -> None:
@@ -491,7 +493,10 @@ def _plain_endings(world: World, recorder: Recorder, before: list[tuple[Any, Any
             if owner.path not in live:
                 made.append((owner, recorder.made_number(slot)))
         elif not is_plain(value):
-            raise CaptureError(f"{owner.path} is a {type(value).__name__}", code="optimizer_state")
+            raise CaptureError(
+                f"keep each tensor or number of {owner.path} under a key of its own; it is a {type(value).__name__}",
+                code="optimizer_state",
+            )
         elif owner.path not in known and owner.path not in live:
             recorder.program.plain_state.append((owner, value))
             recorder.program.absent.append(owner)

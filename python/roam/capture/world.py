@@ -73,7 +73,9 @@ class World:
         """Owners whose tensors exist before any step: parameters, buffers, the user's own."""
         self.parameters = [owner for owner in self.places if not owner.tied and _is_trained(owner.get())]
         """Owners of what may have a gradient and an optimizer's state from step to step."""
-        self.rates = [owner for path, optimizer in reach.optimizers for owner in rate_owners(optimizer, path)]
+        rates = [owner for path, optimizer in reach.optimizers for owner in rate_owners(optimizer, path)]
+        # An optimizer around another, such as SAM, has its groups.
+        self.rates = list({owner.place(): owner for owner in reversed(rates)}.values())[::-1]
         self.numbers = list(number_owners(reach, self.changing))
         """Owners of the numbers that the step keeps and changes outside of optimizers' state; some may hold none yet."""
         self._check()
