@@ -234,6 +234,30 @@ class TestSteps:
             outcomes.append(tensors_and_numbers(script(wrap)))
         assert_same_bits(*outcomes)
 
+    def test_windows_and_constants_that_are_no_numbers(self) -> None:
+        """The kernel of a periodic window makes one element more than it returns, and NaN is not equal to itself."""
+
+        def script(wrap: Callable[..., Any]) -> list[Any]:
+            weight = torch.nn.Parameter(torch.randn(6))
+
+            @wrap
+            def step(x: torch.Tensor) -> Any:
+                weight.grad = None
+                for window in (torch.hann_window, torch.hamming_window, torch.bartlett_window, torch.kaiser_window):
+                    x = x * window(6) + window(6, periodic=False).flip(0)
+                x = torch.where(x > 0.1, x * weight, float("nan")) * torch.tensor([1.0, float("nan")])[:1]
+                x.nansum().backward()
+                return x.detach(), weight.grad, float("nan")
+
+            return [step(torch.randn(3, 6)) for _ in range(3)]
+
+        outcomes = []
+        for wrap in (lambda step: step, roam.compile, functools.partial(roam.compile, pool=False)):
+            torch.manual_seed(0)
+            outcomes.append(tensors_and_numbers(script(wrap)))
+        assert_same_bits(*outcomes[:2])
+        assert_same_bits(*outcomes[1:])
+
     def test_asks_each_kernel_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
         asked: list[Any] = []
         ask = fake_kernels.on_zeros

@@ -78,7 +78,19 @@ def _multilabel_margin_loss(args: Any, result: Any) -> Any:
     return (result[0].new_empty(()), result[1]) if args[0].dim() < 2 and args[2] == 0 else result
 
 
+def _window(args: Any, result: Any) -> Any:
+    """A periodic one is all but the last element of one that is longer."""
+    is_periodic = len(args) < 2 or args[1]
+    return result.new_empty(len(result) + 1)[:-1] if is_periodic and len(result) > 1 else result
+
+
 _CORRECTIONS: dict[Any, Callable[[Any, Any], Any]] = {
+    **{
+        getattr(getattr(aten, f"{name}_window"), overload): _window
+        for name in ("bartlett", "blackman", "hamming", "hann", "kaiser")
+        for overload in getattr(aten, f"{name}_window").overloads()
+        if not overload.endswith("out")
+    },
     aten.native_batch_norm.default: _batch_norm,
     aten.native_batch_norm_backward.default: _batch_norm_backward,
     aten.native_layer_norm.default: _layer_norm,

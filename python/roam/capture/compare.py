@@ -13,6 +13,7 @@ import torch
 
 from roam.capture.owners import ArgumentOwner
 from roam.capture.values import same
+from roam.kernels.trial import differ
 from roam.program import Call, Program, Ref
 
 _besides_arguments = attrgetter(*(item.name for item in fields(Call) if item.name not in ("args", "kwargs")))
@@ -23,7 +24,7 @@ _MOST_SIZES = 4
 def difference(first: Program, second: Program) -> str | None:
     """None where two traces are the same program, else the first thing that differs, for the user to read."""
     for one, other in zip(first.calls, second.calls, strict=False):
-        if one != other:
+        if one != other and not _are_resized([one], [other], set()):  # equality knows no NaN
             return f"{one.name} at {one.source} became {other.name} at {other.source}"
     if len(first.calls) != len(second.calls):
         longer = max(first.calls, second.calls, key=len)
@@ -34,12 +35,15 @@ def difference(first: Program, second: Program) -> str | None:
         ("storages", _blocks(first), _blocks(second)),
         ("owners", _paths(first.owned), _paths(second.owned)),
         ("state left behind", _paths(first.rebinds), _paths(second.rebinds)),
-        ("plain optimizer state", _plain(first), _plain(second)),
-        ("results", first.result, second.result),
+        ("results' structures", first.result[1], second.result[1]),
         ("schedulers", [h.path for h in first.after], [h.path for h in second.after]),
     ):
         if one_value != other_value:
             return f"the {what} differ"
+    if not _same_values(first.plain_state, second.plain_state):
+        return "the plain optimizer state differs"
+    if not _is_resized(first.result[0], second.result[0], set()):
+        return "the results differ"
     if not _same_constants(first.constants, second.constants):
         return "a tensor written out in the step's code has other values"
     return None
@@ -157,14 +161,7 @@ def _same_questions(known: Program, program: Program, sizes: set[tuple[int, int]
 
 def asks_the_same(first: Program, second: Program) -> bool:
     """Whether two programs take the same for granted of numbers, and ask the same questions."""
-    return _asked(first) == _asked(second)
-
-
-def _asked(program: Program) -> tuple[list[Any], list[Any]]:
-    return (
-        [(owner.path, function, constants, answer) for owner, function, constants, answer in program.decisions],
-        [(question.calls, question.inputs, question.slot, answer) for question, answer in program.questions],
-    )
+    return _same_decisions(first, second) and _same_questions(first, second, set())
 
 
 def agrees(live: Program, plain: Program) -> bool:
@@ -212,16 +209,13 @@ def _fits(program: Program, value: Any, plain: Any) -> bool:
 
 def _same_constants(first: list[tuple[torch.Tensor, int]], second: list[tuple[torch.Tensor, int]]) -> bool:
     return len(first) == len(second) and all(
-        one.dtype == other.dtype and torch.equal(one, other) for (one, _), (other, _) in zip(first, second, strict=True)
+        one.dtype == other.dtype and not differ([one], [other])
+        for (one, _), (other, _) in zip(first, second, strict=True)
     )
 
 
 def _paths(bindings: list[tuple[Any, int]]) -> list[tuple[str, int]]:
     return [(owner.path, slot) for owner, slot in bindings]
-
-
-def _plain(program: Program) -> list[tuple[str, Any]]:
-    return [(owner.path, value) for owner, value in program.plain_state]
 
 
 def _blocks(program: Program) -> list[tuple[int, int]]:
