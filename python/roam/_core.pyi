@@ -627,6 +627,8 @@ def optimize(
     *,
     speed: float | None = None,
     stream_model: _StreamModel | str = "happens_before",
+    enough_bytes: int = 0,
+    worth_bytes: int = 0,
 ) -> Plan:
     """Finds an execution order and a memory layout that use little memory, and proves how little is possible.
 
@@ -650,6 +652,8 @@ def optimize(
             None, those count that are at most five percent slower than the fastest.
         stream_model: ``happens_before``, whose plans are safe under every timing, or ``time_step``, the model of the
             literature, for comparison: its plans must not be run.
+        enough_bytes: the search ends once a plan takes no more than this in all, persistent tensors included.
+        worth_bytes: the search ends where it is proved that no plan takes so many bytes less than the best so far.
 
     Raises:
         PlanError: the graph cannot be planned as asked; code ``speed_target`` where no plan that was found is as fast

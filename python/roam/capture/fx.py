@@ -202,7 +202,7 @@ def _lower(program: Program, spans: dict[Node, range], name: str) -> Graph:
     leaving = program.leaving()
     tensors: dict[int, int] = {}
     inner_bytes = dict.fromkeys(operators.values(), 0)
-    for number, (storage, kind) in enumerate(zip(program.storages, kinds_of(program), strict=True)):
+    for number, (storage, kind) in enumerate(zip(program.storages, kinds_of(program, program.leaving()), strict=True)):
         maker = owner.get(storage.creator)
         if maker is not None and _is_inner(number, maker, used_by, leaving):
             inner_bytes[maker] += storage.size_bytes

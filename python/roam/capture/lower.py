@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
@@ -15,7 +16,7 @@ from roam.capture.foreign import is_ours
 from roam.kernels.calls import Placed
 from roam.program import Call, Program, Ref, substitute
 
-_Residency = Literal["persistent", "enters", "leaves", "unpooled", "step_local"]
+Residency = Literal["persistent", "enters", "leaves", "unpooled", "step_local"]
 
 
 def lower(
@@ -24,13 +25,28 @@ def lower(
     *,
     name: str,
     device: str,
-    landing: Container[int] | None = None,
-    pool: bool = True,
     workspaces: Mapping[int, int] | None = None,
     notes: Sequence[tuple[str, str]] = (),
-    order: Sequence[int] | None = None,
 ) -> Graph:
-    """The graph of a program.
+    """The graph of a program, as if every kernel could write where a plan wants; see `Lowering`."""
+    return Lowering(program, placed, name=name, device=device, workspaces=workspaces, notes=notes).graph()
+
+
+@dataclass(frozen=True, slots=True)
+class _Operator:
+    """What one call is in every graph of its program."""
+
+    name: str
+    reads: list[int]
+    mutates: list[int]
+    creates: list[int]
+    waits: list[int]
+    """Calls that it comes after and shares no memory with."""
+    flops: int
+
+
+class Lowering:
+    """A program, ready to become graphs that differ in where its results lie.
 
     A storage becomes a tensor, whatever number of views it has. A view or a live number has no memory of its own: its
     operator creates nothing, and a control edge leads from it to each operator that uses it.
@@ -38,71 +54,157 @@ def lower(
     Args:
         program: the program.
         placed: per call, what `placed_calls` says of it.
-        name: the graph's name.
-        device: the graph's device.
-        landing: calls that compute into memory of their own and whose results are then copied into the pool; what other
-            calls make whose kernels cannot write there stays outside of it. None: as if every kernel could.
-        pool: whether there is a pool. If not, all that is made and dies in the step lies outside of it.
+        name: the graphs' name.
+        device: the graphs' device.
         workspaces: per call, the bytes that its kernel takes beyond its results while it runs, where that is known.
-        notes: what to say of the graph to people.
-        order: numbers of the calls, in an order that they may run in; then they may run in no other.
+        notes: what to say of the graphs to people.
     """
-    builder = GraphBuilder(name, device=device)
-    if reason := estimate_of(torch.device(device)):
-        builder.estimate(reason)
-    for topic, text in notes:
-        builder.note(topic, text)
-    kinds = kinds_of(program)
-    created: list[list[int]] = [[] for _ in program.calls]
+
+    def __init__(
+        self,
+        program: Program,
+        placed: Sequence[Placed | None],
+        *,
+        name: str,
+        device: str,
+        workspaces: Mapping[int, int] | None = None,
+        notes: Sequence[tuple[str, str]] = (),
+    ) -> None:
+        self.program = program
+        self.placed = placed
+        self._name, self._device, self._notes = name, device, notes
+        self._workspaces = workspaces or {}
+        self._sizes = [storage.size_bytes for storage in program.storages]
+        self._leaving = program.leaving()
+        self._kinds = kinds_of(program, self._leaving)
+        self.operators = list(_operators(program))
+        self._controls = [*_waiting_updates(program), *_first_checks(program)]
+        # Who gets a tensor that is not PyTorch's operator may do with its memory what it likes: hand it to NumPy, after which it cannot
+        # be resized, or read from the start of the storage instead of the tensor's, as `torch.set_rng_state` does.
+        self._given_away = {
+            program.storage_of(slot) for call in program.calls if not is_ours(call.target) for slot in call.refs()
+        }
+
+    def graph(
+        self, *, landing: Container[int] | None = None, pool: bool = True, order: Sequence[int] | None = None
+    ) -> Graph:
+        """One graph.
+
+        Args:
+            landing: calls that compute into memory of their own and whose results are then copied into the pool; what other
+                calls make whose kernels cannot write there stays outside of it. None: as if every kernel could.
+            pool: whether there is a pool. If not, all that is made and dies in the step lies outside of it.
+            order: numbers of the calls, in an order that they may run in; then they may run in no other.
+        """
+        program = self.program
+        rank = None if order is None else {number: place for place, number in enumerate(order)}
+        builder = GraphBuilder(self._name, device=self._device)
+        if reason := estimate_of(torch.device(self._device)):
+            builder.estimate(reason)
+        for topic, text in self._notes:
+            builder.note(topic, text)
+        residencies = self.residencies(landing, pool)
+        for storage, kind, residency in zip(program.storages, self._kinds, residencies, strict=True):
+            builder.tensor(storage.name, storage.size_bytes, kind=kind, residency=residency)
+        for index, (call, operator) in enumerate(zip(program.calls, self.operators, strict=True)):
+            source = call.source
+            copied = self._copied(index, landing, residencies)
+            pairs = self._reuse(index, copied)
+            builder.operator(
+                operator.name,
+                reads=operator.reads,
+                creates=operator.creates,
+                mutates=operator.mutates,
+                workspace_bytes=self._workspace_bytes(index, copied),
+                reuse=[pair for pair in pairs if residencies[pair[0]] == residencies[pair[1]]],
+                phase=call.phase,
+                sequence="random" if call.random else None,
+                module=source.module,
+                file=source.file,
+                line=source.line,
+                flops=operator.flops,
+                position=None if rank is None else rank[index],
+            )
+            for maker in operator.waits:
+                builder.control(maker, index)
+        for before, after in (*self._controls, *pairwise(order or ())):
+            builder.control(before, after)
+        return builder.build()
+
+    def residencies(self, landing: Container[int] | None, pool: bool) -> list[Residency]:
+        """Where each storage lies; see `graph`."""
+        program, placed = self.program, self.placed
+        residencies: list[Residency] = []
+        for number, storage in enumerate(program.storages):
+            if storage.creator < 0:
+                residencies.append("persistent" if program.persists(number) else "enters")
+            elif number in self._leaving:
+                residencies.append("leaves")
+            elif (
+                pool
+                and number not in self._given_away
+                and (landing is None or _is_written(placed[storage.creator]) or storage.creator in landing)
+            ):
+                residencies.append("step_local")
+            else:
+                residencies.append("unpooled")
+        return residencies
+
+    def workspaces(self, landing: Container[int] | None, residencies: Sequence[Residency]) -> list[int]:
+        """Per call, what it takes beyond its results while it runs, copies that are made of them included."""
+        calls = range(len(self.operators))
+        return [self._workspace_bytes(index, self._copied(index, landing, residencies)) for index in calls]
+
+    def _copied(self, index: int, landing: Container[int] | None, residencies: Sequence[Residency]) -> list[int]:
+        """What a call makes that is copied into the pool."""
+        if landing is None or index not in landing:
+            return []
+        return [number for number in self.operators[index].creates if residencies[number] == "step_local"]
+
+    def _workspace_bytes(self, index: int, copied: Sequence[int]) -> int:
+        at = self._run_as(index, copied)
+        own = sum(self._sizes[number] for number in copied) if at is None else at.workspace_bytes
+        return own + self._workspaces.get(index, 0)
+
+    def _run_as(self, index: int, copied: Sequence[int]) -> Placed | None:
+        """How a call's kernel writes where the plan wants; None where it runs as ever."""
+        at = self.placed[index]
+        return None if at is not None and at.by_rows and not copied else at
+
+    def _reuse(self, index: int, copied: Sequence[int]) -> list[tuple[int, int]]:
+        """(storage read, storage made): which results may take an argument's memory if that dies in the call."""
+        at = self._run_as(index, copied)
+        if at is not None:
+            # A tensor that is passed twice is one argument's memory.
+            storage_of = self.program.storage_of
+            return list(dict.fromkeys((storage_of(old), storage_of(new)) for old, new in at.in_place))
+        # When a result is copied to its place, the arguments have been used.
+        size, reads = self._sizes, self.operators[index].reads
+        return [(old, new) for old in reads for new in copied if size[old] == size[new] > 0]
+
+
+def _operators(program: Program) -> Iterator[_Operator]:
+    creates: list[list[int]] = [[] for _ in program.calls]
     for number, storage in enumerate(program.storages):
         if storage.creator >= 0:
-            created[storage.creator].append(number)
-    residencies = _residencies(program, placed, landing, pool)
-    for number, storage in enumerate(program.storages):
-        builder.tensor(storage.name, storage.size_bytes, kind=kinds[number], residency=residencies[number])
-
-    rank = None if order is None else {number: place for place, number in enumerate(order)}
+            creates[storage.creator].append(number)
+    storages = [-1 if meta is None else meta.storage for meta in program.slots]
     makers: dict[int, int] = {}
     for index, call in enumerate(program.calls):
-        mutated = dict.fromkeys(program.storage_of(slot) for slot in call.mutates)
-        touched = dict.fromkeys(program.storage_of(slot) for slot in call.refs() if program.slots[slot] is not None)
-        reads = [number for number in touched if number not in mutated]
-        copied = []
-        if landing is not None and index in landing:
-            copied = [number for number in created[index] if residencies[number] == "step_local"]
-        at = placed[index]
-        if at is not None and at.by_rows and not copied:
-            at = None  # it runs as ever
-        workspace_bytes = (
-            sum(program.storages[number].size_bytes for number in copied) if at is None else at.workspace_bytes
-        )
-        workspace_bytes += 0 if workspaces is None else workspaces.get(index, 0)
-        pairs = _reuse(program, at, reads, copied)
-        builder.operator(
+        used = call.refs()
+        mutated = dict.fromkeys(storages[slot] for slot in call.mutates)
+        touched = dict.fromkeys(storages[slot] for slot in used if storages[slot] >= 0)
+        yield _Operator(
             call.name,
-            reads=reads,
-            creates=created[index],
+            reads=[number for number in touched if number not in mutated],
             mutates=list(mutated),
-            workspace_bytes=workspace_bytes,
-            reuse=[pair for pair in pairs if residencies[pair[0]] == residencies[pair[1]]],
-            phase=call.phase,
-            sequence="random" if call.random else None,
-            module=call.source.module,
-            file=call.source.file,
-            line=call.source.line,
+            creates=creates[index],
+            waits=list(dict.fromkeys(makers[slot] for slot in used if slot in makers)),
             flops=_flops(program, call),
-            position=None if rank is None else rank[index],
         )
-        for maker in dict.fromkeys(makers[slot] for slot in call.refs() if slot in makers):
-            builder.control(maker, index)
         for slot in call.outputs:
-            if slot is not None and program.storage_of(slot) not in created[index]:
+            if slot is not None and storages[slot] not in creates[index]:
                 makers[slot] = index
-    _updates_wait(program, builder)
-    _checks_come_first(program, builder)
-    for before, after in pairwise(order or ()):
-        builder.control(before, after)
-    return builder.build()
 
 
 def _flops(program: Program, call: Call) -> int:
@@ -126,8 +228,8 @@ def _flops(program: Program, call: Call) -> int:
         return 0
 
 
-def _updates_wait(program: Program, builder: GraphBuilder) -> None:
-    """No update starts before the backward pass does, so that a failure in the forward pass leaves them all undone.
+def _waiting_updates(program: Program) -> Iterator[tuple[int, int]]:
+    """(call, later call): no update starts before the backward pass does, so that a failure in the forward pass leaves them all undone.
 
     This costs no memory: what an update needs and frees, its gradient, comes later still.
     """
@@ -138,44 +240,20 @@ def _updates_wait(program: Program, builder: GraphBuilder) -> None:
     for index in range(begins + 1, len(program.calls)):
         call = program.calls[index]
         if call.phase == "update" and any(program.storage_of(slot) in persistent for slot in call.mutates):
-            builder.control(begins, index)
+            yield begins, index
 
 
-def _checks_come_first(program: Program, builder: GraphBuilder) -> None:
-    """Nothing that exists before the step is changed before a check that comes first in the program; checks keep their order."""
+def _first_checks(program: Program) -> Iterator[tuple[int, int]]:
+    """(call, later call): nothing that exists before the step is changed before a check that comes first in the program; checks keep
+    their order.
+    """
     check = -1
     for index, call in enumerate(program.calls):
         changed = map(program.storage_of, call.mutates)
         if check >= 0 and (call.is_check or any(program.storages[number].creator < 0 for number in changed)):
-            builder.control(check, index)
+            yield check, index
         if call.is_check:
             check = index
-
-
-def _residencies(
-    program: Program, placed: Sequence[Placed | None], landing: Container[int] | None, pool: bool
-) -> list[_Residency]:
-    leaving = program.leaving()
-    # Who gets a tensor that is not PyTorch's operator may do with its memory what it likes: hand it to NumPy, after which it cannot
-    # be resized, or read from the start of the storage instead of the tensor's, as `torch.set_rng_state` does.
-    given_away = {
-        program.storage_of(slot) for call in program.calls if not is_ours(call.target) for slot in call.refs()
-    }
-    residencies: list[_Residency] = []
-    for number, storage in enumerate(program.storages):
-        if storage.creator < 0:
-            residencies.append("persistent" if program.persists(number) else "enters")
-        elif number in leaving:
-            residencies.append("leaves")
-        elif (
-            pool
-            and number not in given_away
-            and (landing is None or _is_written(placed[storage.creator]) or storage.creator in landing)
-        ):
-            residencies.append("step_local")
-        else:
-            residencies.append("unpooled")
-    return residencies
 
 
 def _is_written(placed: Placed | None) -> bool:
@@ -183,18 +261,8 @@ def _is_written(placed: Placed | None) -> bool:
     return placed is not None and not placed.by_rows
 
 
-def _reuse(program: Program, placed: Placed | None, reads: list[int], copied: list[int]) -> list[tuple[int, int]]:
-    """(storage read, storage made): which results may take an argument's memory if that dies in the call."""
-    if placed is not None:
-        # A tensor that is passed twice is one argument's memory.
-        return list(dict.fromkeys((program.storage_of(old), program.storage_of(new)) for old, new in placed.in_place))
-    # When a result is copied to its place, the arguments have been used.
-    size = {number: program.storages[number].size_bytes for number in (*reads, *copied)}
-    return [(old, new) for old in reads for new in copied if size[old] == size[new] > 0]
-
-
-def kinds_of(program: Program) -> list[str]:
-    """The kind of each storage."""
+def kinds_of(program: Program, leaving: Iterable[int]) -> list[str]:
+    """The kind of each storage; `leaving` are those that the step makes and that outlive it."""
     kinds = ["temporary"] * len(program.storages)
     backward = [call for call in program.calls if call.phase == "backward"]
     used_in_backward = {program.storage_of(slot) for call in backward for slot in call.refs()}
@@ -209,7 +277,7 @@ def kinds_of(program: Program) -> list[str]:
                 creator = program.storages[number].creator if number >= 0 else -1
                 if creator >= 0 and program.calls[creator].phase == "backward":
                     kinds[number] = "gradient"
-    for number in program.leaving():
+    for number in leaving:
         kinds[number] = "output"
     for owner, slot in program.rebinds:
         if program.slots[slot] is not None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -31,6 +29,7 @@ from roam.capture.snapshot import Setting, Snapshot, applied
 from roam.capture.trace import NumbersChange, trace
 from roam.capture.world import World, refuse
 from roam.errors import CaptureError
+from roam.garbage import collections_wait
 from roam.interrupts import interrupts_wait
 from roam.kernels.calls import Placed, placed_calls
 from roam.program import Program
@@ -109,11 +108,13 @@ class Known:
         numbers: paths of the Python numbers that the step changes.
         programs: steady ones that two traces agreed on; the most recent last.
         guards: of the captures that are kept.
+        traces: how many times the user's function has been run on fakes.
     """
 
     numbers: set[str] = field(default_factory=set)
     programs: list[Program] = field(default_factory=list)
     guards: WeakSet[Guards] = field(default_factory=WeakSet)
+    traces: int = 0
 
     def has_agreed(self, program: Program) -> bool:
         """Whether two traces have agreed on a program already, for arguments of these sizes or others."""
@@ -174,7 +175,7 @@ def capture(
     """
     if step not in ("first", "steady"):
         raise CaptureError(f"step is 'first' or 'steady', not {step!r}", code="argument")
-    with _without_collections():
+    with collections_wait():
         captured = capture_step(train_step, args, kwargs)
         if step == "steady" and captured.steady is None and captured.first is not None:
             raise captured.first.program.unsettled or CaptureError("there is no steady step", code="unsettled")
@@ -206,7 +207,7 @@ def capture_step(
         asks_kernels: whether real kernels may be run on zeros, where fake ones do not know how results lie in memory.
     """
     # No other capture meanwhile: tracing puts fakes and stand-ins where other threads would find them.
-    with watched, _without_collections():
+    with watched, collections_wait():
         if torch.is_autocast_cache_enabled() and any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
             raise CaptureError(
                 "autocast is on around the step, and its cache may hold casts of weights from before; enter it in the step, "
@@ -228,18 +229,6 @@ def capture_step(
                 if settles is None:
                     raise
                 settles = None
-
-
-@contextmanager
-def _without_collections() -> Iterator[None]:
-    """Pauses the search for garbage in cycles: a capture makes a million objects that stay, and it would look at them again and again."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _captured(
@@ -397,6 +386,7 @@ class _Tracer:
             args, kwargs = world.enter()
             inside = Snapshot(self.reach)
             for _ in range(_MOST_TRACES):
+                self.known.traces += 1
                 try:
                     program = trace(
                         world, self.train_step, args, kwargs, live_arguments=live_arguments, live_numbers=live_numbers

@@ -60,6 +60,11 @@ def workspaces(
     return {index: size for index, size in found.items() if size > 0}
 
 
+def known() -> int:
+    """How many kinds of calls have been tried in this process."""
+    return len(_learned)
+
+
 def _is_tried(program: Program, index: int, device: torch.device) -> bool:
     """Whether a call makes memory on the device, and nothing else."""
     call = program.calls[index]

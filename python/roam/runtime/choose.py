@@ -9,22 +9,25 @@ import json
 import math
 import os
 import time
-from collections import Counter
-from collections.abc import Callable, Container, Iterable
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 import roam
 from roam._core import Graph, Plan
-from roam.capture.lower import lower
+from roam.capture.lower import Lowering
 from roam.capture.step import Variant
+from roam.garbage import collections_wait
 from roam.kernels.calls import Placed, landable_calls, placed_calls
-from roam.kernels.workspace import workspaces
+from roam.kernels.workspace import known, workspaces
 from roam.program import Program
+from roam.runtime.estimate import Estimator
 from roam.runtime.fuse import fused
+from roam.runtime.timings import Timings
 
 WORTH = 0.02
 """What the pool may cost, as a share of the total: it has no fragmentation, and its addresses and size are known before."""
@@ -35,6 +38,13 @@ _LOOSER = 0.01
 """By how much a plan in the order of another may take more of program order's bytes than that one does."""
 _MUCH = 0.01
 """The share of what a step makes that is worth a plan."""
+_MOST_POOLED = 4
+"""Plans with a pool; the estimates by which they are chosen are seldom wrong by more than `_MARGIN`."""
+_MARGIN = 0.02
+_UNNOTICED_BYTES = 2**20
+"""Nobody waits for a plan that takes so little less."""
+_MOST_KNOWN = 64
+"""Plans that are kept for equal graphs."""
 
 
 _OF_ORDER = (
@@ -134,6 +144,8 @@ def choose(
     streams: int = 1,
     is_real: bool = True,
     earlier: Iterable[Choice] = (),
+    enough_bytes: int = 0,
+    timings: Timings | None = None,
 ) -> Choice:
     """The way of the least total.
 
@@ -142,79 +154,155 @@ def choose(
         pool: whether to use a pool; None: where that costs next to nothing, see `WORTH`.
         time_limit_s: limit for all planning together, in seconds. The first plan is always made.
         streams: how many operators may run at once; more than one need a pool, whose layout is safe under every timing.
+        is_real: whether the step is of real tensors, so that kernels may be run to find out what they take for themselves.
         earlier: choices of the same step for other sizes. Where one has the same calls, its way and its order are tried first, and
             nothing is searched if they do as well as they did.
-        is_real: whether the step is of real tensors, so that kernels may be run to find out what they take for themselves.
+        enough_bytes: a total that the process needs anyway: no search goes on below it.
+        timings: what this takes is added to it.
     """
-    deadline = None if time_limit_s is None else time.monotonic() + time_limit_s
-    taken = workspaces(variant.program, variant.placed, variant.device, deadline) if is_real else None
-    eager_graph = _eager_graph(variant, taken)
-    eager_bytes = eager_graph.persistent_bytes + roam.baseline(eager_graph, reuse=False).peak_bytes
-    kernel_bytes = None if taken is None else max(taken.values(), default=0)
-    program, placed = fused(variant.program, variant.device), variant.placed
-    if program is not variant.program:
-        placed = placed_calls(program, variant.device)
-        taken = workspaces(program, placed, variant.device, deadline) if taken else taken
-    stated = partial(lower, program, placed, name=variant.name, device=variant.device.type, workspaces=taken)
-    made = partial(Choice, program, placed, eager_graph=eager_graph, eager_bytes=eager_bytes, kernel_bytes=kernel_bytes)
-    alike = [one for one in earlier if one.is_searched and _has_same_calls(one.program, program)]
-    like = min(alike, key=lambda one: abs(math.log(one.eager_bytes / eager_bytes)), default=None)
-    if like is not None and streams == 1 and (again := _as_before(like, stated, made, variant.device)) is not None:
-        return again
-    graph = stated(pool=False)
-    plan = _planned(graph, deadline, exact="auto")
-    total = plan.total_bytes
-    leaving_bytes = sum(program.storages[storage].size_bytes for storage in program.leaving())
-    ordinary = made(graph, plan, False)
-    most = eager_bytes if streams > 1 else min(total * (1 + WORTH), eager_bytes)
-    names = ["allocator"]
-    pooled: list[Choice] = []
-    for name, landing in _landings(ordinary, variant.device) if pool is not False else ():
-        if deadline is not None and time.monotonic() > deadline and (pooled or pool is None):
-            break
-        graph = stated(landing=landing)
-        plan = _planned(graph, deadline, exact="off", streams=streams)
-        names.append(name)
-        pooled.append(made(graph, plan, True, landing=landing))
-        # What leaves is outside of every pool at the end, and more copies make no smaller pool.
-        is_hopeless = pool is None and plan.persistent_bytes + pooled[0].plan.pool_bytes + leaving_bytes > most
-        is_best = bool(landing) and plan.total_bytes <= total * (1 + _NEAR)
-        if streams > 1 or is_hopeless or is_best:
-            break
-    best = _best(pooled, variant.runs_once) if pooled else ordinary
-    if pool is None and best.total_bytes > most:
-        best = ordinary
-    totals = zip(names, [choice.total_bytes for choice in (ordinary, *pooled)], strict=True)
-    return replace(best, totals=tuple(totals))
+    timings = timings or Timings()
+    with collections_wait(), timings.running(timings.plan):
+        return _Chooser(variant, time_limit_s, streams, enough_bytes, timings).choose(pool, is_real, earlier)
+
+
+class _Chooser:
+    """Makes the plans of one step, with the effort that they are worth."""
+
+    def __init__(
+        self, variant: Variant, time_limit_s: float | None, streams: int, enough_bytes: int, timings: Timings
+    ) -> None:
+        self._variant = variant
+        self._deadline = None if time_limit_s is None else time.monotonic() + time_limit_s
+        self._streams = streams
+        self._enough_bytes = enough_bytes
+        self._timings = timings
+
+    def choose(self, pool: bool | None, is_real: bool, earlier: Iterable[Choice]) -> Choice:
+        variant = self._variant
+        program, placed = variant.program, variant.placed
+        taken = self._workspaces(program, placed) if is_real else None
+        kernel_bytes = None if taken is None else max(taken.values(), default=0)
+        lowering = self._lowering(program, placed, taken)
+        eager_graph = lowering.graph() if taken else variant.graph
+        eager_bytes = eager_graph.persistent_bytes + roam.baseline(eager_graph, reuse=False).peak_bytes
+        if (joined := fused(program, variant.device)) is not program:
+            program, placed = joined, placed_calls(joined, variant.device)
+            lowering = self._lowering(program, placed, self._workspaces(program, placed) if taken else taken)
+        made = partial(
+            Choice, program, placed, eager_graph=eager_graph, eager_bytes=eager_bytes, kernel_bytes=kernel_bytes
+        )
+        alike = [one for one in earlier if one.is_searched and _has_same_calls(one.program, program)]
+        like = min(alike, key=lambda one: abs(math.log(one.eager_bytes / eager_bytes)), default=None)
+        if like is not None and self._streams == 1 and (again := self._as_before(like, lowering, made)) is not None:
+            return again
+        graph = lowering.graph(pool=False)
+        plan = self._planned(graph, self._enough_bytes)
+        ordinary = made(graph, plan, False)
+        most = eager_bytes if self._streams > 1 else min(plan.total_bytes * (1 + WORTH), eager_bytes)
+        names, pooled = ["allocator"], list[Choice]()
+        for name, landing in self._landings(ordinary, lowering, most, pool) if pool is not False else ():
+            if self._deadline is not None and time.monotonic() > self._deadline and (pooled or pool is None):
+                break
+            graph = lowering.graph(landing=landing)
+            enough_bytes = max(self._enough_bytes, _alike(ordinary.total_bytes))
+            pooled.append(made(graph, self._planned(graph, enough_bytes), True, landing=landing))
+            names.append(name)
+            if self._streams > 1 or pooled[-1].total_bytes <= enough_bytes:
+                break
+        best = _best(pooled, variant.runs_once) if pooled else ordinary
+        if pool is None and best.total_bytes > most:
+            best = ordinary
+        totals = zip(names, [choice.total_bytes for choice in (ordinary, *pooled)], strict=True)
+        return replace(best, totals=tuple(totals))
+
+    def _as_before(self, like: Choice, lowering: Lowering, made: Callable[..., Choice]) -> Choice | None:
+        """The same calls for other sizes, run in the same way and order; None where that takes more than it did there."""
+        how: dict[str, Any] = {"landing": like.landing} if like.uses_pool else {"pool": False}
+        order = [int(index) for index in like.plan.order]
+        try:
+            ordered = lowering.graph(**how, order=order)
+        except roam.GraphError:  # views and copies, say, lie otherwise, and the order is none of this step's
+            return None
+        graph = lowering.graph(**how)
+        plan = _transferred(self._planned(ordered, self._enough_bytes), graph)
+        if plan is None:
+            return None
+        choice = made(graph, plan, like.uses_pool)
+        choice = replace(choice, landing=like.landing, is_searched=False)
+        is_landable = like.landing <= landable_calls(choice.program, choice.placed, self._variant.device).keys()
+        if not is_landable or choice.total_bytes > choice.eager_bytes or choice.share > like.share + _LOOSER:
+            return None
+        name = "earlier order with a pool" if like.uses_pool else "earlier order with the allocator"
+        return replace(choice, totals=((name, choice.total_bytes),))
+
+    def _workspaces(self, program: Program, placed: list[Placed | None]) -> dict[int, int] | None:
+        before = known()
+        with self._timings.running(self._timings.kernels):
+            taken = workspaces(program, placed, self._variant.device, self._deadline)
+        self._timings.kernels.count += known() - before
+        return taken
+
+    def _lowering(self, program: Program, placed: list[Placed | None], taken: dict[int, int] | None) -> Lowering:
+        name, device = self._variant.name, self._variant.device.type
+        return Lowering(program, placed, name=name, device=device, workspaces=taken)
+
+    def _planned(self, graph: Graph, enough_bytes: int) -> Plan:
+        """A plan of a graph, verified; of equal graphs the same."""
+        worth_bytes = int(max(_UNNOTICED_BYTES, _NEAR * graph.persistent_bytes))
+        key = graph.digest, self._streams, enough_bytes, worth_bytes
+        plan = _known.get(key) if self._deadline is None else None
+        if plan is None:
+            left = None if self._deadline is None else max(self._deadline - time.monotonic(), 0.0)
+            limits: dict[str, Any] = {"enough_bytes": enough_bytes, "worth_bytes": worth_bytes} if _LIMITS else {}
+            plan = roam.optimize(graph, self._streams, exact="off", time_limit_s=left, **limits)
+            self._timings.plan.count += 1
+            if self._deadline is None:
+                _remember(key, plan)
+        roam.verify(graph, plan)
+        return plan
+
+    def _landings(
+        self, ordinary: Choice, lowering: Lowering, most: float, pool: bool | None
+    ) -> list[tuple[str, frozenset[int]]]:
+        """The ways with a pool that are worth a plan, the most promising first, as the order of the plan without a pool has it."""
+        landings = list(_landings(ordinary, self._variant.device))
+        if self._streams > 1:
+            return landings[-1:]
+        estimator = Estimator(lowering, ordinary.plan)
+        alike = max(self._enough_bytes, _alike(ordinary.total_bytes))
+        ranked = []
+        for name, landing in landings:
+            estimate = estimator.of(landing)
+            # Of those that are alike, the one with the most in the pool; of a first step, the smallest pool. See `_best`.
+            rank = estimate.pool_bytes if self._variant.runs_once else -estimate.pooled_bytes
+            ranked.append((max(estimate.total_bytes, alike), rank, name, landing))
+        ranked.sort(key=lambda one: one[:2])
+        least = ranked[0][0]
+        limit = (least if pool else min(least, most)) * (1 + _MARGIN)
+        near = [one for one in ranked[:_MOST_POOLED] if one[0] <= limit]
+        return [(name, landing) for _, _, name, landing in sorted(near, key=lambda one: one[1])]
+
+
+_LIMITS = "worth_bytes" in str(getattr(roam.optimize, "__text_signature__", ""))
+"""Whether the compiled planner is of this version."""
+_known: OrderedDict[tuple[Any, ...], Plan] = OrderedDict()
+
+
+def _remember(key: tuple[Any, ...], plan: Plan) -> None:
+    _known[key] = plan
+    if len(_known) > _MOST_KNOWN:
+        _known.popitem(last=False)
+
+
+def _alike(total_bytes: int) -> int:
+    """The most that is as good as a total."""
+    return int(total_bytes * (1 + _NEAR))
 
 
 def _has_same_calls(one: Program, other: Program) -> bool:
     return len(one.calls) == len(other.calls) and all(
         call.target is same.target for call, same in zip(one.calls, other.calls, strict=True)
     )
-
-
-def _as_before(
-    like: Choice, stated: Callable[..., Graph], made: Callable[..., Choice], device: torch.device
-) -> Choice | None:
-    """The same calls for other sizes, run in the same way and order; None where that takes more than it did there."""
-    how: dict[str, Any] = {"landing": like.landing} if like.uses_pool else {"pool": False}
-    order = [int(index) for index in like.plan.order]
-    try:
-        ordered = stated(**how, order=order)
-    except roam.GraphError:  # views and copies, say, lie otherwise, and the order is none of this step's
-        return None
-    graph = stated(**how)
-    plan = _transferred(_planned(ordered, None, exact="off"), graph)
-    if plan is None:
-        return None
-    choice = made(graph, plan, like.uses_pool)
-    choice = replace(choice, landing=like.landing, is_searched=False)
-    is_landable = like.landing <= landable_calls(choice.program, choice.placed, device).keys()
-    if not is_landable or choice.total_bytes > choice.eager_bytes or choice.share > like.share + _LOOSER:
-        return None
-    name = "earlier order with a pool" if like.uses_pool else "earlier order with the allocator"
-    return replace(choice, totals=((name, choice.total_bytes),))
 
 
 def _transferred(ordered: Plan, graph: Graph) -> Plan | None:
@@ -235,20 +323,6 @@ def _transferred(ordered: Plan, graph: Graph) -> Plan | None:
     return transferred
 
 
-def _eager_graph(variant: Variant, taken: dict[int, int] | None) -> Graph:
-    """The step as it was captured, with what its kernels take for themselves."""
-    if not taken:
-        return variant.graph
-    return lower(variant.program, variant.placed, name=variant.name, device=variant.device.type, workspaces=taken)
-
-
-def _planned(graph: Graph, deadline: float | None, *, exact: Literal["auto", "off"], streams: int = 1) -> Plan:
-    left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
-    plan = roam.optimize(graph, streams, exact=exact, time_limit_s=left)
-    roam.verify(graph, plan)
-    return plan
-
-
 def _best(pooled: list[Choice], runs_once: bool) -> Choice:
     """Of the plans whose totals are next to the least, the one with the most in the pool; for a first step, with the smallest pool,
     which later steps keep.
@@ -260,26 +334,23 @@ def _best(pooled: list[Choice], runs_once: bool) -> Choice:
     return max(near, key=lambda choice: (choice.pooled_bytes, -choice.total_bytes))
 
 
-def _landings(choice: Choice, device: torch.device) -> list[tuple[str, frozenset[int]]]:
-    """Which calls' results are copied into the pool: none, all, all but those of one operator, or those whose copies need little.
+def _landings(choice: Choice, device: torch.device) -> Iterator[tuple[str, frozenset[int]]]:
+    """Which calls' results are copied into the pool: all, all but those of one operator, those whose copies need little, or none.
 
     Outside of the pool there is room for some, beside the worst of what copies and kernels need.
     """
     program = choice.program
-    sizes = landable_calls(program, choice.placed, device)
-    landings = [("pool", frozenset[int]())]
-    if not sizes:
-        return landings
-    steps = sorted(set(sizes.values()))
-    small = dict.fromkeys(steps[(len(steps) - 1) * part // (_MOST_LANDINGS - 1)] for part in range(_MOST_LANDINGS - 1))
-    landings.append(("pool, all results copied into it that are not made there", frozenset(sizes)))
-    for name in _telling(choice, sizes):
-        calls = frozenset(index for index in sizes if program.calls[index].name != name)
-        landings.append((f"pool, all results copied into it but those of {name}", calls))
-    for most in small:
-        calls = frozenset(index for index, size in sizes.items() if size <= most)
-        landings.append((f"pool, results copied into it by up to {most:,} bytes at a time", calls))
-    return landings
+    if sizes := landable_calls(program, choice.placed, device):
+        yield "pool, all results copied into it that are not made there", frozenset(sizes)
+        for name in _telling(choice, sizes):
+            calls = frozenset(index for index in sizes if program.calls[index].name != name)
+            yield f"pool, all results copied into it but those of {name}", calls
+        steps = sorted(set(sizes.values()))
+        parts = reversed(range(_MOST_LANDINGS - 1))
+        for most in dict.fromkeys(steps[(len(steps) - 1) * part // (_MOST_LANDINGS - 1)] for part in parts):
+            calls = frozenset(index for index, size in sizes.items() if size <= most)
+            yield f"pool, results copied into it by up to {most:,} bytes at a time", calls
+    yield "pool", frozenset()
 
 
 def _telling(choice: Choice, calls: Container[int]) -> list[str]:

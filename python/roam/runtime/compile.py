@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -22,6 +21,7 @@ from roam.capture.step import CapturedStep, Known, Variant, capture_step
 from roam.capture.trace import is_tracing
 from roam.capture.values import MISSING, same, show
 from roam.errors import ExecutionError
+from roam.garbage import collections_wait
 from roam.interrupts import interrupts_wait
 from roam.kernels.table import is_proven
 from roam.program import Program, TensorMeta
@@ -33,6 +33,7 @@ from roam.runtime.lanes import CudaLanes
 from roam.runtime.measure import MemoryTrace, measure_peak
 from roam.runtime.memory import StepMemory
 from roam.runtime.pool import Pool
+from roam.runtime.timings import Timings
 
 logger = logging.getLogger("roam")
 
@@ -109,6 +110,7 @@ class Step:
         self._captures: Captures[Runner] = Captures(max_plans)
         self._known = Known()
         self._last: Runner | None = None
+        self._timings: Timings | None = None
         self._torn: list[tuple[Any, Any, int]] = []
         self._torn_reason = ""
 
@@ -138,7 +140,14 @@ class Step:
         if runner.plan.estimate:
             raise ExecutionError(f"this plan is an estimate and cannot be run: {runner.plan.estimate}", code="estimate")
         try:
-            return runner.run(args, kwargs)
+            timings = self._timings
+            if timings is None or timings.first_run.count:
+                return runner.run(args, kwargs)
+            timings.first_run.count = 1
+            with timings.running(timings.first_run):
+                result = runner.run(args, kwargs)
+            logger.info("%s: ready after %s", runner.name, timings)
+            return result
         except Torn as torn:
             self._torn = torn.owners
             self._torn_reason = str(torn.error)
@@ -194,6 +203,11 @@ class Step:
         """Every plan made so far, with the name of its graph; the most recently used capture first."""
         return [(runner.name, runner.plan) for captured in self._captures for runner in captured.runners]
 
+    @property
+    def timings(self) -> Timings | None:
+        """Where the time of the call went that was captured last; None before the first call."""
+        return self._timings
+
     def memory(self) -> StepMemory:
         """What the most recent call that had a plan takes of memory, by that plan and as far as it was measured.
 
@@ -231,19 +245,20 @@ class Step:
                 runner.release()
 
     def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str) -> tuple[Captured[Runner], Runner]:
-        start = time.perf_counter()
-        step = capture_step(
-            self._train_step, args, kwargs, keep_grads=self._keep_grads, known=self._known, asks_kernels=True
-        )
-        variants = [variant for variant in (step.first, step.steady) if variant is not None]
-        is_real = not _has_fakes(step, args, kwargs)
-        earlier = [runner.choice for captured in self._captures for runner in captured.runners]
-        runners = [Runner(variant, self._options, is_real=is_real, earlier=earlier) for variant in variants]
+        timings, traces = Timings(), self._known.traces
+        self._timings = timings
+        with collections_wait():
+            with timings.running(timings.capture):
+                step = capture_step(
+                    self._train_step, args, kwargs, keep_grads=self._keep_grads, known=self._known, asks_kernels=True
+                )
+            timings.capture.count = self._known.traces - traces
+            runners = self._planned(step, timings, is_real=not _has_fakes(step, args, kwargs))
         captured = Captured(step, runners, call_key(args, kwargs))
         dropped = self._captures.add(captured)
         logger.info(
             "%s: captured and planned in %.2f s for %s, since %s; %d of at most %d plans kept",
-            variants[-1].name, time.perf_counter() - start, step.arguments, reason, len(self._captures), self._captures.most,
+            runners[-1].name, timings.total_s, step.arguments, reason, len(self._captures), self._captures.most,
         )  # fmt: skip
         if dropped is not None and (self._captures.dropped - 1) % self._captures.most == 0:
             logger.warning(
@@ -257,6 +272,19 @@ class Step:
             f"no plan fits the state that it was captured from: {captured.runners[-1].state_failure()}",
             code="no_plan_fits",
         )
+
+    def _planned(self, step: CapturedStep, timings: Timings, *, is_real: bool) -> list[Runner]:
+        """What runs the first step, if there is one, and the later ones."""
+        earlier = [runner.choice for captured in self._captures for runner in captured.runners]
+        runners: list[Runner] = []
+        for variant in filter(None, (step.steady, step.first)):
+            # The process has to have room for later steps anyway, and so a first one is not searched below that.
+            enough_bytes = runners[0].plan.total_bytes if runners else 0
+            runner = Runner(
+                variant, self._options, timings, is_real=is_real, earlier=earlier, enough_bytes=enough_bytes
+            )
+            runners.insert(0, runner)
+        return runners
 
     def _refuse_torn(self) -> None:
         """After a step that failed half-way nothing runs until what it had written to is loaded again."""
@@ -288,7 +316,14 @@ class Runner:
     """Runs one variant of a captured step by its plan."""
 
     def __init__(
-        self, variant: Variant, options: Options, *, is_real: bool = True, earlier: Sequence[Choice] = ()
+        self,
+        variant: Variant,
+        options: Options,
+        timings: Timings,
+        *,
+        is_real: bool = True,
+        earlier: Sequence[Choice] = (),
+        enough_bytes: int = 0,
     ) -> None:
         if options.streams > 1 and variant.device.type != "cuda":
             raise ExecutionError(f"streams are CUDA's, and the step runs on {variant.device.type}", code="streams")
@@ -300,6 +335,8 @@ class Runner:
             streams=options.streams,
             is_real=is_real,
             earlier=earlier,
+            enough_bytes=enough_bytes,
+            timings=timings,
         )
         program = self._program = choice.program
         self.plan = choice.plan

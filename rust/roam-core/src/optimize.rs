@@ -224,6 +224,11 @@ impl<'a> Search<'a> {
             if seeks_orders && self.is_done() && self.whole.problem.len() > SMALL {
                 continue;
             }
+            // Cheap orders and layouts are always tried: they take no longer than to find out that they need not be.
+            let total = if seeks_orders { self.least_total() } else { self.total(self.best()) };
+            if !matches!(name, "order" | "layout") && self.suffices(total) {
+                continue;
+            }
             match stages.time(name, share_done, || stage(self)) {
                 Ok(()) => {}
                 Err(Stop::TimedOut) => {
@@ -297,6 +302,9 @@ impl<'a> Search<'a> {
     fn search_layouts(&mut self) -> Result<(), Stop> {
         let mut work = SEARCH_WORK;
         for at in self.whole.ranking() {
+            if self.suffices(self.total(self.best())) {
+                break;
+            }
             while self.search_layout(at, &mut work)? {}
         }
         // A search that found something before the deadline does not say that it was cut short.
@@ -383,7 +391,7 @@ impl<'a> Search<'a> {
             self.whole.add("fitting_updates", order);
         }
         for (at, part) in [Part::Pool, Part::Outside].into_iter().enumerate() {
-            if self.is_done() {
+            if self.is_done() || self.suffices(self.least_total()) {
                 return Ok(());
             }
             if self.parts.len() == at {
@@ -401,7 +409,7 @@ impl<'a> Search<'a> {
             self.note_parts();
         }
         for at in 0..self.parts.len() {
-            if order::is_within(self.least_total(), self.bound()) {
+            if self.is_settled() {
                 break;
             }
             let part = &mut self.parts[at].0;
@@ -418,12 +426,12 @@ impl<'a> Search<'a> {
     /// Where the search for orders gave up: integer programs, which take seconds, and so only where the total is not
     /// all but proved.
     fn solve_orders(&mut self) -> Result<(), Stop> {
-        if order::is_within(self.least_total(), self.bound()) {
+        if self.is_settled() {
             return Ok(());
         }
         self.whole.solve(&mut self.exact, self.watch)?;
         for at in 0..self.parts.len() {
-            if order::is_within(self.least_total(), self.bound()) {
+            if self.is_settled() {
                 break;
             }
             let part = &mut self.parts[at].0;
@@ -443,9 +451,22 @@ impl<'a> Search<'a> {
         self.note_parts();
     }
 
+    /// Whether so many step-local bytes are as few as the caller asks for.
+    fn suffices(&self, total: u64) -> bool {
+        let Settings { enough_bytes, worth_bytes, .. } = *self.settings;
+        total.saturating_add(self.graph.persistent_bytes()) <= enough_bytes
+            || (worth_bytes > 0 && total.saturating_sub(self.bound()) < worth_bytes)
+    }
+
     /// Whether no order can have a smaller total than the best one on trial.
     fn is_done(&self) -> bool {
         self.least_total() <= self.bound()
+    }
+
+    /// Whether what the best order on trial may be from the least is not worth a search.
+    fn is_settled(&self) -> bool {
+        let total = self.least_total();
+        order::is_within(total, self.bound()) || self.suffices(total)
     }
 
     /// Takes over what is proved of the parts.

@@ -126,6 +126,12 @@ pub struct Settings {
     /// What may run at once.
     #[serde(default, skip_serializing_if = "is_default")]
     pub stream_model: StreamModel,
+    /// The search ends once a plan takes no more bytes than this in all, persistent ones included.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub enough_bytes: u64,
+    /// The search ends where it is proved that no plan takes so many bytes less.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub worth_bytes: u64,
 }
 
 fn is_default<T: Default + PartialEq>(value: &T) -> bool {
@@ -148,6 +154,8 @@ impl Settings {
         time_limit_s: None,
         speed: None,
         stream_model: StreamModel::HappensBefore,
+        enough_bytes: 0,
+        worth_bytes: 0,
     };
 
     /// Whether the settings make sense.

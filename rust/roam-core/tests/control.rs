@@ -66,6 +66,39 @@ fn orders_found_in_time_are_used() {
     assert!(plan.peak_bytes < plan.program_order_peak_bytes);
 }
 
+/// The stages that a plan with such settings took more than cheap orders and layouts.
+fn stages(graph: &Graph, settings: &Settings) -> (u64, Vec<String>) {
+    let begun = Arc::new(Mutex::new(Vec::new()));
+    let seen = begun.clone();
+    let note = move |stage: &str, _: f64| seen.lock().expect("a list").push(stage.to_owned());
+    let control = Control { progress: Some(Box::new(note)), ..Control::default() };
+    let plan = optimize(graph, settings, &control).expect("a plan");
+    verify(graph, &plan).expect("valid");
+    assert!(plan.peak_bytes <= plan.program_order_peak_bytes);
+    let begun = begun.lock().expect("a list").clone();
+    (plan.total_bytes, begun)
+}
+
+#[test]
+fn a_search_ends_at_what_is_enough_or_not_worth_going_on() {
+    let mut random = Random::new(11);
+    let mut graph = random_graph(&mut random, 60);
+    let searched = |graph: &Graph| stages(graph, &SETTINGS).1.iter().any(|stage| stage == "refine");
+    while !searched(&graph) {
+        graph = random_graph(&mut random, 60);
+    }
+    let (best, _) = stages(&graph, &SETTINGS);
+    let cheap = ["program_order", "order", "layout", "verify"];
+    for settings in [Settings { enough_bytes: u64::MAX, ..SETTINGS }, Settings { worth_bytes: u64::MAX, ..SETTINGS }] {
+        let (total, begun) = stages(&graph, &settings);
+        assert!(total >= best);
+        assert_eq!(begun, cheap);
+    }
+    // What no plan reaches ends no search early.
+    let (total, begun) = stages(&graph, &Settings { enough_bytes: 1, worth_bytes: 0, ..SETTINGS });
+    assert_eq!((total, begun), stages(&graph, &SETTINGS));
+}
+
 #[test]
 fn a_generous_limit_changes_nothing() {
     let mut random = Random::new(6);

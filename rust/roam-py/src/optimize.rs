@@ -29,6 +29,8 @@ use std::sync::Arc;
 ///         None, those count that are at most five percent slower than the fastest.
 ///     stream_model: ``happens_before``, whose plans are safe under every timing, or ``time_step``, the model of the
 ///         literature, for comparison: its plans must not be run.
+///     enough_bytes: the search ends once a plan takes no more than this in all, persistent tensors included.
+///     worth_bytes: the search ends where it is proved that no plan takes so many bytes less than the best so far.
 ///     progress: called on the calling thread with the stage that begins and the share of the work done, in [0, 1].
 ///         What it raises ends planning and is raised here.
 ///
@@ -39,7 +41,7 @@ use std::sync::Arc;
 #[pyfunction]
 #[pyo3(signature = (
     graph, streams = 1, reuse = true, time_limit_s = None, exact = "auto", progress = None, *,
-    speed = None, stream_model = "happens_before"
+    speed = None, stream_model = "happens_before", enough_bytes = 0, worth_bytes = 0
 ))]
 #[allow(clippy::too_many_arguments)] // Keyword arguments of the Python function.
 pub(crate) fn optimize(
@@ -52,6 +54,8 @@ pub(crate) fn optimize(
     progress: Option<Py<PyAny>>,
     speed: Option<f64>,
     stream_model: &str,
+    enough_bytes: u64,
+    worth_bytes: u64,
 ) -> PyResult<PyPlan> {
     let refuse = |code: &str, message: String| Fault { class: Class::Plan, message, code, site: None }.raise(py);
     let Some(streams) = u32::try_from(streams).ok().filter(|streams| (1..=MAX_STREAMS).contains(streams)) else {
@@ -75,7 +79,7 @@ pub(crate) fn optimize(
             return Err(refuse("invalid_exact", message));
         }
     };
-    let settings = Settings { streams, reuse, exact, time_limit_s, speed, stream_model };
+    let settings = Settings { streams, reuse, exact, time_limit_s, speed, stream_model, enough_bytes, worth_bytes };
     settings.check().map_err(|fault| refuse(fault.code(), fault.to_string()))?;
     let graph = graph_argument(graph)?;
     let control = Control { solver: Some(Arc::new(Cbc)), ..Control::default() };

@@ -130,6 +130,14 @@ impl PyPlan {
         settings.set_item("time_limit_s", self.plan.settings.time_limit_s)?;
         settings.set_item("speed", self.plan.settings.speed)?;
         settings.set_item("stream_model", word(self.plan.settings.stream_model))?;
+        // As in files: only where they were given.
+        for (name, bytes) in
+            [("enough_bytes", self.plan.settings.enough_bytes), ("worth_bytes", self.plan.settings.worth_bytes)]
+        {
+            if bytes > 0 {
+                settings.set_item(name, bytes)?;
+            }
+        }
         Ok(settings)
     }
     /// Numbers of the operators in execution order.

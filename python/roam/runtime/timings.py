@@ -1,0 +1,81 @@
+"""Where the time of a step's first call goes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class Stage:
+    """What one stage has taken.
+
+    Attributes:
+        wall_s: seconds that passed.
+        cpu_s: seconds of all threads of the process on a processor.
+        count: how many times it did its work: traces, kernels, plans, runs.
+    """
+
+    wall_s: float = 0.0
+    cpu_s: float = 0.0
+    count: int = 0
+
+
+@dataclass(slots=True)
+class Timings:
+    """Where the time between a call and its result went that captured a step.
+
+    Attributes:
+        capture: running the user's function on fake tensors; counts traces.
+        kernels: finding out what kernels take for themselves; counts those that were run.
+        plan: choosing how the step runs, the first one and the later ones; counts the plans that were made.
+        first_run: the first run of the plan, which checks every operator; counts 1 when it has begun.
+    """
+
+    capture: Stage = field(default_factory=Stage)
+    kernels: Stage = field(default_factory=Stage)
+    plan: Stage = field(default_factory=Stage)
+    first_run: Stage = field(default_factory=Stage)
+    _current: Stage | None = None
+    _since: tuple[float, float] = (0.0, 0.0)
+
+    @contextmanager
+    def running(self, stage: Stage) -> Iterator[None]:
+        """Adds what is done inside to one of the stages, and not to the one that it is a part of."""
+        outer = self._current
+        self._charge()
+        self._current = stage
+        try:
+            yield
+        finally:
+            self._charge()
+            self._current = outer
+
+    def _charge(self) -> None:
+        now = time.perf_counter(), time.process_time()
+        if self._current is not None:
+            self._current.wall_s += now[0] - self._since[0]
+            self._current.cpu_s += now[1] - self._since[1]
+        self._since = now
+
+    @property
+    def total_s(self) -> float:
+        """Seconds that have passed in all stages so far."""
+        return sum(stage.wall_s for stage in (self.capture, self.kernels, self.plan, self.first_run))
+
+    def __str__(self) -> str:
+        """One line."""
+        stages = (
+            ("capture", self.capture, "traces"), ("kernels", self.kernels, "tried"), ("planning", self.plan, "plans"),
+            ("first run", self.first_run, ""),
+        )  # fmt: skip
+        shown = [
+            f"{name} {stage.wall_s:.2f} s" + (f" ({stage.count} {unit})" if unit else "")
+            for name, stage, unit in stages
+        ]
+        return f"{self.total_s:.2f} s: " + ", ".join(shown)
+
+
+__all__ = ["Stage", "Timings"]
