@@ -624,3 +624,10 @@ class TestContextsMadeOnce:
         step(x, y)
         assert len(step.plans) > plans
         assert roam.compare(step, x, y).equal
+
+
+def test_shapes_that_hang_on_data_are_refused_with_a_form_that_does_not() -> None:
+    net, _ = linear()
+    found = roam.compare(lambda x: net(x)[torch.where(x[:, 0] > 0)[0]].sum(), torch.randn(4, 6))
+    assert found.outcome == "refused"
+    assert "torch.where with three arguments" in str(found)

@@ -57,16 +57,20 @@ _HIDDEN_ALIAS = {
 _SHAPED_BY_NUMBERS = {aten.arange, aten.range}
 # Kernels whose result is a Python bool.
 _ANSWERS = {aten.equal.default, aten.allclose.default}
+_BY_DATA = (
+    "the shape of its result depends on data; use a form with a fixed shape: torch.where with three arguments, masked_fill, or a "
+    "product with the mask"
+)
 # Kernels that give a tensor another storage or size under the same name.
 _REFUSED = {
     "aten::set_": "it gives a tensor another storage",
     "aten::resize_": "it changes the size of a storage",
     "aten::resize_as_": "it changes the size of a storage",
     "aten::set_data": "it gives a tensor another storage",
-    "aten::nonzero": "the shape of its result depends on data",
-    "aten::masked_select": "the shape of its result depends on data",
-    "aten::_unique2": "the shape of its result depends on data",
-    "aten::unique_consecutive": "the shape of its result depends on data",
+    "aten::nonzero": _BY_DATA,
+    "aten::masked_select": _BY_DATA,
+    "aten::_unique2": _BY_DATA,
+    "aten::unique_consecutive": _BY_DATA,
 }
 _REPLACED = "the tensor was given other data (.data = ...); write into the data that it has, as in p.data.copy_(...)"
 _SET_UNSEEN = (
@@ -468,10 +472,7 @@ class Recorder(TorchDispatchMode):
                 outputs.append(None)
                 continue
             if any(not isinstance(size, int) for size in item.shape):
-                self.refuse(
-                    "the shape of its result depends on data", code="data_dependent",
-                    op=call.name, source=call.source,
-                )  # fmt: skip
+                self.refuse(_BY_DATA, code="data_dependent", op=call.name, source=call.source)
             if item.layout is not torch.strided:
                 self.refuse(
                     f"tensors of layout {item.layout} are not captured", code="layout",
