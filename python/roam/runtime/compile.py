@@ -560,8 +560,8 @@ class Runner:
 
 
 def _written_before_checks(program: Program, executor: Executor) -> list[int] | None:
-    """Places among the inputs of what the plan writes to before the last check of the step's code, other than parameters and what
-    belongs to them, of which the step's code has changed all if a check comes so late; None where there is no check.
+    """Places among the inputs of what the plan writes to before the last check of the step's code, other than parameters and
+    optimizer state, of which the step's code has changed all if a check comes so late; None where there is no check.
     """
     order = executor.bindings.order
     last = max((step for step, index in enumerate(order) if program.calls[index].is_check), default=None)
@@ -573,7 +573,7 @@ def _written_before_checks(program: Program, executor: Executor) -> list[int] | 
         for place, (owner, slot) in enumerate(program.owned)
         if program.slots[slot] is not None
         and program.storage_of(slot) in written
-        and owner.kind not in ("parameter", "optimizer_state", "gradient")
+        and owner.kind not in ("parameter", "optimizer_state")
     ]
 
 
