@@ -4,9 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from typing import Any
+from unittest import mock
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from roam.capture import absent
 from roam.errors import CaptureError
@@ -39,8 +48,72 @@ def fake(device: str = "cpu") -> Iterator[None]:
     is_absent = absent.is_absent(torch.device(device))
     if is_absent:
         absent.prepare()
-    with new_mode(), torch.device(device), absent.as_if_present() if is_absent else nullcontext():
+    # It draws again until no value is too large, which nobody can tell of fakes.
+    truncated = mock.patch.object(torch.nn.init, "_no_grad_trunc_normal_", lambda tensor, *_, **__: tensor)
+    with truncated, new_mode(), Known(), torch.device(device), absent.as_if_present() if is_absent else nullcontext():
         yield
+
+
+class Known(TorchDispatchMode):
+    """Knows the values of small tensors that are made of nothing but numbers, for constructors that read them:
+    `torch.linspace(0, rate, depth).tolist()`. Enter it inside of a fake mode.
+
+    The same operators run on real tensors on the CPU beside the fakes; nothing is known of what is random or uninitialized.
+    """
+
+    MOST_ELEMENTS = 4096
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._lost: dict[int, torch.UntypedStorage] = {}
+        """Storages of real tensors whose fakes were written to with what is not known."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        are_known = all(self._real(tensor) is not None for tensor in given)
+        if func is torch.ops.aten._local_scalar_dense.default and are_known:
+            with _disable_current_modes():
+                return self._real(given[0]).item()
+        try:
+            result = func(*args, **kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            if not are_known:
+                raise
+            real = self._run(func, args, kwargs)
+            device = given[0].device
+            result = pytree.tree_map_only(
+                torch.Tensor, lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=device), real
+            )
+        made = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        is_small = all(tensor.numel() <= self.MOST_ELEMENTS for tensor in (*given, *made))
+        if are_known and is_small and not _is_arbitrary(func):
+            for fake, real in zip(made, pytree.tree_leaves(self._run(func, args, kwargs)), strict=True):
+                fake._roam_known = real  # type: ignore[attr-defined]
+        elif func._schema.is_mutable:
+            for tensor in [real for real in map(self._real, given) if real is not None]:
+                storage = tensor.untyped_storage()
+                self._lost[storage._cdata] = storage
+        return result
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The results of a kernel on real tensors."""
+        with _disable_current_modes():
+            args, kwargs = pytree.tree_map_only(torch.Tensor, self._real, (args, kwargs))
+            return func(*args, **({**kwargs, "device": "cpu"} if "device" in kwargs else kwargs))
+
+    def _real(self, tensor: torch.Tensor) -> Any:
+        """The value of a fake tensor; None where it is not known."""
+        real = getattr(tensor, "_roam_known", None) if isinstance(tensor, FakeTensor) else tensor
+        return None if real is None or real.untyped_storage()._cdata in self._lost else real
+
+
+def _is_arbitrary(func: Any) -> bool:
+    """Whether results of a kernel do not hang on its arguments alone."""
+    is_random = torch.Tag.nondeterministic_seeded in func.tags
+    return is_random or func.namespace != "aten" or "empty" in func._opname or func._opname == "resize_"
 
 
 def mode_of(tensors: list[torch.Tensor]) -> FakeTensorMode:
