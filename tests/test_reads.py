@@ -462,6 +462,9 @@ class Loop(Trainer):
     def step(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return self.train(x, y, self.scale)
 
+    def rebuild(self) -> None:
+        object.__setattr__(self, "mode", "rebuilt")
+
     def fit(self) -> None:
         COUNTS.append(len(self.history))
         SCALE["seen"] = COUNTS[-1]

@@ -587,7 +587,8 @@ class _Walk:
 
     def _globals(self, function: types.FunctionType, is_root: bool) -> None:
         names, attributes = names_of(function.__code__)
-        if self.reads.gives_up(function.__name__, attributes):
+        is_used = self.edge is None or self.reads.is_narrow  # what is behind attributes need not be
+        if is_used and self.reads.gives_up(function.__name__, attributes):
             raise _LeftOut
         self.is_held = self.is_held and not self.reads.takes_by_computed_name({*names, *attributes})
         self._release(attributes if self.is_held else list(self.held))
@@ -680,8 +681,8 @@ class _Walk:
         except AttributeError:
             attributes = None
         if issubclass(type(value), _ENTERED):
-            names = [name for name in attributes if name not in _WHILE_ENTERED]
-            self._fill(NamesSpace(attributes, names, path, label=_child(path)))
+            between = [name for name in attributes if name not in _WHILE_ENTERED]
+            self._fill(NamesSpace(attributes, between, path, label=_child(path)))
             return
         is_mere_container = type(value).__module__ in ("builtins", "collections") and not attributes
         has_dictionary = type(attributes) is dict and not is_mere_container

@@ -299,7 +299,7 @@ def _what_was_read(
     if reach.reads.is_narrow or reach.reads.everything:
         return reach
     narrow = Reach.of(train_step, args, kwargs, reach.reads.narrow())
-    if reach.reads.has_strays():
+    if reach.reads.has_strays() or reach.reads.everything:
         reach.reads.everything = True
         raise ReadMore
     if narrow.world() != reach.world() or _numbers(narrow, changing) != _numbers(reach, changing):
