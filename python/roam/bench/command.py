@@ -28,7 +28,7 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
 
     def command(name: str, summary: str, *needs: str) -> argparse.ArgumentParser:
         made = commands.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
-        made.set_defaults(run=_run, module=f"roam.bench.{name}", needs=needs)
+        made.set_defaults(run=_run, module=f"roam.bench.{name.replace('-', '_')}", needs=needs)
         made.add_argument("--json", action="store_true", help="print one JSON object, the contents of the JSON file")
         made.add_argument(
             "--output",
@@ -83,6 +83,9 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
 
     suite.add_argument("--step", choices=("first", "steady"), default="steady", help="(default steady)")
     suite.add_argument("--graphs", type=Path, metavar="DIR", help="write every captured graph to this folder")
+
+    first_call = command("first-call", "measure where the time of a compiled step's first call goes", *_MODELS)
+    _only(first_call, "step")
 
     layout = command("layout", "pack layout files in MiniMalloc's format, and compare pools with their bounds")
     layout.add_argument("files", nargs="+", type=Path, metavar="FILE", help="a CSV file in MiniMalloc's format")

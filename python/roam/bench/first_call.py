@@ -1,0 +1,142 @@
+"""How long the first call of a compiled step takes, by stages, each step in a process of its own: `roam bench first-call`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from roam.bench.results import BenchError, Record, Row, Task
+from roam.bench.run import Benchmark, Column, Table, check_named
+
+STEPS = {
+    "ppo-tiny": None, "gpt2-tiny": (1, 128), "gpt2-4-layers": None, "bert-base": (1, 128), "resnet18": (4, None),
+    "resnet50": (4, None), "vit_b_16": (4, None),
+}  # fmt: skip
+"""Steps by name, with (batch, tokens) of those of the zoo."""
+_STAGES = ("capture", "kernels", "plan", "first_run")
+
+
+def benchmark(arguments: argparse.Namespace) -> Benchmark:
+    """All steps, or those named."""
+    check_named(arguments.only, STEPS)
+    names = [name for name in STEPS if name in (arguments.only or STEPS)]
+    tasks = [Task({"step": name}, partial(_measure, name)) for name in names]
+    return Benchmark("first_call", {"only": arguments.only}, tasks, _COLUMNS)
+
+
+def _measure(name: str) -> Row:
+    done = subprocess.run([sys.executable, "-m", __name__, name], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise BenchError(f"first-call {name}: {done.stderr.strip().splitlines()[-1]}")
+    return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
+
+
+def rows_table(record: Record) -> Table:
+    """Every step."""
+    return Table("First calls", _COLUMNS, record["rows"])
+
+
+def _seconds(stage: str) -> Callable[[Row], str]:
+    return lambda row: f"{row[f'{stage}_cpu_s']:.2f}"
+
+
+_COLUMNS = (
+    Column("step", lambda row: row["step"], right=False),
+    Column("first call, s", lambda row: f"{row['cpu_s']:.2f}"),
+    Column("capture", _seconds("capture")),
+    Column("traces", lambda row: str(row["capture_count"])),
+    Column("kernels", _seconds("kernels")),
+    Column("tried", lambda row: str(row["kernels_count"])),
+    Column("planning", _seconds("plan")),
+    Column("plans", lambda row: str(row["plan_count"])),
+    Column("first run", _seconds("first_run")),
+    Column("a later run", lambda row: f"{row['later_cpu_s']:.3f}"),
+)
+
+
+def _ppo() -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """An update of two 32-wide networks by proximal policy optimization."""
+    import torch
+    from torch import nn
+
+    def net(width: int) -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, width))
+
+    policy, value = net(4), net(1)
+    parameters = [*policy.parameters(), *value.parameters()]
+    optimizer = torch.optim.Adam(parameters, lr=3e-4)
+
+    def update(seen: Any, acted: Any, advantage: Any, returned: Any, before: Any) -> Any:
+        logits = policy(seen).log_softmax(-1)
+        ratio = (logits.gather(1, acted[:, None]).squeeze(1) - before).exp()
+        loss = -torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).mean()
+        loss = loss + 0.5 * (value(seen).squeeze(-1) - returned).square().mean()
+        loss = loss + 0.01 * (logits.exp() * logits).sum(-1).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(parameters, 0.5)
+        optimizer.step()
+        return loss.detach()
+
+    batch = torch.randn(64, 8), torch.randint(4, (64,)), torch.randn(64), torch.randn(64), torch.randn(64)
+    return update, batch
+
+
+def _gpt2() -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """GPT-2 small with 4 of its layers."""
+    import torch
+    import transformers
+
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=4))
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def train_step(tokens: Any) -> Any:
+        optimizer.zero_grad()
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return train_step, (torch.randint(50257, (1, 128)),)
+
+
+def _made(name: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    from roam import zoo
+
+    if (sizes := STEPS[name]) is None:
+        return _ppo() if name == "ppo-tiny" else _gpt2()
+    built = zoo.build(name, batch=sizes[0], seq=sizes[1])
+    return built.train_step, (built.model, built.optimizer, *built.batch)
+
+
+def main() -> None:
+    """Measures one step in this process, and prints its row."""
+    import time
+
+    import roam
+
+    function, call = _made(sys.argv[1])
+    step = roam.compile(function)
+    start = time.process_time()
+    step(*call)
+    row: dict[str, Any] = {"cpu_s": time.process_time() - start}
+    timings = step.timings
+    assert timings is not None, "the step has been called"
+    for name in _STAGES:
+        stage = getattr(timings, name)
+        row |= {f"{name}_cpu_s": stage.cpu_s, f"{name}_wall_s": stage.wall_s, f"{name}_count": stage.count}
+    for _ in range(2):
+        step(*call)
+    start = time.process_time()
+    step(*call)
+    row["later_cpu_s"] = time.process_time() - start
+    sys.stdout.write(json.dumps(row) + "\n")
+
+
+if __name__ == "__main__":
+    main()
