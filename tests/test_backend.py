@@ -220,7 +220,9 @@ def test_other_shapes_get_plans_of_their_own(dynamic: bool | None, seen: Seen) -
 
 
 def test_shapes_that_never_come_back_are_not_planned_for_ever(seen: Seen) -> None:
-    compiled = torch.compile(lambda x: (x.sin() * 2).cos().sum(), backend=backend, dynamic=True)
+    compiled = torch.compile(
+        lambda x: (x.sin() * 2).cos().sum(), backend=backend, dynamic=True, options={"max_plans": 8}
+    )
     for size in (*range(3, 14), 3):
         x = torch.randn(size)
         assert compiled(x).equal((x.sin() * 2).cos().sum())
@@ -228,6 +230,24 @@ def test_shapes_that_never_come_back_are_not_planned_for_ever(seen: Seen) -> Non
     assert seen.planned_runs == 1
     (warning,) = seen.warnings
     assert "others run unplanned" in warning
+    assert "max_plans" in warning
+
+
+def test_twelve_lengths_by_turns_are_planned_once_each(seen: Seen) -> None:
+    compiled = torch.compile(lambda x: (x.sin() * 2).cos().sum(), backend=backend, dynamic=True)
+    for _ in range(2):
+        for size in range(3, 15):
+            x = torch.randn(size)
+            assert compiled(x).equal((x.sin() * 2).cos().sum())
+    assert (len(seen.choices), seen.planned_runs) == (12, 12)
+    assert not seen.warnings
+    assert sum(choice.is_searched for choice in seen.choices) < 12
+
+
+@pytest.mark.parametrize("max_plans", [0, True, "many"])
+def test_a_limit_that_is_none_is_refused(max_plans: object) -> None:
+    with pytest.raises(Exception, match="max_plans is a whole number"):
+        torch.compile(torch.sin, backend=backend, options={"max_plans": max_plans})(torch.ones(2))
 
 
 def views_and_changes(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> Any:

@@ -30,14 +30,12 @@ from roam.capture.generators import watched
 from roam.capture.step import Variant
 from roam.errors import CaptureError, ExecutionError
 from roam.kernels.table import is_proven
-from roam.runtime.choose import Options, choose, is_disabled
+from roam.runtime.choose import MAX_PLANS, Choice, Options, choose, is_disabled
 from roam.runtime.execute import Executor
 from roam.runtime.pool import Pool
 
 logger = logging.getLogger("roam")
 
-_MOST_PLANS = 8
-"""Plans kept for one graph; more of them means that its shapes change at every call."""
 _PLANNED_DEVICES = ("cpu", "cuda")
 
 Boxed = Callable[[list[Any]], Any]
@@ -51,26 +49,33 @@ def backend(
 
     Args:
         module, example_inputs: what Dynamo gives a backend.
-        options: ``torch.compile``'s: `time_limit_s`, `pool` and `poison` as for `roam.compile`. A pool there is only where it is
+        options: ``torch.compile``'s: `time_limit_s`, `pool`, `poison` and `max_plans` as for `roam.compile`; of each graph as many
+            plans are made, and other calls of it run unplanned. A pool there is only where it is
             asked for: it would stay allocated while the other graphs and the optimizer run.
     """
-    unknown = (options or {}).keys() - {"time_limit_s", "pool", "poison"}
+    given = dict(options or {})
+    max_plans = given.pop("max_plans", MAX_PLANS)
+    unknown = given.keys() - {"time_limit_s", "pool", "poison"}
     if unknown:
         raise ValueError(f"the backend has no option {sorted(unknown)[0]!r}")
-    chosen = Options(**{"pool": False, **(options or {})})
+    if type(max_plans) is not int or max_plans < 1:
+        raise ValueError(f"max_plans is a whole number of at least 1, not {max_plans!r}")
+    chosen = Options(**{"pool": False, **given})
     return aot_autograd(
-        fw_compiler=partial(_compile_graph, phase="forward", options=chosen),
-        bw_compiler=partial(_compile_graph, phase="backward", options=chosen),
+        fw_compiler=partial(_compile_graph, phase="forward", options=chosen, max_plans=max_plans),
+        bw_compiler=partial(_compile_graph, phase="backward", options=chosen, max_plans=max_plans),
         # What the backend aot_eager does, whose results these are bit for bit.
         partition_fn=min_cut_rematerialization_partition,
         keep_inference_input_mutations=True,
     )(module, example_inputs)
 
 
-def _compile_graph(module: GraphModule, example_inputs: Sequence[Any], *, phase: str, options: Options) -> Boxed:
+def _compile_graph(
+    module: GraphModule, example_inputs: Sequence[Any], *, phase: str, options: Options, max_plans: int
+) -> Boxed:
     """A compiler for AOTAutograd."""
     dying = _saved_alone() if phase == "backward" else ()
-    graph = PlannedGraph(module, get_aot_graph_name(), phase=phase, dying=dying, options=options)
+    graph = PlannedGraph(module, get_aot_graph_name(), phase=phase, dying=dying, options=options, max_plans=max_plans)
 
     def run(args: list[Any]) -> Any:
         return graph.run(args)
@@ -89,12 +94,22 @@ def _saved_alone() -> Collection[int]:
 class PlannedGraph:
     """One graph of AOTAutograd's with its plans, one for each kind of arguments."""
 
-    def __init__(self, module: GraphModule, name: str, *, phase: str, dying: Collection[int], options: Options) -> None:
+    def __init__(
+        self,
+        module: GraphModule,
+        name: str,
+        *,
+        phase: str,
+        dying: Collection[int],
+        options: Options,
+        max_plans: int = MAX_PLANS,
+    ) -> None:
         self._module = module
         self._name = name
         self._phase = phase
         self._dying = dying
         self._options = options
+        self._max_plans = max_plans
         self._run_unplanned: Boxed = boxed_nop(module, [])
         self._plans: dict[object, _Planned | None] = {}
         """By `_signature`; None where there is no plan."""
@@ -107,7 +122,7 @@ class PlannedGraph:
             return self._run_unplanned(args)
         if signature not in self._plans:
             with self._lock:
-                if signature not in self._plans and len(self._plans) < _MOST_PLANS:
+                if signature not in self._plans and len(self._plans) < self._max_plans:
                     return self._first_run(signature, args)
         planned = self._plans.get(signature)
         if planned is None:
@@ -127,10 +142,12 @@ class PlannedGraph:
             results, planned = self._run_unplanned(args), None
             logger.warning("%s runs unplanned: %s", self._name, error)
         self._plans[signature] = planned
-        if len(self._plans) == _MOST_PLANS:
+        if len(self._plans) == self._max_plans:
             logger.warning(
-                "%s has been planned for %d kinds of arguments; others run unplanned", self._name, _MOST_PLANS
-            )
+                "%s has been planned for %d kinds of arguments; others run unplanned. Pad what changes its shape to a few lengths, "
+                'or plan more kinds by options={"max_plans": ...}',
+                self._name, self._max_plans,
+            )  # fmt: skip
         args.clear()
         return results
 
@@ -139,14 +156,15 @@ class PlannedGraph:
         variant = Variant(program, self._name)
         if variant.device.type not in _PLANNED_DEVICES:
             raise CaptureError(f"tensors on {variant.device} are not planned", code="device")
-        return _Planned(variant, self._options)
+        earlier = [planned.choice for planned in self._plans.values() if planned is not None]
+        return _Planned(variant, self._options, earlier=earlier)
 
 
 class _Planned:
     """A graph's program with its plan."""
 
-    def __init__(self, variant: Variant, options: Options) -> None:
-        choice = choose(variant, pool=options.pool, time_limit_s=options.time_limit_s)
+    def __init__(self, variant: Variant, options: Options, *, earlier: Sequence[Choice] = ()) -> None:
+        choice = self.choice = choose(variant, pool=options.pool, time_limit_s=options.time_limit_s, earlier=earlier)
         logger.info("%s: %s", variant.name, choice)
         program = choice.program
         self._device = variant.device

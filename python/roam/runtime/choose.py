@@ -29,6 +29,8 @@ from roam.runtime.estimate import Estimator
 from roam.runtime.fuse import fused
 from roam.runtime.timings import Timings
 
+MAX_PLANS = 64
+"""Kinds of calls of one step or graph for which plans are kept unless the caller says otherwise."""
 WORTH = 0.02
 """What the pool may cost, as a share of the total: it has no fragmentation, and its addresses and size are known before."""
 _NEAR = 0.001

@@ -26,7 +26,7 @@ from roam.interrupts import interrupts_wait
 from roam.kernels.table import is_proven
 from roam.program import Program, TensorMeta
 from roam.runtime.captures import Captured, Captures, call_key
-from roam.runtime.choose import Choice, Options, choose, is_disabled
+from roam.runtime.choose import MAX_PLANS, Choice, Options, choose, is_disabled
 from roam.runtime.culprit import PlannedValues
 from roam.runtime.execute import Executor
 from roam.runtime.lanes import CudaLanes
@@ -38,8 +38,6 @@ from roam.runtime.timings import Timings
 logger = logging.getLogger("roam")
 
 OnChange = Literal["replan", "raise", "eager"]
-MAX_PLANS = 64
-"""Kinds of calls of one step for which plans are kept unless the caller says otherwise."""
 
 
 def compile(
