@@ -128,6 +128,26 @@ def test_a_call_asks_no_guards_but_its_own(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(asked) == len(LENGTHS)
 
 
+def test_what_is_kept_is_told_and_does_not_grow(caplog: pytest.LogCaptureFixture) -> None:
+    net, optimizer = setting()
+    step = roam.compile(make_step(net, optimizer))
+    assert "0 of at most 64 kept" in str(step.kept())
+    with caplog.at_level(logging.INFO, logger="roam"):
+        for length in (4, 5, 6, 4, 5, 6):  # the first run of a plan is another than the later ones
+            step(batch(length))
+    assert [plan.arguments for plan in step.kept().plans] == [f"args[0] (2, {length})" for length in (6, 5, 4)]
+    assert "shape of args[0] changed from torch.Size([2, 5]) to torch.Size([2, 6])" in step.kept().plans[0].reason
+    assert sum("captured and planned in" in record.getMessage() for record in caplog.records) == 3
+    before = step.kept().host_bytes
+    assert before > 100_000
+    for _ in range(3):
+        for length in (4, 5, 6):
+            step(batch(length))
+    assert step.kept().host_bytes == before
+    assert "3 of at most 64 kept" in str(step.kept())
+    assert all(plan.host_bytes > 10_000 and plan.seconds > 0 for plan in step.kept().plans)
+
+
 class TestLimit:
     def test_the_least_recently_used_goes_and_says_so_once(self, caplog: pytest.LogCaptureFixture) -> None:
         net, optimizer = setting()

@@ -32,6 +32,10 @@ class Captured(Generic[R]):
     """Of its variants: the first step, if there is one, and the steady one."""
     key: tuple[Hashable, ...]
     """`argument_key` of the call that it was captured from."""
+    reason: str
+    """Why it was captured."""
+    seconds: float
+    """What capture and planning took."""
 
 
 class Captures(Sequence[Captured[R]]):

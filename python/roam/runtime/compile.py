@@ -31,7 +31,7 @@ from roam.runtime.culprit import PlannedValues
 from roam.runtime.execute import Executor
 from roam.runtime.lanes import CudaLanes
 from roam.runtime.measure import MemoryTrace, measure_peak
-from roam.runtime.memory import StepMemory
+from roam.runtime.memory import KeptPlan, KeptPlans, StepMemory, host_bytes
 from roam.runtime.pool import Pool
 from roam.runtime.timings import Timings
 
@@ -206,6 +206,20 @@ class Step:
         """Where the time of the call went that was captured last; None before the first call."""
         return self._timings
 
+    def kept(self) -> KeptPlans:
+        """What the plans that are kept cost, each with the arguments that it is for."""
+        seen: set[int] = set()
+        plans = []
+        for captured in self._captures:
+            memory = captured.runners[-1].memory
+            size = sum(host_bytes(runner.held(), seen) for runner in captured.runners)
+            plans.append(
+                KeptPlan(
+                    str(captured.step.arguments), captured.reason, captured.seconds, memory.total_bytes, memory.pool_bytes, size
+                )
+            )  # fmt: skip
+        return KeptPlans(tuple(plans), self._captures.most)
+
     def memory(self) -> StepMemory:
         """What the most recent call that had a plan takes of memory, by that plan and as far as it was measured.
 
@@ -252,7 +266,7 @@ class Step:
                 )
             timings.capture.count = self._known.traces - traces
             runners = self._planned(step, timings, is_real=not _has_fakes(step, args, kwargs))
-        captured = Captured(step, runners, call_key(args, kwargs))
+        captured = Captured(step, runners, call_key(args, kwargs), reason, timings.total_s)
         dropped = self._captures.add(captured)
         logger.info(
             "%s: captured and planned in %.2f s for %s, since %s; %d of at most %d plans kept",
@@ -493,6 +507,12 @@ class Runner:
     def _drop_ignored(self) -> None:
         for owner in self._ignored:
             owner.parameter.get().grad = None
+
+    def held(self) -> list[Any]:
+        """The largest of the Python objects that it is made of."""
+        bindings, text = self._executor.bindings, self._executor.text
+        held = [self._program, self.choice.placed, bindings.order, bindings.dying, bindings.offsets, bindings.views]
+        return held if text is None else [*held, text.source, text.steps]
 
     def release(self) -> None:
         """Gives the pool back until the next run."""

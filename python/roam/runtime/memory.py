@@ -2,10 +2,79 @@
 
 from __future__ import annotations
 
+import gc
+import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
+from roam.program import Call, Program, Ref, Source, Storage, TensorMeta
 from roam.report.table import columns, format_bytes
 from roam.runtime.choose import Choice
+
+
+@dataclass(frozen=True, slots=True)
+class KeptPlan:
+    """What one kind of calls costs whose plans are kept.
+
+    Attributes:
+        arguments: the arguments that it was captured from.
+        reason: why it was captured.
+        seconds: what capture and planning took.
+        total_bytes: what a step by its plan takes, as in `StepMemory`.
+        pool_bytes: its pool, of which there is one for all plans, as large as the largest; 0 without one.
+        host_bytes: Python objects that are kept for it alone.
+    """
+
+    arguments: str
+    reason: str
+    seconds: float
+    total_bytes: int
+    pool_bytes: int
+    host_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class KeptPlans:
+    """All plans that a compiled step keeps, the most recently used first, and for how many kinds of calls it may."""
+
+    plans: tuple[KeptPlan, ...]
+    most: int
+
+    @property
+    def host_bytes(self) -> int:
+        """Python objects that are kept for all of them."""
+        return sum(plan.host_bytes for plan in self.plans)
+
+    def __str__(self) -> str:
+        """A table, a plan a line."""
+        rows = [
+            (
+                plan.arguments, f"{plan.seconds:.2f} s", f"{format_bytes(plan.total_bytes)} a step",
+                f"{format_bytes(plan.host_bytes)} kept", plan.reason,
+            )
+            for plan in self.plans
+        ]  # fmt: skip
+        end = f"{len(rows)} of at most {self.most} kept, with {format_bytes(self.host_bytes)} of Python objects"
+        return f"{columns(rows, right=(1, 2, 3))}\n{end}\n" if rows else f"{end}\n"
+
+
+_ENTERED = (list, tuple, dict, set, frozenset, Call, Program, Ref, Source, Storage, TensorMeta)
+_COUNTED = (*_ENTERED, str, bytes, int, float)
+
+
+def host_bytes(values: Iterable[Any], seen: set[int]) -> int:
+    """Bytes of the Python objects that programs and plans are made of, as far as they are in none that was `seen` before."""
+    left, total = list(values), 0
+    while left:
+        value = left.pop()
+        if id(value) in seen or type(value) not in _COUNTED:
+            continue
+        seen.add(id(value))
+        total += sys.getsizeof(value)
+        if type(value) in _ENTERED:
+            left += gc.get_referents(value)
+    return total
 
 
 @dataclass(frozen=True, slots=True)
