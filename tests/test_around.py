@@ -6,13 +6,21 @@ Whatever it is, a compiled step gives eager's bits, is planned anew, or is refus
 from __future__ import annotations
 
 import copy
+import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.nn.utils.prune
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 import roam
 from training import assert_same_bits
@@ -249,3 +257,428 @@ def test_collectives_go_between_two_compiled_functions() -> None:
         return [*found, *my.net.parameters()]
 
     assert_same_bits(trained(lambda step: step), trained(compiled))
+
+
+# -- what surrounds the call
+
+
+class _Halving(TorchFunctionMode):
+    def __init__(self, my: Any) -> None:
+        super().__init__()
+        self.my = my
+
+    def __torch_function__(self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        # Any function's: of those, too, that a plan calls.
+        return result * self.my.scale if function in (torch.tanh, torch.ops.aten.tanh.default) else result
+
+
+class _Scaling(TorchDispatchMode):
+    def __torch_dispatch__(self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        return result * 0.9 if function is torch.ops.aten.tanh.default else result
+
+
+def function_mode(my: Any) -> Any:
+    mode = _Halving(my)
+    return lambda: mode
+
+
+def new_function_modes(my: Any) -> Any:
+    return lambda: _Halving(my)
+
+
+def hooks_on_saved_tensors(my: Any) -> Any:
+    return lambda: torch.autograd.graph.saved_tensors_hooks(lambda t: t * 1.0, lambda t: t * my.scale)
+
+
+def saved_on_cpu(my: Any) -> Any:
+    return torch.autograd.graph.save_on_cpu
+
+
+def default_device(my: Any) -> Any:
+    return lambda: torch.device("cpu")
+
+
+def no_flags_of_libraries(my: Any) -> Any:
+    return lambda: torch.backends.mkldnn.flags(enabled=False)
+
+
+def deterministic(my: Any) -> None:
+    my.stack.callback(torch.use_deterministic_algorithms, False)
+    torch.use_deterministic_algorithms(True)
+
+
+def threads(my: Any) -> None:
+    my.stack.callback(torch.set_num_threads, torch.get_num_threads())
+    torch.set_num_threads(2)
+
+
+def flushed_denormals(my: Any) -> None:
+    my.stack.callback(torch.set_flush_denormal, False)
+    torch.set_flush_denormal(True)
+
+
+def traced_python(my: Any) -> None:
+    my.stack.callback(sys.settrace, sys.gettrace())
+    sys.settrace(lambda *_: None)
+
+
+def profiled(my: Any) -> Any:
+    return lambda: torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+
+
+# -- hooks
+
+
+def _halves(my: Any) -> Callable[..., None]:
+    @torch.no_grad()
+    def hook(*_: Any) -> None:
+        for parameter in my.net.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(my.scale)
+
+    return hook
+
+
+def before_every_optimizer(my: Any) -> None:
+    my.stack.callback(register_optimizer_step_pre_hook(_halves(my)).remove)
+
+
+def after_every_optimizer(my: Any) -> None:
+    @torch.no_grad()
+    def hook(*_: Any) -> None:
+        for parameter in my.net.parameters():
+            parameter.mul_(my.scale)
+
+    my.stack.callback(register_optimizer_step_post_hook(hook).remove)
+
+
+def before_the_optimizer(my: Any) -> None:
+    my.optimizer.register_step_pre_hook(_halves(my))
+
+
+def after_the_optimizer(my: Any) -> None:
+    my.optimizer.register_step_post_hook(_halves(my))
+
+
+def on_every_forward(my: Any) -> None:
+    hook = lambda module, inputs, output: output * my.scale if isinstance(module, nn.Tanh) else None  # noqa: E731
+    my.stack.callback(nn.modules.module.register_module_forward_hook(hook).remove)
+
+
+def on_every_backward(my: Any) -> None:
+    def hook(module: Any, inner: Any, outer: Any) -> Any:
+        return tuple(g * my.scale for g in inner) if isinstance(module, nn.Tanh) else None
+
+    my.stack.callback(nn.modules.module.register_module_full_backward_hook(hook).remove)
+
+
+def on_forward(my: Any) -> None:
+    my.net[1].register_forward_hook(lambda module, inputs, output: output * my.scale)
+
+
+def before_forward(my: Any) -> None:
+    my.net[1].register_forward_pre_hook(lambda module, inputs: (inputs[0] * my.scale,))
+
+
+def on_backward(my: Any) -> None:
+    my.net[1].register_full_backward_hook(lambda module, inner, outer: (inner[0] * my.scale,))
+
+
+def before_backward(my: Any) -> None:
+    my.net[1].register_full_backward_pre_hook(lambda module, outer: (outer[0] * my.scale,))
+
+
+def on_a_gradient(my: Any) -> None:
+    my.net[0].weight.register_hook(lambda gradient: gradient * my.scale)
+
+
+def on_a_stored_gradient(my: Any) -> None:
+    def hook(parameter: torch.Tensor) -> None:
+        parameter.grad.mul_(my.scale)
+
+    my.net[0].weight.register_post_accumulate_grad_hook(hook)
+
+
+# -- replaced code
+
+
+def _replace(my: Any, holder: Any, name: str, value: Any) -> None:
+    my.stack.enter_context(mock.patch.object(holder, name, value))
+
+
+def forward_of_a_module(my: Any) -> None:
+    old = my.net[1].forward
+    my.net[1].forward = lambda x: old(x) * my.scale
+
+
+def forward_of_a_class(my: Any) -> None:
+    old = nn.Tanh.forward
+    _replace(my, nn.Tanh, "forward", lambda self, x: old(self, x) * my.scale)
+
+
+def function_of_torch(my: Any) -> None:
+    old = torch.tanh
+    _replace(my, torch, "tanh", lambda x: old(x) * my.scale)
+
+
+def function_of_a_module(my: Any) -> None:
+    old = nn.functional.linear
+    _replace(my, nn.functional, "linear", lambda *args: old(*args) * my.scale)
+
+
+def method_of_tensors(my: Any) -> None:
+    old = torch.Tensor.square
+    _replace(my, torch.Tensor, "square", lambda x: old(x) * my.scale)
+
+
+def method_of_the_optimizer(my: Any) -> None:
+    old = torch.optim.AdamW.step
+
+    def step(self: Any) -> None:
+        _halves(my)()
+        old(self)
+
+    _replace(my, torch.optim.AdamW, "step", step)
+
+
+def function_of_the_optimizer(my: Any) -> None:
+    adam = sys.modules["torch.optim.adam"]
+    old = adam.adam
+
+    def update(params: Any, gradients: Any, *args: Any, **kwargs: Any) -> None:
+        old(params, [gradient * my.scale for gradient in gradients], *args, **kwargs)
+
+    _replace(my, adam, "adam", update)
+
+
+def class_of_a_module(my: Any) -> None:
+    class Own(nn.Tanh):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * 0.5
+
+    my.net[1].__class__ = Own
+
+
+def backward_of_tensors(my: Any) -> None:
+    old = torch.Tensor.backward
+    _replace(my, torch.Tensor, "backward", lambda loss: old(loss * my.scale))
+
+
+def call_of_modules(my: Any) -> None:
+    old = nn.Module.__call__
+    _replace(my, nn.Module, "__call__", lambda self, x: old(self, x) * 1.5)
+
+
+# -- wrappers around parameters
+
+
+def parametrized(my: Any) -> None:
+    class Halved(nn.Module):
+        def forward(self, weight: torch.Tensor) -> torch.Tensor:
+            return weight * 0.5
+
+    nn.utils.parametrize.register_parametrization(my.net[0], "weight", Halved())
+    my.optimizer = torch.optim.AdamW(my.net.parameters(), 1e-2)
+
+
+def spectral_norm(my: Any) -> None:
+    nn.utils.parametrizations.spectral_norm(my.net[0])
+    my.optimizer = torch.optim.AdamW(my.net.parameters(), 1e-2)
+
+
+def old_spectral_norm(my: Any) -> None:
+    nn.utils.spectral_norm(my.net[0])
+    my.optimizer = torch.optim.AdamW(my.net.parameters(), 1e-2)
+
+
+def weight_norm(my: Any) -> None:
+    nn.utils.parametrizations.weight_norm(my.net[0])
+    my.optimizer = torch.optim.AdamW(my.net.parameters(), 1e-2)
+
+
+def old_weight_norm(my: Any) -> None:
+    nn.utils.weight_norm(my.net[0])
+    my.optimizer = torch.optim.AdamW(my.net.parameters(), 1e-2)
+
+
+def pruned(my: Any) -> None:
+    nn.utils.prune.l1_unstructured(my.net[0], "weight", 0.5)
+    my.optimizer = torch.optim.AdamW(my.net.parameters(), 1e-2)
+
+
+def frozen(my: Any) -> None:
+    my.net[0].weight.requires_grad_(False)
+
+
+def averaged(my: Any) -> None:
+    average = torch.optim.swa_utils.AveragedModel(my.net)
+    my.optimizer.register_step_post_hook(lambda *_: average.update_parameters(my.net))
+
+
+def other_data(my: Any) -> None:
+    my.net[0].weight.data = my.net[0].weight.data * 0.5
+
+
+AS_EAGER: list[Change] = [
+    function_mode, new_function_modes, hooks_on_saved_tensors, saved_on_cpu, default_device, no_flags_of_libraries, deterministic,
+    threads, flushed_denormals, traced_python, profiled,
+    before_every_optimizer, after_every_optimizer, before_the_optimizer, after_the_optimizer, on_every_forward, on_every_backward,
+    on_forward, before_forward, on_backward, before_backward, on_a_gradient, on_a_stored_gradient,
+    forward_of_a_module, forward_of_a_class, function_of_torch, function_of_a_module, method_of_tensors, method_of_the_optimizer,
+    function_of_the_optimizer, class_of_a_module, backward_of_tensors, call_of_modules,
+    parametrized, spectral_norm, old_spectral_norm, weight_norm, frozen, averaged, other_data,
+]  # fmt: skip
+
+
+@late_or_not
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("change", AS_EAGER)
+def test_as_eager(change: Change, late: bool) -> None:
+    check(change, late)
+
+
+def dispatch_mode(my: Any) -> Any:
+    return _Scaling
+
+
+def flop_counter(my: Any) -> Any:
+    return lambda: FlopCounterMode(display=False)
+
+
+def anomaly(my: Any) -> Any:
+    return torch.autograd.detect_anomaly
+
+
+@late_or_not
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("change", "code", "start"),
+    [
+        (dispatch_mode, "dispatch_mode", "Enter _Scaling inside of the step"),
+        (flop_counter, "dispatch_mode", "Enter _FlopCounterMode inside of the step"),
+        (old_weight_norm, "outer_history", "net[0].weight has a gradient history"),
+        (pruned, "outer_history", "net[0].weight has a gradient history"),
+        (anomaly, "anomaly_detection", "Call the step's own function under torch.autograd.detect_anomaly"),
+    ],
+)
+def test_refused(change: Change, code: str, start: str, late: bool) -> None:
+    assert str(check_refused(change, late, code)).startswith(start)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_anomaly_detection_in_the_step_is_refused_and_without_looking_at_values_it_is_not() -> None:
+    def detecting(check_nan: bool) -> Any:
+        def step(net: Any, optimizer: Any, x: torch.Tensor) -> torch.Tensor:
+            with torch.autograd.detect_anomaly(check_nan=check_nan):
+                return train(net, optimizer, x)
+
+        return step
+
+    check_refused(lambda my: None, False, "anomaly_detection", detecting(True))
+    check(lambda my: None, False, detecting(False))
+
+
+def test_a_mode_inside_of_the_step_is_captured() -> None:
+    def step(net: Any, optimizer: Any, x: torch.Tensor) -> torch.Tensor:
+        with _Scaling():
+            return train(net, optimizer, x)
+
+    check(lambda my: None, False, step)
+
+
+@late_or_not
+def test_transforms_around_the_step_are_refused(late: bool) -> None:
+    my = make()
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        my.optimizer.zero_grad()
+        my.net(torch.ones(4, 16)).square().mean().backward()
+        my.optimizer.step()
+        return x * 2
+
+    planned = compiled(step)
+    if late:
+        planned(torch.ones(3))
+    with pytest.raises(roam.CaptureError, match=r"outside of torch\.func") as refusal:
+        torch.vmap(planned)(torch.ones(2, 3))
+    assert refusal.value.code == "function_transform"
+
+
+# -- the environment
+
+
+SCALE = "ROAM_TEST_SCALE"
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda: os.environ[SCALE],
+        lambda: os.environ.get(SCALE, "1"),
+        lambda: os.getenv(SCALE),
+        lambda: os.environb[SCALE.encode()],
+        lambda: dict(os.environ)[SCALE],
+        lambda: "0.5" if SCALE in os.environ and os.environ.copy()[SCALE] == "0.5" else "2",
+    ],
+    ids=["item", "get", "getenv", "bytes", "all", "copy"],
+)
+def test_environment_variables_that_the_step_reads_are_guarded(read: Callable[[], Any], monkeypatch: Any) -> None:
+    def step(net: Any, optimizer: Any, x: torch.Tensor) -> torch.Tensor:
+        return train(net, optimizer, x * float(read()))
+
+    def change(my: Any) -> Any:
+        value = iter(["0.5", "0.5", "0.5", "0.25", "0.25", "0.5"])
+
+        def block() -> Any:
+            monkeypatch.setenv(SCALE, next(value))
+            return nullcontext()
+
+        return block
+
+    check(change, False, step)
+
+
+def test_an_environment_variable_that_the_step_does_not_read_changes_nothing(monkeypatch: Any) -> None:
+    my, planned = make(), compiled(train)
+    planned(my.net, my.optimizer, torch.ones(4, 16))
+    monkeypatch.setenv(SCALE, "1")
+    planned(my.net, my.optimizer, torch.ones(4, 16))
+    assert len(planned._captures) == 1
+
+
+def test_setting_an_environment_variable_in_the_step_is_refused(monkeypatch: Any) -> None:
+    monkeypatch.setenv(SCALE, "1")
+
+    def step(net: Any, optimizer: Any, x: torch.Tensor) -> torch.Tensor:
+        os.environ[SCALE] = "2"
+        return train(net, optimizer, x)
+
+    check_refused(lambda my: None, False, "moved", step)
+    assert os.environ[SCALE] == "1"
+
+
+# -- code that no name leads to
+
+FACTORS = {"now": 0.5}
+
+
+def _scaled(x: torch.Tensor) -> torch.Tensor:
+    return x * FACTORS["now"]
+
+
+def test_what_functions_read_that_are_found_by_a_computed_name_is_guarded(monkeypatch: Any) -> None:
+    def step(net: Any, optimizer: Any, x: torch.Tensor) -> torch.Tensor:
+        return train(net, optimizer, globals()["_sca" + "led"](x))
+
+    def change(my: Any) -> Any:
+        value = iter([0.5, 0.5, 0.5, 0.25, 0.25, 0.5])
+
+        def block() -> Any:
+            monkeypatch.setitem(FACTORS, "now", next(value))
+            return nullcontext()
+
+        return block
+
+    check(change, False, step)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .guards import AMBIENT
+from .surroundings import AMBIENT
 from .values import same, show
 
 
@@ -20,6 +20,12 @@ def _set_autocast(device: str) -> Callable[[Any], None]:
     return write
 
 
+def _set_deterministic(found: tuple[bool, ...]) -> None:
+    is_on, only_warns, fills = found
+    torch.use_deterministic_algorithms(is_on, warn_only=only_warns)
+    torch._C._set_deterministic_fill_uninitialized_memory(fills)
+
+
 _WRITE: dict[str, Callable[[Any], Any]] = {
     "gradient mode": torch._C._set_grad_enabled,
     "autocast on cpu": _set_autocast("cpu"),
@@ -27,7 +33,7 @@ _WRITE: dict[str, Callable[[Any], Any]] = {
     "autocast cache": torch.set_autocast_cache_enabled,
     "default dtype": torch.set_default_dtype,
     "default device": torch.set_default_device,
-    "deterministic mode": torch.use_deterministic_algorithms,
+    "deterministic mode": _set_deterministic,
     "float32 matmul precision": torch.set_float32_matmul_precision,
 }
 """How those are set that a function sets; the others end with the block that sets them."""

@@ -19,6 +19,7 @@ from roam.program import Source
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _ROAM = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_OWN = (_ROAM + "capture", _ROAM + "runtime")
 _STANDARD = sysconfig.get_path("stdlib") + os.sep
 _UPDATE_FILES = (_TORCH + "optim" + os.sep, os.path.join(_TORCH, "nn", "utils", "clip_grad.py"))
 _SCALER_FILE = os.path.join(_TORCH, "amp", "grad_scaler.py")
@@ -27,7 +28,7 @@ _AUTOGRAD_FILES = tuple(os.path.join(_TORCH, "autograd", name) for name in ("__i
 _LOSS_NAMES = ("loss", "cross_entropy", "nll", "kl_div")
 
 # Bits of what a code object is.
-_USER, _MODULE, _BACKWARD, _UPDATE, _LOSS = 1, 2, 4, 8, 16
+_USER, _MODULE, _BACKWARD, _UPDATE, _LOSS, _OURS = 1, 2, 4, 8, 16, 32
 
 
 def _classify(code: CodeType) -> int:
@@ -38,7 +39,9 @@ def _classify(code: CodeType) -> int:
             bits |= _UPDATE
         if name in ("backward", "_engine_run_backward") and file.startswith(_AUTOGRAD_FILES):
             bits |= _BACKWARD
-    elif not file.startswith((_ROAM + "capture", _ROAM + "runtime", "<")) and not _is_standard(file):
+    elif file.startswith(_OWN):
+        bits |= _OURS
+    elif not file.startswith("<") and not _is_standard(file):
         bits |= _USER
     if name == "forward" and code.co_argcount and code.co_varnames[0] == "self":
         bits |= _MODULE
@@ -48,6 +51,12 @@ def _classify(code: CodeType) -> int:
     return bits
 
 
+@functools.cache
+def is_user_code(code: CodeType) -> bool:
+    """Whether code is neither PyTorch's, nor the standard library's, nor of capture itself."""
+    return bool(_classify(code) & _USER)
+
+
 def _is_standard(file: str) -> bool:
     return file.startswith(_STANDARD) and "-packages" + os.sep not in file
 
@@ -55,8 +64,14 @@ def _is_standard(file: str) -> bool:
 class Frames:
     """One capture's view of the stack."""
 
-    def __init__(self, module_names: dict[int, str]) -> None:
-        """`module_names`: dotted path by id of each module that the step can reach."""
+    def __init__(self, module_names: dict[int, str], code: dict[CodeType, dict[str, Any]]) -> None:
+        """A view of nothing yet.
+
+        Args:
+            module_names: dotted path by id of each module that the step can reach.
+            code: gets all code that runs around operators, each with its globals.
+        """
+        self._code = code
         self._module_names = module_names
         self._bits: dict[CodeType, int] = {}
         self._forward_sources: dict[int, Source] = {}
@@ -68,13 +83,17 @@ class Frames:
         frame: FrameType | None = sys._getframe(1)
         bits_seen = 0
         user: FrameType | None = None
+        new: list[FrameType] = []
         module = ""
         while frame is not None and frame.f_code is not self.root:
             code = frame.f_code
             bits = self._bits.get(code)
             if bits is None:
                 bits = self._bits[code] = _classify(code)
-            if bits:
+                new.append(frame)
+            if bits & _OURS:
+                new.clear()  # what capture calls is no part of the step
+            elif bits:
                 if frame.f_back is not None and frame.f_back.f_code is self.root:
                     bits &= ~_LOSS  # the step itself is not its loss, whatever the user calls it
                 if bits_seen & (_BACKWARD | _UPDATE):
@@ -87,6 +106,11 @@ class Frames:
                 if bits & _MODULE and not module:
                     module = self._module_names.get(id(_first_local(frame)), "")
             frame = frame.f_back
+        for seen in new:
+            if frame is None:  # outside of the step
+                del self._bits[seen.f_code]
+            else:
+                self._code[seen.f_code] = seen.f_globals
         source = Source(module, shown_path(user.f_code.co_filename), user.f_lineno) if user is not None else Source()
         if bits_seen & _BACKWARD:
             node: Any = torch._C._current_autograd_node()  # None between the nodes, whatever the stub says

@@ -14,48 +14,20 @@ from __future__ import annotations
 
 import operator
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from itertools import chain, repeat
 from typing import Any, Final
 
 import torch
-from torch.overrides import _get_current_function_mode_stack
 from torch.utils import _pytree as pytree
 
 from .beneath import NodeHooks, leaves_of
 from .reach import Reach
+from .reliance import Reliance
 from .spaces import ArraySpace, Items, MappingSpace, NamesSpace, SequenceSpace, SetSpace, Space, is_under
+from .surroundings import AMBIENT
 from .values import MISSING, is_hashed_by_value, is_numpy_array, is_plain, same, same_elements, show
 
-
-def _attention_kernels() -> tuple[bool, ...]:
-    cuda = torch.backends.cuda
-    return (
-        cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled(), cuda.cudnn_sdp_enabled()
-    )  # fmt: skip
-
-
-_MODULE_HOOKS: Final = tuple(
-    hooks
-    for name, hooks in vars(torch.nn.modules.module).items()
-    if name.startswith("_global_") and isinstance(hooks, dict)
-)
-# Switches of PyTorch's that change what a step computes.
-AMBIENT: Final[tuple[tuple[str, Callable[[], Any]], ...]] = (
-    ("gradient mode", torch.is_grad_enabled),
-    ("inference mode", torch.is_inference_mode_enabled),
-    ("autocast on cpu", lambda: torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu")),
-    ("autocast on cuda", lambda: torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda")),
-    ("autocast cache", torch.is_autocast_cache_enabled),
-    ("default dtype", torch.get_default_dtype),
-    ("default device", torch.get_default_device),
-    ("function modes", lambda: tuple(map(type, _get_current_function_mode_stack()))),
-    ("choice of attention kernels", _attention_kernels),
-    ("hooks on all modules", lambda: tuple(chain.from_iterable(hooks.values() for hooks in _MODULE_HOOKS))),
-    ("hooks on saved tensors", lambda: torch._C._autograd._top_saved_tensors_default_hooks(True)),
-    ("deterministic mode", torch.are_deterministic_algorithms_enabled),
-    ("float32 matmul precision", torch.get_float32_matmul_precision),
-)
 # Holders that many quick comparisons may go through at once: exact types, whose iteration runs nobody's code.
 _QUICK_HOLDERS: Final = frozenset({dict, OrderedDict, defaultdict, list, deque})
 
@@ -78,9 +50,10 @@ class Guards:
     Args:
         reach: the state, as it is now.
         ignore: paths that may change, each with everything beneath it, such as ``"self.history"``.
+        reliance: what the step relies on beside, settled.
     """
 
-    def __init__(self, reach: Reach, ignore: Collection[str] = ()) -> None:
+    def __init__(self, reach: Reach, ignore: Collection[str] = (), reliance: Reliance | None = None) -> None:
         ignored = tuple(ignore)
         checks = [
             _SpaceCheck(place.space, ignored)
@@ -110,6 +83,7 @@ class Guards:
         self._nodes = NodeHooks(leaves_of(reach))
         self._objects = [(path, value) for path, value in reach.objects if not is_under(path, ignored)]
         self._shapes = self._shapes_now()
+        self._reliance = Reliance().settled(reach) if reliance is None else reliance
 
     def failure(self) -> str | None:
         """None while everything is as it was, else the first difference: its path, the old value and the new one."""
@@ -122,6 +96,7 @@ class Guards:
             or self._single_failure()
             or self._tensor_failure()
             or self._nodes.failure()
+            or self._reliance.failure()
         )
 
     def sizes(self) -> tuple[int, int, int]:
@@ -157,6 +132,7 @@ class Guards:
             )
             and self._aliasing == other._aliasing
             and self._nodes.watches_the_same(other._nodes)
+            and self._reliance.expects_the_same(other._reliance)
             and all(same(old, new) for (*_, old), (*_, new) in zip(self._ambient, other._ambient, strict=True))
         )  # fmt: skip
 

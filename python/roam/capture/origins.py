@@ -11,7 +11,17 @@ from typing import Final
 # Packages whose functions and classes are not entered, beside the standard library: they are taken to stay as they are.
 _LIBRARIES: Final = (
     *("torch", "torchvision", "torchaudio", "torchgen", "functorch", "triton", "numpy", "scipy", "pandas", "sklearn"),
-    *("transformers", "tokenizers", "safetensors", "huggingface_hub", "accelerate", "datasets", "matplotlib", "PIL"),
+    *(
+        "transformers",
+        "tokenizers",
+        "safetensors",
+        "huggingface_hub",
+        "accelerate",
+        "datasets",
+        "matplotlib",
+        "PIL",
+        "typing_extensions",
+    ),
     *("pytest", "_pytest", "hypothesis", "mip", "cffi", "roam.capture", "roam.runtime", "roam._core"),
 )
 # Packages whose objects only watch a training run: their attributes change at every step, and no result depends on them.

@@ -21,11 +21,13 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Final, Literal, get_args
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
+from torch.utils.weak import WeakIdKeyDictionary
 
 from roam.errors import CaptureError
 
@@ -52,6 +54,7 @@ from .spaces import (
     VariableSpace,
     is_under,
 )
+from .surroundings import surrounding_code
 from .values import MISSING, is_numpy_array, is_plain
 
 # Methods that no step runs on an object that it has been given ready-made.
@@ -145,6 +148,7 @@ class Reach:
         edges: for the path of a tensor, module, optimizer, iterator, ..., the last attribute on the way to it, by which it
             can be left out (`Reads.defer`).
         reads: what is known of the attributes that the step looks at.
+        code: that of all functions entered, each with its globals.
     """
 
     def __init__(self, reads: Reads) -> None:
@@ -161,6 +165,7 @@ class Reach:
         self.slots: list[Slot] = []
         self.places: list[Place] = []
         self.objects: list[tuple[str, Any]] = []
+        self.code: dict[types.CodeType, dict[str, Any]] = {}
 
     @classmethod
     def of(
@@ -263,6 +268,8 @@ class _Walk:
         self.reads.begin()
         self._arguments(train_step, args, kwargs)
         self._root(train_step)
+        for path, value in chain(surrounding_code(), self.reads.functions):
+            self._enqueue(value, path)
         while self.guarded or self.optimizers or self.live or self._enter_modules():
             self.is_guarding = bool(self.guarded or self.optimizers)
             if not self.guarded and self.optimizers:
@@ -423,6 +430,12 @@ class _Walk:
                 self._fill(MappingSpace(value, path, label=_index(path)))
             self._attributes(value, path)
             self._enqueue(kind, kind.__qualname__)
+        elif issubclass(kind, WeakIdKeyDictionary):
+            if any(issubclass(type(key), torch.Tensor) for key in value.keys()):  # noqa: SIM118 - it iterates over nothing else
+                raise CaptureError(
+                    f"Keep {path} in an ordinary dictionary: it has tensors for keys by their identity, and fakes have others",
+                    code="identity",
+                )
         elif issubclass(kind, (list, deque, tuple)):
             self._fill(SequenceSpace(value, path, label=_index(path)))
             self._attributes(value, path)
@@ -572,6 +585,7 @@ class _Walk:
     def _function(self, function: types.FunctionType, path: str, is_root: bool = False) -> None:
         of = "" if is_root else f" of {function.__qualname__}"
         self._place(FunctionSpace(function, path))
+        self.reach.code[function.__code__] = function.__globals__
         code, defaults = function.__code__, function.__defaults__ or ()
         names = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
         if not is_plain(defaults):

@@ -42,6 +42,7 @@ _BEHIND: Final = frozenset(
 _BY_COMPUTED_NAME: Final = frozenset({"attrgetter", "dir", "getattr", "getmembers", "methodcaller", "vars"})
 # A step that reads other attributes in every trace.
 _MOST_BEGINNINGS: Final = 16
+_MOST_FUNCTIONS: Final = 100
 _HEAP_TYPE: Final = 1 << 9
 _IMMUTABLE_TYPE: Final = 1 << 8
 
@@ -73,6 +74,8 @@ class Reads:
         """How each sets and deletes attributes of its own accord."""
         self._has_more = False
         self._beginnings = 0
+        self.functions: list[tuple[str, Any]] = []
+        """(path, function) of the user's functions that only a trace told of."""
 
     # -- for the walk
 
@@ -153,6 +156,18 @@ class Reads:
         if self._has_more:
             self._beginnings += self.is_narrow
             self.everything = self.everything or self._beginnings > _MOST_BEGINNINGS
+            raise ReadMore
+
+    def add_functions(self, found: list[tuple[str, Any]]) -> None:
+        """After a trace, with the user's functions that it ran and that the walk had not come to.
+
+        Raises:
+            ReadMore: if there are new ones. Those that every trace makes anew are not looked for without end.
+        """
+        known = {id(function) for _, function in self.functions}
+        new = [entry for entry in found if id(entry[1]) not in known]
+        if new and len(self.functions) < _MOST_FUNCTIONS:
+            self.functions += new
             raise ReadMore
 
     @contextmanager

@@ -29,6 +29,7 @@ from roam.capture.frames import is_run_by
 from roam.capture.generators import Watch, forget_idle_states
 from roam.capture.live import MATH, LiveFloat, LiveInt, LiveNode
 from roam.capture.owners import ArgumentOwner, StateOwner
+from roam.capture.surroundings import ANOMALY
 from roam.capture.values import MISSING
 from roam.errors import CaptureError
 from roam.interrupts import deliver_interrupts
@@ -502,6 +503,8 @@ class Recorder(TorchDispatchMode):
 
     def _item(self, func: Any, tensor: Any) -> Any:
         phase, source = self.frames.here()
+        if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled() and phase == "backward":
+            self.refuse(ANOMALY, code="anomaly_detection", source=source)
         slot = self._slot_of_argument(tensor, func, source)
         meta = self.program.slots[slot]
         assert meta is not None

@@ -22,10 +22,12 @@ from roam.capture.notes import notes_on
 from roam.capture.owners import GradientOwner, PlaceOwner, number_owners
 from roam.capture.reach import Reach
 from roam.capture.reads import ReadMore, Reads
+from roam.capture.reliance import Reliance
 from roam.capture.rewrite import accumulate_in_place, prune, renumbered, with_state
 from roam.capture.scaler import check_scaler
 from roam.capture.settle import settle_gradients
 from roam.capture.snapshot import Setting, Snapshot, applied
+from roam.capture.surroundings import check_surroundings
 from roam.capture.trace import NumbersChange, trace
 from roam.capture.world import World, refuse
 from roam.errors import CaptureError
@@ -208,6 +210,7 @@ def capture_step(
     """
     # No other capture meanwhile: tracing puts fakes and stand-ins where other threads would find them.
     with watched, collections_wait():
+        check_surroundings()
         if torch.is_autocast_cache_enabled() and any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
             raise CaptureError(
                 "autocast is on around the step, and its cache may hold casts of weights from before; enter it in the step, "
@@ -243,9 +246,10 @@ def _captured(
 ) -> CapturedStep:
     reach = Reach.of(train_step, args, kwargs, reads)
     floats = [index for index, leaf in enumerate(pytree.tree_leaves((args, kwargs))) if type(leaf) is float]
+    reliance = Reliance()
     try:
         _refuse_unseen_state(reach)
-        tracer = _Tracer(reach, train_step, args, kwargs, known, asks_kernels, settles is not None)
+        tracer = _Tracer(reach, train_step, args, kwargs, known, asks_kernels, settles is not None, reliance)
         programs = tracer.live_programs() if floats else None
         if programs is None:
             # A float argument that decides something in Python cannot be live; it is guarded by value instead.
@@ -257,6 +261,7 @@ def _captured(
             _check_live_numbers(programs[0], tracer)
     except CaptureError as error:
         reads.check()
+        reads.add_functions(reliance.unreached(reach))
         if error.path is not None and reads.defer(reach.edge_to(error.path)):
             raise ReadMore from error
         if reach.may_be_narrower():
@@ -267,7 +272,9 @@ def _captured(
     reach = _what_was_read(reach, train_step, args, kwargs, known.numbers)
     first, steady = programs[0], programs[-1]
     name = getattr(train_step, "__name__", type(train_step).__name__)
-    guards = known.shared(Guards(reach, ignore=[owner.path for owner in kept if owner.get() is not None]))
+    guards = known.shared(
+        Guards(reach, [owner.path for owner in kept if owner.get() is not None], reliance.settled(reach))
+    )
     arguments, settings = ArgGuard(args, kwargs, guards, live=floats), [] if settles is None else settles.settings
     if first.unsettled is not None:
         settle_gradients(first, set(), keep_grads=True)
@@ -362,6 +369,8 @@ class _Tracer:
     asks_kernels: bool
     is_settled: bool
     """Whether what the step sets once and for all has been set."""
+    reliance: Reliance
+    """What its traces rely on without holding it."""
 
     @interrupts_wait()
     def programs(self, *, live_arguments: bool, live_numbers: bool = True, only_first: bool = False) -> list[Program]:
@@ -377,7 +386,14 @@ class _Tracer:
                     raise
 
     def _programs(self, live_arguments: bool, live_numbers: bool, *, only_first: bool) -> list[Program]:
-        world = World(self.reach, self.args, self.kwargs, self.known.numbers, asks_kernels=self.asks_kernels)
+        world = World(
+            self.reach,
+            self.args,
+            self.kwargs,
+            self.known.numbers,
+            asks_kernels=self.asks_kernels,
+            reliance=self.reliance,
+        )
         reads = self.reach.reads
         snapshot, switches = Snapshot(self.reach), Switches()
         programs: list[Program] = []
@@ -397,6 +413,7 @@ class _Tracer:
                     programs[-1].unsettled = error
                     return programs
                 reads.check()
+                reads.add_functions(self.reliance.unreached(self.reach))
                 if self.reach.may_be_narrower():
                     reads.narrow()
                     raise ReadMore

@@ -58,7 +58,7 @@ def trace(
     Raises:
         CaptureError: whatever cannot be captured exactly, with operator and user line.
     """
-    frames = Frames({id(module): path for path, module in world.reach.modules})
+    frames = Frames({id(module): path for path, module in world.reach.modules}, world.reliance.code)
     frames.root = _run.__code__
     watch = Watch(generator for _, generator in world.reach.generators)
     recorder = Recorder(frames, world.leaves, world.kernels, watch, world.number_of)
@@ -269,6 +269,8 @@ def _watched(world: World, recorder: Recorder) -> Iterator[None]:
             replace(holder, name, stand_in)
         for holder, name, stand_in in number_stand_ins(recorder):
             replace(holder, name, stand_in)
+        for holder, name, stand_in in world.reliance.stand_ins(lambda reason: recorder.refuse(reason, code="moved")):
+            replace(holder, name, stand_in)
         for holder, name, stand_in in foreign.collective_stand_ins(recorder):
             replace(holder, name, stand_in)
         for name in multi_tensor.FUSED:
@@ -284,6 +286,7 @@ def _watched(world: World, recorder: Recorder) -> Iterator[None]:
             replace(transformers, "is_fake_tensor", lambda _: False)
         for holder, name, stand_in in stand_ins(recorder, world.mode):
             replace(holder, name, stand_in)
+        stack.enter_context(world.identities.asked(world.globals_of_users(), recorder.refuse))
         for name in ("__repr__", "__str__", "__format__"):
             replace(torch.Tensor, name, shown)
         for path, scheduler in world.reach.schedulers:

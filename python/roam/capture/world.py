@@ -7,6 +7,7 @@ traced. `World` finds every owner, puts fakes in, and says after a trace what th
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
@@ -18,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from roam.capture.absent import is_absent, prepare
 from roam.capture.fake import mode_of
 from roam.capture.fake_kernels import FakeKernels
+from roam.capture.identity import Identities
 from roam.capture.owners import (
     ArgumentOwner,
     Owner,
@@ -32,6 +34,7 @@ from roam.capture.owners import (
 )
 from roam.capture.reach import HOOKS, Reach
 from roam.capture.record import Recorder
+from roam.capture.reliance import Reliance
 from roam.capture.snapshot import Made
 from roam.capture.spaces import Space, TensorKeyedSpace
 from roam.capture.values import MISSING
@@ -56,12 +59,18 @@ class World:
         changing: set[str] | None = None,
         *,
         asks_kernels: bool = False,
+        reliance: Reliance | None = None,
     ) -> None:
-        """`changing`: paths of Python numbers that the step keeps and changes, which are live; more may come.
+        """The world of a call.
 
-        `asks_kernels`: whether real kernels may be run for what fake ones do not know, where the step is of real tensors.
+        Args:
+            reach, args, kwargs: what the step can get at, and its arguments.
+            changing: paths of Python numbers that the step keeps and changes, which are live; more may come.
+            asks_kernels: whether real kernels may be run for what fake ones do not know, where the step is of real tensors.
+            reliance: gets what the step relies on without holding it.
         """
         self.reach = reach
+        self.reliance = Reliance() if reliance is None else reliance
         self.changing = set() if changing is None else changing
         self.optimizers: list[torch.optim.Optimizer] = [optimizer for _, optimizer in reach.optimizers]
         paths_and_leaves, self.spec = pytree.tree_flatten_with_path((args, kwargs))
@@ -89,6 +98,7 @@ class World:
         self.made: Made = lambda _: None
         """What the last trace knows of the tensors that it has made."""
         self.kernels = FakeKernels(asks=asks_kernels and not any(isinstance(tensor, FakeTensor) for tensor in tensors))
+        self.identities = Identities()
         self._fakes: dict[int, tuple[Any, Any]] = {}
         self._numbers: dict[str, Any] = {
             owner.path: tensor
@@ -120,6 +130,7 @@ class World:
 
     def enter(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Puts fakes in place of all real tensors; the step's arguments with fakes. A `Snapshot` undoes it."""
+        self.identities.enter()
         states = [(optimizer, list(optimizer.state.items())) for optimizer in self.optimizers]
         # All places are read before any is written.
         owners: list[Owner] = [*self.places, *scaler_owners(self.reach)]
@@ -137,6 +148,12 @@ class World:
         self.forget_values()
         return pytree.tree_unflatten(leaves, self.spec)  # type: ignore[no-any-return]
 
+    def globals_of_users(self) -> list[dict[str, Any]]:
+        """The globals of the user's functions, and of the modules in which the classes of the step's modules are."""
+        modules = {type(module).__module__ for _, module in self.reach.modules}
+        found = [vars(sys.modules[name]) for name in modules if name in sys.modules and not name.startswith("torch.")]
+        return [*found, *self.reach.code.values()]
+
     def fakes(self) -> list[tuple[Any, Any]]:
         """Every tensor that has a fake, with its fake."""
         return list(self._fakes.values())
@@ -147,6 +164,7 @@ class World:
             if isinstance(fake, torch.Tensor):
                 fake.grad = None
         self._fakes.clear()
+        self.identities.leave()
 
     def _exchange_references(self, space: Space) -> None:
         """Weak references to tensors, such as recurrent layers keep to their weights."""
@@ -203,6 +221,7 @@ class World:
             if hooks := getattr(tensor, name):
                 setattr(found, name, hooks)
         self._fakes[id(tensor)] = tensor, found
+        self.identities.add(found, tensor)
         if gradient is not None:
             found.grad = self._fake(gradient)
         return found

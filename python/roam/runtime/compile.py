@@ -532,9 +532,10 @@ class Runner:
 
     @contextmanager
     def _kernels_alone(self) -> Iterator[None]:
-        """The program holds its own backward pass and its own casts: autograd and autocast stay out."""
+        """The program holds its own backward pass and its own casts: autograd, autocast and function modes stay out."""
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
+            stack.enter_context(torch._C.DisableTorchFunction())  # modes around the call have been recorded
             for device in self._devices:
                 if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
                     stack.enter_context(torch.autocast(device, enabled=False))

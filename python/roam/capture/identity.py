@@ -1,0 +1,195 @@
+"""What tells a fake tensor from the one that it stands for: its identity and its class, and what only real memory has.
+
+The user's code gets eager PyTorch's answers, or is refused. Libraries' own code, which keeps books by identity, sees fakes as what
+they are.
+"""
+
+from __future__ import annotations
+
+import builtins
+import gc
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NoReturn
+from unittest import mock
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from roam.capture.frames import is_user_code
+
+_identity, _hash, _type = id, hash, type
+Refuse = Callable[..., NoReturn]
+
+_REAL_MEMORY = (
+    (FakeTensor, "_version", "how often a tensor was written to"),
+    (FakeTensor, "_cdata", "the address of a tensor"),
+    (torch.UntypedStorage, "_cdata", "the address of a storage"),
+    (torch.UntypedStorage, "device", "the device of a storage, which is its tensor's,"),
+)
+
+
+class Identities:
+    """The identities of the tensors that fakes stand for."""
+
+    def __init__(self) -> None:
+        self._real: dict[int, torch.Tensor] = {}
+        self._stack = ExitStack()
+
+    def enter(self) -> None:
+        """From now on a fake has the hash of its tensor, in whatever set or dictionary it is put."""
+        real = self._real
+
+        def hashed(fake: Any) -> int:
+            return _identity(real.get(_identity(fake), fake))
+
+        self._stack.enter_context(mock.patch.object(FakeTensor, "__hash__", hashed))
+
+    def leave(self) -> None:
+        """Fakes have their own hash again."""
+        self._stack.close()
+        self._real.clear()
+
+    def add(self, fake: torch.Tensor, real: torch.Tensor) -> None:
+        """Notes what a fake stands for."""
+        self._real[_identity(fake)] = real
+
+    def of(self, fake: Any) -> Any:
+        """The tensor that a fake stands for, or None for one that the step made."""
+        return self._real.get(_identity(fake))
+
+    @contextmanager
+    def asked(self, globals_of_users: Iterable[dict[str, Any]], refuse: Refuse) -> Iterator[None]:
+        """While the step runs: its code is told the identities and the classes of the tensors that fakes stand for."""
+
+        def fixed(value: Any) -> int:
+            real = self.of(value)
+            if real is None:
+                return _identity(value)  # the step made it, as it does at every run
+            if not (isinstance(real, torch.nn.Parameter) or (real.requires_grad and real.is_leaf)):
+                refuse(
+                    "compare tensors with `is`, or key by name: the identity of a tensor that may be another at the next call "
+                    "reached Python",
+                    code="identity",
+                )
+            return _identity(real)
+
+        def identity(value: Any, /) -> int:
+            return fixed(value) if _type(value) is FakeTensor and _asked_by_user() else _identity(value)
+
+        def hashed(value: Any, /) -> int:
+            return fixed(value) if _type(value) is FakeTensor and _asked_by_user() else _hash(value)
+
+        def refusing(function: Callable[..., Any], what: str) -> Callable[..., Any]:
+            def asked(*args: Any, **kwargs: Any) -> Any:
+                if args and _type(args[0]) is FakeTensor and _asked_by_user():
+                    refuse(f"leave {what} out of the step: during capture a fake tensor stands in", code="identity")
+                return function(*args, **kwargs)
+
+            return asked
+
+        def attribute(kind: type, name: str, what: str) -> property:
+            original = getattr(kind, name)
+
+            def read(holder: Any) -> Any:
+                if _asked_by_user():
+                    refuse(f"leave {what} ({name}) out of the step: during capture there is none", code="identity")
+                return original.__get__(holder)
+
+            return property(read)
+
+        def attributes(tensor: Any) -> Any:
+            if _asked_by_user():
+                refuse(
+                    "ask for a tensor's attributes by name, as in getattr(x, name, None), not for all", code="identity"
+                )
+            return _plain_attributes.__get__(tensor)
+
+        def handed_out(*_: object, **__: object) -> None:
+            refuse(
+                "save, pickle and copy tensors and modules outside of the step, and within it use x.clone()",
+                code="pickled",
+            )
+
+        with ExitStack() as stack:
+            for name, function in (("id", identity), ("hash", hashed)):
+                stack.enter_context(mock.patch.object(builtins, name, function))
+            for name in ("vars", "dir"):
+                stand_in = refusing(getattr(builtins, name), f"{name}(tensor)")
+                stack.enter_context(mock.patch.object(builtins, name, stand_in))
+            for name in ("getrefcount", "getsizeof"):
+                stand_in = refusing(getattr(sys, name), f"sys.{name}(tensor)")
+                stack.enter_context(mock.patch.object(sys, name, stand_in))
+            for name in ("__reduce_ex__", "__deepcopy__", "__dlpack__"):
+                stack.enter_context(mock.patch.object(FakeTensor, name, handed_out))
+            stack.enter_context(mock.patch.object(torch.utils.dlpack, "to_dlpack", handed_out))
+            for kind, name, what in _REAL_MEMORY:
+                stack.enter_context(mock.patch.object(kind, name, attribute(kind, name, what)))
+            stand_in = _type_stand_in(self.class_of)
+            for names in globals_of_users:
+                if "type" not in names:
+                    names["type"] = stand_in
+                    stack.callback(names.pop, "type", None)
+            stack.enter_context(_in_class(FakeTensor, "__class__", property(self.class_of)))
+            stack.enter_context(_in_class(FakeTensor, "__dict__", property(attributes)))
+            yield
+
+    def class_of(self, fake: Any) -> type:
+        """The class of the tensor that a fake stands for, or would be."""
+        real = self.of(fake)
+        if real is not None:
+            return _type(real)
+        return torch.nn.Parameter if getattr(fake, "_is_param", False) else torch.Tensor
+
+
+_plain_attributes: Any = torch.Tensor.__dict__["__dict__"]
+
+
+def _type_stand_in(class_of: Callable[[Any], type]) -> Any:
+    """What the user's code has for `type` while it runs: the same, but for fakes."""
+
+    class Asking(type):
+        def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+            if len(args) != 1 or kwargs:
+                return _type(*args, **kwargs)
+            kind = _type(args[0])
+            if kind is FakeTensor:
+                return class_of(args[0])
+            return cls if kind is _type else kind
+
+        def __instancecheck__(cls, value: Any) -> bool:
+            return isinstance(value, _type)
+
+        def __subclasscheck__(cls, value: Any) -> bool:
+            return issubclass(value, _type)
+
+        def __eq__(cls, other: object) -> bool:
+            return other is cls or other is _type
+
+        def __hash__(cls) -> int:
+            return _hash(_type)
+
+    return Asking("type", (type,), {})
+
+
+@contextmanager
+def _in_class(kind: type, name: str, value: Any) -> Iterator[None]:
+    """Puts an attribute into a class that the class itself has no way to set, such as what `x.__class__` gives."""
+    (table,) = gc.get_referents(vars(kind))
+    table[name] = value
+    _forget_lookups(kind)
+    try:
+        yield
+    finally:
+        del table[name]
+        _forget_lookups(kind)
+
+
+def _forget_lookups(kind: type) -> None:
+    kind._roam = None  # type: ignore[attr-defined]
+    del kind._roam  # type: ignore[attr-defined]
+
+
+def _asked_by_user() -> bool:
+    return is_user_code(sys._getframe(2).f_code)
