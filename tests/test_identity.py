@@ -139,8 +139,8 @@ REFUSED: dict[str, tuple[Ask, str]] = {
     "item": (lambda my, x, loss: int(loss.item() > 0), "value_reached_python"),
     "repr": (lambda my, x, loss: len(repr(x)), "value_reached_python"),
     "text": (lambda my, x, loss: len(f"{loss}"), "value_reached_python"),
-    "equal": (lambda my, x, loss: torch.equal(x, my.weight), "refused_operator"),
-    "allclose": (lambda my, x, loss: torch.allclose(loss, loss), "data_dependent"),
+    "equal": (lambda my, x, loss: torch.equal(x, my.weight), "value_reached_python"),
+    "allclose": (lambda my, x, loss: torch.allclose(loss, loss), "value_reached_python"),
 }
 
 
