@@ -21,7 +21,7 @@ _WHERE = {
     "leaves": "leaves",
 }
 _CANDIDATES = 8
-"""Operators that are looked at as barriers: those that wait for the most others."""
+"""Operators that are looked at as barriers: those of the update that read the most tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +92,10 @@ def find_barrier(graph: Graph) -> Barrier | None:
     whether any is infinite.
     """
     gradients = [tensor for tensor in graph.tensors if tensor.kind == "gradient" and tensor.residency != "persistent"]
-    updates = [operator.id for operator in graph.operators if operator.phase == "update"]
-    updates.sort(key=lambda operator: (-len(graph.predecessors(operator)), graph.operator(operator).position))
+    updates = [operator for operator in graph.operators if operator.phase == "update"]
+    updates.sort(key=lambda operator: (-len(operator.reads), operator.position))
     found: Barrier | None = None
-    for operator in updates[:_CANDIDATES]:
+    for operator in (operator.id for operator in updates[:_CANDIDATES]):
         before = _reached(operator, graph.predecessors)
         after = _reached(operator, graph.successors)
         held = [

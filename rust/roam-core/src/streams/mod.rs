@@ -146,22 +146,42 @@ pub(crate) fn search(input: &Input<'_>, singles: &[Single<'_>], watch: &Watch) -
     };
     search.allow(single);
     let mut tried = vec![Tried::new(single.name.into(), &alone, None)];
-    let mut timed_out = match search.try_all() {
+    let mut timed_out = false;
+    let mut extend = |tried: &mut Vec<Tried>, more: Result<Vec<Tried>, Stop>| match more {
         Ok(more) => {
             tried.extend(more);
-            false
+            Ok(())
         }
-        Err(Stop::TimedOut) => true,
-        Err(Stop::Cancelled) => return Err(Stop::Cancelled),
+        Err(Stop::TimedOut) => {
+            timed_out = true;
+            Ok(())
+        }
+        Err(Stop::Cancelled) => Err(Stop::Cancelled),
     };
-    let best = match search.best(&tried) {
-        Err(fastest) => Err(fastest),
-        Ok(Tried { recipe: None, .. }) => Ok(alone),
-        Ok(Tried { recipe: Some(recipe), .. }) => {
-            let (found, was_cut_short) = search.make_again(*recipe)?;
-            timed_out |= was_cut_short;
-            Ok(found)
+    let best = if let Some(speed) = input.settings.speed {
+        extend(&mut tried, search.try_at_speed(speed))?;
+        let at_speed = tried.len();
+        if search.best_at_speed(&tried, speed).is_none() {
+            extend(&mut tried, search.try_all())?;
         }
+        // A longer search for the layout of the plan that is best without a speed may make it fast enough.
+        search.best_at_speed(&tried, speed).or_else(|| search.best(&tried[at_speed..]))
+    } else {
+        extend(&mut tried, search.try_all())?;
+        search.best(&tried)
+    };
+    let best = match best.map(|best| best.recipe) {
+        Some(Some(recipe)) => {
+            let (found, was_cut_short) = search.make_again(recipe)?;
+            timed_out |= was_cut_short;
+            found
+        }
+        _ => alone,
+    };
+    let best = if search.is_fast_enough(best.schedule.makespan_ns) {
+        Ok(best)
+    } else {
+        Err(search.fastest_speed(&tried, &best))
     };
     Ok(Outcome { tried, best, timed_out })
 }

@@ -85,8 +85,27 @@ impl<'a> Search<'a> {
         self.finish(problem, timed, layout.clone(), ordered.profile.pairs.clone())
     }
 
-    /// All base orders by all preferences under several ceilings.
+    /// All base orders by all preferences, each under the lowest ceilings under which plans are as fast as asked for.
+    pub(super) fn try_at_speed(&self, speed: f64) -> Result<Vec<Tried>, Stop> {
+        self.on_all_flavours(&|flavour| self.leanest(flavour, |makespan_ns| self.speed(makespan_ns) >= speed))
+    }
+
+    /// All base orders by all preferences under several ceilings, the fastest first.
     pub(super) fn try_all(&self) -> Result<Vec<Tried>, Stop> {
+        let mut tried = self.on_all_flavours(&|flavour| self.fastest(flavour))?;
+        let fastest = tried.iter().map(|tried| tried.makespan_ns).min().unwrap_or(self.serial_ns);
+        tried.extend(self.on_all_flavours(&|flavour| {
+            // Slower than under the base order's own peak need not be.
+            let flavour = Flavour { lowest: self.input.bases[flavour.base].1.profile.peak, ..*flavour };
+            self.leanest(&flavour, |makespan_ns| is_nearly(makespan_ns, fastest))
+        })?);
+        Ok(tried)
+    }
+
+    fn on_all_flavours(
+        &self,
+        work: &(dyn Fn(&Flavour) -> Result<Vec<Tried>, Stop> + Sync),
+    ) -> Result<Vec<Tried>, Stop> {
         let bases = 0..self.input.bases.len().min(BASES);
         let flavours: Vec<Flavour> = bases
             .flat_map(|base| {
@@ -96,27 +115,8 @@ impl<'a> Search<'a> {
                 Preference::ALL.map(|preference| Flavour { base, preference, lowest, highest })
             })
             .collect();
-        let on_all = |work: &(dyn Fn(&Flavour) -> Result<Vec<Tried>, Stop> + Sync)| {
-            let tried = flavours.par_iter().map(work).collect::<Vec<_>>().into_iter();
-            tried.collect::<Result<Vec<_>, Stop>>().map(|tried| tried.into_iter().flatten().collect::<Vec<_>>())
-        };
-        if let Some(speed) = self.input.settings.speed {
-            let is_fast = |makespan_ns| self.speed(makespan_ns) >= speed;
-            let mut tried = on_all(&|flavour| self.leanest(flavour, is_fast))?;
-            // The ceilings on the way to the leanest may all be wrong ones.
-            if !tried.iter().any(|tried| is_fast(tried.makespan_ns)) {
-                tried.extend(on_all(&|flavour| self.fastest(flavour))?);
-            }
-            return Ok(tried);
-        }
-        let mut tried = on_all(&|flavour| self.fastest(flavour))?;
-        let fastest = tried.iter().map(|tried| tried.makespan_ns).min().unwrap_or(self.serial_ns);
-        tried.extend(on_all(&|flavour| {
-            // Slower than under the base order's own peak need not be.
-            let flavour = Flavour { lowest: self.input.bases[flavour.base].1.profile.peak, ..*flavour };
-            self.leanest(&flavour, |makespan_ns| is_nearly(makespan_ns, fastest))
-        })?);
-        Ok(tried)
+        let tried = flavours.par_iter().map(work).collect::<Vec<_>>().into_iter();
+        tried.collect::<Result<Vec<_>, Stop>>().map(|tried| tried.into_iter().flatten().collect())
     }
 
     /// Looks for the highest ceiling under which a plan takes no more than program order.
@@ -239,19 +239,33 @@ impl<'a> Search<'a> {
     fn is_as_good(&self, better: &Found, found: &Found) -> bool {
         better.peak <= self.input.program_peak
             && match self.input.settings.speed {
-                Some(speed) => self.speed(better.schedule.makespan_ns) >= speed,
+                Some(_) => self.is_fast_enough(better.schedule.makespan_ns),
                 None => is_nearly(better.schedule.makespan_ns, found.schedule.makespan_ns),
             }
     }
 
-    pub(super) fn best<'t>(&self, tried: &'t [Tried]) -> Result<&'t Tried, f64> {
-        let fastest = tried.iter().map(|tried| tried.makespan_ns).min().unwrap_or(0);
-        let is_fast = |tried: &&Tried| match self.input.settings.speed {
-            Some(speed) => self.speed(tried.makespan_ns) >= speed,
-            None => is_nearly(tried.makespan_ns, fastest),
-        };
-        let best = tried.iter().filter(is_fast).min_by_key(|tried| (tried.total, tried.makespan_ns));
-        best.ok_or_else(|| self.speed(fastest))
+    /// Whether a plan is as fast as asked for.
+    pub(super) fn is_fast_enough(&self, makespan_ns: u64) -> bool {
+        self.input.settings.speed.is_none_or(|speed| self.speed(makespan_ns) >= speed)
+    }
+
+    /// The speed of the fastest plan that was found.
+    pub(super) fn fastest_speed(&self, tried: &[Tried], found: &Found) -> f64 {
+        let least = tried.iter().map(|tried| tried.makespan_ns).fold(found.schedule.makespan_ns, u64::min);
+        self.speed(least)
+    }
+
+    /// Of the plans that are as fast as asked for the one of the least total; `None` where none is.
+    pub(super) fn best_at_speed<'t>(&self, tried: &'t [Tried], speed: f64) -> Option<&'t Tried> {
+        let is_fast = |tried: &&Tried| self.speed(tried.makespan_ns) >= speed;
+        tried.iter().filter(is_fast).min_by_key(|tried| (tried.total, tried.makespan_ns))
+    }
+
+    /// Of the plans that are nearly as fast as the fastest the one of the least total.
+    pub(super) fn best<'t>(&self, tried: &'t [Tried]) -> Option<&'t Tried> {
+        let fastest = tried.iter().map(|tried| tried.makespan_ns).min()?;
+        let is_fast = |tried: &&Tried| is_nearly(tried.makespan_ns, fastest);
+        tried.iter().filter(is_fast).min_by_key(|tried| (tried.total, tried.makespan_ns))
     }
 
     /// Waits and figures of a schedule that has been laid out.
