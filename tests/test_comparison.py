@@ -294,11 +294,13 @@ class TestOther:
     def test_nothing_to_run(self, monkeypatch: pytest.MonkeyPatch) -> None:
         with roam.fake("cpu"):
             my, (x, y) = make(), batch()
-        with pytest.raises(roam.ExecutionError, match="fake"):
+        with pytest.raises(roam.ExecutionError, match="fake") as caught:
             roam.compare(train, my, x, y)
+        assert caught.value.code == "fake"
         my, (x, y) = make(), batch()
         with pytest.raises(ValueError, match="at least 1"):
             roam.compare(train, my, x, y, steps=0)
         monkeypatch.setenv("ROAM_DISABLE", "1")
-        with pytest.raises(roam.ExecutionError, match="ROAM_DISABLE"):
+        with pytest.raises(roam.ExecutionError, match="ROAM_DISABLE") as caught:
             roam.compare(train, my, x, y)
+        assert caught.value.code == "disabled"

@@ -478,8 +478,9 @@ class TestGuards:
         step(net, optimizer, x, y)
         step(net, optimizer, x, y)
         before = tensors_and_numbers(net.state_dict(), optimizer.state_dict())
-        with pytest.raises(roam.ExecutionError, match=r"shape.*\[5, 6\].*\[3, 6\]"):
+        with pytest.raises(roam.ExecutionError, match=r"shape.*\[5, 6\].*\[3, 6\]") as caught:
             step(net, optimizer, x[:3], y[:3])
+        assert caught.value.code == "no_plan_fits"
         assert_same_bits(before, tensors_and_numbers(net.state_dict(), optimizer.state_dict()))
         step(net, optimizer, x, y)
 
@@ -697,8 +698,24 @@ def test_a_kernel_that_differs_from_capture_is_caught_on_the_first_run(monkeypat
     runner._executor.bindings.placed[index] = None
     monkeypatch.setattr(call, "target", lambda x: torch.relu(x).t().contiguous().t())
     before = tensors_and_numbers(list(net.parameters()))
-    with pytest.raises(roam.ExecutionError, match=r"strides"):
+    with pytest.raises(roam.ExecutionError, match=r"strides") as caught:
         step(net, optimizer, *batches(1)[0])
+    assert getattr(caught.value.__cause__, "code", "") == "differs_from_capture"
+    assert_same_bits(before, tensors_and_numbers(list(net.parameters())))
+
+
+def test_memory_that_is_shared_in_another_way_stops_a_run_before_it_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    net = Net()
+    optimizer = adamw(net)
+    step = roam.compile(plain_step)
+    step(net, optimizer, *batches(1)[0])
+    step(net, optimizer, *batches(1)[0])
+    monkeypatch.setattr(step._last, "_sharing", [0] * len(step._last._sharing))  # the last look, behind all guards
+    before = tensors_and_numbers(list(net.parameters()))
+    with pytest.raises(roam.ExecutionError) as caught:
+        step(net, optimizer, *batches(1)[0])
+    assert caught.value.code == "sharing"
     assert_same_bits(before, tensors_and_numbers(list(net.parameters())))
 
 

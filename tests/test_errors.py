@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import copy
+import ctypes
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -12,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import roam
 import roam.errors
@@ -256,6 +259,113 @@ def _scheduled_twice(my: _My) -> None:
     my.kept = torch.optim.lr_scheduler.StepLR(my.optimizer, 1)
 
 
+def _compiled_function(my: _My) -> Any:
+    sine = torch.compile(torch.sin, backend="eager")
+    my.kept = lambda loss: sine(loss)
+    return roam.capture(my.step(lambda my, loss: my.kept(loss)), my.batch)
+
+
+class _Lists(_Odd):
+    """Keeps a list in its state from the start."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model, lambda: 1)
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["history"] = [torch.ones(1)]
+
+
+class _Adding(torch.optim.SGD):
+    """Adds an entry to its groups that hangs on data."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        group = self.param_groups[0]
+        group["norm"] = group["params"][0].norm().item()
+
+
+def _in_a_tuple() -> Any:
+    my = _My()
+    my.kept = (torch.ones(4),)
+    return roam.capture(my.step(lambda my, loss: my.kept[0].sin()), my.batch)
+
+
+def _hidden(value: Any) -> Callable[[], Any]:
+    """What gives a value back without holding it in any way that Python shows."""
+    address = id(value)
+    return lambda: ctypes.cast(address, ctypes.py_object).value
+
+
+def _from_elsewhere() -> Any:
+    my, tensor = _My(), torch.ones(())
+    found = _hidden(tensor)
+    graph = roam.capture(my.step(lambda my, loss: loss * found()), my.batch)
+    return graph, tensor
+
+
+def _with_a_tensor_rate(my: _My, loss: torch.Tensor) -> None:
+    my.kept.step()
+
+
+def _tensor_rate() -> Any:
+    my = _My()
+    my.optimizer = torch.optim.SGD(my.model.parameters(), torch.tensor(0.1))
+    my.kept = torch.optim.lr_scheduler.StepLR(my.optimizer, 1)
+    return roam.capture(my.step(_with_a_tensor_rate), my.batch)
+
+
+def _next_rate() -> Any:
+    my = _My()
+    my.kept = torch.optim.lr_scheduler.StepLR(my.optimizer, 1)
+
+    def between(my: _My, loss: torch.Tensor) -> Any:
+        my.kept.step()
+        return loss * my.optimizer.param_groups[0]["lr"]
+
+    return roam.capture(my.step(between), my.batch)
+
+
+def _symbol_of_another_tracer(my: _My, loss: torch.Tensor) -> Any:
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    return loss * ShapeEnv().create_unbacked_symfloat()
+
+
+def _unlike_itself() -> Any:
+    my, turns = _My(), [iter(range(100))]
+    found = _hidden(turns[0])
+    graph = roam.capture(my.step(lambda my, loss: loss.sin() if next(found()) % 2 else loss.cos()), my.batch)
+    return graph, turns
+
+
+class _Asking(torch.optim.SGD):
+    """Goes by a number that the step before made from weights."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            if "norm" in state and state["norm"] > 1:
+                parameter.data.mul_(0.5)
+            state["norm"] = parameter.detach().norm()
+
+
+class _Halving(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def _in_a_dispatch_mode() -> Any:
+    my = _My()
+    with _Halving():
+        return roam.capture(my.step(), my.batch)
+
+
+def _recurrent_elsewhere() -> Any:
+    my = _My()
+    my.model = nn.Sequential(nn.LSTM(4, 4, device="meta"))
+    return roam.capture(my.step(), my.batch)
+
+
 REFUSED: dict[str, Callable[[], Any]] = {
     "address": _between(lambda my, loss: loss.data_ptr()),
     "argument": lambda: roam.capture(_My().step(), torch.ones(2, 4), step="last"),  # type: ignore[arg-type]
@@ -263,8 +373,11 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "autocast_cache": _autocast_around,
     "autograd_node": _given(lambda my: _replace(my, "kept", my.model[0].weight.sum().grad_fn)),
     "compiled_module": _given(lambda my: _replace(my, "model", torch.compile(my.model))),
+    "compiled_function": lambda: _compiled_function(_My()),
     "data_dependent": _between(lambda my, loss: my.batch[my.batch > 0]),
+    "dispatch_mode": _in_a_dispatch_mode,
     "fake_modes": _two_fake_modes,
+    "foreign_symbol": _between(_symbol_of_another_tracer),
     "foreign_operator": _between(lambda my, loss: torch.ops.roam_test_errors.number(loss)),
     "fx_metadata": _fx(_without_values),
     "fx_node": _fx(_calling_a_method),
@@ -276,14 +389,20 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "layout": _given(lambda my: torch.ones(2, 4).to_sparse()),
     "live_power": _between(_raise_the_count),
     "moved": _counting,
+    "nested_state": _given(lambda my: _replace(my, "optimizer", _Lists(my.model))),
     "no_fake_kernel": _between(lambda my, loss: torch.ops.roam_test_errors.bare(loss)),
     "no_first_step": _first_step_of_a_trained_model,
     "optimizer": _given(lambda my: _replace(my, "optimizer", torch.optim.LBFGS(my.model.parameters()))),
+    "optimizer_form": _given(
+        lambda my: _replace(my, "optimizer", torch.optim.SGD(my.model.parameters(), 0.1, differentiable=True))
+    ),
     "optimizer_state": _given(lambda my: _replace(my, "optimizer", _Odd(my.model, object))),
     "outer_history": _given(lambda my: my.model[0](torch.ones(2, 4))),
     "owner_removed": _between(lambda my, loss: delattr(my.model[1], "bias")),
     "parameter_replaced": _between(lambda my, loss: _assign(my.model[1], "bias", nn.Parameter(torch.zeros(1)))),
+    "pickled": _between(lambda my, loss: copy.deepcopy(my.batch)),
     "rate": _updated(lambda my: my.optimizer.param_groups[0].update(lr="fast")),
+    "recurrent_layer": _recurrent_elsewhere,
     "refused_operator": _between(lambda my, loss: my.batch.nonzero()),
     "result": _between(lambda my, loss: object()),
     "scaler": _between(lambda my, loss: torch.amp.GradScaler("cpu").scale(loss)),
@@ -291,11 +410,26 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "step_raised": _between(lambda my, loss: 1 / 0),
     "storage_replaced": _between(lambda my, loss: _assign(my.batch, "data", torch.zeros(2, 4)) or my.batch.sin()),
     "subclass": _given(lambda my: torch.ones(2, 4).as_subclass(type("Own", (torch.Tensor,), {}))),
+    "tensor_rate": _tensor_rate,
     "tensor_attribute": _given(lambda my: _assign(my.batch, "noted", torch.ones(1))),
     "uninitialized_parameter": _given(lambda my: _replace(my, "model", nn.LazyLinear(1))),
+    "unknown_number": _next_rate,
+    "unknown_state": _given(lambda my: _replace(my, "optimizer", _Asking(my.model.parameters(), 0.1))),
+    "unknown_tensor": _from_elsewhere,
+    "unsettled": _given(lambda my: _replace(my, "optimizer", _Adding(my.model.parameters(), 0.1))),
+    "unstable": _unlike_itself,
     "value_reached_python": _between(lambda my, loss: float(loss) > 1 and loss.sin()),
+    "wrapped_place": _in_a_tuple,
 }
 """What is refused, by its code."""
+
+
+def test_every_refusal_has_a_test() -> None:
+    lines = [line for path in (_ROOT / "tests").glob("test_*.py") for line in path.read_text().splitlines()]
+    asserted = {
+        text for line in lines if "code" in line or "refused" in line for text in re.findall(r'"([a-z_]+)"', line)
+    }
+    assert sorted(_python_codes() - REFUSED.keys() - asserted) == []
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -304,3 +438,21 @@ def test_a_refusal_has_its_code_and_names_the_remedy_first(code: str) -> None:
     with pytest.raises(roam.CaptureError) as caught:
         REFUSED[code]()
     assert caught.value.code == code, str(caught.value)
+
+
+def test_another_leaf_that_requires_a_gradient_is_refused() -> None:
+    class Attack:
+        pass
+
+    attack: Any = Attack()
+    attack.delta = torch.zeros(3, requires_grad=True)
+
+    def step(weight: torch.Tensor) -> torch.Tensor:
+        loss = (attack.delta * weight).square().sum()
+        (gradient,) = torch.autograd.grad(loss, attack.delta)
+        attack.delta = (attack.delta - gradient).detach().requires_grad_()
+        return loss
+
+    with pytest.raises(roam.CaptureError, match=r"requires a gradient") as caught:
+        roam.compile(step)(torch.ones(3))
+    assert caught.value.code == "parameter_replaced"

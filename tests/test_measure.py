@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from roam.runtime import measure
 from roam.runtime.measure import MeasurementError, MemoryTrace, measure_in_child, measure_peak, observed
 
 
@@ -182,8 +183,20 @@ def test_an_exception_of_the_work_passes_through() -> None:
 
 
 def test_other_devices_are_refused() -> None:
-    with pytest.raises(MeasurementError, match="mps"):
+    with pytest.raises(MeasurementError, match="mps") as caught:
         measure_peak(lambda: None, device="mps")
+    assert caught.value.code == "device"
+
+
+def test_a_record_with_a_gap_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(MeasurementError, match="another profiler") as caught:
+        measure._Stream([])
+    assert caught.value.code == "no_events"
+    freed = measure._Event(size_bytes=-8, address=1, total_bytes=0, call=None, operator="")
+    monkeypatch.setattr(measure, "_between_marks", lambda roots: ([freed], 16))
+    with pytest.raises(MeasurementError, match="does not watch") as caught:
+        measure._Stream([])
+    assert caught.value.code == "other_thread"
 
 
 def test_a_trace_survives_json() -> None:

@@ -556,8 +556,9 @@ def test_a_large_data_set_is_not_entered(monkeypatch: pytest.MonkeyPatch) -> Non
     step(x, y)
     assert len(step._captures) == 2
     reading = roam.compile(lambda x, y: my.train(x, y, len(my.history[0])))
-    with pytest.raises(roam.CaptureError, match="more than 3000 objects"):
+    with pytest.raises(roam.CaptureError, match="more than 3000 objects") as caught:
         reading(x, y)
+    assert caught.value.code == "reach"
 
 
 def reads_an_iterator(my: Loop) -> Any:

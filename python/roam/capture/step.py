@@ -28,7 +28,7 @@ from roam.capture.scaler import check_scaler
 from roam.capture.settle import settle_gradients
 from roam.capture.snapshot import Setting, Snapshot, applied
 from roam.capture.surroundings import check_surroundings
-from roam.capture.trace import NumbersChange, trace
+from roam.capture.trace import NumbersChange, check_no_leaf, trace
 from roam.capture.world import World, refuse
 from roam.errors import CaptureError
 from roam.garbage import collections_wait
@@ -422,6 +422,7 @@ class _Tracer:
                 for setting in settings or ():
                     if setting.slot is not None:
                         path = setting.space.label(setting.key)
+                        check_no_leaf(setting.space.get(setting.key), path)
                         owner = PlaceOwner(setting.space, setting.key, path, "buffer", tied=False)
                         program.rebinds.append((owner, setting.slot))
                 accumulate_in_place(program)

@@ -404,7 +404,11 @@ def _endings(world: World, recorder: Recorder, before: list[tuple[Owner, Any]]) 
         if held.get(path) is tensor:
             continue
         if not isinstance(owner, (StateOwner, GradientOwner)) and owner.kind == "parameter":
-            raise CaptureError(f"the step puts another parameter at {path}", code="parameter_replaced")
+            raise CaptureError(
+                f"write into the parameter at {path} under torch.no_grad(), as in p.copy_(...); the step puts another there",
+                code="parameter_replaced",
+            )
+        check_no_leaf(tensor, path)
         program.rebinds.append((owner, recorder.leaving(tensor, path)))
     for owner, _ in before:
         if owner.path not in now:
@@ -418,6 +422,16 @@ def _endings(world: World, recorder: Recorder, before: list[tuple[Owner, Any]]) 
         for parameter in world.parameters
         if (path := f"{parameter.path}.grad") not in held and path not in now
     ]
+
+
+def check_no_leaf(tensor: torch.Tensor, path: str) -> None:
+    """Refuses what a run by a plan would leave without `requires_grad`."""
+    if tensor.requires_grad and tensor.is_leaf:
+        raise CaptureError(
+            f"write into the tensor at {path} under torch.no_grad(), as in x.copy_(...); the step puts another there "
+            "that requires a gradient itself",
+            code="parameter_replaced",
+        )
 
 
 def _rate_endings(world: World, recorder: Recorder) -> None:

@@ -255,8 +255,14 @@ class _Chooser:
         plan = _known.get(key) if self._deadline is None else None
         if plan is None:
             left = None if self._deadline is None else max(self._deadline - time.monotonic(), 0.0)
-            limits: dict[str, Any] = {"enough_bytes": enough_bytes, "worth_bytes": worth_bytes} if _LIMITS else {}
-            plan = roam.optimize(graph, self._streams, exact="off", time_limit_s=left, **limits)
+            plan = roam.optimize(
+                graph,
+                self._streams,
+                exact="off",
+                time_limit_s=left,
+                enough_bytes=enough_bytes,
+                worth_bytes=worth_bytes,
+            )
             self._timings.plan.count += 1
             if self._deadline is None:
                 _remember(key, plan)
@@ -285,8 +291,6 @@ class _Chooser:
         return [(name, landing) for _, _, name, landing in sorted(near, key=lambda one: one[1])]
 
 
-_LIMITS = "worth_bytes" in str(getattr(roam.optimize, "__text_signature__", ""))
-"""Whether the compiled planner is of this version."""
 _known: OrderedDict[tuple[Any, ...], Plan] = OrderedDict()
 
 

@@ -439,6 +439,8 @@ class Runner:
                     failure = self._failed(error, drawn, copies)
                     for owner, gradient in kept if isinstance(failure, Declined) else ():
                         owner.set(None if gradient is MISSING else gradient)
+                    if failure is error:
+                        raise
                     raise failure from error
                 self._leave(rebinds, _skipped(program, skips))
             for host_call, (arguments, keywords) in zip(program.after, after, strict=True):
@@ -561,6 +563,8 @@ class Runner:
                 generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
             if failure.call.is_check:
                 return Declined(f"a check at {failure.call.source} does not pass")
+            if isinstance(error, ExecutionError):
+                return error
             return ExecutionError(
                 f"{where} failed: {error}. Nothing had been updated yet", code="failed", operator=failure.call.name,
                 source=str(failure.call.source),
