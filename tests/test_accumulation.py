@@ -294,21 +294,6 @@ def test_clipping(clip: str) -> None:
     both(script)
 
 
-def test_clipping_that_raises_is_refused() -> None:
-    net = network()
-    optimizer = torch.optim.AdamW(net.parameters())
-
-    def step(x, y):
-        loss_of(net, x, y).backward()
-        torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0, error_if_nonfinite=True)
-        optimizer.step()
-
-    with pytest.raises(roam.CaptureError, match="stays on tensors") as caught:
-        roam.compile(step)(*batches(1)[0])
-    assert f"{__file__}:{step.__code__.co_firstlineno + 2}" in str(caught.value)
-    assert not optimizer.state
-
-
 class TestShapes:
     def test_a_last_partial_batch_and_two_lengths_cost_one_capture_each(self) -> None:
         captures = []
@@ -351,7 +336,8 @@ class TestShapes:
             return [[step(*batches(1, size)[0]), states(net, optimizer)] for size in range(2, 13)]
 
         with caplog.at_level(logging.WARNING, logger="roam"):
-            both(script)
+            both(script, max_plans=8)
         warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-        assert len(warned) == 3  # eleven shapes, of which eight are remembered
-        assert all("planned 8 times and is planned again: the shape of" in message for message in warned)
+        assert len(warned) == 1
+        assert "plans for 8 kinds of calls" in warned[0]
+        assert "pad it to a few lengths" in warned[0]

@@ -482,19 +482,34 @@ class TestRefuses:
         with pytest.raises(roam.CaptureError, match="may leave out"):
             roam.capture(step, *batches(count=2))
 
-    def test_clipping_that_raises(self) -> None:
+
+def test_clipping_that_raises_beside_a_scaler() -> None:
+    def script(wrap: Wrap) -> list[Any]:
         net, scaler = network(), make_scaler()
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
 
+        @wrap
         def step(x, y):
-            scaler.scale(loss_of(net, x, y)).backward()
+            optimizer.zero_grad()
+            loss = loss_of(net, x, y)
+            scaler.scale(loss).backward()
             scaler.unscale_(optimizer)
             torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0, error_if_nonfinite=True)
             scaler.step(optimizer)
             scaler.update()
+            return loss
 
-        with pytest.raises(roam.CaptureError, match="stays on tensors"):
-            roam.capture(step, *batches(count=1)[0])
+        seen: list[Any] = []
+        for index, (x, y) in enumerate(batches(count=5)):
+            if index == 3:
+                with pytest.raises(RuntimeError, match="non-finite"):
+                    step(x * torch.inf, y)
+                scaler.update()
+            else:
+                seen += [step(x, y), states(net, optimizer), scaler.state_dict()]
+        return seen
+
+    both(script)
 
 
 def test_capture_leaves_no_mark_on_a_scaler() -> None:

@@ -112,8 +112,8 @@ class Guards:
         """
         return self._first_places
 
-    def expects_the_same(self, other: Guards) -> bool:
-        """Whether other guards compare the same holders and tensors with the same values: then either stands for both."""
+    def stands_for(self, other: Guards) -> bool:
+        """Whether these compare the same holders and tensors with the same values as other guards, and no less beside."""
         checks, others = self._checks(), other._checks()
         return (
             len(checks) == len(others)
@@ -131,8 +131,11 @@ class Guards:
                 )
             )
             and self._aliasing == other._aliasing
+            and self._shared_groups == other._shared_groups
+            and len(self._shapes) == len(other._shapes)
+            and all(map(operator.is_, self._shapes, other._shapes))
             and self._nodes.watches_the_same(other._nodes)
-            and self._reliance.expects_the_same(other._reliance)
+            and self._reliance.covers(other._reliance)
             and all(same(old, new) for (*_, old), (*_, new) in zip(self._ambient, other._ambient, strict=True))
         )  # fmt: skip
 

@@ -121,6 +121,7 @@ class Reliance:
             for name in _function_names(kind):
                 note(kind.__qualname__, vars(kind), id(kind), name)
         self._holders = [(path, holder, tuple(names)) for path, holder, names in holders.values()]
+        self._places = [(identity, tuple(names)) for identity, (_, _, names) in holders.items()]
         self._getters = [(_getter(names), holder) for _, holder, names in self._holders]
         self._expected = [holder[name] for _, holder, names in self._holders for name in names]
         self._tables = [vars(kind) for kind in self._classes]
@@ -132,19 +133,22 @@ class Reliance:
         self.code = {}
         return self
 
-    def expects_the_same(self, other: Reliance) -> bool:
-        """Whether another compares the same with the same."""
+    def covers(self, other: Reliance) -> bool:
+        """Whether all that another compares is compared with the same here, and perhaps more: a first step goes through more."""
+        values = self._values()
         return (
-            [(id(holder), names) for _, holder, names in self._holders if isinstance(holder, dict)]
-            == [(id(holder), names) for _, holder, names in other._holders if isinstance(holder, dict)]
-            and self._classes == other._classes
-            and len(self._expected) == len(other._expected)
-            and all(map(operator.is_, self._expected, other._expected))
+            all(values.get(place, MISSING) is value for place, value in other._values().items())
+            and set(other._classes) <= set(self._classes)
             and list(map(id, self._just_objects)) == list(map(id, other._just_objects))
             and self._kinds == other._kinds
-            and self._variables == other._variables
-            and self._environment == other._environment
+            and self._variables.items() >= other._variables.items()
+            and other._environment in (None, self._environment)
         )
+
+    def _values(self) -> dict[tuple[int, str], Any]:
+        """What was found under each name of each holder."""
+        places = ((identity, name) for identity, names in self._places for name in names)
+        return dict(zip(places, self._expected, strict=True))
 
     def failure(self) -> str | None:
         """None while all of it is the same, else what is not."""

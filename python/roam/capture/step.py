@@ -129,7 +129,7 @@ class Known:
 
     def shared(self, guards: Guards) -> Guards:
         """Guards of an earlier capture that expect the same, if there are any; so one stands for all shapes of a batch."""
-        alike = (known for known in self.guards if known.expects_the_same(guards) and known.failure() is None)
+        alike = (known for known in self.guards if known.stands_for(guards) and known.failure() is None)
         found = next(alike, guards)
         self.guards.add(found)
         return found

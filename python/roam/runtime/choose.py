@@ -21,6 +21,7 @@ import roam
 from roam._core import Graph, Plan
 from roam.capture.lower import Lowering
 from roam.capture.step import Variant
+from roam.errors import PlanError
 from roam.garbage import collections_wait
 from roam.kernels.calls import Placed, landable_calls, placed_calls
 from roam.kernels.workspace import known, workspaces
@@ -312,8 +313,10 @@ def _has_same_calls(one: Program, other: Program) -> bool:
 
 
 def _transferred(ordered: Plan, graph: Graph) -> Plan | None:
-    """A plan of a graph that permits one order only, as a plan of the graph that permits others; None where program order is
-    better. The bound is one that takes no time to prove.
+    """A plan of a graph that permits one order only, as a plan of the graph that permits others.
+
+    None where program order is better, or where the verifier refuses it: tensors that share memory in another way than before
+    ask for another order. The bound is one that takes no time to prove.
     """
     quick = roam.optimize(graph, exact="off", time_limit_s=0.0)
     if ordered.peak_bytes > quick.program_order_peak_bytes:
@@ -325,7 +328,10 @@ def _transferred(ordered: Plan, graph: Graph) -> Plan | None:
     plan["exact"] = found["exact"]
     plan["status"] = "optimal" if plan["total_bytes"] == plan["total_lower_bound_bytes"] else "feasible"
     transferred = Plan.from_json(json.dumps(plan).encode())
-    roam.verify(graph, transferred)
+    try:
+        roam.verify(graph, transferred)
+    except PlanError:
+        return None
     return transferred
 
 
