@@ -19,6 +19,12 @@ distributions = torch.distributions
 Loss = Callable[[torch.nn.Module, torch.Tensor], torch.Tensor]
 
 
+@pytest.fixture(autouse=True)
+def validation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`torch.compile` switches the validation of distributions off for the rest of a process."""
+    monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", __debug__)
+
+
 def network() -> torch.nn.Module:
     return torch.nn.Sequential(
         torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.25), torch.nn.Linear(8, 4)

@@ -8,6 +8,7 @@ import pickle
 import sys
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,6 +26,14 @@ Ask = Callable[[Any, torch.Tensor, torch.Tensor], Any]
 """Asks something about the user's things, a tensor of the batch and the loss."""
 
 
+@dataclass(frozen=True)
+class Named:
+    """A key that has a tensor."""
+
+    tensor: torch.Tensor
+    name: str
+
+
 def make(batch: torch.Tensor) -> Any:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
@@ -37,6 +46,7 @@ def make(batch: torch.Tensor) -> Any:
         hashes=(hash(weight), hash((weight, 1))),
         factors={id(net[0].bias): 0.5},
         keyed={weight: 1},
+        named={Named(weight, "first"): 1},
         referred=weakref.ref(weight),
     )
 
@@ -87,6 +97,8 @@ EQUAL: dict[str, Ask] = {
     "hash of a tuple": zero_where(lambda my, p: hash((p, 1)) in my.hashes),
     "called hash": zero_where(lambda my, p: p.__hash__() in my.hashes),
     "key": zero_where(lambda my, p: p in my.keyed),
+    "key that has a tensor": zero_where(lambda my, p: Named(p, "first") in my.named),
+    "keys that have tensors": zero_where(lambda my, p: any(key.tensor is p for key in my.named)),
     "set in the step": lambda my, x, loss: len({*my.net.parameters(), *my.net.parameters(), x, loss}),
     "state by parameter": lambda my, x, loss: len(my.optimizer.state[my.weight]) + 1,
     "is": zero_where(lambda my, p: p is my.weight),
@@ -166,6 +178,46 @@ def test_dictionaries_by_identity_are_refused() -> None:
     with pytest.raises(roam.CaptureError, match="in an ordinary dictionary") as refusal:
         run(zero_where(lambda my, p: p in my.known), roam.compile, prepare)
     assert refusal.value.code == "identity"
+
+
+HIDDEN: dict[str, tuple[Callable[[torch.Tensor], Any], Ask, str]] = {
+    "tuple for a key": (
+        lambda p: {(p, 1): 1},
+        zero_where(lambda my, p: any(key[0] is p for key in my.hidden)),
+        "wrapped_place",
+    ),
+    "reference for a key": (
+        lambda p: {weakref.ref(p): 1},
+        zero_where(lambda my, p: any(key() is p for key in my.hidden)),
+        "identity",
+    ),
+    "reference in a tuple": (lambda p: (weakref.ref(p),), zero_where(lambda my, p: my.hidden[0]() is p), "identity"),
+    "WeakSet": (lambda p: weakref.WeakSet([p]), zero_where(lambda my, p: any(q is p for q in my.hidden)), "identity"),
+    "WeakKeyDictionary": (
+        lambda p: weakref.WeakKeyDictionary({p: 1}),
+        zero_where(lambda my, p: any(q is p for q in my.hidden)),
+        "identity",
+    ),
+    "WeakValueDictionary": (
+        lambda p: weakref.WeakValueDictionary({"first": p}),
+        zero_where(lambda my, p: my.hidden["first"] is p),
+        "identity",
+    ),
+}
+"""What a fake cannot be put into, and a question that it would answer with no."""
+
+
+@pytest.mark.parametrize("name", HIDDEN)
+def test_what_no_fake_can_be_put_into_is_refused(name: str) -> None:
+    hide, ask, code = HIDDEN[name]
+
+    def prepare(my: Any) -> None:
+        my.hidden = hide(my.weight)
+
+    assert run(ask, lambda step: step, prepare)[0] != 0
+    with pytest.raises(roam.CaptureError, match="hidden") as refusal:
+        run(ask, roam.compile, prepare)
+    assert refusal.value.code == code
 
 
 def test_nothing_is_left_of_it() -> None:

@@ -428,8 +428,13 @@ class _Walk:
                 self._fill(TensorKeyedSpace(value, path))
             else:
                 self._fill(MappingSpace(value, path, label=_index(path)))
+            for key in dict.__iter__(value):
+                if not issubclass(type(key), torch.Tensor):
+                    self._enqueue(key, f"{path}.keys()")
             self._attributes(value, path)
             self._enqueue(kind, kind.__qualname__)
+        elif issubclass(kind, (weakref.WeakSet, weakref.WeakKeyDictionary, weakref.WeakValueDictionary)):
+            self._enqueue(value.data, path)
         elif issubclass(kind, WeakIdKeyDictionary):
             if any(issubclass(type(key), torch.Tensor) for key in value.keys()):  # noqa: SIM118 - it iterates over nothing else
                 raise CaptureError(

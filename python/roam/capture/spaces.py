@@ -179,30 +179,33 @@ class BytesSpace(Space):
 class TensorKeyedSpace(MappingSpace):
     """A dictionary with tensors for keys, such as one that holds an optimizer for each parameter.
 
-    During capture its keys are fakes, and `stand_ins` has the fake for the `id` of each tensor.
+    During capture its keys are fakes: what is kept under a tensor is then found under its fake. The two have one hash, so
+    that a look-up by the other would compare their values.
     """
 
-    __slots__ = ("stand_ins",)
+    __slots__ = ("_fakes",)
 
     def __init__(self, holder: dict[Any, Any], path: str) -> None:
         places = {id(key): place for place, key in enumerate(holder)}
         super().__init__(holder, path, label=lambda key: f"{path}[key {places.get(id(key), '...')}]")
-        self.stand_ins: dict[int, Any] = {}
+        self._fakes: dict[int, Any] = {}
 
     def exchange(self, fake: Callable[[Any], Any]) -> None:
-        """Puts the fake of each tensor in its place among the keys."""
+        """Puts the fake of each tensor in its place among the keys, until `put` puts tensors there again."""
         items = self.items()
-        self.stand_ins = {id(key): fake(key) for key, _ in items if issubclass(type(key), torch.Tensor)}
-        self.put([(self.stand_ins.get(id(key), key), value) for key, value in items])
+        fakes = {id(key): fake(key) for key, _ in items if issubclass(type(key), torch.Tensor)}
+        self.put([(fakes.get(id(key), key), value) for key, value in items])
+        self._fakes = fakes
+
+    def put(self, items: Items) -> None:
+        super().put(items)
+        self._fakes = {}
 
     def get(self, key: Any) -> Any:
-        return super().get(self._now(key))
+        return super().get(self._fakes.get(id(key), key))
 
     def set(self, key: Any, value: Any) -> None:
-        super().set(self._now(key), value)
-
-    def _now(self, key: Any) -> Any:
-        return key if dict.__contains__(self.holder, key) else self.stand_ins.get(id(key), key)
+        super().set(self._fakes.get(id(key), key), value)
 
 
 class SequenceSpace(Space):

@@ -168,8 +168,14 @@ class World:
 
     def _exchange_references(self, space: Space) -> None:
         """Weak references to tensors, such as recurrent layers keep to their weights."""
-        for key, value in () if space.is_immutable else space.items():
-            if type(value) is weakref.ref and isinstance(value(), torch.Tensor):
+        for key, value in space.items():
+            if _refers_to_tensor(key) or (_refers_to_tensor(value) and not _is_exchanged(space, value)):
+                refuse(
+                    space.label(key),
+                    "refers weakly to a tensor; keep the tensor itself, in a list or as a key of an ordinary dictionary",
+                    code="identity",
+                )
+            if _refers_to_tensor(value):
                 space.set(key, weakref.ref(self._fake(value())))
 
     def forget_values(self) -> None:
@@ -276,6 +282,15 @@ def _tensor(number: Callable[[], Any], meta: TensorMeta) -> Any:
     value = number()
     device = "cpu" if is_absent(meta.device) else meta.device
     return MISSING if value is None else torch.tensor(value, dtype=meta.dtype, device=device)
+
+
+def _refers_to_tensor(value: Any) -> bool:
+    return issubclass(type(value), weakref.ref) and issubclass(type(value()), torch.Tensor)
+
+
+def _is_exchanged(space: Space, reference: Any) -> bool:
+    """Whether another weak reference can take the place of this one."""
+    return type(reference) is weakref.ref and space.takes_others
 
 
 def describe(tensor: torch.Tensor) -> tuple[Any, ...]:
