@@ -18,13 +18,13 @@ import dis
 import functools
 import itertools
 import linecache
-import os
 import sys
 from collections.abc import Iterator
 from types import CodeType, FrameType
 from typing import Any
 
-_ROAM = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+from roam.capture.frames import OWN
+
 _EXITS = {"sys.exit", "os._exit", "exit", "quit"}
 _KEEPS_TRUTH = {"bool", "any", "all"}
 _FINITE = {"isfinite": True, "isnan": False, "isinf": False}
@@ -44,7 +44,7 @@ def check(value: Any, expected: bool) -> None:
 def passing_answer() -> bool | None:
     """The answer with which the check that asks now passes; None where the code that asks is no check, or passes with either."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_ROAM):
+    while frame is not None and frame.f_code.co_filename.startswith(OWN):
         frame = frame.f_back
     around: list[ast.AST] = []
     while frame is not None:

@@ -19,7 +19,8 @@ from roam.program import Source
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _ROAM = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_OWN = (_ROAM + "capture", _ROAM + "runtime")
+OWN = (_ROAM + "capture", _ROAM + "runtime")
+"""Where the files lie whose frames are never the user's."""
 _STANDARD = sysconfig.get_path("stdlib") + os.sep
 _UPDATE_FILES = (_TORCH + "optim" + os.sep, os.path.join(_TORCH, "nn", "utils", "clip_grad.py"))
 _SCALER_FILE = os.path.join(_TORCH, "amp", "grad_scaler.py")
@@ -39,7 +40,7 @@ def _classify(code: CodeType) -> int:
             bits |= _UPDATE
         if name in ("backward", "_engine_run_backward") and file.startswith(_AUTOGRAD_FILES):
             bits |= _BACKWARD
-    elif file.startswith(_OWN):
+    elif file.startswith(OWN):
         bits |= _OURS
     elif not file.startswith("<") and not _is_standard(file):
         bits |= _USER
