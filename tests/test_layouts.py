@@ -301,4 +301,4 @@ class TestSteps:
 
         with pytest.raises(roam.ExecutionError, match="register_fake") as caught:
             step(torch.randn(3, 4))
-        assert caught.value.code == "failed"
+        assert caught.value.code == "differs_from_capture"
