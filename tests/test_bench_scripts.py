@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from roam.bench import scripts
+from roam.bench.outcomes import EXIT_DIFFERENT
 from roam.bench.run import run
 from roam.bench.scripts import child, registry
 
@@ -115,4 +116,4 @@ def test_the_command_writes_its_files(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "polynomial" in (tmp_path / "scripts.csv").read_text()
     assert "1 scripts: 1 equal" in capsys.readouterr().out
     assert scripts.benchmark(asked).exit_code({"rows": [row]}) == 0
-    assert scripts.benchmark(asked).exit_code({"rows": [{**row, "outcome": "different"}]}) == scripts.EXIT_DIFFERENT
+    assert scripts.benchmark(asked).exit_code({"rows": [{**row, "outcome": "different"}]}) == EXIT_DIFFERENT

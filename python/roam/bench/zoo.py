@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import copy
 import warnings
-from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -15,8 +14,9 @@ from torch.utils import _pytree as pytree
 
 from roam import Plan
 from roam.bench.architectures import Architecture, architectures, loss_of
+from roam.bench.outcomes import exit_code, outcomes_line, outcomes_table
 from roam.bench.results import Record, Row, Task
-from roam.bench.run import Benchmark, Column, Table, check_named
+from roam.bench.run import Benchmark, Column, check_named
 from roam.errors import RoamError
 from roam.kernels.trial import differ
 from roam.runtime import compile as compile_step
@@ -26,10 +26,7 @@ if TYPE_CHECKING:
 
 _STEPS = 3
 _SEED = 0
-
-
-EXIT_DIFFERENT = 5
-"""Exit code where some step gave other bits."""
+_OUTCOMES = ("equal", "refused", "failed", "different")
 
 _COLUMNS = (
     Column("library", lambda row: row["library"], right=False),
@@ -53,14 +50,13 @@ def benchmark(arguments: argparse.Namespace) -> Benchmark:
         settings,
         tasks,
         _COLUMNS,
-        summary=lambda record: [libraries_table(record), _counted(record)],
+        summary=lambda record: [
+            outcomes_table(record, "Architectures", "library", "architectures", _OUTCOMES),
+            outcomes_line(record, "architectures"),
+        ],
         plot=plot,
-        exit_code=lambda record: EXIT_DIFFERENT if _outcomes(record)["different"] else 0,
+        exit_code=exit_code,
     )
-
-
-def _outcomes(record: Record) -> Counter[str]:
-    return Counter(row["outcome"] for row in record["rows"])
 
 
 def plot(record: Record, figure: Figure) -> None:
@@ -79,28 +75,6 @@ def plot(record: Record, figure: Figure) -> None:
     axes.set_xlabel("architectures")
     axes.set_ylabel("peak / program order's")
     axes.legend(ncols=4, frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0))
-
-
-def libraries_table(record: Record) -> Table:
-    """How many architectures of each library came to what."""
-    counts: dict[str, Counter[str]] = {}
-    for row in record["rows"]:
-        counts.setdefault(row["library"], Counter())[row["outcome"]] += 1
-
-    def count(outcome: str) -> Column:
-        return Column(outcome, lambda row: str(row["counts"][outcome]))
-
-    columns = (
-        Column("library", lambda row: row["library"], right=False),
-        Column("architectures", lambda row: str(row["counts"].total())),
-        *map(count, ("equal", "refused", "failed", "different")),
-    )
-    return Table("Architectures", columns, [{"library": name, "counts": found} for name, found in counts.items()])
-
-
-def _counted(record: Record) -> str:
-    counts = ", ".join(f"{count} {outcome}" for outcome, count in _outcomes(record).items())
-    return f"{len(record['rows'])} architectures: {counts}"
 
 
 def train_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, inputs: dict[str, Any]) -> torch.Tensor:

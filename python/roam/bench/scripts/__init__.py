@@ -7,16 +7,14 @@ import importlib.util
 import json
 import subprocess
 import sys
-from collections import Counter
 from functools import partial
 
-from roam.bench.results import BenchError, Record, Row, Task
-from roam.bench.run import Benchmark, Column, Table, check_named
+from roam.bench.outcomes import exit_code, outcomes_line, outcomes_table
+from roam.bench.results import BenchError, Row, Task
+from roam.bench.run import Benchmark, Column, check_named
 from roam.bench.scripts.registry import FAMILIES, Script, scripts
 
-EXIT_DIFFERENT = 5
-"""Exit code where some script left other bits."""
-_OUTCOMES = ("equal", "refused", "different", "crashed", "broken", "timed out")
+_OUTCOMES = ("equal", "refused", "different", "crashed")
 
 _COLUMNS = (
     Column("family", lambda row: row["family"], right=False),
@@ -47,8 +45,11 @@ def benchmark(arguments: argparse.Namespace) -> Benchmark:
         settings,
         tasks,
         _COLUMNS,
-        summary=lambda record: [families_table(record), _counted(record)],
-        exit_code=lambda record: EXIT_DIFFERENT if _outcomes(record)["different"] else 0,
+        summary=lambda record: [
+            outcomes_table(record, "Scripts", "family", "scripts", _OUTCOMES),
+            outcomes_line(record, "scripts"),
+        ],
+        exit_code=exit_code,
     )
 
 
@@ -68,32 +69,6 @@ def try_script(script: Script, time_limit_s: float) -> Row:
     except (ValueError, IndexError):
         raise BenchError(f"{script.name} printed no result") from None
     return found
-
-
-def _outcomes(record: Record) -> Counter[str]:
-    return Counter(row["outcome"] for row in record["rows"])
-
-
-def families_table(record: Record) -> Table:
-    """How many scripts of each family came to what."""
-    counts: dict[str, Counter[str]] = {}
-    for row in record["rows"]:
-        counts.setdefault(row["family"], Counter())[row["outcome"]] += 1
-
-    def count(outcome: str) -> Column:
-        return Column(outcome, lambda row: str(row["counts"][outcome]))
-
-    columns = (
-        Column("family", lambda row: row["family"], right=False),
-        Column("scripts", lambda row: str(row["counts"].total())),
-        *map(count, _OUTCOMES[:4]),
-    )
-    return Table("Scripts", columns, [{"family": name, "counts": found} for name, found in counts.items()])
-
-
-def _counted(record: Record) -> str:
-    counts = ", ".join(f"{count} {outcome}" for outcome, count in _outcomes(record).items())
-    return f"{len(record['rows'])} scripts: {counts}"
 
 
 __all__ = ["FAMILIES", "benchmark"]
