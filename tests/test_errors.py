@@ -408,7 +408,9 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "scaler": _between(lambda my, loss: torch.amp.GradScaler("cpu").scale(loss)),
     "script_module": _given(lambda my: _replace(my, "model", torch.jit.script(my.model))),
     "step_raised": _between(lambda my, loss: 1 / 0),
-    "storage_replaced": _between(lambda my, loss: _assign(my.batch, "data", torch.zeros(2, 4)) or my.batch.sin()),
+    "storage_replaced": _between(
+        lambda my, loss: torch._C.TensorBase.data.__set__(my.batch, torch.zeros(2, 4)) or my.batch.sin()
+    ),
     "subclass": _given(lambda my: torch.ones(2, 4).as_subclass(type("Own", (torch.Tensor,), {}))),
     "tensor_rate": _tensor_rate,
     "tensor_attribute": _given(lambda my: _assign(my.batch, "noted", torch.ones(1))),

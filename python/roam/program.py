@@ -90,13 +90,14 @@ class Call:
 
     @property
     def name(self) -> str:
-        """`aten.add.Tensor` for a kernel, `torch.random.set_rng_state` for a function of PyTorch's, `float.truediv` for
-        arithmetic on live numbers.
+        """`aten.add.Tensor` for a kernel, `torch.random.set_rng_state` for a function of PyTorch's, `roam.assign_data` for one of
+        roam's, `float.truediv` for arithmetic on live numbers.
         """
         if isinstance(self.target, torch._ops.OpOverload):
             return str(self.target)
         module = str(self.target.__module__)
-        owner = "roam" if self.is_check else module if module.startswith("torch.") else "float"
+        is_own = self.is_check or self.target is assign_data
+        owner = "roam" if is_own else module if module.startswith("torch.") else "float"
         return f"{owner}.{self.target.__name__}"
 
     def refs(self) -> list[int]:
@@ -118,6 +119,13 @@ class Call:
             if slot is not None:
                 values[slot] = value
         return result
+
+
+def assign_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
+    """Gives a tensor other data, as in `p.data = x`: it shares the memory of `data` from then on, and its old memory stays with whoever
+    else holds it.
+    """
+    tensor.data = data
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,10 +254,17 @@ class Program:
         return -1 if meta is None else meta.storage
 
     def outgoing(self) -> set[int]:
-        """Slots whose values outlive the step: results, what owners hold afterwards, schedulers' arguments, what was left out."""
+        """Slots whose values outlive the step: results, what owners hold afterwards, data that is assigned to tensors, schedulers'
+        arguments, what was left out.
+        """
         outgoing = set(refs(self.result[0])) | {slot for _, slot in (*self.rebinds, *self.skippable)}
         outgoing.update(slot for host_call in self.after for slot in refs(host_call.arguments))
+        outgoing.update(data for _, data in self.assigned())
         return outgoing
+
+    def assigned(self) -> list[tuple[int, int]]:
+        """(slot of a tensor from before the step, slot of its data afterwards), where that is other memory or another view."""
+        return [(call.args[0].slot, call.args[1].slot) for call in self.calls if call.target is assign_data]
 
     def leaving(self) -> set[int]:
         """Storages that the step makes and that outlive it."""

@@ -282,9 +282,11 @@ def kinds_of(program: Program, leaving: Iterable[int]) -> list[str]:
     for owner, slot in program.rebinds:
         if program.slots[slot] is not None:
             kinds[program.storage_of(slot)] = owner.kind
-    for owner, slot in program.owned:
-        if program.slots[slot] is not None:
-            kinds[program.storage_of(slot)] = owner.kind
+    owned = {slot: owner.kind for owner, slot in program.owned if program.slots[slot] is not None}
+    for tensor, data in program.assigned():
+        kinds[program.storage_of(data)] = owned[tensor]
+    for slot, kind in owned.items():
+        kinds[program.storage_of(slot)] = kind
     for _, slot in program.constants:
         kinds[program.storage_of(slot)] = "buffer"
     return kinds

@@ -34,10 +34,11 @@ from roam.capture.values import MISSING
 from roam.errors import CaptureError
 from roam.interrupts import deliver_interrupts
 from roam.kernels.recurrent import as_run
-from roam.program import Call, Program, Question, Ref, Source, Storage, TensorMeta
+from roam.program import Call, Program, Question, Ref, Source, Storage, TensorMeta, assign_data
 
 aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default
+_DATA: Any = torch._C.TensorBase.__dict__["data"]
 
 # Kernels that change arguments although their schema does not say so: argument positions, and the position of the
 # flag that makes them do it.
@@ -64,16 +65,17 @@ _BY_DATA = (
 )
 # Kernels that give a tensor another storage or size under the same name.
 _REFUSED = {
-    "aten::set_": "it gives a tensor another storage",
+    "aten::set_": "assign the data instead, as in x.data = y; it gives a tensor another storage",
     "aten::resize_": "it changes the size of a storage",
     "aten::resize_as_": "it changes the size of a storage",
-    "aten::set_data": "it gives a tensor another storage",
     "aten::nonzero": _BY_DATA,
     "aten::masked_select": _BY_DATA,
     "aten::_unique2": _BY_DATA,
     "aten::unique_consecutive": _BY_DATA,
 }
-_REPLACED = "the tensor was given other data (.data = ...); write into the data that it has, as in p.data.copy_(...)"
+_REPLACED = (
+    "write p.data = x in Python, or p.data.copy_(x); the tensor was given other data where capture could not see it"
+)
 _SET_UNSEEN = (
     "the step seeds a random generator or sets its state by a method of the generator, which capture cannot see; "
     "torch.manual_seed, torch.set_rng_state and torch.random.fork_rng it can"
@@ -142,7 +144,10 @@ class Recorder(TorchDispatchMode):
         self._signatures: list[int] = []
         self._storage_numbers: dict[int, int] = {}
         self._kept: list[Any] = []  # Storages stay alive, so that none's address is given out twice.
-        self._tagged: list[FakeTensor] = []
+        self._tagged: dict[int, tuple[FakeTensor, int]] = {}
+        self._assigned: dict[int, tuple[str, Source]] = {}
+        self.assignments = 0
+        """How often tensors have been given other data so far."""
         self._given: dict[int, tuple[Any, float]] = {}
         self._plain: dict[str, Any] = {}
         self._calculated: dict[Any, Any] = {}
@@ -163,7 +168,7 @@ class Recorder(TorchDispatchMode):
         """Registers a tensor that its owner holds before the step; the slot it gets."""
         slot = self._add_tensor(tensor, creator=-1, name=name)
         # Only these are kept: a reference to any other would change how autograd accumulates gradients.
-        self._tagged.append(tensor)
+        self._tagged[id(tensor)] = tensor, slot
         self.program.owned.append((owner, slot))
         return slot
 
@@ -232,11 +237,39 @@ class Recorder(TorchDispatchMode):
 
     def close(self) -> None:
         """Takes the marks off the tensors again."""
-        for tensor in self._tagged:
+        for tensor, _ in self._tagged.values():
             if getattr(tensor, "_roam_slot", (None,))[0] is self:
                 del tensor._roam_slot  # type: ignore[attr-defined]
         self._tagged.clear()
         self._watch = None  # it holds generators' states, and a recorder lives until its cycles are found
+
+    # -- assigned data
+
+    def assign(self, tensor: Any, data: Any) -> None:
+        """What `tensor.data = data` does: other data under the same name, history and version counter."""
+        slot = self.slot_of(tensor)
+        if slot is None or not isinstance(data, torch.Tensor):
+            _DATA.__set__(tensor, data)
+            return
+        if tensor.device != data.device:
+            self.refuse(
+                "move the tensor outside of the step; it is given data on another device", code="storage_replaced"
+            )
+        alias = data.detach()  # shares the data's memory, and is nothing that could be given other data itself
+        self._assigned[id(tensor)] = phase, source = self.frames.here()
+        self.assignments += 1
+        tensor._roam_slot = (self, self._slot_of_argument(alias, "Tensor.data", source))
+        _DATA.__set__(tensor, alias)
+
+    def note_assigned(self) -> None:
+        """Records, as the last of all, which tensors from before the step are left with other data."""
+        for tensor, slot in self._tagged.values():
+            data = self.slot_of(tensor)
+            if data is None or self.program.slots[data] == self.program.slots[slot]:
+                continue
+            phase, source = self._assigned[id(tensor)]
+            call = Call(assign_data, (Ref(slot), Ref(data)), {}, (None,), False, phase, source, mutates=(slot,))
+            self.program.calls.append(call)
 
     # -- recording
 
@@ -692,13 +725,13 @@ class Recorder(TorchDispatchMode):
         return slot
 
     def leaving(self, tensor: Any, place: str) -> int:
-        """The slot of a tensor that is at `place` after the step."""
+        """The slot of a tensor that is at `place` after the step; one from before the step is itself, whatever its data is."""
         slot = self.slot_of(tensor)
         if slot is None:
             raise CaptureError(f"the step puts a tensor of unknown origin at {place}", code="unknown_tensor")
         if not self._is_intact(tensor, slot):
             raise CaptureError(f"{place}: {_REPLACED}", code="storage_replaced")
-        return slot
+        return self._tagged[id(tensor)][1] if id(tensor) in self._tagged else slot
 
     def _is_intact(self, tensor: Any, slot: int) -> bool:
         """Whether a tensor is still what its slot says; `.data = ...` makes it another behind the dispatcher's back."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from roam.capture.owners import GradientOwner, StateOwner
-from roam.program import Call, HostCall, Program, Ref, Storage, TensorMeta, substitute
+from roam.program import Call, HostCall, Program, Ref, Storage, TensorMeta, assign_data, substitute
 
 aten = torch.ops.aten
 
@@ -93,6 +93,38 @@ def prune(program: Program) -> Program:
     if _is_all(program, calls, owned, constants):
         return program
     return _renumber(program, calls, moved, owned, constants)
+
+
+def assign_early(program: Program) -> Program:
+    """The program with data assigned to tensors from before the step as soon as nothing uses their old data any more, and no check is
+    left; the old data then dies there, as in eager PyTorch, where nothing else of the step's holds it.
+
+    The calls name the data and not the tensor, so when it gets the data matters for memory alone.
+    """
+    assigned = dict(program.assigned())
+    if not assigned:
+        return program
+    makers: dict[int, int] = {}
+    last_use: dict[int, int] = {}
+    last_check = -1
+    places: list[tuple[int, bool]] = []
+    for index, call in enumerate(program.calls):
+        if call.target is assign_data:
+            tensor, data = call.refs()
+            places.append((max(last_use.get(program.storage_of(tensor), -1), makers[data], last_check), True))
+            continue
+        places.append((index, False))
+        last_check = index if call.is_check else last_check
+        made = [slot for slot in call.outputs if slot is not None]
+        makers.update((slot, index) for slot in made)
+        last_use.update((program.storage_of(slot), index) for slot in (*call.refs(), *made))
+    order = sorted(range(len(program.calls)), key=places.__getitem__)
+    held = {program.storage_of(slot) for slot in program.outgoing()}
+    held.update(program.storage_of(slot) for _, slot in program.owned if slot not in assigned)
+    program.entering = {program.storage_of(slot) for slot in assigned} - held
+    calls = [program.calls[index] for index in order]
+    moved = {old: new for new, old in enumerate(order)}
+    return _renumber(program, calls, moved, program.owned, program.constants)
 
 
 def renumbered(program: Program) -> Program:

@@ -85,9 +85,9 @@ def _skippable(world: World, recorder: Recorder, optimizer: Any, found: Any) -> 
     slot = recorder.slot_of(found)
     assert slot is not None, "a number of the step"
     calls, after = recorder.program.calls, recorder.program.after
-    first, schedulers, held = len(calls), len(after), _held(world, optimizer)
+    first, schedulers, held = len(calls), (len(after), recorder.assignments), _held(world, optimizer)
     yield
-    if len(after) != schedulers or _held(world, optimizer) != held:
+    if (len(after), recorder.assignments) != schedulers or _held(world, optimizer) != held:
         recorder.refuse(
             "an optimizer's step that a scaler may leave out steps a scheduler, sets a number outside of its state, or replaces "
             "a gradient, parameter or buffer",

@@ -29,8 +29,11 @@ def settle_gradients(program: Program, carried: set[str], keep_grads: bool) -> N
 
 def _used_up(program: Program) -> set[str]:
     """Paths of the gradients, as they are after the step, from which it has changed their parameter."""
+    assigned = dict(program.assigned())
     parameters = {
-        owner.path: program.storage_of(slot) for owner, slot in program.owned if isinstance(owner, PlaceOwner)
+        owner.path: {program.storage_of(slot), program.storage_of(assigned.get(slot, slot))}
+        for owner, slot in program.owned
+        if isinstance(owner, PlaceOwner)
     }
     gradients = [
         (owner, program.storage_of(slot)) for owner, slot in program.rebinds if isinstance(owner, GradientOwner)
@@ -38,8 +41,8 @@ def _used_up(program: Program) -> set[str]:
     bits = {storage: 1 << number for number, (_, storage) in enumerate(gradients)}
     updated: dict[int, int] = {}
     for owner, storage in gradients:
-        parameter = parameters[owner.parameter.path]
-        updated[parameter] = updated.get(parameter, 0) | bits[storage]
+        for parameter in parameters[owner.parameter.path]:
+            updated[parameter] = updated.get(parameter, 0) | bits[storage]
     place_of = functools.partial(_place, program)
     reached: dict[int, int] = {}  # per storage, or number as -1 - slot, the gradients that its value comes from
     used = 0

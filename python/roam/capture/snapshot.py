@@ -190,7 +190,7 @@ def _setting(space: Space, key: Any, old: Any, value: Any, made: Made) -> Settin
 class _TensorState:
     """What is kept of one tensor."""
 
-    __slots__ = ("grad", "path", "requires_grad", "tensor", "version")
+    __slots__ = ("data", "grad", "path", "requires_grad", "tensor", "version")
 
     def __init__(self, path: str, tensor: torch.Tensor) -> None:
         self.path = path
@@ -198,6 +198,8 @@ class _TensorState:
         self.requires_grad = tensor.requires_grad
         self.grad = _gradient(tensor)
         self.version = _version(tensor)
+        # A step is traced on the user's fakes themselves, and on others in the place of real tensors.
+        self.data = tensor.detach() if isinstance(tensor, FakeTensor) else None
 
     def has_other_gradient(self) -> bool:
         return _gradient(self.tensor) is not self.grad
@@ -217,6 +219,8 @@ class _TensorState:
             self.tensor.grad = self.grad
         if self.tensor.requires_grad != self.requires_grad:
             self.tensor.requires_grad_(self.requires_grad)
+        if self.data is not None:
+            self.tensor.data = self.data
 
 
 def _gradient(tensor: torch.Tensor) -> torch.Tensor | None:

@@ -23,7 +23,7 @@ from roam.capture.owners import GradientOwner, PlaceOwner, number_owners
 from roam.capture.reach import Reach
 from roam.capture.reads import ReadMore, Reads
 from roam.capture.reliance import Reliance
-from roam.capture.rewrite import accumulate_in_place, prune, renumbered, with_state
+from roam.capture.rewrite import accumulate_in_place, assign_early, prune, renumbered, with_state
 from roam.capture.scaler import check_scaler
 from roam.capture.settle import settle_gradients
 from roam.capture.snapshot import Setting, Snapshot, applied
@@ -426,6 +426,7 @@ class _Tracer:
                         owner = PlaceOwner(setting.space, setting.key, path, "buffer", tied=False)
                         program.rebinds.append((owner, setting.slot))
                 accumulate_in_place(program)
+                program = assign_early(program)
                 programs.append(prune(program))
                 if not live_numbers:
                     return programs

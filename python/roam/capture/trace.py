@@ -118,6 +118,7 @@ def trace(
         _rate_endings(world, recorder)
         _entry_endings(world, recorder, entries)
         _number_endings(world, recorder, {owner.path for owner, number in kept if number is not None})
+        recorder.note_assigned()
         check_skippable(recorder.program)
         world.note_numbers(recorder)
         world.made = recorder.made_tensor
@@ -259,6 +260,7 @@ def _watched(world: World, recorder: Recorder) -> Iterator[None]:
             stack.enter_context(patch)
 
         replace(torch.Tensor, "item", item)
+        stack.enter_context(mock.patch.object(FakeTensor, "data", _data(recorder)))
         for holder in (torch.Tensor, torch.UntypedStorage):
             replace(holder, "data_ptr", address(holder.data_ptr))
         replace(torch._C._nn, "cross_entropy_loss", cross_entropy)
@@ -304,6 +306,12 @@ def _in_trace(recorder: Recorder, original: Callable[..., Any], stand_in: Callab
         return (stand_in if is_ours else original)(*args, **kwargs)
 
     return function
+
+
+def _data(recorder: Recorder) -> property:
+    """What `x.data` is of a fake: as ever, and the recorder sees what it is given."""
+    plain: Any = FakeTensor.data
+    return property(plain.__get__, _in_trace(recorder, plain.__set__, recorder.assign))
 
 
 def _is_floating(tensor: torch.Tensor) -> bool:

@@ -484,9 +484,10 @@ class Runner:
         with self._executor.held():
             held_bytes = 0 if self._pool is None else self._pool.nbytes
         trace = measure_peak(work, device=self._device.type)
+        known_bytes = max(self._entering_bytes() - (trace.unseen_freed_bytes or 0), 0)
         self.memory = replace(
             self.memory,
-            measured_bytes=self.memory.persistent_bytes + held_bytes + trace.peak_bytes,
+            measured_bytes=self.memory.persistent_bytes + held_bytes + known_bytes + trace.peak_bytes,
             workspace_bytes=_workspace(trace),
         )
         return trace.value
@@ -496,6 +497,7 @@ class Runner:
         # Gradients that the last step left are no part of the plan, and eager PyTorch keeps them until the step drops them.
         left = [owner.get() for owner in self._ignored]
         left_bytes = sum(gradient.untyped_storage().nbytes() for gradient in left if gradient is not MISSING)
+        left_bytes += self._entering_bytes()
         del left
         trace = measure_peak(work, device=self._device.type)
         known_bytes = max(left_bytes - (trace.unseen_freed_bytes or 0), 0)
@@ -505,6 +507,10 @@ class Runner:
             eager_workspace_bytes=_workspace(trace),
         )
         return trace.value
+
+    def _entering_bytes(self) -> int:
+        """Memory from before the step that dies in it, since its tensors are given other data."""
+        return sum(self._program.storages[number].size_bytes for number in self._program.entering)
 
     def _drop_ignored(self) -> None:
         for owner in self._ignored:
