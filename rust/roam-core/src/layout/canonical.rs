@@ -100,16 +100,18 @@ impl<'a> Canonical<'a> {
         }
         let mut by_start: Vec<u32> = (0..all.len() as u32).collect();
         by_start.sort_by_key(|&at| all[at as usize].start);
-        let meets = (0..all.len() as u32)
-            .map(|at| {
-                let block = &all[at as usize];
-                let meet = |&other: &u32| {
-                    let other_block = &all[other as usize];
-                    other != at && other_block.start < block.end && block.start < other_block.end
-                };
-                (0..all.len() as u32).filter(meet).collect()
-            })
-            .collect();
+        // Of two that meet, one holds the other's beginning.
+        let mut meets = vec![Vec::new(); all.len()];
+        for (at, block) in all.iter().enumerate() {
+            let at = at as u32;
+            for &other in &alive[block.start as usize] {
+                if (all[other as usize].start, other) < (block.start, at) {
+                    meets[at as usize].push(other);
+                    meets[other as usize].push(at);
+                }
+            }
+        }
+        meets.iter_mut().for_each(|others: &mut Vec<u32>| others.sort_unstable());
         Canonical { blocks: all, meets, alive, by_start }
     }
 
@@ -507,6 +509,31 @@ impl Search<'_> {
                 Some(Change::Lowest(at, lowest)) => self.lowest[at as usize] = lowest,
                 Some(Change::Sky(time, height)) => self.sky[time as usize] = height,
                 None => {}
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::synthetic::Random;
+
+    #[test]
+    fn blocks_meet_those_held_at_the_same_time() {
+        let mut random = Random::new(1);
+        for _ in 0..500 {
+            let times = 1 + random.below(12);
+            let random_block = |_| {
+                let start = random.below(times) as u32;
+                Block { size: 1, alignment: 1, start, end: start + 1 + random.below(times) as u32 }
+            };
+            let blocks = Blocks::bare((0..16).map(random_block).collect());
+            let found = Canonical::new(&blocks).meets;
+            for (at, others) in found.into_iter().enumerate() {
+                let meets = |other: &usize| *other != at && blocks.all[at].meets(&blocks.all[*other]);
+                let expected: Vec<u32> = (0..16).filter(meets).map(|other| other as u32).collect();
+                assert_eq!(others, expected);
             }
         }
     }
