@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 import torchvision
+from torch._subclasses.fake_tensor import FakeTensor
 
 import roam
+from training import plain_step
 
 
 def test_numbers_that_a_constructor_reads_are_those_of_real_tensors() -> None:
@@ -45,3 +53,74 @@ def test_models_with_values_in_their_constructors(name: str) -> None:
     with roam.fake():
         model = getattr(torchvision.models, name)()
     assert sum(parameter.numel() for parameter in model.parameters()) > 1_000_000
+
+
+LIBRARY = """
+import torch
+from functools import lru_cache
+from torch.nn.init import _no_grad_trunc_normal_ as truncate
+
+TABLE = torch.arange(4)
+DEVICE, PRESENT = torch.get_default_device(), torch.cuda.is_bf16_supported()
+
+class Layer(torch.nn.Module):
+    ROTATION = torch.ones(2)
+
+    def forward(self, x, scale=torch.full((), 2.0)):
+        return x * self.ROTATION * scale
+
+@lru_cache
+def table(size):
+    return torch.arange(size)
+
+if __name__ != "library_inside":
+    import library_inside
+
+    FIRST = table(3)
+"""
+
+
+@pytest.fixture
+def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Any]]:
+    """Imports a library of two modules for the first time."""
+    for name in ("library_outside", "library_inside"):
+        (tmp_path / f"{name}.py").write_text(LIBRARY)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield lambda: import_module("library_outside")
+    for name in ("library_outside", "library_inside"):
+        sys.modules.pop(name, None)
+
+
+def check_library(library: Any) -> None:
+    """What a module holds is real, and what it found PyTorch to be is true."""
+    for module in (library, library.library_inside):
+        kept = [module.TABLE, module.Layer.ROTATION, module.Layer.forward.__defaults__[0]]
+        assert not any(isinstance(tensor, FakeTensor) for tensor in kept)
+        assert module.TABLE.tolist() == [0, 1, 2, 3]
+        assert module.truncate is torch.nn.init._no_grad_trunc_normal_
+        assert module.DEVICE == torch.get_default_device()
+        assert module.PRESENT == torch.cuda.is_bf16_supported()
+    assert library.FIRST.tolist() == [0, 1, 2]
+    assert library.Layer()(torch.ones(2)).tolist() == [2, 2]
+    assert library.table(5).tolist() == [0, 1, 2, 3, 4]
+
+
+def test_modules_imported_inside_are_real(library: Callable[[], Any]) -> None:
+    with roam.fake():
+        imported = library()
+        imported.table(5)
+        layer = torch.nn.Linear(3, 3)
+        assert torch.nn.init._no_grad_trunc_normal_ is not imported.truncate
+    assert isinstance(layer.weight, FakeTensor)
+    check_library(imported)
+
+
+def test_modules_that_a_step_imports_are_real(library: Callable[[], Any]) -> None:
+    def step(model: Any, optimizer: Any, x: torch.Tensor) -> torch.Tensor:
+        library().table(5)
+        return plain_step(model, optimizer, x, torch.tensor([0, 1]))
+
+    model = torch.nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    roam.capture(step, model, optimizer, torch.ones(2, 4))
+    check_library(library())

@@ -10,16 +10,14 @@ or later can run (`attention.py`).
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Final
-from unittest import mock
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from roam.capture import attention
+from roam.capture.importing import Replacement
 from roam.errors import CaptureError
 
 ESTIMATE: Final = (
@@ -80,14 +78,11 @@ _kept: list[torch.library.Library] = []
 """What has to live as long as the process."""
 
 
-@contextmanager
-def as_if_present() -> Iterator[None]:
-    """Has autocast and gradient scalers for CUDA work, which turn themselves off where there is no device."""
-    with (
-        mock.patch.object(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False),
-        mock.patch.object(torch.cuda, "is_bf16_supported", lambda *_, **__: True),
-    ):
-        yield
+PRESENT: Final[tuple[Replacement, ...]] = (
+    (torch.cuda.amp.common, "amp_definitely_not_available", lambda: False),
+    (torch.cuda, "is_bf16_supported", lambda *_, **__: True),
+)
+"""Has autocast and gradient scalers for CUDA work, which turn themselves off where there is no device."""
 
 
 def asked_by_engine(frame: FrameType | None) -> bool:

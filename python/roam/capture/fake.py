@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
-from unittest import mock
 
 import torch
 from torch._subclasses.fake_tensor import (
@@ -18,6 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from roam.capture import absent
+from roam.capture.importing import Replacement, clear_fakes, imports_leave, replaced
 from roam.errors import CaptureError
 
 
@@ -30,7 +30,8 @@ def new_mode() -> FakeTensorMode:
 def fake(device: str = "cpu") -> Iterator[None]:
     """Builds models without memory: tensors made inside have sizes and no data.
 
-    Such a model can be given to `roam.capture`; it cannot be run.
+    Such a model can be given to `roam.capture`; it cannot be run. Modules that are first imported inside are executed as if the
+    block were not there, and what `functools.lru_cache` keeps of fakes is dropped.
 
     Args:
         device: where the tensors would be, ``"cpu"`` or ``"cuda"``.
@@ -45,13 +46,24 @@ def fake(device: str = "cpu") -> Iterator[None]:
         >>> with roam.fake():
         ...     model = torch.nn.Linear(10_000, 10_000)
     """
-    is_absent = absent.is_absent(torch.device(device))
-    if is_absent:
-        absent.prepare()
+    inside, around = torch.device(device), torch.get_default_device()
     # It draws again until no value is too large, which nobody can tell of fakes.
-    truncated = mock.patch.object(torch.nn.init, "_no_grad_trunc_normal_", lambda tensor, *_, **__: tensor)
-    with truncated, new_mode(), Known(), torch.device(device), absent.as_if_present() if is_absent else nullcontext():
-        yield
+    replacements: list[Replacement] = [(torch.nn.init, "_no_grad_trunc_normal_", lambda tensor, *_, **__: tensor)]
+    if absent.is_absent(inside):
+        absent.prepare()
+        replacements += absent.PRESENT
+    plain = [(holder, name, getattr(holder, name)) for holder, name, _ in replacements]
+
+    @contextmanager
+    def outside() -> Iterator[None]:
+        with replaced(plain), around if torch.get_default_device() == inside else nullcontext():
+            yield
+
+    try:
+        with imports_leave(outside), replaced(replacements), new_mode(), Known(), inside:
+            yield
+    finally:
+        clear_fakes()
 
 
 class Known(TorchDispatchMode):

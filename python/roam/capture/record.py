@@ -546,7 +546,11 @@ class Recorder(TorchDispatchMode):
         if meta.dtype.is_complex:
             known = self.known_value(slot, _nothing)
             return self._refuse_value(func, source) if known is None else known
-        live = self._live(not meta.dtype.is_floating_point, f".item() at {source}")
+        is_integer = not meta.dtype.is_floating_point
+        # `torch.div(x.size(0), 2, rounding_mode="trunc")` as a size, which C++ wants to know.
+        if is_integer and (known := self.known_value(slot)) is not None:
+            return known
+        live = self._live(is_integer, f".item() at {source}")
         self.program.calls.append(Call(func, (Ref(slot),), {}, (live.node.slot,), False, phase, source))
         return live
 

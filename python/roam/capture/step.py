@@ -17,6 +17,7 @@ from roam.capture.beneath import check_beneath
 from roam.capture.compare import agrees, asks_the_same, difference, is_resized
 from roam.capture.generators import watched
 from roam.capture.guards import ArgGuard, Guards
+from roam.capture.importing import clear_fakes
 from roam.capture.lower import device_of, lower
 from roam.capture.notes import notes_on
 from roam.capture.owners import GradientOwner, PlaceOwner, number_owners
@@ -219,19 +220,22 @@ def capture_step(
             )
         known = Known() if known is None else known
         reads, settles = Reads(), None
-        while True:
-            try:
-                # Captured as if all that settles were set: the first step does the same then, and later ones set nothing new.
-                with applied([] if settles is None else settles.settings):
-                    return _captured(train_step, args, kwargs, keep_grads, known, asks_kernels, reads, settles)
-            except _Settles as found:
-                settles = found
-            except ReadMore:
-                settles = None
-            except NumbersChange:
-                if settles is None:
-                    raise
-                settles = None
+        try:
+            while True:
+                try:
+                    # Captured as if all that settles were set: the first step does the same then, and later ones set nothing new.
+                    with applied([] if settles is None else settles.settings):
+                        return _captured(train_step, args, kwargs, keep_grads, known, asks_kernels, reads, settles)
+                except _Settles as found:
+                    settles = found
+                except ReadMore:
+                    settles = None
+                except NumbersChange:
+                    if settles is None:
+                        raise
+                    settles = None
+        finally:
+            clear_fakes()
 
 
 def _captured(

@@ -19,12 +19,13 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from roam.capture import foreign, multi_tensor
-from roam.capture.absent import as_if_present
+from roam.capture.absent import PRESENT
 from roam.capture.beneath import node_stand_in
 from roam.capture.branches import may_be_asked
 from roam.capture.fake_kernels import tensors_in
 from roam.capture.frames import Frames, shown_path
 from roam.capture.generators import Watch, stand_ins
+from roam.capture.importing import imports_leave, replaced
 from roam.capture.live import as_live, number_stand_ins
 from roam.capture.owners import GradientOwner, Owner, PlaceOwner, RateOwner, StateOwner, state_owners
 from roam.capture.record import Recorder
@@ -89,7 +90,8 @@ def trace(
             # In the thread of the step, where its lines can be seen, on whatever device.
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             if world.lacks_device:
-                stack.enter_context(as_if_present())
+                stack.enter_context(replaced(PRESENT))
+            stack.enter_context(imports_leave(_not_tracing))
             stack.enter_context(world.mode)
             stack.enter_context(recorder)
             given = pytree.tree_flatten((args, kwargs))
@@ -144,6 +146,16 @@ _TWO_WAYS = "the step sets a learning rate itself and steps a scheduler of the s
 def is_tracing() -> bool:
     """Whether this thread runs a user's step on fake tensors now."""
     return getattr(_state, "is_tracing", False)
+
+
+@contextmanager
+def _not_tracing() -> Iterator[None]:
+    """Leaves the trace for a while: nothing stands in for PyTorch's functions."""
+    _state.is_tracing = False
+    try:
+        yield
+    finally:
+        _state.is_tracing = True
 
 
 def _run(recorder: Recorder, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -1,0 +1,72 @@
+"""Blocks in which tensors are fake and PyTorch is made to do other things than it does, and what outlives them.
+
+Modules outlive the block in which they are first imported, with the tensors that they make and what they find PyTorch to be. So
+they are executed as if the block were not there. Caches of functions are cleared where they hold fakes.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from importlib.machinery import ExtensionFileLoader, SourceFileLoader, SourcelessFileLoader
+from types import ModuleType
+from typing import Any, Final
+from unittest import mock
+from zipimport import zipimporter
+
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+_LOADERS: Final[tuple[Any, ...]] = (SourceFileLoader, SourcelessFileLoader, ExtensionFileLoader, zipimporter)
+
+
+Replacement = tuple[Any, str, Any]
+"""Of an object's attribute of that name, by the last."""
+
+
+@contextmanager
+def replaced(replacements: Iterable[Replacement]) -> Iterator[None]:
+    """With other attributes in place; the old ones come back."""
+    with ExitStack() as stack:
+        for holder, name, value in replacements:
+            stack.enter_context(mock.patch.object(holder, name, value))
+        yield
+
+
+@contextmanager
+def imports_leave(outside: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+    """Executes the modules that this thread imports in the block without dispatch modes, and in `outside()`."""
+    thread = threading.get_ident()
+
+    def left(execute: Callable[[Any, ModuleType], None]) -> Callable[[Any, ModuleType], None]:
+        @functools.wraps(execute)
+        def exec_module(loader: Any, module: ModuleType) -> None:
+            if threading.get_ident() != thread:
+                execute(loader, module)
+                return
+            with _disable_current_modes(), outside():
+                execute(loader, module)
+
+        return exec_module
+
+    with _disable_current_modes():
+        pass  # it imports what it needs
+    with replaced((loader, "exec_module", left(loader.exec_module)) for loader in _LOADERS):
+        yield
+
+
+def clear_fakes() -> None:
+    """Clears every `functools.lru_cache` that holds a fake tensor."""
+    for cache in gc.get_objects():
+        if type(cache) is functools._lru_cache_wrapper and cache.cache_info().currsize and _holds_fake(cache):
+            cache.cache_clear()
+
+
+def _holds_fake(holder: Any) -> bool:
+    return any(
+        type(item) is FakeTensor or (type(item) in (dict, list, tuple) and _holds_fake(item))
+        for item in gc.get_referents(holder)
+    )
