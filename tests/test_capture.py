@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import roam
-from training import TRAININGS, assert_same_bits, plain_step, state_of
+from training import TRAININGS, assert_same_bits, plain_step, state_of, tensors_and_numbers
 
 functional = torch.nn.functional
 
@@ -186,6 +186,33 @@ class TestLeavesNoMark:
         for parameter, (gradient, value) in zip(model.parameters(), gradients, strict=True):
             assert parameter.grad is gradient
             assert torch.equal(gradient, value)
+
+
+class Windows(torch.nn.Module):
+    """Attention over windows as Longformer cuts them: divisions of sizes on tensors, which may decide shapes in Python and in C++."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        windows = torch.div(x.size(0), 2, rounding_mode="trunc")
+        cut = x.view(windows, 2, 6).transpose(0, 1).reshape(2, windows - 1 + 1, 6)
+        assert windows == int(windows) == x.size(0) // 2
+        overlapping = cut.contiguous().as_strided((2, windows, 6), (windows * 6, 6, 1))
+        return self.inner(overlapping.transpose(0, 1).reshape(-1, 6))
+
+
+def test_numbers_made_of_sizes_decide_shapes() -> None:
+    def outcome(wrap: Any) -> list[Any]:
+        torch.manual_seed(0)
+        model = Windows()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step = wrap(plain_step)
+        losses = [step(model, optimizer, torch.randn(size, 6), torch.arange(size) % 3) for size in (4, 6, 4)]
+        return tensors_and_numbers(losses, model.state_dict())
+
+    assert_same_bits(outcome(lambda step: step), outcome(roam.compile))
 
 
 HISTORY: list[Any] = []

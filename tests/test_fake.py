@@ -98,8 +98,8 @@ def check_library(library: Any) -> None:
         assert not any(isinstance(tensor, FakeTensor) for tensor in kept)
         assert module.TABLE.tolist() == [0, 1, 2, 3]
         assert module.truncate is torch.nn.init._no_grad_trunc_normal_
-        assert module.DEVICE == torch.get_default_device()
-        assert module.PRESENT == torch.cuda.is_bf16_supported()
+        assert torch.get_default_device() == module.DEVICE
+        assert torch.cuda.is_bf16_supported() == module.PRESENT
     assert library.FIRST.tolist() == [0, 1, 2]
     assert library.Layer()(torch.ones(2)).tolist() == [2, 2]
     assert library.table(5).tolist() == [0, 1, 2, 3, 4]
