@@ -61,7 +61,7 @@ from functools import lru_cache
 from torch.nn.init import _no_grad_trunc_normal_ as truncate
 
 TABLE = torch.arange(4)
-DEVICE, PRESENT = torch.get_default_device(), torch.cuda.is_bf16_supported()
+DEVICE, ABSENT = torch.get_default_device(), torch.cuda.amp.common.amp_definitely_not_available()
 
 class Layer(torch.nn.Module):
     ROTATION = torch.ones(2)
@@ -99,14 +99,17 @@ def check_library(library: Any) -> None:
         assert module.TABLE.tolist() == [0, 1, 2, 3]
         assert module.truncate is torch.nn.init._no_grad_trunc_normal_
         assert torch.get_default_device() == module.DEVICE
-        assert torch.cuda.is_bf16_supported() == module.PRESENT
+        assert torch.cuda.amp.common.amp_definitely_not_available() == module.ABSENT
     assert library.FIRST.tolist() == [0, 1, 2]
     assert library.Layer()(torch.ones(2)).tolist() == [2, 2]
     assert library.table(5).tolist() == [0, 1, 2, 3, 4]
 
 
-def test_modules_imported_inside_are_real(library: Callable[[], Any]) -> None:
-    with roam.fake():
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_modules_imported_inside_are_real(device: str, library: Callable[[], Any]) -> None:
+    if device == "cuda" and torch.version.cuda is None:
+        pytest.skip("this PyTorch was not built for CUDA")
+    with roam.fake(device):
         imported = library()
         imported.table(5)
         layer = torch.nn.Linear(3, 3)

@@ -13,7 +13,9 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils import _pytree as pytree
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from roam.capture import absent
@@ -46,7 +48,7 @@ def fake(device: str = "cpu") -> Iterator[None]:
         >>> with roam.fake():
         ...     model = torch.nn.Linear(10_000, 10_000)
     """
-    inside, around = torch.device(device), torch.get_default_device()
+    inside, around = torch.device(device), _default_device()
     # It draws again until no value is too large, which nobody can tell of fakes.
     replacements: list[Replacement] = [(torch.nn.init, "_no_grad_trunc_normal_", lambda tensor, *_, **__: tensor)]
     if absent.is_absent(inside):
@@ -56,7 +58,7 @@ def fake(device: str = "cpu") -> Iterator[None]:
 
     @contextmanager
     def outside() -> Iterator[None]:
-        with replaced(plain), around if torch.get_default_device() == inside else nullcontext():
+        with replaced(plain), around if inside == _default_device() else nullcontext():
             yield
 
     try:
@@ -64,6 +66,12 @@ def fake(device: str = "cpu") -> Iterator[None]:
             yield
     finally:
         clear_fakes()
+
+
+def _default_device() -> torch.device:
+    """As `torch.get_default_device`, which asks CUDA for its current device."""
+    modes = reversed(_get_current_function_mode_stack())
+    return next((mode.device for mode in modes if type(mode) is DeviceContext), torch.device("cpu"))
 
 
 class Known(TorchDispatchMode):
