@@ -16,7 +16,7 @@ from roam import Plan
 from roam.bench.architectures import Architecture, architectures, loss_of
 from roam.bench.outcomes import exit_code, outcomes_line, outcomes_table
 from roam.bench.results import Record, Row, Task
-from roam.bench.run import Benchmark, Column, check_named
+from roam.bench.run import Benchmark, Column, Table, check_named
 from roam.errors import RoamError
 from roam.kernels.trial import differ
 from roam.runtime import compile as compile_step
@@ -51,12 +51,17 @@ def benchmark(arguments: argparse.Namespace) -> Benchmark:
         tasks,
         _COLUMNS,
         summary=lambda record: [
-            outcomes_table(record, "Architectures", "library", "architectures", _OUTCOMES),
+            libraries_table(record),
             outcomes_line(record, "architectures"),
         ],
         plot=plot,
         exit_code=exit_code,
     )
+
+
+def libraries_table(record: Record) -> Table:
+    """How many architectures of each library came to what."""
+    return outcomes_table(record, "Architectures", "library", "architectures", _OUTCOMES)
 
 
 def plot(record: Record, figure: Figure) -> None:

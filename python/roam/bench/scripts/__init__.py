@@ -10,8 +10,8 @@ import sys
 from functools import partial
 
 from roam.bench.outcomes import exit_code, outcomes_line, outcomes_table
-from roam.bench.results import BenchError, Row, Task
-from roam.bench.run import Benchmark, Column, check_named
+from roam.bench.results import BenchError, Record, Row, Task
+from roam.bench.run import Benchmark, Column, Table, check_named
 from roam.bench.scripts.registry import FAMILIES, Script, scripts
 
 _OUTCOMES = ("equal", "refused", "different", "crashed")
@@ -46,11 +46,16 @@ def benchmark(arguments: argparse.Namespace) -> Benchmark:
         tasks,
         _COLUMNS,
         summary=lambda record: [
-            outcomes_table(record, "Scripts", "family", "scripts", _OUTCOMES),
+            families_table(record),
             outcomes_line(record, "scripts"),
         ],
         exit_code=exit_code,
     )
+
+
+def families_table(record: Record) -> Table:
+    """How many scripts of each family came to what."""
+    return outcomes_table(record, "Scripts", "family", "scripts", _OUTCOMES)
 
 
 def try_script(script: Script, time_limit_s: float) -> Row:
