@@ -354,6 +354,11 @@ class _Halving(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def _hooked(tensor: torch.Tensor) -> torch.Tensor:
+    tensor.register_hook(lambda gradient: gradient * 2)
+    return tensor
+
+
 def _in_a_dispatch_mode() -> Any:
     my = _My()
     with _Halving():
@@ -369,7 +374,7 @@ def _recurrent_elsewhere() -> Any:
 REFUSED: dict[str, Callable[[], Any]] = {
     "address": _between(lambda my, loss: loss.data_ptr()),
     "argument": lambda: roam.capture(_My().step(), torch.ones(2, 4), step="last"),  # type: ignore[arg-type]
-    "argument_gradient": _given(lambda my: torch.ones(2, 4, requires_grad=True)),
+    "argument_gradient": _given(lambda my: _hooked(torch.ones(2, 4, requires_grad=True))),
     "autocast_cache": _autocast_around,
     "autograd_node": _given(lambda my: _replace(my, "kept", my.model[0].weight.sum().grad_fn)),
     "compiled_module": _given(lambda my: _replace(my, "model", torch.compile(my.model))),

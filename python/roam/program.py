@@ -10,10 +10,13 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+
+History = Literal["none", "leaf", "step"]
+"""How autograd sees a tensor: as a plain one or one from before the step, as a leaf that requires a gradient, as made from such."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,10 +218,14 @@ class Program:
     """Storages from before the step that nobody else holds: they die at their last use."""
     result: Any = None
     """The step's result: (leaves, pytree spec), each leaf a Ref or a plain constant."""
+    histories: list[History] = field(default_factory=list)
+    """Per leaf of the result, how autograd sees it."""
     rebinds: list[tuple[Any, int]] = field(default_factory=list)
     """(owner, slot): owners that hold another tensor or live number after the step than before."""
+    flags: list[tuple[int, bool]] = field(default_factory=list)
+    """(slot, flag): tensors from before the step whose `requires_grad` it leaves changed, and to what."""
     dropped: list[Any] = field(default_factory=list)
-    """Owners of gradients from before the step that nothing in it looks at."""
+    """Owners of gradients from before the step that are gone after it."""
     absent: list[Any] = field(default_factory=list)
     """Owners that must hold nothing before the step: what this program makes, another variant finds."""
     plain_state: list[tuple[Any, Any]] = field(default_factory=list)

@@ -18,7 +18,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import RemovableHandle
 
-from roam.capture.reach import Reach
+from roam.capture.reach import Reach, Slot
 from roam.errors import CaptureError
 
 _SHARDED: Final = ("FullyShardedDataParallel", "FSDPModule")
@@ -37,7 +37,7 @@ def check_beneath(reach: Reach) -> None:
                 f"{_PLAIN}: {path} is a {name}, which changes gradients where capture cannot see it",
                 code="reducing_module",
             )
-    for path, parameter in leaves_of(reach):
+    for path, parameter in leaves_of(reach.slots):
         if (reason := _hooked(parameter)) is not None:
             error = CaptureError(
                 "Register hooks with Tensor.register_hook or Tensor.register_post_accumulate_grad_hook: "
@@ -74,10 +74,10 @@ class NodeHooks:
         return None
 
 
-def leaves_of(reach: Reach) -> Iterator[tuple[str, torch.Tensor]]:
+def leaves_of(slots: Iterable[Slot]) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors, each once, in which a backward pass accumulates gradients."""
     seen: set[int] = set()
-    for slot in reach.slots:
+    for slot in slots:
         tensor = slot.tensor
         if tensor.requires_grad and tensor.is_leaf and not isinstance(tensor, FakeTensor) and id(tensor) not in seen:
             seen.add(id(tensor))

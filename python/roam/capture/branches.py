@@ -21,7 +21,7 @@ def may_be_asked(owner: Any, program: Program, slot: int) -> bool:
     """Whether a question may look at what an owner holds when a step begins: a tensor of the batch, or a single number."""
     meta = program.slots[slot]
     if isinstance(owner, ArgumentOwner):
-        return meta is not None
+        return meta is not None and owner.kind == "input"
     is_number = meta is None or math.prod(meta.shape) == 1
     return is_number and isinstance(owner, (RateOwner, StateOwner, PlaceOwner)) and owner.kind != "parameter"
 

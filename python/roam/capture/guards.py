@@ -80,7 +80,7 @@ class Guards:
         self._shared_groups = self._group_pattern()
         self._first_places = _first_places(self._storages)
         self._ambient = [(name, read, read()) for name, read in AMBIENT]
-        self._nodes = NodeHooks(leaves_of(reach))
+        self._nodes = NodeHooks(leaves_of(slot for slot in reach.slots if slot.kind != "argument"))
         self._objects = [(path, value) for path, value in reach.objects if not is_under(path, ignored)]
         self._shapes = self._shapes_now()
         self._reliance = Reliance().settled(reach) if reliance is None else reliance
@@ -333,15 +333,21 @@ class ArgGuard:
             tensor must do
             so again, and no other may.
         live: places among the flattened arguments of floats that the step reads anew at every call.
+        received: places of the tensors that are the call's own, with their gradients, and in no other place of the step's.
     """
 
     def __init__(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], guards: Guards | None = None, live: Collection[int] = ()
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        guards: Guards | None = None,
+        live: Collection[int] = (),
+        received: Collection[int] = (),
     ) -> None:
         self._guards = guards
         leaves, self._spec = pytree.tree_flatten_with_path((args, kwargs))
         self._leaves = [
-            (_argument_path(path), _LIVE if index in live else _leaf(value))
+            (_argument_path(path), _LIVE if index in live else _leaf(value, index in received))
             for index, (path, value) in enumerate(leaves)
         ]
         self._aliasing = self._alias([value for _, value in leaves])
@@ -372,6 +378,8 @@ class ArgGuard:
                     return f"{path} changed from a tensor to {show(value)}"
                 if _metadata(value) != expected.metadata:
                     return _metadata_change(path, expected.metadata, _metadata(value))
+                if expected.is_received and _gradient(value) != expected.gradient:
+                    return f"the gradient of {path} is there, where there was none, or is not, or is another kind of tensor"
             elif expected is _LIVE:
                 if type(value) is not float:
                     return f"{path} changed from a float to {show(value)}"
@@ -408,18 +416,25 @@ def _leaf_key(value: Any) -> Hashable:
 class _Leaf:
     """What is expected of a tensor among the arguments."""
 
-    __slots__ = ("metadata",)
+    __slots__ = ("gradient", "is_received", "metadata")
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+    def __init__(self, tensor: torch.Tensor, is_received: bool) -> None:
         self.metadata = _metadata(tensor)
+        self.gradient = _gradient(tensor)
+        self.is_received = is_received
 
 
-def _leaf(value: Any) -> Any:
+def _gradient(tensor: torch.Tensor) -> tuple[Any, ...] | None:
+    gradient = tensor.grad if tensor.is_leaf else None
+    return None if gradient is None else _metadata(gradient)
+
+
+def _leaf(value: Any, is_received: bool = False) -> Any:
     """What to expect of an argument: an array's contents would be frozen into the step, so they count as a plain
     value.
     """
     if issubclass(type(value), torch.Tensor):
-        return _Leaf(value)
+        return _Leaf(value, is_received)
     if is_numpy_array(value) and not value.dtype.hasobject:
         return tuple(ArraySpace(value, "").items())
     return value

@@ -18,6 +18,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from roam.capture.frames import is_user_code
+from roam.capture.reach import HOOKS
 
 _identity, _hash, _type = id, hash, type
 Refuse = Callable[..., NoReturn]
@@ -141,6 +142,27 @@ class Identities:
         if real is not None:
             return _type(real)
         return torch.nn.Parameter if getattr(fake, "_is_param", False) else torch.Tensor
+
+
+_OF_FAKES: set[str] = {"_roam_slot", "_is_param", "_is_buffer"}
+"""What fakes have for themselves."""
+
+
+def hooks_on(tensor: Any) -> list[int]:
+    """The hooks on a tensor's gradient, by their own numbers."""
+    return [number for name in HOOKS for number in getattr(tensor, name) or ()]
+
+
+def own_attributes(fake: FakeTensor) -> dict[str, Any]:
+    """What the user's code has noted on a tensor."""
+    if "fake_mode" not in _OF_FAKES:
+        _OF_FAKES.update(vars(FakeTensor(fake.fake_mode, torch.empty(0, device="meta"), fake.fake_device)))
+    return {name: value for name, value in vars(fake).items() if name not in _OF_FAKES}
+
+
+def is_parameter(fake: Any) -> bool:
+    """Whether a fake stands for a `torch.nn.Parameter`."""
+    return bool(getattr(fake, "_is_param", False))
 
 
 _plain_attributes: Any = torch.Tensor.__dict__["__dict__"]

@@ -7,7 +7,7 @@ During capture every owner holds a fake tensor in the real one's place.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,11 +94,26 @@ class ScalerOwner:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ArgumentOwner:
-    """The call's own argument, by its place among the flattened arguments: a tensor of the batch, or a live float."""
+    """The call's own argument, by its place among the flattened arguments: a tensor of the batch, or a live float. Or the `.grad` of
+    such a tensor.
+    """
 
     index: int
     path: str
     kind: str = "input"
+
+    @property
+    def gradient(self) -> ArgumentOwner:
+        """The owner of its gradient."""
+        return ArgumentOwner(self.index, f"{self.path}.grad", "gradient")
+
+    def find(self, leaves: Sequence[Any]) -> Any:
+        """Its value among a call's flattened arguments."""
+        return leaves[self.index].grad if self.kind == "gradient" else leaves[self.index]
+
+    def put(self, leaves: Sequence[Any], value: Any) -> None:
+        """Gives a call's argument another gradient, or None."""
+        leaves[self.index].grad = value
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,9 +206,9 @@ def scaler_owners(reach: Reach) -> Iterator[ScalerOwner]:
                 yield owner
 
 
-def gradient_owners(parameters: list[PlaceOwner]) -> Iterator[GradientOwner]:
+def gradient_owners(places: list[PlaceOwner]) -> Iterator[GradientOwner]:
     """The gradients that exist now."""
-    for owner in parameters:
-        parameter = owner.get()
-        if isinstance(parameter, torch.Tensor) and parameter.grad is not None:  # a step may have removed it
+    for owner in places:
+        tensor = owner.get()  # a step may have removed it, and asking one that is no leaf for its gradient warns
+        if isinstance(tensor, torch.Tensor) and tensor.is_leaf and tensor.grad is not None:
             yield GradientOwner(owner, f"{owner.path}.grad")

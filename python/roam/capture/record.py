@@ -27,6 +27,7 @@ from roam.capture.checks import check, passing_answer
 from roam.capture.fake_kernels import LIVE_FLOAT, LIVE_INT, PLAIN, FakeKernels, tensors_in
 from roam.capture.frames import is_run_by
 from roam.capture.generators import Watch, forget_idle_states
+from roam.capture.identity import own_attributes
 from roam.capture.live import MATH, LiveFloat, LiveInt, LiveNode
 from roam.capture.owners import ArgumentOwner, StateOwner
 from roam.capture.surroundings import ANOMALY
@@ -210,6 +211,14 @@ class Recorder(TorchDispatchMode):
         """A number that its owner holds and keeps as it is: the trace shows what the step does with plain numbers."""
         self._plain[owner.path] = value
         return value
+
+    def is_original(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is one from before the step."""
+        return id(tensor) in self._tagged
+
+    def given(self) -> list[tuple[FakeTensor, int]]:
+        """(tensor, slot): the tensors from before the step."""
+        return list(self._tagged.values())
 
     def is_as_given(self, owner: Any) -> bool:
         """Whether an owner of a given number still holds it."""
@@ -684,7 +693,7 @@ class Recorder(TorchDispatchMode):
 
         def value(slot: int, owner: Any) -> Any:
             if isinstance(owner, ArgumentOwner):
-                return self._real_arguments[owner.index]
+                return owner.find(self._real_arguments)
             return self._given[slot][1] if slot in self._given else self._number_of(owner)
 
         with _disable_current_modes(), absent.OnCpu() if self._lacks_cuda else nullcontext():
@@ -735,7 +744,14 @@ class Recorder(TorchDispatchMode):
             raise CaptureError(f"the step puts a tensor of unknown origin at {place}", code="unknown_tensor")
         if not self._is_intact(tensor, slot):
             raise CaptureError(f"{place}: {_REPLACED}", code="storage_replaced")
-        return self._tagged[id(tensor)][1] if id(tensor) in self._tagged else slot
+        if self.is_original(tensor):
+            return self._tagged[id(tensor)][1]
+        for name in own_attributes(tensor):
+            raise CaptureError(
+                f"keep what the attribute {name!r} says in a dictionary; {place} is a tensor to which a captured step would not give it",
+                code="tensor_attribute",
+            )
+        return slot
 
     def _is_intact(self, tensor: Any, slot: int) -> bool:
         """Whether a tensor is still what its slot says; `.data = ...` makes it another behind the dispatcher's back."""

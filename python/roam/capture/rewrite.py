@@ -232,7 +232,9 @@ def _renumber(
         )
     leaves, spec = program.result
     result.result = ([renamed(leaf) for leaf in leaves], spec)
+    result.histories = program.histories
     result.rebinds = [(owner, slot_of(slot)) for owner, slot in program.rebinds]
+    result.flags = [(slot_of(slot), flag) for slot, flag in program.flags]
     result.dropped = list(program.dropped)
     result.absent = list(program.absent)
     result.plain_state = list(program.plain_state)

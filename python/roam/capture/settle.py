@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 
-from roam.capture.owners import GradientOwner, PlaceOwner
+from roam.capture.owners import ArgumentOwner, GradientOwner, PlaceOwner
 from roam.program import Program
 
 
@@ -22,7 +22,7 @@ def settle_gradients(program: Program, carried: set[str], keep_grads: bool) -> N
             rebinds.append((owner, slot))
         if is_gradient and owner.path not in owned and owner.path not in carried:
             program.dropped.append(owner)
-        elif owner.path not in owned and program.slots[slot] is not None:
+        elif owner.path not in owned and program.slots[slot] is not None and not isinstance(owner, ArgumentOwner):
             program.absent.append(owner)
     program.rebinds = rebinds
 

@@ -20,7 +20,7 @@ from roam.capture.guards import ArgGuard, Guards
 from roam.capture.importing import clear_fakes
 from roam.capture.lower import device_of, lower
 from roam.capture.notes import notes_on
-from roam.capture.owners import GradientOwner, PlaceOwner, number_owners
+from roam.capture.owners import ArgumentOwner, GradientOwner, PlaceOwner, number_owners
 from roam.capture.reach import Reach
 from roam.capture.reads import ReadMore, Reads
 from roam.capture.reliance import Reliance
@@ -279,7 +279,9 @@ def _captured(
     guards = known.shared(
         Guards(reach, [owner.path for owner in kept if owner.get() is not None], reliance.settled(reach))
     )
-    arguments, settings = ArgGuard(args, kwargs, guards, live=floats), [] if settles is None else settles.settings
+    received = {owner.index for owner, _ in programs[0].owned if isinstance(owner, ArgumentOwner)}
+    arguments = ArgGuard(args, kwargs, guards, live=floats, received=received)
+    settings = [] if settles is None else settles.settings
     if first.unsettled is not None:
         settle_gradients(first, set(), keep_grads=True)
         return CapturedStep(_first(first, name, guards), None, guards, arguments, settings)

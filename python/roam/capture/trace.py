@@ -25,16 +25,17 @@ from roam.capture.branches import may_be_asked
 from roam.capture.fake_kernels import tensors_in
 from roam.capture.frames import Frames, shown_path
 from roam.capture.generators import Watch, stand_ins
+from roam.capture.identity import hooks_on, is_parameter, own_attributes
 from roam.capture.importing import imports_leave, replaced
 from roam.capture.live import as_live, number_stand_ins
-from roam.capture.owners import GradientOwner, Owner, PlaceOwner, RateOwner, StateOwner, state_owners
+from roam.capture.owners import ArgumentOwner, GradientOwner, Owner, PlaceOwner, RateOwner, StateOwner, state_owners
 from roam.capture.record import Recorder
 from roam.capture.scaler import check_skippable, check_updated, scaler_stand_ins
 from roam.capture.values import MISSING, is_plain, same
 from roam.capture.world import World
 from roam.errors import CaptureError
 from roam.interrupts import interrupts_allowed
-from roam.program import HostCall, Program, Ref
+from roam.program import History, HostCall, Program, Ref
 
 
 def trace(
@@ -72,12 +73,13 @@ def trace(
     elsewhere = world.state_elsewhere()
     rates = [owner.get() for owner in world.rates]
     entries = world.entries()
-    hooks = world.hooks()
-    trained = world.requiring_gradients()
+    originals: list[_Original] = []
+    received: _Received = []
     try:
         for owner, tensor in before:
             recorder.add_owned(owner, tensor, owner.path)
-        args, kwargs = _own_arguments(world, recorder, args, kwargs, live_arguments)
+        args, kwargs, received = _own_arguments(world, recorder, args, kwargs, live_arguments)
+        originals += [_Original(tensor, slot) for tensor, slot in recorder.given()]
         for rate_owner in world.rates:
             rate_owner.set((recorder.add_number if live_numbers else recorder.add_plain)(rate_owner, rate_owner.get()))
         for number_owner, number in held:
@@ -106,16 +108,14 @@ def trace(
         for owner, _ in before:
             if isinstance(owner, PlaceOwner) and owner.get() is MISSING:
                 raise CaptureError(f"the step removes {owner.path}; assign another value instead", code="owner_removed")
-        if world.hooks() != hooks:
-            raise CaptureError("the step adds hooks to a parameter, or removes some", code="moved")
-        if differing := trained ^ world.requiring_gradients():
-            raise CaptureError(f"the step changes the requires_grad of {min(differing)}", code="moved")
         if not same(elsewhere, world.state_elsewhere()):
             raise CaptureError("the step keeps optimizer state that belongs to no parameter", code="optimizer_state")
         recorder.finish()
         check_updated(world)
         _results(world, recorder, result)
         _endings(world, recorder, before)
+        _argument_endings(recorder, received)
+        _original_endings(recorder, originals)
         _plain_endings(world, recorder, plain, {owner.path for owner, _ in numbers})
         _rate_endings(world, recorder)
         _entry_endings(world, recorder, entries)
@@ -128,6 +128,10 @@ def trace(
     finally:
         watch.restore()
         recorder.close()
+        for one in originals:
+            one.restore_flag()
+        for _, tensor, gradient in received:
+            tensor.grad = gradient
         for rate_owner, rate in zip(world.rates, rates, strict=True):
             rate_owner.set(rate)
         for number_owner, number in held:
@@ -196,17 +200,49 @@ def user_line(error: BaseException) -> str:
     return "unknown line"
 
 
+class _Original:
+    """A tensor from before the step, as it is then. Guards see to it that every call finds it so, and so does every trace."""
+
+    __slots__ = ("flag", "hooks", "notes", "slot", "tensor")
+
+    def __init__(self, tensor: FakeTensor, slot: int) -> None:
+        self.tensor = tensor
+        self.slot = slot
+        self.flag = tensor.requires_grad
+        self.hooks = hooks_on(tensor)
+        self.notes = own_attributes(tensor)
+
+    def has_other_flag(self) -> bool:
+        """Whether the step has left another `requires_grad`; a history is none of the tensor's own."""
+        return self.tensor.is_leaf and self.tensor.requires_grad is not self.flag
+
+    def restore_flag(self) -> None:
+        if self.has_other_flag():
+            self.tensor.requires_grad_(self.flag)
+
+
+_Received = list[tuple[ArgumentOwner, FakeTensor, Any]]
+"""Arguments, each with its gradient from before the step."""
+
+
 def _own_arguments(
     world: World, recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any], live: bool
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+) -> tuple[tuple[Any, ...], dict[str, Any], _Received]:
+    """The arguments with live numbers, and those of them that are tensors which nothing else of the step's holds."""
     leaves = pytree.tree_leaves((args, kwargs))
+    received: _Received = []
     for position, (leaf, owner) in enumerate(zip(leaves, world.arguments, strict=True)):
         if isinstance(leaf, FakeTensor):
             if recorder.slot_of(leaf) is None:
                 recorder.add_owned(owner, leaf, owner.path)
+                if leaf.is_leaf:
+                    received.append((owner, leaf, leaf.grad))
         elif live and type(leaf) is float:
             leaves[position] = recorder.add_live(owner, owner.path)
-    return pytree.tree_unflatten(leaves, world.spec)  # type: ignore[no-any-return]
+    for owner, _, gradient in received:
+        if gradient is not None and recorder.slot_of(gradient) is None:
+            recorder.add_owned(owner.gradient, gradient, owner.gradient.path)
+    return *pytree.tree_unflatten(leaves, world.spec), received
 
 
 @contextmanager
@@ -394,10 +430,13 @@ def _may_change(scheduler: Any, owner: RateOwner) -> bool:
 def _results(world: World, recorder: Recorder, result: Any) -> None:
     """What the step returns: tensors and live numbers by slot, plain values as they are."""
     leaves, spec = pytree.tree_flatten(result, is_leaf=lambda value: type(value) is torch.Size)
-    references = []
+    references, histories = list[Any](), list[History]()
     for leaf in leaves:
+        history: History = "none"
         if isinstance(leaf, torch.Tensor):
             references.append(Ref(recorder.leaving(leaf, "the step's result")))
+            if not recorder.is_original(leaf):
+                history = _result_history(leaf)
         elif (slot := recorder.slot_of(leaf)) is not None:
             references.append(Ref(slot))
         elif is_plain(leaf):
@@ -408,7 +447,20 @@ def _results(world: World, recorder: Recorder, result: Any) -> None:
                 "torch.utils._pytree knows",
                 code="result",
             )
+        histories.append(history)
     recorder.program.result = (references, spec)
+    recorder.program.histories = histories
+
+
+def _result_history(tensor: torch.Tensor) -> History:
+    """How autograd sees a tensor that the step makes and returns."""
+    if is_parameter(tensor) or (tensor.is_leaf and tensor.grad is not None):
+        raise CaptureError(
+            "return x.detach(), and a gradient as another result; the step returns a parameter that it makes, or a tensor with a "
+            "gradient",
+            code="result",
+        )
+    return "none" if not tensor.requires_grad else "leaf" if tensor.is_leaf else "step"
 
 
 def _endings(world: World, recorder: Recorder, before: list[tuple[Owner, Any]]) -> None:
@@ -444,12 +496,48 @@ def _endings(world: World, recorder: Recorder, before: list[tuple[Owner, Any]]) 
     ]
 
 
+def _original_endings(recorder: Recorder, originals: list[_Original]) -> None:
+    """What the step leaves on tensors from before it, beside values."""
+    paths = {slot: owner.path for owner, slot in recorder.program.owned}
+    for one in originals:
+        if hooks_on(one.tensor) != one.hooks:
+            raise CaptureError(
+                f"remove the hooks that the step adds to {paths[one.slot]} in the step itself, or add them outside of it; they "
+                "would stay there after it",
+                code="moved",
+            )
+        notes = own_attributes(one.tensor)
+        for name in one.notes | notes:
+            if not same(one.notes.get(name, MISSING), notes.get(name, MISSING)):
+                raise CaptureError(
+                    f"set the attribute {name!r} of {paths[one.slot]} outside of the step, or keep what it says in a dictionary; "
+                    "a captured step would not set it",
+                    code="tensor_attribute",
+                )
+        if one.has_other_flag():
+            recorder.program.flags.append((one.slot, not one.flag))
+
+
+def _argument_endings(recorder: Recorder, received: _Received) -> None:
+    """What the gradients of arguments are after the step."""
+    program = recorder.program
+    for owner, tensor, before in received:
+        gradient = tensor.grad if tensor.is_leaf else None
+        if gradient is before:
+            continue
+        if gradient is None:
+            program.dropped.append(owner.gradient)
+        else:
+            check_no_leaf(gradient, owner.gradient.path)
+            program.rebinds.append((owner.gradient, recorder.leaving(gradient, owner.gradient.path)))
+
+
 def check_no_leaf(tensor: torch.Tensor, path: str) -> None:
-    """Refuses what a run by a plan would leave without `requires_grad`."""
-    if tensor.requires_grad and tensor.is_leaf:
+    """Refuses what a run by a plan would leave a plain tensor without `requires_grad`."""
+    if (tensor.requires_grad and tensor.is_leaf) or is_parameter(tensor):
         raise CaptureError(
             f"write into the tensor at {path} under torch.no_grad(), as in x.copy_(...); the step puts another there "
-            "that requires a gradient itself",
+            "that requires a gradient itself, or is a parameter",
             code="parameter_replaced",
         )
 

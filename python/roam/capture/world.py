@@ -126,7 +126,7 @@ class World:
         yield from (owner for owner in self.places if not owner.tied)
         yield from state_owners(self.reach, self.parameters)
         yield from scaler_owners(self.reach)
-        yield from gradient_owners(self.parameters)
+        yield from gradient_owners([owner for owner in self.places if not owner.tied])
 
     def enter(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Puts fakes in place of all real tensors; the step's arguments with fakes. A `Snapshot` undoes it."""
@@ -198,15 +198,6 @@ class World:
         others = [item for state in states for item in state.items() if not isinstance(item[0], torch.Tensor)]
         return tuple((key, tuple(entry.items()) if isinstance(entry, dict) else entry) for key, entry in others)
 
-    def hooks(self) -> dict[str, list[int]]:
-        """The hooks on the gradients of tensors from before the step, by their own numbers."""
-        named = {f"{owner.path}.{name}": getattr(owner.get(), name) for owner in self.places for name in HOOKS}
-        return {path: list(hooks) for path, hooks in named.items() if hooks}
-
-    def requiring_gradients(self) -> set[str]:
-        """Paths of the tensors from before the step that gradients are computed for."""
-        return {owner.path for owner in self.places if owner.get().requires_grad and owner.get().is_leaf}
-
     def signature(self) -> tuple[tuple[str, Any], ...]:
         """What exists between steps now, with metadata: it tells a first step from a steady one."""
         return tuple((owner.path, describe(owner.get())) for owner in self.owners())
@@ -259,8 +250,12 @@ class World:
                 _check_tensor(leaf, argument.path)
                 if vars(leaf) and not isinstance(leaf, FakeTensor):
                     refuse(argument.path, "has attributes of its own, which are not captured", code="tensor_attribute")
-                if leaf.requires_grad:
-                    refuse(argument.path, "requires a gradient; only parameters may", code="argument_gradient")
+                if any(getattr(leaf, name) for name in HOOKS):
+                    refuse(
+                        argument.path,
+                        "has hooks on its gradient; register them in the step, and remove them there",
+                        code="argument_gradient",
+                    )
         for path, optimizer in self.reach.optimizers:
             for kind, reason in _UNCAPTURED.items():
                 if isinstance(optimizer, kind):

@@ -29,6 +29,7 @@ from roam.runtime.captures import Captured, Captures, call_key
 from roam.runtime.choose import MAX_PLANS, Choice, Options, choose, is_disabled
 from roam.runtime.culprit import PlannedValues
 from roam.runtime.execute import Executor
+from roam.runtime.history import with_histories
 from roam.runtime.lanes import CudaLanes
 from roam.runtime.measure import MemoryTrace, measure_peak
 from roam.runtime.memory import KeptPlan, KeptPlans, StepMemory, host_bytes
@@ -371,8 +372,10 @@ class Runner:
         self._owners = [owner for owner, _ in program.owned]
         # Gradients that a run uses up are kept until it is done: it may fail, and be tried again.
         used = {owner.path for owner in self._owners}
-        self._consumed = [owner for owner in program.dropped if owner.path in used]
-        self._ignored = [owner for owner in program.dropped if owner.path not in used]
+        self._consumed = [owner for owner in program.dropped if owner.path in used or isinstance(owner, ArgumentOwner)]
+        self._ignored = [owner for owner in program.dropped if owner not in self._consumed]
+        places = {slot: place for place, (_, slot) in enumerate(program.owned)}
+        self._flags = [(places[slot], flag) for slot, flag in program.flags]
         self._unchecked = _written_before_checks(program, self._executor)
         self._live_state = [
             (owner, _expected(program.slots[slot]))
@@ -411,7 +414,7 @@ class Runner:
         leaves = pytree.tree_leaves((args, kwargs))
 
         def lookup(owner: Any) -> Any:
-            return leaves[owner.index] if isinstance(owner, ArgumentOwner) else owner.get()
+            return owner.find(leaves) if isinstance(owner, ArgumentOwner) else owner.get()
 
         with self._kernels_alone():
             for question, answer in self._program.questions:
@@ -422,8 +425,9 @@ class Runner:
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         program = self._program
         leaves = pytree.tree_leaves((args, kwargs))
-        inputs = [leaves[owner.index] if isinstance(owner, ArgumentOwner) else owner.get() for owner in self._owners]
+        inputs = [owner.find(leaves) if isinstance(owner, ArgumentOwner) else owner.get() for owner in self._owners]
         self._check_inputs(inputs)
+        flagged = [(inputs[place], flag) for place, flag in self._flags]
         inputs += [tensor for tensor, _ in program.constants]
         kept = [(owner, owner.get()) for owner in self._ignored] if self._unchecked is not None else []
         self._drop_ignored()
@@ -442,22 +446,29 @@ class Runner:
                     if failure is error:
                         raise
                     raise failure from error
-                self._leave(rebinds, _skipped(program, skips))
+                self._leave(leaves, rebinds, _skipped(program, skips))
+                for tensor, flag in flagged:
+                    tensor.requires_grad_(flag)
             for host_call, (arguments, keywords) in zip(program.after, after, strict=True):
                 host_call.scheduler.step(*arguments, **keywords)
-        return pytree.tree_unflatten(result, program.result[1])
+        return pytree.tree_unflatten(with_histories(result, program.histories), program.result[1])
 
     def _undisturbed(self) -> AbstractContextManager[Any]:
         """Around a run: others neither draw random numbers nor watch who does, where this run does either."""
         return watched if self._draws or self._executor.text is None else nullcontext()
 
-    def _leave(self, rebinds: list[Any], skipped: set[int]) -> None:
+    def _leave(self, leaves: list[Any], rebinds: list[Any], skipped: set[int]) -> None:
         """Puts where they belong what outlives the step, but for the state of optimizers that were skipped."""
         program = self._program
         for owner in self._consumed:
-            owner.parameter.get().grad = None
+            if isinstance(owner, ArgumentOwner):
+                owner.put(leaves, None)
+            else:
+                owner.set(None)
         for (owner, _), value in zip(program.rebinds, rebinds, strict=True):
-            if not isinstance(owner, StateOwner) or id(owner.optimizer) not in skipped:
+            if isinstance(owner, ArgumentOwner):
+                owner.put(leaves, value)
+            elif not isinstance(owner, StateOwner) or id(owner.optimizer) not in skipped:
                 owner.set(value)
         for owner, value in program.plain_state:
             owner.set(value)
