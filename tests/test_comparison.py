@@ -227,8 +227,8 @@ class TestDifferent:
         my, (x, y) = make(), batch()
         leave = runtime.Runner._leave
 
-        def forgetful(self: Any, rebinds: Any, skipped: Any) -> None:
-            leave(self, rebinds, skipped)
+        def forgetful(self: Any, *values: Any) -> None:
+            leave(self, *values)
             my.net[1].num_batches_tracked += 1
 
         monkeypatch.setattr(runtime.Runner, "_leave", forgetful)

@@ -306,6 +306,11 @@ def stay_in_evaluation(my, x, y):
     return train(my, x, y)
 
 
+def stay_frozen(my, x, y):
+    my.net[0].weight.requires_grad_(False)
+    return train(my, x, y)
+
+
 @pytest.mark.parametrize(
     "body",
     [
@@ -316,6 +321,10 @@ def stay_in_evaluation(my, x, y):
 )  # fmt: skip
 def test_steps_that_change_things_and_are_captured(body: Body) -> None:
     check(body)
+
+
+def test_a_step_that_leaves_other_flags_than_it_finds() -> None:
+    check(stay_frozen, captures=2)
 
 
 @pytest.mark.parametrize("last", [False, True], ids=["live to the end", "a constant at the end"])
@@ -426,11 +435,6 @@ def draw_from_a_generator_made_inside(my, x, y):
     return train(my, x * torch.rand(x.shape, generator=torch.Generator().manual_seed(5)), y)
 
 
-def stay_frozen(my, x, y):
-    my.net[0].weight.requires_grad_(False)
-    return train(my, x, y)
-
-
 def add_a_group(my, x, y):
     my.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))]})
     return train(my, x, y)
@@ -495,7 +499,7 @@ def a_rate_and_a_scheduler(my, x, y):
     [
         count_in_a_dictionary, append_to_a_deque, add_to_a_set, count_in_an_object, keep_the_loss,
         count_with_an_iterator, count_in_the_environment, look_at_the_clock, draw_from_python, draw_from_numpy,
-        draw_from_a_numpy_generator, draw_from_a_generator_made_inside, stay_frozen,
+        draw_from_a_numpy_generator, draw_from_a_generator_made_inside,
         add_a_group, register_a_buffer, another_parameter, swap_inside, to_double_inside, without_gradients_from_here,
         with_another_dtype_from_here, with_autocast_from_here, compare_addresses, convert_to_numpy, a_rate_and_a_scheduler,
     ],

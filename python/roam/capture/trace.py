@@ -480,7 +480,7 @@ def _endings(world: World, recorder: Recorder, before: list[tuple[Owner, Any]]) 
                 f"write into the parameter at {path} under torch.no_grad(), as in p.copy_(...); the step puts another there",
                 code="parameter_replaced",
             )
-        check_no_leaf(tensor, path)
+        check_no_leaf(tensor, path, is_new=not recorder.is_original(tensor))
         program.rebinds.append((owner, recorder.leaving(tensor, path)))
     for owner, _ in before:
         if owner.path not in now:
@@ -498,11 +498,11 @@ def _endings(world: World, recorder: Recorder, before: list[tuple[Owner, Any]]) 
 
 def _original_endings(recorder: Recorder, originals: list[_Original]) -> None:
     """What the step leaves on tensors from before it, beside values."""
-    paths = {slot: owner.path for owner, slot in recorder.program.owned}
+    owners = {slot: owner for owner, slot in recorder.program.owned}
     for one in originals:
         if hooks_on(one.tensor) != one.hooks:
             raise CaptureError(
-                f"remove the hooks that the step adds to {paths[one.slot]} in the step itself, or add them outside of it; they "
+                f"remove the hooks that the step adds to {owners[one.slot].path} in the step itself, or add them outside of it; they "
                 "would stay there after it",
                 code="moved",
             )
@@ -510,11 +510,16 @@ def _original_endings(recorder: Recorder, originals: list[_Original]) -> None:
         for name in one.notes | notes:
             if not same(one.notes.get(name, MISSING), notes.get(name, MISSING)):
                 raise CaptureError(
-                    f"set the attribute {name!r} of {paths[one.slot]} outside of the step, or keep what it says in a dictionary; "
+                    f"set the attribute {name!r} of {owners[one.slot].path} outside of the step, or keep what it says in a dictionary; "
                     "a captured step would not set it",
                     code="tensor_attribute",
                 )
         if one.has_other_flag():
+            if owners[one.slot].kind in ("optimizer_state", "gradient"):
+                raise CaptureError(
+                    f"leave the requires_grad of {owners[one.slot].path} as it is; a captured step would not change it",
+                    code="moved",
+                )
             recorder.program.flags.append((one.slot, not one.flag))
 
 
@@ -532,9 +537,9 @@ def _argument_endings(recorder: Recorder, received: _Received) -> None:
             program.rebinds.append((owner.gradient, recorder.leaving(gradient, owner.gradient.path)))
 
 
-def check_no_leaf(tensor: torch.Tensor, path: str) -> None:
+def check_no_leaf(tensor: torch.Tensor, path: str, *, is_new: bool = True) -> None:
     """Refuses what a run by a plan would leave a plain tensor without `requires_grad`."""
-    if (tensor.requires_grad and tensor.is_leaf) or is_parameter(tensor):
+    if (tensor.requires_grad and tensor.is_leaf) or (is_new and is_parameter(tensor)):
         raise CaptureError(
             f"write into the tensor at {path} under torch.no_grad(), as in x.copy_(...); the step puts another there "
             "that requires a gradient itself, or is a parameter",
