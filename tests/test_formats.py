@@ -353,6 +353,23 @@ def test_readers_stop_at_their_limit() -> None:
         assert caught.value.code == "too_large"
 
 
+def test_plans_of_version_1_are_read() -> None:
+    plan = small_plan()
+    assert plan.to_json().startswith(b'{"format":"roam.plan","version":2,')
+    assert roam.Plan.from_json(plan.to_json().replace(b'"version":2', b'"version":1', 1)) == plan
+
+    def read(status: str, exact: dict[str, Any]) -> str:
+        value = json.loads(plan.to_json())
+        value.update(version=1, status=status, exact=value["exact"] | exact)
+        return roam.Plan.from_json(json.dumps(value).encode()).exact["status"]
+
+    # Of what it did not tell apart.
+    assert read("optimal", {"status": "not_needed"}) == "not_needed"
+    assert read("feasible", {"status": "not_needed"}) == "not_tried"
+    assert read("feasible", {"status": "used", "programs": 2, "failed": 1}) == "used"
+    assert read("feasible", {"status": "used", "programs": 2, "failed": 1, "timed_out": 1}) == "no_answer"
+
+
 MEGABYTE = 1 << 20
 # (what stands before, one megabyte of what follows again and again, how many of them, the reader's limit)
 BOMBS: dict[str, tuple[bytes, bytes, int, int | None]] = {
@@ -390,6 +407,90 @@ def test_gzip_bombs_are_stopped(tmp_path: Path, before: bytes, filling: bytes, r
     command = [sys.executable, "-c", READ_WITHIN_LIMITS, str(path), str(limit or 0)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "too_large\n", "")
+
+
+READ_WITHIN = 16 * MEGABYTE
+# Bytes of memory per byte read, and what a process may take besides.
+MULTIPLE, BESIDE = 16, 8 * MEGABYTE
+_EMPTY = {"tensors": [], "operators": [], "control": [], "regions": []}
+_PERSISTENT = {"name": "", "size_bytes": 0, "kind": "input", "residency": "persistent"}
+
+
+def filled(head: dict[str, Any], key: str, item: Callable[[int], str]) -> bytes:
+    """A file of at most the limit's size, one of whose lists holds as many items as fit."""
+    before = (json.dumps(head, separators=(",", ":"))[:-1] + f',"{key}":[').encode()
+    count = (READ_WITHIN - len(before)) // (len(item(1_000_000)) + 1)
+    return before + ",".join(map(item, range(count))).encode() + b"]}"
+
+
+def filled_graph(key: str, item: Callable[[int], str], tensors: int = 0) -> bytes:
+    header = {"format": "roam.graph", "version": 1, "name": "", "device": "", "alignment_bytes": 1}
+    head = header | _EMPTY | {"tensors": [_PERSISTENT] * tensors}
+    head.pop(key, None)
+    return filled(head, key, item)
+
+
+def filled_plan(key: str, item: str) -> bytes:
+    head = json.loads(small_plan().to_json())
+    head.pop(key)
+    return filled(head, key, lambda _: item)
+
+
+def operator(position: int, rest: str = "") -> str:
+    return f'{{"name":"","position":{position},"phase":"loss"{rest}}}'
+
+
+def accesses(reads: int, mutates: int) -> bytes:
+    """A graph whose operators list 100 tensors each: so many read them, then so many mutate them, and so on."""
+    tensors = ",".join(map(str, range(100)))
+
+    def item(at: int) -> str:
+        role = "reads" if at % (reads + mutates) < reads else "mutates"
+        return operator(at, f',"{role}":[{tensors}]')
+
+    return filled_graph("operators", item, 100)
+
+
+# What takes the most memory for its length, of everything that a file can repeat.
+FILLED: dict[str, Callable[[], bytes]] = {
+    "offsets": lambda: filled_plan("offsets", "0"),
+    "candidates": lambda: filled_plan(
+        "candidates", '{"order":"a","layout":"a","peak_bytes":0,"pool_bytes":0,"outside_bytes":0}'
+    ),
+    "notes": lambda: filled_graph("notes", lambda _: '["a","a"]'),
+    "operators": lambda: filled_graph("operators", operator),
+    "operators of one place": lambda: filled_graph("operators", lambda _: operator(0)),
+    "sources": lambda: filled_graph("operators", lambda at: operator(at, ',"source":{"module":"a","file":"a"}')),
+    "readers": lambda: accesses(1, 0),
+    "mutators": lambda: accesses(0, 1),
+    "readers and mutators": lambda: accesses(8, 1),
+    "regions": lambda: filled_graph("regions", lambda _: '{"name":"a","predicate":0}', 1),
+}
+
+PEAK_OF_READING = """
+import sys, roam
+def peak():
+    lines = dict(line.split(":", 1) for line in open("/proc/self/status"))
+    return int(lines["VmHWM"].split()[0]) << 10
+before = peak()
+try:
+    getattr(roam, sys.argv[1]).load(sys.argv[2])
+except (roam.FormatError, roam.GraphError):
+    pass
+print(peak() - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="measures a process's memory as Linux does")
+@pytest.mark.parametrize("make", FILLED.values(), ids=FILLED)
+def test_memory_is_in_proportion_to_what_is_read(tmp_path: Path, make: Callable[[], bytes]) -> None:
+    data = make()
+    assert READ_WITHIN * 0.8 < len(data) <= READ_WITHIN
+    path = tmp_path / "filled.json"
+    path.write_bytes(data)
+    kind = "Plan" if b"roam.plan" in data[:40] else "Graph"
+    done = subprocess.run([sys.executable, "-c", PEAK_OF_READING, kind, str(path)], capture_output=True, check=True)
+    assert MEGABYTE < int(done.stdout) <= MULTIPLE * READ_WITHIN + BESIDE
 
 
 def test_pickles_and_files_hold_no_timings() -> None:

@@ -39,7 +39,7 @@ _Status = Literal["optimal", "feasible", "timed_out"]
 _StreamModel = Literal["happens_before", "time_step"]
 _BoundRoute = Literal["floor", "cut", "probe", "first", "exhaustive", "integer_program"]
 _Exact = Literal["off", "auto", "required"]
-_ExactStatus = Literal["off", "not_needed", "too_large", "unavailable", "used"]
+_ExactStatus = Literal["off", "not_needed", "not_tried", "too_large", "unavailable", "used", "no_answer"]
 _Path = str | os.PathLike[str]
 _Numbers = npt.NDArray[np.int64]
 
@@ -530,10 +530,12 @@ class Plan:
     def exact(self) -> _ExactReport:
         """What integer programs did.
 
-        `status` is ``off``, ``not_needed`` (nothing was left for them to gain), ``too_large`` (what was left would have
-        taken too large a program), ``unavailable`` (CBC cannot be used: `reason` says why) or ``used``; then
-        `programs` says how many were given to CBC, `gains` how many of their answers lowered the peak or the pool, or
-        raised the bound, `failed` and `timed_out` how many were lost.
+        `status` is ``off``, ``not_needed`` (the plan meets its bound), ``not_tried`` (it does not, and none was stated:
+        next to nothing could be gained, the searches had settled what a program can ask, or the search ended before),
+        ``too_large`` (what was left would have taken too large a program), ``unavailable`` (CBC cannot be used: `reason`
+        says why), ``used`` or ``no_answer`` (all were lost). `programs` says how many were given to CBC, `gains` how
+        many of their answers lowered the peak or the pool, or raised the bound, `failed` and `timed_out` how many were
+        lost.
         """
     @property
     def candidates(self) -> tuple[Candidate, ...]:
@@ -643,8 +645,8 @@ def optimize(
         time_limit_s: wall-clock limit in seconds; at its end the best plan so far is returned, with status
             ``timed_out``. No limit where None.
         exact: whether integer programs are solved where that can lower the total or raise the bound, by CBC in processes
-            of their own: ``auto`` (where CBC can be used; the plan says so if not), ``required`` (otherwise an error)
-            or ``off``.
+            of their own: ``auto`` (where CBC can be used; the plan says so if not), ``required`` (an error where it cannot,
+            or fails on every program) or ``off``.
         progress: called on the calling thread with the stage that begins and the share of the work done, in [0, 1]. What
             it raises ends planning and is raised here.
         speed: with several streams, how many times as fast as one stream the plan must be, by the model of time. Of

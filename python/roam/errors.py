@@ -115,4 +115,4 @@ class ExecutionError(RoamError):
 
 
 class SolverUnavailable(RoamError):
-    """The exact tier needs a solver that is missing or does not work here."""
+    """The exact tier needs a solver that is missing, does not work here or has failed."""

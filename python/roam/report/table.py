@@ -96,10 +96,15 @@ def plan_table(title: str, values: Mapping[str, Any], place: Place | None) -> st
     if values["streams"] > 1:
         facts.append(("streams", _streams(values)))
     exact = values["exact"]
-    if exact["status"] in ("used", "unavailable", "too_large"):
+    if exact["status"] in ("used", "no_answer", "unavailable", "too_large"):
         lost = exact["failed"] + exact["timed_out"]
         used = f"{exact['programs']} solved, {exact['gains']} of use" + (f", {lost} lost" if lost else "")
-        said = {"used": used, "unavailable": f"none: {exact['reason']}", "too_large": "none: they would be too large"}
+        said = {
+            "used": used,
+            "no_answer": f"{exact['programs']} begun, all lost: {exact['reason'] or 'out of time'}",
+            "unavailable": f"none: {exact['reason']}",
+            "too_large": "none: they would be too large",
+        }
         facts.append(("integer programs", said[exact["status"]]))
     if place is not None:
         facts.append(("at the peak", f"step {place.step:,}: {place}"))

@@ -374,7 +374,6 @@ impl GraphBuilder {
     /// Users of every tensor and all ordering constraints.
     fn derive(&self, program_order: &[OperatorId], creator: &[Option<OperatorId>]) -> Result<Derived, GraphError> {
         let position = |id: OperatorId| self.operators[id.index()].position;
-        let mut uses: Vec<(u32, u32)> = Vec::new();
         let mut edges: Vec<(OperatorId, OperatorId)> = Vec::new();
         let mut backward: Option<GraphError> = None;
 
@@ -389,7 +388,6 @@ impl GraphBuilder {
             for &tensor in &operator.mutates {
                 let index = tensor.index();
                 mutated[index] = Some(id);
-                uses.push((tensor.0, operator.position));
                 if let Some(maker) = writer[index].filter(|&maker| position(maker) > operator.position) {
                     let (site, creator) = (Site::of(operator), self.site(maker));
                     backward.get_or_insert_with(|| GraphError::MutatedBeforeWrite {
@@ -412,7 +410,6 @@ impl GraphBuilder {
                 if mutated[index] == Some(id) {
                     continue; // Ordered as a mutator already.
                 }
-                uses.push((tensor.0, operator.position));
                 if let Some(maker) = writer[index].filter(|&maker| position(maker) > operator.position) {
                     let (site, creator) = (Site::of(operator), self.site(maker));
                     backward.get_or_insert_with(|| GraphError::ReadBeforeWrite {
@@ -468,14 +465,69 @@ impl GraphBuilder {
                 None => error,
             });
         }
-        let before: Vec<_> = edges.iter().map(|&(before, after)| (after.0, position(before))).collect();
-        let after: Vec<_> = edges.iter().map(|&(before, after)| (before.0, position(after))).collect();
-        drop(edges);
+        let predecessors = self.predecessors(edges, program_order)?;
         Ok(Derived {
-            users: adjacency(self.tensors.len(), uses, program_order)?,
-            predecessors: adjacency(self.operators.len(), before, program_order)?,
-            successors: adjacency(self.operators.len(), after, program_order)?,
+            users: self.users(program_order)?,
+            successors: turned_round(&predecessors, self.operators.len(), program_order),
+            predecessors,
         })
+    }
+
+    /// Per tensor who reads or mutates it, by position.
+    fn users(&self, program_order: &[OperatorId]) -> Result<Adjacency, GraphError> {
+        // No list names a tensor twice, but two lists of an operator may.
+        let accesses = |&id: &OperatorId| {
+            let Operator { reads, mutates, .. } = &self.operators[id.index()];
+            mutates.iter().map(move |&tensor| (tensor, id)).chain(reads.iter().map(move |&tensor| (tensor, id)))
+        };
+        let mut last: Vec<Option<OperatorId>> = vec![None; self.tensors.len()];
+        let mut starts = vec![0u32; self.tensors.len() + 1];
+        for (tensor, id) in program_order.iter().flat_map(accesses) {
+            if last[tensor.index()].replace(id) != Some(id) {
+                starts[tensor.index() + 1] += 1;
+            }
+        }
+        let mut total = 0u32;
+        for start in &mut starts {
+            total = total.checked_add(*start).ok_or(TOO_MANY_CONSTRAINTS)?;
+            *start = total;
+        }
+        let mut items = vec![OperatorId(0); total as usize];
+        let mut next = starts.clone();
+        last.fill(None);
+        for (tensor, id) in program_order.iter().flat_map(accesses) {
+            if last[tensor.index()].replace(id) != Some(id) {
+                items[next[tensor.index()] as usize] = id;
+                next[tensor.index()] += 1;
+            }
+        }
+        Ok(Adjacency { starts, items })
+    }
+
+    /// Per operator the first ends of its edges, by position, without doubles.
+    fn predecessors(
+        &self,
+        edges: Vec<(OperatorId, OperatorId)>,
+        program_order: &[OperatorId],
+    ) -> Result<Adjacency, GraphError> {
+        let position = |id: OperatorId| self.operators[id.index()].position;
+        // As many bytes as before: the list is kept once.
+        let mut pairs: Vec<(u32, u32)> = edges.into_iter().map(|(before, after)| (after.0, position(before))).collect();
+        pairs.sort_unstable();
+        pairs.dedup();
+        if u32::try_from(pairs.len()).is_err() {
+            return Err(TOO_MANY_CONSTRAINTS);
+        }
+        let mut starts = vec![0; self.operators.len() + 1];
+        let mut items = Vec::with_capacity(pairs.len());
+        for &(row, position) in &pairs {
+            starts[row as usize + 1] += 1;
+            items.push(program_order[position as usize]);
+        }
+        for row in 1..starts.len() {
+            starts[row] += starts[row - 1];
+        }
+        Ok(Adjacency { starts, items })
     }
 }
 
@@ -487,28 +539,31 @@ struct Derived {
 
 const TOO_MANY_TENSORS: GraphError = GraphError::TooMany { what: "tensors", max: u32::MAX as u64 };
 const TOO_MANY_OPERATORS: GraphError = GraphError::TooMany { what: "operators", max: u32::MAX as u64 };
+const TOO_MANY_CONSTRAINTS: GraphError = GraphError::TooMany { what: "ordering constraints", max: u32::MAX as u64 };
 const TOO_MANY_REGIONS: GraphError = GraphError::TooMany { what: "regions", max: u32::MAX as u64 };
 
 fn out_of_range(what: String, site: Option<Box<Site>>, value: u64) -> GraphError {
     GraphError::OutOfRange { what, site, value: value.to_string(), max: MAX_TOTAL_BYTES - 1 }
 }
 
-/// Rows of operators from (row, position) pairs, without doubles, each row by position.
-fn adjacency(rows: usize, mut pairs: Vec<(u32, u32)>, program_order: &[OperatorId]) -> Result<Adjacency, GraphError> {
-    pairs.sort_unstable();
-    pairs.dedup();
-    if u32::try_from(pairs.len()).is_err() {
-        return Err(GraphError::TooMany { what: "ordering constraints", max: u32::MAX.into() });
+/// Per operator the rows that list it, by position.
+fn turned_round(rows: &Adjacency, operators: usize, program_order: &[OperatorId]) -> Adjacency {
+    let mut starts = vec![0; operators + 1];
+    for item in &rows.items {
+        starts[item.index() + 1] += 1;
     }
-    let mut starts = vec![0; rows + 1];
-    for &(row, _) in &pairs {
-        starts[row as usize + 1] += 1;
+    for row in 1..starts.len() {
+        starts[row] += starts[row - 1];
     }
-    for row in 0..rows {
-        starts[row + 1] += starts[row];
+    let mut items = vec![OperatorId(0); rows.items.len()];
+    let mut next = starts.clone();
+    for &id in program_order {
+        for item in rows.row(id.index()) {
+            items[next[item.index()] as usize] = id;
+            next[item.index()] += 1;
+        }
     }
-    let items = pairs.into_iter().map(|(_, position)| program_order[position as usize]).collect();
-    Ok(Adjacency { starts, items })
+    Adjacency { starts, items }
 }
 
 /// Some cycle among the edges, if there is one. Called on faulty graphs only.

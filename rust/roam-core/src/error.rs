@@ -415,13 +415,13 @@ pub enum FormatError {
         found: String,
     },
     /// A version that this release does not know.
-    #[error("version {found} of `{format}` is not supported; this release reads version {supported}")]
+    #[error("version {found} of `{format}` is not supported; this release reads versions up to {supported}")]
     WrongVersion {
         /// The format.
         format: &'static str,
         /// The file's version.
         found: u64,
-        /// The version that can be read.
+        /// The newest version that can be read.
         supported: u64,
     },
     /// More bytes, after decompression, than the reader was allowed.

@@ -22,8 +22,10 @@ use std::path::Path;
 pub const GRAPH_FORMAT: &str = "roam.graph";
 /// Name of the plan format.
 pub const PLAN_FORMAT: &str = "roam.plan";
-/// The version of both formats that this release writes and reads.
-pub const VERSION: u64 = 1;
+/// The version of graphs that this release writes and reads.
+pub const GRAPH_VERSION: u64 = 1;
+/// The version of plans that this release writes. It reads version 1 as well.
+pub const PLAN_VERSION: u64 = 2;
 /// How many bytes, after decompression, a reader takes by default: about a million operators.
 pub const DEFAULT_MAX_BYTES: u64 = 512 << 20;
 
@@ -43,7 +45,7 @@ pub(crate) fn write_canonical(out: impl Write, graph: &Graph) -> io::Result<()> 
 
 fn write_with(out: impl Write, graph: &Graph, notes: &[(String, String)]) -> io::Result<()> {
     let mut out = BufWriter::with_capacity(BUFFER_BYTES, out);
-    write_header(&mut out, GRAPH_FORMAT)?;
+    write_header(&mut out, GRAPH_FORMAT, GRAPH_VERSION)?;
     write_field(&mut out, "name", graph.name())?;
     write_field(&mut out, "device", graph.device())?;
     write_field(&mut out, "alignment_bytes", &graph.alignment_bytes())?;
@@ -69,7 +71,7 @@ fn write_with(out: impl Write, graph: &Graph, notes: &[(String, String)]) -> io:
 /// # Errors
 /// See [`FormatError`]; never panics, whatever the bytes.
 pub fn read_graph(input: impl Read, max_bytes: u64) -> Result<Graph, FormatError> {
-    let body: GraphBody = read_body(input, GRAPH_FORMAT, max_bytes)?;
+    let (_, body): (u64, GraphBody) = read_body(input, GRAPH_FORMAT, GRAPH_VERSION, max_bytes)?;
     let mut builder = GraphBuilder::new(body.name, body.device, body.alignment_bytes);
     builder.estimate = body.estimate;
     builder.accounting = body.accounting;
@@ -113,7 +115,7 @@ struct GraphBody {
 /// Writes the JSON of a plan: equal plans give equal bytes.
 pub fn write_plan(out: impl Write, plan: &Plan) -> io::Result<()> {
     let mut out = BufWriter::with_capacity(BUFFER_BYTES, out);
-    write_header(&mut out, PLAN_FORMAT)?;
+    write_header(&mut out, PLAN_FORMAT, PLAN_VERSION)?;
     write_field(&mut out, "graph_digest", &plan.graph_digest)?;
     if !plan.estimate.is_empty() {
         write_field(&mut out, "estimate", &plan.estimate)?;
@@ -148,7 +150,7 @@ pub fn write_plan(out: impl Write, plan: &Plan) -> io::Result<()> {
 /// # Errors
 /// See [`FormatError`]; never panics, whatever the bytes.
 pub fn read_plan(input: impl Read, max_bytes: u64) -> Result<Plan, FormatError> {
-    let body: PlanBody = read_body(input, PLAN_FORMAT, max_bytes)?;
+    let (version, mut body): (u64, PlanBody) = read_body(input, PLAN_FORMAT, PLAN_VERSION, max_bytes)?;
     body.settings.check().map_err(|fault| FormatError::Value { what: fault.to_string() })?;
     // Every figure of a real plan is below 2^63, as the graph's sizes together are.
     let figures = [
@@ -169,6 +171,10 @@ pub fn read_plan(input: impl Read, max_bytes: u64) -> Result<Plan, FormatError> 
         figures.into_iter().chain(candidates).chain(offsets).chain(times).find(|&figure| figure > i64::MAX as u64)
     {
         return Err(FormatError::Value { what: format!("{value} does not fit a signed 64-bit number") });
+    }
+    // What version 1 called not needed could have left a gap, and what it called used could have come to nothing.
+    if version == 1 {
+        body.exact.conclude(body.status == Status::Optimal);
     }
     Ok(Plan {
         graph_digest: body.graph_digest,
@@ -239,8 +245,8 @@ struct PlanBody {
 
 // Writing -----------------------------------------------------------------------------------------------------------
 
-fn write_header(out: &mut impl Write, format: &str) -> io::Result<()> {
-    write!(out, "{{\"format\":\"{format}\",\"version\":{VERSION}")
+fn write_header(out: &mut impl Write, format: &str, version: u64) -> io::Result<()> {
+    write!(out, "{{\"format\":\"{format}\",\"version\":{version}")
 }
 
 fn write_field(out: &mut impl Write, key: &str, value: &(impl Serialize + ?Sized)) -> io::Result<()> {
@@ -328,23 +334,33 @@ pub(crate) mod strict {
     }
 }
 
-/// Reads one object that opens with the format's name and version, and nothing after it.
-fn read_body<T: DeserializeOwned>(input: impl Read, format: &'static str, max_bytes: u64) -> Result<T, FormatError> {
+/// Reads one object that opens with the format's name and version, and nothing after it. Versions are those from 1 to the newest.
+fn read_body<T: DeserializeOwned>(
+    input: impl Read,
+    format: &'static str,
+    newest: u64,
+    max_bytes: u64,
+) -> Result<(u64, T), FormatError> {
     let mut input = BufReader::with_capacity(BUFFER_BYTES, input);
     let is_gzip = input.fill_buf().map_err(FormatError::Io)?.starts_with(&[0x1f, 0x8b]);
     if is_gzip {
         // Takes several members as gzip does, and refuses anything else after the first.
-        read_json(MultiGzDecoder::new(input), format, max_bytes)
+        read_json(MultiGzDecoder::new(input), format, newest, max_bytes)
     } else {
-        read_json(input, format, max_bytes)
+        read_json(input, format, newest, max_bytes)
     }
 }
 
-fn read_json<T: DeserializeOwned>(input: impl Read, format: &'static str, max_bytes: u64) -> Result<T, FormatError> {
+fn read_json<T: DeserializeOwned>(
+    input: impl Read,
+    format: &'static str,
+    newest: u64,
+    max_bytes: u64,
+) -> Result<(u64, T), FormatError> {
     let input = BufReader::with_capacity(BUFFER_BYTES, Limited { input, left: max_bytes, max_bytes });
     let mut refusal = None;
     let mut deserializer = serde_json::Deserializer::from_reader(input);
-    let envelope = Envelope { format, refusal: &mut refusal, body: PhantomData };
+    let envelope = Envelope { format, newest, refusal: &mut refusal, body: PhantomData };
     let body = envelope.deserialize(&mut deserializer).and_then(|body| deserializer.end().map(|()| body));
     body.map_err(|error| refusal.unwrap_or_else(|| reading_failed(error)))
 }
@@ -402,26 +418,27 @@ impl<R: Read> Read for Limited<R> {
 /// The object around a body: `format` and `version` come first, so that a reader knows at once what it reads.
 struct Envelope<'a, T> {
     format: &'static str,
+    newest: u64,
     /// Where a refusal is left that serde's own error type cannot carry.
     refusal: &'a mut Option<FormatError>,
     body: PhantomData<T>,
 }
 
 impl<'de, T: Deserialize<'de>> DeserializeSeed<'de> for Envelope<'_, T> {
-    type Value = T;
-    fn deserialize<D: de::Deserializer<'de>>(self, deserializer: D) -> Result<T, D::Error> {
+    type Value = (u64, T);
+    fn deserialize<D: de::Deserializer<'de>>(self, deserializer: D) -> Result<Self::Value, D::Error> {
         deserializer.deserialize_map(self)
     }
 }
 
 impl<'de, T: Deserialize<'de>> Visitor<'de> for Envelope<'_, T> {
-    type Value = T;
+    type Value = (u64, T);
 
     fn expecting(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(out, "an object of format `{}`", self.format)
     }
 
-    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<T, A::Error> {
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
         let expected = self.format;
         let mut refuse = |error: FormatError| {
             let text = error.to_string();
@@ -441,9 +458,9 @@ impl<'de, T: Deserialize<'de>> Visitor<'de> for Envelope<'_, T> {
             _ => return Err(de::Error::custom("`version` must be the second key")),
         }
         let found: u64 = map.next_value()?;
-        if found != VERSION {
-            return Err(refuse(FormatError::WrongVersion { format: expected, found, supported: VERSION }));
+        if !(1..=self.newest).contains(&found) {
+            return Err(refuse(FormatError::WrongVersion { format: expected, found, supported: self.newest }));
         }
-        T::deserialize(de::value::MapAccessDeserializer::new(map))
+        Ok((found, T::deserialize(de::value::MapAccessDeserializer::new(map))?))
     }
 }

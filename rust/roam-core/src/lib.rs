@@ -26,4 +26,5 @@ mod flow;
 mod order;
 mod problem;
 mod segment_tree;
+mod small;
 mod streams;

@@ -112,6 +112,15 @@ pub(crate) struct Profile {
 impl Profile {
     /// Uses reuse wherever the problem permits it, at every operator as much as can be.
     pub(crate) fn new(problem: &Problem, order: &[Op]) -> Self {
+        Self::choosing(problem, order, largest_matching)
+    }
+
+    /// At every step with permitted pairs whose inputs die there, reuses those that `choose` says, in execution order.
+    pub(crate) fn choosing(
+        problem: &Problem,
+        order: &[Op],
+        mut choose: impl FnMut(&[(Ten, Ten)]) -> Vec<(Ten, Ten)>,
+    ) -> Self {
         let lifetimes = Lifetimes::new(problem, order);
         let steps = order.len();
         // Changes at each step; wrapping, since a sum that is exact modulo 2^64 and below 2^63 is exact.
@@ -144,7 +153,7 @@ impl Profile {
                     .filter(|(_, input, _)| end[*input as usize] as usize == step + 1)
                     .map(|&(_, input, output)| (input, output))
                     .collect::<Vec<_>>();
-                for pair in largest_matching(&dying) {
+                for pair in choose(&dying) {
                     let input = &problem.tensors[pair.0 as usize];
                     *if input.in_pool() { &mut saved } else { &mut saved_outside } += input.size;
                     profile.pairs.push(pair);

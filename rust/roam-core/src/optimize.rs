@@ -14,8 +14,9 @@ use crate::graph::{Graph, Residency};
 use crate::layout::{self, Layout};
 use crate::liveness::Profile;
 use crate::order::{self, Ordered, Portfolio, Trial};
-use crate::plan::{Candidate, Exact, ExactStatus, Plan, Settings, SettingsError, Status};
+use crate::plan::{Candidate, Exact, ExactReport, ExactStatus, Plan, Settings, SettingsError, Status};
 use crate::problem::{Part, Problem};
+use crate::small;
 use crate::streams;
 use crate::verify::{PlanViolation, verify};
 use std::time::{Duration, Instant};
@@ -52,6 +53,14 @@ pub enum OptimizeError {
         /// Why not.
         reason: String,
     },
+    /// The settings demand integer programs, some were needed, and the solver broke down on every one.
+    #[error("the exact tier is required and its solver failed on all {programs} programs; the first time: {reason}")]
+    SolverFailed {
+        /// How many there were.
+        programs: u32,
+        /// What became of the first.
+        reason: String,
+    },
     /// The planner made a plan that its own verifier refuses: a defect of this library.
     #[error("the planner made an invalid plan, please report it: {0}")]
     SelfCheck(#[source] PlanViolation),
@@ -65,6 +74,7 @@ impl OptimizeError {
             Self::InvalidSettings(fault) => fault.code(),
             Self::SpeedTarget { .. } => "speed_target",
             Self::SolverUnavailable { .. } => "solver_unavailable",
+            Self::SolverFailed { .. } => "solver_failed",
             Self::SelfCheck(_) => "self_check",
         }
     }
@@ -105,6 +115,11 @@ pub fn optimize_timed(graph: &Graph, settings: &Settings, control: &Control) -> 
     search.run(&mut stages)?;
     let plan =
         if settings.streams == 1 { search.plan() } else { stages.time("streams", 0.85, || search.plan_streams())? };
+    let ExactReport { status, programs, failed, reason, .. } = &plan.exact;
+    if settings.exact == Exact::Required && *status == ExactStatus::NoAnswer && *failed > 0 {
+        let reason = reason.clone().unwrap_or_default();
+        return Err(OptimizeError::SolverFailed { programs: *programs, reason });
+    }
     stages.time("verify", 0.9, || verify(graph, &plan)).map_err(OptimizeError::SelfCheck)?;
     Ok((plan, stages.timings))
 }
@@ -214,8 +229,9 @@ impl<'a> Search<'a> {
             ("search_parts", 0.6, Self::look_at_parts_again),
             ("programs", 0.65, Self::solve_orders),
         ];
-        let layouts: [(&'static str, f64, Stage<'a>); 3] = [
+        let layouts: [(&'static str, f64, Stage<'a>); 4] = [
             ("layout", 0.7, Self::lay_out),
+            ("enumerate", 0.75, Self::enumerate),
             ("search", 0.8, Self::search_layouts),
             ("hard_core", 0.83, Self::finish_layouts),
         ];
@@ -226,7 +242,8 @@ impl<'a> Search<'a> {
             }
             // Cheap orders and layouts are always tried: they take no longer than to find out that they need not be.
             let total = if seeks_orders { self.least_total() } else { self.total(self.best()) };
-            if !matches!(name, "order" | "layout") && self.suffices(total) {
+            let is_proved = !seeks_orders && total <= self.bound();
+            if !matches!(name, "order" | "layout") && (is_proved || self.suffices(total)) {
                 continue;
             }
             match stages.time(name, share_done, || stage(self)) {
@@ -294,6 +311,20 @@ impl<'a> Search<'a> {
             let layout = layout::first_fit(self.problem_of(at), profile, &patient);
             let layout = layout.map_err(|_| OptimizeError::Cancelled)?;
             self.placed.push(Placed { trial: at, layout });
+        }
+        Ok(())
+    }
+
+    /// Where a small graph's best total is not proved: all orders, each with its smallest pool.
+    fn enumerate(&mut self) -> Result<(), Stop> {
+        let total = self.total(self.best());
+        let Some(outcome) = small::search(&self.whole.problem, self.program_peak, total, self.watch)? else {
+            return Ok(());
+        };
+        self.total_bound = self.total_bound.max(outcome.bound);
+        if let Some((ordered, layout)) = outcome.found {
+            self.placed.push(Placed { trial: self.whole.trials.len(), layout });
+            self.whole.trials.push(Trial { name: "enumerated", ordered });
         }
         Ok(())
     }
@@ -540,6 +571,8 @@ impl<'a> Search<'a> {
         let persistent_bytes = self.graph.persistent_bytes();
         let (bound, bound_operator) = self.whole.bounds.best();
         let total_bound = self.bound();
+        let mut exact = self.exact.report.clone();
+        exact.conclude(local == total_bound);
         Plan {
             graph_digest: self.graph.digest().to_owned(),
             estimate: self.graph.estimate().to_owned(),
@@ -560,7 +593,7 @@ impl<'a> Search<'a> {
             bound_operator: bound_operator.map(|op| problem.operator_id(op)),
             bound_route: self.whole.bounds.route(),
             status: Status::of(local, total_bound, self.timed_out),
-            exact: self.exact.report.clone(),
+            exact,
             candidates: self
                 .placed
                 .iter()

@@ -67,14 +67,19 @@ pub enum Exact {
 pub enum ExactStatus {
     /// Nobody asked for them.
     Off,
-    /// They had nothing to gain: the plan met its bound, or a search had already settled what was open.
+    /// They had nothing to gain: the plan met its bound.
     NotNeeded,
+    /// A gap is left, but none was stated: next to nothing could be gained, the searches had settled what a program can ask, or the
+    /// search ended before.
+    NotTried,
     /// What was open would have taken a program too large to solve.
     TooLarge,
     /// There was no solver.
     Unavailable,
-    /// Some were solved, or at least begun.
+    /// Some were given to the solver, and not all of them without an answer.
     Used,
+    /// Some were given to the solver, and none had an answer: it broke down, was killed, or ran out of time.
+    NoAnswer,
 }
 
 /// What integer programs did for a plan.
@@ -94,6 +99,17 @@ pub struct ExactReport {
     /// Why there was no solver, or why the first program was lost.
     #[serde(deserialize_with = "Option::deserialize")] // Without this serde takes an absent key for null.
     pub reason: Option<String>,
+}
+
+impl ExactReport {
+    /// Says what became of all programs in the end; `is_proved` is whether the plan meets its bound.
+    pub(crate) fn conclude(&mut self, is_proved: bool) {
+        self.status = match self.status {
+            ExactStatus::NotNeeded if !is_proved => ExactStatus::NotTried,
+            ExactStatus::Used if self.failed.saturating_add(self.timed_out) >= self.programs => ExactStatus::NoAnswer,
+            status => status,
+        };
+    }
 }
 
 impl Status {

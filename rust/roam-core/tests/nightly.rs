@@ -6,8 +6,11 @@
 
 mod common;
 
-use common::buffers::{brute_force, check, full, random};
-use common::{SETTINGS, best_by_brute_force, check_streams, random_graph};
+use common::buffers::{brute_force, check, full, mixed, random};
+use common::{
+    SETTINGS, best_by_brute_force, check_streams, count_orders, least_total_by_brute_force, random_graph,
+    total_and_bound,
+};
 use roam_core::layout::pack;
 use roam_core::optimize::{Control, optimize};
 use roam_core::plan::{Settings, Status};
@@ -63,8 +66,7 @@ fn random_graphs() {
         let settings = Settings { reuse: case % 3 > 0, ..SETTINGS };
         let plan = optimize(&graph, &settings, &Control::default()).expect("a plan");
         verify(&graph, &plan).expect("valid");
-        let total = plan.total_bytes - plan.persistent_bytes;
-        let total_bound = plan.total_lower_bound_bytes - plan.persistent_bytes;
+        let (total, total_bound) = total_and_bound(&plan);
         assert!(plan.peak_bytes <= plan.program_order_peak_bytes);
         assert!(plan.lower_bound_bytes <= plan.peak_bytes && total_bound <= total);
         assert_eq!(plan.status == Status::Optimal, total == total_bound);
@@ -72,12 +74,35 @@ fn random_graphs() {
             let one = rayon::ThreadPoolBuilder::new().num_threads(1).build().expect("a pool");
             assert_eq!(plan, one.install(|| optimize(&graph, &settings, &Control::default())).expect("a plan"));
         } else {
-            let (best, best_total) = best_by_brute_force(&graph, settings.reuse);
+            let best = best_by_brute_force(&graph, settings.reuse);
             assert!(plan.lower_bound_bytes <= best, "a bound of {} above {best}", plan.lower_bound_bytes);
-            assert!(total_bound <= best_total, "a bound of the total of {total_bound} above {best_total}");
-            assert!(best <= plan.peak_bytes && best_total <= total);
+            assert!(best <= plan.peak_bytes);
         }
     });
+}
+
+/// Small graphs: the total is the least there is, order, reuse and layout together, and, but for one in a hundred, it is proved. The few
+/// graphs with very many orders are left out of the comparison.
+#[test]
+#[ignore = "takes minutes"]
+fn random_totals() {
+    let open = AtomicU64::new(0);
+    let all = AtomicU64::new(0);
+    sweep(|case, random| {
+        let graph = random_graph(random, 9);
+        let settings = Settings { reuse: case % 3 > 0, ..SETTINGS };
+        let plan = optimize(&graph, &settings, &Control::default()).expect("a plan");
+        let (total, bound) = total_and_bound(&plan);
+        verify(&graph, &plan).expect("valid");
+        if plan.status == Status::Optimal && count_orders(&graph) <= 20_000 {
+            let least = least_total_by_brute_force(&graph, settings.reuse, total + 1);
+            assert!(bound == total && total == least, "{total}, bound {bound}, is not {least}");
+        }
+        all.fetch_add(1, Ordering::Relaxed);
+        open.fetch_add(u64::from(plan.status != Status::Optimal), Ordering::Relaxed);
+    });
+    let [open, all] = [open, all].map(AtomicU64::into_inner);
+    assert!(open * 100 <= all, "{open} of {all} are not proved");
 }
 
 /// Plans of two streams, some of three and four, executed under random timings without a fault.
@@ -105,18 +130,22 @@ fn random_layouts() {
                 let (count, alive) = (8 + numbers.below(60) as usize, 3 + numbers.below(5) as usize);
                 full(numbers, count, alive, 64)
             }
+            2 | 3 => mixed(numbers),
             style => {
                 let (count, horizon, sizes) = (1 + numbers.below(7), 2 + numbers.below(9), 2 + numbers.below(9));
-                let alignments: &[u64] = if style == 2 { &[1, 2, 4, 8] } else { &[1, 4, 8] };
-                random(numbers, count, horizon, sizes, if style == 2 { 1 } else { 8 }, alignments)
+                let alignments: &[u64] = if style == 4 { &[1, 2, 4, 8] } else { &[1, 4, 8] };
+                random(numbers, count, horizon, sizes, if style == 4 { 1 } else { 8 }, alignments)
             }
         };
         let packing = pack(&buffers, 300_000, &Control::default()).expect("a packing");
         check(&buffers, &packing);
         if buffers.len() < 8 {
             let best = brute_force(&buffers, u64::MAX);
-            assert!(packing.pool_bytes >= best);
-            assert!(!packing.optimal || packing.pool_bytes == best, "{} is not {best}", packing.pool_bytes);
+            assert!(
+                packing.optimal && packing.pool_bytes == best,
+                "{} is not {best}, or not proved",
+                packing.pool_bytes
+            );
         }
     });
 }

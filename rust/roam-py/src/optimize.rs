@@ -23,7 +23,8 @@ use std::sync::Arc;
 ///     time_limit_s: wall-clock limit in seconds; at its end the best plan so far is returned, with status
 ///         ``timed_out``. No limit where None.
 ///     exact: whether integer programs are solved where that can lower the total or raise the bound, by CBC in processes
-///         of their own: ``auto`` (where CBC can be used; the plan says so if not), ``required`` (otherwise an error) or ``off``.
+///         of their own: ``auto`` (where CBC can be used; the plan says so if not), ``required`` (an error where it cannot, or
+///         fails on every program) or ``off``.
 ///     speed: with several streams, how many times as fast as one stream the plan must be, by the model of time. Of
 ///         the plans found that are, and that take no more bytes than program order, it is the one with the fewest. Where
 ///         None, those count that are at most five percent slower than the fastest.
@@ -37,7 +38,7 @@ use std::sync::Arc;
 /// Raises:
 ///     PlanError: the graph cannot be planned as asked.
 ///     PlanningInterrupted: Ctrl-C; its ``plan`` is the best so far. A second Ctrl-C is a plain ``KeyboardInterrupt``.
-///     SolverUnavailable: `exact` is ``required``, a program was to be solved, and CBC cannot be used.
+///     SolverUnavailable: `exact` is ``required``, and CBC cannot be used, or has failed on every program.
 #[pyfunction]
 #[pyo3(signature = (
     graph, streams = 1, reuse = true, time_limit_s = None, exact = "auto", progress = None, *,
@@ -88,7 +89,7 @@ pub(crate) fn optimize(
         (Some(_), Ok((plan, timings))) => Err(interrupted(py, "PlanningInterrupted", PyPlan::new(plan, timings))),
         (Some(interrupt), Err(_)) => Err(interrupt),
         (None, Ok((plan, timings))) => Ok(PyPlan::new(plan, timings)),
-        (None, Err(error @ OptimizeError::SolverUnavailable { .. })) => {
+        (None, Err(error @ (OptimizeError::SolverUnavailable { .. } | OptimizeError::SolverFailed { .. }))) => {
             Err(Fault { class: Class::Solver, message: error.to_string(), code: error.code(), site: None }.raise(py))
         }
         (None, Err(error)) => Err(refuse(error.code(), error.to_string())),

@@ -6,7 +6,7 @@ use crate::problem::{NONE, Problem};
 use std::ops::Range;
 
 /// A piece of memory held over a half-open interval of times.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) struct Block {
     pub(crate) size: u64,
     pub(crate) alignment: u64,

@@ -211,6 +211,7 @@ pub(super) fn solid(
         Err(Stop::Cancelled) => return Err(PackError::Cancelled),
     };
     let optimal = incumbent.limit <= incumbent.floor;
+    exact.report.conclude(optimal);
     let (method, found) = incumbent.found.unwrap_or_default();
     let mut offsets = vec![0; requests.len()];
     for (&index, offset) in counted.iter().zip(found) {

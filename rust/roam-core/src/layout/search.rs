@@ -8,6 +8,7 @@ use super::dive::Pond;
 use super::greedy::Sequence;
 use super::incumbent::Incumbent;
 use super::joined;
+use super::normal;
 use super::weighted::{Lines, Rule};
 use crate::control::{Stop, Watch};
 use rayon::prelude::*;
@@ -29,6 +30,9 @@ const FIRST_BUDGET: u64 = 1 << 20;
 const MOST_FRUITLESS: u32 = 50;
 /// Joined blocks get one part in so many of the work.
 const WHOLE_SHARE: u64 = 4;
+/// What complete search of few blocks that alignment parts may use, and one part in so many of the work at most.
+const NORMAL_WORK: u64 = 1 << 24;
+const NORMAL_SHARE: u64 = 2;
 /// What beginning a search counts, so that many searches of little cannot take for ever.
 const BEGIN: u64 = 1000;
 /// Most pairs of blocks that meet, and most sums of lifetimes, for which branch and bound keeps tables; as many pairs for dives.
@@ -66,6 +70,17 @@ pub(super) fn improve(incumbent: &mut Incumbent<'_>, work: &mut u64, watch: &Wat
         return Ok(());
     }
     let blocks = incumbent.blocks;
+    // Where alignment leaves gaps, branch and bound proves nothing.
+    if blocks.unit().is_none() {
+        let mut share = NORMAL_WORK.min(*work / NORMAL_SHARE);
+        *work -= share;
+        let ended = normal::settle(incumbent, &mut share, watch);
+        *work += share;
+        ended?;
+        if incumbent.is_done() {
+            return Ok(());
+        }
+    }
     join(incumbent, work, watch)?;
     let mut rankings = RANKINGS.map(|sequence| Ranking::new(blocks, sequence));
     let lines = Lines::new(blocks);

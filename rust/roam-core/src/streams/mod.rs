@@ -56,6 +56,8 @@ impl Found {
     /// The plan; what does not depend on streams is that of the plan for one.
     pub(crate) fn into_plan(self, problem: &Problem, single: Plan, tried: &[Tried], timed_out: bool) -> Plan {
         let total = self.total() + single.persistent_bytes;
+        let mut exact = single.exact;
+        exact.conclude(total == single.total_lower_bound_bytes);
         let mut offsets = single.offsets;
         problem.write_offsets(&self.layout.offsets, &mut offsets);
         let candidate = |tried: &Tried| Candidate {
@@ -75,6 +77,7 @@ impl Found {
             outside_bytes: self.outside_bytes,
             total_bytes: total,
             status: Status::of(total, single.total_lower_bound_bytes, timed_out),
+            exact,
             candidates: tried.iter().map(candidate).collect(),
             schedule: Some(self.schedule),
             ..single

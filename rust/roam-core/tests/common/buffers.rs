@@ -111,3 +111,19 @@ pub(crate) fn random(
         })
         .collect()
 }
+
+/// Four to seven buffers, each with an alignment of its own: some are empty, and sizes seldom fill what alignment parts.
+pub(crate) fn mixed(random: &mut Random) -> Vec<Buffer> {
+    let (count, horizon, sizes) = (4 + random.below(4), 3 + random.below(7), 2 + random.below(12));
+    let most = 1 + random.below(5);
+    let buffer = |random: &mut Random| {
+        let lower = random.below(horizon);
+        Buffer {
+            lower,
+            upper: lower + 1 + random.below(horizon / 2 + 1),
+            size_bytes: random.below(sizes + 1),
+            alignment_bytes: 1 << random.below(most + 1),
+        }
+    };
+    (0..count).map(|_| buffer(random)).collect()
+}
