@@ -408,7 +408,7 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "pickled": _between(lambda my, loss: copy.deepcopy(my.batch)),
     "rate": _updated(lambda my: my.optimizer.param_groups[0].update(lr="fast")),
     "recurrent_layer": _recurrent_elsewhere,
-    "refused_operator": _between(lambda my, loss: my.batch.nonzero()),
+    "refused_operator": _between(lambda my, loss: my.batch.resize_(4)),
     "result": _between(lambda my, loss: object()),
     "scaler": _between(lambda my, loss: torch.amp.GradScaler("cpu").scale(loss)),
     "script_module": _given(lambda my: _replace(my, "model", torch.jit.script(my.model))),

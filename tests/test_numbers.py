@@ -237,10 +237,6 @@ def longer_and_longer(my, x, y):
     return train(my, x, y) + my.net(x)[: my.steps].mean()
 
 
-def as_large_as_a_value(my, x, y):
-    return train(my, x[: y.sum().item() + 1], y)
-
-
 def with_numpy(my, x, y):
     my.steps += 1
     return train(my, x, y, (np.int32(2**30) * my.steps) / 2.0**30)
@@ -290,7 +286,7 @@ def state_of_no_parameter(my, x, y):
 @pytest.mark.parametrize(
     "body",
     [
-        becomes_text, shows_it, counts_in_a_list_that_grows, longer_and_longer, as_large_as_a_value, with_numpy,
+        becomes_text, shows_it, counts_in_a_list_that_grows, longer_and_longer, with_numpy,
         mean_with_numpy, looks_at_the_type, catches_the_refusal, asks_before_it_sets, counts_a_flag, two_of_one_name,
         state_of_no_parameter,
     ],

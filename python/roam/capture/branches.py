@@ -12,25 +12,45 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from roam.capture.owners import ArgumentOwner, PlaceOwner, RateOwner, StateOwner
 from roam.capture.spaces import RATE_KEYS
-from roam.program import Call, Program, Question, Source, is_same_answer, substitute
+from roam.program import Call, Program, Question, Source, substitute
+
+
+CHANCE = (
+    "turn off the option by which chance decides what runs (such as layerdrop=0.0), or draw before the step and pass in what was drawn"
+)
+"""What to do about random numbers that reach Python."""
 
 
 def may_be_asked(owner: Any, program: Program, slot: int) -> bool:
-    """Whether a question may look at what an owner holds when a step begins: a tensor of the batch, or a single number."""
+    """Whether a question may look at what an owner holds when a step begins: a tensor of the batch, a single number, or a tensor
+    that may decide shapes.
+    """
     meta = program.slots[slot]
     if isinstance(owner, ArgumentOwner):
         return meta is not None and owner.kind == "input"
     is_number = meta is None or math.prod(meta.shape) == 1
-    return is_number and isinstance(owner, (RateOwner, StateOwner, PlaceOwner)) and owner.kind != "parameter"
+    is_owned = isinstance(owner, (RateOwner, StateOwner, PlaceOwner)) and owner.kind != "parameter"
+    return (is_number and is_owned) or may_decide(owner, program, slot)
+
+
+def may_decide(owner: Any, program: Program, slot: int) -> bool:
+    """Whether what an owner holds when a step begins may decide shapes and numbers in Python: integers and booleans of the batch, or
+    in a buffer. Floating-point data is another at every call, and so would the plan be.
+    """
+    meta = program.slots[slot]
+    is_discrete = meta is not None and not (meta.dtype.is_floating_point or meta.dtype.is_complex)
+    return is_discrete and isinstance(owner, (ArgumentOwner, PlaceOwner)) and owner.kind != "parameter"
 
 
 def may_be_fixed(owner: Any, program: Program, slot: int) -> bool:
-    """Whether a plan may hold for one value of what an owner holds: a number that seldom changes, which a learning rate does at
-    every step.
+    """Whether a plan may hold for one value of what an owner holds: of what may decide shapes, or of a number that seldom changes,
+    which a learning rate does at every step.
     """
-    return isinstance(owner, RateOwner) and owner.key not in RATE_KEYS
+    return (isinstance(owner, RateOwner) and owner.key not in RATE_KEYS) or may_decide(owner, program, slot)
 
 
 def may_be_tabled(owner: Any, program: Program, slot: int) -> bool:
@@ -43,12 +63,19 @@ class Slices:
 
     def __init__(self, program: Program) -> None:
         self._program = program
+        self.held: list[tuple[torch.Tensor, int]] = []
+        """(value, slot): tensors for whose values the program holds."""
         self._seen = 0
         self._makers: dict[int, int] = {}
         self._writers: dict[int, list[int]] = {}
 
     def question(
-        self, slot: int, owners: dict[int, Any], may_ask: Callable[[Any, int], bool], source: Source
+        self,
+        slot: int,
+        owners: dict[int, Any],
+        may_ask: Callable[[Any, int], bool],
+        source: Source,
+        asked: Call | None = None,
     ) -> Question | None:
         """What a slot's value comes from; None where it hangs on what may not be asked.
 
@@ -57,19 +84,20 @@ class Slices:
             owners: per slot the owner of what is there before the step.
             may_ask: whether an owner's slot may be looked at.
             source: whose question it is.
+            asked: a call that is not in the recording and gives the value, from values as they are now.
         """
         program = self._program
-        constants = {number: tensor for tensor, number in program.constants}
+        constants = {number: tensor for tensor, number in (*program.constants, *self.held)}
         self._look()
         calls: set[int] = set()
         until: dict[int, int] = {}
-        open_slots = [(slot, len(program.calls))]
+        open_slots = [(number, len(program.calls)) for number in ([slot] if asked is None else asked.refs())]
         while open_slots:
             number, end = open_slots.pop()
             if until.get(number, -1) >= end:
                 continue
             until[number] = end
-            behind = [self._makers[number]] if number in self._makers else []
+            behind = [self._makers[number]] if number in self._makers and number not in constants else []
             if not behind and number not in constants and not may_ask(owners.get(number), number):
                 return None
             behind += [index for index in self._writers.get(program.storage_of(number), ()) if index < end]
@@ -80,12 +108,29 @@ class Slices:
                 calls.add(index)
                 open_slots += [(argument, index) for argument in call.refs()]
         chosen = [replace(program.calls[index]) for index in self._ordered(calls)]
+        if asked is not None:
+            chosen.append(asked)
         inputs = sorted(number for number in until if number in owners)
         changed = self._changed(chosen, inputs)
         if changed is None:
             return None
         used = [(tensor, number) for number, tensor in constants.items() if number in until]
         return Question(chosen, inputs, changed, used, slot, source, [tuple(owners[number] for number in inputs)])
+
+    def is_drawn(self, slot: int) -> bool:
+        """Whether a value comes from random numbers, and from nothing that is there before the step."""
+        self._look()
+        seen, open_slots, draws = set[int](), [slot], False
+        while open_slots:
+            number = open_slots.pop()
+            index = self._makers.get(number)
+            if index is None and all(number != constant for _, constant in self._program.constants):
+                return False
+            if index is not None and index not in seen:
+                seen.add(index)
+                draws = draws or self._program.calls[index].random
+                open_slots += self._program.calls[index].refs()
+        return draws
 
     def _ordered(self, calls: set[int]) -> list[int]:
         """Calls in program order, but first those that many questions share: arithmetic on numbers alone."""
@@ -115,18 +160,23 @@ class Slices:
         return frozenset(changed) if is_copied else None
 
 
-def add_question(program: Program, question: Question, answer: Any) -> None:
-    """Has a program ask a question; one that it asks already of other numbers is asked of these too."""
-    form = _form(question)
-    for known, known_answer in program.questions:
-        if is_same_answer(known_answer, answer) and _form(known) == form:
-            known.askers.extend(asker for asker in question.askers if asker not in known.askers)
-            return
-    program.questions.append((question, answer))
+def add_question(program: Program, forms: dict[str, Question], question: Question, answer: Any) -> None:
+    """Has a program ask a question; one that it asks already of other numbers is asked of these too.
+
+    Args:
+        forms: the program's questions by what they ask and the answer; gets this one.
+    """
+    form = f"{_form(question)} {type(answer)} {answer!r}"
+    known = forms.get(form)
+    if known is None:
+        forms[form] = question
+        program.questions.append((question, answer))
+    else:
+        known.askers.extend(asker for asker in question.askers if asker not in known.askers)
 
 
 def _form(question: Question) -> tuple[Any, ...]:
-    """Equal for questions that run the same calls, whatever the numbers of their slots."""
+    """Shown alike for questions that run the same calls, whatever the numbers of their slots."""
     numbers: dict[int, int] = {}
 
     def number(slot: int) -> int:
@@ -141,6 +191,6 @@ def _form(question: Question) -> tuple[Any, ...]:
         for call in question.calls
     ]
     return (
-        calls, [number(slot) for slot in question.inputs], {number(slot) for slot in question.changed},
+        calls, [number(slot) for slot in question.inputs], sorted(number(slot) for slot in question.changed),
         {number(slot): id(tensor) for tensor, slot in question.constants}, number(question.slot),
     )  # fmt: skip

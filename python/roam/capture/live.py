@@ -59,8 +59,8 @@ class LiveNode:
         return None
 
     def _value(self, *_: object) -> Any:
-        """The number itself, where it depends on nothing but constants written in the step and numbers that seldom change;
-        otherwise refused.
+        """The number itself, where it depends on nothing but constants written in the step and what a plan may hold for; otherwise
+        refused.
         """
         known = self.recorder.fixed_value(self.slot)
         return self._reached_python() if known is None else known
@@ -84,17 +84,83 @@ class LiveNode:
 
     def _reached_python(self, *_: object) -> NoReturn:
         self.recorder.refuse(
-            f"the value of {self.origin} reached Python: a plan would freeze what it decided at capture. "
-            "Return it from the step and look at it there, or keep it a tensor",
+            f"{self.recorder.remedy(self.slot)}; the value of {self.origin} reached Python, and a plan would freeze what it decided "
+            "at capture",
             code="value_reached_python",
         )
+
+    def wrap_int(self, number: int) -> FixedNode:
+        """Code in C++ is about to calculate with the number."""
+        self._value()
+        return FixedNode(number)
 
     guard_int = guard_float = int_ = _value
     guard_bool = bool_ = expect_true = guard_size_oblivious = guard_or_false = guard_or_true = statically_known_true = (
         _reached_python
     )
-    wrap_int = wrap_float = wrap_bool = _reached_python
+    wrap_float = wrap_bool = _reached_python
     str = _graph_repr = _reached_python
+
+
+class FixedNode:
+    """A number that a plan holds for, as code in C++ calculates with it."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def is_int(self) -> bool:
+        return type(self.value) is int
+
+    def is_float(self) -> bool:
+        return type(self.value) is float
+
+    def is_bool(self) -> bool:
+        return type(self.value) is bool
+
+    def is_nested_int(self) -> bool:
+        return False
+
+    def is_symbolic(self) -> bool:
+        return False
+
+    def is_constant(self) -> bool:
+        return True
+
+    def has_hint(self) -> bool:
+        return True
+
+    def _value(self, *_: object) -> Any:
+        return self.value
+
+    def wrap_int(self, number: int) -> FixedNode:
+        return FixedNode(number)
+
+    guard_int = guard_float = guard_bool = guard_size_oblivious = guard_or_false = guard_or_true = _value
+    int_ = bool_ = expect_true = expect_size = statically_known_true = maybe_as_int = _value
+    wrap_float = wrap_bool = wrap_int
+
+    def clone(self) -> FixedNode:
+        return self
+
+
+def _calculated(function: Callable[..., Any]) -> Callable[..., FixedNode]:
+    """What code in C++ does with a number that a plan may hold for."""
+
+    def method(self: Any, *others: Any) -> FixedNode:
+        return FixedNode(function(self._value(), *(other._value() for other in others)))
+
+    return method
+
+
+for _name, _function in {
+    **{name: getattr(operator, name) for name in ("add", "sub", "mul", "mod", "neg", "eq", "ne", "lt", "le", "gt", "ge")},
+    "floordiv": operator.floordiv, "int_floordiv": operator.floordiv, "sym_min": min, "sym_max": max,
+    "sym_not": operator.not_, "sym_and": lambda one, other: one and other, "sym_or": lambda one, other: one or other,
+}.items():  # fmt: skip
+    for _kind in (LiveNode, FixedNode):
+        setattr(_kind, _name, _calculated(_function))
 
 
 _NUMBERS = (int, float, torch.SymInt, torch.SymFloat)

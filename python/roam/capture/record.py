@@ -12,23 +12,26 @@ from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
 import torch
+import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
     UnsupportedOperatorException,
 )
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from roam.capture import absent, foreign, multi_tensor
 from roam.capture.as_real import bytes_at_least, is_spread, without_masked
-from roam.capture.branches import Slices, add_question, may_be_asked, may_be_fixed, may_be_tabled
+from roam.capture.branches import CHANCE, Slices, add_question, may_be_asked, may_be_fixed, may_be_tabled, may_decide
 from roam.capture.checks import check, passing_answer
+from roam.capture.decided import Decided, contents_of, decided
 from roam.capture.fake_kernels import LIVE_FLOAT, LIVE_INT, PLAIN, FakeKernels, tensors_in
 from roam.capture.frames import is_run_by
 from roam.capture.generators import Watch, forget_idle_states
 from roam.capture.identity import own_attributes
-from roam.capture.live import MATH, LiveFloat, LiveInt, LiveNode
+from roam.capture.live import MATH, FixedNode, LiveFloat, LiveInt, LiveNode
 from roam.capture.owners import ArgumentOwner, StateOwner
 from roam.capture.surroundings import ANOMALY
 from roam.capture.values import MISSING
@@ -61,18 +64,15 @@ _SHAPED_BY_NUMBERS = {aten.arange, aten.range}
 # Kernels whose result is a Python bool.
 _ANSWERS = {aten.equal.default, aten.allclose.default}
 _BY_DATA = (
-    "the shape of its result depends on data; use a form with a fixed shape: torch.where with three arguments, masked_fill, or a "
-    "product with the mask"
+    "use a form with a fixed shape: torch.where with three arguments, masked_fill, or a product with the mask; the shape of its "
+    "result depends on floating-point data or on what the step computes. Integers and booleans that are there before the step, among "
+    "its arguments or in buffers, may decide it"
 )
 # Kernels that give a tensor another storage or size under the same name.
 _REFUSED = {
     "aten::set_": "assign the data instead, as in x.data = y; it gives a tensor another storage",
     "aten::resize_": "it changes the size of a storage",
     "aten::resize_as_": "it changes the size of a storage",
-    "aten::nonzero": _BY_DATA,
-    "aten::masked_select": _BY_DATA,
-    "aten::_unique2": _BY_DATA,
-    "aten::unique_consecutive": _BY_DATA,
 }
 _REPLACED = (
     "write p.data = x in Python, or p.data.copy_(x); the tensor was given other data where capture could not see it"
@@ -85,6 +85,8 @@ _GIVE_FLOATS = {operator.truediv, float, *MATH.values()}
 _DISTRIBUTIONS = os.path.dirname(torch.distributions.__file__) + os.sep
 UNKNOWN = -1
 """The slot of a number that nobody can know during the step."""
+_ASKED = -2
+"""The slot of the answer to a question that is no value of the step's."""
 _LIVE_STAND_IN = 0.5
 """Kernels on fake tensors see this in place of a live number; neither shapes nor dtypes depend on it."""
 
@@ -156,6 +158,11 @@ class Recorder(TorchDispatchMode):
         self._slices = Slices(self.program)
         self._number_of = number_of
         self._refusal: CaptureError | None = None
+        self._twins: dict[int, tuple[torch.Tensor, Any, torch.Tensor]] = {}
+        """By identity, real tensors that the step was given in the place of fakes: with the fake and a copy."""
+        self._forms: dict[str, Question] = {}
+        self._fills_empty = False
+        """Whether whoever makes empty memory writes to it in C++."""
         self._lacks_cuda = not torch.cuda.is_available()
 
     @classmethod
@@ -250,6 +257,7 @@ class Recorder(TorchDispatchMode):
             if getattr(tensor, "_roam_slot", (None,))[0] is self:
                 del tensor._roam_slot  # type: ignore[attr-defined]
         self._tagged.clear()
+        self._twins.clear()
         self._watch = None  # it holds generators' states, and a recorder lives until its cycles are found
 
     # -- assigned data
@@ -260,6 +268,8 @@ class Recorder(TorchDispatchMode):
         if slot is None or not isinstance(data, torch.Tensor):
             _DATA.__set__(tensor, data)
             return
+        if id(tensor) in self._twins:
+            self._refuse_change("Tensor.data", self.frames.here()[1])
         if tensor.device != data.device:
             self.refuse(
                 "move the tensor outside of the step; it is given data on another device", code="storage_replaced"
@@ -382,6 +392,11 @@ class Recorder(TorchDispatchMode):
             is_hidden = self._lacks_cuda and device.type == "cuda" and absent.asked_by_engine(sys._getframe(1))
             return absent.NOWHERE if is_hidden else device
         kwargs = kwargs or {}
+        if self._fills_empty and func is aten.empty.memory_format:
+            with _disable_current_modes():
+                return func(*args, **kwargs)
+        if self._twins:
+            args, kwargs = pytree.tree_map_only(torch.Tensor, self._fake, (args, kwargs))
         if self._lacks_cuda and "device" in kwargs and absent.asked_by_engine(sys._getframe(1)):
             if absent.is_no_move(func, args, kwargs):
                 return args[0]
@@ -439,6 +454,7 @@ class Recorder(TorchDispatchMode):
         call = Call(func, (), {}, (), False, phase, source, random=_is_random(func))
         if is_spread(func, args):
             return self._spread(*args)
+        args, kwargs = self._with_fixed_sizes(func, args, kwargs)
         call.args, call.kwargs = self._recorded(args, call), self._recorded(kwargs, call)
         if call.random:
             self._draw(call, (*args, *kwargs.values()))
@@ -447,13 +463,14 @@ class Recorder(TorchDispatchMode):
             self._refuse_deciding_numbers(func, args, kwargs, source)
             given = _without_live_numbers(args), _without_live_numbers(kwargs)
         tensors = tensors_in(given)
+        shape, value = decided(func, args, kwargs), None
         try:
-            result = self._kernels.run(func, given, tensors, (call.args, call.kwargs), self._signatures)
+            if shape is None:
+                result = self._kernels.run(func, given, tensors, (call.args, call.kwargs), self._signatures)
+            else:
+                result, value = self._decided(shape, call)
         except (DataDependentOutputException, DynamicOutputShapeException):
-            self.refuse(
-                "its result's shape or value depends on data; use a form with a fixed shape, such as torch.where",
-                code="data_dependent", op=str(func), source=source,
-            )  # fmt: skip
+            self.refuse(_BY_DATA, code="data_dependent", op=str(func), source=source)
         except UnsupportedOperatorException:
             self.refuse("it has no fake kernel", code="no_fake_kernel", op=str(func), source=source)
         except Exception as error:
@@ -474,7 +491,53 @@ class Recorder(TorchDispatchMode):
         call.mutates = self._mutated(func, args, kwargs, call)
         call.is_check = func._overloadpacket is aten._assert_async
         self._record(call, without_masked(call, args, kwargs, result), tensors)
-        return result
+        if value is None:
+            return result
+        place, known = value
+        return (*result[:place], self._real(result[place], known), *result[place + 1 :])
+
+    def _decided(self, shape: Decided, call: Call) -> tuple[Any, Any]:
+        """The results of a call whose shapes values decide, and the place and value of one of them, or None."""
+        asked = Call(shape.ask, self._recorded(shape.operands, call), {}, (_ASKED,), False, call.phase, call.source)
+        answer = self._answered(self._question(_ASKED, may_decide, asked))
+        if answer is None:
+            self.refuse(_BY_DATA, code="data_dependent", op=call.name, source=call.source)
+        with _disable_current_modes():
+            value = None if shape.value is None else shape.value(answer)
+        return shape.make(answer), value
+
+    def with_values(self, packed: PackedSequence) -> PackedSequence:
+        """A packed sequence from before the step, with real batch sizes, for which the program then holds."""
+        sizes = packed.batch_sizes
+        phase, source = self.frames.here()
+        asked = Call(contents_of, (Ref(self._slot_of_argument(sizes, contents_of, source)),), {}, (_ASKED,), False, phase, source)
+        answer = self._answered(self._question(_ASKED, may_decide, asked))
+        return packed if answer is None else packed._replace(batch_sizes=self._real(sizes, torch.tensor(answer)))
+
+    def _real(self, fake: Any, value: torch.Tensor) -> torch.Tensor:
+        """A real tensor for the step in the place of a fake, for code in C++ that looks at its values."""
+        slot = self.slot_of(fake)
+        assert slot is not None
+        with _disable_current_modes():
+            copy = value.clone()
+        value._roam_slot = self, slot  # type: ignore[attr-defined]
+        self._storage_numbers[value.untyped_storage()._cdata] = self.program.storage_of(slot)
+        self._twins[id(value)] = value, fake, copy
+        self._slices.held.append((copy, slot))
+        return value
+
+    def padded(self, pad: Callable[..., Any], *packed: Any) -> Any:
+        """What padding a packed sequence gives: code in C++ that writes the lengths into memory, which has to be real."""
+        self._fills_empty = True
+        try:
+            padded, lengths = pad(*packed)
+        finally:
+            self._fills_empty = False
+        return padded, aten.lift_fresh.default(lengths)
+
+    def _fake(self, value: Any) -> Any:
+        """The fake of a real tensor that the recorder has given out; anything else as it is."""
+        return self._twins[id(value)][1] if id(value) in self._twins else value
 
     def _spread(self, mask: Any, gradient: Any) -> Any:
         """A gradient spread over equal elements as real tensors have it."""
@@ -487,14 +550,26 @@ class Recorder(TorchDispatchMode):
         with self:
             return aten.masked_fill_.Tensor(aten.new_zeros.default(gradient, mask.shape), mask, gradient)
 
-    def _refuse_deciding_numbers(self, func: Any, args: Any, kwargs: Any, source: Source) -> None:
-        """Refuses, among arguments with live numbers, those that decide a shape, or which kernels the backward pass is made of."""
-        is_deciding = (
-            func._overloadpacket in _SHAPED_BY_NUMBERS
-            or any(_holds_live(value) for value in _shaping(func, args, kwargs))
-            or (func is aten.pow.Tensor_Scalar and torch.is_grad_enabled() and args[0].requires_grad)
-            or (foreign.is_foreign(func) and len(func._schema.returns) > 0)
+    def _with_fixed_sizes(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The arguments with plain numbers for the live ones that decide a shape; refused where a plan cannot hold for one value."""
+        if not any(map(_holds_live, (args, kwargs))):
+            return args, kwargs
+        sizes = {argument.name for argument in _sizes(func)}
+
+        def fixed(name: str, value: Any) -> Any:
+            return pytree.tree_map(functools.partial(_fixed, LiveNode if name in sizes else FixedNode), value)
+
+        names = [argument.name for argument in func._schema.arguments]
+        return (
+            tuple(fixed(name, value) for name, value in zip(names, args, strict=False)),
+            {name: fixed(name, value) for name, value in kwargs.items()},
         )
+
+    def _refuse_deciding_numbers(self, func: Any, args: Any, kwargs: Any, source: Source) -> None:
+        """Refuses live numbers that decide which kernels the backward pass is made of, or what an operator of others gives."""
+        is_deciding = (
+            func is aten.pow.Tensor_Scalar and torch.is_grad_enabled() and args[0].requires_grad
+        ) or (foreign.is_foreign(func) and len(func._schema.returns) > 0)
         if is_deciding:
             self.refuse(
                 "a number that changes from step to step decides which kernels run", code="value_reached_python",
@@ -554,7 +629,7 @@ class Recorder(TorchDispatchMode):
             return self._known_answer(slot, func, phase, source)
         if meta.dtype.is_complex:
             known = self.known_value(slot, _nothing)
-            return self._refuse_value(func, source) if known is None else known
+            return self._refuse_value(slot, func, source) if known is None else known
         is_integer = not meta.dtype.is_floating_point
         # `torch.div(x.size(0), 2, rounding_mode="trunc")` as a size, which C++ wants to know.
         if is_integer and (known := self.known_value(slot)) is not None:
@@ -578,14 +653,19 @@ class Recorder(TorchDispatchMode):
         known = self.known_value(slot, may_be_asked)
         if known is None:
             known = self._checked(slot, phase, source)
-        return self._refuse_value(func, source) if known is None else bool(known)
+        return self._refuse_value(slot, func, source) if known is None else bool(known)
 
-    def _refuse_value(self, func: Any, source: Source) -> NoReturn:
-        remedy = "use a form that stays on tensors, such as torch.where"
+    def remedy(self, slot: int) -> str:
+        """What to do about a value that Python must not see."""
         if is_run_by(_DISTRIBUTIONS):
-            remedy = "pass validate_args=False to the distribution"
+            return "pass validate_args=False to the distribution"
+        if self._slices.is_drawn(slot):
+            return CHANCE
+        return "use a form that stays on tensors, such as torch.where, or return the value from the step and look at it there"
+
+    def _refuse_value(self, slot: int, func: Any, source: Source) -> NoReturn:
         self.refuse(
-            f"{remedy}; the value of a tensor decides something in Python here, and a plan would freeze what it decided at capture",
+            f"{self.remedy(slot)}; the value of a tensor decides something in Python here, and a plan would freeze what it decided at capture",
             code="value_reached_python", op=str(func), source=source,
         )  # fmt: skip
 
@@ -610,7 +690,17 @@ class Recorder(TorchDispatchMode):
         hidden = _HIDDEN_MUTATION.get(func)
         if hidden is not None and args[hidden[1]]:
             changed.extend(args[position] for position in hidden[0])
-        return tuple(dict.fromkeys(self._slot_of_argument(t, func, call.source) for t in tensors_in(changed)))
+        slots = tuple(dict.fromkeys(self._slot_of_argument(t, func, call.source) for t in tensors_in(changed)))
+        known = {self.program.storage_of(twin._roam_slot[1]) for _, twin, _ in self._twins.values()}
+        if known and not known.isdisjoint(map(self.program.storage_of, slots)):
+            self._refuse_change(func, call.source)
+        return slots
+
+    def _refuse_change(self, func: Any, source: Source) -> NoReturn:
+        self.refuse(
+            "change a copy (.clone()); the step changes the batch sizes of a packed sequence, which the plan holds for",
+            code="refused_operator", op=str(func), source=source,
+        )  # fmt: skip
 
     def _reshape_in_place(self, call: Call, tensor: Any) -> None:
         """A tensor that changes its own shape (`x.unsqueeze_(0)`) is another view under the same name from here on."""
@@ -637,12 +727,15 @@ class Recorder(TorchDispatchMode):
                 (`attention_mask.all()`), numbers that are there. The answer is then asked for again at every call, and another
                 one means another plan.
         """
-        question = self._question(slot, may_ask)
+        return self._answered(self._question(slot, may_ask))
+
+    def _answered(self, question: Question | None) -> Any:
+        """A question's answer, for which the program then holds; None where there is none."""
         if question is None:
             return None
         answer = self._asked(question)
         if question.inputs and answer is not None:
-            add_question(self.program, question, answer)
+            add_question(self.program, self._forms, question, answer)
         elif any(self._number_of(owner) is MISSING for owner in question.askers[0] if isinstance(owner, StateOwner)):
             self.refuse(
                 "the step asks about a number that the step before it makes from weights or data; roam.compile captures the "
@@ -683,10 +776,12 @@ class Recorder(TorchDispatchMode):
             )
         return answer
 
-    def _question(self, slot: int, may_ask: MayAsk) -> Question | None:
+    def _question(self, slot: int, may_ask: MayAsk, asked: Call | None = None) -> Question | None:
         owners = {number: owner for owner, number in self.program.owned}
         _, source = self.frames.here()
-        return self._slices.question(slot, owners, lambda owner, number: may_ask(owner, self.program, number), source)
+        return self._slices.question(
+            slot, owners, lambda owner, number: may_ask(owner, self.program, number), source, asked
+        )
 
     def _asked(self, question: Question) -> Any:
         """A question's answer for what is there where a plan begins."""
@@ -696,7 +791,8 @@ class Recorder(TorchDispatchMode):
                 return owner.find(self._real_arguments)
             return self._given[slot][1] if slot in self._given else self._number_of(owner)
 
-        with _disable_current_modes(), absent.OnCpu() if self._lacks_cuda else nullcontext():
+        on_device = absent.OnCpu() if self._lacks_cuda else nullcontext()
+        with _disable_current_modes(), torch._C._DisableAutocast(), torch._C.DisableTorchFunction(), on_device:
             return question.ask(list(map(value, question.inputs, question.askers[0])))
 
     # -- arguments and slots
@@ -805,6 +901,9 @@ class Recorder(TorchDispatchMode):
         """
         if self._refusal is not None:
             raise self._refusal
+        with _disable_current_modes():
+            if any(not value.equal(copy) for value, _, copy in self._twins.values()):
+                self._refuse_change("a change that capture cannot see", Source())
         if self._watch is not None and not self._watch.is_intact():
             raise CaptureError(_SET_UNSEEN, code="generator_state")
         self.program.guessed = sorted(map(str, self._kernels.guessed))
@@ -837,15 +936,16 @@ def is_float(number: object) -> bool:
 
 
 @functools.cache
-def _integers(func: Any) -> list[tuple[int, str]]:
-    """Position and name of the arguments that are integers by the schema: sizes, dimensions, positions, counts."""
-    arguments = enumerate(func._schema.arguments)
-    return [(position, argument.name) for position, argument in arguments if "int" in str(argument.type)]
+def _sizes(func: Any) -> list[Any]:
+    """The arguments that decide shapes: integers by the schema (sizes, dimensions, positions, counts), and what a range is made of."""
+    arguments = func._schema.arguments
+    return [a for a in arguments if func._overloadpacket in _SHAPED_BY_NUMBERS or "int" in str(a.type)]
 
 
-def _shaping(func: Any, args: Any, kwargs: Any) -> list[Any]:
-    """The values of those arguments."""
-    return [args[at] if at < len(args) else kwargs.get(name) for at, name in _integers(func)]
+def _fixed(kind: type, number: Any) -> Any:
+    """The value of a number that a plan holds for; of a live one too where that is of the kind."""
+    node = getattr(number, "node", None)
+    return node._value() if isinstance(node, (kind, FixedNode)) else number
 
 
 def _holds_live(value: Any) -> bool:

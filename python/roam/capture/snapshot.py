@@ -23,6 +23,9 @@ from .reach import Place, Reach
 from .spaces import ArraySpace, AttributesSpace, Items, MappingSpace, OptimizerSpace, SequenceSpace, SetSpace, Space
 from .values import MISSING, is_plain, same, show
 
+DRAWN = "was drawn from"
+"""Ends the reason that tells of a random generator."""
+
 
 @dataclass(frozen=True, slots=True)
 class Setting:
@@ -100,7 +103,7 @@ class Snapshot:
         with _disable_current_modes():
             for (name, read, _), drawn in zip(self._sources, self._drawn, strict=True):
                 if not _is_same_state(read(), drawn):
-                    reasons.append(f"{name} was drawn from")
+                    reasons.append(f"{name} {DRAWN}")
         return reasons
 
     def settings(self, made: Made) -> list[Setting] | None:

@@ -14,6 +14,7 @@ import torch.utils._pytree as pytree
 from roam._core import Graph
 from roam.capture.ambient import Switches
 from roam.capture.beneath import check_beneath
+from roam.capture.branches import CHANCE
 from roam.capture.compare import agrees, asks_the_same, difference, is_resized
 from roam.capture.generators import watched
 from roam.capture.guards import ArgGuard, Guards
@@ -27,7 +28,7 @@ from roam.capture.reliance import Reliance
 from roam.capture.rewrite import accumulate_in_place, assign_early, prune, renumbered, with_state
 from roam.capture.scaler import check_scaler
 from roam.capture.settle import settle_gradients
-from roam.capture.snapshot import Setting, Snapshot, applied
+from roam.capture.snapshot import DRAWN, Setting, Snapshot, applied
 from roam.capture.surroundings import check_surroundings
 from roam.capture.trace import NumbersChange, check_no_leaf, trace
 from roam.capture.world import World, refuse
@@ -437,8 +438,9 @@ class _Tracer:
                 if not live_numbers:
                     return programs
                 if moved:
+                    remedy = f"{CHANCE}; " if moved[0].endswith(DRAWN) else ""
                     refusal = CaptureError(
-                        f"the step changes Python state that a captured step would not change again: {moved[0]}",
+                        f"{remedy}the step changes Python state that a captured step would not change again: {moved[0]}",
                         code="moved",
                     )
                     if settings is not None:

@@ -16,6 +16,7 @@ from unittest import mock
 import torch
 import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from roam.capture import foreign, multi_tensor
@@ -242,7 +243,12 @@ def _own_arguments(
     for owner, _, gradient in received:
         if gradient is not None and recorder.slot_of(gradient) is None:
             recorder.add_owned(owner.gradient, gradient, owner.gradient.path)
-    return *pytree.tree_unflatten(leaves, world.spec), received
+    given = pytree.tree_unflatten(leaves, world.spec)
+    return *pytree.tree_map_only(PackedSequence, recorder.with_values, given, is_leaf=_is_packed), received
+
+
+def _is_packed(value: Any) -> bool:
+    return isinstance(value, PackedSequence)
 
 
 @contextmanager
@@ -298,6 +304,13 @@ def _watched(world: World, recorder: Recorder) -> Iterator[None]:
                 )
         return plain_cross_entropy(input, target, weight, reduction, ignored, smoothing)  # type: ignore[arg-type]
 
+    plain_ctc_loss = torch.ctc_loss
+
+    def ctc_loss(log_probs: Any, targets: Any, inputs: Any, lengths: Any, *options: Any, **named: Any) -> Any:
+        if not isinstance(lengths, torch.Tensor):  # made into a tensor anyway, but by code in C++ that writes to its memory
+            inputs, lengths = torch.tensor(inputs), torch.tensor(lengths)
+        return plain_ctc_loss(log_probs, targets, inputs, lengths, *options, **named)
+
     with ExitStack() as stack:
 
         def replace(holder: Any, name: str, stand_in: Callable[..., Any]) -> None:
@@ -312,6 +325,8 @@ def _watched(world: World, recorder: Recorder) -> Iterator[None]:
         for holder in (torch.Tensor, torch.UntypedStorage):
             replace(holder, "data_ptr", address(holder.data_ptr))
         replace(torch._C._nn, "cross_entropy_loss", cross_entropy)
+        replace(torch, "ctc_loss", ctc_loss)
+        replace(torch._VF, "_pad_packed_sequence", functools.partial(recorder.padded, torch._VF._pad_packed_sequence))
         for kind in (torch._C.ScriptFunction, torch._C.ScriptMethod):
             replace(kind, "__call__", scripted(kind.__call__))
         replace(torch._C, "_will_engine_execute_node", node_stand_in(world.fakes()))

@@ -103,11 +103,11 @@ class World:
         self._numbers: dict[str, Any] = {
             owner.path: tensor
             for owner in self.owners()
-            if owner.kind != "parameter" and (tensor := owner.get()).numel() == 1
+            if owner.kind != "parameter" and ((tensor := owner.get()).numel() == 1 or isinstance(owner, PlaceOwner))
         }
 
     def number_of(self, owner: Any) -> Any:
-        """The tensor of one number that an owner holds where a plan begins: as found, or as made by the first step."""
+        """What an owner holds where a plan begins, a tensor of one number or of a place: as found, or as made by the first step."""
         number = self._numbers.get(owner.path, MISSING)
         return number() if callable(number) else number
 

@@ -20,6 +20,9 @@ class _Runs(Protocol):
 
 _FEW = 4
 """Plans for each kind of arguments, from which on it is not the arguments that there are so many for."""
+MANY = 8
+"""Plans of which each was made because values decided otherwise, from which on a warning tells of it."""
+BUCKETS = "Where values of tensors decide shapes, pad to a few of these (bucketing)"
 R = TypeVar("R", bound=_Runs)
 
 
@@ -94,6 +97,10 @@ class Captures(Sequence[Captured[R]]):
         self._by_key.setdefault(captured.key, []).insert(0, captured)
         return dropped
 
+    def repeats(self, captured: Captured[R]) -> bool:
+        """Whether so many captures now were made for the reason of this one that a warning is due."""
+        return sum(other.reason == captured.reason for other in self) == MANY
+
     def advice(self) -> str:
         """What to do about so many, by what differs between them."""
         newest = next(iter(self))
@@ -101,7 +108,10 @@ class Captures(Sequence[Captured[R]]):
         counts = [len(set(values)) for values in zip(*keys, strict=True)]
         place = max(range(len(counts)), key=counts.__getitem__, default=-1)
         if place < 0 or counts[place] * _FEW < len(keys):
-            return "What changes from call to call belongs in tensors, or in float arguments that the step only calculates with"
+            return (
+                "What changes from call to call belongs in tensors, or in float arguments that the step only calculates with. "
+                f"{BUCKETS}"
+            )
         path, is_tensor = newest.step.arguments.described()[place]
         if is_tensor:
             return (

@@ -25,7 +25,7 @@ from roam.garbage import collections_wait
 from roam.interrupts import interrupts_wait
 from roam.kernels.table import is_proven
 from roam.program import Program, TensorMeta
-from roam.runtime.captures import Captured, Captures, call_key
+from roam.runtime.captures import BUCKETS, MANY, Captured, Captures, call_key
 from roam.runtime.choose import MAX_PLANS, Choice, Options, choose, is_disabled
 from roam.runtime.culprit import PlannedValues
 from roam.runtime.execute import Executor
@@ -278,6 +278,8 @@ class Step:
                 "this step has plans for %d kinds of calls and the least recently used is dropped for another: %s. %s",
                 self._captures.most, reason, self._captures.advice(),
             )  # fmt: skip
+        if self._captures.repeats(captured):
+            logger.warning("%s: %d plans were made for one reason: %s. %s", runners[-1].name, MANY, reason, BUCKETS)
         for runner in captured.runners:
             if (runner.state_failure() or runner.answer_failure(args, kwargs)) is None:
                 return captured, runner
