@@ -18,10 +18,7 @@ from roam.capture.owners import ArgumentOwner, PlaceOwner, RateOwner, StateOwner
 from roam.capture.spaces import RATE_KEYS
 from roam.program import Call, Program, Question, Source, substitute
 
-
-CHANCE = (
-    "turn off the option by which chance decides what runs (such as layerdrop=0.0), or draw before the step and pass in what was drawn"
-)
+CHANCE = "turn off the option by which chance decides what runs (such as layerdrop=0.0), or draw before the step and pass in what was drawn"
 """What to do about random numbers that reach Python."""
 
 

@@ -499,7 +499,8 @@ class Recorder(TorchDispatchMode):
     def _decided(self, shape: Decided, call: Call) -> tuple[Any, Any]:
         """The results of a call whose shapes values decide, and the place and value of one of them, or None."""
         asked = Call(shape.ask, self._recorded(shape.operands, call), {}, (_ASKED,), False, call.phase, call.source)
-        answer = self._answered(self._question(_ASKED, may_decide, asked))
+        is_ours = self._watch is not None  # nobody asks again for a graph that others made
+        answer = self._answered(self._question(_ASKED, may_decide, asked)) if is_ours else None
         if answer is None:
             self.refuse(_BY_DATA, code="data_dependent", op=call.name, source=call.source)
         with _disable_current_modes():
@@ -510,7 +511,9 @@ class Recorder(TorchDispatchMode):
         """A packed sequence from before the step, with real batch sizes, for which the program then holds."""
         sizes = packed.batch_sizes
         phase, source = self.frames.here()
-        asked = Call(contents_of, (Ref(self._slot_of_argument(sizes, contents_of, source)),), {}, (_ASKED,), False, phase, source)
+        asked = Call(
+            contents_of, (Ref(self._slot_of_argument(sizes, contents_of, source)),), {}, (_ASKED,), False, phase, source
+        )
         answer = self._answered(self._question(_ASKED, may_decide, asked))
         return packed if answer is None else packed._replace(batch_sizes=self._real(sizes, torch.tensor(answer)))
 
@@ -567,9 +570,9 @@ class Recorder(TorchDispatchMode):
 
     def _refuse_deciding_numbers(self, func: Any, args: Any, kwargs: Any, source: Source) -> None:
         """Refuses live numbers that decide which kernels the backward pass is made of, or what an operator of others gives."""
-        is_deciding = (
-            func is aten.pow.Tensor_Scalar and torch.is_grad_enabled() and args[0].requires_grad
-        ) or (foreign.is_foreign(func) and len(func._schema.returns) > 0)
+        is_deciding = (func is aten.pow.Tensor_Scalar and torch.is_grad_enabled() and args[0].requires_grad) or (
+            foreign.is_foreign(func) and len(func._schema.returns) > 0
+        )
         if is_deciding:
             self.refuse(
                 "a number that changes from step to step decides which kernels run", code="value_reached_python",
@@ -944,7 +947,7 @@ def _sizes(func: Any) -> list[Any]:
 
 def _fixed(kind: type, number: Any) -> Any:
     """The value of a number that a plan holds for; of a live one too where that is of the kind."""
-    node = getattr(number, "node", None)
+    node: Any = getattr(number, "node", None)
     return node._value() if isinstance(node, (kind, FixedNode)) else number
 
 

@@ -307,7 +307,7 @@ def _watched(world: World, recorder: Recorder) -> Iterator[None]:
     plain_ctc_loss = torch.ctc_loss
 
     def ctc_loss(log_probs: Any, targets: Any, inputs: Any, lengths: Any, *options: Any, **named: Any) -> Any:
-        if not isinstance(lengths, torch.Tensor):  # made into a tensor anyway, but by code in C++ that writes to its memory
+        if not isinstance(lengths, torch.Tensor):  # code in C++ would make it one, by writing to real memory
             inputs, lengths = torch.tensor(inputs), torch.tensor(lengths)
         return plain_ctc_loss(log_probs, targets, inputs, lengths, *options, **named)
 

@@ -22,7 +22,10 @@ _FEW = 4
 """Plans for each kind of arguments, from which on it is not the arguments that there are so many for."""
 MANY = 8
 """Plans of which each was made because values decided otherwise, from which on a warning tells of it."""
-BUCKETS = "Where values of tensors decide shapes, pad to a few of these (bucketing)"
+BUCKETS = (
+    "Where values of tensors decide shapes, pad to a few of these (bucketing); take numbers that are only counted or shown by x.item(), "
+    "not by int(x)"
+)
 R = TypeVar("R", bound=_Runs)
 
 
