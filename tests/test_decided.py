@@ -285,9 +285,8 @@ class TestPackedSequences:
 
     def test_batch_sizes_that_the_step_changes_are_refused(self) -> None:
         def body(model, x, lengths):
-            packed = pack_padded_sequence(
-                model(x.view(15, 4)).view(3, 5, 4), lengths, batch_first=True, enforce_sorted=False
-            )
+            rows = model(x.view(15, 4)).view(3, 5, 4)
+            packed = pack_padded_sequence(rows, lengths, batch_first=True, enforce_sorted=False)
             packed.batch_sizes.add_(1)
             return packed.data.sum()
 

@@ -268,8 +268,6 @@ class Recorder(TorchDispatchMode):
         if slot is None or not isinstance(data, torch.Tensor):
             _DATA.__set__(tensor, data)
             return
-        if id(tensor) in self._twins:
-            self._refuse_change("Tensor.data", self.frames.here()[1])
         if tensor.device != data.device:
             self.refuse(
                 "move the tensor outside of the step; it is given data on another device", code="storage_replaced"
