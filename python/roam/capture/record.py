@@ -943,9 +943,9 @@ def _sizes(func: Any) -> list[Any]:
     return [a for a in arguments if func._overloadpacket in _SHAPED_BY_NUMBERS or "int" in str(a.type)]
 
 
-def _fixed(kind: type, number: Any) -> Any:
+def _fixed(kind: type[LiveNode | FixedNode], number: Any) -> Any:
     """The value of a number that a plan holds for; of a live one too where that is of the kind."""
-    node: Any = getattr(number, "node", None)
+    node = getattr(number, "node", None)
     return node._value() if isinstance(node, (kind, FixedNode)) else number
 
 
