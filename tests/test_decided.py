@@ -283,6 +283,17 @@ class TestPackedSequences:
 
         same(body, LENGTHS, nn.LSTM(4, 5, batch_first=True))
 
+    def test_batch_sizes_can_be_returned(self) -> None:
+        model = nn.Linear(4, 4)
+
+        def step(x, lengths):
+            return pack_padded_sequence(model(x), lengths, batch_first=True, enforce_sorted=False)
+
+        compiled = roam.compile(step)
+        for batch in LENGTHS:
+            eager, planned = step(*batch), compiled(*batch)
+            assert_same_bits(tensors_and_numbers(*eager), tensors_and_numbers(*planned))
+
     def test_batch_sizes_that_the_step_changes_are_refused(self) -> None:
         def body(model, x, lengths):
             rows = model(x.view(15, 4)).view(3, 5, 4)

@@ -836,6 +836,7 @@ class Recorder(TorchDispatchMode):
 
     def leaving(self, tensor: Any, place: str) -> int:
         """The slot of a tensor that is at `place` after the step; one from before the step is itself, whatever its data is."""
+        tensor = self._fake(tensor)
         slot = self.slot_of(tensor)
         if slot is None:
             raise CaptureError(f"the step puts a tensor of unknown origin at {place}", code="unknown_tensor")
