@@ -208,6 +208,31 @@ def results() -> Made:
     return step, images, [net]
 
 
+def kept() -> Made:
+    """What a step keeps has the history of the eager step, as far as anyone can see."""
+    net = nn.Linear(6, 1)
+    net.register_buffer("last", torch.zeros(4, 1))
+    net.register_buffer("total", torch.zeros(()))
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        net.last = net(x)
+        loss = net.last.square().mean()
+        net.total = net.total + loss
+        loss.backward()
+        return net.total
+
+    return step, images, [net]
+
+
+def gradients_of_gradients() -> Made:
+    net = nn.Linear(6, 1)
+
+    def step(x: torch.Tensor) -> None:
+        net(x.requires_grad_()).tanh().sum().backward(create_graph=True)
+
+    return step, images, [net]
+
+
 STEPS: dict[str, Callable[[], Made]] = {
     "attack": attack,
     "attacked again": attacked_again,
@@ -223,13 +248,16 @@ STEPS: dict[str, Callable[[], Made]] = {
     "by turns": by_turns,
     "buffer": buffer,
     "results": results,
+    "kept": kept,
+    "gradients of gradients": gradients_of_gradients,
 }
 
 
 def seen(tensor: torch.Tensor) -> list[Any]:
     """What autograd sees of a tensor."""
     gradient = tensor.grad if tensor.is_leaf else None
-    return [tensor.requires_grad, tensor.is_leaf, tensor.grad_fn is not None, gradient is not None, gradient]
+    found = [tensor.requires_grad, tensor.is_leaf, tensor.grad_fn is not None, gradient is not None, gradient]
+    return found if gradient is None else [*found, gradient.requires_grad, gradient.is_leaf]
 
 
 def after_steps(make: Callable[[], Made], wrap: Callable[..., Any]) -> list[Any]:
@@ -247,6 +275,7 @@ def after_steps(make: Callable[[], Made], wrap: Callable[..., Any]) -> list[Any]
     return found
 
 
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
 @pytest.mark.parametrize("name", STEPS)
 def test_autograd_sees_what_it_sees_eagerly(name: str) -> None:
     eager = after_steps(STEPS[name], lambda step: step)
@@ -283,7 +312,7 @@ class TestHistories:
         net, other = nn.Linear(6, 1), nn.Parameter(torch.ones(()))
         step = roam.compile(lambda x: net(x).mean())
         loss = step(torch.randn(4, 6)) + other  # without a history this would leave the net out
-        with pytest.raises(roam.ExecutionError, match=r"detach its result") as caught:
+        with pytest.raises(roam.ExecutionError, match=r"detach what it leaves") as caught:
             loss.backward()
         assert caught.value.code == "step_is_over"
 
@@ -306,6 +335,26 @@ class TestHistories:
             two(h)
         assert caught.value.code == "outer_history"
         two(h.detach())
+
+    def test_losses_added_up_over_calls_are_refused_where_they_go_backward(self) -> None:
+        weight, held = nn.Parameter(torch.ones(3)), _held(torch.zeros(()))
+
+        @roam.compile
+        def step(x: torch.Tensor, is_last: bool) -> None:
+            held.value = held.value + (weight * x).sum().square()
+            if is_last:
+                held.value.backward()
+                held.value = torch.zeros(())
+
+        step(torch.ones(3), False)
+        assert held.value.requires_grad
+        with pytest.raises(roam.CaptureError, match=r"detach what an earlier step") as caught:
+            step(torch.ones(3), True)
+        assert caught.value.code == "outer_history"
+        assert weight.grad is None
+        with pytest.raises(roam.ExecutionError) as raised:
+            held.value.backward()
+        assert raised.value.code == "step_is_over"
 
 
 class _Held:
@@ -333,6 +382,8 @@ REFUSED: dict[str, tuple[Callable[[Any, torch.Tensor], Any], str]] = {
         lambda held, x: setattr(held, "value", nn.Parameter(x * 2, requires_grad=False)),
         "parameter_replaced",
     ),
+    "a history written in place": (lambda held, x: held.value.mul_(WEIGHT), "outer_history"),
+    "a history written into an argument": (lambda held, x: x.mul_(WEIGHT), "outer_history"),
     "a gradient that is a leaf": (
         lambda held, x: setattr(WEIGHT, "grad", torch.zeros(3, requires_grad=True)),
         "parameter_replaced",
@@ -367,7 +418,7 @@ def test_what_a_plan_would_not_leave_is_refused(name: str) -> None:
     held, x = _held(torch.zeros(3)), torch.ones(3)
 
     def step(x: torch.Tensor) -> Any:
-        held.value = held.value * (WEIGHT.detach() + 1)
+        held.value.mul_(WEIGHT.detach() + 1)
         return hostile(held, x)
 
     with pytest.raises(roam.CaptureError) as caught:

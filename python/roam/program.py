@@ -226,6 +226,8 @@ class Program:
     """The step's result: (leaves, pytree spec), each leaf a Ref or a plain constant."""
     histories: list[History] = field(default_factory=list)
     """Per leaf of the result, how autograd sees it."""
+    historic: list[str] = field(default_factory=list)
+    """Paths of the owners among `rebinds` whose tensors are made from such as require a gradient."""
     rebinds: list[tuple[Any, int]] = field(default_factory=list)
     """(owner, slot): owners that hold another tensor or live number after the step than before."""
     flags: list[tuple[int, bool]] = field(default_factory=list)

@@ -232,7 +232,7 @@ def _renumber(
         )
     leaves, spec = program.result
     result.result = ([renamed(leaf) for leaf in leaves], spec)
-    result.histories = program.histories
+    result.histories, result.historic = program.histories, program.historic
     result.rebinds = [(owner, slot_of(slot)) for owner, slot in program.rebinds]
     result.flags = [(slot_of(slot), flag) for slot, flag in program.flags]
     result.dropped = list(program.dropped)

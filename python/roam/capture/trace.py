@@ -71,6 +71,8 @@ def trace(
     plain = [(owner, value) for owner, value in state if owner.path not in world.changing]
     kept = [(owner, owner.get()) for owner in world.numbers]
     held: list[tuple[StateOwner | PlaceOwner, Any]] = [*numbers, *(kept if live_numbers else ())]
+    placed = {id(owner): owner.get() for owner in world.places}
+    world.refuse = recorder.refuse
     elsewhere = world.state_elsewhere()
     rates = [owner.get() for owner in world.rates]
     entries = world.entries()
@@ -125,6 +127,7 @@ def trace(
         check_skippable(recorder.program)
         world.note_numbers(recorder)
         world.made = recorder.made_tensor
+        world.end_histories(placed)
         return recorder.program
     finally:
         watch.restore()
@@ -204,12 +207,13 @@ def user_line(error: BaseException) -> str:
 class _Original:
     """A tensor from before the step, as it is then. Guards see to it that every call finds it so, and so does every trace."""
 
-    __slots__ = ("flag", "hooks", "notes", "slot", "tensor")
+    __slots__ = ("flag", "history", "hooks", "notes", "slot", "tensor")
 
     def __init__(self, tensor: FakeTensor, slot: int) -> None:
         self.tensor = tensor
         self.slot = slot
         self.flag = tensor.requires_grad
+        self.history = tensor.grad_fn
         self.hooks = hooks_on(tensor)
         self.notes = own_attributes(tensor)
 
@@ -496,6 +500,8 @@ def _endings(world: World, recorder: Recorder, before: list[tuple[Owner, Any]]) 
                 code="parameter_replaced",
             )
         check_no_leaf(tensor, path, is_new=not recorder.is_original(tensor))
+        if tensor.grad_fn is not None and not recorder.is_original(tensor):
+            program.historic.append(path)
         program.rebinds.append((owner, recorder.leaving(tensor, path)))
     for owner, _ in before:
         if owner.path not in now:
@@ -515,6 +521,12 @@ def _original_endings(recorder: Recorder, originals: list[_Original]) -> None:
     """What the step leaves on tensors from before it, beside values."""
     owners = {slot: owner for owner, slot in recorder.program.owned}
     for one in originals:
+        if one.tensor.grad_fn is not one.history:
+            raise CaptureError(
+                f"detach what the step writes into {owners[one.slot].path}, or write under torch.no_grad(); it would have the "
+                "history of the step after it, and a plan keeps none",
+                code="outer_history",
+            )
         if hooks_on(one.tensor) != one.hooks:
             raise CaptureError(
                 f"remove the hooks that the step adds to {owners[one.slot].path} in the step itself, or add them outside of it; they "
@@ -549,6 +561,8 @@ def _argument_endings(recorder: Recorder, received: _Received) -> None:
             program.dropped.append(owner.gradient)
         else:
             check_no_leaf(gradient, owner.gradient.path)
+            if gradient.grad_fn is not None:
+                program.historic.append(owner.gradient.path)
             program.rebinds.append((owner.gradient, recorder.leaving(gradient, owner.gradient.path)))
 
 

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from roam.capture.absent import is_absent, prepare
 from roam.capture.fake import mode_of
 from roam.capture.fake_kernels import FakeKernels
+from roam.capture.history import is_planned, with_history
 from roam.capture.identity import Identities
 from roam.capture.owners import (
     ArgumentOwner,
@@ -94,6 +95,8 @@ class World:
         """Whether it is of fakes on a device that the machine does not have."""
         if self.lacks_device:
             prepare()
+        self.refuse: Callable[..., NoReturn] = _refuse_nowhere
+        """Refuses what the step does now; of the trace that runs."""
         self.mode: FakeTensorMode = mode_of(tensors)
         self.made: Made = lambda _: None
         """What the last trace knows of the tensors that it has made."""
@@ -208,11 +211,15 @@ class World:
             return tensor
         if id(tensor) in self._fakes:
             return self._fakes[id(tensor)][1]
-        gradient, tensor.grad = tensor.grad, None  # faked apart, so that it too has one fake
-        try:
-            found = self.mode.from_tensor(tensor)
-        finally:
-            tensor.grad = gradient
+        gradient = _gradient_of(tensor)
+        if is_planned(tensor):
+            found = with_history(self.mode.from_tensor(tensor.detach()), self._refuse_history)
+        else:
+            tensor.grad = None  # faked apart, so that it too has one fake
+            try:
+                found = self.mode.from_tensor(tensor)
+            finally:
+                tensor.grad = gradient
         found.__dict__.update(tensor.__dict__)  # what the user noted on it, such as a scale of its own
         for name in HOOKS:
             if hooks := getattr(tensor, name):
@@ -222,6 +229,30 @@ class World:
         if gradient is not None:
             found.grad = self._fake(gradient)
         return found
+
+    def _refuse_history(self) -> NoReturn:
+        self.refuse(
+            "detach what an earlier step has left before it takes part in another; the backward pass of this step goes on in that one's",
+            code="outer_history",
+        )
+
+    def end_histories(self, before: dict[int, Any]) -> None:
+        """After a trace: what the step keeps has no more history than where the next trace begins, at the state that guards expect.
+
+        Args:
+            before: per place what it held before the trace.
+        """
+        for owner in self.places:
+            tensor = owner.get()
+            if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None and tensor is not before[id(owner)]:
+                ended = tensor.detach()
+                if is_planned(before[id(owner)]):
+                    ended = with_history(ended, self._refuse_history)
+                owner.set(ended)
+                continue
+            gradient = _gradient_of(tensor) if isinstance(tensor, torch.Tensor) else None
+            if gradient is not None and gradient.grad_fn is not None and not is_planned(gradient):
+                tensor.grad = with_history(gradient.detach(), self._refuse_history)  # of backward(create_graph=True)
 
     def _check(self) -> None:
         """Refuses what the fakes could not stand for."""
@@ -273,6 +304,15 @@ class World:
                     refuse(path, "keeps nested state, which is not captured", code="nested_state")
 
 
+def _gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    # Asking a tensor that is no leaf for its gradient warns.
+    return tensor.grad if tensor.is_leaf else None
+
+
+def _refuse_nowhere(message: str, *, code: str) -> NoReturn:
+    raise CaptureError(message, code=code)
+
+
 def _tensor(number: Callable[[], Any], meta: TensorMeta) -> Any:
     value = number()
     device = "cpu" if is_absent(meta.device) else meta.device
@@ -319,7 +359,7 @@ def _check_tensor(tensor: Any, path: str) -> None:
         refuse(path, f"has layout {tensor.layout}; only strided tensors are captured", code="layout")
     if not isinstance(tensor, FakeTensor) and any(isinstance(value, torch.Tensor) for value in vars(tensor).values()):
         refuse(path, "has tensors for attributes; keep them elsewhere", code="tensor_attribute")
-    if tensor.grad_fn is not None:
+    if tensor.grad_fn is not None and not is_planned(tensor):
         refuse(path, "has a gradient history from outside of the step; detach it", code="outer_history")
 
 

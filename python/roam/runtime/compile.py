@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from roam import Plan
 from roam.capture.generators import watched
+from roam.capture.history import Histories
 from roam.capture.owners import ArgumentOwner, GradientOwner, RateOwner, ScalerOwner, StateOwner
 from roam.capture.step import CapturedStep, Known, Variant, capture_step
 from roam.capture.trace import is_tracing
@@ -29,7 +30,6 @@ from roam.runtime.captures import BUCKETS, MANY, Captured, Captures, call_key
 from roam.runtime.choose import MAX_PLANS, Choice, Options, choose, is_disabled
 from roam.runtime.culprit import PlannedValues
 from roam.runtime.execute import Executor
-from roam.runtime.history import with_histories
 from roam.runtime.lanes import CudaLanes
 from roam.runtime.measure import MemoryTrace, measure_peak
 from roam.runtime.memory import KeptPlan, KeptPlans, StepMemory, host_bytes
@@ -377,6 +377,7 @@ class Runner:
         self._consumed = [owner for owner in program.dropped if owner.path in used or isinstance(owner, ArgumentOwner)]
         self._ignored = [owner for owner in program.dropped if owner not in self._consumed]
         places = {slot: place for place, (_, slot) in enumerate(program.owned)}
+        self._historic = [place for place, (owner, _) in enumerate(program.rebinds) if owner.path in program.historic]
         self._flags = [(places[slot], flag) for slot, flag in program.flags]
         self._unchecked = _written_before_checks(program, self._executor)
         self._live_state = [
@@ -448,12 +449,15 @@ class Runner:
                     if failure is error:
                         raise
                     raise failure from error
+                histories = Histories()
+                for place in self._historic:
+                    rebinds[place] = histories.of(rebinds[place], "step")
                 self._leave(leaves, rebinds, _skipped(program, skips))
                 for tensor, flag in flagged:
                     tensor.requires_grad_(flag)
             for host_call, (arguments, keywords) in zip(program.after, after, strict=True):
                 host_call.scheduler.step(*arguments, **keywords)
-        return pytree.tree_unflatten(with_histories(result, program.histories), program.result[1])
+        return pytree.tree_unflatten(histories.all(result, program.histories), program.result[1])
 
     def _undisturbed(self) -> AbstractContextManager[Any]:
         """Around a run: others neither draw random numbers nor watch who does, where this run does either."""
