@@ -26,14 +26,14 @@ class PlannedStep(torch.autograd.Function):
         return value.data  # no view: in-place operators may change it
 
     @staticmethod
-    def backward(ctx: Any, *_: torch.Tensor) -> NoReturn:
+    def backward(ctx: Any, *_: torch.Tensor) -> Any:
         """Refuses to go on: the step is over."""
-        ctx.refuse()
+        return ctx.refuse()
 
 
 def is_planned(tensor: torch.Tensor) -> bool:
     """Whether a planned step has left a tensor as it is, with such a history."""
-    return isinstance(tensor.grad_fn, PlannedStep._backward_cls)  # type: ignore[attr-defined]
+    return isinstance(tensor.grad_fn, PlannedStep._backward_cls)
 
 
 def with_history(value: torch.Tensor, refuse: Callable[[], NoReturn]) -> torch.Tensor:
