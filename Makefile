@@ -66,7 +66,7 @@ fuzz:
 
 sweep: export ROAM_SWEEP_EVERY = 1
 sweep:
-	$(BIN)/python -m pytest tests/test_layouts.py -k all_operators
+	$(BIN)/python -m pytest tests/test_layouts.py tests/test_on_meta.py -k "all_operators or meta_kernels"
 
 wheel-test:
 	$(PYTHON) -m venv --clear $(BARE)

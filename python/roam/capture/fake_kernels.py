@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import functools
 import itertools
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, disable_fake_tensor_cache
 
 from roam.capture.as_real import as_real
 from roam.capture.layouts import is_sure, may_be_asked, on_zeros
+from roam.capture.on_meta import on_meta
 from roam.kernels.recurrent import ASKED
 from roam.kernels.workspace import settings
 from roam.program import Ref, TensorMeta
@@ -122,13 +124,13 @@ class FakeKernels:
         args, kwargs = given
         if not _is_known_by_metadata(func):
             return as_real(func, args, func(*args, **kwargs))
-        key = func, _key(recorded, signatures)
+        # A dtype that nobody names is the default one, which the step may set.
+        key = func, _key(recorded, signatures), torch.get_default_dtype()
         known = self._known.get(key)
         if known is not None:
             return known.again(tensors[0].fake_mode, tensors)
-        result = as_real(func, args, func(*args, **kwargs))
+        result, found = _run(func, args, kwargs, tensors)
         if key not in self._known:
-            found = _remembered(result, tensors)
             real = None if is_sure(func, tensors) else self._real(key, given, tensors, found)
             self._known[key] = real or found
             if real is not None:
@@ -150,6 +152,20 @@ class FakeKernels:
         return real if real is not None and real.is_like(fake) else None
 
 
+def _run(func: Any, args: Any, kwargs: Any, tensors: list[Any]) -> tuple[Any, _Results | None]:
+    """A kernel's results on fake tensors, and how to make them again where that is known."""
+    shown = on_meta(func, args, kwargs, tensors)
+    found = None if shown is NotImplemented else _remembered(shown, tensors, tensors[0].fake_device)
+    if found is not None:
+        result = found.again(tensors[0].fake_mode, tensors)
+    else:
+        # What was found is remembered here.
+        with disable_fake_tensor_cache(tensors[0].fake_mode) if tensors else nullcontext():
+            result = func(*args, **kwargs)
+    real = as_real(func, args, result)
+    return real, found if found is not None and real is result else _remembered(real, tensors)
+
+
 @functools.cache
 def _is_known_by_metadata(func: Any) -> bool:
     return func not in ASKED and _NEVER.isdisjoint(func.tags)
@@ -166,10 +182,13 @@ def _key(value: Any, signatures: list[int]) -> Any:
     return kind, value
 
 
-def _remembered(result: Any, tensors: list[Any]) -> _Results | None:
-    """How to make the same results again on fake tensors; None where that is not known."""
+def _remembered(result: Any, tensors: list[Any], device: torch.device | None = None) -> _Results | None:
+    """How to make the same results again on fake tensors; None where that is not known.
+
+    `device`: where the results are to be, if not where they are.
+    """
     is_one = not isinstance(result, (tuple, list))
-    items = [_item(item, tensors) for item in ((result,) if is_one else result)]
+    items = [_item(item, tensors, device) for item in ((result,) if is_one else result)]
     if not tensors or any(item is NotImplemented for item in items):
         return None
     return _Results(items, None if is_one else type(result))
@@ -179,7 +198,7 @@ def _told(item: _Made | _Given | None) -> object:
     return (item.shape, item.dtype, item.device, item.base) if type(item) is _Made else item
 
 
-def _item(item: Any, tensors: list[Any]) -> Any:
+def _item(item: Any, tensors: list[Any], device: torch.device | None) -> Any:
     if item is None:
         return None
     for place, tensor in enumerate(tensors):
@@ -197,7 +216,7 @@ def _item(item: Any, tensors: list[Any]) -> Any:
     base = storages.index(storage._cdata) if storage._cdata in storages else None
     needed = sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) + 1 if item.numel() else 0
     is_tight = base is not None or (not offset and storage.nbytes() == needed * item.element_size())
-    return _Made(shape, stride, offset, item.dtype, item.device, base, None if is_tight else storage.nbytes())
+    return _Made(shape, stride, offset, item.dtype, device or item.device, base, None if is_tight else storage.nbytes())
 
 
 def tensors_in(value: Any) -> list[Any]:
