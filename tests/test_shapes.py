@@ -339,3 +339,28 @@ def test_numbers_that_a_step_changes_do_not_tell_guards_apart() -> None:
         step(batch(length))
     assert count == [3]
     assert len({captured.step.guards for captured in step._captures}) == 1
+
+
+def test_a_question_about_the_batch_leaves_later_lengths_one_trace(traces: list[int]) -> None:
+    """Its values are numbered as in the recording, where the gradients of a step before come first."""
+    outcomes = []
+    for wrap in (lambda step: step, roam.compile):
+        net, optimizer = setting()
+
+        def step(ids: torch.Tensor, mask: torch.Tensor, net: Reader = net, optimizer: Any = optimizer) -> torch.Tensor:
+            losses = functional.cross_entropy(net(ids).flatten(0, 1), ids.flatten(), reduction="none")
+            loss = losses.mean() if mask.all() else (losses * mask.flatten()).sum()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        run = wrap(step)
+        losses = [run(batch(length), torch.ones(2, length)) for length in (5, 6, 7, 5)]
+        masked = torch.ones(2, 7)
+        masked[0, 0] = 0
+        losses += [run(batch(7), masked), run(batch(7), torch.ones(2, 7))]
+        outcomes.append(tensors_and_numbers(losses, net.state_dict(), optimizer.state_dict()))
+    assert_same_bits(*outcomes)
+    assert traces[:4] == [5, 5, 6, 7]
+    assert traces.count(6) == 1

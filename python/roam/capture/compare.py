@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from itertools import combinations_with_replacement
 from operator import attrgetter
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 from roam.capture.owners import ArgumentOwner
 from roam.capture.values import same
 from roam.kernels.trial import differ
-from roam.program import Call, Program, Ref
+from roam.program import Call, Program, Question, Ref, substitute
 
 _besides_arguments = attrgetter(*(item.name for item in fields(Call) if item.name not in ("args", "kwargs")))
 _MOST_SIZES = 4
@@ -152,13 +152,48 @@ def _same_decisions(known: Program, program: Program) -> bool:
 
 def _same_questions(known: Program, program: Program, sizes: set[tuple[int, int]]) -> bool:
     return len(known.questions) == len(program.questions) and all(
+        same(old, new) and _is_same_question(_numbered(one), _numbered(two), sizes)
+        for (one, old), (two, new) in zip(known.questions, program.questions, strict=True)
+    )
+
+
+def _is_same_question(one: Question, two: Question, sizes: set[tuple[int, int]]) -> bool:
+    return (
         (one.inputs, one.changed, one.slot) == (two.inputs, two.changed, two.slot)
-        and same(old, new)
         and _are_resized(one.calls, two.calls, sizes)
         and _same_constants(one.constants, two.constants)
         and [[owner.path for owner in owners] for owners in one.askers]
         == [[owner.path for owner in owners] for owners in two.askers]
-        for (one, old), (two, new) in zip(known.questions, program.questions, strict=True)
+    )
+
+
+def _numbered(question: Question) -> Question:
+    """A question with its slots numbered as they come. Those of the recording count what was there before the step, gradients too."""
+    numbers: dict[int, int] = {}
+
+    def number(slot: int) -> int:
+        return numbers.setdefault(slot, len(numbers))
+
+    def renamed(value: Any) -> Any:
+        return substitute(value, lambda ref: Ref(number(ref.slot)))
+
+    calls = [
+        replace(
+            call,
+            args=renamed(call.args),
+            kwargs=renamed(call.kwargs),
+            outputs=tuple(None if slot is None else number(slot) for slot in call.outputs),
+            mutates=tuple(map(number, call.mutates)),
+        )
+        for call in question.calls
+    ]
+    return replace(
+        question,
+        calls=calls,
+        inputs=list(map(number, question.inputs)),
+        changed=frozenset(map(number, question.changed)),
+        constants=[(tensor, number(slot)) for tensor, slot in question.constants],
+        slot=number(question.slot),
     )
 
 
