@@ -105,9 +105,10 @@ class Call:
 
     def refs(self) -> list[int]:
         """Slots of all that the call needs: its arguments, nested ones included, and the number that may leave it out."""
-        found = refs(self.args)
+        found: list[int] = []
+        _collect(self.args, found)
         if self.kwargs:
-            found += refs(self.kwargs)
+            _collect(self.kwargs, found)
         if self.unless is not None:
             found.append(self.unless)
         return found
@@ -336,8 +337,11 @@ def _collect(value: Any, found: list[int]) -> None:
             _collect(item, found)
     elif kind is tuple or kind is list:
         for item in value:
-            # Most are plain values, which need no call of their own.
-            if type(item) in _HOLDERS:
+            # Most are slots and plain values, which need no call of their own.
+            kind = type(item)
+            if kind is Ref:
+                found.append(item.slot)
+            elif kind in _HOLDERS:
                 _collect(item, found)
 
 

@@ -209,6 +209,8 @@ def _renumber(
             storage = program.storages[meta.storage]
             creator = moved[storage.creator] if storage.creator >= 0 else -1
             result.storages.append(Storage(storage.size_bytes, creator, storage.name))
+        if storages[meta.storage] == meta.storage:
+            return meta
         # `replace` takes several times as long.
         return TensorMeta(meta.shape, meta.stride, meta.offset, meta.dtype, meta.device, storages[meta.storage])
 

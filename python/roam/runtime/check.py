@@ -42,7 +42,10 @@ class Check:
         # A kernel of others may write past the versions.
         kept = {tensor.data_ptr(): tensor for tensor, _ in self._versions} if is_foreign(call.target) else {}
         self._contents = [(tensor, tensor.clone()) for tensor in kept.values()]
-        self._generator = None if call.random else torch.get_rng_state()
+        if call.random:
+            self._generator = None
+        elif self._generator is None:  # else the call before has left it as it was
+            self._generator = torch.get_rng_state()
 
     def unchanged(self, call: Call) -> None:
         """Compares what the call may not change with what was noted before it."""
