@@ -87,6 +87,24 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
     first_call = command("first-call", "measure where the time of a compiled step's first call goes", *_MODELS)
     _only(first_call, "step")
 
+    shapes = command(
+        "shapes", "run GPT-2 on sequence lengths in random order, by plan and eagerly", "torch", "transformers"
+    )
+    shapes.add_argument(
+        "--layers",
+        type=positive_integer,
+        action="append",
+        default=[],
+        metavar="N",
+        help="only a model of so many layers; may be given several times (default 2, 8 and 12)",
+    )
+    shapes.add_argument(
+        "--lengths", type=positive_integer, default=24, metavar="N", help="how many lengths (default %(default)s)"
+    )
+    shapes.add_argument(
+        "--steps", type=positive_integer, default=200, metavar="N", help="how many steps (default %(default)s)"
+    )
+
     layout = command("layout", "pack layout files in MiniMalloc's format, and compare pools with their bounds")
     layout.add_argument("files", nargs="+", type=Path, metavar="FILE", help="a CSV file in MiniMalloc's format")
     _work(layout, 20_000_000_000, "file")
