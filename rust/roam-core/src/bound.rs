@@ -33,6 +33,8 @@ const MOST_PROBES: usize = 64;
 const PROBE_WORK: usize = 1_500_000;
 /// Operators, tensors and arcs looked at, over all probes for one problem.
 const ALL_PROBES_WORK: u64 = 50_000_000;
+/// The same with falling targets.
+const FALLING_WORK: u64 = 200_000_000;
 /// Cuts that comparing first updates may make for each other operator, and operators that they may look at.
 const MOST_FIRSTS: usize = 512;
 const FIRSTS_WORK: usize = 2_000_000;
@@ -49,8 +51,8 @@ pub(crate) struct Cut {
     pub(crate) bytes: u64,
     /// Whether other operators had to be probed for it.
     pub(crate) route: BoundRoute,
-    /// Sets of operators that would have run before, each attaining the cut: the smallest and the
-    /// largest. Empty where the search for them was cut short.
+    /// Sets of operators that would have run before, each attaining the cut, or nearly where the search for it was cut short: the
+    /// smallest and the largest.
     pub(crate) done: Vec<Vec<bool>>,
     /// How many operators, tensors and arcs were looked at.
     work: u64,
@@ -64,6 +66,8 @@ pub(crate) struct Bounds {
     floor: Option<(Op, u64)>,
     /// What probing may still look at.
     pub(crate) probe_work: u64,
+    /// The same for falling targets.
+    pub(crate) falling_work: u64,
 }
 
 impl Bounds {
@@ -88,7 +92,7 @@ impl Bounds {
                 (op, own(op).max(at_begin).max(at_end))
             })
             .max_by_key(|&(op, bytes)| (bytes, Reverse(op)));
-        Bounds { proved: BTreeMap::new(), floor, probe_work: ALL_PROBES_WORK }
+        Bounds { proved: BTreeMap::new(), floor, probe_work: ALL_PROBES_WORK, falling_work: FALLING_WORK }
     }
 
     /// The best bound so far and its operator.
@@ -314,6 +318,15 @@ pub(crate) struct Limit {
     pub(crate) peak: u64,
 }
 
+/// A peak below which some order is supposed to stay.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Target {
+    /// This one.
+    Firm(u64),
+    /// This one, or the highest below it from which something follows.
+    Falling(u64),
+}
+
 /// A bound that asks more than a single cut: it assumes that some order has a peak below `target`,
 /// the peak of `order`, and draws conclusions.
 ///
@@ -321,6 +334,8 @@ pub(crate) struct Limit {
 /// operator is probed: if with it there its own cut reaches the target, no order below the target has
 /// it there, and it is fixed on its present side. Then the cut is made anew. The result, at most
 /// the target, bounds every order; its sets are what an order below the target could still pass.
+///
+/// Where no probe reaches a falling target, it falls to the highest that one of them reaches, as long as that is above the cut.
 ///
 /// What the probes look at is counted off `work`; when that is used up, no more are made.
 ///
@@ -330,59 +345,79 @@ pub(crate) fn probe(
     limit: Option<&Limit>,
     op: Op,
     order: &[Op],
-    target: u64,
+    target: Target,
     work: &mut u64,
     watch: &Watch,
 ) -> Result<Cut, Stop> {
+    let (mut target, falls) = match target {
+        Target::Firm(peak) => (peak, false),
+        Target::Falling(peak) => (peak, true),
+    };
     let step = step_by_operator(order);
+    let distance = |other: Op| step[other as usize].abs_diff(step[op as usize]);
     let mut side = sides(problem, op);
     let mut left = (PROBE_WORK / problem.len().max(1)).clamp(BATCH, MOST_PROBES);
     let mut route = BoundRoute::Cut;
+    // Per operator and side what its probes reached.
+    let mut reached: BTreeMap<(Op, bool), u64> = BTreeMap::new();
     loop {
         let mut cut = Cut { route, ..cut_between(problem, op, &side, watch)? };
+        *work = work.saturating_sub(cut.work);
         cut.bytes = cut.bytes.min(target);
         let Some(done) = cut.done.first().filter(|_| cut.bytes < target) else { return Ok(cut) };
         let mut moved: Vec<Op> = (0..problem.len() as Op)
             .filter(|&other| side[other as usize] == Side::Free)
             .filter(|&other| done[other as usize] != (step[other as usize] < step[op as usize]))
             .collect();
-        moved.sort_by_key(|&other| (Reverse(touched(problem, other)), other));
+        moved.sort_by_key(|&other| (Reverse(touched(problem, other)), distance(other), other));
         let mut fixed = false;
         for batch in moved.chunks(BATCH) {
             if fixed || left < batch.len() || *work == 0 {
                 break;
             }
             left -= batch.len();
-            let refuted: Vec<(bool, u64)> = batch
+            let probed: Vec<(u64, u64)> = batch
                 .par_iter()
                 .map(|&other| {
                     let across = sides_across(problem, op, other, done[other as usize], &side);
-                    let Cut { bytes, mut work, .. } = cut_between(problem, other, &across, watch)?;
-                    let mut refuted = bytes >= target;
-                    if let (false, Some(Limit { problem, peak })) = (refuted, limit) {
+                    let Cut { mut bytes, mut work, .. } = cut_between(problem, other, &across, watch)?;
+                    if let (true, Some(Limit { problem, peak })) = (bytes < target, limit) {
                         // The limit holds where the other operator runs, and where this one does.
                         let mut moved = side.clone();
                         fix(other, if done[other as usize] { Side::Before } else { Side::After }, problem, &mut moved);
                         for (at, side) in [(op, &moved), (other, &across)] {
-                            if !refuted {
+                            if bytes < target {
                                 let cut = cut_between(problem, at, side, watch)?;
                                 work += cut.work;
-                                refuted = cut.bytes > *peak;
+                                if cut.bytes > *peak {
+                                    bytes = target;
+                                }
                             }
                         }
                     }
-                    Ok((refuted, work))
+                    Ok((bytes, work))
                 })
                 .collect::<Result<_, _>>()?;
-            *work = work.saturating_sub(refuted.iter().map(|(_, work)| work).sum());
-            for (&other, _) in batch.iter().zip(&refuted).filter(|&(_, &(refuted, _))| refuted) {
-                let stays = if done[other as usize] { Side::After } else { Side::Before };
-                fix(other, stays, problem, &mut side);
-                fixed = true;
+            *work = work.saturating_sub(probed.iter().map(|(_, work)| work).sum());
+            for (&other, &(bytes, _)) in batch.iter().zip(&probed) {
+                reached.insert((other, done[other as usize]), bytes);
+                if bytes >= target {
+                    let stays = if done[other as usize] { Side::After } else { Side::Before };
+                    fix(other, stays, problem, &mut side);
+                    fixed = true;
+                }
             }
         }
         if !fixed {
-            return Ok(cut);
+            let highest = moved
+                .iter()
+                .filter_map(|&other| Some((*reached.get(&(other, done[other as usize]))?, Reverse(other))))
+                .max()
+                .filter(|&(bytes, _)| falls && bytes > cut.bytes);
+            let Some((bytes, Reverse(other))) = highest else { return Ok(cut) };
+            target = target.min(bytes);
+            let stays = if done[other as usize] { Side::After } else { Side::Before };
+            fix(other, stays, problem, &mut side);
         }
         route = BoundRoute::Probe;
     }
@@ -432,7 +467,7 @@ fn cut_between(problem: &Problem, op: Op, side: &[Side], watch: &Watch) -> Resul
         let flow = network.solve(&mut work, watch)?;
         let bytes = (fixed + flow.value + problem.transient(op)) - discount;
         if least.as_ref().is_none_or(|cut| bytes < cut.bytes) {
-            let done = flow.sides.into_iter().flatten().map(|reached| {
+            let done = flow.sides.into_iter().map(|reached| {
                 (0..problem.len())
                     .map(|other| match side[other] {
                         Side::Before => true,

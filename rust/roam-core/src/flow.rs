@@ -1,9 +1,13 @@
-//! Maximum flow and minimum cut by blocking flows (Dinic 1970).
+//! Maximum flow and minimum cut by blocking flows (Dinic 1970), the widest paths first (capacity scaling; Gabow 1985): where the work
+//! runs out, little is missing.
 
 use crate::control::{Stop, Watch};
 
 /// A capacity that no cut pays: the graph's bytes sum to less.
 pub(crate) const INFINITE: u64 = 1 << 63;
+
+/// How many times, as a power of 2, paths become narrower at once.
+const NARROWER: u32 = 5;
 
 /// A flow network under construction. Node 0 is the source, node 1 the sink.
 #[derive(Clone, Debug)]
@@ -17,9 +21,11 @@ pub(crate) struct Network {
 pub(crate) struct Flow {
     /// Bytes sent; no cut is smaller.
     pub(crate) value: u64,
-    /// The smallest and the largest source side of a minimum cut, per node; `None` where the work
-    /// limit ended the search, so that a cut may be larger than the value.
-    pub(crate) sides: Option<[Vec<bool>; 2]>,
+    /// The smallest and the largest source side of a minimum cut, per node. Where the work limit ended the search, of a cut that
+    /// may be larger than the value: by narrow paths alone.
+    pub(crate) sides: [Vec<bool>; 2],
+    /// Whether the search came to its end.
+    pub(crate) is_complete: bool,
 }
 
 pub(crate) const SOURCE: u32 = 0;
@@ -43,18 +49,25 @@ impl Network {
     /// Sends as much as `work` looks at arcs allow, and counts them off it.
     pub(crate) fn solve(self, work: &mut u64, watch: &Watch) -> Result<Flow, Stop> {
         let mut residual = Residual::new(self.nodes as usize, &self.arcs);
+        let widest = self.arcs.iter().flat_map(|&(_, _, there, back)| [there, back]).filter(|&c| c < INFINITE).max();
         let mut value = 0;
-        let mut complete = true;
-        while residual.find_distances(work) {
-            watch.check()?;
-            value += residual.block(work);
-            if *work == 0 {
-                complete = false;
-                break;
+        // Paths of at least this width; the powers of `NARROWER`, down to 1.
+        let mut width = 1u64 << (widest.unwrap_or(0).max(1).ilog2() / NARROWER * NARROWER);
+        while *work > 0 {
+            if residual.find_distances(width, work) {
+                watch.check()?;
+                value += residual.block(width, work);
+            } else if width > 1 {
+                width >>= NARROWER;
+            } else {
+                return Ok(Flow { value, sides: residual.sides(1), is_complete: true });
             }
         }
-        let sides = complete.then(|| residual.sides());
-        Ok(Flow { value, sides })
+        // No path is wider than the widest arc.
+        while residual.find_distances(width, &mut u64::MAX.clone()) {
+            width <<= NARROWER;
+        }
+        Ok(Flow { value, sides: residual.sides(width), is_complete: false })
     }
 }
 
@@ -64,7 +77,7 @@ struct Residual {
     capacity: Vec<u64>,
     /// Each arc's other direction.
     twin: Vec<u32>,
-    /// Arcs to the sink along arcs with capacity left; `u32::MAX` where there is no way.
+    /// Arcs to the sink along arcs that are wide enough; `u32::MAX` where there is no way, or none as short as the source's.
     distance: Vec<u32>,
 }
 
@@ -98,7 +111,7 @@ impl Residual {
     }
 
     /// Breadth first from the sink; whether the source still reaches it.
-    fn find_distances(&mut self, work: &mut u64) -> bool {
+    fn find_distances(&mut self, width: u64, work: &mut u64) -> bool {
         self.distance = vec![u32::MAX; self.starts.len() - 1];
         self.distance[SINK as usize] = 0;
         let mut queue = vec![SINK];
@@ -109,17 +122,20 @@ impl Residual {
             for arc in self.arcs(node) {
                 *work = work.saturating_sub(1);
                 let from = self.to[arc];
-                if self.distance[from as usize] == u32::MAX && self.capacity[self.twin[arc] as usize] > 0 {
+                if self.distance[from as usize] == u32::MAX && self.capacity[self.twin[arc] as usize] >= width {
                     self.distance[from as usize] = self.distance[node as usize] + 1;
+                    if from == SOURCE {
+                        return true;
+                    }
                     queue.push(from);
                 }
             }
         }
-        self.distance[SOURCE as usize] != u32::MAX
+        false
     }
 
     /// Fills the shortest paths; stops early when the work is used up.
-    fn block(&mut self, work: &mut u64) -> u64 {
+    fn block(&mut self, width: u64, work: &mut u64) -> u64 {
         let mut sent = 0;
         let mut current: Vec<u32> = self.starts.clone();
         let mut path: Vec<usize> = Vec::new();
@@ -131,7 +147,7 @@ impl Residual {
                 for (place, &arc) in path.iter().enumerate().rev() {
                     self.capacity[arc] -= amount;
                     self.capacity[self.twin[arc] as usize] += amount;
-                    if self.capacity[arc] == 0 {
+                    if self.capacity[arc] < width {
                         first_full = place;
                     }
                 }
@@ -144,7 +160,7 @@ impl Residual {
             let end = self.starts[node as usize + 1];
             let from = current[node as usize];
             let open = (from..end).find(|&arc| {
-                self.capacity[arc as usize] > 0
+                self.capacity[arc as usize] >= width
                     && self.distance[self.to[arc as usize] as usize] < self.distance[node as usize]
             });
             *work = work.saturating_sub(u64::from(open.unwrap_or(end) - from) + 1);
@@ -167,15 +183,15 @@ impl Residual {
         sent
     }
 
-    /// What the source reaches, and what does not reach the sink.
-    fn sides(&mut self) -> [Vec<bool>; 2] {
+    /// What the source reaches along arcs that are wide enough, and what does not reach the sink.
+    fn sides(&mut self, width: u64) -> [Vec<bool>; 2] {
         let mut reached = vec![false; self.starts.len() - 1];
         reached[SOURCE as usize] = true;
         let mut stack = vec![SOURCE];
         while let Some(node) = stack.pop() {
             for arc in self.arcs(node) {
                 let to = self.to[arc];
-                if self.capacity[arc] > 0 && !reached[to as usize] {
+                if self.capacity[arc] >= width && !reached[to as usize] {
                     reached[to as usize] = true;
                     stack.push(to);
                 }
@@ -203,7 +219,7 @@ mod tests {
                         (false, true) => backward,
                         _ => 0,
                     })
-                    .sum()
+                    .fold(0, u64::saturating_add)
             })
             .min()
             .unwrap_or(0)
@@ -221,7 +237,9 @@ mod tests {
             let arcs: Vec<_> = (0..random.below(16))
                 .map(|_| {
                     let (from, to) = (random.below(nodes as u64) as u32, random.below(nodes as u64) as u32);
-                    (from, to, random.below(10), random.below(4))
+                    let forward =
+                        if random.once_in(8) && from != SOURCE && to != SINK { INFINITE } else { random.below(100) };
+                    (from, to, forward, random.below(4))
                 })
                 .filter(|(from, to, _, _)| from != to)
                 .collect();
@@ -231,7 +249,8 @@ mod tests {
             let expected = smallest_cut(nodes, &arcs);
             let flow = network.clone().solve(&mut u64::MAX.clone(), &Watch::default()).expect("nothing stops it");
             assert_eq!(flow.value, expected);
-            for side in flow.sides.expect("no limit") {
+            assert!(flow.is_complete);
+            for side in flow.sides {
                 let paid: u64 = arcs
                     .iter()
                     .map(|&(from, to, forward, backward)| match (side[from as usize], side[to as usize]) {
@@ -246,6 +265,15 @@ mod tests {
             // Cut short, the flow is still below every cut.
             let short = network.solve(&mut random.below(20), &Watch::default()).expect("nothing stops it");
             assert!(short.value <= expected);
+            // Its sides are those of a cut all the same.
+            for side in short.sides {
+                assert!(side[0] && !side[1]);
+                let crosses = |from: u32, to: u32| side[from as usize] && !side[to as usize];
+                for &(from, to, forward, backward) in &arcs {
+                    assert!(forward != INFINITE || !crosses(from, to));
+                    assert!(backward != INFINITE || !crosses(to, from));
+                }
+            }
         }
     }
 }

@@ -224,7 +224,7 @@ impl<'a> Search<'a> {
             ("order", 0.1, |search| search.whole.find(search.watch)),
             ("parts", 0.2, Self::look_at_parts),
             ("refine", 0.3, |search| search.whole.refine(search.watch)),
-            ("bound", 0.5, |search| search.whole.prove(search.watch)),
+            ("bound", 0.5, Self::prove),
             ("exact", 0.55, |search| search.whole.search(search.watch)),
             ("search_parts", 0.6, Self::look_at_parts_again),
             ("programs", 0.65, Self::solve_orders),
@@ -385,6 +385,12 @@ impl<'a> Search<'a> {
         self.watch.check()
     }
 
+    /// Bounds the peak, with more effort where that can raise the bound of the total.
+    fn prove(&mut self) -> Result<(), Stop> {
+        self.whole.prove(self.watch)?;
+        if self.whole.lowest_peak() > self.total_bound { self.whole.probe_peaks(self.watch) } else { Ok(()) }
+    }
+
     /// Where the pool and what stays outside it have their peaks at different steps, the common peak is not what counts.
     fn look_at_parts(&mut self) -> Result<(), Stop> {
         if self.parts_agree() { Ok(()) } else { self.search_parts() }
@@ -445,7 +451,8 @@ impl<'a> Search<'a> {
             }
             let part = &mut self.parts[at].0;
             let before = part.trials.len();
-            let stages = [Portfolio::find, Portfolio::refine, Portfolio::prove, Portfolio::search];
+            let stages =
+                [Portfolio::find, Portfolio::refine, Portfolio::prove, Portfolio::probe_peaks, Portfolio::search];
             let ended = stages.into_iter().try_for_each(|stage| stage(part, self.watch));
             // Whatever is found before a stop counts.
             self.adopt(at, before);

@@ -5,8 +5,8 @@ mod common;
 
 use common::solver::Always;
 use common::{
-    Peaks, SETTINGS, best_by_brute_force, least_total_by_brute_force, peaks_by_definition, random_graph,
-    total_and_bound,
+    Peaks, SETTINGS, accumulating_graph, best_by_brute_force, least_peak_over_sets, least_total_by_brute_force,
+    peaks_by_definition, random_graph, total_and_bound,
 };
 use roam_core::builder::GraphBuilder;
 use roam_core::graph::{Graph, Kind, Operator, Phase, Residency, ReusePair, Tensor};
@@ -35,8 +35,10 @@ fn every_bound_is_below_and_every_plan_above_the_best_order() {
             assert!(best <= plan.peak_bytes);
             assert!(plan.peak_bytes <= plan.program_order_peak_bytes);
             let prepared = Prepared::new(&graph, reuse);
+            let program = prepared.order("program").expect("a known order");
             for position in 0..graph.operators().len() as u32 {
                 assert!(prepared.cut_bytes(position).expect("not stopped") <= best);
+                assert!(prepared.probed_bytes(&program, position).expect("not stopped") <= best);
             }
             graphs += 1;
             tight += u32::from(plan.lower_bound_bytes == best);
@@ -114,6 +116,31 @@ fn the_bound_is_found_among_operators_that_can_run_anywhere() {
     let prepared = Prepared::new(&graph, true);
     let cuts = (0..graph.operators().len() as u32).map(|position| prepared.cut_bytes(position).expect("not stopped"));
     assert!(cuts.max() <= Some(plan.lower_bound_bytes));
+}
+
+/// Of gradients that are summed several have to coexist at some moment, though not at any one operator.
+#[test]
+fn probes_see_gradients_that_are_summed() {
+    let mut random = Random::new(6);
+    let (mut by_cuts, mut by_probes, graphs) = (0, 0, 300);
+    for _ in 0..graphs {
+        let graph = accumulating_graph(&mut random);
+        let best = least_peak_over_sets(&graph);
+        let plan = optimize(&graph, &Settings { reuse: false, ..SETTINGS }, &Control::default()).expect("a plan");
+        assert!(plan.lower_bound_bytes <= best && best <= plan.peak_bytes);
+        let prepared = Prepared::new(&graph, false);
+        let ordered = prepared.measure(plan.order.iter().map(|&id| graph.operator(id).position).collect());
+        let positions = 0..graph.operators().len() as u32;
+        let cuts = positions.clone().map(|position| prepared.cut_bytes(position).expect("not stopped")).max();
+        let probes = positions.map(|position| prepared.probed_bytes(&ordered, position).expect("not stopped")).max();
+        assert!(cuts <= probes && probes <= Some(best), "{cuts:?}, {probes:?}, {best}");
+        by_cuts += u32::from(cuts == Some(best));
+        by_probes += u32::from(probes == Some(best));
+    }
+    assert!(
+        by_cuts * 100 <= graphs * 20 && by_probes * 100 >= graphs * 50,
+        "cuts alone prove {by_cuts} of {graphs} peaks, probes {by_probes}"
+    );
 }
 
 /// Never worse than program order, its layout included, whatever reuse makes of it.

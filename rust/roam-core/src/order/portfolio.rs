@@ -3,7 +3,7 @@
 
 use super::peaks::{Answers, Open, lower_peaks};
 use super::programs::lower_by_programs;
-use super::refine::{Aim, Ordered, rounds, split, stage};
+use super::refine::{Aim, Ordered, probe_peaks, rounds, split, stage};
 use super::{FittingUpdates, Method, is_within, update_parts};
 use crate::bound::{Bounds, Limit};
 use crate::control::{Stop, Watch};
@@ -115,7 +115,7 @@ impl Portfolio {
         ranking
     }
 
-    fn lowest_peak(&self) -> u64 {
+    pub(crate) fn lowest_peak(&self) -> u64 {
         self.trials.iter().map(|trial| trial.ordered.profile.peak).min().unwrap_or(0)
     }
 
@@ -218,6 +218,19 @@ impl Portfolio {
         }
         let neediest = FittingUpdates::new(&self.problem, &self.trials[best].ordered.order).neediest(MOST_NEEDIEST);
         self.bounds.compare_firsts(&self.problem, &update_parts(&self.problem), &neediest, peak, watch)
+    }
+
+    /// Probes along the peak of the lowest order, with falling targets.
+    pub(crate) fn probe_peaks(&mut self, watch: &Watch) -> Result<(), Stop> {
+        let all = self.trials.iter().map(|trial| &trial.ordered);
+        let Some(lowest) = all.min_by_key(|ordered| ordered.profile.peak).cloned() else { return Ok(()) };
+        let aim = Aim { problem: &self.problem, limit: self.limit.as_ref() };
+        let before = lowest.profile.least_total();
+        let ordered = probe_peaks(aim, lowest, &mut self.bounds, watch)?;
+        if ordered.profile.least_total() < before {
+            self.add("split", ordered.order);
+        }
+        Ok(())
     }
 
     /// Where no order meets the bound: exact search in the stretch that holds the lowest peak, as long as moving updates then leaves

@@ -11,8 +11,9 @@
 //!
 //! docs/theory.md shows that both respect every constraint.
 
+use super::is_within;
 use super::list::{self, Preference, Start};
-use crate::bound::{self, Bounds, Cut, Limit};
+use crate::bound::{self, Bounds, Cut, Limit, Target};
 use crate::control::{Stop, Watch};
 use crate::liveness::Profile;
 use crate::problem::{Op, Problem};
@@ -22,6 +23,8 @@ use std::cmp::Reverse;
 const MOST_SPLITS: usize = 24;
 /// Cuts by which the scheduler is staged; each makes one cut and two schedules.
 const MOST_STAGES: usize = 16;
+/// Operators probed along the peak of one order.
+const MOST_PROBED: usize = 16;
 /// Operators looked at, over all rounds; very large graphs get fewer rounds.
 const WORK: usize = 500_000;
 
@@ -86,7 +89,8 @@ impl Ordered {
         bounds: &mut Bounds,
         watch: &Watch,
     ) -> Result<Cut, Stop> {
-        bound::probe(problem, limit, op, &self.order, self.profile.peak, &mut bounds.probe_work, watch)
+        let target = Target::Firm(self.profile.peak);
+        bound::probe(problem, limit, op, &self.order, target, &mut bounds.probe_work, watch)
     }
 
     /// The best order that passes one of the cut's sets right before the operator, if it is better than this one.
@@ -118,6 +122,40 @@ pub(crate) fn split(aim: Aim, mut best: Ordered, bounds: &mut Bounds, watch: &Wa
         }
     }
     Ok(best)
+}
+
+/// Probes operators that lie far apart at the order's peak, with falling targets, and splits the order there as long as it becomes better. What is proved goes into `bounds`.
+pub(crate) fn probe_peaks(aim: Aim, mut best: Ordered, bounds: &mut Bounds, watch: &Watch) -> Result<Ordered, Stop> {
+    let mut left = rounds(aim.problem, MOST_PROBED);
+    'orders: loop {
+        let peak = best.profile.peak;
+        let steps: Vec<usize> =
+            (0..best.order.len()).filter(|&step| is_within(peak, best.profile.live[step])).collect();
+        for step in spread(&steps) {
+            if left == 0 || bounds.falling_work == 0 || is_within(peak, bounds.best().0) {
+                break 'orders;
+            }
+            left -= 1;
+            let op = best.order[step];
+            let (target, work) = (Target::Falling(peak), &mut bounds.falling_work);
+            let cut = bound::probe(aim.problem, aim.limit, op, &best.order, target, work, watch)?;
+            bounds.record(op, cut.bytes, cut.route);
+            if let Some(better) = best.split_at(&aim, op, &cut, bounds.best().0) {
+                best = better;
+                continue 'orders;
+            }
+        }
+        break;
+    }
+    Ok(best)
+}
+
+/// The items, first the middle one, then the middle of either half, and so on.
+fn spread(items: &[usize]) -> impl Iterator<Item = usize> + '_ {
+    let halvings = (0..usize::BITS).take_while(|&level| items.len() >> level > 0);
+    let places = halvings
+        .flat_map(move |level| (0..1usize << level).map(move |part| (2 * part + 1) * items.len() / (2usize << level)));
+    places.map(|place| items[place])
 }
 
 /// The best schedule found in stages. The cuts go into `bounds`.

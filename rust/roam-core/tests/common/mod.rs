@@ -341,3 +341,91 @@ pub(crate) fn check_streams(graph: &Graph, settings: &Settings, random: &mut Ran
     assert!(plan.pool_bytes + plan.outside_bytes <= pool.expect("several layouts") + program.outside_peak_bytes());
     plan
 }
+
+/// A step that sums gradients over micro-batches: every one of them makes its gradient of each weight in one or two pieces, which are added in place,
+/// and adds the result to the first one's, in place or not; then every weight is updated. All tensors are step-local.
+pub(crate) fn accumulating_graph(random: &mut Random) -> Graph {
+    fn tensor(builder: &mut GraphBuilder, size_bytes: u64) -> TensorId {
+        let (name, kind, residency) = (String::new(), Kind::Temporary, Residency::StepLocal);
+        builder.tensor(Tensor { name, size_bytes, kind, residency, alignment_bytes: 0 }).expect("few tensors")
+    }
+    fn call(builder: &mut GraphBuilder, phase: Phase, reads: &[TensorId], creates: &[TensorId], mutates: &[TensorId]) {
+        let [reads, creates, mutates] = [reads, creates, mutates].map(<[TensorId]>::to_vec);
+        let position = builder.num_operators() as u32;
+        let operator = Operator { reads, creates, mutates, ..Operator::new("", position, phase) };
+        builder.operator(operator).expect("few operators");
+    }
+    let mut builder = GraphBuilder::new("accumulating", "cpu", 1);
+    let (micro_batches, weights) = [(2, 1), (3, 1), (4, 1), (2, 2)][random.below(4) as usize];
+    let sizes: Vec<u64> = (0..weights).map(|_| 5 + random.below(20)).collect();
+    let (is_in_place, is_in_order) = (random.once_in(2), random.once_in(2));
+    let mut sums: Vec<Option<TensorId>> = vec![None; weights];
+    // Without bytes: what keeps micro-batches in order.
+    let mut token: Vec<TensorId> = Vec::new();
+    for _ in 0..micro_batches {
+        let activation = tensor(&mut builder, 1 + random.below(8));
+        let next = tensor(&mut builder, 0);
+        call(&mut builder, Phase::Forward, &token, &[activation, next], &[]);
+        if is_in_order {
+            token = vec![next];
+        }
+        for (sum, &size) in sums.iter_mut().zip(&sizes) {
+            let gradient = tensor(&mut builder, size);
+            call(&mut builder, Phase::Backward, &[activation], &[gradient], &[]);
+            if !random.once_in(3) {
+                let piece = tensor(&mut builder, size);
+                call(&mut builder, Phase::Backward, &[activation], &[piece], &[]);
+                call(&mut builder, Phase::Backward, &[piece], &[], &[gradient]);
+            }
+            *sum = Some(match *sum {
+                None => gradient,
+                Some(sum) if is_in_place => {
+                    call(&mut builder, Phase::Backward, &[gradient], &[], &[sum]);
+                    sum
+                }
+                Some(sum) => {
+                    let next = tensor(&mut builder, size);
+                    call(&mut builder, Phase::Backward, &[sum, gradient], &[next], &[]);
+                    next
+                }
+            });
+        }
+    }
+    for (sum, &size) in sums.into_iter().zip(&sizes) {
+        let state = tensor(&mut builder, size * random.below(2));
+        call(&mut builder, Phase::Update, &[sum.expect("some micro-batch")], &[state], &[]);
+    }
+    builder.build().expect("valid by construction")
+}
+
+/// The lowest peak of all orders of a graph without reuse whose tensors are all step-local: over all sets of operators that can have run, the
+/// least of the most live bytes on the way.
+pub(crate) fn least_peak_over_sets(graph: &Graph) -> u64 {
+    let count = graph.operators().len();
+    let bit = |id: OperatorId| 1usize << id.index();
+    let all = (0..graph.tensors().len() as u32).map(TensorId);
+    let tensors: Vec<(u64, usize, usize)> = all
+        .map(|t| {
+            let users = graph.users(t).iter().map(|&user| bit(user)).sum();
+            (graph.counted_bytes(t), bit(graph.creator(t).expect("made in the step")), users)
+        })
+        .collect();
+    let before: Vec<usize> = (0..count as u32)
+        .map(|op| graph.predecessors(OperatorId(op)).iter().map(|&before| bit(before)).sum())
+        .collect();
+    let mut least = vec![u64::MAX; 1 << count];
+    least[0] = 0;
+    for done in 0..least.len() {
+        let so_far = least[done];
+        let can_run = |&op: &usize| so_far < u64::MAX && done >> op & 1 == 0 && before[op] & !done == 0;
+        for op in (0..count).filter(can_run) {
+            let is_live = |&&(_, creator, users): &&(u64, usize, usize)| {
+                creator == 1 << op || (creator & done != 0 && users & !done != 0)
+            };
+            let live = tensors.iter().filter(is_live).map(|&(size, _, _)| size).sum::<u64>();
+            let then = done | 1 << op;
+            least[then] = least[then].min(so_far.max(live));
+        }
+    }
+    least[least.len() - 1]
+}
