@@ -6,6 +6,7 @@ import ast
 import copy
 import ctypes
 import re
+import types
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -265,13 +266,13 @@ def _compiled_function(my: _My) -> Any:
     return roam.capture(my.step(lambda my, loss: my.kept(loss)), my.batch)
 
 
-class _Lists(_Odd):
-    """Keeps a list in its state from the start."""
+class _Tuples(_Odd):
+    """Keeps a tuple in its state from the start."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model, lambda: 1)
         for parameter in self.param_groups[0]["params"]:
-            self.state[parameter]["history"] = [torch.ones(1)]
+            self.state[parameter]["history"] = (torch.ones(1),)
 
 
 class _Adding(torch.optim.SGD):
@@ -283,10 +284,10 @@ class _Adding(torch.optim.SGD):
         group["norm"] = group["params"][0].norm().item()
 
 
-def _in_a_tuple() -> Any:
+def _behind_a_view() -> Any:
     my = _My()
-    my.kept = (torch.ones(4),)
-    return roam.capture(my.step(lambda my, loss: my.kept[0].sin()), my.batch)
+    my.kept = types.MappingProxyType({"mask": torch.ones(4)})
+    return roam.capture(my.step(lambda my, loss: my.kept["mask"].sin()), my.batch)
 
 
 def _hidden(value: Any) -> Callable[[], Any]:
@@ -394,7 +395,7 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "layout": _given(lambda my: torch.ones(2, 4).to_sparse()),
     "live_power": _between(_raise_the_count),
     "moved": _counting,
-    "nested_state": _given(lambda my: _replace(my, "optimizer", _Lists(my.model))),
+    "nested_state": _given(lambda my: _replace(my, "optimizer", _Tuples(my.model))),
     "no_fake_kernel": _between(lambda my, loss: torch.ops.roam_test_errors.bare(loss)),
     "no_first_step": _first_step_of_a_trained_model,
     "optimizer": _given(lambda my: _replace(my, "optimizer", torch.optim.LBFGS(my.model.parameters()))),
@@ -426,7 +427,7 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "unsettled": _given(lambda my: _replace(my, "optimizer", _Adding(my.model.parameters(), 0.1))),
     "unstable": _unlike_itself,
     "value_reached_python": _between(lambda my, loss: float(loss) > 1 and loss.sin()),
-    "wrapped_place": _in_a_tuple,
+    "wrapped_place": _behind_a_view,
 }
 """What is refused, by its code."""
 

@@ -287,8 +287,7 @@ def state_of_no_parameter(my, x, y):
     "body",
     [
         becomes_text, shows_it, counts_in_a_list_that_grows, longer_and_longer, with_numpy,
-        mean_with_numpy, looks_at_the_type, catches_the_refusal, asks_before_it_sets, counts_a_flag, two_of_one_name,
-        state_of_no_parameter,
+        mean_with_numpy, looks_at_the_type, catches_the_refusal, two_of_one_name, state_of_no_parameter,
     ],
 )  # fmt: skip
 def test_what_else_a_step_does_with_them_is_refused(body: Body) -> None:
@@ -298,3 +297,8 @@ def test_what_else_a_step_does_with_them_is_refused(body: Body) -> None:
     with pytest.raises(roam.CaptureError):
         roam.compile(lambda x, y: body(my, x, y))(x, y)
     assert_same_bits(before, everything(my))
+
+
+@pytest.mark.parametrize("body", [asks_before_it_sets, counts_a_flag])
+def test_what_the_first_step_alone_does_with_them_is_done_by_it(body: Body) -> None:
+    check(body, lambda my, index: None, 1)

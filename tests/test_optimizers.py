@@ -960,3 +960,93 @@ class TestWrappers:
                 tensors_and_numbers(losses, model.state_dict(), optimizer.state_dict(), scheduler.state_dict())
             )
         assert_same_bits(*outcomes)
+
+
+class Preconditioned(torch.optim.Optimizer):
+    """Keeps lists and dictionaries in its state, as Shampoo and SOAP do; its first step only prepares."""
+
+    def __init__(self, parameters: Any, every: int) -> None:
+        super().__init__(parameters, {"lr": 0.05})
+        self.every = every
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state, gradient = self.state[parameter], parameter.grad
+                if "factors" not in state:
+                    state["factors"], state["bases"] = [torch.zeros(size, size) for size in parameter.shape], None
+                    state["steps"], state["kept"] = 0, {"weight": 0.0, "scale": torch.ones(())}
+                for number, factor in enumerate(state["factors"]):
+                    rows = gradient.movedim(number, 0).reshape(len(factor), -1)
+                    factor.lerp_(rows @ rows.T, 0.1)
+                if state["bases"] is None:
+                    state["bases"] = [torch.linalg.eigh(factor)[1] for factor in state["factors"]]
+                    continue
+                for basis in state["bases"]:
+                    gradient = torch.tensordot(gradient, basis, dims=[[0], [0]])
+                state["steps"] += 1
+                state["kept"]["weight"] += 0.5
+                state["kept"]["scale"].mul_(0.9)
+                parameter.sub_(gradient.sign() * state["kept"]["scale"] * state["kept"]["weight"], alpha=group["lr"])
+                if state["steps"] % self.every == 0:
+                    pairs = zip(state["factors"], state["bases"], strict=True)
+                    state["bases"] = [torch.linalg.qr(factor @ basis)[0] for factor, basis in pairs]
+
+
+class TestNestedState:
+    @pytest.mark.parametrize("every", [1, 3])
+    def test_in_lists_and_dictionaries(self, every: int) -> None:
+        outcomes, steps = [], []
+        for wrap in (lambda step: step, roam.compile):
+            torch.manual_seed(0)
+            model = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.Tanh(), torch.nn.Linear(4, 3))
+            optimizer = Preconditioned(model.parameters(), every)
+
+            @wrap
+            def step(x, model=model, optimizer=optimizer):
+                loss = model(x).square().mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                return loss
+
+            losses = []
+            for index in range(7):
+                losses.append(step(torch.randn(5, 6)))
+                if index == 4:
+                    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            outcomes.append(tensors_and_numbers(losses, model.state_dict(), optimizer.state_dict()))
+            steps.append(step)
+        assert_same_bits(*outcomes)
+        assert steps[1].plans
+
+    def test_a_window_of_gradients(self) -> None:
+        class Window(torch.optim.SGD):
+            def step(self):
+                super().step()
+                for parameter in self.param_groups[0]["params"]:
+                    window = self.state[parameter].setdefault("w", [torch.zeros_like(parameter) for _ in range(3)])
+                    window.pop(0)
+                    window.append(parameter.grad.clone())
+                    with torch.no_grad():
+                        parameter.sub_(sum(window), alpha=0.01)
+
+        outcomes = []
+        for wrap in (lambda step: step, roam.compile):
+            torch.manual_seed(0)
+            model = torch.nn.Linear(6, 3)
+            optimizer = Window(model.parameters(), lr=0.1)
+
+            def step(x, model=model, optimizer=optimizer):
+                loss = model(x).square().mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                return loss
+
+            run = wrap(step)
+            losses = [run(torch.randn(5, 6)) for _ in range(6)]
+            outcomes.append(tensors_and_numbers(losses, model.state_dict(), optimizer.state_dict()["state"]))
+        assert_same_bits(*outcomes)
+        assert len(run.plans) == 1

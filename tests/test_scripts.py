@@ -420,8 +420,11 @@ def test_a_refused_capture_leaves_no_fake_tensor_in_a_cache() -> None:
         optimizer.step()
         return loss
 
-    with pytest.raises(roam.CaptureError):
-        roam.compile(step)(*batches(1)[0])
+    kept = mask(3)
+    with pytest.raises(roam.CaptureError) as refusal:
+        roam.compile(step).plan(*batches(1)[0])
+    assert refusal.value.code == "moved"
+    assert mask(3) is kept
     assert type(mask(5)) is torch.Tensor
     step(*batches(1)[0])
 
@@ -631,3 +634,72 @@ def test_shapes_that_hang_on_data_are_refused_with_a_form_that_does_not() -> Non
     found = roam.compare(lambda x: net(x)[torch.where(x[:, 0] > 0)[0]].sum(), torch.randn(4, 6))
     assert found.outcome == "refused"
     assert "torch.where with three arguments" in str(found)
+
+
+class TestArgumentsThatTheStepReshapes:
+    """The caller's tensor has its new shape after the step, and at the next call it is another kind of argument."""
+
+    def script(self, change: Callable[[dict[str, torch.Tensor]], torch.Tensor]) -> None:
+        def script(wrap):
+            net, optimizer = linear()
+
+            @wrap
+            def step(x, given):
+                changed = change(given)
+                loss = (net(x) * changed.sum()).square().mean()
+                assert not torch.isnan(loss)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                return loss, changed
+
+            returned = []
+            for index, (x, _) in enumerate(batches(6)):
+                base = torch.arange(12.0).view(2, 6, 1)
+                given = {"target": base[1], "other": torch.ones(3)}
+                with contextlib.suppress(AssertionError):
+                    loss, changed = step(x * (float("nan") if index == 3 else 1), given)
+                    assert changed is given["target"]
+                    returned.append(loss)
+                target = given["target"]
+                returned += [base, target, target.shape, target.stride(), target.storage_offset()]
+            returned.append(step(x, given))
+            return returned, net.state_dict()
+
+        both(script)
+
+    @pytest.mark.parametrize(
+        "method",
+        [
+            lambda x: x.unsqueeze_(-1),
+            lambda x: x.squeeze_(),
+            lambda x: x.t_(),
+            lambda x: x.transpose_(0, 1).unsqueeze_(0).mul_(2),
+            lambda x: x.t_().t_(),
+            lambda x: x.swapaxes_(0, 1),
+        ],
+    )
+    def test_have_the_shape_that_eager_leaves(self, method: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.script(lambda given: method(given["target"]) if given["target"].dim() == 2 else given["target"])
+
+    def test_may_be_kept(self) -> None:
+        class Holder:
+            def step(self, x):
+                self.kept = x.unsqueeze_(0)
+                return x * 2
+
+        holder, x = Holder(), torch.ones(3)
+        step = roam.compile(holder.step)
+        assert step(x).shape == (1, 3)
+        assert holder.kept is x
+        assert x.shape == (1, 3)
+        assert step(x).shape == (1, 1, 3)
+        assert holder.kept is x
+
+    def test_a_buffer_is_refused(self) -> None:
+        net, _ = linear()
+        net.register_buffer("mask", torch.ones(3))
+        with pytest.raises(roam.CaptureError) as refusal:
+            roam.compile(lambda x: (net(x) * net.mask.unsqueeze_(0)).sum())(torch.ones(5, 6))
+        assert refusal.value.code == "inplace_view"
+        assert net.mask.shape == (3,)

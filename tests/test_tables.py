@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 import roam
+from test_compile import both
 from training import assert_same_bits, tensors_and_numbers
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -143,20 +145,133 @@ def test_tables_on_fake_tensors() -> None:
     assert model.table is None
 
 
-def test_what_hangs_on_the_batch_or_on_weights_is_no_table() -> None:
+@pytest.mark.parametrize("of_weights", [True, False])
+def test_what_hangs_on_the_batch_or_on_weights_is_made_by_the_first_call(of_weights: bool) -> None:
     class Keeps(torch.nn.Module):
-        def __init__(self, of_weights: bool) -> None:
+        def __init__(self) -> None:
             super().__init__()
             self.linear = torch.nn.Linear(8, 8)
-            self.of_weights = of_weights
             self.kept: Any = None
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             if self.kept is None:
-                self.kept = self.linear.weight.detach().exp() if self.of_weights else x.mean(dim=(0, 1))
+                self.kept = self.linear.weight.detach().exp() if of_weights else x.mean(dim=(0, 1))
             return self.linear(x) * self.kept.sum()
 
-    for of_weights in (True, False):
-        with pytest.raises(roam.CaptureError, match="kept changed from None") as caught:
-            roam.compile(lambda model, x: model(x).sum())(Keeps(of_weights), torch.randn(2, 5, 8))
-        assert caught.value.code == "moved"
+    def step(model: Any, x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).square().mean()
+        model.zero_grad()
+        loss.backward()
+        with torch.no_grad():
+            model.linear.weight -= 0.1 * model.linear.weight.grad
+        return loss
+
+    model = Keeps()
+    with pytest.raises(roam.CaptureError, match="kept changed from None") as caught:
+        roam.capture(step, model, torch.randn(2, 5, 8))
+    assert caught.value.code == "moved"
+    outcomes = []
+    for wrap in (lambda step: step, roam.compile):
+        torch.manual_seed(0)
+        model, run = Keeps(), wrap(step)
+        losses = [run(model, torch.randn(2, 5, 8)) for _ in range(3)]
+        outcomes.append(tensors_and_numbers(losses, model.kept, model.state_dict()))
+    assert_same_bits(*outcomes)
+    assert len(run.plans) == 1
+
+
+class TestFunctionsThatKeepTheirResults:
+    """`functools.lru_cache`: the step comes by the very tensors that the function keeps."""
+
+    def train(
+        self, wrap: Callable[..., Any], loss_of: Any, between: Any = lambda index: None, lengths: Any = (5,)
+    ) -> Any:
+        linear = torch.nn.Linear(8, 8)
+        optimizer = torch.optim.SGD(linear.parameters(), lr=0.1)
+
+        @wrap
+        def step(x):
+            loss = loss_of(linear(x), linear)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        returned = []
+        for index in range(7):
+            returned.append(step(torch.randn(2, lengths[index % len(lengths)], 8)))
+            between(index)
+        return [returned, linear.state_dict()], step
+
+    @pytest.mark.parametrize("size", [None, 4])
+    @pytest.mark.parametrize("is_warm", [False, True])
+    def test_with_a_table_for_each_length(self, size: int | None, is_warm: bool) -> None:
+        def script(wrap):
+            @functools.lru_cache(size)
+            def tables(length):
+                angles = torch.arange(float(length))[:, None]
+                return angles.cos(), {"sin": angles.sin()}
+
+            if is_warm:
+                tables(5)
+
+            def loss_of(out, linear):
+                cos, more = tables(out.shape[1])
+                return (out * cos + more["sin"]).square().mean()
+
+            return self.train(wrap, loss_of, lengths=(5, 6, 5))[0]
+
+        both(script)
+
+    def test_what_is_made_anew_of_weights_counts(self) -> None:
+        def script(wrap):
+            @functools.cache
+            def scale(factor):
+                return linear.weight.detach().exp().sum() * factor
+
+            def loss_of(out, of):
+                nonlocal linear
+                linear = of
+                return out.square().mean() * scale(2)
+
+            linear = torch.nn.Linear(8, 8)
+            scale(2)
+            return self.train(wrap, loss_of, lambda index: scale.cache_clear() if index == 3 else None)[0]
+
+        both(script)
+
+    def test_written_to_in_place(self) -> None:
+        def script(wrap):
+            @functools.cache
+            def table(length):
+                return torch.ones(length)
+
+            def loss_of(out, linear):
+                return (out * table(8).mul_(1.1)).square().mean()
+
+            return [self.train(wrap, loss_of)[0], table(8)]
+
+        both(script)
+
+    def test_are_returned_as_they_are(self) -> None:
+        @functools.cache
+        def table(length):
+            return torch.ones(length)
+
+        step = roam.compile(lambda x: (x * table(3), table(3)))
+        for _ in range(3):
+            assert step(torch.ones(3))[1] is table(3)
+        assert len(step.plans) == 1
+
+    def test_that_share_memory_with_a_buffer_are_refused(self) -> None:
+        linear = torch.nn.Linear(8, 3)
+        linear.register_buffer("scale", torch.ones(4))
+
+        @functools.cache
+        def part(length):
+            return linear.scale[:length]
+
+        part(3)
+        with pytest.raises(roam.CaptureError) as refusal:
+            roam.capture(lambda x: (linear(x) * part(3)).sum(), torch.ones(2, 8))
+        assert refusal.value.code == "unknown_tensor"

@@ -238,9 +238,14 @@ class Program:
     absent: list[Any] = field(default_factory=list)
     """Owners that must hold nothing before the step: what this program makes, another variant finds."""
     plain_state: list[tuple[Any, Any]] = field(default_factory=list)
-    """(owner, value): what an optimizer's state and rates are after the step, where that is neither tensor nor live number."""
+    """(owner, value): what an optimizer's state, rates and overwritten attributes are after the step, where that is neither tensor nor
+    live number. Of a nest with tensors in it a `Skeleton`, whose entries are rebound."""
     state_order: list[Any] = field(default_factory=list)
     """Owners of all state after the step, in its own order, where `plain_state` adds to it."""
+    reshaped: list[tuple[Any, tuple[Any, ...]]] = field(default_factory=list)
+    """(owner, (shape, strides, offset)): arguments whose shape the step changes in place."""
+    overwritten: list[Any] = field(default_factory=list)
+    """Owners of attributes that the step sets before it looks at them, in order."""
     plain_before: list[tuple[Any, Any]] = field(default_factory=list)
     """(owner, value): what an optimizer's state must hold before the step beside tensors."""
     decisions: list[tuple[Any, Callable[..., bool], tuple[float, ...], bool]] = field(default_factory=list)

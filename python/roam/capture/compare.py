@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from roam.capture.owners import ArgumentOwner
+from roam.capture.owners import ArgumentOwner, Skeleton
 from roam.capture.values import same
 from roam.kernels.trial import differ
 from roam.program import Call, Program, Question, Ref, substitute
@@ -43,7 +43,7 @@ def difference(first: Program, second: Program) -> str | None:
         if one_value != other_value:
             return f"the {what} differ"
     if not _same_values(first.plain_state, second.plain_state):
-        return "the plain optimizer state differs"
+        return "the plain values left behind differ"
     if not _is_resized(first.result[0], second.result[0], set()):
         return "the results differ"
     if not _same_constants(first.constants, second.constants):
@@ -139,8 +139,13 @@ def _kinds(program: Program) -> list[Any]:
 
 def _same_values(known: list[tuple[Any, Any]], others: list[tuple[Any, Any]]) -> bool:
     return len(known) == len(others) and all(
-        one.path == two.path and same(old, new) for (one, old), (two, new) in zip(known, others, strict=True)
+        one.path == two.path and _is_resized(_nest(old), _nest(new), set())
+        for (one, old), (two, new) in zip(known, others, strict=True)
     )
+
+
+def _nest(value: Any) -> Any:
+    return value.nest if isinstance(value, Skeleton) else value
 
 
 def _same_decisions(known: Program, program: Program) -> bool:

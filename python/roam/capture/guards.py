@@ -21,7 +21,9 @@ from typing import Any, Final
 import torch
 from torch.utils import _pytree as pytree
 
+from .arguments import Taker
 from .beneath import NodeHooks, leaves_of
+from .caches import Results
 from .reach import Reach
 from .reliance import Reliance
 from .spaces import ArraySpace, Items, MappingSpace, NamesSpace, SequenceSpace, SetSpace, Space, is_under
@@ -40,6 +42,44 @@ class _AnyTensor:
     """Stands for a tensor whose owner may replace it; its metadata is checked apart."""
 
 
+class _TupleOf:
+    """Stands for a tuple with such tensors, whose owner may replace it by another."""
+
+    __slots__ = ("entries", "kind")
+
+    def __init__(self, kind: type, entries: list[Any]) -> None:
+        self.kind = kind
+        self.entries = entries
+
+
+def _expected(value: Any) -> Any:
+    if issubclass(type(value), torch.Tensor):
+        return value if _is_fixed(value) else _AnyTensor
+    if issubclass(type(value), tuple):
+        entries = list(map(_expected, tuple.__iter__(value)))
+        if any(map(_may_change, entries)):
+            return _TupleOf(type(value), entries)
+    return value
+
+
+def _may_change(expected: Any) -> bool:
+    return expected is _AnyTensor or type(expected) is _TupleOf
+
+
+def _is_as_expected(expected: Any, value: Any) -> bool:
+    """Whether a value, or what is expected elsewhere, is what is expected."""
+    if expected is _AnyTensor:
+        return value is _AnyTensor or issubclass(type(value), torch.Tensor)
+    if type(expected) is _TupleOf:
+        kind, entries = (value.kind, value.entries) if type(value) is _TupleOf else (type(value), value)
+        return (
+            kind is expected.kind
+            and len(entries) == len(expected.entries)
+            and all(map(_is_as_expected, expected.entries, entries))
+        )
+    return same(expected, value)
+
+
 class Guards:
     """A flat list of checks over the state that a step reaches.
 
@@ -51,9 +91,16 @@ class Guards:
         reach: the state, as it is now.
         ignore: paths that may change, each with everything beneath it, such as ``"self.history"``.
         reliance: what the step relies on beside, settled.
+        results: what functions with a cache keep, where not what they keep now.
     """
 
-    def __init__(self, reach: Reach, ignore: Collection[str] = (), reliance: Reliance | None = None) -> None:
+    def __init__(
+        self,
+        reach: Reach,
+        ignore: Collection[str] = (),
+        reliance: Reliance | None = None,
+        results: Results | None = None,
+    ) -> None:
         ignored = tuple(ignore)
         checks = [
             _SpaceCheck(place.space, ignored)
@@ -84,6 +131,7 @@ class Guards:
         self._objects = [(path, value) for path, value in reach.objects if not is_under(path, ignored)]
         self._shapes = self._shapes_now()
         self._reliance = Reliance().settled(reach) if reliance is None else reliance
+        self._results = Results(reach.caches) if results is None else results
 
     def failure(self) -> str | None:
         """None while everything is as it was, else the first difference: its path, the old value and the new one."""
@@ -97,6 +145,7 @@ class Guards:
             or self._tensor_failure()
             or self._nodes.failure()
             or self._reliance.failure()
+            or self._results.failure()
         )
 
     def sizes(self) -> tuple[int, int, int]:
@@ -136,6 +185,7 @@ class Guards:
             and all(map(operator.is_, self._shapes, other._shapes))
             and self._nodes.watches_the_same(other._nodes)
             and self._reliance.covers(other._reliance)
+            and other._results.is_among(self._results)
             and all(same(old, new) for (*_, old), (*_, new) in zip(self._ambient, other._ambient, strict=True))
         )  # fmt: skip
 
@@ -211,16 +261,13 @@ class _SpaceCheck:
             self.is_quick = (
                 isinstance(space, (MappingSpace, NamesSpace, SequenceSpace))
                 and type(space.holder) in _QUICK_HOLDERS
-                and not any(value is _AnyTensor for _, value in self.expected)
+                and not any(_may_change(value) for _, value in self.expected)
                 and not (ignored and any(is_under(space.label(key), ignored) for key, _ in self.expected))
             )
 
     def rebase(self) -> None:
         """Expect what is there now."""
-        self.expected = [
-            (key, _AnyTensor if issubclass(type(value), torch.Tensor) and not _is_fixed(value) else value)
-            for key, value in self.space.items()
-        ]
+        self.expected = [(key, _expected(value)) for key, value in self.space.items()]
 
     def failure(self) -> str | None:
         space, items = self.space, self.space.items()
@@ -254,10 +301,8 @@ class _SpaceCheck:
         )
 
     def _is_same(self, key: Any, expected: Any, value: Any) -> bool:
-        if same(expected, value):
+        if _is_as_expected(expected, value):
             return True
-        if expected is _AnyTensor:
-            return issubclass(type(value), torch.Tensor)
         if self.space.is_live(key, expected, value):
             return True
         return bool(self.ignored) and is_under(self.space.label(key), self.ignored)
@@ -334,6 +379,7 @@ class ArgGuard:
             so again, and no other may.
         live: places among the flattened arguments of floats that the step reads anew at every call.
         received: places of the tensors that are the call's own, with their gradients, and in no other place of the step's.
+        taker: takes the arguments apart.
     """
 
     def __init__(
@@ -343,14 +389,19 @@ class ArgGuard:
         guards: Guards | None = None,
         live: Collection[int] = (),
         received: Collection[int] = (),
+        taker: Taker | None = None,
     ) -> None:
         self._guards = guards
-        leaves, self._spec = pytree.tree_flatten_with_path((args, kwargs))
+        self.taker = Taker() if taker is None else taker
+        taken = self.taker.take(args, kwargs)
+        self._spec = taken.spec
         self._leaves = [
-            (_argument_path(path), _LIVE if index in live else _leaf(value, index in received))
-            for index, (path, value) in enumerate(leaves)
+            (path, _LIVE if index in live else _leaf(value, index in received))
+            for index, (path, value) in enumerate(
+                zip(taken.paths(_argument_path, args, kwargs), taken.leaves, strict=True)
+            )
         ]
-        self._aliasing = self._alias([value for _, value in leaves])
+        self._aliasing = self._alias(taken.leaves)
 
     def __str__(self) -> str:
         """The tensors among the arguments, and the plain values."""
@@ -369,8 +420,9 @@ class ArgGuard:
         """None where the plan of the captured call fits this one too, else the first difference. The state's guards are asked
         first: by what they found, an argument shares memory with the state or not.
         """
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        if spec != self._spec:
+        taken = self.taker.take(args, kwargs)
+        leaves = taken.leaves
+        if taken.spec != self._spec:
             return "the arguments have another structure than before"
         for (path, expected), value in zip(self._leaves, leaves, strict=True):
             if isinstance(expected, _Leaf):
@@ -508,4 +560,6 @@ def _pattern(storages: list[int]) -> list[int]:
 
 
 def _show(expected: Any) -> str:
+    if type(expected) is _TupleOf:
+        return f"({', '.join(map(_show, expected.entries))})"
     return "a tensor" if expected is _AnyTensor else show(expected)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import gc
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from importlib.machinery import ExtensionFileLoader, SourceFileLoader, SourcelessFileLoader
 from types import ModuleType
@@ -58,10 +58,15 @@ def imports_leave(outside: Callable[[], AbstractContextManager[Any]]) -> Iterato
         yield
 
 
-def clear_fakes() -> None:
-    """Clears every `functools.lru_cache` that holds a fake tensor."""
+def clear_fakes(others: Container[int] = ()) -> None:
+    """Clears every `functools.lru_cache` that holds a fake tensor; `others` by their identity are none of its concern."""
     for cache in gc.get_objects():
-        if type(cache) is functools._lru_cache_wrapper and cache.cache_info().currsize and _holds_fake(cache):
+        if (
+            type(cache) is functools._lru_cache_wrapper
+            and id(cache) not in others
+            and cache.cache_info().currsize
+            and _holds_fake(cache)
+        ):
             cache.cache_clear()
 
 

@@ -31,6 +31,8 @@ _WATCHERS: Final = (
 )
 # Standard library modules whose objects are mere holders of attributes.
 _HOLDERS: Final = frozenset({"builtins", "types", "argparse", "collections", "queue", "weakref"})
+# Standard library modules whose functions make classes for others, with their own name for the class's module.
+_MAKERS: Final = frozenset({"abc", "types"})
 _STANDARD: Final = frozenset(sys.stdlib_module_names)
 
 
@@ -52,10 +54,18 @@ def is_opaque(kind: type) -> bool:
     """Whether objects of a class hold nothing that a step's results could depend on, as far as roam can know: locks, loggers,
     progress bars. A library's other objects, such as configurations, hold values of the user's and are entered.
     """
-    module = kind.__module__
+    module = _home_of(kind)
     return type(module) is str and (
         (_is_standard(module) and module not in _HOLDERS and module != "__main__") or _is_in(module, _WATCHERS)
     )
+
+
+def _home_of(kind: type) -> object:
+    """The module that a class is from. One that is made as the program runs has the name of the module that makes classes."""
+    for base in type.__dict__["__mro__"].__get__(kind):
+        if base.__module__ not in _MAKERS or getattr(sys.modules.get(base.__module__), base.__qualname__, None) is base:
+            return base.__module__
+    return kind.__module__
 
 
 @functools.cache

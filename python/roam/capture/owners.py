@@ -7,14 +7,14 @@ During capture every owner holds a fake tensor in the real one's place.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from roam.capture.reach import Reach
-from roam.capture.spaces import Space, is_live_number
+from roam.capture.spaces import MappingSpace, Space, is_live_number
 from roam.capture.values import MISSING
 
 
@@ -34,6 +34,82 @@ class PlaceOwner:
 
     def set(self, value: Any) -> None:
         self.space.set(self.key, value)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttributeOwner:
+    """An attribute that the step sets before it looks at it, so that what it holds before does not matter."""
+
+    space: Space
+    key: str
+    path: str
+    kind: str = "output"
+
+    def get(self) -> Any:
+        return self.space.get(self.key)
+
+    def set(self, value: Any) -> None:
+        self.space.set(self.key, value)
+
+    def put_last(self) -> None:
+        """Makes it the last of its object's attributes."""
+        if isinstance(self.space, MappingSpace):
+            self.space.holder[self.key] = self.space.holder.pop(self.key)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EntryOwner:
+    """An entry of a list, tuple or dictionary, however deep, that another owner holds. In a tuple's place a new one is put."""
+
+    owner: AttributeOwner
+    keys: tuple[Any, ...]
+    path: str
+    kind: str = "output"
+
+    def get(self) -> Any:
+        held = self.owner.get()
+        for key in self.keys:
+            held = held[key]
+        return held
+
+    def set(self, value: Any) -> None:
+        self.owner.set(_with_entry(self.owner.get(), self.keys, value))
+
+
+def _with_entry(held: Any, keys: tuple[Any, ...], value: Any) -> Any:
+    if not keys:
+        return value
+    key, entry = keys[0], _with_entry(held[keys[0]], keys[1:], value)
+    if isinstance(held, tuple):
+        return as_tuple(type(held), (*held[:key], entry, *held[key + 1 :]))
+    held[key] = entry
+    return held
+
+
+def as_tuple(kind: type, entries: Iterable[Any]) -> Any:
+    """A tuple of a class, such as a named one, without running its constructor."""
+    return tuple.__new__(kind, entries)
+
+
+@dataclass(frozen=True, slots=True)
+class Skeleton:
+    """A nest of lists, tuples and dictionaries that a step makes, with None where tensors and live numbers will be."""
+
+    nest: Any
+
+    def build(self) -> Any:
+        """A new one."""
+        return _copied(self.nest)
+
+
+def _copied(nest: Any) -> Any:
+    if type(nest) is list:
+        return list(map(_copied, nest))
+    if isinstance(nest, tuple):
+        return as_tuple(type(nest), map(_copied, nest))
+    if type(nest) is dict:
+        return {key: _copied(value) for key, value in nest.items()}
+    return nest
 
 
 @dataclass(frozen=True, slots=True, eq=False)

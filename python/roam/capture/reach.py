@@ -18,7 +18,7 @@ import types
 import weakref
 from array import array
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
@@ -31,6 +31,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from roam.errors import CaptureError
 
+from .arguments import parts_of
 from .origins import is_library, is_opaque, names_of
 from .reads import Edge, Reads
 from .spaces import (
@@ -40,10 +41,12 @@ from .spaces import (
     CellSpace,
     ClassSpace,
     DefaultsSpace,
+    FrozenSpace,
     FunctionSpace,
     MappingSpace,
     NamesSpace,
     OptimizerSpace,
+    PartialSpace,
     ProxySpace,
     ScalerSpace,
     SequenceSpace,
@@ -145,6 +148,7 @@ class Reach:
         slots: every place that holds a tensor; `parameters`, `buffers` and `tensors` select from them.
         places: every space, guarded or live.
         objects: objects of classes written in Python whose attributes are places.
+        overwritten: (space, name, key of its object) of attributes that the step sets before it looks at them.
         edges: for the path of a tensor, module, optimizer, iterator, ..., the last attribute on the way to it, by which it
             can be left out (`Reads.defer`).
         reads: what is known of the attributes that the step looks at.
@@ -165,6 +169,7 @@ class Reach:
         self.slots: list[Slot] = []
         self.places: list[Place] = []
         self.objects: list[tuple[str, Any]] = []
+        self.overwritten: list[tuple[Space, str, int]] = []
         self.code: dict[types.CodeType, dict[str, Any]] = {}
 
     @classmethod
@@ -174,11 +179,13 @@ class Reach:
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
         reads: Reads | None = None,
+        opened: Collection[int] = (),
     ) -> Reach:
         """Walk everything that ``train_step(*args, **kwargs)`` can reach.
 
         Args:
             reads: what is known of the attributes that it looks at; without, all count as looked at.
+            opened: identities of the arguments that are taken apart (`arguments.Taker`).
 
         Raises:
             CaptureError: if there is so much of it that guarding it would cost more than the step.
@@ -187,7 +194,7 @@ class Reach:
         while True:
             reach = cls(reads)
             try:
-                _Walk(reach).run(train_step, args, kwargs or {})
+                _Walk(reach, opened).run(train_step, args, kwargs or {})
                 break
             except _LeftOut:
                 pass
@@ -236,6 +243,8 @@ class Reach:
         """Whether some of that is behind attributes that the step has not looked at, as far as is known now."""
         if self.reads.is_narrow or self.reads.everything or not self.reads.is_traced:
             return False
+        if self.reads.overwrites():
+            return True
         edges = (edge for edge in self.edges.values() if edge is not None)
         return not all(self.reads.has(edge) or self.reads.has((edge[0], "_modules")) for edge in edges)
 
@@ -247,8 +256,9 @@ class _LeftOut(Exception):
 class _Walk:
     """One breadth-first walk. Guarded state goes first: what both guarded and live state hold is guarded."""
 
-    def __init__(self, reach: Reach) -> None:
+    def __init__(self, reach: Reach, opened: Collection[int]) -> None:
         self.reach = reach
+        self.opened = opened
         self.seen: dict[int, object] = {}  # keeps what it names alive, so that no id is used twice
         self.guarded: deque[_Item] = deque()
         self.optimizers: deque[_Item] = deque()  # after the modules whose parameters they name
@@ -262,6 +272,7 @@ class _Walk:
         self.held_modules: list[_Item] = []
         self.named: set[str] = set()  # attributes that code names
         self.is_held = True
+        self.frozen: defaultdict[int, list[tuple[Space, Any]]] = defaultdict(list)  # places of tuples and frozen sets
         self.classes: set[int] = set()  # those whose attributes have been entered
 
     def run(self, train_step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -312,10 +323,21 @@ class _Walk:
         self.edge = None
         for keys, leaf in leaves:
             path = name + pytree.keystr(keys)
-            if issubclass(type(leaf), torch.Tensor):
-                self._slot(Slot(path, leaf, SequenceSpace((leaf,), path), 0, "argument"))
-            else:
-                self._enqueue(leaf, path)
+            parts = parts_of(leaf, path) if id(leaf) in self.opened else None
+            if parts is None:
+                self._given(leaf, path)
+                continue
+            for space in parts.spaces:
+                self._place(space, guarded=False)
+            for value, where in zip(parts.values(), parts.paths(), strict=True):
+                self._given(value, where)
+            self._class_of(leaf)
+
+    def _given(self, value: Any, path: str) -> None:
+        if issubclass(type(value), torch.Tensor):
+            self._slot(Slot(path, value, SequenceSpace((value,), path), 0, "argument"))
+        else:
+            self._enqueue(value, path)
 
     def _root(self, step: Any) -> None:
         """Enter the user's function, whichever package it is from."""
@@ -344,8 +366,10 @@ class _Walk:
     def _place(self, space: Space, guarded: bool | None = None) -> None:
         self.reach.places.append(Place(space, self.is_guarding if guarded is None else guarded))
 
-    def _enqueue(self, value: Any, path: str) -> None:
+    def _enqueue(self, value: Any, path: str, place: tuple[Space, Any] | None = None) -> None:
         if value is not MISSING and not is_plain(value):
+            if place is not None and issubclass(type(value), (tuple, frozenset)):
+                self.frozen[id(value)].append(place)
             (self.guarded if self.is_guarding else self.live).append((value, path, self.edge))
 
     def _slot(self, slot: Slot) -> None:
@@ -370,7 +394,7 @@ class _Walk:
             if issubclass(type(value), torch.Tensor):
                 self._tensor(value, space, key, kind)
             else:
-                self._enqueue(value, space.label(key))
+                self._enqueue(value, space.label(key), (space, key))
         self.edge = outer
 
     def _tensor(self, value: torch.Tensor, space: Space, key: Any, kind: TensorKind) -> None:
@@ -441,16 +465,19 @@ class _Walk:
                     f"Keep {path} in an ordinary dictionary: it has tensors for keys by their identity, and fakes have others",
                     code="identity",
                 )
-        elif issubclass(kind, (list, deque, tuple)):
+        elif issubclass(kind, (list, deque)):
             self._fill(SequenceSpace(value, path, label=_index(path)))
             self._attributes(value, path)
             self._enqueue(kind, kind.__qualname__)
-        elif issubclass(kind, (set, frozenset)):
-            if issubclass(kind, set):
-                self._fill(SetSpace(value, path, label=lambda key: f"{path}{{...}}"))
-            else:
-                elements = tuple(frozenset.__iter__(value))
-                self._fill(SequenceSpace(elements, path, label=lambda key: f"{path}{{...}}"))
+        elif issubclass(kind, tuple):
+            self._fill(FrozenSpace(value, path, self.frozen[id(value)], label=_index(path)))
+            self._attributes(value, path)
+            self._enqueue(kind, kind.__qualname__)
+        elif issubclass(kind, frozenset):
+            self._fill(FrozenSpace(value, path, self.frozen[id(value)], label=lambda key: f"{path}{{...}}"))
+            self._enqueue(kind, kind.__qualname__)
+        elif issubclass(kind, set):
+            self._fill(SetSpace(value, path, label=lambda key: f"{path}{{...}}"))
             self._enqueue(kind, kind.__qualname__)
         elif is_numpy_array(value):
             if not value.dtype.hasobject:
@@ -532,10 +559,11 @@ class _Walk:
         seen = OptimizerSpace(optimizer, path)
         self._place(seen, guarded=True)
         attributes = optimizer.__dict__
-        self._place(MappingSpace(attributes, path, label=_child(path)), guarded=False)
+        held = MappingSpace(attributes, path, label=_child(path))
+        self._place(held, guarded=False)
         for name, value in attributes.items():
             if name not in ("state", "param_groups", "defaults"):
-                self._enqueue(value, f"{path}.{name}")
+                self._enqueue(value, f"{path}.{name}", (held, name))
         groups = f"{path}.param_groups"
         self._place(SequenceSpace(optimizer.param_groups, groups, label=_index(groups)), guarded=False)
         paths = {id(slot.tensor): slot.path for slot in reversed(self.reach.slots) if slot.kind == "parameter"}
@@ -565,6 +593,8 @@ class _Walk:
         self._place(MappingSpace(state, path, label=label), guarded=False)
         for key, entry in state.items():
             if isinstance(entry, dict) and self._is_new(entry):
+                nested = [(name, value) for name, value in entry.items() if type(value) in (list, dict)]
+                self.guarded.extend((value, f"{label(key)}[{name!r}]", self.edge) for name, value in nested)
                 self._fill_live(MappingSpace(entry, label(key), label=_index(label(key))), "state")
 
     def _fill_live(self, space: Space, kind: TensorKind) -> None:
@@ -581,7 +611,7 @@ class _Walk:
                 self.guarded.append((part, f"{path}.{name}", self.edge))
 
     def _partial(self, value: functools.partial[Any], path: str, enter: Callable[[Any], None]) -> None:
-        self._enqueue(value.args, f"{path}.args")
+        self._fill(PartialSpace(value, path))
         self._fill(MappingSpace(value.keywords, f"{path}.keywords", label=_index(f"{path}.keywords")))
         if value.__dict__:
             self._fill(MappingSpace(value.__dict__, path, label=_child(path)))
@@ -673,11 +703,11 @@ class _Walk:
             )
             self.edge = (None, name) if is_method else outer
             if not is_method or name in self.named or self.reads.has((None, name)):
-                self._enqueue(item, space.label(name))
+                self._enqueue(item, space.label(name), (space, name))
             elif self.reads.is_narrow and self.is_held:
                 self.held[name].append((item, space.label(name), self.edge))
             elif not self.reads.is_deferred((None, name)):
-                self._enqueue(item, space.label(name))
+                self._enqueue(item, space.label(name), (space, name))
         self.edge = outer
 
     def _release(self, names: Iterable[str]) -> None:
@@ -721,6 +751,7 @@ class _Walk:
             self._names(attributes, path, key, names)
         if slots and names is not None:
             names |= _slots_of_super(type(value))
+            self._overwritten(SlotsSpace(value, slots, path, label=_child(path)), key, slots.keys() - names)
             slots = {name: slot for name, slot in slots.items() if name in names}
         if slots:
             self._fill(SlotsSpace(value, slots, path, label=_child(path)), owner=key)
@@ -731,8 +762,16 @@ class _Walk:
         if names is None:
             self._fill(whole, owner=key)
         else:
-            self._place(whole, guarded=False)  # for the snapshot
+            self._overwritten(whole, key, None)
             self._fill(AttributesSpace(attributes, sorted(names), path, label=_child(path)), owner=key)
+
+    def _overwritten(self, space: Space, key: int | None, names: Collection[str] | None) -> None:
+        """Notes what the step sets in an object before it looks at it; the snapshot keeps all of the space."""
+        self._place(space, guarded=False)
+        for name in self.reads.overwritten(key):
+            if names is None or name in names:
+                assert key is not None, "its reads are noted"
+                self.reach.overwritten.append((space, name, key))
 
 
 def _slots_of_super(kind: type) -> frozenset[str]:

@@ -1,4 +1,4 @@
-"""Reads: which attributes of the user's own objects a step looks at, or sets.
+"""Reads: which attributes of the user's own objects a step looks at, or sets before it looks.
 
 While the step is traced, the classes of the objects that it reaches note every attribute that is asked for, whether it is
 there or not. What was not asked for cannot matter, and need be neither compared from call to call nor faked. Where a
@@ -63,10 +63,17 @@ class Reads:
         self.is_traced = False
         self.everything = everything
         self._noted: set[Edge] = set()
+        self._overwritten: dict[Edge, None] = {}
+        """What every trace has set before it looked at it, in order."""
+        self._set_now: set[Edge] = set()
         self._names: set[str] = set()
         self._whole: set[int] = set()
         self._deferred: set[Edge] = set()
-        self._known_before: tuple[frozenset[Edge], frozenset[int]] = frozenset(), frozenset()
+        self._known_before: tuple[frozenset[Edge], frozenset[int], frozenset[Edge]] = (
+            frozenset(),
+            frozenset(),
+            frozenset(),
+        )
         self._reached: set[int] = set()
         self._keys: dict[int, int] = {}
         self._kept: list[object] = []  # alive, so that no id is used twice
@@ -81,7 +88,7 @@ class Reads:
 
     def begin(self) -> None:
         """Before a walk: what is read from now on and not known yet is news to it."""
-        self._known_before = frozenset(self._noted), frozenset(self._whole)
+        self._known_before = frozenset(self._noted), frozenset(self._whole), frozenset(self._overwritten)
         self._reached = set()
         self._has_more = False
 
@@ -106,6 +113,21 @@ class Reads:
         if key is None or not self.is_narrow or key in self._whole:
             return None
         return {name for holder, name in self._noted if holder == key}
+
+    def overwritten(self, key: int | None) -> list[str]:
+        """The attributes of an object that the step sets before it looks at them, in order; for a narrow walk."""
+        if key is None or not self.is_narrow or self.everything or key in self._whole:
+            return []
+        return [name for holder, name in self._overwritten if holder == key]
+
+    def overwrites(self) -> bool:
+        """Whether there are any."""
+        return any(key not in self._whole for key, _ in self._overwritten)
+
+    def keep(self, key: int, name: str) -> None:
+        """Has an attribute count as looked at, since what the step sets there cannot be set again."""
+        self._noted.add((key, name))
+        self._overwritten.pop((key, name), None)
 
     def has(self, edge: Edge) -> bool:
         """Whether the step has looked at what an edge leads to."""
@@ -143,7 +165,7 @@ class Reads:
 
     def has_strays(self) -> bool:
         """After a narrow walk: whether the step has looked at objects that it did not come by."""
-        return not {key for key, _ in self._noted} | self._whole <= self._reached
+        return not {key for key, _ in (*self._noted, *self._overwritten)} | self._whole <= self._reached
 
     # -- for the trace
 
@@ -177,6 +199,7 @@ class Reads:
             yield
             return
         self.is_traced = True
+        self._set_now = set()
         others = frozenset(sys._current_frames()) - {threading.get_ident()}
         patched: list[tuple[type, str]] = []
         plain_check: Any = inspect._check_instance  # type: ignore[attr-defined]
@@ -205,18 +228,20 @@ class Reads:
             return read(self, name)
 
         def __setattr__(self: Any, name: str, value: Any) -> None:
-            note(self, name, others)
+            note(self, name, others, is_set=True)
             write(self, name, value)
 
         def __delattr__(self: Any, name: str) -> None:
-            note(self, name, others)
+            note(self, name, others, is_deleted=True)
             delete(self, name)
 
         yield "__getattribute__", __getattribute__
         yield "__setattr__", __setattr__
         yield "__delattr__", __delattr__
 
-    def _note(self, value: object, name: str, others: frozenset[int]) -> None:
+    def _note(
+        self, value: object, name: str, others: frozenset[int], *, is_set: bool = False, is_deleted: bool = False
+    ) -> None:
         if threading.get_ident() in others:
             return
         key = self._keys.get(id(value))
@@ -230,16 +255,24 @@ class Reads:
         if is_all:
             is_new = self._is_whole_new(key)
             self._whole.add(key)
+        elif (key, name) in self._set_now and not is_deleted:
+            return
+        elif is_set and (key, name) not in self._noted and key not in self._whole:
+            is_new = self._is_set_new(key, name)
+            self._overwritten[key, name] = None
+            self._set_now.add((key, name))
+            self._names.add(name)
         else:
             is_new = self._is_new(key, name)
             self._noted.add((key, name))
+            self._overwritten.pop((key, name), None)
             self._names.add(name)
         if is_new:
             self._has_more = True
             raise CaptureError(f"the step looks at {name}, which nothing has reached yet", code="moved")
 
     def _is_new(self, key: int, name: str) -> bool:
-        edge, (noted, whole) = (key, name), self._known_before
+        edge, (noted, whole, _) = (key, name), self._known_before
         if not self.is_narrow:
             return (edge in self._deferred and edge not in noted and key not in whole) or (
                 (None, name) in self._deferred and name not in {known for _, known in noted}
@@ -247,6 +280,14 @@ class Reads:
         if key not in self._reached and edge in noted:
             self.everything = True  # got at in a way that no walk goes
         return key not in self._reached or (edge not in noted and key not in whole)
+
+    def _is_set_new(self, key: int, name: str) -> bool:
+        noted, _, overwritten = self._known_before
+        if not self.is_narrow:
+            return (None, name) in self._deferred and name not in {known for _, known in (*noted, *overwritten)}
+        if key not in self._reached and (key, name) in overwritten:
+            self.everything = True
+        return key not in self._reached or (key, name) not in overwritten
 
     def _is_whole_new(self, key: int) -> bool:
         whole = self._known_before[1]

@@ -6,7 +6,7 @@ import functools
 import operator
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
@@ -129,6 +129,7 @@ class Recorder(TorchDispatchMode):
         kernels: FakeKernels,
         watch: Watch | None = None,
         number_of: Callable[[Any], Any] = lambda _: MISSING,
+        results: Mapping[int, tuple[torch.Tensor, Any]] | None = None,
     ) -> None:
         """A recording of nothing yet.
 
@@ -138,6 +139,7 @@ class Recorder(TorchDispatchMode):
             kernels: remembers across recordings what kernels make of fake tensors.
             watch: over random generators.
             number_of: the number that an owner's tensor is where a plan begins.
+            results: by identity, real tensors that the step may come by as they are, each with its fake.
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self.program = Program()
@@ -156,7 +158,10 @@ class Recorder(TorchDispatchMode):
         self._calculated: dict[Any, Any] = {}
         self._watch = watch
         self._slices = Slices(self.program)
+        self._reshaped: dict[int, tuple[ArgumentOwner, int, FakeTensor]] = {}
         self._number_of = number_of
+        self._results = {} if results is None else results
+        self._held: list[Any] = []
         self._refusal: CaptureError | None = None
         self._twins: dict[int, tuple[torch.Tensor, Any, torch.Tensor]] = {}
         """By identity, real tensors that the step was given in the place of fakes: with the fake and a copy."""
@@ -241,6 +246,7 @@ class Recorder(TorchDispatchMode):
 
     def slot_of(self, value: Any) -> int | None:
         """The slot of a tensor or live number of this recording; None for anything else."""
+        value = self._stand_in(value)
         if isinstance(value, torch.Tensor):
             tag = getattr(value, "_roam_slot", None)
             return int(tag[1]) if tag is not None and tag[0] is self else None
@@ -251,13 +257,38 @@ class Recorder(TorchDispatchMode):
             self.refuse(f"{node.origin} is not known until the step has run", code="unknown_number")
         return node.slot
 
+    def _stand_in(self, value: Any) -> Any:
+        """The fake for a real tensor that the step has come by, which is then a constant; any other value as it is."""
+        if not self._results or id(value) not in self._results:
+            return value
+        real, fake = self._results[id(value)]
+        is_known = getattr(fake, "_roam_slot", (None,))[0] is self
+        number = self._storage_numbers.get(fake.untyped_storage()._cdata)
+        if not is_known and all(number != self.program.storage_of(slot) for _, slot in self.program.owned):
+            self.add_constant(fake, real)
+            self._held.append(fake)
+        return fake
+
+    def _with_stand_ins(self, value: Any) -> Any:
+        if isinstance(value, (tuple, list)):
+            return type(value)(map(self._with_stand_ins, value))
+        if isinstance(value, dict):
+            return {key: self._with_stand_ins(item) for key, item in value.items()}
+        return self._stand_in(value)
+
     def close(self) -> None:
-        """Takes the marks off the tensors again."""
-        for tensor, _ in self._tagged.values():
+        """Takes the marks off the tensors again, and gives arguments the shapes that they had."""
+        for _, slot, fake in self._reshaped.values():
+            meta = self.program.slots[slot]
+            assert meta is not None
+            fake.as_strided_(meta.shape, meta.stride, meta.offset)
+        self._reshaped.clear()
+        for tensor in (*self._held, *(tensor for tensor, _ in self._tagged.values())):
             if getattr(tensor, "_roam_slot", (None,))[0] is self:
-                del tensor._roam_slot  # type: ignore[attr-defined]
+                del tensor._roam_slot
         self._tagged.clear()
         self._twins.clear()
+        self._held.clear()
         self._watch = None  # it holds generators' states, and a recorder lives until its cycles are found
 
     # -- assigned data
@@ -282,7 +313,8 @@ class Recorder(TorchDispatchMode):
         """Records, as the last of all, which tensors from before the step are left with other data."""
         for tensor, slot in self._tagged.values():
             data = self.slot_of(tensor)
-            if data is None or self.program.slots[data] == self.program.slots[slot]:
+            is_reshaped = id(tensor) in self._reshaped and id(tensor) not in self._assigned
+            if data is None or self.program.slots[data] == self.program.slots[slot] or is_reshaped:
                 continue
             phase, source = self._assigned[id(tensor)]
             call = Call(assign_data, (Ref(slot), Ref(data)), {}, (None,), False, phase, source, mutates=(slot,))
@@ -395,6 +427,8 @@ class Recorder(TorchDispatchMode):
                 return func(*args, **kwargs)
         if self._twins:
             args, kwargs = pytree.tree_map_only(torch.Tensor, self._fake, (args, kwargs))
+        if self._results:
+            args, kwargs = self._with_stand_ins(args), self._with_stand_ins(kwargs)
         if self._lacks_cuda and "device" in kwargs and absent.asked_by_engine(sys._getframe(1)):
             if absent.is_no_move(func, args, kwargs):
                 return args[0]
@@ -706,9 +740,13 @@ class Recorder(TorchDispatchMode):
     def _reshape_in_place(self, call: Call, tensor: Any) -> None:
         """A tensor that changes its own shape (`x.unsqueeze_(0)`) is another view under the same name from here on."""
         slot = self.slot_of(tensor)
-        if any(slot == owned for _, owned in self.program.owned):
+        owner = next((owner for owner, owned in self.program.owned if owned == slot), None)
+        if isinstance(owner, ArgumentOwner) and owner.kind == "input" and slot is not None:
+            self._reshaped[id(tensor)] = owner, slot, tensor
+        elif owner is not None:
             self.refuse(
-                "it changes the shape of a tensor from outside of the step in place; use the form that returns a view",
+                "use the form that returns a view; it changes the shape of a tensor from outside of the step in place, which is no "
+                "argument, so that every step would find another shape",
                 code="inplace_view", op=call.name, source=call.source,
             )  # fmt: skip
         name = call.target._opname.removesuffix("_")
@@ -836,7 +874,7 @@ class Recorder(TorchDispatchMode):
 
     def leaving(self, tensor: Any, place: str) -> int:
         """The slot of a tensor that is at `place` after the step; one from before the step is itself, whatever its data is."""
-        tensor = self._fake(tensor)
+        tensor = self._fake(self._stand_in(tensor))
         slot = self.slot_of(tensor)
         if slot is None:
             raise CaptureError(f"the step puts a tensor of unknown origin at {place}", code="unknown_tensor")
@@ -908,6 +946,14 @@ class Recorder(TorchDispatchMode):
                 self._refuse_change("a change that capture cannot see", Source())
         if self._watch is not None and not self._watch.is_intact():
             raise CaptureError(_SET_UNSEEN, code="generator_state")
+        for owner, slot, tensor in self._reshaped.values():
+            if id(tensor) in self._assigned:
+                continue
+            meta = self.program.slots[slot]
+            assert meta is not None
+            now = tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
+            if now != (meta.shape, meta.stride, meta.offset):
+                self.program.reshaped.append((owner, now))
         self.program.guessed = sorted(map(str, self._kernels.guessed))
         forget_idle_states(self.program)
 

@@ -241,6 +241,8 @@ def _renumber(
     result.absent = list(program.absent)
     result.plain_state = list(program.plain_state)
     result.state_order = list(program.state_order)
+    result.reshaped = list(program.reshaped)
+    result.overwritten = list(program.overwritten)
     result.decisions = list(program.decisions)
     result.plain_before = list(program.plain_before)
     result.questions = list(program.questions)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 
-from roam.capture.owners import ArgumentOwner, GradientOwner, PlaceOwner
+from roam.capture.owners import ArgumentOwner, AttributeOwner, EntryOwner, GradientOwner, PlaceOwner
 from roam.program import Program
 
 
@@ -22,7 +22,9 @@ def settle_gradients(program: Program, carried: set[str], keep_grads: bool) -> N
             rebinds.append((owner, slot))
         if is_gradient and owner.path not in owned and owner.path not in carried:
             program.dropped.append(owner)
-        elif owner.path not in owned and program.slots[slot] is not None and not isinstance(owner, ArgumentOwner):
+        elif isinstance(owner, (ArgumentOwner, AttributeOwner, EntryOwner)):
+            continue  # guarded with the arguments, or it may hold anything before
+        elif owner.path not in owned and program.slots[slot] is not None:
             program.absent.append(owner)
     program.rebinds = rebinds
 

@@ -18,6 +18,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from .caches import forget_others, keys_of, tensors_in
 from .live import LiveFloat, LiveInt
 from .reach import Place, Reach
 from .spaces import ArraySpace, AttributesSpace, Items, MappingSpace, OptimizerSpace, SequenceSpace, SetSpace, Space
@@ -89,7 +90,7 @@ class Snapshot:
         self._holders = [(place, place.space.items()) for place in places]
         tensors = {id(slot.tensor): (slot.path, slot.tensor) for slot in reversed(reach.slots)}
         self._tensors = [_TensorState(path, tensor) for path, tensor in reversed(tensors.values())]
-        self._caches = [(cache, cache.cache_info().misses) for _, cache in reach.caches]
+        self._caches = [(path, cache, cache.cache_info().misses, keys_of(cache)) for path, cache in reach.caches]
         self._sources = random_sources(reach)
         with _disable_current_modes():
             self._drawn = [read() for _, read, _ in self._sources]
@@ -100,6 +101,12 @@ class Snapshot:
         """
         reasons = [reason for place, items in self._holders if place.guarded for reason in _changes(place, items)]
         reasons += [reason for state in self._tensors for reason in state.changes()]
+        reasons += [
+            f"{path} keeps another result with tensors"
+            for path, cache, misses, _ in self._caches
+            if cache.cache_info().misses != misses
+            and any(isinstance(tensor, FakeTensor) for tensor in tensors_in(cache))
+        ]
         with _disable_current_modes():
             for (name, read, _), drawn in zip(self._sources, self._drawn, strict=True):
                 if not _is_same_state(read(), drawn):
@@ -166,9 +173,9 @@ class Snapshot:
                 failures.append(error)
         for state in self._tensors:
             state.restore()
-        for cache, misses in self._caches:
+        for _, cache, misses, keys in self._caches:
             if cache.cache_info().misses != misses:
-                cache.cache_clear()  # it may hold results made of fake tensors
+                forget_others(cache, keys)  # it may hold results made of fake tensors
         with _disable_current_modes():
             for (_, read, write), drawn in zip(self._sources, self._drawn, strict=True):
                 if not _is_same_state(read(), drawn):
@@ -273,14 +280,22 @@ def _changes(place: Place, items: Items) -> list[str]:
     for stand_in in before | after:
         key, old = before.get(stand_in, (None, MISSING))
         key, value = after.get(stand_in, (key, MISSING))
-        is_both_tensors = issubclass(type(old), torch.Tensor) and issubclass(type(value), torch.Tensor)
-        if is_both_tensors and place.guarded:
+        if place.guarded and _has_other_tensors(old, value):
             continue  # an owner may put another tensor in a tensor's place
         if not same(old, value) and not (place.guarded and space.is_live(key, old, value)):
             reasons.append(f"{space.label(key)} changed from {show(old)} to {show(value)}")
     if not reasons and list(before) != list(after):
         reasons.append(f"the entries of {space.path} changed their order")
     return reasons
+
+
+def _has_other_tensors(old: Any, value: Any) -> bool:
+    """Whether two values are the same but for tensors, in tuples too."""
+    if issubclass(type(old), torch.Tensor):
+        return issubclass(type(value), torch.Tensor)
+    if issubclass(type(old), tuple) and type(old) is type(value) and len(old) == len(value):
+        return all(map(_has_other_tensors, old, value))
+    return same(old, value)
 
 
 def _stand_in(key: Any) -> Any:

@@ -8,6 +8,7 @@ read and written through the base types' own methods, so that nothing of the use
 
 from __future__ import annotations
 
+import functools
 import types
 from array import array
 from collections import OrderedDict, deque
@@ -22,6 +23,8 @@ from roam.errors import CaptureError
 from .values import MISSING, same, show
 
 Items = list[tuple[Any, Any]]
+Place = tuple["Space", Any]
+"""A space and a key in it."""
 
 # Entries of a group that are live numbers even as integers; of the others floats are.
 RATE_KEYS: Final = frozenset({"lr", "initial_lr", "swa_lr"})
@@ -209,7 +212,7 @@ class TensorKeyedSpace(MappingSpace):
 
 
 class SequenceSpace(Space):
-    """A list, a deque, or (read only) a tuple that holds other things than plain values."""
+    """A list, a deque, or (read only) a tuple."""
 
     __slots__ = ("holder",)
 
@@ -243,14 +246,90 @@ class SequenceSpace(Space):
         self._kind().__setitem__(self.holder, key, value)
 
 
-class SetSpace(Space):
-    """A set; its elements are their own keys."""
+class FrozenSpace(Space):
+    """A tuple or a frozen set. Another entry of it is another tuple, put where this one is held."""
+
+    __slots__ = ("holder", "places")
+
+    def __init__(
+        self, holder: tuple[Any, ...] | frozenset[Any], path: str, places: list[Place], **options: Any
+    ) -> None:
+        """`places`: all that hold it; more may come."""
+        super().__init__(path, **options)
+        self.holder = holder
+        self.places = places
+
+    @property
+    def is_immutable(self) -> bool:
+        return True
+
+    @property
+    def takes_others(self) -> bool:
+        return bool(self.places) and all(space.takes_others for space, _ in self.places)
+
+    def now(self) -> Any:
+        """What is in its place."""
+        return self.places[0][0].get(self.places[0][1]) if self.places else self.holder
+
+    def is_in_all_places(self) -> bool:
+        """Whether all places hold one and the same, as they did when it was found."""
+        now = self.now()
+        return all(space.get(key) is now for space, key in self.places)
+
+    def items(self) -> Items:
+        now = self.now()
+        return list(enumerate(now)) if isinstance(now, (tuple, frozenset)) else []
+
+    def put(self, items: Items) -> None:
+        pass
+
+    def get(self, key: Any) -> Any:
+        items = self.items()
+        return items[key][1] if 0 <= key < len(items) else MISSING
+
+    def set(self, key: Any, value: Any) -> None:
+        if not self.takes_others:
+            super().set(key, value)
+        entries = [value if place == key else entry for place, entry in self.items()]
+        kind = type(self.now())
+        new = (tuple if issubclass(kind, tuple) else frozenset).__new__(kind, entries)
+        for space, name in self.places:
+            space.set(name, new)
+
+
+class PartialSpace(Space):
+    """The positional arguments of a `functools.partial`."""
 
     __slots__ = ("holder",)
+
+    def __init__(self, holder: functools.partial[Any], path: str) -> None:
+        super().__init__(path)
+        self.holder = holder
+
+    def items(self) -> Items:
+        return [("args", self.holder.args)]
+
+    def put(self, items: Items) -> None:
+        self.set(*items[0])
+
+    def set(self, key: Any, value: Any) -> None:
+        if value is not self.holder.args:
+            held: Any = self.holder
+            held.__setstate__((held.func, value, held.keywords, held.__dict__))
+
+    def label(self, key: Any) -> str:
+        return f"{self.path}.args"
+
+
+class SetSpace(Space):
+    """A set; its elements are their own keys, also while others take their places until `put`."""
+
+    __slots__ = ("_others", "holder")
 
     def __init__(self, holder: set[Any], path: str, **options: Any) -> None:
         super().__init__(path, **options)
         self.holder = holder
+        self._others: dict[int, Any] = {}
 
     def items(self) -> Items:
         return [(element, element) for element in set.__iter__(self.holder)]
@@ -258,6 +337,18 @@ class SetSpace(Space):
     def put(self, items: Items) -> None:
         set.clear(self.holder)
         set.update(self.holder, [element for element, _ in items])
+        self._others = {}
+
+    def get(self, key: Any) -> Any:
+        wanted = self._others.get(id(key), key)
+        return next((element for element in set.__iter__(self.holder) if element is wanted), MISSING)
+
+    def set(self, key: Any, value: Any) -> None:
+        wanted = self._others.get(id(key), key)
+        elements = [value if element is wanted else element for element in set.__iter__(self.holder)]
+        set.clear(self.holder)
+        set.update(self.holder, elements)
+        self._others[id(key)] = value
 
 
 class CellSpace(Space):

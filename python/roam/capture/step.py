@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 from weakref import WeakSet
 
 import torch
-import torch.utils._pytree as pytree
 
 from roam._core import Graph
 from roam.capture.ambient import Switches
+from roam.capture.arguments import Taker, live_floats
 from roam.capture.beneath import check_beneath
 from roam.capture.branches import CHANCE
+from roam.capture.caches import Results
 from roam.capture.compare import agrees, asks_the_same, difference, is_resized
 from roam.capture.generators import watched
 from roam.capture.guards import ArgGuard, Guards
@@ -30,7 +31,7 @@ from roam.capture.scaler import check_scaler
 from roam.capture.settle import settle_gradients
 from roam.capture.snapshot import DRAWN, Setting, Snapshot, applied
 from roam.capture.surroundings import check_surroundings
-from roam.capture.trace import NumbersChange, check_no_leaf, trace
+from roam.capture.trace import ArgumentsChange, NumbersChange, check_no_leaf, trace
 from roam.capture.world import World, refuse
 from roam.errors import CaptureError
 from roam.garbage import collections_wait
@@ -113,12 +114,18 @@ class Known:
         programs: steady ones that two traces agreed on; the most recent last.
         guards: of the captures that are kept.
         traces: how many times the user's function has been run on fakes.
+        taker: takes the arguments of calls apart.
+        caches: by identity, functions that keep results, of which snapshots drop those that hold fakes.
+        settling: at how many calls the user's function has run in a plan's place, for what it sets up.
     """
 
     numbers: set[str] = field(default_factory=set)
     programs: list[Program] = field(default_factory=list)
     guards: WeakSet[Guards] = field(default_factory=WeakSet)
     traces: int = 0
+    settling: int = 0
+    taker: Taker = field(default_factory=Taker)
+    caches: dict[int, Any] = field(default_factory=dict)
 
     def has_agreed(self, program: Program) -> bool:
         """Whether two traces have agreed on a program already, for arguments of these sizes or others."""
@@ -235,8 +242,12 @@ def capture_step(
                     if settles is None:
                         raise
                     settles = None
+                except ArgumentsChange as change:
+                    if not known.taker.opened:
+                        raise change.refusal() from None
+                    known.taker, settles = Taker(opens_no_more=True), None
         finally:
-            clear_fakes()
+            clear_fakes(known.caches)
 
 
 def _captured(
@@ -249,17 +260,22 @@ def _captured(
     reads: Reads,
     settles: _Settles | None,
 ) -> CapturedStep:
-    reach = Reach.of(train_step, args, kwargs, reads)
-    floats = [index for index, leaf in enumerate(pytree.tree_leaves((args, kwargs))) if type(leaf) is float]
-    reliance = Reliance()
+    taker = known.taker
+    taken = taker.take(args, kwargs)
+    opened = [id(parts.value) for parts in taken.objects.values()]
+    reach = Reach.of(train_step, args, kwargs, reads, opened)
+    known.caches.update((id(cache), cache) for _, cache in reach.caches)
+    floats = live_floats(taken, args, kwargs)
+    reliance, results = Reliance(), Results(reach.caches)
     try:
         _refuse_unseen_state(reach)
         tracer = _Tracer(reach, train_step, args, kwargs, known, asks_kernels, settles is not None, reliance)
         programs = tracer.live_programs() if floats else None
         if programs is None:
             # A float argument that decides something in Python cannot be live; it is guarded by value instead.
-            floats, programs = [], tracer.programs(live_arguments=False)
+            floats, programs = (), tracer.programs(live_arguments=False)
         if settles is not None and not _is_settled(settles, programs[0]):
+            settles.refusal.settles = True  # the step that finds all of it set has just been traced
             raise settles.refusal
         kept = list(number_owners(reach, known.numbers))
         if kept or not _has_known_optimizers(reach):
@@ -274,14 +290,14 @@ def _captured(
             raise ReadMore from error
         raise
     reads.check()
-    reach = _what_was_read(reach, train_step, args, kwargs, known.numbers)
+    reach = _what_was_read(reach, train_step, args, kwargs, known.numbers, opened)
     first, steady = programs[0], programs[-1]
     name = getattr(train_step, "__name__", type(train_step).__name__)
     guards = known.shared(
-        Guards(reach, [owner.path for owner in kept if owner.get() is not None], reliance.settled(reach))
+        Guards(reach, [owner.path for owner in kept if owner.get() is not None], reliance.settled(reach), results)
     )
     received = {owner.index for owner, _ in programs[0].owned if isinstance(owner, ArgumentOwner)}
-    arguments = ArgGuard(args, kwargs, guards, live=floats, received=received)
+    arguments = ArgGuard(args, kwargs, guards, floats, received, taker)
     settings = [] if settles is None else settles.settings
     if first.unsettled is not None:
         settle_gradients(first, set(), keep_grads=True)
@@ -303,7 +319,12 @@ def _captured(
 
 
 def _what_was_read(
-    reach: Reach, train_step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], changing: set[str]
+    reach: Reach,
+    train_step: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    changing: set[str],
+    opened: Collection[int],
 ) -> Reach:
     """What of a traced step's reach is to be guarded.
 
@@ -312,7 +333,7 @@ def _what_was_read(
     """
     if reach.reads.is_narrow or reach.reads.everything:
         return reach
-    narrow = Reach.of(train_step, args, kwargs, reach.reads.narrow())
+    narrow = Reach.of(train_step, args, kwargs, reach.reads.narrow(), opened)
     if reach.reads.has_strays() or reach.reads.everything:
         reach.reads.everything = True
         raise ReadMore
@@ -398,6 +419,7 @@ class _Tracer:
             self.args,
             self.kwargs,
             self.known.numbers,
+            taker=self.known.taker,
             asks_kernels=self.asks_kernels,
             reliance=self.reliance,
         )
@@ -446,7 +468,10 @@ class _Tracer:
                     if settings is not None:
                         raise _Settles(settings, programs[0], refusal)
                     numbers = inside.numbers() - self.known.numbers
-                    raise NumbersChange(numbers) if numbers else refusal
+                    if numbers:
+                        raise NumbersChange(numbers)
+                    refusal.settles = not switches.moved() and self._may_settle(world, args, kwargs)
+                    raise refusal
                 if (
                     only_first
                     or program.unsettled is not None
@@ -466,6 +491,19 @@ class _Tracer:
         raise CaptureError(
             f"two runs of the step on the same state are not the same program: {change}", code="unstable"
         )
+
+    def _may_settle(self, world: World, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether the step, run again on what the last trace has left, changes no Python state but numbers. What that holds of fakes the world does
+        not know, so that no program comes of it, and where it ends in an error nobody can say.
+        """
+        inside = Snapshot(self.reach)
+        try:
+            trace(world, self.train_step, args, kwargs, live_arguments=False)
+        except (ArgumentsChange, NumbersChange):
+            return True
+        except CaptureError as error:
+            return error.code != "moved" or error.settles
+        return len(inside.moved()) == len(inside.numbers() - self.known.numbers)
 
     def live_programs(self) -> list[Program] | None:
         """The same with live float arguments; None where the step does something else with them than with floats."""

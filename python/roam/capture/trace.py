@@ -29,9 +29,23 @@ from roam.capture.generators import Watch, stand_ins
 from roam.capture.identity import hooks_on, is_parameter, own_attributes
 from roam.capture.importing import imports_leave, replaced
 from roam.capture.live import as_live, number_stand_ins
-from roam.capture.owners import ArgumentOwner, GradientOwner, Owner, PlaceOwner, RateOwner, StateOwner, state_owners
+from roam.capture.owners import (
+    ArgumentOwner,
+    AttributeOwner,
+    EntryOwner,
+    GradientOwner,
+    Owner,
+    PlaceOwner,
+    RateOwner,
+    Skeleton,
+    StateOwner,
+    as_tuple,
+    state_owners,
+)
+from roam.capture.reads import ReadMore
 from roam.capture.record import Recorder
 from roam.capture.scaler import check_skippable, check_updated, scaler_stand_ins
+from roam.capture.spaces import FrozenSpace
 from roam.capture.values import MISSING, is_plain, same
 from roam.capture.world import World
 from roam.errors import CaptureError
@@ -64,8 +78,9 @@ def trace(
     frames = Frames({id(module): path for path, module in world.reach.modules}, world.reliance.code)
     frames.root = _run.__code__
     watch = Watch(generator for _, generator in world.reach.generators)
-    recorder = Recorder(frames, world.leaves, world.kernels, watch, world.number_of)
+    recorder = Recorder(frames, world.leaves, world.kernels, watch, world.number_of, world.results)
     before: list[tuple[Owner, Any]] = [(owner, owner.get()) for owner in world.owners()]
+    tied = [(owner, owner.get()) for owner in world.places if owner.tied]
     state = [(owner, owner.get()) for owner in state_owners(world.reach, world.parameters, plain=True)]
     numbers = [(owner, number) for owner, number in state if owner.path in world.changing]
     plain = [(owner, value) for owner, value in state if owner.path not in world.changing]
@@ -99,29 +114,29 @@ def trace(
             stack.enter_context(imports_leave(_not_tracing))
             stack.enter_context(world.mode)
             stack.enter_context(recorder)
-            given = pytree.tree_flatten((args, kwargs))
+            given = world.taker.take(args, kwargs)
             result = _run(recorder, step, args, kwargs)
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        if spec != given[1] or not all(map(operator.is_, leaves, given[0])):
-            raise CaptureError(
-                "the step changes a list or dictionary among its arguments, which a captured step would not do again; "
-                "let it work on a copy",
-                code="moved",
-            )
+        taken = world.taker.take(args, kwargs)
+        if taken.spec != given.spec or not all(map(operator.is_, taken.leaves, given.leaves)):
+            raise ArgumentsChange
         for owner, _ in before:
             if isinstance(owner, PlaceOwner) and owner.get() is MISSING:
                 raise CaptureError(f"the step removes {owner.path}; assign another value instead", code="owner_removed")
+        _check_tuples(world, (args, kwargs, result))
         if not same(elsewhere, world.state_elsewhere()):
             raise CaptureError("the step keeps optimizer state that belongs to no parameter", code="optimizer_state")
         recorder.finish()
         check_updated(world)
         _results(world, recorder, result)
+        _keep_lists(plain)
         _endings(world, recorder, before)
         _argument_endings(recorder, received)
         _original_endings(recorder, originals)
+        _tied_endings(recorder, before, tied)
         _plain_endings(world, recorder, plain, {owner.path for owner, _ in numbers})
         _rate_endings(world, recorder)
         _entry_endings(world, recorder, entries)
+        _attribute_endings(world, recorder, (args, kwargs), result)
         _number_endings(world, recorder, {owner.path for owner, number in kept if number is not None})
         recorder.note_assigned()
         check_skippable(recorder.program)
@@ -234,7 +249,8 @@ def _own_arguments(
     world: World, recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any], live: bool
 ) -> tuple[tuple[Any, ...], dict[str, Any], _Received]:
     """The arguments with live numbers, and those of them that are tensors which nothing else of the step's holds."""
-    leaves = pytree.tree_leaves((args, kwargs))
+    taken = world.taker.take(args, kwargs)
+    leaves = list(taken.leaves)
     received: _Received = []
     for position, (leaf, owner) in enumerate(zip(leaves, world.arguments, strict=True)):
         if isinstance(leaf, FakeTensor):
@@ -247,7 +263,7 @@ def _own_arguments(
     for owner, _, gradient in received:
         if gradient is not None and recorder.slot_of(gradient) is None:
             recorder.add_owned(owner.gradient, gradient, owner.gradient.path)
-    given = pytree.tree_unflatten(leaves, world.spec)
+    given = taken.put(leaves)
     return *pytree.tree_map_only(PackedSequence, recorder.with_values, given, is_leaf=_is_packed), received
 
 
@@ -494,12 +510,7 @@ def _endings(world: World, recorder: Recorder, before: list[tuple[Owner, Any]]) 
         tensor = owner.get()
         if held.get(path) is tensor:
             continue
-        if not isinstance(owner, (StateOwner, GradientOwner)) and owner.kind == "parameter":
-            raise CaptureError(
-                f"write into the parameter at {path} under torch.no_grad(), as in p.copy_(...); the step puts another there",
-                code="parameter_replaced",
-            )
-        check_no_leaf(tensor, path, is_new=not recorder.is_original(tensor))
+        _check_replaceable(recorder, owner, tensor)
         if tensor.grad_fn is not None and not recorder.is_original(tensor):
             program.historic.append(path)
         program.rebinds.append((owner, recorder.leaving(tensor, path)))
@@ -515,6 +526,66 @@ def _endings(world: World, recorder: Recorder, before: list[tuple[Owner, Any]]) 
         for parameter in world.parameters
         if (path := f"{parameter.path}.grad") not in held and path not in now
     ]
+
+
+def _check_tuples(world: World, outside: Any) -> None:
+    """Refuses what a run, which puts tuples together anew, would leave otherwise: which places, and which parts of the step's arguments
+    and result, hold one and the same.
+    """
+    held = {id(container) for container in _containers(outside)}
+    for space in world.tuples():
+        if not space.is_in_all_places():
+            error = CaptureError(
+                f"the step puts another tuple in one of several places that hold {space.path}", code="moved"
+            )
+            error.settles = True
+            raise error
+        if id(space.now()) in held and space.places:
+            raise CaptureError(
+                f"give each place a tuple of its own; that at {space.path} is elsewhere too, or is returned",
+                code="moved",
+            )
+        held.add(id(space.now()))
+
+
+def _tied_endings(
+    recorder: Recorder, before: list[tuple[Owner, Any]], tied: list[tuple[PlaceOwner, torch.Tensor]]
+) -> None:
+    """What the step puts in one of several places that hold one tensor. The next step finds two tensors."""
+    first = {id(tensor): owner for owner, tensor in reversed(before)}
+    for owner, tensor in tied:
+        now = owner.get()
+        if now is not tensor:
+            if not isinstance(now, torch.Tensor):
+                raise CaptureError(f"the step removes {owner.path}; assign another value instead", code="owner_removed")
+            _check_replaceable(recorder, owner, now)
+            place = AttributeOwner(owner.space, owner.key, owner.path)
+            recorder.program.rebinds.append((place, recorder.leaving(now, owner.path)))
+            if now.grad_fn is not None and not recorder.is_original(now):
+                recorder.program.historic.append(owner.path)
+        if now is first[id(tensor)].get():
+            continue
+        recorder.program.unsettled = CaptureError(
+            f"{owner.path} and another place hold one tensor before the step, and no more after it, so the steady step can be "
+            'captured only when the first has run; roam.compile does so, and capture(step="first") captures the first',
+            code="unsettled",
+        )
+
+
+def _check_replaceable(recorder: Recorder, owner: Owner, tensor: torch.Tensor) -> None:
+    """Refuses another tensor in a parameter's place or in a frozen set, and one that requires a gradient itself."""
+    if (
+        isinstance(owner, PlaceOwner)
+        and isinstance(owner.space, FrozenSpace)
+        and not isinstance(owner.space.now(), tuple)
+    ):
+        raise CaptureError(f"keep {owner.path} in a list; the step puts another tensor in a frozen set", code="moved")
+    if not isinstance(owner, (StateOwner, GradientOwner)) and owner.kind == "parameter":
+        raise CaptureError(
+            f"write into the parameter at {owner.path} under torch.no_grad(), as in p.copy_(...); the step puts another there",
+            code="parameter_replaced",
+        )
+    check_no_leaf(tensor, owner.path, is_new=not recorder.is_original(tensor))
 
 
 def _original_endings(recorder: Recorder, originals: list[_Original]) -> None:
@@ -630,6 +701,105 @@ def _number_endings(world: World, recorder: Recorder, given: set[str]) -> None:
             )
 
 
+def _attribute_endings(world: World, recorder: Recorder, arguments: Any, result: Any) -> None:
+    """What the step sets of attributes before it looks at them.
+
+    Raises:
+        ReadMore: where something is not made of tensors, numbers and plain values; from then on it counts as looked at.
+    """
+    program = recorder.program
+    shared = {id(place.space.holder) for place in world.reach.places if hasattr(place.space, "holder")}
+    shared |= {id(container) for container in _containers((arguments, result))}
+    for space, name, key in world.reach.overwritten:
+        owner = AttributeOwner(space, name, space.label(name))
+        value = owner.get()
+        if value is MISSING:
+            continue  # a property, which has set something else
+        skeleton, entries = _nest(recorder, owner, value, shared)
+        if skeleton is MISSING:
+            world.reach.reads.keep(key, name)
+            raise ReadMore
+        program.overwritten.append(owner)
+        if not entries or entries[0][0] is not owner:
+            program.plain_state.append((owner, skeleton if is_plain(skeleton) else Skeleton(skeleton)))
+        program.rebinds += entries
+
+
+def _containers(value: Any) -> Iterator[Any]:
+    """All lists, tuples and dictionaries in a nest."""
+    if isinstance(value, (list, tuple, dict)):
+        yield value
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _containers(part)
+
+
+def _nest(
+    recorder: Recorder, owner: AttributeOwner, value: Any, shared: set[int], keys: tuple[Any, ...] = (), path: str = ""
+) -> tuple[Any, list[tuple[Any, int]]]:
+    """What the step has put in a place, without tensors and live numbers, and these with their owners; `MISSING` where a run could not
+    put the like there: other objects, or containers that somebody else holds too.
+    """
+    path = path or owner.path
+    place = EntryOwner(owner, keys, path) if keys else owner
+    if isinstance(value, torch.Tensor):
+        left, is_original = recorder.leaving(value, path), recorder.is_original(value)
+        if not is_original and (is_parameter(value) or (value.is_leaf and value.requires_grad)):
+            return MISSING, []
+        if value.grad_fn is not None and not is_original:
+            recorder.program.historic.append(path)
+        return None, [(place, left)]
+    if (slot := recorder.slot_of(value)) is not None:
+        return None, [(place, slot)]
+    if is_plain(value):
+        return value, []
+    is_tuple = type(value) is tuple or (hasattr(type(value), "_make") and not hasattr(value, "__dict__"))
+    if not (type(value) in (list, dict) or is_tuple) or (id(value) in shared and value != ()):
+        return MISSING, []
+    shared.add(id(value))
+    found: list[tuple[Any, int]] = []
+    parts: dict[Any, Any] = {}
+    for key, part in value.items() if type(value) is dict else enumerate(value):
+        if not is_plain(key):
+            return MISSING, []
+        parts[key], entries = _nest(recorder, owner, part, shared, (*keys, key), f"{path}[{key!r}]")
+        if parts[key] is MISSING:
+            return MISSING, []
+        found += entries
+    if type(value) is dict:
+        return parts, found
+    return (as_tuple(type(value), parts.values()) if is_tuple else list(parts.values())), found
+
+
+def _keep_lists(before: list[tuple[StateOwner, Any]]) -> None:
+    """Where the step puts other lists and dictionaries of the same form in the place of those that an optimizer's state holds, puts what is
+    in them into those.
+    """
+    lists = [(owner, held, owner.get()) for owner, held in before if type(held) in (list, dict)]
+    if len({id(now) for _, _, now in lists}) == len(lists):
+        for owner, held, now in lists:
+            if now is not held and _is_alike(held, now):
+                _refill(held, now)
+                owner.set(held)
+
+
+def _is_alike(held: Any, now: Any) -> bool:
+    if type(held) is not type(now):
+        return False
+    if type(held) is list:
+        return len(held) == len(now) and all(map(_is_alike, held, now))
+    if type(held) is dict:
+        return list(held) == list(now) and all(map(_is_alike, held.values(), now.values()))
+    return isinstance(held, torch.Tensor) or same(held, now)
+
+
+def _refill(held: Any, now: Any) -> None:
+    for key, value in list(now.items() if type(now) is dict else enumerate(now)):
+        if type(value) in (list, dict):
+            _refill(held[key], value)
+        else:
+            held[key] = value
+
+
 def _plain_endings(world: World, recorder: Recorder, before: list[tuple[Any, Any]], live: set[str]) -> None:
     """What the step leaves in optimizer state beside tensors.
 
@@ -651,11 +821,15 @@ def _plain_endings(world: World, recorder: Recorder, before: list[tuple[Any, Any
             recorder.program.rebinds.append((owner, slot))
             if owner.path not in live:
                 made.append((owner, recorder.made_number(slot)))
+        elif owner.path in known and value is known[owner.path]:
+            continue
         elif not is_plain(value):
-            raise CaptureError(
+            error = CaptureError(
                 f"keep each tensor or number of {owner.path} under a key of its own; it is a {type(value).__name__}",
                 code="optimizer_state",
             )
+            error.settles = type(value) in (list, dict)
+            raise error
         elif owner.path not in known and owner.path not in live:
             recorder.program.plain_state.append((owner, value))
             recorder.program.absent.append(owner)
@@ -692,3 +866,15 @@ class NumbersChange(Exception):
     def __init__(self, paths: set[str]) -> None:
         super().__init__()
         self.paths = paths
+
+
+class ArgumentsChange(Exception):
+    """A step changes a container among its arguments, or an object that has been taken apart."""
+
+    def refusal(self) -> CaptureError:
+        """What to raise where no such object is."""
+        return CaptureError(
+            "the step changes a list or dictionary among its arguments, which a captured step would not do again; let it work on a "
+            "copy",
+            code="moved",
+        )

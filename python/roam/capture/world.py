@@ -7,6 +7,7 @@ traced. `World` finds every owner, puts fakes in, and says after a trace what th
 from __future__ import annotations
 
 import functools
+import operator
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -17,6 +18,8 @@ import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from roam.capture.absent import is_absent, prepare
+from roam.capture.arguments import Taker
+from roam.capture.caches import Results
 from roam.capture.fake import mode_of
 from roam.capture.fake_kernels import FakeKernels
 from roam.capture.history import is_planned, with_history
@@ -37,8 +40,8 @@ from roam.capture.reach import HOOKS, Reach
 from roam.capture.record import Recorder
 from roam.capture.reliance import Reliance
 from roam.capture.snapshot import Made
-from roam.capture.spaces import Space, TensorKeyedSpace
-from roam.capture.values import MISSING
+from roam.capture.spaces import FrozenSpace, SetSpace, Space, TensorKeyedSpace
+from roam.capture.values import MISSING, is_plain
 from roam.errors import CaptureError
 from roam.program import TensorMeta
 
@@ -59,6 +62,7 @@ class World:
         kwargs: dict[str, Any],
         changing: set[str] | None = None,
         *,
+        taker: Taker | None = None,
         asks_kernels: bool = False,
         reliance: Reliance | None = None,
     ) -> None:
@@ -67,6 +71,7 @@ class World:
         Args:
             reach, args, kwargs: what the step can get at, and its arguments.
             changing: paths of Python numbers that the step keeps and changes, which are live; more may come.
+            taker: takes the arguments apart.
             asks_kernels: whether real kernels may be run for what fake ones do not know, where the step is of real tensors.
             reliance: gets what the step relies on without holding it.
         """
@@ -74,11 +79,11 @@ class World:
         self.reliance = Reliance() if reliance is None else reliance
         self.changing = set() if changing is None else changing
         self.optimizers: list[torch.optim.Optimizer] = [optimizer for _, optimizer in reach.optimizers]
-        paths_and_leaves, self.spec = pytree.tree_flatten_with_path((args, kwargs))
-        self.leaves = [leaf for _, leaf in paths_and_leaves]
-        self.arguments = [
-            ArgumentOwner(index, f"argument {pytree.keystr(path)}") for index, (path, _) in enumerate(paths_and_leaves)
-        ]
+        self.taker = Taker() if taker is None else taker
+        self.taken = self.taker.take(args, kwargs)
+        self.leaves = self.taken.leaves
+        paths = self.taken.paths(lambda path: f"argument {pytree.keystr(path)}", args, kwargs)
+        self.arguments = [ArgumentOwner(index, path) for index, path in enumerate(paths)]
         self.places = list(_places(reach))
         """Owners whose tensors exist before any step: parameters, buffers, the user's own."""
         self.parameters = [owner for owner in self.places if not owner.tied and _is_trained(owner.get())]
@@ -102,6 +107,8 @@ class World:
         """What the last trace knows of the tensors that it has made."""
         self.kernels = FakeKernels(asks=asks_kernels and not any(isinstance(tensor, FakeTensor) for tensor in tensors))
         self.identities = Identities()
+        self.results: dict[int, tuple[torch.Tensor, Any]] = {}
+        """By identity, the tensors that functions with a cache keep, each with its fake; there is no way to put the fakes in their place."""
         self._fakes: dict[int, tuple[Any, Any]] = {}
         self._numbers: dict[str, Any] = {
             owner.path: tensor
@@ -148,8 +155,11 @@ class World:
             for parameter, entry in entries:
                 optimizer.state[self._fake(parameter)] = {key: self._fake(value) for key, value in entry.items()}
         leaves = [self._fake(leaf) for leaf in self.leaves]
+        self.results = {
+            id(real): (real, self._fake(real)) for real in Results(self.reach.caches).tensors if _is_result(real)
+        }
         self.forget_values()
-        return pytree.tree_unflatten(leaves, self.spec)  # type: ignore[no-any-return]
+        return self.taken.put(leaves)
 
     def globals_of_users(self) -> list[dict[str, Any]]:
         """The globals of the user's functions, and of the modules in which the classes of the step's modules are."""
@@ -200,6 +210,10 @@ class World:
         states: list[dict[Any, Any]] = [optimizer.state for optimizer in self.optimizers]
         others = [item for state in states for item in state.items() if not isinstance(item[0], torch.Tensor)]
         return tuple((key, tuple(entry.items()) if isinstance(entry, dict) else entry) for key, entry in others)
+
+    def tuples(self) -> list[FrozenSpace]:
+        """The tuples and frozen sets that the step can reach."""
+        return [place.space for place in self.reach.places if isinstance(place.space, FrozenSpace)]
 
     def signature(self) -> tuple[tuple[str, Any], ...]:
         """What exists between steps now, with metadata: it tells a first step from a steady one."""
@@ -268,7 +282,7 @@ class World:
             if isinstance(module, torch.jit.ScriptModule):
                 refuse(path, "is a TorchScript module; pass the Python module", code="script_module")
         for place in self.places:
-            if not place.space.takes_others:
+            if not place.space.takes_others or not _keeps_order(place.space):
                 refuse(
                     place.path,
                     "cannot be replaced where it is; keep it in a list or as an attribute",
@@ -300,8 +314,20 @@ class World:
                         code="optimizer_form",
                     )
             for entry in optimizer.state.values():
-                if any(isinstance(value, (list, tuple, dict)) for value in entry.values()):
-                    refuse(path, "keeps nested state, which is not captured", code="nested_state")
+                if not all(
+                    type(value) in (list, dict) or is_plain(value)
+                    for value in entry.values()
+                    if isinstance(value, (list, tuple, dict))
+                ):
+                    refuse(path, "keeps tensors in tuples in its state; keep them in lists", code="nested_state")
+
+
+def _keeps_order(space: Space) -> bool:
+    """Whether a set made of the same elements in their order has them in that order."""
+    if not isinstance(space, SetSpace) and not (isinstance(space, FrozenSpace) and isinstance(space.now(), frozenset)):
+        return True
+    elements = [element for _, element in space.items()]
+    return all(map(operator.is_, set(elements), elements))
 
 
 def _gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -325,7 +351,7 @@ def _refers_to_tensor(value: Any) -> bool:
 
 def _is_exchanged(space: Space, reference: Any) -> bool:
     """Whether another weak reference can take the place of this one."""
-    return type(reference) is weakref.ref and space.takes_others
+    return type(reference) is weakref.ref and space.takes_others and not isinstance(space, FrozenSpace)
 
 
 def describe(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -345,6 +371,10 @@ def _places(reach: Reach) -> Iterator[PlaceOwner]:
         kind = "parameter" if isinstance(slot.tensor, torch.nn.Parameter) else "buffer"
         yield PlaceOwner(slot.space, slot.key, path, kind, id(slot.tensor) in seen)
         seen.add(id(slot.tensor))
+
+
+def _is_result(tensor: torch.Tensor) -> bool:
+    return type(tensor) is torch.Tensor and not tensor.requires_grad and tensor.layout is torch.strided
 
 
 def _is_trained(tensor: torch.Tensor) -> bool:

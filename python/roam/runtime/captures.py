@@ -7,8 +7,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
-import torch.utils._pytree as pytree
-
+from roam.capture.arguments import Taker
 from roam.capture.guards import Guards, argument_key
 from roam.capture.step import CapturedStep
 
@@ -70,11 +69,11 @@ class Captures(Sequence[Captured[R]]):
     def __iter__(self) -> Iterator[Captured[R]]:
         return reversed(self._captures)
 
-    def find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Captured[R], R] | str:
+    def find(self, args: tuple[Any, ...], kwargs: dict[str, Any], taker: Taker) -> tuple[Captured[R], R] | str:
         """What fits a call, or what keeps the capture from fitting that is most like it."""
         asked: dict[Guards, str | None] = {}
         reason = None
-        alike = self._by_key.get(call_key(args, kwargs), ())
+        alike = self._by_key.get(call_key(args, kwargs, taker), ())
         for captured in alike:
             failure = captured.step.failure(args, kwargs, asked)
             for runner in () if failure else captured.runners:
@@ -134,6 +133,6 @@ class Captures(Sequence[Captured[R]]):
             alike.insert(0, captured)
 
 
-def call_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Hashable, ...]:
+def call_key(args: tuple[Any, ...], kwargs: dict[str, Any], taker: Taker) -> tuple[Hashable, ...]:
     """`argument_key` of a call."""
-    return argument_key(pytree.tree_leaves((args, kwargs)))
+    return argument_key(taker.take(args, kwargs).leaves)

@@ -166,7 +166,11 @@ class _Trial:
         try:
             with _kept(reach) as start:
                 planned = self.compiled()
-                planned.plan(*self.args, **self.kwargs)  # what is refused is refused before anything has run
+                try:
+                    planned.plan(*self.args, **self.kwargs)  # what is refused is refused before anything has run
+                except CaptureError as refusal:
+                    if not refusal.settles or self.steps == 1:
+                        raise
                 eager = [_without_tensors(values) for values in self._eagerly(self.steps)]
                 start.restore()
                 for number, expected in enumerate(eager, 1):

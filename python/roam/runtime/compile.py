@@ -15,13 +15,14 @@ import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import FakeTensor
 
 from roam import Plan
+from roam.capture.arguments import Taker
 from roam.capture.generators import watched
 from roam.capture.history import Histories
-from roam.capture.owners import ArgumentOwner, GradientOwner, RateOwner, ScalerOwner, StateOwner
+from roam.capture.owners import ArgumentOwner, GradientOwner, RateOwner, ScalerOwner, Skeleton, StateOwner
 from roam.capture.step import CapturedStep, Known, Variant, capture_step
 from roam.capture.trace import is_tracing
 from roam.capture.values import MISSING, same, show
-from roam.errors import ExecutionError
+from roam.errors import CaptureError, ExecutionError
 from roam.garbage import collections_wait
 from roam.interrupts import interrupts_wait
 from roam.kernels.table import is_proven
@@ -39,6 +40,8 @@ from roam.runtime.timings import Timings
 logger = logging.getLogger("roam")
 
 OnChange = Literal["replan", "raise", "eager"]
+_MOST_SETTLING = 8
+"""Calls in a row that may set something up, each for another mode or shape."""
 
 
 def compile(
@@ -122,14 +125,23 @@ class Step:
         if is_disabled() or is_tracing():
             return None
         self._refuse_torn()
-        found = self._captures.find(args, kwargs)
+        found = self._captures.find(args, kwargs, self._known.taker)
         if isinstance(found, str):
             if len(self._captures) and self._on_change == "eager":
                 logger.info("no plan fits this call, so it runs eagerly: %s", found)
                 return None
             if len(self._captures) and self._on_change == "raise":
                 raise ExecutionError(f"no plan fits this call: {found}", code="no_plan_fits")
-            found = self._capture(args, kwargs, found)
+            self._known.taker = self._known.taker.learning(args, kwargs)
+            try:
+                found = self._capture(args, kwargs, found)
+            except CaptureError as refusal:
+                if not refusal.settles or self._known.settling == _MOST_SETTLING:
+                    raise
+                self._known.settling += 1
+                logger.info("%s. The step's own function runs, and the next call is captured", refusal)
+                return None
+            self._known.settling = 0
         captured, self._last = found
         for setting in captured.step.settings:
             setting.apply()  # as the user's function would now
@@ -164,7 +176,7 @@ class Step:
 
         Kernels that may take memory for themselves are tried on zeros, once in a process. The plan's `total_bytes` is the memory that the step will take, known before step 1.
         """
-        found = self._captures.find(args, kwargs)
+        found = self._captures.find(args, kwargs, self._known.taker)
         _, runner = self._capture(args, kwargs, found) if isinstance(found, str) else found
         return runner.plan
 
@@ -267,7 +279,7 @@ class Step:
                 )
             timings.capture.count = self._known.traces - traces
             runners = self._planned(step, timings, is_real=not _has_fakes(step, args, kwargs))
-        captured = Captured(step, runners, call_key(args, kwargs), reason, timings.total_s)
+        captured = Captured(step, runners, call_key(args, kwargs, self._known.taker), reason, timings.total_s)
         dropped = self._captures.add(captured)
         logger.info(
             "%s: captured and planned in %.2f s for %s, since %s; %d of at most %d plans kept",
@@ -296,7 +308,13 @@ class Step:
             # The process has to have room for later steps anyway, and so a first one is not searched below that.
             enough_bytes = runners[0].plan.total_bytes if runners else 0
             runner = Runner(
-                variant, self._options, timings, is_real=is_real, earlier=earlier, enough_bytes=enough_bytes
+                variant,
+                self._options,
+                timings,
+                taker=step.arguments.taker,
+                is_real=is_real,
+                earlier=earlier,
+                enough_bytes=enough_bytes,
             )
             runners.insert(0, runner)
         return runners
@@ -336,6 +354,7 @@ class Runner:
         options: Options,
         timings: Timings,
         *,
+        taker: Taker,
         is_real: bool = True,
         earlier: Sequence[Choice] = (),
         enough_bytes: int = 0,
@@ -343,6 +362,7 @@ class Runner:
         if options.streams > 1 and variant.device.type != "cuda":
             raise ExecutionError(f"streams are CUDA's, and the step runs on {variant.device.type}", code="streams")
         self.name = variant.name
+        self._taker = taker
         choice = self.choice = choose(
             variant,
             pool=options.pool,
@@ -414,7 +434,7 @@ class Runner:
         """None where numbers and the arguments' values decide as they did at capture, else which question has another answer."""
         if not self._program.questions:
             return None
-        leaves = pytree.tree_leaves((args, kwargs))
+        leaves = self._taker.take(args, kwargs).leaves
 
         def lookup(owner: Any) -> Any:
             return owner.find(leaves) if isinstance(owner, ArgumentOwner) else owner.get()
@@ -427,7 +447,7 @@ class Runner:
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         program = self._program
-        leaves = pytree.tree_leaves((args, kwargs))
+        leaves = self._taker.take(args, kwargs).leaves
         inputs = [owner.find(leaves) if isinstance(owner, ArgumentOwner) else owner.get() for owner in self._owners]
         self._check_inputs(inputs)
         flagged = [(inputs[place], flag) for place, flag in self._flags]
@@ -453,6 +473,8 @@ class Runner:
                 for place in self._historic:
                     rebinds[place] = histories.of(rebinds[place], "step")
                 self._leave(leaves, rebinds, _skipped(program, skips))
+                for owner, layout in program.reshaped:
+                    leaves[owner.index].as_strided_(*layout)
                 for tensor, flag in flagged:
                     tensor.requires_grad_(flag)
             for host_call, (arguments, keywords) in zip(program.after, after, strict=True):
@@ -471,14 +493,15 @@ class Runner:
                 owner.put(leaves, None)
             else:
                 owner.set(None)
+        new = [owner for owner in program.overwritten if owner.get() is MISSING]
+        for owner, value in program.plain_state:
+            owner.set(value.build() if isinstance(value, Skeleton) else value)
         for (owner, _), value in zip(program.rebinds, rebinds, strict=True):
             if isinstance(owner, ArgumentOwner):
                 owner.put(leaves, value)
             elif not isinstance(owner, StateOwner) or id(owner.optimizer) not in skipped:
                 owner.set(value)
-        for owner, value in program.plain_state:
-            owner.set(value)
-        for owner in program.state_order:
+        for owner in (*program.state_order, *new):
             owner.put_last()
         for optimizer in program.stepped:
             if id(optimizer) not in skipped:
@@ -641,7 +664,8 @@ def _has_fakes(step: CapturedStep, args: tuple[Any, ...], kwargs: dict[str, Any]
     variant = step.steady or step.first
     assert variant is not None, "one of them is there"
     held = [owner.get() for owner, _ in variant.program.owned if not isinstance(owner, ArgumentOwner)]
-    return any(isinstance(value, FakeTensor) for value in (*held, *pytree.tree_leaves((args, kwargs))))
+    given = step.arguments.taker.take(args, kwargs).leaves
+    return any(isinstance(value, FakeTensor) for value in (*held, *given))
 
 
 def _workspace(trace: MemoryTrace) -> int | None:

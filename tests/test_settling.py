@@ -1,0 +1,284 @@
+"""What a step puts in its objects: attributes that it sets at every call, and what it sets up at its first."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import roam
+from test_compile import both
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+Pair = namedtuple("Pair", "first second")
+
+
+def inputs(count: int, sizes: tuple[int, ...] = (4,)) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(sizes[index % len(sizes)], 6, generator=generator) for index in range(count)]
+
+
+class Trainer:
+    """A step that is a method; what it does beside training is a function's of the user."""
+
+    def __init__(self, does: Callable[[Any, torch.Tensor, torch.Tensor], Any]) -> None:
+        self.net = torch.nn.Linear(6, 3)
+        self.optimizer = torch.optim.Adam(self.net.parameters())
+        self.does = does
+
+    def step(self, x: torch.Tensor) -> Any:
+        out = self.net(x)
+        self.optimizer.zero_grad()
+        out.square().mean().backward()
+        self.optimizer.step()
+        return self.does(self, x, out)
+
+
+def steps(
+    does: Callable[[Any, torch.Tensor, torch.Tensor], Any],
+    after: Callable[[Any], Any] = lambda trainer: None,
+    count: int = 4,
+    sizes: tuple[int, ...] = (4,),
+) -> list[Any]:
+    """Trains eagerly and by plan, and compares what each step returns and what `after` finds; the compiled steps."""
+    compiled = []
+
+    def script(wrap: Any) -> Any:
+        trainer = Trainer(does)
+        step = wrap(trainer.step)
+        compiled.append(step)
+        return [(step(x), after(trainer)) for x in inputs(count, sizes)], trainer.net.state_dict()
+
+    both(script)
+    return compiled[1:]
+
+
+class TestAttributesThatTheStepSetsBeforeItLooksAtThem:
+    def test_hold_what_eager_leaves_there(self) -> None:
+        def does(self, x, out):
+            self.out = out
+            self.losses = {"sum": out.sum(), "parts": [out.min(), (out.max(), 2, "x")], "n": 3}
+            self.pair = Pair(self.out, out * 2)
+            self.empty = []
+            self.number = out.sum().item()
+            self.x, self.flag = x, True
+            return self.losses["sum"]
+
+        def after(self):
+            assert type(self.pair) is Pair
+            found = [self.out, self.losses, tuple(self.pair), self.empty, self.number, self.x, self.flag]
+            return [value.detach() if isinstance(value, torch.Tensor) else value for value in found], list(vars(self))
+
+        (step,) = steps(does, after)
+        assert len(step._captures) == 1
+        assert step._known.settling == 0
+
+    def test_make_no_plan_for_what_they_held_before(self) -> None:
+        def does(self, x, out):
+            self.out = out
+            return out.sum()
+
+        (step,) = steps(does, lambda self: self.out.detach(), count=8, sizes=(4, 5, 4, 4, 5, 5))
+        assert len(step._captures) == 2
+
+    def test_are_the_very_tensors_that_were_put_there(self) -> None:
+        def does(self, x, out):
+            self.x, self.same, self.weight = x, out, self.net.weight
+            return out
+
+        trainer = Trainer(does)
+        step = roam.compile(trainer.step)
+        for x in inputs(3):
+            result = step(x)
+            assert trainer.x is x
+            assert trainer.same is result
+            assert trainer.weight is trainer.net.weight
+
+    def test_may_be_slots(self) -> None:
+        class Slotted:
+            __slots__ = ("last", "net", "number")
+
+            def step(self, x):
+                self.last, self.number = self.net(x), 7
+                return self.last.sum()
+
+        def script(wrap):
+            holder = Slotted()
+            holder.net = torch.nn.Linear(6, 3)
+            step = wrap(holder.step)
+            return [(step(x), holder.last.detach(), holder.number) for x in inputs(3)]
+
+        both(script)
+
+    def test_may_be_a_modules(self) -> None:
+        class Net(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.linear = torch.nn.Linear(6, 3)
+
+            def forward(self, x):
+                self.hidden = self.linear(x)
+                self.maps = [self.hidden, self.hidden.softmax(-1)]
+                return self.hidden
+
+        def script(wrap):
+            net = Net()
+
+            @wrap
+            def step(x):
+                loss = net(x).square().mean() + net.maps[1].std()
+                net.zero_grad()
+                loss.backward()
+                return loss
+
+            return [(step(x), net.hidden.detach(), net.maps[1].detach()) for x in inputs(4, (4, 5))]
+
+        both(script)
+
+    def test_count_where_another_way_through_the_step_looks_at_them(self) -> None:
+        def does(self, x, out):
+            total = out.sum() + (self.kept if self.looks else 0)
+            self.kept = out.detach().mean()
+            return total
+
+        def script(wrap):
+            trainer = Trainer(does)
+            step = wrap(trainer.step)
+            returned = []
+            for index, x in enumerate(inputs(6)):
+                trainer.looks = index % 3 == 2
+                returned.append(step(x))
+            return returned
+
+        both(script)
+
+    def test_are_gone_where_the_step_takes_them_away_again(self) -> None:
+        def does(self, x, out):
+            self.between = out
+            total = self.between.sum()
+            del self.between
+            return total
+
+        def script(wrap):
+            trainer = Trainer(does)
+            step = wrap(trainer.step)
+            returned = [step(x) for x in inputs(2)]
+            trainer.between = 3
+            return [*returned, *(step(x) for x in inputs(2)), hasattr(trainer, "between")]
+
+        both(script)
+
+    def test_that_share_a_list_with_the_result_are_refused(self) -> None:
+        def does(self, x, out):
+            self.found = [out]
+            return self.found
+
+        trainer = Trainer(does)
+        with pytest.raises(roam.CaptureError, match=r"self\.found changed") as refusal:
+            roam.compile(trainer.step)(inputs(1)[0])
+        assert refusal.value.code == "moved"
+
+
+class TestWhatTheFirstCallSetsUp:
+    """The first call is the user's function's, and the next is captured."""
+
+    def check(self, does: Any, after: Any = lambda self: None, *, settling: int = 1, count: int = 4) -> None:
+        (step,) = steps(does, after, count)
+        assert step._known.settling == settling
+        assert step.plans
+
+    def test_an_average_that_begins_with_the_first_loss(self) -> None:
+        def does(self, x, out):
+            loss = out.detach().mean()
+            self.average = 0.9 * self.average + 0.1 * loss if hasattr(self, "average") else loss
+            return self.average
+
+        self.check(does)
+
+    def test_statistics_of_the_first_batch(self) -> None:
+        def does(self, x, out):
+            if not self.net.__dict__.get("is_set"):
+                self.net.shift, self.net.is_set = x.mean(0), True
+            return (out.sum() + self.net.shift.sum()).detach()
+
+        self.check(does)
+
+    def test_hooks(self) -> None:
+        def does(self, x, out):
+            if not hasattr(self, "handle"):
+                self.handle = self.net.register_forward_hook(lambda module, args, result: result * 2)
+            return out.sum()
+
+        self.check(does)
+
+    def test_a_buffer(self) -> None:
+        def does(self, x, out):
+            if not hasattr(self.net, "mask"):
+                self.net.register_buffer("mask", torch.tril(torch.ones(out.shape)), persistent=False)
+            return (out * self.net.mask).sum()
+
+        self.check(does)
+
+    def test_entries_of_a_dictionary(self) -> None:
+        seen: list[dict[str, Any]] = []
+
+        def does(self, x, out):
+            found = self.__dict__.setdefault("found", {})
+            found["loss"], found["calls"] = out.detach().sum(), found.get("calls", 0) + 1
+            return out.sum()
+
+        self.check(does, lambda self: seen.append(dict(self.found)) or dict(self.found))
+
+    def test_is_compared(self) -> None:
+        trainer = Trainer(lambda self, x, out: vars(self).setdefault("first", out.detach()).sum() + out.sum())
+        assert roam.compare(trainer.step, inputs(1)[0]).equal
+        assert not hasattr(trainer, "first")
+        one = roam.compare(trainer.step, inputs(1)[0], steps=1)  # nothing of which would run by plan
+        assert one.outcome == "refused"
+        assert one.error.code == "moved"
+
+    def test_what_changes_again_is_refused_before_anything_runs(self) -> None:
+        def grows(self, x, out):
+            vars(self).setdefault("history", []).append(out.detach())
+            return out.sum()
+
+        def flips(self, x, out):
+            self.mode = {"a": "b", "b": "a"}[getattr(self, "mode", "a")]
+            return out.sum() * len(self.mode)
+
+        for does in (grows, flips):
+            trainer = Trainer(does)
+            trainer.history = []
+            weight = trainer.net.weight.clone()
+            with pytest.raises(roam.CaptureError) as refusal:
+                roam.compile(trainer.step)(inputs(1)[0])
+            assert refusal.value.code == "moved"
+            assert torch.equal(weight, trainer.net.weight)
+            assert not trainer.history
+
+
+class TestPlacesThatHoldOneTensor:
+    """A step that puts another tensor in one of them leaves two."""
+
+    @pytest.mark.parametrize("read", ["a", "b", "ab"])
+    @pytest.mark.parametrize("written", ["a", "b", "ab"])
+    def test_hold_what_eager_leaves_there(self, read: str, written: str) -> None:
+        def script(wrap):
+            kept = {"a": torch.ones(())}
+            kept["b"] = kept["a"]
+            net = torch.nn.Linear(6, 3)
+
+            @wrap
+            def step(x):
+                total = sum(kept[key] for key in read)
+                new = net(x).detach().sum()
+                for key in written:
+                    kept[key] = new
+                return total
+
+            return [(step(x), dict(kept), kept["a"] is kept["b"]) for x in inputs(4)]
+
+        both(script)
