@@ -775,6 +775,16 @@ def test_other_threads_neither_count_nor_fail() -> None:
     assert len(step._captures) == 1
 
 
+def test_attributes_read_by_a_dictionary_that_somebody_keeps_are_guarded() -> None:
+    my, x = Trainer(), torch.ones(3)
+    my.factor = "2"
+    zipped = vars(my)  # found after the object
+    step = roam.compile(lambda x: x * float(zipped["factor"]) * my.scale)
+    for factor in ("2", "3", "2"):
+        my.factor = factor
+        assert torch.equal(step(x), x * float(factor) * my.scale)
+
+
 def test_what_can_be_watched() -> None:
     assert is_watchable(Trainer)
     assert is_watchable(Block)

@@ -416,9 +416,11 @@ class _Walk:
         self.reach.edges.setdefault(path, self.edge)
 
     def _visit(self, value: Any, path: str) -> None:
+        kind = type(value)
+        if kind is dict and self.reads.takes_whole(id(value)):
+            raise _LeftOut
         if not self._is_new(value):
             return
-        kind = type(value)
         if issubclass(kind, torch.nn.Module):
             self._module(value, path)
         elif issubclass(kind, torch.optim.Optimizer) and _holds_groups(value):

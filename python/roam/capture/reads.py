@@ -136,6 +136,13 @@ class Reads:
             return name in self._names or (name.startswith("__") and name.endswith("__"))
         return edge in self._noted or key in self._whole
 
+    def takes_whole(self, holder: int) -> bool:
+        """Whether the attributes of an object all count as read from now on, since something holds their dictionary itself."""
+        if self.everything or holder not in self._reached or holder in self._whole:
+            return False
+        self._whole.add(holder)
+        return True
+
     def narrow(self) -> Reads:
         """From now on walks enter what has been read."""
         self.is_narrow = True

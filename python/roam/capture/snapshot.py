@@ -294,7 +294,7 @@ def _has_other_tensors(old: Any, value: Any) -> bool:
     if issubclass(type(old), torch.Tensor):
         return issubclass(type(value), torch.Tensor)
     if issubclass(type(old), tuple) and type(old) is type(value) and len(old) == len(value):
-        return all(map(_has_other_tensors, old, value))
+        return all(map(_has_other_tensors, tuple.__iter__(old), tuple.__iter__(value)))
     return same(old, value)
 
 

@@ -278,14 +278,17 @@ class FrozenSpace(Space):
 
     def items(self) -> Items:
         now = self.now()
-        return list(enumerate(now)) if isinstance(now, (tuple, frozenset)) else []
+        kind = next((kind for kind in (tuple, frozenset) if isinstance(now, kind)), None)
+        return [] if kind is None else list(enumerate(kind.__iter__(now)))
 
     def put(self, items: Items) -> None:
         pass
 
     def get(self, key: Any) -> Any:
-        items = self.items()
-        return items[key][1] if 0 <= key < len(items) else MISSING
+        now = self.now()
+        if isinstance(now, tuple):
+            return tuple.__getitem__(now, key) if 0 <= key < tuple.__len__(now) else MISSING
+        return super().get(key)
 
     def set(self, key: Any, value: Any) -> None:
         if not self.takes_others:

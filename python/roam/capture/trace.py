@@ -729,7 +729,7 @@ def _containers(value: Any) -> Iterator[Any]:
     """All lists, tuples and dictionaries in a nest."""
     if isinstance(value, (list, tuple, dict)):
         yield value
-        for part in value.values() if isinstance(value, dict) else value:
+        for part in dict.values(value) if isinstance(value, dict) else value:
             yield from _containers(part)
 
 
