@@ -233,10 +233,8 @@ def printing_a_tensor(loss: torch.Tensor) -> Any:
     return loss
 
 
-def branching(loss: torch.Tensor) -> Any:
-    if loss > 1:  # value
-        return loss
-    return loss * 2
+def rounding(loss: torch.Tensor) -> Any:
+    return loss * round(loss.item())  # value
 
 
 def appending(loss: torch.Tensor) -> Any:
@@ -257,7 +255,7 @@ def data_shape(loss: torch.Tensor) -> Any:
 
 
 def mask_shape(loss: torch.Tensor) -> Any:
-    return loss + loss[loss > 0].sum()  # value
+    return loss + loss[None][loss[None] > 0].sum()  # value
 
 
 def other_storage(loss: torch.Tensor) -> Any:
@@ -277,7 +275,7 @@ def stopping(loss: torch.Tensor) -> Any:
 class TestRefuses:
     @pytest.mark.parametrize(
         "hostile",
-        [printing, formatting, printing_a_tensor, branching, data_shape, mask_shape, other_storage, converting],
+        [printing, formatting, printing_a_tensor, rounding, data_shape, mask_shape, other_storage, converting],
     )
     def test_what_brings_values_to_python_and_names_the_line(self, hostile: Any, capsys: Any) -> None:
         model, optimizer, x, y = parts()

@@ -121,6 +121,7 @@ EQUAL: dict[str, Ask] = {
     "device": lambda my, x, loss: x.is_cpu + 2 * x.is_meta + 4 * (x.device.type == "cpu") + 8 * x.is_pinned(),
     "attribute": lambda my, x, loss: getattr(my.weight, "noted", 1) + hasattr(my.weight, "other"),
     "grad_fn": lambda my, x, loss: len(loss.grad_fn.name()),
+    "comparison": lambda my, x, loss: int(loss.item() > 0) + 2 * torch.equal(x, my.weight) + 4 * torch.allclose(loss, loss),
 }  # fmt: skip
 
 REFUSED: dict[str, tuple[Ask, str]] = {
@@ -148,11 +149,9 @@ REFUSED: dict[str, tuple[Ask, str]] = {
     "asarray": (lambda my, x, loss: float(np.asarray(x).sum()), "step_raised"),
     "values of a storage": (lambda my, x, loss: sum(x.untyped_storage().tolist()), "step_raised"),
     "tolist": (lambda my, x, loss: sum(map(sum, x.tolist())), "value_reached_python"),
-    "item": (lambda my, x, loss: int(loss.item() > 0), "value_reached_python"),
+    "item": (lambda my, x, loss: int(loss.item()), "value_reached_python"),
     "repr": (lambda my, x, loss: len(repr(x)), "value_reached_python"),
     "text": (lambda my, x, loss: len(f"{loss}"), "value_reached_python"),
-    "equal": (lambda my, x, loss: torch.equal(x, my.weight), "value_reached_python"),
-    "allclose": (lambda my, x, loss: torch.allclose(loss, loss), "value_reached_python"),
 }
 
 

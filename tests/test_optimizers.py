@@ -353,7 +353,7 @@ class TestBranches:
         # Three steps go one way and the others the other: the first step, the steady one, and one plan more.
         assert self.plans(lambda model: Warm(model.parameters()))[-1] >= 3
 
-    def test_a_weight_that_decides_is_refused(self) -> None:
+    def test_a_weight_that_decides(self) -> None:
         class Trusting(torch.optim.SGD):
             @torch.no_grad()
             def step(self) -> None:
@@ -362,11 +362,7 @@ class TestBranches:
                         if parameter.norm().item() > 1:
                             parameter.sub_(parameter.grad, alpha=group["lr"])
 
-        model = Net()
-        with pytest.raises(roam.CaptureError, match="reached Python"):
-            roam.capture(
-                train_step, model, Trusting(model.parameters(), lr=0.1), torch.randn(5, 6), torch.randint(0, 8, (5,))
-            )
+        assert self.plans(lambda model: Trusting(model.parameters(), lr=0.1))[-1] >= 1
 
 
 class ByHand(torch.optim.Optimizer):
@@ -695,10 +691,7 @@ class TestSharedGroups:
 _TIMM = [
     name for name in timm.optim.list_optimizers() if not name.startswith(("bnb", "fused")) and name != "adahessian"
 ]
-_TIMM_REFUSED = {
-    **dict.fromkeys(("adamp", "cadamp", "csgdp", "sgdp"), "such as torch.where"),
-    **dict.fromkeys(("kron", "kronc", "kronw"), "compiled"),
-}
+_TIMM_REFUSED = dict.fromkeys(("kron", "kronc", "kronw"), "compiled")
 
 
 class Images(torch.nn.Module):

@@ -81,6 +81,8 @@ class Call:
     """Slot of a live number: where it is not zero, a run leaves the call out."""
     is_check: bool = False
     """Whether it only raises an error or does not; what comes after it and changes what is there before the step waits for it."""
+    is_branch: bool = False
+    """Whether it is a check of an answer to which the step's code goes on either way."""
 
     @property
     def function(self) -> Callable[..., Any]:
@@ -264,6 +266,11 @@ class Program:
     """Schedulers to step after the run, in this order."""
     unsettled: Exception | None = None
     """Why the step after this one can be captured only when this one has run: it finds what only a run can tell."""
+
+    @property
+    def answers(self) -> tuple[bool, ...]:
+        """What it takes for granted where the step's code goes on either way, in the order in which the code asks."""
+        return tuple(call.args[1] for call in self.calls if call.is_branch)
 
     def persists(self, storage: int) -> bool:
         """Whether a storage exists before the step and after it."""

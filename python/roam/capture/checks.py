@@ -1,14 +1,11 @@
-"""Checks in a step's code: a question about what the step computes, of which one answer ends in an error.
+"""Checks: questions of a step's code about what the step computes, to which a plan takes the answer for granted.
 
-`assert not torch.isnan(loss)`, or the validation of a distribution's arguments. What the answer is, only a run can tell. A plan
-takes for granted that the check passes and asks as it runs, before anything after the check is updated. Where a check fails, what
-was written until then is put back and the user's own function runs in the plan's place, so that it raises what it always raises.
+What the answer is, only a run can tell. So a run asks as soon as it can, and where the answer is another one, what was written until then
+is put back and the user's own function runs in the plan's place. A wrong guess costs time, but no bits.
 
-An update that is left out where a loss is not finite (`if torch.isfinite(loss): optimizer.step()`) is a check as well: the plan is for
-finite numbers, and where they are not the user's own function runs.
-
-Which answer passes is read off the source: the error branch is never run at capture, since it may write files. A wrong reading would
-cost time, for the user's function would run at every call, but no bits.
+Where one answer ends in an error (`assert not torch.isnan(loss)`, the validation of a distribution's arguments) the plan is for the
+other one. It is read off the source: the error branch is never run at capture, since it may write files. Where the code goes on
+either way, the question is a branch (`capture/answers.py`).
 """
 
 from __future__ import annotations
@@ -19,9 +16,11 @@ import functools
 import itertools
 import linecache
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import CodeType, FrameType
 from typing import Any
+
+import torch
 
 from roam.capture.frames import OWN
 
@@ -35,14 +34,45 @@ class CheckFailed(Exception):
     """A check of the step's code does not pass."""
 
 
-def check(value: Any, expected: bool) -> None:
-    """Raises `CheckFailed` where a value is not as a plan takes for granted."""
+def check(value: Any, expected: bool, copies: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()) -> None:
+    """Raises `CheckFailed` where a value is not as a plan takes for granted, with what the run has written to put back.
+
+    Args:
+        value: what the code asks about.
+        expected: its truth.
+        copies: what has been written to, each with a copy from before.
+    """
     if bool(value) is not expected:
-        raise CheckFailed("the step's code asks about a value, and the answer is the one that ends in an error")
+        for tensor, copy in copies:
+            tensor.copy_(copy)
+        raise CheckFailed("the step's code asks about a value, and the answer is not the one that the plan is for")
 
 
 def passing_answer() -> bool | None:
-    """The answer with which the check that asks now passes; None where the code that asks is no check, or passes with either."""
+    """The answer with which the check that asks now passes; None where the code that asks goes on either way, or is no check."""
+    condition = _condition()
+    passes = None if condition is None else _passes(condition[1])
+    if condition is None or passes is None:
+        return None
+    answer = _answer(condition[0], passes)
+    return _where_finite(condition[0][0]) if answer is None else answer
+
+
+def finite_answer() -> bool | None:
+    """What the condition that asks now says of finite numbers; None where it does not ask about that alone."""
+    condition = _condition()
+    return None if condition is None else _where_finite(condition[0][0])
+
+
+def idle_answer() -> bool:
+    """The answer with which the condition that asks now does not hold, as far as the source tells; a loop ends with it."""
+    condition = _condition()
+    answer = None if condition is None else _answer(condition[0], isinstance(condition[1], ast.Assert))
+    return bool(answer)
+
+
+def _condition() -> tuple[list[ast.AST], ast.AST] | None:
+    """The expression that asks now with all around it, and the statement whose condition they are; None where there is none."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(OWN):
         frame = frame.f_back
@@ -53,8 +83,7 @@ def passing_answer() -> bool | None:
             return None
         around += path[:-1]
         if not isinstance(path[-1], ast.Return):
-            answer = _answer(around, _passes(path[-1]))
-            return _where_finite(around[0]) if answer is None else answer
+            return around, path[-1]
         frame = frame.f_back  # whoever has called decides
     return None
 
@@ -132,7 +161,7 @@ def _only_asks(name: str) -> bool:
 
 @functools.lru_cache(maxsize=64)
 def _expressions(file: str) -> dict[int, list[list[ast.AST]]]:
-    """Per line of a file the expressions that span it inside of assertions, conditions and returns, each with what is around it."""
+    """Per line of a file the expressions that span it inside of assertions, conditions, loops and returns, each with what is around it."""
     found: dict[int, list[list[ast.AST]]] = {}
     try:
         tree = ast.parse("".join(linecache.getlines(file)))
@@ -140,7 +169,7 @@ def _expressions(file: str) -> dict[int, list[list[ast.AST]]]:
         return found
     for statement in ast.walk(tree):
         test = statement.value if isinstance(statement, ast.Return) else getattr(statement, "test", None)
-        if not isinstance(statement, (ast.Assert, ast.If, ast.Return)) or test is None:
+        if not isinstance(statement, (ast.Assert, ast.If, ast.While, ast.Return)) or test is None:
             continue
         for path in _paths(test, [statement]):
             node: Any = path[0]
@@ -161,6 +190,8 @@ def _passes(statement: ast.AST) -> bool | None:
     """What a statement's test is where its code goes on; None where it goes on either way."""
     if isinstance(statement, ast.Assert):
         return True
+    if isinstance(statement, ast.While):
+        return None
     assert isinstance(statement, ast.If)
     ends, others_end = _ends(statement.body), _ends(statement.orelse)
     return None if ends is others_end else others_end
@@ -186,4 +217,4 @@ def _keeps_truth(parent: ast.AST, node: ast.AST) -> bool:
     return isinstance(parent, ast.BoolOp) or isinstance(parent, ast.UnaryOp) and isinstance(parent.op, ast.Not)
 
 
-__all__ = ["CheckFailed", "check", "passing_answer"]
+__all__ = ["CheckFailed", "check", "finite_answer", "idle_answer", "passing_answer"]

@@ -82,7 +82,10 @@ class Lowering:
         # Who gets a tensor that is not PyTorch's operator may do with its memory what it likes: hand it to NumPy, after which it cannot
         # be resized, or read from the start of the storage instead of the tensor's, as `torch.set_rng_state` does.
         self._given_away = {
-            program.storage_of(slot) for call in program.calls if not is_ours(call.target) for slot in call.refs()
+            program.storage_of(slot)
+            for call in program.calls
+            if not is_ours(call.target) and not call.is_check
+            for slot in call.refs()
         }
 
     def graph(

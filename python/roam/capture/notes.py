@@ -10,8 +10,11 @@ from roam.program import Program, Source
 _SHOWN = 3
 
 
-def notes_on(program: Program, guards: Guards) -> list[tuple[str, str]]:
-    """What is compared and asked at every call, and what was split, as pairs (topic, text)."""
+def notes_on(program: Program, guards: Guards, *, guessed: bool = False) -> list[tuple[str, str]]:
+    """What is compared and asked at every call, and what was split, as pairs (topic, text).
+
+    `guessed`: whether answers to branches had to be.
+    """
     values, tensors, switches = guards.sizes()
     notes = [
         (
@@ -25,6 +28,14 @@ def notes_on(program: Program, guards: Guards) -> list[tuple[str, str]]:
     if program.questions:
         places = [question.source for question, _ in program.questions]
         notes.append(("asked", f"{len(places):,} questions at every call: {_shown(places)}"))
+    if program.answers:
+        places = [call.source for call in program.calls if call.is_branch]
+        note = (
+            f"{len(places):,} answers to branches on values, by each run before it changes anything: {_shown(places)}"
+        )
+        notes.append(("checked", note))
+        if guessed:
+            notes.append(("guessed answers", "that conditions on values do not hold; no run has been watched"))
     if program.split:
         calls, parts = (sum(numbers) for numbers in zip(*program.split.values(), strict=True))
         notes.append(("split", f"{calls:,} multi-tensor calls into {parts:,}: {_shown(list(program.split))}"))

@@ -7,7 +7,7 @@ import operator
 import os
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
@@ -23,6 +23,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from roam.capture import absent, foreign, multi_tensor
+from roam.capture.answers import Replay
 from roam.capture.as_real import bytes_at_least, is_spread, without_masked
 from roam.capture.branches import CHANCE, Slices, add_question, may_be_asked, may_be_fixed, may_be_tabled, may_decide
 from roam.capture.checks import check, passing_answer
@@ -130,6 +131,7 @@ class Recorder(TorchDispatchMode):
         watch: Watch | None = None,
         number_of: Callable[[Any], Any] = lambda _: MISSING,
         results: Mapping[int, tuple[torch.Tensor, Any]] | None = None,
+        answers: Replay | None = None,
     ) -> None:
         """A recording of nothing yet.
 
@@ -140,6 +142,7 @@ class Recorder(TorchDispatchMode):
             watch: over random generators.
             number_of: the number that an owner's tensor is where a plan begins.
             results: by identity, real tensors that the step may come by as they are, each with its fake.
+            answers: what to take for granted where the step's code goes on either way; None: it is refused there.
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self.program = Program()
@@ -156,6 +159,9 @@ class Recorder(TorchDispatchMode):
         self._given: dict[int, tuple[Any, float]] = {}
         self._plain: dict[str, Any] = {}
         self._calculated: dict[Any, Any] = {}
+        self._answers = answers
+        self._seen: dict[int, float] = {}
+        """Per slot of a number, what a watched run saw of it."""
         self._watch = watch
         self._slices = Slices(self.program)
         self._reshaped: dict[int, tuple[ArgumentOwner, int, FakeTensor]] = {}
@@ -195,6 +201,7 @@ class Recorder(TorchDispatchMode):
         """A live float that its owner holds; nothing that it decides is answered."""
         live = self._live(False, origin)
         self.program.owned.append((owner, live.node.slot))
+        self._seen[live.node.slot] = self._real_arguments[owner.index]
         return live
 
     def add_number(self, owner: Any, value: float) -> Any:
@@ -204,6 +211,7 @@ class Recorder(TorchDispatchMode):
         live = self._live(type(value) is int, owner.path)
         self.program.owned.append((owner, live.node.slot))
         self._given[live.node.slot] = owner, value
+        self._seen[live.node.slot] = value
         self.decided(live.node.slot, is_integer if type(value) is int else is_float, ())
         return live
 
@@ -362,6 +370,10 @@ class Recorder(TorchDispatchMode):
         live = self._live(gives_integer, f"arithmetic at {source}")
         self.program.calls.append(Call(function, tuple(arguments), {}, (live.node.slot,), False, phase, source))
         self._calculated[form] = live
+        if all(not isinstance(argument, Ref) or argument.slot in self._seen for argument in arguments):
+            values = [self._seen[item.slot] if isinstance(item, Ref) else item for item in arguments]
+            with suppress(ArithmeticError, ValueError, TypeError):
+                self._seen[live.node.slot] = function(*values)
         return live
 
     def forget_arithmetic(self) -> None:
@@ -660,8 +672,9 @@ class Recorder(TorchDispatchMode):
         slot = self._slot_of_argument(tensor, func, source)
         meta = self.program.slots[slot]
         assert meta is not None
+        seen = None if self._answers is None else self._answers.value()
         if meta.dtype is torch.bool:
-            return self._known_answer(slot, func, phase, source)
+            return self._known_answer(slot, func, phase, source, seen)
         if meta.dtype.is_complex:
             known = self.known_value(slot, _nothing)
             return self._refuse_value(slot, func, source) if known is None else known
@@ -670,6 +683,8 @@ class Recorder(TorchDispatchMode):
         if is_integer and (known := self.known_value(slot)) is not None:
             return known
         live = self._live(is_integer, f".item() at {source}")
+        if seen is not None:
+            self._seen[live.node.slot] = seen
         self.program.calls.append(Call(func, (Ref(slot),), {}, (live.node.slot,), False, phase, source))
         return live
 
@@ -681,13 +696,14 @@ class Recorder(TorchDispatchMode):
         live = self._live(True, f"{func} at {source}")
         call.outputs = (live.node.slot,)
         self.program.calls.append(call)
-        return self._known_answer(live.node.slot, func, phase, source)
+        seen = None if self._answers is None else self._answers.value()
+        return self._known_answer(live.node.slot, func, phase, source, seen)
 
-    def _known_answer(self, slot: int, func: Any, phase: str, source: Source) -> bool:
-        """A yes or no that Python asks for: known beforehand, or of a check that passes."""
+    def _known_answer(self, slot: int, func: Any, phase: str, source: Source, seen: Any) -> bool:
+        """A yes or no that Python asks for, known beforehand or taken for granted; `seen` by a watched run."""
         known = self.known_value(slot, may_be_asked)
         if known is None:
-            known = self._checked(slot, phase, source)
+            known = self._checked(slot, phase, source, seen)
         return self._refuse_value(slot, func, source) if known is None else bool(known)
 
     def remedy(self, slot: int) -> str:
@@ -801,17 +817,24 @@ class Recorder(TorchDispatchMode):
         return None if question is None else (slot, Table(question, tensor, self.program.storage_of(slot)))
 
     def branch(self, function: Callable[..., bool], operands: tuple[Any, ...]) -> bool | None:
-        """The answer of a comparison, asked for again at every call; None where it hangs on more than numbers."""
-        answer = self.scalar_call(function, operands)
-        known = self.known_value(answer.node.slot, may_be_asked)
-        return self._checked(answer.node.slot, *self.frames.here()) if known is None else known
+        """The answer of a comparison, asked for again at every call; None where nobody can say."""
+        slot = self.scalar_call(function, operands).node.slot
+        known = self.known_value(slot, may_be_asked)
+        return self._checked(slot, *self.frames.here(), self._seen.get(slot)) if known is None else known
 
-    def _checked(self, slot: int, phase: str, source: Source) -> bool | None:
-        """The answer with which a check in the step's code passes, for a run to check; None where no check asks."""
-        answer = None if self._watch is None else passing_answer()  # a graph that others made has no code that asks
+    def _checked(self, slot: int, phase: str, source: Source, seen: Any) -> bool | None:
+        """The answer that a plan takes for granted and a run checks: the one with which a check in the step's code passes, else what a
+        watched run has `seen`; None where there is none.
+        """
+        if self._answers is None:  # a graph that others made has no code that asks
+            return None
+        answer = passing_answer()
+        is_branch = answer is None
+        if is_branch:
+            answer = self._answers.answer(None if seen is None else bool(seen))
         if answer is not None:
             self.program.calls.append(
-                Call(check, (Ref(slot), answer), {}, (None,), False, phase, source, is_check=True)
+                Call(check, (Ref(slot), answer), {}, (None,), False, phase, source, is_check=True, is_branch=is_branch)
             )
         return answer
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -143,6 +143,12 @@ def _is_all(program: Program, calls: list[Call], owned: list[Any], constants: li
         numbered.update(slot for slot in call.outputs if slot is not None)
     storages = {meta.storage for meta in program.slots if meta is not None}
     return len(numbered) == len(program.slots) and len(storages) == len(program.storages)
+
+
+def reordered(program: Program, order: Sequence[int]) -> Program:
+    """The same program with its calls in another order; `order` has their numbers."""
+    moved = {old: new for new, old in enumerate(order)}
+    return _renumber(program, [program.calls[old] for old in order], moved, program.owned, program.constants)
 
 
 def with_state(first: Program, later: Program, paths: Collection[str] | None = None) -> Program | None:

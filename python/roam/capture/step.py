@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 from weakref import WeakSet
@@ -12,11 +12,13 @@ import torch
 
 from roam._core import Graph
 from roam.capture.ambient import Switches
+from roam.capture.answers import Answers
 from roam.capture.arguments import Taker, live_floats
 from roam.capture.beneath import check_beneath
 from roam.capture.branches import CHANCE
 from roam.capture.caches import Results
 from roam.capture.compare import agrees, asks_the_same, difference, is_resized
+from roam.capture.early import checks_first
 from roam.capture.generators import watched
 from roam.capture.guards import ArgGuard, Guards
 from roam.capture.importing import clear_fakes
@@ -53,9 +55,13 @@ class Variant:
     """
 
     program: Program
+    """What a run does; see `checks_first`."""
     name: str
     notes: Sequence[tuple[str, str]] = ()
     """What to say of its graph to people."""
+    _: KW_ONLY
+    as_written: Program
+    """What eager PyTorch does."""
     runs_once: bool = False
 
     @cached_property
@@ -170,7 +176,9 @@ def capture(
         step: ``"steady"``, a step that finds the optimizer's state in place, or ``"first"``, the one that makes it.
 
     Returns:
-        The graph, in bytes; operators are in the order in which eager PyTorch runs them.
+        The graph, in bytes; operators are in the order in which eager PyTorch runs them. Only where the step branches on values
+        that it computes does what changes something wait for the answers. They are taken to be that conditions do not hold, and the
+        graph's notes say so.
 
     Raises:
         CaptureError: where the step cannot be captured exactly, naming the operator and the user's line.
@@ -208,6 +216,7 @@ def capture_step(
     keep_grads: bool = False,
     known: Known | None = None,
     asks_kernels: bool = False,
+    answers: Answers | None = None,
 ) -> CapturedStep:
     """As `capture`, with the programs that the runtime runs and the guards that tell when they fit.
 
@@ -216,6 +225,7 @@ def capture_step(
         keep_grads: whether `.grad` of every parameter outlives the step, as under eager PyTorch.
         known: what earlier captures of the same step found; what this one finds is added.
         asks_kernels: whether real kernels may be run on zeros, where fake ones do not know how results lie in memory.
+        answers: what to take for granted where the step's code goes on either way.
     """
     # No other capture meanwhile: tracing puts fakes and stand-ins where other threads would find them.
     with watched, collections_wait():
@@ -227,13 +237,16 @@ def capture_step(
                 code="autocast_cache",
             )
         known = Known() if known is None else known
+        answers = Answers() if answers is None else answers
         reads, settles = Reads(), None
         try:
             while True:
                 try:
                     # Captured as if all that settles were set: the first step does the same then, and later ones set nothing new.
                     with applied([] if settles is None else settles.settings):
-                        return _captured(train_step, args, kwargs, keep_grads, known, asks_kernels, reads, settles)
+                        return _captured(
+                            train_step, args, kwargs, keep_grads, known, asks_kernels, answers, reads, settles
+                        )
                 except _Settles as found:
                     settles = found
                 except ReadMore:
@@ -257,6 +270,7 @@ def _captured(
     keep_grads: bool,
     known: Known,
     asks_kernels: bool,
+    answers: Answers,
     reads: Reads,
     settles: _Settles | None,
 ) -> CapturedStep:
@@ -269,7 +283,7 @@ def _captured(
     reliance, results = Reliance(), Results(reach.caches)
     try:
         _refuse_unseen_state(reach)
-        tracer = _Tracer(reach, train_step, args, kwargs, known, asks_kernels, settles is not None, reliance)
+        tracer = _Tracer(reach, train_step, args, kwargs, known, asks_kernels, settles is not None, reliance, answers)
         programs = tracer.live_programs() if floats else None
         if programs is None:
             # A float argument that decides something in Python cannot be live; it is guarded by value instead.
@@ -301,7 +315,7 @@ def _captured(
     settings = [] if settles is None else settles.settings
     if first.unsettled is not None:
         settle_gradients(first, set(), keep_grads=True)
-        return CapturedStep(_first(first, name, guards), None, guards, arguments, settings)
+        return CapturedStep(_first(first, name, guards, answers), None, guards, arguments, settings)
     if steady is not first:
         known.add(steady)
     carried = {owner.path for owner, _ in steady.owned if isinstance(owner, GradientOwner)}
@@ -310,8 +324,8 @@ def _captured(
     steady = prune(steady)
     is_steady = difference(first, programs[-1]) is None and _absent(first) == _absent(steady)
     return CapturedStep(
-        None if is_steady else _first(first, name, guards),
-        Variant(steady, name, notes_on(steady, guards)),
+        None if is_steady else _first(first, name, guards, answers),
+        Variant(checks_first(steady), name, notes_on(steady, guards, guessed=answers.guessed), as_written=steady),
         guards,
         arguments,
         settings,
@@ -346,8 +360,10 @@ def _numbers(reach: Reach, changing: set[str]) -> list[tuple[str, int]]:
     return [(owner.path, id(owner.space.holder)) for owner in number_owners(reach, changing)]  # type: ignore[attr-defined]
 
 
-def _first(program: Program, name: str, guards: Guards) -> Variant:
-    return Variant(prune(program), f"{name} (first step)", notes_on(program, guards), runs_once=True)
+def _first(program: Program, name: str, guards: Guards, answers: Answers) -> Variant:
+    program = prune(program)
+    notes = notes_on(program, guards, guessed=answers.guessed)
+    return Variant(checks_first(program), f"{name} (first step)", notes, as_written=program, runs_once=True)
 
 
 def _is_settled(settles: _Settles, after: Program) -> bool:
@@ -399,6 +415,8 @@ class _Tracer:
     """Whether what the step sets once and for all has been set."""
     reliance: Reliance
     """What its traces rely on without holding it."""
+    answers: Answers
+    """What they take for granted where the code goes on either way."""
 
     @interrupts_wait()
     def programs(self, *, live_arguments: bool, live_numbers: bool = True, only_first: bool = False) -> list[Program]:
@@ -422,6 +440,7 @@ class _Tracer:
             taker=self.known.taker,
             asks_kernels=self.asks_kernels,
             reliance=self.reliance,
+            answers=self.answers,
         )
         reads = self.reach.reads
         snapshot, switches = Snapshot(self.reach), Switches()

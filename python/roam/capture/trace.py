@@ -78,7 +78,9 @@ def trace(
     frames = Frames({id(module): path for path, module in world.reach.modules}, world.reliance.code)
     frames.root = _run.__code__
     watch = Watch(generator for _, generator in world.reach.generators)
-    recorder = Recorder(frames, world.leaves, world.kernels, watch, world.number_of, world.results)
+    recorder = Recorder(
+        frames, world.leaves, world.kernels, watch, world.number_of, world.results, world.answers.replay()
+    )
     before: list[tuple[Owner, Any]] = [(owner, owner.get()) for owner in world.owners()]
     tied = [(owner, owner.get()) for owner in world.places if owner.tied]
     state = [(owner, owner.get()) for owner in state_owners(world.reach, world.parameters, plain=True)]
@@ -309,6 +311,13 @@ def _watched(world: World, recorder: Recorder) -> Iterator[None]:
     def item(tensor: Any) -> Any:
         return as_live(plain_item(tensor))
 
+    plain_truth = torch.Tensor.__bool__
+
+    def truth(tensor: Any) -> bool:
+        # A number's truth is asked of in C++, past whoever would record it.
+        is_number = tensor.dtype is not torch.bool and tensor.numel() == 1
+        return plain_truth(tensor != 0 if is_number else tensor)
+
     plain_cross_entropy = torch._C._nn.cross_entropy_loss
 
     def cross_entropy(
@@ -342,6 +351,7 @@ def _watched(world: World, recorder: Recorder) -> Iterator[None]:
 
         replace(torch.Tensor, "item", item)
         stack.enter_context(mock.patch.object(FakeTensor, "data", _data(recorder)))
+        replace(torch.Tensor, "__bool__", truth)
         for holder in (torch.Tensor, torch.UntypedStorage):
             replace(holder, "data_ptr", address(holder.data_ptr))
         replace(torch._C._nn, "cross_entropy_loss", cross_entropy)

@@ -18,6 +18,7 @@ import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from roam.capture.absent import is_absent, prepare
+from roam.capture.answers import Answers
 from roam.capture.arguments import Taker
 from roam.capture.caches import Results
 from roam.capture.fake import mode_of
@@ -65,6 +66,7 @@ class World:
         taker: Taker | None = None,
         asks_kernels: bool = False,
         reliance: Reliance | None = None,
+        answers: Answers | None = None,
     ) -> None:
         """The world of a call.
 
@@ -74,8 +76,10 @@ class World:
             taker: takes the arguments apart.
             asks_kernels: whether real kernels may be run for what fake ones do not know, where the step is of real tensors.
             reliance: gets what the step relies on without holding it.
+            answers: what to take for granted where its code goes on either way.
         """
         self.reach = reach
+        self.answers = Answers() if answers is None else answers
         self.reliance = Reliance() if reliance is None else reliance
         self.changing = set() if changing is None else changing
         self.optimizers: list[torch.optim.Optimizer] = [optimizer for _, optimizer in reach.optimizers]

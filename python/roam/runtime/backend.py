@@ -153,7 +153,7 @@ class PlannedGraph:
 
     def _plan(self, args: list[Any]) -> _Planned:
         program = record_graph(self._module, args, phase=self._phase, dying=self._dying)
-        variant = Variant(program, self._name)
+        variant = Variant(program, self._name, as_written=program)
         if variant.device.type not in _PLANNED_DEVICES:
             raise CaptureError(f"tensors on {variant.device} are not planned", code="device")
         earlier = [planned.choice for planned in self._plans.values() if planned is not None]

@@ -15,6 +15,7 @@ from roam.capture.step import CapturedStep
 class _Runs(Protocol):
     def state_failure(self) -> str | None: ...
     def answer_failure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None: ...
+    def branch_failure(self, known: tuple[bool, ...]) -> str | None: ...
 
 
 _FEW = 4
@@ -69,15 +70,17 @@ class Captures(Sequence[Captured[R]]):
     def __iter__(self) -> Iterator[Captured[R]]:
         return reversed(self._captures)
 
-    def find(self, args: tuple[Any, ...], kwargs: dict[str, Any], taker: Taker) -> tuple[Captured[R], R] | str:
-        """What fits a call, or what keeps the capture from fitting that is most like it."""
+    def find(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], taker: Taker, known: tuple[bool, ...] = ()
+    ) -> tuple[Captured[R], R] | str:
+        """What fits a call, or what keeps the capture from fitting that is most like it; `known` are its first answers to branches."""
         asked: dict[Guards, str | None] = {}
         reason = None
         alike = self._by_key.get(call_key(args, kwargs, taker), ())
         for captured in alike:
             failure = captured.step.failure(args, kwargs, asked)
             for runner in () if failure else captured.runners:
-                failure = runner.state_failure() or runner.answer_failure(args, kwargs)
+                failure = runner.branch_failure(known) or runner.state_failure() or runner.answer_failure(args, kwargs)
                 if failure is None:
                     self._use(captured)
                     return captured, runner

@@ -186,7 +186,7 @@ class _Chooser:
         taken = self._workspaces(program, placed) if is_real else None
         kernel_bytes = None if taken is None else max(taken.values(), default=0)
         lowering = self._lowering(program, placed, taken)
-        eager_graph = lowering.graph() if taken else variant.graph
+        eager_graph = self._eager_graph(taken)
         eager_bytes = eager_graph.persistent_bytes + roam.baseline(eager_graph, reuse=False).peak_bytes
         if (joined := fused(program, variant.device)) is not program:
             program, placed = joined, placed_calls(joined, variant.device)
@@ -237,6 +237,16 @@ class _Chooser:
             return None
         name = "earlier order with a pool" if like.uses_pool else "earlier order with the allocator"
         return replace(choice, totals=((name, choice.total_bytes),))
+
+    def _eager_graph(self, taken: dict[int, int] | None) -> Graph:
+        """The step as it was written, with what its kernels take for themselves where that is known."""
+        variant, program, placed = self._variant, self._variant.program, self._variant.placed
+        if variant.as_written is not program:
+            program, placed = variant.as_written, placed_calls(variant.as_written, variant.device)
+            taken = self._workspaces(program, placed) if taken else taken
+        elif not taken:
+            return variant.graph
+        return self._lowering(program, placed, taken).graph()
 
     def _workspaces(self, program: Program, placed: list[Placed | None]) -> dict[int, int] | None:
         before = known()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any, Literal
@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from roam._core import __version__
 from roam.capture.ambient import Switches
+from roam.capture.answers import Seen, watching
 from roam.capture.reach import Reach
 from roam.capture.snapshot import Snapshot, random_sources
 from roam.capture.spaces import LIVE_OPTIMIZER_KEYS, MappingSpace
@@ -171,7 +172,9 @@ class _Trial:
                 except CaptureError as refusal:
                     if not refusal.settles or self.steps == 1:
                         raise
-                eager = [_without_tensors(values) for values in self._eagerly(self.steps)]
+                seen = Seen()
+                eager = [_without_tensors(values) for values in self._eagerly(self.steps, seen)]
+                planned.show(seen)
                 start.restore()
                 for number, expected in enumerate(eager, 1):
                     found = self._after(planned(*self.args, **self.kwargs))
@@ -186,10 +189,12 @@ class _Trial:
         except Exception as error:  # noqa: BLE001 - whatever it is, it is what the comparison found
             return self._ended("failed", found, error=error)
 
-    def _eagerly(self, steps: int) -> Iterator[_Values]:
-        """What each of so many steps leaves."""
-        for _ in range(steps):
-            yield self._after(self._eager_step())
+    def _eagerly(self, steps: int, seen: Seen | None = None) -> Iterator[_Values]:
+        """What each of so many steps leaves; `seen` gets what reaches Python in the first."""
+        for place in range(steps):
+            with nullcontext() if place or seen is None else watching(seen):
+                result = self._eager_step()
+            yield self._after(result)
 
     def _eager_step(self) -> Any:
         try:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from types import MethodType
@@ -15,7 +16,9 @@ import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import FakeTensor
 
 from roam import Plan
+from roam.capture.answers import Answers, Seen, watching
 from roam.capture.arguments import Taker
+from roam.capture.checks import CheckFailed
 from roam.capture.generators import watched
 from roam.capture.history import Histories
 from roam.capture.owners import ArgumentOwner, GradientOwner, RateOwner, ScalerOwner, Skeleton, StateOwner
@@ -26,11 +29,11 @@ from roam.errors import CaptureError, ExecutionError
 from roam.garbage import collections_wait
 from roam.interrupts import interrupts_wait
 from roam.kernels.table import is_proven
-from roam.program import Program, TensorMeta
+from roam.program import Call, Program, TensorMeta
 from roam.runtime.captures import BUCKETS, MANY, Captured, Captures, call_key
 from roam.runtime.choose import MAX_PLANS, Choice, Options, choose, is_disabled
 from roam.runtime.culprit import PlannedValues
-from roam.runtime.execute import Executor
+from roam.runtime.execute import Executor, Failure
 from roam.runtime.lanes import CudaLanes
 from roam.runtime.measure import MemoryTrace, measure_peak
 from roam.runtime.memory import KeptPlan, KeptPlans, StepMemory, host_bytes
@@ -38,6 +41,9 @@ from roam.runtime.pool import Pool
 from roam.runtime.timings import Timings
 
 logger = logging.getLogger("roam")
+_MOST_SEEN = 256
+"""Runs of the user's function of which it is kept what they saw."""
+_MANY_IN_VAIN = 8
 
 OnChange = Literal["replan", "raise", "eager"]
 _MOST_SETTLING = 8
@@ -115,41 +121,109 @@ class Step:
         self._timings: Timings | None = None
         self._torn: list[tuple[Any, Any, int]] = []
         self._torn_reason = ""
+        self._seen: OrderedDict[tuple[Any, ...], Seen] = OrderedDict()
+        """What runs of the user's function saw, by the kind of call and the first answers to its branches."""
+        self._shown: Seen | None = None
+        self._in_vain = 0
+        """How many calls in a row no plan had the answers of."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         runner = self._runner(args, kwargs)
-        return self._train_step(*args, **kwargs) if runner is None else self._run(runner, args, kwargs)
+        return self._own(args, kwargs) if runner is None else self._run(runner, args, kwargs)
 
-    def _runner(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Runner | None:
-        """What runs this call; None where the user's function itself does."""
+    def _runner(self, args: tuple[Any, ...], kwargs: dict[str, Any], known: tuple[bool, ...] = ()) -> Runner | None:
+        """What runs this call, whose first answers to branches are `known`; None where the user's function itself does."""
         if is_disabled() or is_tracing():
             return None
         self._refuse_torn()
-        found = self._captures.find(args, kwargs, self._known.taker)
+        found = self._captures.find(args, kwargs, self._known.taker, known)
         if isinstance(found, str):
+            if known and self._on_change != "replan":
+                return None
             if len(self._captures) and self._on_change == "eager":
                 logger.info("no plan fits this call, so it runs eagerly: %s", found)
                 return None
             if len(self._captures) and self._on_change == "raise":
                 raise ExecutionError(f"no plan fits this call: {found}", code="no_plan_fits")
             self._known.taker = self._known.taker.learning(args, kwargs)
-            try:
-                found = self._capture(args, kwargs, found)
-            except CaptureError as refusal:
-                if not refusal.settles or self._known.settling == _MOST_SETTLING:
-                    raise
-                self._known.settling += 1
-                logger.info("%s. The step's own function runs, and the next call is captured", refusal)
+            captured_now = self._capture_seen(args, kwargs, found, known)
+            if captured_now is None:
                 return None
-            self._known.settling = 0
+            found = captured_now
         captured, self._last = found
         for setting in captured.step.settings:
             setting.apply()  # as the user's function would now
         return self._last
 
+    def _capture_seen(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str, known: tuple[bool, ...]
+    ) -> tuple[Captured[Runner], Runner] | None:
+        """A capture for the answers that a run has seen; None where one has to be watched first, or plans are for enough of them."""
+        seen = self._seen.get((self._key(args, kwargs), known), self._shown)
+        if known and (seen is None or len(self._captures) >= self._captures.most):
+            return None
+        answers = Answers(known, seen)
+        try:
+            captured = self._capture(args, kwargs, reason, answers, may_guess=seen is not None)
+        except Unseen:
+            logger.info("the step branches on values, so its own function runs, watched; the next call is captured")
+            return None
+        except CaptureError as refusal:
+            if answers.guessed and seen is None:  # the way that it would not have gone
+                return None
+            if not refusal.settles or self._known.settling == _MOST_SETTLING:
+                raise
+            self._known.settling += 1
+            logger.info("%s. The step's own function runs, and the next call is captured", refusal)
+            return None
+        self._known.settling = 0
+        return captured
+
+    def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Hashable, ...]:
+        """What calls for one plan have in common."""
+        return call_key(args, kwargs, self._known.taker)
+
+    def _own(self, args: tuple[Any, ...], kwargs: dict[str, Any], known: tuple[bool, ...] = ()) -> Any:
+        """The user's function itself, watched by a step that is to be captured when its answers have been seen."""
+        if is_disabled() or is_tracing():
+            return self._train_step(*args, **kwargs)
+        key, seen = (self._key(args, kwargs), known), Seen()
+        with watching(seen):
+            result = self._train_step(*args, **kwargs)
+        self._seen[key] = seen
+        self._seen.move_to_end(key)
+        if len(self._seen) > _MOST_SEEN:
+            self._seen.popitem(last=False)
+        return result
+
     def _run(self, runner: Runner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs a call by a plan; where its answers are other ones, by a plan for these, or by the user's function."""
         if runner.plan.estimate:
             raise ExecutionError(f"this plan is an estimate and cannot be run: {runner.plan.estimate}", code="estimate")
+        other: Runner | None = runner
+        known: tuple[bool, ...] = ()
+        while other is not None:
+            try:
+                result = self._run_once(other, args, kwargs)
+                self._in_vain = 0
+                return result
+            except Declined as declined:
+                if not declined.answers:
+                    logger.warning("%s; the step's own function runs in the plan's place", declined)
+                    return self._train_step(*args, **kwargs)
+                logger.info("%s", declined)
+                known = declined.answers
+            other = self._runner(args, kwargs, known)
+        self._in_vain += 1
+        if self._in_vain == _MANY_IN_VAIN:
+            logger.warning(
+                "no plan had the answers that the last %d calls gave to branches on values (docs/guards.md), so the step's own function "
+                "ran: use torch.where there, or ROAM_DISABLE=1",
+                self._in_vain,
+            )
+        return self._own(args, kwargs, known)
+
+    def _run_once(self, runner: Runner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
             timings = self._timings
             if timings is None or timings.first_run.count:
@@ -163,9 +237,6 @@ class Step:
             self._torn = torn.owners
             self._torn_reason = str(torn.error)
             raise torn.error from torn.error.__cause__
-        except Declined as declined:
-            logger.warning("%s; the step's own function runs in the plan's place", declined)
-        return self._train_step(*args, **kwargs)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """A compiled method, bound like any other."""
@@ -175,10 +246,13 @@ class Step:
         """The plan by which this call would run; nothing of it is run.
 
         Kernels that may take memory for themselves are tried on zeros, once in a process. The plan's `total_bytes` is the memory that the step will take, known before step 1.
+        Of a step that branches on values which no run has shown yet, it is a plan for conditions that do not hold.
         """
         found = self._captures.find(args, kwargs, self._known.taker)
-        _, runner = self._capture(args, kwargs, found) if isinstance(found, str) else found
-        return runner.plan
+        if isinstance(found, str):
+            seen = self._seen.get((self._key(args, kwargs), ()))
+            found = self._capture(args, kwargs, found, Answers(seen=seen))
+        return found[1].plan
 
     @property
     def function(self) -> Callable[..., Any]:
@@ -195,6 +269,10 @@ class Step:
             options=self._options,
             max_plans=self._captures.most,
         )
+
+    def show(self, seen: Seen) -> None:
+        """Has captures go the way of a run that was watched, where the step has seen none of its own."""
+        self._shown = seen
 
     def watched(self, *args: Any, **kwargs: Any) -> tuple[Program, PlannedValues]:
         """Runs one step as ever, and tells what each call of its program made.
@@ -250,14 +328,14 @@ class Step:
         """
         runner = self._runner(args, kwargs)
         if runner is None:
-            return self._train_step(*args, **kwargs)
+            return self._own(args, kwargs)
         return runner.measured(lambda: self._run(runner, args, kwargs))
 
     def measured_eagerly(self, *args: Any, **kwargs: Any) -> Any:
         """As `measured`, but runs the user's own function: a real step too, with the same results, for comparison."""
         runner = self._runner(args, kwargs)
         if runner is None:
-            return self._train_step(*args, **kwargs)
+            return self._own(args, kwargs)
         return runner.measured_eagerly(lambda: self._train_step(*args, **kwargs))
 
     def release(self) -> None:
@@ -269,17 +347,38 @@ class Step:
             for runner in captured.runners:
                 runner.release()
 
-    def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str) -> tuple[Captured[Runner], Runner]:
+    def _capture(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        reason: str,
+        answers: Answers,
+        *,
+        may_guess: bool = True,
+    ) -> tuple[Captured[Runner], Runner]:
+        """Captures and plans.
+
+        Raises:
+            Unseen: where an answer had to be guessed and may not; then nothing is planned.
+        """
         timings, traces = Timings(), self._known.traces
         self._timings = timings
         with collections_wait():
             with timings.running(timings.capture):
                 step = capture_step(
-                    self._train_step, args, kwargs, keep_grads=self._keep_grads, known=self._known, asks_kernels=True
+                    self._train_step,
+                    args,
+                    kwargs,
+                    keep_grads=self._keep_grads,
+                    known=self._known,
+                    asks_kernels=True,
+                    answers=answers,
                 )
+            if answers.guessed and not may_guess:
+                raise Unseen
             timings.capture.count = self._known.traces - traces
             runners = self._planned(step, timings, is_real=not _has_fakes(step, args, kwargs))
-        captured = Captured(step, runners, call_key(args, kwargs, self._known.taker), reason, timings.total_s)
+        captured = Captured(step, runners, self._key(args, kwargs), reason, timings.total_s)
         dropped = self._captures.add(captured)
         logger.info(
             "%s: captured and planned in %.2f s for %s, since %s; %d of at most %d plans kept",
@@ -342,7 +441,18 @@ class Torn(Exception):
 
 
 class Declined(Exception):
-    """A check in the step's code does not pass. All is as it was before the run."""
+    """A check in the step's code does not pass. All is as it was before the run.
+
+    `answers`: the first ones that the step's code gets at branches; none where it is no branch.
+    """
+
+    def __init__(self, message: str, answers: tuple[bool, ...] = ()) -> None:
+        super().__init__(message)
+        self.answers = answers
+
+
+class Unseen(Exception):
+    """A step branches on values that no run has shown yet."""
 
 
 class Runner:
@@ -399,7 +509,8 @@ class Runner:
         places = {slot: place for place, (_, slot) in enumerate(program.owned)}
         self._historic = [place for place, (owner, _) in enumerate(program.rebinds) if owner.path in program.historic]
         self._flags = [(places[slot], flag) for slot, flag in program.flags]
-        self._unchecked = _written_before_checks(program, self._executor)
+        self._has_checks = any(call.is_check for call in program.calls)
+        self._answers = program.answers
         self._live_state = [
             (owner, _expected(program.slots[slot]))
             for owner, slot in program.owned
@@ -430,6 +541,10 @@ class Runner:
                 return f"{owner.path} changed from {show(value)} to {show(owner.get())}"
         return None
 
+    def branch_failure(self, known: tuple[bool, ...]) -> str | None:
+        """None where this variant may be for a call whose first answers to branches are known."""
+        return None if self._answers[: len(known)] == known else "a branch on a value goes another way"
+
     def answer_failure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         """None where numbers and the arguments' values decide as they did at capture, else which question has another answer."""
         if not self._program.questions:
@@ -452,9 +567,8 @@ class Runner:
         self._check_inputs(inputs)
         flagged = [(inputs[place], flag) for place, flag in self._flags]
         inputs += [tensor for tensor, _ in program.constants]
-        kept = [(owner, owner.get()) for owner in self._ignored] if self._unchecked is not None else []
+        kept = [(owner, owner.get()) for owner in self._ignored] if self._has_checks else []
         self._drop_ignored()
-        copies = [(inputs[place], inputs[place].clone()) for place in self._unchecked or ()]
         # Not as tensors: those would count as memory of the step.
         drawn = [generator.get_state().numpy().tobytes() for generator in self._generators]
         with interrupts_wait():
@@ -463,7 +577,7 @@ class Runner:
                     run = self._executor.run_checked if self._executor.text is None else self._executor.run
                     result, rebinds, after, skips = run(inputs)
                 except Exception as error:
-                    failure = self._failed(error, drawn, copies)
+                    failure = self._failed(error, drawn)
                     for owner, gradient in kept if isinstance(failure, Declined) else ():
                         owner.set(None if gradient is MISSING else gradient)
                     if failure is error:
@@ -589,26 +703,28 @@ class Runner:
                     stack.enter_context(torch.autocast(device, enabled=False))
             yield
 
-    def _failed(
-        self, error: Exception, drawn: list[bytes], copies: list[tuple[torch.Tensor, torch.Tensor]]
-    ) -> Exception:
-        """What to raise for an error of a run: `copies` are of what was written to before the step's own checks."""
+    def _failed(self, error: Exception, drawn: list[bytes]) -> Exception:
+        """What to raise for an error of a run."""
         failure = self._executor.failure(error)
         if failure is None:
             return error
         changed = self._executor.changed_before(failure)
-        if failure.call.is_check:
-            with torch.no_grad():
-                for tensor, copy in copies:
-                    tensor.copy_(copy)
-            restored = {self._owners[place].path for place in self._unchecked or ()}
+        if isinstance(error, CheckFailed):
+            restored = self._restored_by(failure.call)
             changed = [path for path in changed if path not in restored]
         where = f"{failure.call.name} at {failure.call.source}"
         if not changed:
             for generator, state in zip(self._generators, drawn, strict=True):
                 generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+            if failure.call.is_branch:
+                place = sum(call.is_branch for call in self._program.calls[: self._number(failure)])
+                answers = (*self._answers[:place], not self._answers[place])
+                return Declined(f"a branch at {failure.call.source} goes the other way than the plan", answers)
             if failure.call.is_check:
                 return Declined(f"a check at {failure.call.source} does not pass")
+            left = self._executor.bindings.order[failure.step + 1 :]
+            if any(self._program.calls[index].is_branch for index in left):  # maybe on a way that the step does not go
+                return Declined(f"{where} failed: {error}")
             if isinstance(error, ExecutionError):
                 return error
             return ExecutionError(
@@ -627,23 +743,16 @@ class Runner:
         torn.__cause__ = error
         return Torn(torn, [(owner, tensor, tensor._version) for owner, tensor in owners])
 
+    def _number(self, failure: Failure) -> int:
+        """The number of the call that a run stopped at."""
+        return self._executor.bindings.order[failure.step]
 
-def _written_before_checks(program: Program, executor: Executor) -> list[int] | None:
-    """Places among the inputs of what the plan writes to before the last check of the step's code, other than parameters and
-    optimizer state, of which the step's code has changed all if a check comes so late; None where there is no check.
-    """
-    order = executor.bindings.order
-    last = max((step for step, index in enumerate(order) if program.calls[index].is_check), default=None)
-    if last is None:
-        return None
-    written = {program.storage_of(slot) for index in order[:last] for slot in program.calls[index].mutates}
-    return [
-        place
-        for place, (owner, slot) in enumerate(program.owned)
-        if program.slots[slot] is not None
-        and program.storage_of(slot) in written
-        and owner.kind not in ("parameter", "optimizer_state")
-    ]
+    def _restored_by(self, call: Call) -> set[str]:
+        """Paths of what a check has put back."""
+        program = self._program
+        copies = call.args[2] if len(call.args) > 2 else ()
+        storages = {program.storage_of(original.slot) for original, _ in copies}
+        return {owner.path for owner, slot in program.owned if program.storage_of(slot) in storages}
 
 
 def _skipped(program: Program, numbers: list[Any]) -> set[int]:
