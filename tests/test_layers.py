@@ -537,19 +537,26 @@ class TestDictionariesWithTensorsForKeys:
 
         same_by_plan(script)
 
-    def test_a_frozen_set_of_parameters_is_refused(self) -> None:
-        model = Block()
-        skipped = frozenset([model.first.bias])
+    def test_a_frozen_set_of_parameters(self) -> None:
+        def script(wrap):
+            model = Block()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            skipped = frozenset([model.first.bias])
 
-        def step(model, optimizer, x):
-            optimizer.zero_grad()
-            model(x).square().mean().backward()
-            for parameter in model.parameters():
-                if parameter in skipped:
-                    parameter.grad = None
-            optimizer.step()
+            @wrap
+            def step(x):
+                optimizer.zero_grad()
+                loss = model(x).square().mean()
+                loss.backward()
+                for parameter in model.parameters():
+                    if parameter in skipped:
+                        parameter.grad = None
+                optimizer.step()
+                return loss
 
-        assert "skipped" in str(refused(step, model, torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(4, 6)))
+            return [[step(x) for x in images()], list(model.parameters())]
+
+        same_by_plan(script)
 
 
 LAYOUTS: dict[str, Callable[..., torch.Tensor]] = {
@@ -1479,6 +1486,8 @@ class TestDefaults:
         step(torch.ones(2))
         assert scaled.__defaults__ is before
         scaled.__defaults__ = (torch.tensor(3.0),)
+        assert step(torch.ones(2)).tolist() == [3.0, 3.0]
+        scaled.__defaults__ = (3.0,)
         with pytest.raises(roam.ExecutionError, match="__defaults__"):
             step(torch.ones(2))
 

@@ -402,7 +402,7 @@ class TestRefuses:
             (lambda n, o, s, loss: o.state[n[0].weight]["exp_avg"] * 1, "may leave out"),
             (lambda n, o, s, loss: o.state[n[0].weight]["step"], "may leave out"),
             (lambda n, o, s, loss: loss * round(s.get_scale()), "reached Python"),
-            (lambda n, o, s, loss: s.set_growth_factor(3.0), "changes Python state"),
+            (lambda n, o, s, loss: s.set_growth_factor(s.get_growth_factor() + 1), "changes Python state"),
         ],
     )
     def test_what_hangs_on_whether_a_step_was_left_out(self, use: Any, message: str) -> None:

@@ -68,6 +68,8 @@ class Reads:
         self._set_now: set[Edge] = set()
         self._names: set[str] = set()
         self._whole: set[int] = set()
+        self._held: set[int] = set()
+        """Those of `_whole` of which no trace has read all: something that a walk met holds their dictionary."""
         self._deferred: set[Edge] = set()
         self._known_before: tuple[frozenset[Edge], frozenset[int], frozenset[Edge]] = (
             frozenset(),
@@ -141,6 +143,7 @@ class Reads:
         if self.everything or holder not in self._reached or holder in self._whole:
             return False
         self._whole.add(holder)
+        self._held.add(holder)
         return True
 
     def narrow(self) -> Reads:
@@ -172,7 +175,8 @@ class Reads:
 
     def has_strays(self) -> bool:
         """After a narrow walk: whether the step has looked at objects that it did not come by."""
-        return not {key for key, _ in (*self._noted, *self._overwritten)} | self._whole <= self._reached
+        read = {key for key, _ in (*self._noted, *self._overwritten)} | (self._whole - self._held)
+        return not read <= self._reached
 
     # -- for the trace
 
@@ -262,6 +266,7 @@ class Reads:
         if is_all:
             is_new = self._is_whole_new(key)
             self._whole.add(key)
+            self._held.discard(key)
         elif (key, name) in self._set_now and not is_deleted:
             return
         elif is_set and (key, name) not in self._noted and key not in self._whole:
