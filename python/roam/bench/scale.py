@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-FAMILIES = ("deep", "wide", "branching")
+FAMILIES = ("deep", "wide", "branching", "parallel", "linked", "window")
 STYLES = ("wide", "narrow", "skewed", "training", "replaced", "dissected")
 SIZES = (1_000, 3_000, 10_000, 30_000, 100_000, 300_000, 1_000_000)
 

@@ -10,11 +10,14 @@ use roam_core::layout::Instance;
 use roam_core::synthetic::buffers::Style;
 use roam_core::synthetic::steps::Family;
 
-/// A made-up training step, the same every time.
+/// A made-up graph, the same every time.
 ///
 /// Args:
-///     family: ``deep`` (a transformer of as many layers as it takes), ``wide`` (very many branches of one layer that are added up) or
-///         ``branching`` (a chain of cells of several unequal branches each).
+///     family: a training step: ``deep`` (a transformer of as many layers as it takes), ``wide`` (very
+///         many branches of one layer that are added up) or ``branching`` (a chain of cells of several
+///         unequal branches each); or operators without phases: ``parallel`` (chains of 100 operators
+///         each), ``linked`` (each reads two results from anywhere before it) or ``window`` (each reads
+///         up to three of the last 64 results).
 ///     operators: about how many.
 ///
 /// Raises:

@@ -1,4 +1,4 @@
-//! Made-up training steps of any size, in three families.
+//! Made-up training steps of any size, and graphs of operators that are no training step, in families.
 
 use super::{Random, Transformer, transformer_step};
 use crate::builder::GraphBuilder;
@@ -6,7 +6,8 @@ use crate::error::GraphError;
 use crate::graph::{Graph, Kind, Operator, Phase, Residency, Tensor};
 use crate::ids::TensorId;
 
-/// What a made-up step looks like. All have updates at the end, with AdamW in the first family and with momentum in the others.
+/// What a made-up graph looks like. The first three are training steps with updates at the end, with AdamW in the first and with
+/// momentum in the others; the rest are operators without phases, shaped as no trunk or layer helps the planner.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Family {
     /// A transformer of as many layers as it takes.
@@ -15,11 +16,18 @@ pub enum Family {
     Wide,
     /// A chain of cells of several unequal branches each.
     Branching,
+    /// Chains of 100 operators from one input, all of which meet in the last operator.
+    Parallel,
+    /// Operators that each read two results from anywhere before them.
+    Linked,
+    /// Operators that each read up to three of the last 64 results.
+    Window,
 }
 
 impl Family {
     /// All of them.
-    pub const ALL: [Family; 3] = [Family::Deep, Family::Wide, Family::Branching];
+    pub const ALL: [Family; 6] =
+        [Family::Deep, Family::Wide, Family::Branching, Family::Parallel, Family::Linked, Family::Window];
 
     /// The name in lists.
     pub fn name(self) -> &'static str {
@@ -27,6 +35,9 @@ impl Family {
             Family::Deep => "deep",
             Family::Wide => "wide",
             Family::Branching => "branching",
+            Family::Parallel => "parallel",
+            Family::Linked => "linked",
+            Family::Window => "window",
         }
     }
 
@@ -39,6 +50,9 @@ impl Family {
             Family::Deep => deep(operators),
             Family::Wide => wide(operators),
             Family::Branching => branching(operators),
+            Family::Parallel => parallel(operators),
+            Family::Linked => linked(operators),
+            Family::Window => window(operators),
         }
     }
 }
@@ -77,6 +91,54 @@ fn branching(operators: u64) -> Result<Graph, GraphError> {
         trunk = net.layer(&ends, 65_536, 0)?;
     }
     net.train(trunk)
+}
+
+/// Operators in each chain of [`Family::Parallel`].
+const CHAIN: u64 = 100;
+/// Results that an operator of [`Family::Window`] can read.
+const REACH: u64 = 64;
+
+fn parallel(operators: u64) -> Result<Graph, GraphError> {
+    let mut random = Random::new(3);
+    let mut net = Net::new("parallel");
+    let input = net.input(65_536)?;
+    let mut ends = Vec::new();
+    for _ in 0..(operators / CHAIN).max(1) {
+        let mut end = input;
+        for at in 1..=CHAIN {
+            // What waits for the end is small, as sums are.
+            let most = if at == CHAIN { 64 } else { 4096 };
+            end = net.layer(&[end], 64 * (1 + random.below(most)), 0)?;
+        }
+        ends.push(end);
+    }
+    net.layer(&ends, 65_536, 0)?;
+    net.builder.build()
+}
+
+fn linked(operators: u64) -> Result<Graph, GraphError> {
+    let mut random = Random::new(4);
+    let mut net = Net::new("linked");
+    let mut last = net.input(65_536)?;
+    for _ in 0..operators {
+        let inputs = [random.below(last as u64 + 1) as usize, random.below(last as u64 + 1) as usize];
+        last = net.layer(&inputs[..if inputs[0] == inputs[1] { 1 } else { 2 }], 64 * (1 + random.below(4096)), 0)?;
+    }
+    net.builder.build()
+}
+
+fn window(operators: u64) -> Result<Graph, GraphError> {
+    let mut random = Random::new(5);
+    let mut net = Net::new("window");
+    let mut last = net.input(65_536)?;
+    for _ in 0..operators {
+        let mut inputs: Vec<usize> =
+            (0..=random.below(3)).map(|_| last - random.below(REACH.min(last as u64 + 1)) as usize).collect();
+        inputs.sort_unstable();
+        inputs.dedup();
+        last = net.layer(&inputs, 64 * (1 + random.below(4096)), 0)?;
+    }
+    net.builder.build()
 }
 
 /// A forward pass of layers, from which the rest of the step follows.
