@@ -20,6 +20,8 @@ from zipimport import zipimporter
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from roam.capture.caches import tensors_in
+
 _LOADERS: Final[tuple[Any, ...]] = (SourceFileLoader, SourcelessFileLoader, ExtensionFileLoader, zipimporter)
 
 
@@ -65,13 +67,6 @@ def clear_fakes(others: Container[int] = ()) -> None:
             type(cache) is functools._lru_cache_wrapper
             and id(cache) not in others
             and cache.cache_info().currsize
-            and _holds_fake(cache)
+            and any(type(tensor) is FakeTensor for tensor in tensors_in(cache))
         ):
             cache.cache_clear()
-
-
-def _holds_fake(holder: Any) -> bool:
-    return any(
-        type(item) is FakeTensor or (type(item) in (dict, list, tuple) and _holds_fake(item))
-        for item in gc.get_referents(holder)
-    )
