@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -481,3 +482,34 @@ def test_a_comparison_runs_by_plan_whichever_way_the_step_goes(steps: int, monke
     found = roam.compare(step, batches()[0], steps=steps)
     assert found.equal, found
     assert not own
+
+
+def test_steps_that_wait_for_each_other_run_side_by_side() -> None:
+    """The first call of a step that branches runs its own function, in which it may wait for what another thread does."""
+    meet, failures = threading.Barrier(2), list[BaseException]()
+
+    def trains() -> None:
+        weight = torch.nn.Parameter(torch.ones(3))
+        optimizer = torch.optim.SGD([weight], lr=0.1)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            if not is_tracing():
+                meet.wait(20)
+            loss = (weight * x).sum()
+            loss.backward()
+            if loss > 1:
+                optimizer.step()
+            return loss
+
+        try:
+            roam.compile(step)(torch.ones(3))
+        except BaseException as failure:  # noqa: BLE001
+            failures.append(failure)
+
+    threads = [threading.Thread(target=trains) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert not hasattr(torch.Tensor.item, "__wrapped__")

@@ -39,27 +39,43 @@ class Seen:
         self.values.setdefault(user_place(), []).append(value)
 
 
+_watching: list[Seen] = []
+_replaced = ExitStack()
+
+
 @contextmanager
 def watching(seen: Seen) -> Iterator[None]:
-    """In the block, notes what reaches Python. Nothing runs otherwise than ever: a dispatch mode would change what autograd does."""
+    """In the block, notes what reaches Python. Nothing runs otherwise than ever: a dispatch mode would change what autograd does.
 
-    def noting(function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            value = function(*args, **kwargs)
-            if type(value) in (bool, int, float):
-                seen.note(value)
-            return value
-
-        return call
-
-    # No capture meanwhile, which puts stand-ins in the same places.
-    with watched, ExitStack() as stack:
-        for holder in (torch.Tensor, torch):
-            for name in _ASKING:
-                if (function := getattr(holder, name, None)) is not None:
-                    stack.enter_context(mock.patch.object(holder, name, noting(function)))
+    What other threads ask for meanwhile is noted too: it can make a plan useless, but not wrong.
+    """
+    # A capture puts stand-ins in the same places. It may come in the block, but not while these are put there or taken away.
+    with watched:
+        if not _watching:
+            for holder in (torch.Tensor, torch):
+                for name in _ASKING:
+                    if (function := getattr(holder, name, None)) is not None:
+                        _replaced.enter_context(mock.patch.object(holder, name, _noting(function)))
+        _watching.append(seen)
+    try:
         yield
+    finally:
+        with watched:
+            _watching.remove(seen)
+            if not _watching:
+                _replaced.close()
+
+
+def _noting(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        value = function(*args, **kwargs)
+        if type(value) in (bool, int, float):
+            for seen in tuple(_watching):
+                seen.note(value)
+        return value
+
+    return call
 
 
 class Answers:

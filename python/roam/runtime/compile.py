@@ -146,10 +146,10 @@ class Step:
             if len(self._captures) and self._on_change == "raise":
                 raise ExecutionError(f"no plan fits this call: {found}", code="no_plan_fits")
             self._known.taker = self._known.taker.learning(args, kwargs)
-            captured_now = self._capture_seen(args, kwargs, found, known)
-            if captured_now is None:
+            capture = self._capture_seen(args, kwargs, found, known)
+            if capture is None:
                 return None
-            found = captured_now
+            found = capture
         captured, self._last = found
         for setting in captured.step.settings:
             setting.apply()  # as the user's function would now
@@ -185,7 +185,8 @@ class Step:
 
     def _own(self, args: tuple[Any, ...], kwargs: dict[str, Any], known: tuple[bool, ...] = ()) -> Any:
         """The user's function itself, watched by a step that is to be captured when its answers have been seen."""
-        if is_disabled() or is_tracing():
+        is_captured_once = self._on_change != "replan" and len(self._captures) > 0
+        if is_disabled() or is_tracing() or is_captured_once:
             return self._train_step(*args, **kwargs)
         key, seen = (self._key(args, kwargs), known), Seen()
         with watching(seen):
