@@ -528,7 +528,7 @@ AS_EAGER: list[Change] = [
     on_forward, before_forward, on_backward, before_backward, on_a_gradient, on_a_stored_gradient,
     forward_of_a_module, forward_of_a_class, function_of_torch, function_of_a_module, method_of_tensors, method_of_the_optimizer,
     function_of_the_optimizer, class_of_a_module, backward_of_tensors, call_of_modules,
-    parametrized, spectral_norm, old_spectral_norm, weight_norm, frozen, averaged, other_data,
+    parametrized, spectral_norm, old_spectral_norm, weight_norm, old_weight_norm, pruned, frozen, averaged, other_data,
 ]  # fmt: skip
 
 
@@ -558,8 +558,6 @@ def anomaly(my: Any) -> Any:
     [
         (dispatch_mode, "dispatch_mode", "Enter _Scaling inside of the step"),
         (flop_counter, "dispatch_mode", "Enter _FlopCounterMode inside of the step"),
-        (old_weight_norm, "outer_history", "net[0].weight has a gradient history"),
-        (pruned, "outer_history", "net[0].weight has a gradient history"),
         (anomaly, "anomaly_detection", "Call the step's own function under torch.autograd.detect_anomaly"),
     ],
 )

@@ -569,8 +569,8 @@ def reads_the_loader(my: Loop) -> Any:
     return next(my.batches)[0].mean()
 
 
-def reads_history(my: Loop) -> Any:
-    return my.outputs.mean()
+def reads_a_kept_gradient(my: Loop) -> Any:
+    return my.outputs.grad.mean()
 
 
 def swallows(my: Loop) -> Any:
@@ -581,11 +581,13 @@ def swallows(my: Loop) -> Any:
 
 @pytest.mark.parametrize(
     ("read", "code"),
-    [(reads_an_iterator, "iterator"), (reads_the_loader, "iterator"), (reads_history, "outer_history"), (swallows, "iterator")],
+    [(reads_an_iterator, "iterator"), (reads_the_loader, "iterator"), (reads_a_kept_gradient, "outer_history"), (swallows, "iterator")],
 )  # fmt: skip
 def test_what_cannot_be_captured_is_refused_once_it_is_read(read: Read, code: str) -> None:
     my = Loop()
     my.outputs = my.model(torch.ones(1, 6))
+    my.outputs.retain_grad()
+    my.outputs.sum().backward()
     ((x, y),) = batches(1)
     with pytest.raises(roam.CaptureError) as refusal:
         roam.compile(lambda x, y: my.train(x, y, read(my)))(x, y)

@@ -348,7 +348,7 @@ class TestHistories:
 
         step(torch.ones(3), False)
         assert held.value.requires_grad
-        with pytest.raises(roam.CaptureError, match=r"detach what an earlier step") as caught:
+        with pytest.raises(roam.CaptureError, match=r"detach closure held\.value here") as caught:
             step(torch.ones(3), True)
         assert caught.value.code == "outer_history"
         assert weight.grad is None

@@ -235,6 +235,8 @@ class Program:
     """(owner, slot): owners that hold another tensor or live number after the step than before."""
     flags: list[tuple[int, bool]] = field(default_factory=list)
     """(slot, flag): tensors from before the step whose `requires_grad` it leaves changed, and to what."""
+    detached: list[int] = field(default_factory=list)
+    """Slots of tensors from before the step whose gradient history it ends in place."""
     dropped: list[Any] = field(default_factory=list)
     """Owners of gradients from before the step that are gone after it."""
     absent: list[Any] = field(default_factory=list)

@@ -36,6 +36,7 @@ def difference(first: Program, second: Program) -> str | None:
         ("owners", _paths(first.owned), _paths(second.owned)),
         ("state left behind", _paths(first.rebinds), _paths(second.rebinds)),
         ("changes of requires_grad", first.flags, second.flags),
+        ("histories ended in place", first.detached, second.detached),
         ("histories", (first.histories, first.historic), (second.histories, second.historic)),
         ("results' structures", first.result[1], second.result[1]),
         ("schedulers", [h.path for h in first.after], [h.path for h in second.after]),
@@ -67,6 +68,7 @@ def is_resized(known: Program, program: Program) -> bool:
         and _paths(known.owned) == _paths(program.owned)
         and _paths(known.rebinds) == _paths(program.rebinds)
         and (known.flags, known.histories, known.historic) == (program.flags, program.histories, program.historic)
+        and known.detached == program.detached
         and known.result[1] == program.result[1]
         and _is_resized(known.result[0], program.result[0], sizes)
         and _same_values(known.plain_state, program.plain_state)

@@ -115,14 +115,17 @@ class Frames:
         source = Source(module, shown_path(user.f_code.co_filename), user.f_lineno) if user is not None else Source()
         if bits_seen & _BACKWARD:
             node: Any = torch._C._current_autograd_node()  # None between the nodes, whatever the stub says
-            made_by = self._forward_sources.get(node._sequence_nr()) if node is not None else None
-            return "backward", made_by or source
+            return "backward", (None if node is None else self.made_by(node)) or source
         if bits_seen & _UPDATE:
             return "update", source
         if torch.is_grad_enabled():
             # The autograd node of this operator, if it has one, was numbered just before the kernel was reached.
             self._forward_sources.setdefault(torch._C._autograd._get_sequence_nr() - 1, source)
         return ("loss" if bits_seen & _LOSS else "forward"), source
+
+    def made_by(self, node: Any) -> Source | None:
+        """Where the operator of one of autograd's nodes was run; None where it was not in the step."""
+        return self._forward_sources.get(node._sequence_nr())
 
 
 def user_place() -> tuple[str, int]:

@@ -1,26 +1,35 @@
-"""The histories of what a planned step leaves, as autograd sees them.
+"""Gradient histories that a plan does not have: of what is there before a step, and of what a planned step leaves.
 
 A plan holds the step's own backward pass, and keeps nothing for another. What requires a gradient after the eager step, its results and
 what it keeps in attributes, requires one after a planned step too, so that nobody takes it for a constant; whoever goes on backward
-through it is told so.
+through it is told so. Likewise a step may read and replace what has a history from before it, as long as no backward pass of its own goes
+on into that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NoReturn, Protocol
 
 import torch
 
 from roam.errors import ExecutionError
-from roam.program import History
+from roam.program import History, Source
+
+VIEW = "is a view, whose history PyTorch does not end in place; put x.detach() in its place"
+
+
+class Refuse(Protocol):
+    """Refuses that a backward pass goes on into a history; `source` is where the step comes by it, if known."""
+
+    def __call__(self, source: Source | None = None) -> NoReturn: ...
 
 
 class PlannedStep(torch.autograd.Function):
-    """The node that stands for a whole step."""
+    """The node that stands for a whole history."""
 
     @staticmethod
-    def forward(ctx: Any, _: torch.Tensor, value: torch.Tensor, refuse: Callable[[], NoReturn]) -> torch.Tensor:
+    def forward(ctx: Any, _: torch.Tensor, value: torch.Tensor, refuse: Refuse) -> torch.Tensor:
         """The value, with this node as its history; `refuse` is called where a backward pass comes to it."""
         ctx.refuse = refuse
         return value.data  # no view: in-place operators may change it
@@ -31,15 +40,75 @@ class PlannedStep(torch.autograd.Function):
         return ctx.refuse()
 
 
-def is_planned(tensor: torch.Tensor) -> bool:
-    """Whether a planned step has left a tensor as it is, with such a history."""
-    return isinstance(tensor.grad_fn, PlannedStep._backward_cls)
+class _InPlace(PlannedStep):
+    """As `PlannedStep`, of a tensor that is there already."""
+
+    @staticmethod
+    def forward(ctx: Any, _: torch.Tensor, value: torch.Tensor, refuse: Refuse) -> torch.Tensor:
+        ctx.refuse = refuse
+        ctx.mark_dirty(value)
+        return value
 
 
-def with_history(value: torch.Tensor, refuse: Callable[[], NoReturn]) -> torch.Tensor:
-    """The same memory as a tensor with the history of a planned step."""
+_ENDS = (PlannedStep._backward_cls, _InPlace._backward_cls)
+
+
+def is_ended(tensor: torch.Tensor) -> bool:
+    """Whether the history of a tensor is such a node."""
+    return isinstance(tensor.grad_fn, _ENDS)
+
+
+def with_history(value: torch.Tensor, refuse: Refuse) -> torch.Tensor:
+    """The same memory as a tensor with such a history."""
     with torch.enable_grad():
         return PlannedStep.apply(torch.zeros((), requires_grad=True), value, refuse)  # type: ignore[no-any-return]
+
+
+def give_history(tensor: torch.Tensor, refuse: Refuse) -> None:
+    """Gives a tensor that has none such a history in place."""
+    with torch.enable_grad():
+        _InPlace.apply(torch.zeros((), requires_grad=True), tensor, refuse)
+
+
+def watched_engine(is_original: Callable[[Any], bool], made_by: Callable[[Any], Source | None]) -> Callable[..., Any]:
+    """Stands in for what runs autograd's engine: a backward pass that comes to a history from before the step is refused at the line
+    that leads there.
+
+    Args:
+        is_original: whether a tensor is one from before the step.
+        made_by: where the step ran the operator of a node.
+    """
+    plain = torch.autograd.graph._engine_run_backward
+
+    def run(roots: Any, *args: Any, **kwargs: Any) -> Any:
+        inputs = args[3]
+        # The engine goes where it finds inputs, and histories from before the step lead to nothing that the step has made.
+        wanted = [one for one in inputs if not isinstance(one, torch.Tensor) or is_original(one)]
+        if wanted or not inputs:
+            for node, user in _ends(roots):
+                alone = all(isinstance(one, torch.Tensor) and one.grad_fn is node for one in wanted)
+                if not inputs or not alone or any(one._backward_hooks for one in wanted):
+                    node.refuse(None if user is None else made_by(user))
+        return plain(roots, *args, **kwargs)
+
+    return run
+
+
+def _ends(roots: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
+    """(node, user): the ends of histories that a backward pass reaches, each with the node that leads to it, or None."""
+    waiting: list[tuple[Any, Any]] = [
+        (root.grad_fn if isinstance(root, torch.Tensor) else root.node, None) for root in roots
+    ]
+    seen = set()
+    while waiting:
+        node, user = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if isinstance(node, _ENDS):
+            yield node, user
+        else:
+            waiting += [(below, node) for below, _ in node.next_functions]
 
 
 class Histories:
@@ -63,7 +132,7 @@ class Histories:
         return [self.of(value, history) for value, history in zip(values, histories, strict=True)]
 
 
-def _step_is_over() -> NoReturn:
+def _step_is_over(source: Source | None = None) -> NoReturn:
     raise ExecutionError(
         "call backward in the compiled step, or detach what it leaves; a plan keeps nothing for a backward pass that starts outside",
         code="step_is_over",

@@ -243,6 +243,7 @@ def _renumber(
     result.histories, result.historic = program.histories, program.historic
     result.rebinds = [(owner, slot_of(slot)) for owner, slot in program.rebinds]
     result.flags = [(slot_of(slot), flag) for slot, flag in program.flags]
+    result.detached = [slot_of(slot) for slot in program.detached]
     result.dropped = list(program.dropped)
     result.absent = list(program.absent)
     result.plain_state = list(program.plain_state)

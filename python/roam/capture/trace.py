@@ -26,6 +26,7 @@ from roam.capture.branches import may_be_asked
 from roam.capture.fake_kernels import tensors_in
 from roam.capture.frames import Frames, shown_path
 from roam.capture.generators import Watch, stand_ins
+from roam.capture.history import VIEW, give_history, watched_engine
 from roam.capture.identity import hooks_on, is_parameter, own_attributes
 from roam.capture.importing import imports_leave, replaced
 from roam.capture.live import as_live, number_stand_ins
@@ -108,7 +109,7 @@ def trace(
         for optimizer in world.optimizers:
             optimizer._opt_called = False  # type: ignore[attr-defined]
         with ExitStack() as stack:
-            stack.enter_context(_watched(world, recorder))
+            stack.enter_context(_watched(world, recorder, frames))
             # In the thread of the step, where its lines can be seen, on whatever device.
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             if world.lacks_device:
@@ -133,7 +134,7 @@ def trace(
         _keep_lists(plain)
         _endings(world, recorder, before)
         _argument_endings(recorder, received)
-        _original_endings(recorder, originals)
+        _original_endings(world, recorder, originals)
         _tied_endings(recorder, before, tied)
         _plain_endings(world, recorder, plain, {owner.path for owner, _ in numbers})
         _rate_endings(world, recorder)
@@ -150,7 +151,7 @@ def trace(
         watch.restore()
         recorder.close()
         for one in originals:
-            one.restore_flag()
+            one.restore()
         for _, tensor, gradient in received:
             tensor.grad = gradient
         for rate_owner, rate in zip(world.rates, rates, strict=True):
@@ -224,22 +225,30 @@ def user_line(error: BaseException) -> str:
 class _Original:
     """A tensor from before the step, as it is then. Guards see to it that every call finds it so, and so does every trace."""
 
-    __slots__ = ("flag", "history", "hooks", "notes", "slot", "tensor")
+    __slots__ = ("flag", "history", "hooks", "keeps_gradient", "notes", "slot", "tensor")
 
     def __init__(self, tensor: FakeTensor, slot: int) -> None:
         self.tensor = tensor
         self.slot = slot
         self.flag = tensor.requires_grad
-        self.history = tensor.grad_fn
+        self.history: Any = tensor.grad_fn
+        self.keeps_gradient = tensor.retains_grad
         self.hooks = hooks_on(tensor)
         self.notes = own_attributes(tensor)
 
+    def is_detached(self) -> bool:
+        """Whether the step has taken its history away in place, and given it nothing instead."""
+        tensor = self.tensor
+        return self.history is not None and tensor.is_leaf and not tensor.requires_grad and tensor.grad is None
+
     def has_other_flag(self) -> bool:
         """Whether the step has left another `requires_grad`; a history is none of the tensor's own."""
-        return self.tensor.is_leaf and self.tensor.requires_grad is not self.flag
+        return self.history is None and self.tensor.is_leaf and self.tensor.requires_grad is not self.flag
 
-    def restore_flag(self) -> None:
-        if self.has_other_flag():
+    def restore(self) -> None:
+        if self.is_detached():
+            give_history(self.tensor, self.history.refuse)
+        elif self.has_other_flag():
             self.tensor.requires_grad_(self.flag)
 
 
@@ -274,7 +283,7 @@ def _is_packed(value: Any) -> bool:
 
 
 @contextmanager
-def _watched(world: World, recorder: Recorder) -> Iterator[None]:
+def _watched(world: World, recorder: Recorder, frames: Frames) -> Iterator[None]:
     """Stands in for what acts on Python state that no operator shows."""
 
     def shown(tensor: Any, *_: object, **__: object) -> str:
@@ -360,6 +369,8 @@ def _watched(world: World, recorder: Recorder) -> Iterator[None]:
         for kind in (torch._C.ScriptFunction, torch._C.ScriptMethod):
             replace(kind, "__call__", scripted(kind.__call__))
         replace(torch._C, "_will_engine_execute_node", node_stand_in(world.fakes()))
+        if world.has_histories():
+            replace(torch.autograd, "_engine_run_backward", watched_engine(recorder.is_original, frames.made_by))
         for holder, name, stand_in in scaler_stand_ins(world, recorder):
             replace(holder, name, stand_in)
         for holder, name, stand_in in number_stand_ins(recorder):
@@ -598,15 +609,24 @@ def _check_replaceable(recorder: Recorder, owner: Owner, tensor: torch.Tensor) -
     check_no_leaf(tensor, owner.path, is_new=not recorder.is_original(tensor))
 
 
-def _original_endings(recorder: Recorder, originals: list[_Original]) -> None:
+def _original_endings(world: World, recorder: Recorder, originals: list[_Original]) -> None:
     """What the step leaves on tensors from before it, beside values."""
     owners = {slot: owner for owner, slot in recorder.program.owned}
     for one in originals:
-        if one.tensor.grad_fn is not one.history:
+        if one.is_detached():
+            if world.identities.of(one.tensor)._is_view():
+                raise CaptureError(f"{owners[one.slot].path} {VIEW}", code="outer_history")
+            recorder.program.detached.append(one.slot)
+        elif one.tensor.grad_fn is not one.history:
             raise CaptureError(
                 f"detach what the step writes into {owners[one.slot].path}, or write under torch.no_grad(); it would have the "
                 "history of the step after it, and a plan keeps none",
                 code="outer_history",
+            )
+        if one.tensor.retains_grad is not one.keeps_gradient and one.history is not None:
+            raise CaptureError(
+                f"leave out retain_grad() on {owners[one.slot].path}, or detach it; it keeps no gradient after a captured step",
+                code="moved",
             )
         if hooks_on(one.tensor) != one.hooks:
             raise CaptureError(

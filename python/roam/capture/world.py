@@ -23,7 +23,7 @@ from roam.capture.arguments import Taker
 from roam.capture.caches import Results
 from roam.capture.fake import mode_of
 from roam.capture.fake_kernels import FakeKernels
-from roam.capture.history import is_planned, with_history
+from roam.capture.history import Refuse, is_ended, with_history
 from roam.capture.identity import Identities
 from roam.capture.owners import (
     ArgumentOwner,
@@ -44,7 +44,7 @@ from roam.capture.snapshot import Made
 from roam.capture.spaces import FrozenSpace, SetSpace, Space, TensorKeyedSpace
 from roam.capture.values import MISSING, is_plain
 from roam.errors import CaptureError
-from roam.program import TensorMeta
+from roam.program import Source, TensorMeta
 
 _UNCAPTURED = {
     torch.optim.LBFGS: "it runs the step again, as often as the loss says, and the plan would have to hang on the loss",
@@ -100,6 +100,12 @@ class World:
         self._check()
         tensors = [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
         tensors += [owner.get() for owner in self.owners()]
+        self._historic = {
+            id(tensor): owner.path
+            for owner, tensor in (*zip(self.arguments, self.leaves, strict=True), *_held(self.owners()))
+            if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None
+        }
+        """By identity, the paths of the tensors that have a gradient history from before the step."""
         self.lacks_device = any(is_absent(tensor.device) for tensor in tensors)
         """Whether it is of fakes on a device that the machine does not have."""
         if self.lacks_device:
@@ -225,13 +231,19 @@ class World:
 
     def _fake(self, tensor: Any) -> Any:
         """The one fake for a tensor; views that share a storage get fakes that share one."""
-        if not isinstance(tensor, torch.Tensor) or isinstance(tensor, FakeTensor):
+        if not isinstance(tensor, torch.Tensor):
             return tensor
         if id(tensor) in self._fakes:
             return self._fakes[id(tensor)][1]
+        path = self._historic.get(id(tensor))
+        if isinstance(tensor, FakeTensor) and path is None:
+            return tensor
         gradient = _gradient_of(tensor)
-        if is_planned(tensor):
-            found = with_history(self.mode.from_tensor(tensor.detach()), self._refuse_history)
+        if path is not None:
+            found = tensor.detach()
+            found = with_history(
+                found if isinstance(found, FakeTensor) else self.mode.from_tensor(found), self._refuse_history(path)
+            )
         else:
             tensor.grad = None  # faked apart, so that it too has one fake
             try:
@@ -248,11 +260,22 @@ class World:
             found.grad = self._fake(gradient)
         return found
 
-    def _refuse_history(self) -> NoReturn:
-        self.refuse(
-            "detach what an earlier step has left before it takes part in another; the backward pass of this step goes on in that one's",
-            code="outer_history",
-        )
+    def _refuse_history(self, path: str) -> Refuse:
+        """Refuses that a backward pass of the step's goes on into the history of the tensor at a path."""
+
+        def refuse(source: Source | None = None) -> NoReturn:
+            self.refuse(
+                f"detach {path} here, as in x.detach(), or calculate it in the step; it has a gradient history from before the step, "
+                "and a backward pass of the step's goes on into that",
+                code="outer_history",
+                source=source,
+            )
+
+        return refuse
+
+    def has_histories(self) -> bool:
+        """Whether any tensor has a gradient history from before the step."""
+        return bool(self._historic) or any(owner.get().grad_fn is not None for owner in self.owners())
 
     def end_histories(self, before: dict[int, Any]) -> None:
         """After a trace: what the step keeps has no more history than where the next trace begins, at the state that guards expect.
@@ -260,17 +283,21 @@ class World:
         Args:
             before: per place what it held before the trace.
         """
+        ended: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # places that hold one tensor go on to do so
         for owner in self.places:
             tensor = owner.get()
             if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None and tensor is not before[id(owner)]:
-                ended = tensor.detach()
-                if is_planned(before[id(owner)]):
-                    ended = with_history(ended, self._refuse_history)
-                owner.set(ended)
+                if id(tensor) not in ended:
+                    other = tensor.detach()
+                    if before[id(owner)].grad_fn is not None:
+                        other = with_history(other, self._refuse_history(owner.path))
+                    ended[id(tensor)] = tensor, other
+                owner.set(ended[id(tensor)][1])
                 continue
             gradient = _gradient_of(tensor) if isinstance(tensor, torch.Tensor) else None
-            if gradient is not None and gradient.grad_fn is not None and not is_planned(gradient):
-                tensor.grad = with_history(gradient.detach(), self._refuse_history)  # of backward(create_graph=True)
+            if gradient is not None and gradient.grad_fn is not None and not is_ended(gradient):
+                # of backward(create_graph=True)
+                tensor.grad = with_history(gradient.detach(), self._refuse_history(f"{owner.path}.grad"))
 
     def _check(self) -> None:
         """Refuses what the fakes could not stand for."""
@@ -334,6 +361,10 @@ def _keeps_order(space: Space) -> bool:
     return all(map(operator.is_, set(elements), elements))
 
 
+def _held(owners: Iterator[Owner]) -> Iterator[tuple[Owner, torch.Tensor]]:
+    return ((owner, owner.get()) for owner in owners)
+
+
 def _gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:
     # Asking a tensor that is no leaf for its gradient warns.
     return tensor.grad if tensor.is_leaf else None
@@ -393,8 +424,8 @@ def _check_tensor(tensor: Any, path: str) -> None:
         refuse(path, f"has layout {tensor.layout}; only strided tensors are captured", code="layout")
     if not isinstance(tensor, FakeTensor) and any(isinstance(value, torch.Tensor) for value in vars(tensor).values()):
         refuse(path, "has tensors for attributes; keep them elsewhere", code="tensor_attribute")
-    if tensor.grad_fn is not None and not is_planned(tensor):
-        refuse(path, "has a gradient history from outside of the step; detach it", code="outer_history")
+    if tensor.grad_fn is not None and tensor.retains_grad:
+        refuse(path, "keeps its gradient, by retain_grad(), with a history; detach it", code="outer_history")
 
 
 def refuse(path: str, fault: str, *, code: str) -> NoReturn:

@@ -20,7 +20,7 @@ from roam.capture.answers import Answers, Seen, watching
 from roam.capture.arguments import Taker
 from roam.capture.checks import CheckFailed
 from roam.capture.generators import watched
-from roam.capture.history import Histories
+from roam.capture.history import VIEW, Histories
 from roam.capture.owners import ArgumentOwner, GradientOwner, RateOwner, ScalerOwner, Skeleton, StateOwner
 from roam.capture.step import CapturedStep, Known, Variant, capture_step
 from roam.capture.trace import is_tracing
@@ -510,6 +510,7 @@ class Runner:
         places = {slot: place for place, (_, slot) in enumerate(program.owned)}
         self._historic = [place for place, (owner, _) in enumerate(program.rebinds) if owner.path in program.historic]
         self._flags = [(places[slot], flag) for slot, flag in program.flags]
+        self._detached = [places[slot] for slot in program.detached]
         self._has_checks = any(call.is_check for call in program.calls)
         self._answers = program.answers
         self._live_state = [
@@ -567,6 +568,7 @@ class Runner:
         inputs = [owner.find(leaves) if isinstance(owner, ArgumentOwner) else owner.get() for owner in self._owners]
         self._check_inputs(inputs)
         flagged = [(inputs[place], flag) for place, flag in self._flags]
+        detached = [inputs[place] for place in self._detached]
         inputs += [tensor for tensor, _ in program.constants]
         kept = [(owner, owner.get()) for owner in self._ignored] if self._has_checks else []
         self._drop_ignored()
@@ -592,6 +594,8 @@ class Runner:
                     leaves[owner.index].as_strided_(*layout)
                 for tensor, flag in flagged:
                     tensor.requires_grad_(flag)
+                for tensor in detached:
+                    tensor.detach_()
             for host_call, (arguments, keywords) in zip(program.after, after, strict=True):
                 host_call.scheduler.step(*arguments, **keywords)
         return pytree.tree_unflatten(histories.all(result, program.histories), program.result[1])
@@ -690,6 +694,9 @@ class Runner:
                 storages.append(value.untyped_storage()._cdata)
             elif isinstance(owner, RateOwner) and (type(value) is bool or not isinstance(value, (float, int))):
                 raise ExecutionError(f"{owner.path} is a {type(value).__name__}, not a float", code="rate")
+        for place in self._detached:
+            if inputs[place]._is_view():
+                raise ExecutionError(f"{self._owners[place].path} {VIEW}", code="failed")
         if _pattern(storages) != self._sharing:
             raise ExecutionError("tensors of the step share memory in another way than at capture", code="sharing")
 

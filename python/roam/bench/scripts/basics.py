@@ -858,6 +858,66 @@ def parametrizations(wrap: Wrap) -> Any:
     return [step(torch.randn(5, 6), torch.randint(0, 3, (5,))) for _ in range(4)], model, optimizer
 
 
+@script(
+    "PyTorch tutorials: Pruning (one layer after the other, globally, a method of one's own, made permanent), fine-tuned between"
+)
+def pruning(wrap: Wrap) -> Any:
+    from torch.nn.utils import prune
+
+    class LeNet(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv1, self.conv2 = nn.Conv2d(1, 6, 5), nn.Conv2d(6, 16, 5)
+            self.fc1, self.fc2, self.fc3 = nn.Linear(16 * 5 * 5, 32), nn.Linear(32, 24), nn.Linear(24, 10)
+
+        def forward(self, x: Any) -> Any:
+            x = functional.max_pool2d(functional.relu(self.conv1(x)), (2, 2))
+            x = functional.max_pool2d(functional.relu(self.conv2(x)), 2)
+            x = functional.relu(self.fc1(x.view(-1, int(x.nelement() / x.shape[0]))))
+            return self.fc3(functional.relu(self.fc2(x)))
+
+    class FooBarPruningMethod(prune.BasePruningMethod):  # type: ignore[misc]
+        PRUNING_TYPE = "unstructured"
+
+        def compute_mask(self, t: Any, default_mask: Any) -> Any:
+            mask = default_mask.clone()
+            mask.view(-1)[::2] = 0
+            return mask
+
+    model = LeNet()
+    optimizer = optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+    @wrap
+    def step(x: Any, y: Any) -> Any:
+        optimizer.zero_grad()
+        loss = functional.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    def fine_tune() -> list[Any]:
+        return [step(torch.randn(4, 1, 32, 32), torch.randint(0, 10, (4,))) for _ in range(2)]
+
+    history = fine_tune()
+    prune.random_unstructured(model.conv1, name="weight", amount=0.3)
+    prune.l1_unstructured(model.conv1, name="bias", amount=3)
+    history += fine_tune()
+    prune.ln_structured(model.conv1, name="weight", amount=0.5, n=2, dim=0)
+    history += fine_tune()
+    prune.remove(model.conv1, "weight")
+    parameters = [(module, "weight") for module in (model.conv2, model.fc1, model.fc2)]
+    prune.global_unstructured(parameters, pruning_method=prune.L1Unstructured, amount=0.2)
+    FooBarPruningMethod.apply(model.fc3, "bias")
+    history += fine_tune()
+    with torch.no_grad():
+        history.append(model.eval()(torch.randn(4, 1, 32, 32)))
+    model.train()
+    history += fine_tune()
+    for module, name in parameters:
+        prune.remove(module, name)
+    return history, model, optimizer
+
+
 @script("PyTorch tutorials: Per-sample gradients (torch.func, differential privacy)")
 def per_sample_gradients(wrap: Wrap) -> Any:
     from torch.func import functional_call, grad, vmap

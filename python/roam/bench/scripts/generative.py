@@ -216,6 +216,46 @@ def wgan_gp(wrap: Wrap) -> Any:
     return [critic(torch.randn(3, 3, 16, 16)) for _ in range(4)], net_g, net_d, optimizer_d
 
 
+@script(
+    "Spectral normalization GAN: torch.nn.utils.spectral_norm as it was, hinge loss, samples judged between the steps"
+)
+def spectral_norm_gan(wrap: Wrap) -> Any:
+    from torch.nn.utils import spectral_norm
+
+    net_g, net_d = _generator(8), _discriminator(norm=False)
+    for layer in net_d:
+        if isinstance(layer, nn.Conv2d):
+            spectral_norm(layer)
+    optimizer_d = torch.optim.Adam(net_d.parameters(), lr=2e-4, betas=(0.0, 0.9))
+    optimizer_g = torch.optim.Adam(net_g.parameters(), lr=2e-4, betas=(0.0, 0.9))
+
+    @wrap
+    def discriminator_step(real: Any, z: Any) -> Any:
+        optimizer_d.zero_grad()
+        optimizer_g.zero_grad()
+        loss = functional.relu(1.0 - net_d(real)).mean() + functional.relu(1.0 + net_d(net_g(z))).mean()
+        loss.backward()
+        optimizer_d.step()
+        return loss
+
+    @wrap
+    def generator_step(z: Any) -> Any:
+        optimizer_d.zero_grad()
+        optimizer_g.zero_grad()
+        loss = -net_d(net_g(z)).mean()
+        loss.backward()
+        optimizer_g.step()
+        return loss
+
+    history = []
+    for _ in range(3):
+        history += [discriminator_step(torch.randn(3, 3, 16, 16), torch.randn(3, 8, 1, 1)) for _ in range(2)]
+        history.append(generator_step(torch.randn(3, 8, 1, 1)))
+        with torch.no_grad():
+            history.append(net_d(net_g(torch.randn(3, 8, 1, 1))))
+    return history, net_g, net_d, optimizer_d, optimizer_g
+
+
 @script("StyleGAN2: R1 penalty every few steps, softplus losses, generator EMA, path length")
 def stylegan(wrap: Wrap) -> Any:
     class G(nn.Module):

@@ -227,6 +227,55 @@ def temporal_convolutions(wrap: Wrap) -> Any:
     return [train_step(torch.randn(4, 2, 16), torch.randn(4)) for _ in range(4)], convs, out, optimizer
 
 
+@script(
+    "TCN, the reference implementation: torch.nn.utils.weight_norm as it was, residual blocks, clipping, an evaluation"
+)
+def temporal_blocks(wrap: Wrap) -> Any:
+    from torch.nn.utils import weight_norm  # type: ignore[attr-defined]
+
+    class TemporalBlock(nn.Module):
+        def __init__(self, inputs: int, outputs: int, dilation: int) -> None:
+            super().__init__()
+            self.padding = 2 * dilation
+            self.conv1 = weight_norm(nn.Conv1d(inputs, outputs, 3, padding=self.padding, dilation=dilation))
+            self.conv2 = weight_norm(nn.Conv1d(outputs, outputs, 3, padding=self.padding, dilation=dilation))
+            self.downsample = nn.Conv1d(inputs, outputs, 1) if inputs != outputs else None
+            for conv in (self.conv1, self.conv2):
+                conv.weight.data.normal_(0, 0.01)
+
+        def forward(self, x: Any) -> Any:
+            out = x
+            for conv in (self.conv1, self.conv2):
+                out = functional.dropout(functional.relu(conv(out)[:, :, : -self.padding]), 0.2, self.training)
+            return functional.relu(out + (x if self.downsample is None else self.downsample(x)))
+
+    model = nn.Sequential(TemporalBlock(2, 8, 1), TemporalBlock(8, 8, 2), TemporalBlock(8, 8, 4))
+    linear = nn.Linear(8, 1)
+    optimizer = torch.optim.Adam([*model.parameters(), *linear.parameters()], lr=4e-3)
+
+    def evaluate(x: Any, y: Any) -> Any:
+        model.eval()
+        with torch.no_grad():
+            loss = functional.mse_loss(linear(model(x)[:, :, -1]), y)
+        model.train()
+        return loss
+
+    @wrap
+    def train_step(x: Any, y: Any) -> Any:
+        optimizer.zero_grad()
+        loss = functional.mse_loss(linear(model(x)[:, :, -1]), y)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        return loss
+
+    history = []
+    for _ in range(2):
+        history += [train_step(torch.randn(4, 2, 16), torch.randn(4, 1)) for _ in range(3)]
+        history.append(evaluate(torch.randn(4, 2, 16), torch.randn(4, 1)))
+    return history, model, linear, optimizer
+
+
 @script("State spaces: a selective scan written as a loop, a convolution by FFT")
 def state_spaces(wrap: Wrap) -> Any:
     size = 8
