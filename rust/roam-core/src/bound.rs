@@ -29,12 +29,15 @@ const FEWEST_CUTS: usize = 48;
 const INSPECT_WORK: usize = 1_000_000;
 /// Operators that one bound may probe.
 const MOST_PROBES: usize = 64;
+/// Operators that are probed together.
+const MOST_JOINT: usize = 64;
 /// Operators looked at, over all probes of one bound; very large graphs get fewer.
 const PROBE_WORK: usize = 1_500_000;
 /// Operators, tensors and arcs looked at, over all probes for one problem.
 const ALL_PROBES_WORK: u64 = 50_000_000;
-/// The same with falling targets.
+/// The same with falling targets, for operators probed alone and for those probed together.
 const FALLING_WORK: u64 = 200_000_000;
+const JOINT_WORK: u64 = 100_000_000;
 /// Cuts that comparing first updates may make for each other operator, and operators that they may look at.
 const MOST_FIRSTS: usize = 512;
 const FIRSTS_WORK: usize = 2_000_000;
@@ -65,9 +68,22 @@ pub(crate) struct Bounds {
     /// What one operator needs for itself, what enters or what leaves the step: bounds that cost nothing.
     floor: Option<(Op, u64)>,
     /// What probing may still look at.
-    pub(crate) probe_work: u64,
+    pub(crate) probe_work: Work,
     /// The same for falling targets.
-    pub(crate) falling_work: u64,
+    pub(crate) falling_work: Work,
+}
+
+/// Operators, tensors and arcs that probing may still look at.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Work {
+    pub(crate) alone: u64,
+    /// Where a target falls and operators are probed together.
+    jointly: u64,
+}
+
+impl Work {
+    /// As much as is wanted.
+    pub(crate) const UNLIMITED: Work = Work { alone: u64::MAX, jointly: u64::MAX };
 }
 
 impl Bounds {
@@ -92,7 +108,9 @@ impl Bounds {
                 (op, own(op).max(at_begin).max(at_end))
             })
             .max_by_key(|&(op, bytes)| (bytes, Reverse(op)));
-        Bounds { proved: BTreeMap::new(), floor, probe_work: ALL_PROBES_WORK, falling_work: FALLING_WORK }
+        let probe_work = Work { alone: ALL_PROBES_WORK, jointly: 0 };
+        let falling_work = Work { alone: FALLING_WORK, jointly: JOINT_WORK };
+        Bounds { proved: BTreeMap::new(), floor, probe_work, falling_work }
     }
 
     /// The best bound so far and its operator.
@@ -335,7 +353,8 @@ pub(crate) enum Target {
 /// it there, and it is fixed on its present side. Then the cut is made anew. The result, at most
 /// the target, bounds every order; its sets are what an order below the target could still pass.
 ///
-/// Where no probe reaches a falling target, it falls to the highest that one of them reaches, as long as that is above the cut.
+/// Where no probe reaches a falling target, it falls to the highest that one of them reaches, or several together, as long as that is
+/// above the cut.
 ///
 /// What the probes look at is counted off `work`; when that is used up, no more are made.
 ///
@@ -346,7 +365,7 @@ pub(crate) fn probe(
     op: Op,
     order: &[Op],
     target: Target,
-    work: &mut u64,
+    work: &mut Work,
     watch: &Watch,
 ) -> Result<Cut, Stop> {
     let (mut target, falls) = match target {
@@ -362,7 +381,7 @@ pub(crate) fn probe(
     let mut reached: BTreeMap<(Op, bool), u64> = BTreeMap::new();
     loop {
         let mut cut = Cut { route, ..cut_between(problem, op, &side, watch)? };
-        *work = work.saturating_sub(cut.work);
+        work.alone = work.alone.saturating_sub(cut.work);
         cut.bytes = cut.bytes.min(target);
         let Some(done) = cut.done.first().filter(|_| cut.bytes < target) else { return Ok(cut) };
         let mut moved: Vec<Op> = (0..problem.len() as Op)
@@ -372,33 +391,18 @@ pub(crate) fn probe(
         moved.sort_by_key(|&other| (Reverse(touched(problem, other)), distance(other), other));
         let mut fixed = false;
         for batch in moved.chunks(BATCH) {
-            if fixed || left < batch.len() || *work == 0 {
+            if fixed || left < batch.len() || work.alone == 0 {
                 break;
             }
             left -= batch.len();
             let probed: Vec<(u64, u64)> = batch
                 .par_iter()
                 .map(|&other| {
-                    let across = sides_across(problem, op, other, done[other as usize], &side);
-                    let Cut { mut bytes, mut work, .. } = cut_between(problem, other, &across, watch)?;
-                    if let (true, Some(Limit { problem, peak })) = (bytes < target, limit) {
-                        // The limit holds where the other operator runs, and where this one does.
-                        let mut moved = side.clone();
-                        fix(other, if done[other as usize] { Side::Before } else { Side::After }, problem, &mut moved);
-                        for (at, side) in [(op, &moved), (other, &across)] {
-                            if bytes < target {
-                                let cut = cut_between(problem, at, side, watch)?;
-                                work += cut.work;
-                                if cut.bytes > *peak {
-                                    bytes = target;
-                                }
-                            }
-                        }
-                    }
-                    Ok((bytes, work))
+                    let probed = Probed { op, earlier: done[other as usize], side: &side, known: target };
+                    probed.least(problem, limit, other, &[], watch)
                 })
                 .collect::<Result<_, _>>()?;
-            *work = work.saturating_sub(probed.iter().map(|(_, work)| work).sum());
+            work.alone = work.alone.saturating_sub(probed.iter().map(|(_, work)| work).sum());
             for (&other, &(bytes, _)) in batch.iter().zip(&probed) {
                 reached.insert((other, done[other as usize]), bytes);
                 if bytes >= target {
@@ -409,17 +413,112 @@ pub(crate) fn probe(
             }
         }
         if !fixed {
+            if !falls {
+                return Ok(cut);
+            }
             let highest = moved
                 .iter()
                 .filter_map(|&other| Some((*reached.get(&(other, done[other as usize]))?, Reverse(other))))
                 .max()
-                .filter(|&(bytes, _)| falls && bytes > cut.bytes);
-            let Some((bytes, Reverse(other))) = highest else { return Ok(cut) };
+                .filter(|&(bytes, _)| bytes > cut.bytes);
+            let mut next = highest.map(|(bytes, Reverse(other))| (bytes, vec![other]));
+            for earlier in [true, false] {
+                let known = next.as_ref().map_or(cut.bytes, |&(bytes, _)| bytes);
+                let set: Vec<Op> =
+                    moved.iter().copied().filter(|&other| done[other as usize] == earlier).take(MOST_JOINT).collect();
+                let probed = Probed { op, earlier, side: &side, known: target };
+                if let Some(better) = probed.jointly(problem, limit, set, known, &mut work.jointly, watch)? {
+                    next = Some(better);
+                }
+            }
+            let Some((bytes, others)) = next else { return Ok(cut) };
             target = target.min(bytes);
-            let stays = if done[other as usize] { Side::After } else { Side::Before };
-            fix(other, stays, problem, &mut side);
+            for other in others {
+                let stays = if done[other as usize] { Side::After } else { Side::Before };
+                fix(other, stays, problem, &mut side);
+            }
         }
         route = BoundRoute::Probe;
+    }
+}
+
+/// Supposes that other operators run earlier (or later) than one whose sides are given.
+struct Probed<'a> {
+    op: Op,
+    earlier: bool,
+    side: &'a [Side],
+    /// No more than this is asked for.
+    known: u64,
+}
+
+impl Probed<'_> {
+    /// The least that can be live while `other` runs, if those of `set` that are still free run even later than that (or earlier), and what was looked at
+    /// for that.
+    fn least(
+        &self,
+        problem: &Problem,
+        limit: Option<&Limit>,
+        other: Op,
+        set: &[Op],
+        watch: &Watch,
+    ) -> Result<(u64, u64), Stop> {
+        let Probed { op, earlier, side, known } = *self;
+        let mut across = sides_across(problem, op, other, earlier, side);
+        let (near, far) = if earlier { (Side::Before, Side::After) } else { (Side::After, Side::Before) };
+        for &member in set.iter().filter(|&&member| member != other) {
+            if across[member as usize] == near {
+                // Never the first (or last) of them.
+                return Ok((known, 0));
+            }
+            if across[member as usize] == Side::Free {
+                fix(member, far, problem, &mut across);
+            }
+        }
+        let Cut { mut bytes, mut work, .. } = cut_between(problem, other, &across, watch)?;
+        if let (true, Some(Limit { problem, peak })) = (bytes < known, limit) {
+            // The limit holds where the other operator runs, and where this one does.
+            let mut moved = side.to_vec();
+            fix(other, near, problem, &mut moved);
+            for (at, side) in [(op, &moved), (other, &across)] {
+                if bytes < known {
+                    let cut = cut_between(problem, at, side, watch)?;
+                    work += cut.work;
+                    if cut.bytes > *peak {
+                        bytes = known;
+                    }
+                }
+            }
+        }
+        Ok((bytes, work))
+    }
+
+    /// Of the set those of which the first (or last) to run needs the most, and that; `None` where it is no more than `least`.
+    fn jointly(
+        &self,
+        problem: &Problem,
+        limit: Option<&Limit>,
+        mut set: Vec<Op>,
+        mut least: u64,
+        work: &mut u64,
+        watch: &Watch,
+    ) -> Result<Option<(u64, Vec<Op>)>, Stop> {
+        let mut best = None;
+        while !set.is_empty() && *work > 0 {
+            let needs: Vec<(u64, u64)> = set
+                .par_iter()
+                .map(|&other| self.least(problem, limit, other, &set, watch))
+                .collect::<Result<_, _>>()?;
+            *work = work.saturating_sub(needs.iter().map(|(_, work)| work).sum());
+            let lowest = needs.iter().map(|&(bytes, _)| bytes).min().unwrap_or(0);
+            if lowest > least {
+                least = lowest;
+                best = Some((lowest, set.clone()));
+            }
+            // The others need no more without these.
+            let mut needs = needs.iter();
+            set.retain(|_| needs.next().is_some_and(|&(bytes, _)| bytes > least));
+        }
+        Ok(best)
     }
 }
 
@@ -640,6 +739,43 @@ mod tests {
         assert_eq!((bounds.best().0, bounds.route()), (42, BoundRoute::First));
         // Program order reaches it.
         assert_eq!(crate::liveness::Profile::new(&problem, &problem.program_order()).peak, 42);
+    }
+
+    /// Two gradients of 6 bytes wait in pieces of 4 while an activation of 20 is there.
+    #[test]
+    fn one_of_several_probed_operators_runs_first() {
+        let mut builder = GraphBuilder::new("", "cpu", 1);
+        let mut tensor = |size_bytes| {
+            let (name, kind, residency) = (String::new(), Kind::Temporary, Residency::StepLocal);
+            builder.tensor(Tensor { name, size_bytes, kind, residency, alignment_bytes: 0 }).expect("few")
+        };
+        let [activation, back, piece, other_piece, gradient, other_gradient] = [20, 3, 4, 4, 6, 6].map(&mut tensor);
+        let calls: [(&[TensorId], &[TensorId]); 6] = [
+            (&[], &[activation, piece, other_piece]),
+            (&[activation], &[back]),
+            (&[piece], &[gradient]),
+            (&[gradient], &[]),
+            (&[other_piece], &[other_gradient]),
+            (&[other_gradient], &[]),
+        ];
+        for (position, (reads, creates)) in calls.into_iter().enumerate() {
+            let (reads, creates) = (reads.to_vec(), creates.to_vec());
+            let operator = Operator { reads, creates, ..Operator::new("", position as u32, Phase::Backward) };
+            builder.operator(operator).expect("few");
+        }
+        let problem = Problem::new(&builder.build().expect("valid"), false);
+        let watch = Watch::default();
+        let order = problem.program_order();
+        let peak = crate::liveness::Profile::new(&problem, &order).peak;
+        let probed = |jointly| {
+            let mut work = Work { jointly, ..Work::UNLIMITED };
+            let found = probe(&problem, None, 1, &order, Target::Falling(peak), &mut work, &watch);
+            found.expect("not stopped").bytes
+        };
+        // While operator 1 runs, either gradient may be done with: 20 + 3 and what is left of the pieces.
+        assert_eq!(cut(&problem, 1, &watch).expect("not stopped").bytes, 23);
+        // The second may be made early if the first is gone: 20 + 4 + 6. But one of them is the first: 20 + 4 + 4 + 6.
+        assert_eq!((probed(0), probed(u64::MAX), peak), (30, 31, 31));
     }
 
     #[test]

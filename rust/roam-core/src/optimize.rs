@@ -175,6 +175,9 @@ const PROGRAM_WITHOUT_REUSE: &str = "program_without_reuse";
 const SMALL: usize = 2000;
 /// The parts are searched a second time where more than one part in so many of the total may be gained.
 const NEAR: u64 = 100;
+/// Weights of the pool, and of all that is live, by which the pool is bounded under a limit. By equal ones AdamW's updates, which make twice
+/// as much state as they free gradients, change nothing.
+const WEIGHTS: [(u64, u64); 2] = [(1, 1), (2, 1)];
 /// How many of the best orders have their updates moved for the pool's sake.
 const MOST_FITTED: usize = 4;
 /// How many comparisons the search for layouts may make: some seconds' work at most.
@@ -404,14 +407,27 @@ impl<'a> Search<'a> {
 
     /// Once more, from the orders found since.
     fn look_at_parts_again(&mut self) -> Result<(), Stop> {
-        let (total, bound) = (self.least_total(), self.bound());
         // A first look is worth more than a second.
-        let is_near = total.saturating_sub(bound) <= bound / NEAR && !self.parts.is_empty();
-        if is_near || order::is_within(total, bound) {
+        if (self.is_near() && !self.parts.is_empty()) || order::is_within(self.least_total(), self.bound()) {
             return Ok(());
         }
         self.search_parts()?;
-        self.whole.fit_updates(1, self.watch).map(drop)
+        self.whole.fit_updates(1, self.watch)?;
+        self.weigh_parts()
+    }
+
+    /// Bounds the pool by what it needs together with what stays outside it, as far as no plan's peak may exceed program order's.
+    fn weigh_parts(&mut self) -> Result<(), Stop> {
+        for (more, all) in WEIGHTS {
+            if self.parts.is_empty() || self.is_near() {
+                break;
+            }
+            if let Some((op, bytes, route)) = self.whole.bound_pool(self.program_peak, more, all, self.watch)? {
+                self.parts[0].0.bounds.record(op, bytes, route);
+            }
+            self.note_parts();
+        }
+        Ok(())
     }
 
     /// Bounds the pool and what stays outside it apart, then lowers their peaks one after the other.
@@ -494,6 +510,12 @@ impl<'a> Search<'a> {
         let Settings { enough_bytes, worth_bytes, .. } = *self.settings;
         total.saturating_add(self.graph.persistent_bytes()) <= enough_bytes
             || (worth_bytes > 0 && total.saturating_sub(self.bound()) < worth_bytes)
+    }
+
+    /// Whether little is left to gain from the best order on trial.
+    fn is_near(&self) -> bool {
+        let bound = self.bound();
+        self.least_total().saturating_sub(bound) <= bound / NEAR
     }
 
     /// Whether no order can have a smaller total than the best one on trial.

@@ -225,6 +225,16 @@ impl Problem {
         }
     }
 
+    /// The same with all bytes in the pool and all others multiplied by whole numbers; `None` where that is too much to count.
+    pub(crate) fn weighted(&self, in_pool: u64, outside: u64) -> Option<Self> {
+        let all = self.tensors.iter().map(|item| item.size).chain(self.workspace.iter().copied()).sum::<u64>();
+        all.checked_mul(in_pool.max(outside)).filter(|&all| all < 1 << 62)?;
+        let mut weighted = self.clone();
+        weighted.tensors.iter_mut().for_each(|item| item.size *= if item.in_pool() { in_pool } else { outside });
+        weighted.workspace.iter_mut().for_each(|bytes| *bytes *= outside);
+        Some(weighted)
+    }
+
     /// How many operators.
     pub(crate) fn len(&self) -> usize {
         self.operator_ids.len()

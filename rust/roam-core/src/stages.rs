@@ -182,8 +182,15 @@ impl Prepared {
     /// The least that any order can need, as far as probes at the operator at a program position prove it; an order guides them.
     pub fn probed_bytes(&self, ordered: &Ordered, position: u32) -> Option<u64> {
         let target = bound::Target::Falling(ordered.profile.peak);
-        let probed =
-            bound::probe(&self.problem, None, position, &ordered.order, target, &mut u64::MAX.clone(), &self.watch);
+        let probed = bound::probe(
+            &self.problem,
+            None,
+            position,
+            &ordered.order,
+            target,
+            &mut bound::Work::UNLIMITED.clone(),
+            &self.watch,
+        );
         probed.ok().map(|cut| cut.bytes)
     }
 }

@@ -6,7 +6,7 @@ mod common;
 use common::solver::Always;
 use common::{
     Peaks, SETTINGS, accumulating_graph, best_by_brute_force, least_peak_over_sets, least_total_by_brute_force,
-    peaks_by_definition, random_graph, total_and_bound,
+    peaks_by_definition, pending_graph, random_graph, total_and_bound,
 };
 use roam_core::builder::GraphBuilder;
 use roam_core::graph::{Graph, Kind, Operator, Phase, Residency, ReusePair, Tensor};
@@ -139,6 +139,31 @@ fn probes_see_gradients_that_are_summed() {
     }
     assert!(
         by_cuts * 100 <= graphs * 20 && by_probes * 100 >= graphs * 50,
+        "cuts alone prove {by_cuts} of {graphs} peaks, probes {by_probes}"
+    );
+}
+
+/// Gradients wait in pieces, each of which could be done with early if only the others were.
+#[test]
+fn probes_see_that_one_of_several_gradients_is_the_first() {
+    let mut random = Random::new(14);
+    let (mut by_cuts, mut by_probes, graphs) = (0, 0, 300);
+    for _ in 0..graphs {
+        let graph = pending_graph(&mut random);
+        let best = least_peak_over_sets(&graph);
+        let plan = optimize(&graph, &Settings { reuse: false, ..SETTINGS }, &Control::default()).expect("a plan");
+        assert!(plan.lower_bound_bytes <= best && best <= plan.peak_bytes);
+        let prepared = Prepared::new(&graph, false);
+        let ordered = prepared.measure(plan.order.iter().map(|&id| graph.operator(id).position).collect());
+        let positions = 0..graph.operators().len() as u32;
+        let cuts = positions.clone().map(|position| prepared.cut_bytes(position).expect("not stopped")).max();
+        let probes = positions.map(|position| prepared.probed_bytes(&ordered, position).expect("not stopped")).max();
+        assert!(cuts <= probes && probes <= Some(best), "{cuts:?}, {probes:?}, {best}");
+        by_cuts += u32::from(cuts == Some(best));
+        by_probes += u32::from(probes == Some(best));
+    }
+    assert!(
+        by_cuts * 100 <= graphs * 60 && by_probes * 100 >= graphs * 95,
         "cuts alone prove {by_cuts} of {graphs} peaks, probes {by_probes}"
     );
 }

@@ -9,6 +9,7 @@ use crate::bound::{Bounds, Limit};
 use crate::control::{Stop, Watch};
 use crate::exact::ExactTier;
 use crate::liveness::Profile;
+use crate::plan::BoundRoute;
 use crate::problem::{Op, Problem};
 use rayon::prelude::*;
 use std::sync::Arc;
@@ -220,6 +221,26 @@ impl Portfolio {
         self.bounds.compare_firsts(&self.problem, &update_parts(&self.problem), &neediest, peak, watch)
     }
 
+    /// A bound of what orders need in the pool that never have more than `most` live: together `more` times the pool and `all` times all that is live
+    /// have a peak, of which `all * most` may be the rest. Names an operator that reaches it.
+    pub(crate) fn bound_pool(
+        &self,
+        most: u64,
+        more: u64,
+        all: u64,
+        watch: &Watch,
+    ) -> Result<Option<(Op, u64, BoundRoute)>, Stop> {
+        let Some(problem) = self.problem.weighted(more + all, all) else { return Ok(None) };
+        let mut weighted = Portfolio::new(problem, Some(Limit { problem: self.problem.clone(), peak: most }));
+        for trial in &self.trials {
+            weighted.add(trial.name, trial.ordered.order.clone());
+        }
+        weighted.prove(watch)?;
+        let (bytes, op) = weighted.bounds.best();
+        let bytes = bytes.saturating_sub(all * most).div_ceil(more);
+        Ok(op.map(|op| (op, bytes, weighted.bounds.route())))
+    }
+
     /// Probes along the peak of the lowest order, with falling targets.
     pub(crate) fn probe_peaks(&mut self, watch: &Watch) -> Result<(), Stop> {
         let all = self.trials.iter().map(|trial| &trial.ordered);
@@ -276,5 +297,97 @@ impl Portfolio {
         }
         // Answers that came before the deadline count, but do not hide it.
         watch.check()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::builder::GraphBuilder;
+    use crate::graph::{Kind, Operator, Phase, Residency, Tensor};
+    use crate::ids::TensorId;
+    use crate::problem::Part;
+    use crate::synthetic::Random;
+
+    /// Layers with an activation and a gradient each; updates free the gradients and make state outside the pool.
+    fn first_step(random: &mut Random) -> crate::graph::Graph {
+        let mut builder = GraphBuilder::new("", "cpu", 1);
+        let tensor = |builder: &mut GraphBuilder, size_bytes, residency| {
+            let (name, kind) = (String::new(), Kind::Temporary);
+            builder.tensor(Tensor { name, size_bytes, kind, residency, alignment_bytes: 0 }).expect("few")
+        };
+        let call = |builder: &mut GraphBuilder, phase, reads: &[TensorId], creates: &[TensorId]| {
+            let position = builder.num_operators() as u32;
+            let (reads, creates) = (reads.to_vec(), creates.to_vec());
+            builder.operator(Operator { reads, creates, ..Operator::new("", position, phase) }).expect("few");
+        };
+        let mut saved = Vec::new();
+        for _ in 0..3 {
+            let activation = tensor(&mut builder, 1 + random.below(20), Residency::StepLocal);
+            let before: Vec<TensorId> = saved.last().copied().into_iter().collect();
+            call(&mut builder, Phase::Forward, &before, &[activation]);
+            saved.push(activation);
+        }
+        let mut token: Vec<TensorId> = Vec::new();
+        let mut gradients = Vec::new();
+        for activation in saved.into_iter().rev() {
+            let next = tensor(&mut builder, random.below(3), Residency::StepLocal);
+            let gradient = tensor(&mut builder, 1 + random.below(20), Residency::StepLocal);
+            call(&mut builder, Phase::Backward, &[&token[..], &[activation]].concat(), &[next, gradient]);
+            token = vec![next];
+            gradients.push(gradient);
+        }
+        for gradient in gradients {
+            let state = tensor(&mut builder, random.below(40), Residency::Leaves);
+            call(&mut builder, Phase::Update, &[gradient], &[state]);
+        }
+        builder.build().expect("valid")
+    }
+
+    fn orders(problem: &Problem, order: &mut Vec<Op>, see: &mut impl FnMut(&[Op])) {
+        if order.len() == problem.len() {
+            see(order);
+        }
+        for op in 0..problem.len() as Op {
+            if !order.contains(&op) && problem.predecessors.row(op).iter().all(|before| order.contains(before)) {
+                order.push(op);
+                orders(problem, order, see);
+                order.pop();
+            }
+        }
+    }
+
+    #[test]
+    fn under_a_limit_the_pool_needs_no_less_than_its_weighted_bound() {
+        let mut random = Random::new(12);
+        let watch = Watch::default();
+        let (mut raised, mut met, rounds) = (0, 0, 400);
+        for _ in 0..rounds {
+            let graph = first_step(&mut random);
+            let mut whole = Portfolio::new(Problem::new(&graph, false), None);
+            whole.find(&watch).expect("not stopped");
+            let program = Profile::new(&whole.problem, &whole.problem.program_order());
+            let (mut least, mut least_of_all) = (u64::MAX, u64::MAX);
+            orders(&whole.problem, &mut Vec::new(), &mut |order| {
+                let profile = Profile::new(&whole.problem, order);
+                least_of_all = least_of_all.min(profile.pool_peak);
+                if profile.peak <= program.peak {
+                    least = least.min(profile.pool_peak);
+                }
+            });
+            let bounds = [(1, 1), (2, 1), (1, 3)].map(|(more, all)| {
+                let found = whole.bound_pool(program.peak, more, all, &watch).expect("not stopped");
+                let (_, bytes, _) = found.expect("small enough");
+                assert!(bytes <= least, "{bytes} > {least} by {more} and {all}");
+                bytes
+            });
+            let mut pool = Portfolio::new(Problem::of(&graph, Part::Pool, false), None);
+            pool.find(&watch).expect("not stopped");
+            pool.prove(&watch).expect("not stopped");
+            let bound = bounds.into_iter().max().unwrap_or(0);
+            raised += u32::from(bound > pool.bounds.best().0 && bound > least_of_all);
+            met += u32::from(bound.max(pool.bounds.best().0) == least);
+        }
+        assert!(raised > 8 && met * 100 >= rounds * 90, "raised {raised}, met {met} of {rounds}");
     }
 }

@@ -132,7 +132,7 @@ pub(crate) fn probe_peaks(aim: Aim, mut best: Ordered, bounds: &mut Bounds, watc
         let steps: Vec<usize> =
             (0..best.order.len()).filter(|&step| is_within(peak, best.profile.live[step])).collect();
         for step in spread(&steps) {
-            if left == 0 || bounds.falling_work == 0 || is_within(peak, bounds.best().0) {
+            if left == 0 || bounds.falling_work.alone == 0 || is_within(peak, bounds.best().0) {
                 break 'orders;
             }
             left -= 1;

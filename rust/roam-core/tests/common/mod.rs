@@ -398,6 +398,36 @@ pub(crate) fn accumulating_graph(random: &mut Random) -> Graph {
     builder.build().expect("valid by construction")
 }
 
+/// A step whose activations are freed one after the other; beside them pieces of gradients wait, of which each gradient is made and used up by two operators
+/// that nothing else waits for.
+pub(crate) fn pending_graph(random: &mut Random) -> Graph {
+    let mut builder = GraphBuilder::new("pending", "cpu", 1);
+    let mut tensor = |builder: &mut GraphBuilder, size_bytes: u64| {
+        let (name, kind, residency) = (String::new(), Kind::Temporary, Residency::StepLocal);
+        builder.tensor(Tensor { name, size_bytes, kind, residency, alignment_bytes: 0 }).expect("few tensors")
+    };
+    let call = |builder: &mut GraphBuilder, reads: &[TensorId], creates: &[TensorId]| {
+        let position = builder.num_operators() as u32;
+        let (reads, creates) = (reads.to_vec(), creates.to_vec());
+        builder.operator(Operator { reads, creates, ..Operator::new("", position, Phase::Backward) }).expect("few");
+    };
+    let activations: Vec<TensorId> = (0..3).map(|_| tensor(&mut builder, 1 + random.below(20))).collect();
+    let pieces: Vec<TensorId> = (0..3).map(|_| tensor(&mut builder, 1 + random.below(8))).collect();
+    call(&mut builder, &[], &[&activations[..], &pieces[..]].concat());
+    let mut back: Vec<TensorId> = Vec::new();
+    for activation in activations {
+        let next = tensor(&mut builder, random.below(10));
+        call(&mut builder, &[&back[..], &[activation]].concat(), &[next]);
+        back = vec![next];
+    }
+    for piece in pieces {
+        let gradient = tensor(&mut builder, 1 + random.below(20));
+        call(&mut builder, &[piece], &[gradient]);
+        call(&mut builder, &[gradient], &[]);
+    }
+    builder.build().expect("valid by construction")
+}
+
 /// The lowest peak of all orders of a graph without reuse whose tensors are all step-local: over all sets of operators that can have run, the
 /// least of the most live bytes on the way.
 pub(crate) fn least_peak_over_sets(graph: &Graph) -> u64 {
