@@ -544,6 +544,20 @@ def test_a_gradient_that_a_state_keeps_is_refused_once_it_is_read() -> None:
     assert caught.value.code == "outer_history"
 
 
+def test_a_gradient_that_a_later_state_keeps_is_refused() -> None:
+    my = Kept()
+
+    def train(x: torch.Tensor) -> torch.Tensor:
+        return x if my.state.grad is None else x + my.state.grad
+
+    step = roam.compile(train)
+    step(torch.randn(4, 6))
+    my.state.retain_grad()
+    my.state.sum().backward()
+    with pytest.raises(roam.CaptureError, match=r"retain_grad\(\)"):
+        step(torch.randn(4, 6))
+
+
 def test_a_step_that_has_a_state_keep_its_gradient_is_refused() -> None:
     my = Kept()
     with pytest.raises(roam.CaptureError, match=r"leave out retain_grad") as caught:

@@ -316,6 +316,53 @@ class TestHistories:
             loss.backward()
         assert caught.value.code == "step_is_over"
 
+    @pytest.mark.parametrize("kept", [False, True])
+    def test_a_gradient_of_what_a_result_was_made_of_is_refused(self, kept: bool) -> None:
+        """Also where there is another way to it, on which a gradient would be found, but not all of it."""
+        weights, held = [nn.Parameter(torch.ones(3)) for _ in range(2)], _held(torch.zeros(3))
+        x, outer = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True) * 2
+
+        def make(x: torch.Tensor, outer: torch.Tensor) -> Any:
+            made = (weights[0] * x).square().sum(), (weights[1] * outer).square().sum()
+            if not kept:
+                return made
+            held.value = [made[0]]
+            held.other = made[1]
+            return None
+
+        def results(function: Callable[..., Any]) -> Any:
+            made = function(x, outer)
+            return (held.value[0], held.other) if kept else made
+
+        eager, planned = results(make), results(roam.compile(make))
+        for place, one in enumerate((weights[0], weights[1], x, outer)):
+            sums = [made + one.sum() for made in (*eager, *planned)]
+            assert torch.autograd.grad(sums[place % 2], one, retain_graph=True)[0].tolist() != [1.0] * 3
+            gradients = [torch.autograd.grad(sums[1 - place % 2 + offset], one)[0] for offset in (0, 2)]
+            assert_same_bits(gradients[:1], gradients[1:])
+            with pytest.raises(roam.ExecutionError) as caught:
+                torch.autograd.grad(sums[2 + place % 2], one)
+            assert caught.value.code == "step_is_over"
+
+    def test_a_gradient_of_what_required_one_in_the_step_alone(self) -> None:
+        net, image = nn.Linear(6, 1), torch.rand(4, 6)
+
+        def step(image: torch.Tensor) -> torch.Tensor:
+            image.requires_grad_()
+            loss = net(image).square().sum()
+            image.requires_grad_(False)
+            net.requires_grad_(False)
+            return loss
+
+        loss = roam.compile(step)(image)
+        assert loss.requires_grad
+        for tensor in (image, net.weight):
+            assert not tensor.requires_grad
+            tensor.requires_grad_()
+            with pytest.raises(roam.ExecutionError) as caught:
+                torch.autograd.grad(loss + tensor.sum(), tensor)
+            assert caught.value.code == "step_is_over"
+
     def test_results_are_changed_in_place_as_eagerly(self) -> None:
         net = nn.Linear(6, 1)
         step = roam.compile(lambda x: net(x).mean())

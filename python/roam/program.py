@@ -15,8 +15,9 @@ from typing import Any, Literal
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-History = Literal["none", "leaf", "step"]
-"""How autograd sees a tensor: as a plain one or one from before the step, as a leaf that requires a gradient, as made from such."""
+History = Literal["none", "leaf"] | tuple[Any, ...]
+"""How autograd sees a tensor: as a plain one or one from before the step, as a leaf that requires a gradient, as made from such, of
+which it gives the owners of those from before the step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,8 +230,8 @@ class Program:
     """The step's result: (leaves, pytree spec), each leaf a Ref or a plain constant."""
     histories: list[History] = field(default_factory=list)
     """Per leaf of the result, how autograd sees it."""
-    historic: list[str] = field(default_factory=list)
-    """Paths of the owners among `rebinds` whose tensors are made from such as require a gradient."""
+    historic: dict[str, History] = field(default_factory=dict)
+    """By the path of the owner among `rebinds`, how autograd sees tensors that are made from such as require a gradient."""
     rebinds: list[tuple[Any, int]] = field(default_factory=list)
     """(owner, slot): owners that hold another tensor or live number after the step than before."""
     flags: list[tuple[int, bool]] = field(default_factory=list)

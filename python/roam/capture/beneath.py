@@ -151,7 +151,7 @@ def _hooked(leaf: torch.Tensor) -> str | None:
             return None
     if any(map(_hooks_of, (node.register_prehook, node.register_hook))):
         return "hooks on the node that accumulates its gradient"
-    if torch.distributed.is_available() and torch.distributed.is_initialized() and _is_shared():
+    if in_group():
         return (
             "something that holds the node which accumulates its gradient (a reducer of torch.distributed, or the graph "
             "of an earlier loss that is still alive: keep loss.detach())"
@@ -159,8 +159,10 @@ def _hooked(leaf: torch.Tensor) -> str | None:
     return None
 
 
-def _is_shared() -> bool:
-    return torch.distributed.get_world_size() > 1
+def in_group() -> bool:
+    """Whether several processes train together, so that nothing may hold a node that accumulates a gradient."""
+    distributed = torch.distributed
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
 def _hooks_of(register: Any) -> int:

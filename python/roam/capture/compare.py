@@ -37,7 +37,7 @@ def difference(first: Program, second: Program) -> str | None:
         ("state left behind", _paths(first.rebinds), _paths(second.rebinds)),
         ("changes of requires_grad", first.flags, second.flags),
         ("histories ended in place", first.detached, second.detached),
-        ("histories", (first.histories, first.historic), (second.histories, second.historic)),
+        ("histories", _histories(first), _histories(second)),
         ("results' structures", first.result[1], second.result[1]),
         ("schedulers", [h.path for h in first.after], [h.path for h in second.after]),
     ):
@@ -67,8 +67,8 @@ def is_resized(known: Program, program: Program) -> bool:
         and known.entering == program.entering
         and _paths(known.owned) == _paths(program.owned)
         and _paths(known.rebinds) == _paths(program.rebinds)
-        and (known.flags, known.histories, known.historic) == (program.flags, program.histories, program.historic)
-        and known.detached == program.detached
+        and (known.flags, known.detached) == (program.flags, program.detached)
+        and _histories(known) == _histories(program)
         and known.result[1] == program.result[1]
         and _is_resized(known.result[0], program.result[0], sizes)
         and _same_values(known.plain_state, program.plain_state)
@@ -84,6 +84,14 @@ def is_resized(known: Program, program: Program) -> bool:
             for one, two in zip(known.after, program.after, strict=True)
         )
     )  # fmt: skip
+
+
+def _histories(program: Program) -> list[tuple[str, Any]]:
+    """How autograd sees the results, and what owners hold afterwards."""
+    named = [*(("", history) for history in program.histories), *program.historic.items()]
+    return [
+        (path, history if isinstance(history, str) else [owner.path for owner in history]) for path, history in named
+    ]
 
 
 def _changed_sizes(known: Program, program: Program) -> set[tuple[int, int]]:

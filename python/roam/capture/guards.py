@@ -516,6 +516,7 @@ def _metadata(tensor: torch.Tensor) -> tuple[Any, ...]:
         tensor.device,
         tensor.requires_grad,
         tensor.is_leaf,
+        tensor.retains_grad,
         tensor.is_conj() or tensor.is_neg(),
         tensor.is_inference(),
         len(tensor.__dict__),
@@ -525,7 +526,7 @@ def _metadata(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 _METADATA: Final = (
-    "type", "dtype", "shape", "strides", "storage offset", "device", "requires_grad", "is_leaf", "conjugate or negative bit", "inference mode", "attributes", "gradient hooks", "gradient hooks"
+    "type", "dtype", "shape", "strides", "storage offset", "device", "requires_grad", "is_leaf", "retains_grad", "conjugate or negative bit", "inference mode", "attributes", "gradient hooks", "gradient hooks"
 )  # fmt: skip
 
 

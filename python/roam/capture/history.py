@@ -8,11 +8,13 @@ on into that.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn, Protocol
 
 import torch
 
+from roam.capture.beneath import in_group
 from roam.errors import ExecutionError
 from roam.program import History, Source
 
@@ -29,7 +31,7 @@ class PlannedStep(torch.autograd.Function):
     """The node that stands for a whole history."""
 
     @staticmethod
-    def forward(ctx: Any, _: torch.Tensor, value: torch.Tensor, refuse: Refuse) -> torch.Tensor:
+    def forward(ctx: Any, refuse: Refuse, value: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
         """The value, with this node as its history; `refuse` is called where a backward pass comes to it."""
         ctx.refuse = refuse
         return value.data  # no view: in-place operators may change it
@@ -44,7 +46,7 @@ class _InPlace(PlannedStep):
     """As `PlannedStep`, of a tensor that is there already."""
 
     @staticmethod
-    def forward(ctx: Any, _: torch.Tensor, value: torch.Tensor, refuse: Refuse) -> torch.Tensor:
+    def forward(ctx: Any, refuse: Refuse, value: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
         ctx.refuse = refuse
         ctx.mark_dirty(value)
         return value
@@ -58,16 +60,33 @@ def is_ended(tensor: torch.Tensor) -> bool:
     return isinstance(tensor.grad_fn, _ENDS)
 
 
-def with_history(value: torch.Tensor, refuse: Refuse) -> torch.Tensor:
-    """The same memory as a tensor with such a history."""
-    with torch.enable_grad():
-        return PlannedStep.apply(torch.zeros((), requires_grad=True), value, refuse)  # type: ignore[no-any-return]
+def with_history(value: torch.Tensor, refuse: Refuse, sources: Sequence[torch.Tensor] = ()) -> torch.Tensor:
+    """The same memory as a tensor with such a history, which leads to its sources: whoever asks for the gradient of one comes by."""
+    with torch.enable_grad(), _requiring(sources):
+        return PlannedStep.apply(refuse, value, *(sources or _nothing()))  # type: ignore[no-any-return]
+
+
+def _nothing() -> tuple[torch.Tensor]:
+    return (torch.zeros((), requires_grad=True),)
+
+
+@contextmanager
+def _requiring(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+    """With gradients required of all, as somewhere in a step that turns that on and off."""
+    turned = [tensor for tensor in tensors if not tensor.requires_grad]
+    for tensor in turned:
+        tensor.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for tensor in turned:
+            tensor.requires_grad_(False)
 
 
 def give_history(tensor: torch.Tensor, refuse: Refuse) -> None:
     """Gives a tensor that has none such a history in place."""
     with torch.enable_grad():
-        _InPlace.apply(torch.zeros((), requires_grad=True), tensor, refuse)
+        _InPlace.apply(refuse, tensor, *_nothing())
 
 
 def watched_engine(is_original: Callable[[Any], bool], made_by: Callable[[Any], Source | None]) -> Callable[..., Any]:
@@ -94,6 +113,19 @@ def watched_engine(is_original: Callable[[Any], bool], made_by: Callable[[Any], 
     return run
 
 
+def nodes_behind(tensor: torch.Tensor) -> Iterator[tuple[Any, bool]]:
+    """The nodes of autograd's that a backward pass from a tensor would run, and of each whether it is the last."""
+    waiting: list[Any] = [tensor.grad_fn]
+    seen = set()
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            behind = [below for below, _ in node.next_functions]
+            yield node, not behind
+            waiting += behind
+
+
 def _ends(roots: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
     """(node, user): the ends of histories that a backward pass reaches, each with the node that leads to it, or None."""
     waiting: list[tuple[Any, Any]] = [
@@ -114,16 +146,19 @@ def _ends(roots: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
 class Histories:
     """Gives what one run leaves its histories, each value once."""
 
-    def __init__(self) -> None:
+    def __init__(self, sources: Mapping[str, torch.Tensor]) -> None:
+        """`sources`: by path, the tensors from before the step that histories lead to."""
+        self._sources = sources
         self._known: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def of(self, value: Any, history: History) -> Any:
         """A value as autograd sees it after the step."""
         if history == "leaf":
             value.requires_grad_()
-        elif history == "step":
+        elif history != "none":
             if id(value) not in self._known:
-                self._known[id(value)] = value, with_history(value, _step_is_over)
+                sources = [] if in_group() else [self._sources[owner.path] for owner in history]
+                self._known[id(value)] = value, with_history(value, _step_is_over, sources)
             return self._known[id(value)][1]
         return value
 

@@ -31,6 +31,7 @@ from roam.capture.decided import Decided, contents_of, decided
 from roam.capture.fake_kernels import LIVE_FLOAT, LIVE_INT, PLAIN, FakeKernels, tensors_in
 from roam.capture.frames import is_run_by
 from roam.capture.generators import Watch, forget_idle_states
+from roam.capture.history import nodes_behind
 from roam.capture.identity import own_attributes
 from roam.capture.live import MATH, FixedNode, LiveFloat, LiveInt, LiveNode
 from roam.capture.owners import ArgumentOwner, StateOwner
@@ -153,6 +154,8 @@ class Recorder(TorchDispatchMode):
         self._storage_numbers: dict[int, int] = {}
         self._kept: list[Any] = []  # Storages stay alive, so that none's address is given out twice.
         self._tagged: dict[int, tuple[FakeTensor, int]] = {}
+        self._ends: dict[Any, int] = {}
+        """Per node of autograd's that stands for a history from before the step, the slot of its tensor."""
         self._assigned: dict[int, tuple[str, Source]] = {}
         self.assignments = 0
         """How often tensors have been given other data so far."""
@@ -188,6 +191,8 @@ class Recorder(TorchDispatchMode):
         slot = self._add_tensor(tensor, creator=-1, name=name)
         # Only these are kept: a reference to any other would change how autograd accumulates gradients.
         self._tagged[id(tensor)] = tensor, slot
+        if tensor.grad_fn is not None:
+            self._ends[tensor.grad_fn] = slot
         self.program.owned.append((owner, slot))
         return slot
 
@@ -235,6 +240,14 @@ class Recorder(TorchDispatchMode):
     def is_original(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is one from before the step."""
         return id(tensor) in self._tagged
+
+    def history_of(self, tensor: torch.Tensor) -> tuple[Any, ...]:
+        """The owners of the tensors from before the step to which a backward pass from a tensor would come."""
+        found = {
+            self._ends.get(node, self.slot_of(getattr(node, "variable", None)) if is_last else None)
+            for node, is_last in nodes_behind(tensor)
+        }
+        return tuple(owner for owner, slot in self.program.owned if slot in found)
 
     def given(self) -> list[tuple[FakeTensor, int]]:
         """(tensor, slot): the tensors from before the step."""
@@ -295,6 +308,7 @@ class Recorder(TorchDispatchMode):
             if getattr(tensor, "_roam_slot", (None,))[0] is self:
                 del tensor._roam_slot
         self._tagged.clear()
+        self._ends.clear()
         self._twins.clear()
         self._held.clear()
         self._watch = None  # it holds generators' states, and a recorder lives until its cycles are found

@@ -492,7 +492,7 @@ def _results(world: World, recorder: Recorder, result: Any) -> None:
         if isinstance(leaf, torch.Tensor):
             references.append(Ref(recorder.leaving(leaf, "the step's result")))
             if not recorder.is_original(leaf):
-                history = _result_history(leaf)
+                history = _result_history(recorder, leaf)
         elif (slot := recorder.slot_of(leaf)) is not None:
             references.append(Ref(slot))
         elif is_plain(leaf):
@@ -508,7 +508,7 @@ def _results(world: World, recorder: Recorder, result: Any) -> None:
     recorder.program.histories = histories
 
 
-def _result_history(tensor: torch.Tensor) -> History:
+def _result_history(recorder: Recorder, tensor: torch.Tensor) -> History:
     """How autograd sees a tensor that the step makes and returns."""
     if is_parameter(tensor) or (tensor.is_leaf and tensor.grad is not None):
         raise CaptureError(
@@ -516,7 +516,9 @@ def _result_history(tensor: torch.Tensor) -> History:
             "gradient",
             code="result",
         )
-    return "none" if not tensor.requires_grad else "leaf" if tensor.is_leaf else "step"
+    if tensor.requires_grad and not tensor.is_leaf:
+        return recorder.history_of(tensor)
+    return "leaf" if tensor.requires_grad else "none"
 
 
 def _endings(world: World, recorder: Recorder, before: list[tuple[Owner, Any]]) -> None:
@@ -533,7 +535,7 @@ def _endings(world: World, recorder: Recorder, before: list[tuple[Owner, Any]]) 
             continue
         _check_replaceable(recorder, owner, tensor)
         if tensor.grad_fn is not None and not recorder.is_original(tensor):
-            program.historic.append(path)
+            program.historic[path] = recorder.history_of(tensor)
         program.rebinds.append((owner, recorder.leaving(tensor, path)))
     for owner, _ in before:
         if owner.path not in now:
@@ -583,7 +585,7 @@ def _tied_endings(
             place = AttributeOwner(owner.space, owner.key, owner.path)
             recorder.program.rebinds.append((place, recorder.leaving(now, owner.path)))
             if now.grad_fn is not None and not recorder.is_original(now):
-                recorder.program.historic.append(owner.path)
+                recorder.program.historic[owner.path] = recorder.history_of(now)
         if now is first[id(tensor)].get():
             continue
         recorder.program.unsettled = CaptureError(
@@ -663,7 +665,7 @@ def _argument_endings(recorder: Recorder, received: _Received) -> None:
         else:
             check_no_leaf(gradient, owner.gradient.path)
             if gradient.grad_fn is not None:
-                program.historic.append(owner.gradient.path)
+                program.historic[owner.gradient.path] = recorder.history_of(gradient)
             program.rebinds.append((owner.gradient, recorder.leaving(gradient, owner.gradient.path)))
 
 
@@ -776,7 +778,7 @@ def _nest(
         if not is_original and (is_parameter(value) or (value.is_leaf and value.requires_grad)):
             return MISSING, []
         if value.grad_fn is not None and not is_original:
-            recorder.program.historic.append(path)
+            recorder.program.historic[path] = recorder.history_of(value)
         return None, [(place, left)]
     if (slot := recorder.slot_of(value)) is not None:
         return None, [(place, slot)]

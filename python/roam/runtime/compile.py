@@ -508,7 +508,15 @@ class Runner:
         self._consumed = [owner for owner in program.dropped if owner.path in used or isinstance(owner, ArgumentOwner)]
         self._ignored = [owner for owner in program.dropped if owner not in self._consumed]
         places = {slot: place for place, (_, slot) in enumerate(program.owned)}
-        self._historic = [place for place, (owner, _) in enumerate(program.rebinds) if owner.path in program.historic]
+        self._historic = [
+            (place, program.historic[owner.path])
+            for place, (owner, _) in enumerate(program.rebinds)
+            if owner.path in program.historic
+        ]
+        histories = [*program.histories, *program.historic.values()]
+        self._sources = {
+            owner.path: owner for history in histories if history != "leaf" and history != "none" for owner in history
+        }
         self._flags = [(places[slot], flag) for slot, flag in program.flags]
         self._detached = [places[slot] for slot in program.detached]
         self._has_checks = any(call.is_check for call in program.calls)
@@ -553,21 +561,19 @@ class Runner:
             return None
         leaves = self._taker.take(args, kwargs).leaves
 
-        def lookup(owner: Any) -> Any:
-            return owner.find(leaves) if isinstance(owner, ArgumentOwner) else owner.get()
-
         with self._kernels_alone():
             for question, answer in self._program.questions:
-                if question.has_other_answer(answer, lookup):
+                if question.has_other_answer(answer, lambda owner: _found(owner, leaves)):
                     return f"{question.source} asks about values that change, and the answer is another one"
         return None
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         program = self._program
         leaves = self._taker.take(args, kwargs).leaves
-        inputs = [owner.find(leaves) if isinstance(owner, ArgumentOwner) else owner.get() for owner in self._owners]
+        inputs = [_found(owner, leaves) for owner in self._owners]
         self._check_inputs(inputs)
         flagged = [(inputs[place], flag) for place, flag in self._flags]
+        sources = {path: _found(owner, leaves) for path, owner in self._sources.items()}
         detached = [inputs[place] for place in self._detached]
         inputs += [tensor for tensor, _ in program.constants]
         kept = [(owner, owner.get()) for owner in self._ignored] if self._has_checks else []
@@ -586,9 +592,10 @@ class Runner:
                     if failure is error:
                         raise
                     raise failure from error
-                histories = Histories()
-                for place in self._historic:
-                    rebinds[place] = histories.of(rebinds[place], "step")
+                histories = Histories(sources)
+                for place, history in self._historic:
+                    rebinds[place] = histories.of(rebinds[place], history)
+                result = histories.all(result, program.histories)
                 self._leave(leaves, rebinds, _skipped(program, skips))
                 for owner, layout in program.reshaped:
                     leaves[owner.index].as_strided_(*layout)
@@ -598,7 +605,7 @@ class Runner:
                     tensor.detach_()
             for host_call, (arguments, keywords) in zip(program.after, after, strict=True):
                 host_call.scheduler.step(*arguments, **keywords)
-        return pytree.tree_unflatten(histories.all(result, program.histories), program.result[1])
+        return pytree.tree_unflatten(result, program.result[1])
 
     def _undisturbed(self) -> AbstractContextManager[Any]:
         """Around a run: others neither draw random numbers nor watch who does, where this run does either."""
@@ -761,6 +768,11 @@ class Runner:
         copies = call.args[2] if len(call.args) > 2 else ()
         storages = {program.storage_of(original.slot) for original, _ in copies}
         return {owner.path for owner, slot in program.owned if program.storage_of(slot) in storages}
+
+
+def _found(owner: Any, leaves: list[Any]) -> Any:
+    """What an owner holds at a call with these flattened arguments."""
+    return owner.find(leaves) if isinstance(owner, ArgumentOwner) else owner.get()
 
 
 def _skipped(program: Program, numbers: list[Any]) -> set[int]:
