@@ -84,6 +84,10 @@ class Call:
     """Whether it only raises an error or does not; what comes after it and changes what is there before the step waits for it."""
     is_branch: bool = False
     """Whether it is a check of an answer to which the step's code goes on either way."""
+    _known_refs: tuple[Any, Any, int | None, tuple[int, ...]] | None = field(
+        default=None, init=False, repr=False, compare=False
+    )
+    """The arguments and the number that `refs` last looked at, and what it found."""
 
     @property
     def function(self) -> Callable[..., Any]:
@@ -106,15 +110,19 @@ class Call:
         owner = "roam" if is_own else module if module.startswith("torch.") else "float"
         return f"{owner}.{self.target.__name__}"
 
-    def refs(self) -> list[int]:
+    def refs(self) -> tuple[int, ...]:
         """Slots of all that the call needs: its arguments, nested ones included, and the number that may leave it out."""
+        known = self._known_refs
+        if known is not None and known[0] is self.args and known[1] is self.kwargs and known[2] == self.unless:
+            return known[3]
         found: list[int] = []
         _collect(self.args, found)
         if self.kwargs:
             _collect(self.kwargs, found)
         if self.unless is not None:
             found.append(self.unless)
-        return found
+        self._known_refs = self.args, self.kwargs, self.unless, tuple(found)
+        return self._known_refs[3]
 
     def run(self, values: dict[int, Any]) -> Any:
         """Runs the call on the values of its slots and puts its results among them."""

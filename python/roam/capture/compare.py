@@ -16,7 +16,9 @@ from roam.capture.values import same
 from roam.kernels.trial import differ
 from roam.program import Call, Program, Question, Ref, substitute
 
-_besides_arguments = attrgetter(*(item.name for item in fields(Call) if item.name not in ("args", "kwargs")))
+_besides_arguments = attrgetter(
+    *(item.name for item in fields(Call) if item.compare and item.name not in ("args", "kwargs"))
+)
 _MOST_SIZES = 4
 """Sizes that may change at once; where more do, the numbers that they change explain too much."""
 

@@ -33,6 +33,11 @@ class Decided:
     """Place and value of a result that the answer holds whole, if there is one."""
 
 
+def may_be_decided(func: Any) -> bool:
+    """Whether there is a rule for an operator."""
+    return func in _RULES
+
+
 def decided(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Decided | None:
     """How values decide what a call gives; None where they do not, or where that is not known of the operator."""
     rule = _RULES.get(func)

@@ -12,6 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, disable_fake_tensor_cache
 
 from roam.capture.as_real import as_real
+from roam.capture.fakes import Maker
 from roam.capture.layouts import is_sure, may_be_asked, on_zeros
 from roam.capture.on_meta import on_meta
 from roam.kernels.recurrent import ASKED
@@ -40,7 +41,7 @@ class _Made:
     size_bytes: int | None
     """Of its storage, where that is more than its elements take."""
 
-    def again(self, mode: FakeTensorMode, tensors: list[Any]) -> FakeTensor:
+    def again(self, maker: Maker, mode: FakeTensorMode, tensors: list[Any]) -> FakeTensor:
         if self.base is None and self.size_bytes is None:
             meta = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
         else:
@@ -49,7 +50,7 @@ class _Made:
                 storage = tensors[self.base].untyped_storage()
             meta = torch.empty(0, dtype=self.dtype, device="meta")
             meta.set_(storage, self.offset, self.shape, self.stride)
-        return FakeTensor(mode, meta, self.device)
+        return maker.make(mode, meta, self.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,7 @@ class _Given:
 
     place: int
 
-    def again(self, _: FakeTensorMode, tensors: list[Any]) -> Any:
+    def again(self, _: Maker, __: FakeTensorMode, tensors: list[Any]) -> Any:
         return tensors[self.place]
 
 
@@ -77,9 +78,10 @@ class _Results:
             _told(item) for item in other.items
         ]
 
-    def again(self, mode: FakeTensorMode, tensors: list[Any]) -> Any:
+    def again(self, maker: Maker, tensors: list[Any]) -> Any:
+        mode = tensors[0].fake_mode
         with torch._C._DisableTorchDispatch():
-            made = [None if item is None else item.again(mode, tensors) for item in self.items]
+            made = [None if item is None else item.again(maker, mode, tensors) for item in self.items]
         return made[0] if self.container is None else self.container(made)
 
 
@@ -100,6 +102,7 @@ class FakeKernels:
     def __init__(self, *, asks: bool = False) -> None:
         """`asks`: whether real kernels may be run, on zeros, for what fake ones need not know; see `roam.capture.layouts`."""
         self._known: dict[Any, _Results | None] = {}
+        self._maker = Maker()
         self._asks = asks
         self.guessed: set[Any] = set()
         """Kernels whose real layouts would have been asked for, and were not known yet."""
@@ -128,14 +131,31 @@ class FakeKernels:
         key = func, _key(recorded, signatures), torch.get_default_dtype()
         known = self._known.get(key)
         if known is not None:
-            return known.again(tensors[0].fake_mode, tensors)
-        result, found = _run(func, args, kwargs, tensors)
+            return known.again(self._maker, tensors)
+        result, found = self._run(func, args, kwargs, tensors)
         if key not in self._known:
             real = None if is_sure(func, tensors) else self._real(key, given, tensors, found)
             self._known[key] = real or found
             if real is not None:
-                return real.again(tensors[0].fake_mode, tensors)
+                return real.again(self._maker, tensors)
         return result
+
+    def forget_fakes(self) -> None:
+        """Lets go of the fake tensors' mode; what kernels make of them is still known."""
+        self._maker.forget()
+
+    def _run(self, func: Any, args: Any, kwargs: Any, tensors: list[Any]) -> tuple[Any, _Results | None]:
+        """A kernel's results on fake tensors, and how to make them again where that is known."""
+        shown = on_meta(func, args, kwargs, tensors)
+        found = None if shown is NotImplemented else _remembered(shown, tensors, tensors[0].fake_device)
+        if found is not None:
+            result = found.again(self._maker, tensors)
+        else:
+            # What was found is remembered here.
+            with disable_fake_tensor_cache(tensors[0].fake_mode) if tensors else nullcontext():
+                result = func(*args, **kwargs)
+        real = as_real(func, args, result)
+        return real, found if found is not None and real is result else _remembered(real, tensors)
 
     def _real(self, key: Any, given: Any, tensors: list[Any], fake: _Results | None) -> _Results | None:
         """How the real kernel lays out the results of the fake one; None where that is not known."""
@@ -150,20 +170,6 @@ class FakeKernels:
             _asked[key] = on_zeros(func, given, tensors, _remembered)
         real = _asked[key]
         return real if real is not None and real.is_like(fake) else None
-
-
-def _run(func: Any, args: Any, kwargs: Any, tensors: list[Any]) -> tuple[Any, _Results | None]:
-    """A kernel's results on fake tensors, and how to make them again where that is known."""
-    shown = on_meta(func, args, kwargs, tensors)
-    found = None if shown is NotImplemented else _remembered(shown, tensors, tensors[0].fake_device)
-    if found is not None:
-        result = found.again(tensors[0].fake_mode, tensors)
-    else:
-        # What was found is remembered here.
-        with disable_fake_tensor_cache(tensors[0].fake_mode) if tensors else nullcontext():
-            result = func(*args, **kwargs)
-    real = as_real(func, args, result)
-    return real, found if found is not None and real is result else _remembered(real, tensors)
 
 
 @functools.cache

@@ -11,7 +11,7 @@ import os
 import sys
 import sysconfig
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -52,10 +52,21 @@ def _classify(code: CodeType) -> int:
     return bits
 
 
-@functools.cache
+_bits: Final[dict[int, tuple[int, CodeType]]] = {}
+"""What code is, by its identity: the hash of code is that of all that is in it, made anew each time. It is kept, and so is its identity."""
+_identity = id  # what the step's code has for it while it is traced is another function
+
+
+def _bits_of(code: CodeType) -> int:
+    known = _bits.get(_identity(code))
+    if known is None:
+        known = _bits[_identity(code)] = _classify(code), code
+    return known[0]
+
+
 def is_user_code(code: CodeType) -> bool:
     """Whether code is neither PyTorch's, nor the standard library's, nor of capture itself."""
-    return bool(_classify(code) & _USER)
+    return bool(_bits_of(code) & _USER)
 
 
 def _is_standard(file: str) -> bool:
@@ -74,7 +85,8 @@ class Frames:
         """
         self._code = code
         self._module_names = module_names
-        self._bits: dict[CodeType, int] = {}
+        self._bits: dict[int, int] = {}
+        """Of code whose globals are noted, by its identity."""
         self._forward_sources: dict[int, Source] = {}
         self.root: CodeType | None = None
         """The code of the function that calls the step; the walk ends there."""
@@ -88,9 +100,9 @@ class Frames:
         module = ""
         while frame is not None and frame.f_code is not self.root:
             code = frame.f_code
-            bits = self._bits.get(code)
+            bits = self._bits.get(_identity(code))
             if bits is None:
-                bits = self._bits[code] = _classify(code)
+                bits = self._bits[_identity(code)] = _bits_of(code)
                 new.append(frame)
             if bits & _OURS:
                 new.clear()  # what capture calls is no part of the step
@@ -109,9 +121,9 @@ class Frames:
             frame = frame.f_back
         for seen in new:
             if frame is None:  # outside of the step
-                del self._bits[seen.f_code]
+                del self._bits[_identity(seen.f_code)]
             else:
-                self._code[seen.f_code] = seen.f_globals
+                self._code.setdefault(seen.f_code, seen.f_globals)
         source = Source(module, shown_path(user.f_code.co_filename), user.f_lineno) if user is not None else Source()
         if bits_seen & _BACKWARD:
             node: Any = torch._C._current_autograd_node()  # None between the nodes, whatever the stub says

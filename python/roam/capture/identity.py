@@ -144,7 +144,7 @@ class Identities:
         return torch.nn.Parameter if getattr(fake, "_is_param", False) else torch.Tensor
 
 
-_OF_FAKES: set[str] = {"_roam_slot", "_is_param", "_is_buffer"}
+_OF_FAKES: set[str] = {"_roam_mark", "_roam_slot", "_is_param", "_is_buffer"}
 """What fakes have for themselves."""
 
 

@@ -27,7 +27,7 @@ from roam.capture.answers import Replay
 from roam.capture.as_real import bytes_at_least, is_spread, without_masked
 from roam.capture.branches import CHANCE, Slices, add_question, may_be_asked, may_be_fixed, may_be_tabled, may_decide
 from roam.capture.checks import check, passing_answer
-from roam.capture.decided import Decided, contents_of, decided
+from roam.capture.decided import Decided, contents_of, decided, may_be_decided
 from roam.capture.fake_kernels import LIVE_FLOAT, LIVE_INT, PLAIN, FakeKernels, tensors_in
 from roam.capture.frames import is_run_by
 from roam.capture.generators import Watch, forget_idle_states
@@ -45,6 +45,8 @@ from roam.program import Call, Program, Question, Ref, Source, Storage, TensorMe
 aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default
 _DATA: Any = torch._C.TensorBase.__dict__["data"]
+_identity = id  # while a step is traced, what its code calls by this name asks whose code it is
+_address_of: Any = torch._C.StorageBase.__dict__["_cdata"].__get__
 
 # Kernels that change arguments although their schema does not say so: argument positions, and the position of the
 # flag that makes them do it.
@@ -150,6 +152,7 @@ class Recorder(TorchDispatchMode):
         self.frames = frames
         self._real_arguments = real_arguments
         self._kernels = kernels
+        self._refs: list[Ref] = []
         self._signatures: list[int] = []
         self._storage_numbers: dict[int, int] = {}
         self._kept: list[Any] = []  # Storages stay alive, so that none's address is given out twice.
@@ -267,7 +270,8 @@ class Recorder(TorchDispatchMode):
 
     def slot_of(self, value: Any) -> int | None:
         """The slot of a tensor or live number of this recording; None for anything else."""
-        value = self._stand_in(value)
+        if self._results:
+            value = self._stand_in(value)
         if isinstance(value, torch.Tensor):
             tag = getattr(value, "_roam_slot", None)
             return int(tag[1]) if tag is not None and tag[0] is self else None
@@ -280,9 +284,9 @@ class Recorder(TorchDispatchMode):
 
     def _stand_in(self, value: Any) -> Any:
         """The fake for a real tensor that the step has come by, which is then a constant; any other value as it is."""
-        if not self._results or id(value) not in self._results:
+        if _identity(value) not in self._results:
             return value
-        real, fake = self._results[id(value)]
+        real, fake = self._results[_identity(value)]
         is_known = getattr(fake, "_roam_slot", (None,))[0] is self
         number = self._storage_numbers.get(fake.untyped_storage()._cdata)
         if not is_known and all(number != self.program.storage_of(slot) for _, slot in self.program.owned):
@@ -459,14 +463,21 @@ class Recorder(TorchDispatchMode):
             if absent.is_no_move(func, args, kwargs):
                 return args[0]
             kwargs = absent.on_device(kwargs)
+        if not _facts(func).is_plain:
+            return self._dispatched(func, args, kwargs)
+        if func is not aten.detach.default:  # that is called from where no exception may pass
+            deliver_interrupts()
+        return self._call(func, args, kwargs, *self.frames.here())
+
+    def _dispatched(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What comes of an operator that may have to be refused, or is recorded in a way of its own."""
         if foreign.is_mark(func):
             return func(*args, **kwargs)
         if foreign.is_collective(func):
             self.refuse_collective(str(func))
         if (reason := foreign.refusal(func)) is not None:
             self.refuse(reason, code="foreign_operator", op=str(func))
-        if func is not aten.detach.default:  # that is called from where no exception may pass
-            deliver_interrupts()
+        deliver_interrupts()
         if func is aten._local_scalar_dense.default:
             return self._item(func, args[0])
         if func in _ANSWERS:
@@ -509,19 +520,21 @@ class Recorder(TorchDispatchMode):
 
     def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], phase: str, source: Source) -> Any:
         """Runs an operator on fake tensors and records it."""
-        call = Call(func, (), {}, (), False, phase, source, random=_is_random(func))
+        facts = _facts(func)
+        call = Call(func, (), {}, (), False, phase, source, random=facts.is_random)
         if is_spread(func, args):
             return self._spread(*args)
-        args, kwargs = self._with_fixed_sizes(func, args, kwargs)
-        call.args, call.kwargs = self._recorded(args, call), self._recorded(kwargs, call)
+        args, kwargs = self._with_fixed_sizes(facts, args, kwargs)
+        call.args, call.kwargs = self._recorded(args, call), self._recorded(kwargs, call) if kwargs else {}
         if call.random:
             self._draw(call, (*args, *kwargs.values()))
         given = args, kwargs
-        if any(self.program.slots[slot] is None for slot in call.refs()):
+        slots = self.program.slots
+        if None in [slots[slot] for slot in call.refs()]:
             self._refuse_deciding_numbers(func, args, kwargs, source)
             given = _without_live_numbers(args), _without_live_numbers(kwargs)
         tensors = tensors_in(given)
-        shape, value = decided(func, args, kwargs), None
+        shape, value = decided(func, args, kwargs) if facts.may_be_decided else None, None
         try:
             if shape is None:
                 result = self._kernels.run(func, given, tensors, (call.args, call.kwargs), self._signatures)
@@ -538,17 +551,17 @@ class Recorder(TorchDispatchMode):
                 f"its fake kernel gives no result: {str(error).splitlines()[0] if str(error) else type(error).__name__}",
                 code="no_fake_kernel", op=str(func), source=source,
             )  # fmt: skip
-        if torch.Tag.inplace_view in func.tags:
+        if facts.reshapes_in_place:
             self._reshape_in_place(call, result)
             return result
         call.target = as_run(func)
-        if (
-            not tensors and _takes_dtype(func) and kwargs.get("dtype") is None
-        ):  # then it takes what the step may have set
+        if not tensors and facts.takes_dtype and kwargs.get("dtype") is None:
+            # Then it takes what the step may have set.
             call.kwargs = {**call.kwargs, "dtype": result.dtype}
-        call.mutates = self._mutated(func, args, kwargs, call)
-        call.is_check = func._overloadpacket is aten._assert_async
-        self._record(call, without_masked(call, args, kwargs, result), tensors)
+        if facts.mutates:
+            call.mutates = self._mutated(func, args, kwargs, call)
+        call.is_check = facts.is_check
+        self._record(call, without_masked(call, args, kwargs, result) if facts.is_masked else result, tensors)
         if value is None:
             return result
         place, known = value
@@ -611,18 +624,18 @@ class Recorder(TorchDispatchMode):
         with self:
             return aten.masked_fill_.Tensor(aten.new_zeros.default(gradient, mask.shape), mask, gradient)
 
-    def _with_fixed_sizes(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def _with_fixed_sizes(self, facts: _Facts, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The arguments with plain numbers for the live ones that decide a shape; refused where a plan cannot hold for one value."""
-        if not any(map(_holds_live, (args, kwargs))):
+        if not (_holds_live(args) or (kwargs and _holds_live(kwargs))):
             return args, kwargs
-        sizes = {argument.name for argument in _sizes(func)}
 
         def fixed(name: str, value: Any) -> Any:
-            return pytree.tree_map(functools.partial(_fixed, LiveNode if name in sizes else FixedNode), value)
+            if type(value) in _LIFELESS:
+                return value
+            return pytree.tree_map(functools.partial(_fixed, LiveNode if name in facts.sizes else FixedNode), value)
 
-        names = [argument.name for argument in func._schema.arguments]
         return (
-            tuple(fixed(name, value) for name, value in zip(names, args, strict=False)),
+            tuple([fixed(name, value) for name, value in zip(facts.names, args, strict=False)]),
             {name: fixed(name, value) for name, value in kwargs.items()},
         )
 
@@ -640,14 +653,15 @@ class Recorder(TorchDispatchMode):
     def _record(self, call: Call, result: Any, tensors: list[Any]) -> None:
         """Appends the call with its results, unless it only answers a question about metadata."""
         flat = result if isinstance(result, (tuple, list)) else (result,)
-        if call.target._schema.returns and not any(isinstance(item, torch.Tensor) for item in flat):
+        facts = _facts(call.target)
+        if facts.are_declared and not any(isinstance(item, torch.Tensor) for item in flat):
             return
-        arguments = set(map(id, tensors))
+        arguments = set(map(_identity, tensors))
         argument_storages = set(map(self.program.storage_of, call.refs()))
         index = len(self.program.calls)
         outputs: list[int | None] = []
         for position, item in enumerate(flat):
-            if id(item) in arguments or not isinstance(item, torch.Tensor):
+            if _identity(item) in arguments or not isinstance(item, torch.Tensor):
                 outputs.append(None)
                 continue
             if any(not isinstance(size, int) for size in item.shape):
@@ -669,10 +683,8 @@ class Recorder(TorchDispatchMode):
         """Storage identity and schema must agree on what is a view."""
         meta = self.program.slots[slot]
         assert meta is not None
-        shares = meta.storage in argument_storages
-        returns = call.target._schema.returns
-        declared = returns[min(position, len(returns) - 1)].alias_info is not None
-        if shares and not declared and call.target not in _HIDDEN_ALIAS:
+        shares, declared = meta.storage in argument_storages, _facts(call.target).are_declared
+        if shares and not declared[min(position, len(declared) - 1)] and call.target not in _HIDDEN_ALIAS:
             self.refuse(
                 "its result shares an argument's storage and its schema does not say so",
                 code="hidden_alias", op=call.name, source=call.source,
@@ -750,12 +762,14 @@ class Recorder(TorchDispatchMode):
 
     def _mutated(self, func: Any, args: Any, kwargs: Any, call: Call) -> tuple[int, ...]:
         changed: list[Any] = []
-        for position, name in _written(func):
+        for position, name in _facts(func).written:
             changed.append(args[position] if position < len(args) else kwargs.get(name))
         hidden = _HIDDEN_MUTATION.get(func)
         if hidden is not None and args[hidden[1]]:
             changed.extend(args[position] for position in hidden[0])
         slots = tuple(dict.fromkeys(self._slot_of_argument(t, func, call.source) for t in tensors_in(changed)))
+        if not self._twins:
+            return slots
         known = {self.program.storage_of(twin._roam_slot[1]) for _, twin, _ in self._twins.values()}
         if known and not known.isdisjoint(map(self.program.storage_of, slots)):
             self._refuse_change(func, call.source)
@@ -878,7 +892,7 @@ class Recorder(TorchDispatchMode):
         if type(value) in PLAIN:
             return value
         if isinstance(value, torch.Tensor):
-            return Ref(self._slot_of_argument(value, call.target, call.source))
+            return self._refs[self._slot_of_argument(value, call.target, call.source)]
         if isinstance(value, (torch.SymFloat, torch.SymInt)):
             slot = self.slot_of(value)
             if slot is None:
@@ -886,7 +900,7 @@ class Recorder(TorchDispatchMode):
                     "a symbolic number of another tracer", code="foreign_symbol",
                     op=str(call.target), source=call.source,
                 )  # fmt: skip
-            return Ref(slot)
+            return self._refs[slot]
         if isinstance(value, torch.Generator):
             return self._generator(value, call)
         if isinstance(value, (tuple, list)):
@@ -931,23 +945,26 @@ class Recorder(TorchDispatchMode):
         meta = self.program.slots[slot]
         assert meta is not None
         return (
-            self._storage_numbers.get(tensor.untyped_storage()._cdata) == meta.storage
-            and (tuple(tensor.shape), tensor.stride(), tensor.storage_offset()) == (meta.shape, meta.stride, meta.offset)
-        )  # fmt: skip
+            self._storage_numbers.get(_address_of(tensor.untyped_storage())) == meta.storage
+            and tensor.shape == meta.shape
+            and tensor.stride() == meta.stride
+            and tensor.storage_offset() == meta.offset
+        )
 
     def _live(self, is_integer: bool, origin: str) -> Any:
         slot = len(self.program.slots)
         self.program.slots.append(None)
+        self._refs.append(Ref(slot))
         self._signatures.append(LIVE_INT if is_integer else LIVE_FLOAT)
         node = LiveNode(self, slot, is_integer, origin)
         return (LiveInt if is_integer else LiveFloat)(node)
 
     def _add_tensor(self, tensor: Any, *, creator: int, name: str, at_least: int = 0) -> int:
         storage = tensor.untyped_storage()
-        number = self._storage_numbers.get(storage._cdata)
+        number = self._storage_numbers.get(_address_of(storage))
         if number is None:
             number = self._new_storage(tensor, creator, name, at_least)
-            self._storage_numbers[storage._cdata] = number
+            self._storage_numbers[_address_of(storage)] = number
             self._kept.append(storage)
         slot = self._new_slot(tensor, number)
         tensor._roam_slot = (self, slot)
@@ -960,13 +977,14 @@ class Recorder(TorchDispatchMode):
     def _new_slot(self, tensor: Any, storage: int) -> int:
         meta = TensorMeta(
             tuple(tensor.shape),
-            tuple(tensor.stride()),
+            tensor.stride(),
             tensor.storage_offset(),
             tensor.dtype,
             tensor.fake_device,  # `device` would be dispatched like an operator
             storage,
         )
         self.program.slots.append(meta)
+        self._refs.append(Ref(len(self._refs)))
         self._signatures.append(self._kernels.signature(meta, tensor))
         return len(self.program.slots) - 1
 
@@ -995,19 +1013,74 @@ class Recorder(TorchDispatchMode):
         forget_idle_states(self.program)
 
 
-@functools.cache
-def _is_random(func: Any) -> bool:
-    return torch.Tag.nondeterministic_seeded in func.tags
+@dataclass(frozen=True, slots=True)
+class _Facts:
+    """What recording asks of a kernel at each of its calls."""
+
+    func: Any
+    is_plain: bool
+    """Whether it is recorded in the way of most, with nothing to refuse beforehand."""
+    is_random: bool
+    is_check: bool
+    is_masked: bool
+    """Whether it makes the results that a mask asks for."""
+    reshapes_in_place: bool
+    takes_dtype: bool
+    mutates: bool
+    """Whether it may change an argument."""
+    may_be_decided: bool
+    """Whether values may decide the shape of its results."""
+    written: list[tuple[int, str]]
+    """Position and name of the arguments that it changes by its schema."""
+    names: list[str]
+    """Of its arguments."""
+    sizes: frozenset[str]
+    """Names of the arguments that decide shapes: integers by the schema (sizes, dimensions, positions, counts), and what a range is
+    made of.
+    """
+    are_declared: list[bool]
+    """Per result, whether the schema says that it is a view or an argument."""
+
+    @classmethod
+    def of(cls, func: Any) -> _Facts:
+        """Of a kernel."""
+        schema = func._schema
+        arguments = schema.arguments
+        written = [
+            (position, argument.name)
+            for position, argument in enumerate(arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
+        makes_range = func._overloadpacket in _SHAPED_BY_NUMBERS
+        return cls(
+            func,
+            is_plain=foreign.is_ours(func)
+            and schema.name not in _REFUSED
+            and func not in {aten._local_scalar_dense.default, aten.lift_fresh.default, *_ANSWERS}
+            and not multi_tensor.is_multi_tensor(func),
+            is_random=torch.Tag.nondeterministic_seeded in func.tags,
+            is_check=func._overloadpacket is aten._assert_async,
+            is_masked=any(argument.name == "output_mask" for argument in arguments),
+            reshapes_in_place=torch.Tag.inplace_view in func.tags,
+            takes_dtype=any(argument.kwarg_only and argument.name == "dtype" for argument in arguments),
+            mutates=bool(written) or func in _HIDDEN_MUTATION,
+            may_be_decided=may_be_decided(func),
+            written=written,
+            names=[argument.name for argument in arguments],
+            sizes=frozenset(a.name for a in arguments if makes_range or "int" in str(a.type)),
+            are_declared=[result.alias_info is not None for result in schema.returns],
+        )
 
 
-@functools.cache
-def _written(func: Any) -> list[tuple[int, str]]:
-    """Position and name of the arguments that a kernel changes by its schema."""
-    return [
-        (position, argument.name)
-        for position, argument in enumerate(func._schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    ]
+_known_facts: dict[int, _Facts] = {}
+"""By identity, which is found faster than the hash of a kernel; what is known of one keeps it."""
+
+
+def _facts(func: Any) -> _Facts:
+    facts = _known_facts.get(_identity(func))
+    if facts is None:
+        facts = _known_facts[_identity(func)] = _Facts.of(func)
+    return facts
 
 
 def is_integer(number: object) -> bool:
@@ -1020,30 +1093,22 @@ def is_float(number: object) -> bool:
     return type(number) is float
 
 
-@functools.cache
-def _sizes(func: Any) -> list[Any]:
-    """The arguments that decide shapes: integers by the schema (sizes, dimensions, positions, counts), and what a range is made of."""
-    arguments = func._schema.arguments
-    return [a for a in arguments if func._overloadpacket in _SHAPED_BY_NUMBERS or "int" in str(a.type)]
-
-
 def _fixed(kind: type[LiveNode | FixedNode], number: Any) -> Any:
     """The value of a number that a plan holds for; of a live one too where that is of the kind."""
     node = getattr(number, "node", None)
     return node._value() if isinstance(node, (kind, FixedNode)) else number
 
 
+_LIFELESS = PLAIN | {FakeTensor}
+"""Types of arguments that hold no live number."""
+
+
 def _holds_live(value: Any) -> bool:
     if isinstance(value, (tuple, list)):
-        return any(map(_holds_live, value))
+        return any(_holds_live(item) for item in value if type(item) not in _LIFELESS)
     if isinstance(value, dict):
-        return any(map(_holds_live, value.values()))
+        return _holds_live(list(value.values()))
     return isinstance(value, (torch.SymFloat, torch.SymInt))
-
-
-@functools.cache
-def _takes_dtype(func: Any) -> bool:
-    return any(argument.kwarg_only and argument.name == "dtype" for argument in func._schema.arguments)
 
 
 def _without_live_numbers(value: Any) -> Any:

@@ -19,6 +19,7 @@ from roam.capture.branches import CHANCE
 from roam.capture.caches import Results
 from roam.capture.compare import agrees, asks_the_same, difference, is_resized
 from roam.capture.early import checks_first
+from roam.capture.fakes import marked_fakes
 from roam.capture.generators import watched
 from roam.capture.guards import ArgGuard, Guards
 from roam.capture.importing import clear_fakes
@@ -239,28 +240,31 @@ def capture_step(
         known = Known() if known is None else known
         answers = Answers() if answers is None else answers
         reads, settles = Reads(), None
+        are_left: Callable[[], bool] | None = None
         try:
-            while True:
-                try:
-                    # Captured as if all that settles were set: the first step does the same then, and later ones set nothing new.
-                    with applied([] if settles is None else settles.settings):
-                        return _captured(
-                            train_step, args, kwargs, keep_grads, known, asks_kernels, answers, reads, settles
-                        )
-                except _Settles as found:
-                    settles = found
-                except ReadMore:
-                    settles = None
-                except NumbersChange:
-                    if settles is None:
-                        raise
-                    settles = None
-                except ArgumentsChange as change:
-                    if not known.taker.opened:
-                        raise change.refusal() from None
-                    known.taker, settles = Taker(opens_no_more=True), None
+            with marked_fakes() as are_left:
+                while True:
+                    try:
+                        # Captured as if all that settles were set: the first step does the same then, and later ones set nothing new.
+                        with applied([] if settles is None else settles.settings):
+                            return _captured(
+                                train_step, args, kwargs, keep_grads, known, asks_kernels, answers, reads, settles
+                            )
+                    except _Settles as found:
+                        settles = found
+                    except ReadMore:
+                        settles = None
+                    except NumbersChange:
+                        if settles is None:
+                            raise
+                        settles = None
+                    except ArgumentsChange as change:
+                        if not known.taker.opened:
+                            raise change.refusal() from None
+                        known.taker, settles = Taker(opens_no_more=True), None
         finally:
-            clear_fakes(known.caches)
+            if are_left is None or are_left():
+                clear_fakes(known.caches)
 
 
 def _captured(

@@ -187,6 +187,8 @@ class World:
             if isinstance(fake, torch.Tensor):
                 fake.grad = None
         self._fakes.clear()
+        self.results.clear()
+        self.kernels.forget_fakes()
         self.identities.leave()
 
     def _exchange_references(self, space: Space) -> None:
