@@ -104,7 +104,7 @@ class Call:
         roam's, `float.truediv` for arithmetic on live numbers.
         """
         if isinstance(self.target, torch._ops.OpOverload):
-            return str(self.target)
+            return _name_of(self.target)
         module = str(self.target.__module__)
         is_own = self.is_check or self.target is assign_data
         owner = "roam" if is_own else module if module.startswith("torch.") else "float"
@@ -316,8 +316,13 @@ class Program:
         if meta is None:
             return False
         size_bytes = math.prod(meta.shape) * meta.dtype.itemsize
-        is_whole = is_dense(sorted(extents(meta.shape, meta.stride)))
-        return meta.offset == 0 and is_whole and size_bytes == self.storages[meta.storage].size_bytes
+        is_whole = meta.offset == 0 and size_bytes == self.storages[meta.storage].size_bytes
+        return is_whole and is_dense(sorted(extents(meta.shape, meta.stride)))
+
+
+@functools.cache
+def _name_of(operator: torch._ops.OpOverload) -> str:
+    return str(operator)
 
 
 @functools.cache

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch.utils.flop_counter import flop_registry
@@ -195,14 +196,14 @@ def _operators(program: Program) -> Iterator[_Operator]:
     makers: dict[int, int] = {}
     for index, call in enumerate(program.calls):
         used = call.refs()
-        mutated = dict.fromkeys(storages[slot] for slot in call.mutates)
-        touched = dict.fromkeys(storages[slot] for slot in used if storages[slot] >= 0)
+        mutated = dict.fromkeys([storages[slot] for slot in call.mutates])
+        touched = dict.fromkeys([storages[slot] for slot in used if storages[slot] >= 0])
         yield _Operator(
             call.name,
             reads=[number for number in touched if number not in mutated],
             mutates=list(mutated),
             creates=creates[index],
-            waits=list(dict.fromkeys(makers[slot] for slot in used if slot in makers)),
+            waits=list(dict.fromkeys([makers[slot] for slot in used if slot in makers])),
             flops=_flops(program, call),
         )
         for slot in call.outputs:
@@ -212,7 +213,7 @@ def _operators(program: Program) -> Iterator[_Operator]:
 
 def _flops(program: Program, call: Call) -> int:
     """Floating-point operations by PyTorch's own formulas; 0 where there is none, as for pointwise operators."""
-    formula = flop_registry.get(getattr(call.target, "overloadpacket", None))
+    formula = _formula(call.target)
     if formula is None:
         return 0
 
@@ -229,6 +230,12 @@ def _flops(program: Program, call: Call) -> int:
         return int(formula(*substitute(call.args, shape_of), **substitute(call.kwargs, shape_of), out_val=made))
     except AssertionError:  # a form of the kernel that the formula does not know
         return 0
+
+
+@functools.cache
+def _formula(target: Any) -> Any:
+    """PyTorch's own for an operator; None where there is none."""
+    return flop_registry.get(getattr(target, "overloadpacket", None))
 
 
 def _waiting_updates(program: Program) -> Iterator[tuple[int, int]]:

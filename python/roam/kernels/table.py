@@ -259,7 +259,12 @@ def named(target: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 
 def dtypes_of(inputs: Iterable[torch.Tensor | TensorMeta], outputs: Iterable[torch.Tensor | TensorMeta]) -> str:
     """The dtypes of a call's tensors as one word, such as ``bool+float32``."""
-    return "+".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in (*inputs, *outputs)}))
+    return "+".join(sorted({_dtype_name(dtype) for dtype in {tensor.dtype for tensor in (*inputs, *outputs)}}))
+
+
+@functools.cache
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def layouts_of(inputs: Iterable[torch.Tensor | TensorMeta], outputs: Iterable[torch.Tensor | TensorMeta]) -> str:
@@ -274,12 +279,17 @@ def layout(tensor: torch.Tensor | TensorMeta) -> str:
     elements; ``E``: expanded or otherwise overlapping. Where elements start in the storage does not matter.
     """
     strides = tensor.stride() if isinstance(tensor, torch.Tensor) else tensor.stride
-    dimensions = extents(tensor.shape, strides)
+    return _layout(tuple(tensor.shape), strides)
+
+
+@functools.lru_cache(4096)
+def _layout(shape: tuple[int, ...], strides: tuple[int, ...]) -> str:
+    dimensions = extents(shape, strides)
     if any(size == 0 for _, size in dimensions) or is_dense(dimensions[::-1]):
         return "C"
     if is_dense(sorted(dimensions)):
         last = [1, *range(len(strides) - 1, 1, -1), 0]
-        channels_last = [(strides[d], tensor.shape[d]) for d in last if tensor.shape[d] != 1]
+        channels_last = [(strides[d], shape[d]) for d in last if shape[d] != 1]
         return "L" if len(strides) in (4, 5) and is_dense(channels_last) else "P"
     reach = 0
     for stride, size in sorted(dimensions):

@@ -185,12 +185,12 @@ class _Chooser:
         program, placed = variant.program, variant.placed
         taken = self._workspaces(program, placed) if is_real else None
         kernel_bytes = None if taken is None else max(taken.values(), default=0)
-        lowering = self._lowering(program, placed, taken)
         eager_graph = self._eager_graph(taken)
         eager_bytes = eager_graph.persistent_bytes + roam.baseline(eager_graph, reuse=False).peak_bytes
         if (joined := fused(program, variant.device)) is not program:
             program, placed = joined, placed_calls(joined, variant.device)
-            lowering = self._lowering(program, placed, self._workspaces(program, placed) if taken else taken)
+            taken = self._workspaces(program, placed) if taken else taken
+        lowering = self._lowering(program, placed, taken)
         made = partial(
             Choice, program, placed, eager_graph=eager_graph, eager_bytes=eager_bytes, kernel_bytes=kernel_bytes
         )
