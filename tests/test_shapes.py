@@ -301,6 +301,76 @@ def test_a_program_is_resized_where_nothing_but_its_sizes_differs() -> None:
     assert not is_resized(program(halved, 4), program(halved, 9))
 
 
+def small_images(net: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[torch.Tensor], torch.Tensor]:
+    def step(images: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = net(images).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+def test_images_that_layers_make_smaller_are_traced_once(traces: list[int]) -> None:
+    """The sizes in the middle are no multiples of the images', and the backward pass names them."""
+    outcomes = []
+    for wrap in (lambda step: step, roam.compile):
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(
+            torch.nn.Conv2d(3, 4, 3, stride=2), torch.nn.MaxPool2d(2), torch.nn.Conv2d(4, 4, 3, stride=2),
+            torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(), torch.nn.Linear(4, 2),
+        )  # fmt: skip
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
+        run = wrap(small_images(net, optimizer))
+        losses = [run(torch.linspace(-1, 1, 6 * size * size).view(2, 3, size, size)) for size in (32, 48, 64, 32)]
+        outcomes.append(tensors_and_numbers(losses, net.state_dict(), optimizer.state_dict()))
+    assert_same_bits(*outcomes)
+    assert [traces.count(size) for size in (48, 64)] == [1, 1]
+
+
+_later = itertools.cycle((4, 6))
+
+
+def test_a_number_does_not_explain_itself_by_what_is_made_of_it() -> None:
+    """It is the size of nothing before the call that it is an argument of, whatever that call and later ones make."""
+    net, optimizer = setting()
+    plain = make_step(net, optimizer)
+
+    def step(ids: torch.Tensor) -> torch.Tensor:
+        number = 2 if ids.shape[1] < 6 else globals()["_lat" + "er"].__next__()
+        return plain(ids) + torch.ones(number).sum()
+
+    compiled = roam.compile(step)
+    compiled(batch(5))
+    with pytest.raises(roam.CaptureError, match="not the same program"):
+        compiled(batch(7))
+
+
+@pytest.mark.parametrize("literal", [0.5, [0.5] * 4])
+def test_a_literal_leaves_later_sizes_one_trace_and_one_plan(literal: Any, traces: list[int]) -> None:
+    """A trace numbers it where it comes by it; a program from which calls are left out has it before all that is made."""
+    outcomes = []
+    for wrap in (lambda step: step, roam.compile):
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
+
+        def step(x: torch.Tensor, net: Any = net, optimizer: Any = optimizer) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = functional.cross_entropy(net(x.T) * torch.tensor(literal), torch.zeros_like(x[0], dtype=torch.int64))
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        run = wrap(step)
+        losses = [run(torch.linspace(-1, 1, 8 * size).view(8, size)) for size in (5, 6, 7, 5)]
+        outcomes.append(tensors_and_numbers(losses, net.state_dict(), optimizer.state_dict()))
+    assert_same_bits(*outcomes)
+    assert [traces.count(size) for size in (6, 7)] == [1, 1]
+    assert sorted(len(captured.runners) for captured in run._captures) == [1, 1, 2]
+
+
 def _two_branches(order: list[int] | None) -> roam.Graph:
     """Two large tensors, each made and used up; in the given order alone if there is one."""
     builder = roam.GraphBuilder("two branches")

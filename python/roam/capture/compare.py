@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import fields, replace
 from itertools import combinations_with_replacement
 from operator import attrgetter
@@ -57,13 +57,14 @@ def difference(first: Program, second: Program) -> str | None:
 def is_resized(known: Program, program: Program) -> bool:
     """Whether a program is another one for arguments of other sizes: the same calls on the same slots, with the same values.
 
-    Where a whole number is another one, it has to follow from the sizes that changed. So what two traces showed of the first,
-    that nothing unseen decides what the step does or calculates, one trace shows of the second.
+    Where a whole number is another one, it has to follow from the sizes of arguments that changed, or be one that a tensor has which an
+    earlier call made. So what two traces showed of the first, that nothing unseen decides what the step does or calculates, one trace
+    shows of the second.
     """
     sizes = _changed_sizes(known, program)
     return (
         known.unsettled is program.unsettled is None
-        and _are_resized(known.calls, program.calls, sizes)
+        and _calls_are_resized(known, program, sizes)
         and _kinds(known) == _kinds(program)
         and [storage.creator for storage in known.storages] == [storage.creator for storage in program.storages]
         and known.entering == program.entering
@@ -111,26 +112,57 @@ def _changed_sizes(known: Program, program: Program) -> set[tuple[int, int]]:
     return {(old, new) for old, new in products if old and old != new}
 
 
-def _are_resized(known: Sequence[Call], calls: Sequence[Call], sizes: set[tuple[int, int]]) -> bool:
+def _calls_are_resized(known: Program, program: Program, sizes: set[tuple[int, int]]) -> bool:
+    """Whether the calls are the same, each with numbers that follow from the sizes of arguments and of what the calls before it made."""
+    if len(known.calls) != len(program.calls) or len(known.slots) != len(program.slots):
+        return False
+    seen: set[tuple[object, object]] = set()
+    made: set[tuple[int, int]] = set()
+    for one, two in zip(known.calls, program.calls, strict=True):
+        if not _are_resized([one], [two], sizes, made):
+            return False
+        for slot in one.outputs:
+            old, new = (None, None) if slot is None else (known.slots[slot], program.slots[slot])
+            if old is not None and new is not None and old.shape != new.shape and (old.shape, new.shape) not in seen:
+                seen.add((old.shape, new.shape))
+                made |= _resized(old.shape, new.shape)
+    return True
+
+
+def _resized(old: Sequence[int], new: Sequence[int]) -> set[tuple[int, int]]:
+    """What each size of a tensor that is another one became, and what products of neighbouring ones did."""
+    if len(old) != len(new):
+        return set()
+    ends = range(1, len(old) + 1)
+    runs = [(math.prod(old[start:end]), math.prod(new[start:end])) for end in ends for start in range(end)]
+    return {(before, after) for before, after in runs if before != after}
+
+
+def _are_resized(
+    known: Sequence[Call], calls: Sequence[Call], sizes: set[tuple[int, int]], made: Collection[tuple[int, int]] = ()
+) -> bool:
     return len(known) == len(calls) and all(
         _besides_arguments(one) == _besides_arguments(two)
-        and _is_resized(one.args, two.args, sizes)
-        and _is_resized(one.kwargs, two.kwargs, sizes)
+        and _is_resized(one.args, two.args, sizes, made)
+        and _is_resized(one.kwargs, two.kwargs, sizes, made)
         for one, two in zip(known, calls, strict=True)
     )
 
 
-def _is_resized(known: Any, value: Any, sizes: set[tuple[int, int]]) -> bool:
+def _is_resized(known: Any, value: Any, sizes: set[tuple[int, int]], made: Collection[tuple[int, int]] = ()) -> bool:
+    """Whether a nest is another one but for its sizes; `made` has numbers as they are, and no multiples of them."""
     kind = type(known)
     if kind is not type(value):
         return False
     if kind is Ref:
         return bool(known == value)
     if kind is tuple or kind is list or kind is torch.Size:
-        return len(known) == len(value) and all(_is_resized(*pair, sizes) for pair in zip(known, value, strict=True))
+        return len(known) == len(value) and all(
+            _is_resized(*pair, sizes, made) for pair in zip(known, value, strict=True)
+        )
     if kind is dict:
-        return known.keys() == value.keys() and all(_is_resized(known[key], value[key], sizes) for key in value)
-    return same(known, value) or (kind is int and _follows(known, value, sizes))
+        return known.keys() == value.keys() and all(_is_resized(known[key], value[key], sizes, made) for key in value)
+    return same(known, value) or (kind is int and ((known, value) in made or _follows(known, value, sizes)))
 
 
 def _follows(old: int, new: int, sizes: set[tuple[int, int]]) -> bool:
