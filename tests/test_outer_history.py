@@ -215,6 +215,37 @@ def test_a_model_of_fakes_has_the_graph_of_a_real_one() -> None:
     assert type(bias.grad_fn).__name__ == "MulBackward0"
 
 
+@pytest.mark.parametrize("change", [prune.l1_unstructured, nn.utils.weight_norm, nn.utils.parametrizations.weight_norm])
+def test_weights_of_recurrent_layers(change: Callable[..., Any]) -> None:
+    """As DropConnect does it; the layer keeps its weights in a list, and weak references to them."""
+
+    def run(wrap: Callable[..., Any]) -> list[Any]:
+        torch.manual_seed(0)
+        lstm, head = nn.LSTM(5, 7, batch_first=True), nn.Linear(7, 2)
+        change(lstm, "weight_hh_l0", *([0.5] if change is prune.l1_unstructured else []))
+        optimizer = torch.optim.SGD([*lstm.parameters(), *head.parameters()], 0.1, momentum=0.9)
+
+        def train(x: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = head(lstm(x)[0][:, -1]).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        step, seen = wrap(train), []
+        for index in range(5):
+            if index == 2:
+                seen.append(train(torch.randn(3, 4, 5)))
+            if index == 3:
+                with torch.no_grad():
+                    seen.append(lstm(torch.randn(3, 4, 5))[0])
+            seen += [step(torch.randn(3, 4, 5)), *seen_by_autograd(lstm)]
+            seen.append(lstm._flat_weights[1] is lstm.weight_hh_l0)
+        return [*seen, *tensors_and_numbers(lstm.state_dict(), head.state_dict())]
+
+    assert_same_bits(run(lambda step: step), run(roam.compile))
+
+
 def test_recurrent_gemma() -> None:
     """It keeps the state of its recurrence, and drops it before the next forward pass reads it."""
     transformers = pytest.importorskip("transformers")

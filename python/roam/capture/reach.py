@@ -48,6 +48,7 @@ from .spaces import (
     OptimizerSpace,
     PartialSpace,
     ProxySpace,
+    RecurrentSpace,
     ScalerSpace,
     SequenceSpace,
     SetSpace,
@@ -393,6 +394,8 @@ class _Walk:
                     continue
             if issubclass(type(value), torch.Tensor):
                 self._tensor(value, space, key, kind)
+            elif isinstance(space, RecurrentSpace) and key in space.CACHES:
+                self._place(SequenceSpace(value, space.label(key)), guarded=False)
             else:
                 self._enqueue(value, space.label(key), (space, key))
         self.edge = outer
@@ -542,7 +545,10 @@ class _Walk:
                     self._children(space, key, names)
         if self.is_guarding:
             self.reach.objects.append((path, module))
-        self._names(attributes, path, key, None if names is None else names | holders.keys())
+        if isinstance(module, torch.nn.RNNBase):
+            self._fill(RecurrentSpace(attributes, path, label=_child(path)), owner=key)
+        else:
+            self._names(attributes, path, key, None if names is None else names | holders.keys())
         self._class_of(module)
 
     def _children(self, space: Space, key: int, names: set[str] | None) -> None:

@@ -120,6 +120,24 @@ class MappingSpace(Space):
         (OrderedDict if isinstance(self.holder, OrderedDict) else dict).__setitem__(self.holder, key, value)
 
 
+class RecurrentSpace(MappingSpace):
+    """The attributes of a recurrent layer of PyTorch's. It keeps its weights in a list beside them, which it makes anew where it finds
+    another weight than when it made the list.
+    """
+
+    __slots__ = ()
+    CACHES: Final = ("_flat_weights", "_flat_weight_refs")
+
+    def set(self, key: Any, value: Any) -> None:
+        super().set(key, value)
+        names = self.holder["_flat_weights_names"]
+        if key in names:
+            self.holder["_flat_weights"][names.index(key)] = value
+
+    def is_live(self, key: Any, old: Any, value: Any) -> bool:
+        return key in self.CACHES and type(old) is type(value) is list
+
+
 class ProxySpace(Space):
     """What a read-only view of a dictionary shows. The dictionary is a space of its own where the step can write to it."""
 

@@ -156,6 +156,9 @@ class World:
         owners: list[Owner] = [*self.places, *scaler_owners(self.reach)]
         for owner, tensor in [(owner, owner.get()) for owner in owners]:
             owner.set(self._fake(tensor))
+        for _, module in self.reach.modules:
+            if isinstance(module, torch.nn.RNNBase):
+                self._renew_weights(module)
         for place in self.reach.places:
             if isinstance(place.space, TensorKeyedSpace):
                 place.space.exchange(self._fake)
@@ -190,6 +193,16 @@ class World:
         self.results.clear()
         self.kernels.forget_fakes()
         self.identities.leave()
+
+    def _renew_weights(self, layer: Any) -> None:
+        """What a recurrent layer keeps of its weights, of their fakes (`RecurrentSpace`)."""
+        held = {**layer.__dict__, **layer._parameters}
+        weights = [
+            held.get(name, self._fake(old))
+            for name, old in zip(layer._flat_weights_names, layer._flat_weights, strict=True)
+        ]
+        references = [None if weight is None else weakref.ref(weight) for weight in weights]
+        layer.__dict__.update(_flat_weights=weights, _flat_weight_refs=references)
 
     def _exchange_references(self, space: Space) -> None:
         """Weak references to tensors, such as recurrent layers keep to their weights."""
