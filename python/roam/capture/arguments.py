@@ -19,8 +19,8 @@ import torch
 import torch.utils._pytree as pytree
 
 from roam.capture.origins import is_opaque
-from roam.capture.spaces import FrozenSpace, MappingSpace, Place, SequenceSpace, SlotsSpace, Space
-from roam.capture.values import is_plain
+from roam.capture.spaces import FrozenSpace, MappingSpace, Place, SequenceSpace, SlotsSpace, Space, slots_of
+from roam.capture.values import attributes_of, is_plain
 
 _HEAP_TYPE: Final = 1 << 9
 _POINTER: Final = struct.calcsize("P")
@@ -117,29 +117,16 @@ class Parts:
             places = [] if place is None else [place]
             return kind, self._of(FrozenSpace(value, path, places, label=_keys_of(path)))
         found: list[Any] = [kind]
-        attributes = _attributes(value)
+        attributes = attributes_of(value)
         if type(attributes) is dict:
             found.append(self._of(MappingSpace(attributes, path, label=lambda name: f"{path}.{name}")))
-        slots = {
-            name: slot
-            for base in reversed(kind.__mro__)
-            for name, slot in vars(base).items()
-            if type(slot) is types.MemberDescriptorType
-        }
-        if slots:
+        if slots := slots_of(kind):
             found.append(self._of(SlotsSpace(value, slots, path, label=lambda name: f"{path}.{name}")))
         return tuple(found)
 
     def _of(self, space: Space) -> tuple[Any, ...]:
         self.spaces.append(space)
         return tuple((key, self._entered(value, space.label(key), (space, key))) for key, value in space.items())
-
-
-def _attributes(value: Any) -> Any:
-    try:
-        return object.__getattribute__(value, "__dict__")
-    except AttributeError:
-        return None
 
 
 def _keys_of(path: str) -> Callable[[Any], str]:

@@ -57,9 +57,10 @@ from .spaces import (
     TensorKeyedSpace,
     VariableSpace,
     is_under,
+    slots_of,
 )
 from .surroundings import surrounding_code
-from .values import MISSING, is_numpy_array, is_plain
+from .values import MISSING, attributes_of, is_numpy_array, is_plain
 
 # Methods that no step runs on an object that it has been given ready-made.
 _NOT_IN_STEP: Final = frozenset(
@@ -733,10 +734,7 @@ class _Walk:
 
     def _attributes(self, value: object, path: str) -> None:
         """Enter an object through its ``__dict__`` and ``__slots__``."""
-        try:
-            attributes = object.__getattribute__(value, "__dict__")
-        except AttributeError:
-            attributes = None
+        attributes = attributes_of(value)
         if issubclass(type(value), _ENTERED):
             between = [name for name in attributes if name not in _WHILE_ENTERED]
             self._fill(NamesSpace(attributes, between, path, label=_child(path)))
@@ -744,10 +742,7 @@ class _Walk:
         is_mere_container = type(value).__module__ in ("builtins", "collections") and not attributes
         has_dictionary = type(attributes) is dict and not is_mere_container
         slots = {
-            name: slot
-            for base in reversed(type(value).__mro__)
-            for name, slot in vars(base).items()
-            if type(slot) is types.MemberDescriptorType and not is_library(base.__module__)
+            name: slot for name, slot in slots_of(type(value)).items() if not is_library(slot.__objclass__.__module__)
         }
         if not has_dictionary and not slots:
             return

@@ -21,6 +21,7 @@ import torch
 from roam.errors import CaptureError
 
 from .origins import is_library
+from .values import attributes_of
 
 Edge = tuple[int | None, str]
 """A way from one value to others: an object, by its key, and an attribute; or None and a method of an object's class."""
@@ -257,7 +258,8 @@ class Reads:
             return
         key = self._keys.get(id(value))
         if key is None:  # made by the step, perhaps with the dictionary of another
-            key = id(_attributes_of(value))
+            attributes = attributes_of(value)
+            key = id(value if attributes is None else attributes)
             if key not in self._reached:
                 return
         is_all = name in _ALL
@@ -335,10 +337,3 @@ def _definer(kind: type, name: str) -> type:
 
 def _dictionary_of(kind: type) -> Any:
     return type.__dict__["__dict__"].__get__(kind)
-
-
-def _attributes_of(value: object) -> object:
-    try:
-        return object.__getattribute__(value, "__dict__")
-    except AttributeError:
-        return value

@@ -434,6 +434,16 @@ class AttributesSpace(NamesSpace):
     __slots__ = ()
 
 
+def slots_of(kind: type) -> dict[str, types.MemberDescriptorType]:
+    """The ``__slots__`` of a class and of those that it is derived from, by name."""
+    return {
+        name: slot
+        for base in reversed(kind.__mro__)
+        for name, slot in vars(base).items()
+        if type(slot) is types.MemberDescriptorType
+    }
+
+
 class SlotsSpace(Space):
     """The attributes that an object keeps in ``__slots__``."""
 

@@ -20,6 +20,15 @@ class _Missing:
 
 MISSING: Final = _Missing()
 
+
+def attributes_of(value: object) -> Any:
+    """The ``__dict__`` of an object; None where it has none."""
+    try:
+        return object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return None
+
+
 # Immutable values whose own `==` is exact and runs no user code. Floats and complex numbers are apart: they are
 # compared by bits, so that nan equals nan and 0.0 differs from -0.0.
 _EXACT: Final = frozenset(
