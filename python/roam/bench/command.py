@@ -84,6 +84,18 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
     suite.add_argument("--step", choices=("first", "steady"), default="steady", help="(default steady)")
     suite.add_argument("--graphs", type=Path, metavar="DIR", help="write every captured graph to this folder")
 
+    families = command(
+        "families", "plan models of timm and transformers taken by a rule, and tell how near to the least", "torch"
+    )
+    _only(families, "model")
+    families.add_argument(
+        "--library",
+        action="append",
+        default=[],
+        choices=("timm", "transformers"),
+        help="only its models; may be given several times (default all that are installed)",
+    )
+
     first_call = command("first-call", "measure where the time of a compiled step's first call goes", *_MODELS)
     _only(first_call, "step")
 
