@@ -5,6 +5,7 @@ VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 WHEELS := target/wheels
+DIST := target/dist
 # Holds numpy and the wheel alone, to show that planning a graph file needs nothing else.
 BARE := target/bare-venv
 
@@ -12,13 +13,16 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 export PYO3_PYTHON := $(abspath $(BIN))/python
 
-.PHONY: help install wheel demo test rust-test nightly fuzz sweep wheel-test bench bench-compare gpu lint format ci clean
+.PHONY: help install wheel demo quick test-planner test durations rust-test nightly fuzz sweep wheel-test bench bench-compare gpu lint lint-workflows format lock release ci clean
 
 help:
 	@echo "make install     the release wheel and everything that tests need, into VENV ($(VENV))"
 	@echo "make demo        install; plan GPT-2 XL's whole step; train a small GPT-2 by its plan next to eager"
 	@echo "make ci          install, lint and all tests: what continuous integration runs"
-	@echo "make test        the Python tests, against what is installed"
+	@echo "make quick       the Python tests that take little time, against what is installed: what one runs while working"
+	@echo "make test-planner  the planner's Python tests, which need no torch"
+	@echo "make test        all Python tests, against what is installed"
+	@echo "make durations   all Python tests; keeps how long each takes, by which make quick chooses"
 	@echo "make rust-test   the planner's tests; its benchmarks run once each"
 	@echo "make nightly     100 000 random graphs and as many layouts, against brute force and the verifier"
 	@echo "make fuzz        2 000 random modules and steps, by their plan and eagerly, bits compared"
@@ -27,8 +31,10 @@ help:
 	@echo "make bench       the planner's benchmarks"
 	@echo "make bench-compare BASE=commit   the same, here and at another commit: names what became slower, and then fails"
 	@echo "make gpu         real training steps on the GPU, next to eager PyTorch and others; without a GPU it says so"
-	@echo "make lint        rustfmt, clippy, ruff, mypy, stubtest"
+	@echo "make lint        rustfmt, clippy, ruff, mypy, stubtest, and the workflows' linters"
 	@echo "make format      let rustfmt and ruff rewrite the sources"
+	@echo "make lock        pin the newest Python packages that work together, in constraints.txt"
+	@echo "make release     a wheel for any Linux (x86_64) and the source distribution, both tried, into $(DIST)"
 	@echo "make clean       remove what these targets made"
 
 $(BIN)/maturin:
@@ -41,15 +47,28 @@ wheel: $(BIN)/maturin
 
 # The second pip call replaces an older build of the same version, which the first one would keep.
 install: wheel
-	$(BIN)/pip install --quiet "$$(echo $(WHEELS)/*.whl)[zoo,dev]"
+	$(BIN)/pip install --quiet --constraint constraints.txt "$$(echo $(WHEELS)/*.whl)[zoo,dev]"
 	$(BIN)/pip install --quiet --no-deps --force-reinstall $(WHEELS)/*.whl
 
 demo: install
 	$(BIN)/roam plan gpt2-xl
 	$(BIN)/python examples/train_gpt2.py
 
+PLANNER_TESTS := $(addprefix tests/test_,$(addsuffix .py,bench bench_compare exact formats graph layout plans streams))
+
+quick:
+	$(BIN)/python -m pytest -n auto --maxprocesses 8 -m "not slow"
+
+test-planner:
+	$(BIN)/python -m pytest -n auto --maxprocesses 8 --without-torch $(PLANNER_TESTS)
+
 test:
 	$(BIN)/python -m pytest -n auto --maxprocesses 8
+
+durations:
+	mkdir -p target
+	$(BIN)/python -m pytest -n auto --maxprocesses 8 --junit-xml=target/tests.xml
+	$(BIN)/python benches/durations.py target/tests.xml
 
 rust-test:
 	cargo test --locked --quiet
@@ -93,11 +112,38 @@ lint:
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/mypy
 	$(BIN)/python -m mypy.stubtest roam._core
+	$(MAKE) --no-print-directory lint-workflows
+
+lint-workflows:
+	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.dependabot .github/dependabot.yml
+	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-issue-forms .github/ISSUE_TEMPLATE/bug.yml .github/ISSUE_TEMPLATE/feature.yml
+	$(BIN)/zizmor --offline --quiet .github
 
 format:
 	cargo fmt --all
 	$(BIN)/ruff check --quiet --fix .
 	$(BIN)/ruff format --quiet .
+
+lock:
+	$(BIN)/pip install --quiet uv
+	$(BIN)/uv pip compile --quiet --universal --python-version 3.10 --extra zoo --extra dev --extra bench --extra release --upgrade \
+		--no-header --no-annotate pyproject.toml --output-file constraints.txt
+
+# zig's linker makes the wheel run on every Linux since 2014, whatever this machine's C library; the source distribution
+# is unpacked and built where there is no git.
+release:
+	$(BIN)/pip install --quiet --constraint constraints.txt ziglang auditwheel
+	rm -rf $(DIST)
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/maturin build --quiet --release --locked --zig --compatibility manylinux_2_17 --out $(DIST)
+	$(BIN)/maturin sdist --out $(DIST)
+	$(BIN)/auditwheel show $(DIST)/*.whl
+	for made in $(DIST)/*.whl $(DIST)/*.tar.gz; do \
+		$(PYTHON) -m venv --clear $(BARE) && $(BARE)/bin/pip install --quiet numpy && \
+		(cd $(DIST) && $(abspath $(BARE))/bin/pip install --quiet --no-deps $$(basename $$made)) && \
+		$(BARE)/bin/python tests/check_wheel.py || exit 1; \
+	done
+	ls -l $(DIST)
 
 # One after another: the machine's cores belong to the step that runs.
 ci:

@@ -1,7 +1,10 @@
 """What all tests share."""
 
+import json
 import signal
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -12,6 +15,29 @@ settings.load_profile("roam")
 
 # A shell starts what it runs in the background with Ctrl-C ignored, and so would every child that the tests interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+_DURATIONS = Path(__file__).with_name("durations.json")
+_SLOW_S = 1.0
+"""Tests that took longer at the last `make durations`, all parameters together, are left out of `make quick`."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--without-torch", action="store_true", help="fail whatever imports torch, as if it were not installed"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", f"slow: took more than {_SLOW_S} s at the last `make durations`")
+    if config.getoption("--without-torch"):
+        sys.modules["torch"] = None  # type: ignore[assignment]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    taken: dict[str, float] = json.loads(_DURATIONS.read_text()) if _DURATIONS.exists() else {}
+    for item in items:
+        if taken.get(item.nodeid.partition("[")[0], 0.0) > _SLOW_S:
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture
