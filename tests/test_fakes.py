@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 import roam
 from roam.capture.fake import new_mode
 from roam.capture.fakes import Maker, marked_fakes
+from roam.capture.step import Known, capture_step
 
 
 def seen(fake: Any) -> tuple[Any, ...]:
@@ -95,3 +97,92 @@ def test_caches_are_searched_where_a_fake_is_left(keeps: bool, monkeypatch: pyte
         assert not isinstance(scale(4), FakeTensor)
         scale.cache_clear()
     assert bool(searched) is keeps
+
+
+LAYOUTS: dict[str, Callable[[], torch.Tensor]] = {
+    "contiguous": lambda: torch.ones(2, 3, 4, 4),
+    "channels last": lambda: torch.ones(2, 3, 4, 4).to(memory_format=torch.channels_last),
+    "permuted": lambda: torch.ones(4, 4, 3, 2).permute(3, 2, 1, 0),
+    "with an offset": lambda: torch.ones(3, 3, 4, 4)[1:],
+    "in a larger storage": lambda: torch.ones(3, 3, 4, 4)[:2],
+    "expanded": lambda: torch.ones(1, 3, 4, 4).expand(2, 3, 4, 4),
+    "another dtype": lambda: torch.ones(2, 3, 4, 4, dtype=torch.float64),
+    "half": lambda: torch.ones(2, 3, 4, 4, dtype=torch.bfloat16),
+    "with a gradient": lambda: torch.ones(2, 3, 4, 4, requires_grad=True),
+    "integers": lambda: torch.ones(2, 3, 4, 4, dtype=torch.int64),
+    "conjugated": lambda: torch.ones(2, 3, 4, 4, dtype=torch.complex64).conj(),
+    "complex": lambda: torch.ones(2, 3, 4, 4, dtype=torch.complex64),
+    "another size": lambda: torch.ones(2, 3, 4, 5),
+}
+
+
+def made_of(x: torch.Tensor) -> list[torch.Tensor]:
+    """Operators that look at layout, dtype, storage and history."""
+    weight = torch.ones(3, 1, 1, dtype=x.dtype) * torch.ones(())
+    scaled = x * weight
+    results = [
+        scaled,
+        scaled.mul_(2),
+        x.clone(),
+        x.transpose(1, 2).resolve_conj(),
+        x.sum(1),
+        x.abs() + 1,
+        x.flatten(1),
+        x[1:].contiguous(),
+    ]
+    if x.requires_grad:
+        results += torch.autograd.grad(scaled.square().sum(), x)
+    return results
+
+
+def test_results_are_remembered_for_what_kernels_see_and_nothing_else() -> None:
+    """One memory serves captures of all of these in turn, each of which gives what it gives with a memory of its own."""
+
+    def captured(x: torch.Tensor, known: Known | None) -> Any:
+        program = capture_step(made_of, (x,), {}, known=known, asks_kernels=True).steady.program
+        calls = [(call.name, call.args, call.kwargs, call.outputs, call.mutates) for call in program.calls]
+        return calls, program.slots, [(s.size_bytes, s.creator) for s in program.storages], repr(program.histories)
+
+    known = Known()
+    alone = {name: captured(make(), None) for name, make in LAYOUTS.items()}
+    for name in (*LAYOUTS, *reversed(LAYOUTS)):
+        assert captured(LAYOUTS[name](), known) == alone[name], name
+    assert len(known.kernels.results) > 50
+
+
+def test_nothing_is_remembered_under_other_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    known, x = Known(), torch.ones(2, 3, 4, 4)
+    kept = []
+    for flips in (False, False, True):
+        if flips:
+            monkeypatch.setattr(torch.backends.cudnn, "benchmark", not torch.backends.cudnn.benchmark)
+        capture_step(made_of, (x,), {}, known=known, asks_kernels=True)
+        kept.append("of the first" in known.kernels.results)
+        known.kernels.results["of the first"] = None
+    assert kept == [False, True, False]
+    dtypes = []
+    for dtype in (torch.float32, torch.float64):
+        torch.set_default_dtype(dtype)
+        try:
+            step = capture_step(
+                lambda x: torch.div(x, 2), (torch.ones(2, dtype=torch.int64),), {}, known=known, asks_kernels=True
+            )
+        finally:
+            torch.set_default_dtype(torch.float32)
+        dtypes.append(step.steady.program.slots[-1].dtype)
+    assert dtypes == [torch.float32, torch.float64]
+
+
+def test_fake_kernels_of_others_are_asked_anew() -> None:
+    with torch.library._scoped_library("roam_test_fakes", "DEF") as library:
+        library.define("twice(Tensor x) -> Tensor")
+        operator = torch.ops.roam_test_fakes.twice.default
+        library.impl("twice", lambda x: torch.cat([x, x]), "CompositeExplicitAutograd")
+        library.impl("twice", lambda x: x.new_empty(len(x)), "Meta", allow_override=True)
+        known, x = Known(), torch.ones(3)
+        sizes = []
+        for rows in (1, 2):
+            library.impl("twice", lambda x, rows=rows: x.new_empty(rows * len(x)), "Meta", allow_override=True)
+            step = capture_step(lambda x: operator(x), (x,), {}, known=known, asks_kernels=True)
+            sizes.append(step.steady.program.slots[-1].shape)
+    assert sizes == [(3,), (6,)]

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, disable_fa
 
 from roam.capture.as_real import as_real
 from roam.capture.fakes import Maker
+from roam.capture.foreign import is_ours
 from roam.capture.layouts import is_sure, may_be_asked, on_zeros
 from roam.capture.on_meta import on_meta
 from roam.kernels.recurrent import ASKED
@@ -87,8 +88,24 @@ class _Results:
 
 _signatures: dict[Any, int] = {}
 _numbers = itertools.count(1)
+_MOST_REMEMBERED = 20_000
+"""Results from which on they are forgotten; a deep step has a few hundred for each shape."""
 _asked: dict[Any, _Results | None] = {}
 """What real kernels answered, for the process."""
+
+
+class Remembered:
+    """What kernels made of fake tensors, for as long as all else is the same that they are chosen by."""
+
+    def __init__(self) -> None:
+        self.results: dict[Any, _Results | None] = {}
+        self._settings: tuple[object, ...] = ()
+
+    def enter(self) -> None:
+        """Before a capture: forgets what was found under other settings, or is too much."""
+        if self._settings != settings() or len(self.results) > _MOST_REMEMBERED:
+            self.results.clear()
+        self._settings = settings()
 
 
 class FakeKernels:
@@ -99,9 +116,18 @@ class FakeKernels:
     times as fast.
     """
 
-    def __init__(self, *, asks: bool = False) -> None:
-        """`asks`: whether real kernels may be run, on zeros, for what fake ones need not know; see `roam.capture.layouts`."""
-        self._known: dict[Any, _Results | None] = {}
+    def __init__(self, *, asks: bool = False, remembered: Remembered | None = None) -> None:
+        """Kernels of one fake mode.
+
+        Args:
+            asks: whether real kernels may be run, on zeros, for what fake ones need not know; see `roam.capture.layouts`.
+            remembered: results of earlier captures, to which those of this one are added. Only where real kernels are asked: what is
+                guessed is noted anew for each program.
+        """
+        self._known = Remembered() if remembered is None or not asks else remembered
+        self._known.enter()
+        self._of_others: dict[Any, _Results | None] = {}
+        """Of operators of others, who may give them another fake kernel before the next capture."""
         self._maker = Maker()
         self._asks = asks
         self.guessed: set[Any] = set()
@@ -129,13 +155,14 @@ class FakeKernels:
             return as_real(func, args, func(*args, **kwargs))
         # A dtype that nobody names is the default one, which the step may set.
         key = func, _key(recorded, signatures), torch.get_default_dtype()
-        known = self._known.get(key)
+        results = self._known.results if is_ours(func) else self._of_others
+        known = results.get(key)
         if known is not None:
             return known.again(self._maker, tensors)
         result, found = self._run(func, args, kwargs, tensors)
-        if key not in self._known:
+        if key not in results:
             real = None if is_sure(func, tensors) else self._real(key, given, tensors, found)
-            self._known[key] = real or found
+            results[key] = real or found
             if real is not None:
                 return real.again(self._maker, tensors)
         return result

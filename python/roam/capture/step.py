@@ -19,6 +19,7 @@ from roam.capture.branches import CHANCE
 from roam.capture.caches import Results
 from roam.capture.compare import agrees, asks_the_same, difference, is_resized
 from roam.capture.early import checks_first
+from roam.capture.fake_kernels import Remembered
 from roam.capture.fakes import marked_fakes
 from roam.capture.generators import watched
 from roam.capture.guards import ArgGuard, Guards
@@ -122,6 +123,7 @@ class Known:
         guards: of the captures that are kept.
         traces: how many times the user's function has been run on fakes.
         taker: takes the arguments of calls apart.
+        kernels: what they made of fake tensors.
         caches: by identity, functions that keep results, of which snapshots drop those that hold fakes.
         settling: at how many calls the user's function has run in a plan's place, for what it sets up.
     """
@@ -132,6 +134,7 @@ class Known:
     traces: int = 0
     settling: int = 0
     taker: Taker = field(default_factory=Taker)
+    kernels: Remembered = field(default_factory=Remembered)
     caches: dict[int, Any] = field(default_factory=dict)
 
     def has_agreed(self, program: Program) -> bool:
@@ -443,6 +446,7 @@ class _Tracer:
             self.known.numbers,
             taker=self.known.taker,
             asks_kernels=self.asks_kernels,
+            remembered=self.known.kernels,
             reliance=self.reliance,
             answers=self.answers,
         )

@@ -22,7 +22,7 @@ from roam.capture.answers import Answers
 from roam.capture.arguments import Taker
 from roam.capture.caches import Results
 from roam.capture.fake import mode_of
-from roam.capture.fake_kernels import FakeKernels
+from roam.capture.fake_kernels import FakeKernels, Remembered
 from roam.capture.history import Refuse, is_ended, with_history
 from roam.capture.identity import Identities
 from roam.capture.owners import (
@@ -65,6 +65,7 @@ class World:
         *,
         taker: Taker | None = None,
         asks_kernels: bool = False,
+        remembered: Remembered | None = None,
         reliance: Reliance | None = None,
         answers: Answers | None = None,
     ) -> None:
@@ -75,6 +76,7 @@ class World:
             changing: paths of Python numbers that the step keeps and changes, which are live; more may come.
             taker: takes the arguments apart.
             asks_kernels: whether real kernels may be run for what fake ones do not know, where the step is of real tensors.
+            remembered: what kernels made of fake tensors before.
             reliance: gets what the step relies on without holding it.
             answers: what to take for granted where its code goes on either way.
         """
@@ -115,7 +117,8 @@ class World:
         self.mode: FakeTensorMode = mode_of(tensors)
         self.made: Made = lambda _: None
         """What the last trace knows of the tensors that it has made."""
-        self.kernels = FakeKernels(asks=asks_kernels and not any(isinstance(tensor, FakeTensor) for tensor in tensors))
+        are_real = not any(isinstance(tensor, FakeTensor) for tensor in tensors)
+        self.kernels = FakeKernels(asks=asks_kernels and are_real, remembered=remembered)
         self.identities = Identities()
         self.results: dict[int, tuple[torch.Tensor, Any]] = {}
         """By identity, the tensors that functions with a cache keep, each with its fake; there is no way to put the fakes in their place."""

@@ -52,6 +52,7 @@ class Bindings:
             self.offsets = {storage: int(offset) for storage, offset in enumerate(plan.offsets) if offset >= 0}
         self.taken = {new: old for old, new in plan.reuse}
         self.dying = _dying(program, self.order)
+        self._made = [self._storages_made(index) for index in range(len(program.calls))]
         self.poison = poison and pool is not None
         self.refused: set[int] = set()
         self.views: dict[int, torch.Tensor] = {}
@@ -80,6 +81,9 @@ class Bindings:
 
     def made(self, index: int) -> list[int]:
         """Storages that a call makes."""
+        return self._made[index]
+
+    def _storages_made(self, index: int) -> list[int]:
         made = [self.program.storage_of(slot) for slot in self.program.calls[index].outputs if slot is not None]
         return [storage for storage in made if storage >= 0 and self.program.storages[storage].creator == index]
 
