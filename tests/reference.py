@@ -143,14 +143,10 @@ class Reference:
         return least(0)
 
     def least_total(self) -> int:
-        """The least sum of the two peaks, of step-local tensors and of everything else, over the orders that are plans.
+        """The least sum of the two peaks, of step-local tensors and of everything else, over all orders.
 
-        Their peak is at most program order's without reuse.
         As :meth:`least_peak`, but of the endings of an order all are kept whose pair of peaks no other undercuts.
         """
-
-        program = sorted(range(self.graph.num_operators), key=lambda operator: self.graph.operator(operator).position)
-        most = max(Reference(self.graph).profile(program), default=0)
 
         @cache
         def least(done: int) -> frozenset[tuple[int, int]]:
@@ -160,8 +156,6 @@ class Reference:
             for operator in range(self.graph.num_operators):
                 if not done >> operator & 1 and not self.before[operator] & ~done:
                     pool, outside = self._live_parts(done, operator)
-                    if pool + outside > most:
-                        continue
                     found |= {(max(pool, p), max(outside, o)) for p, o in least(done | 1 << operator)}
             return frozenset(one for one in found if not any(p <= one[0] and o <= one[1] for p, o in found - {one}))
 

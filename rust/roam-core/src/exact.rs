@@ -145,9 +145,11 @@ impl<'a> ExactTier<'a> {
 
     /// What can be made of an outcome, which the report counts.
     fn judge(&mut self, task: &Task, outcome: Outcome) -> Option<Answer> {
-        if !matches!(outcome, Outcome::Unavailable(_)) && self.is_on() {
-            self.report.status = ExactStatus::Used;
+        if !matches!(outcome, Outcome::Unavailable(_)) {
             self.report.programs += 1;
+            if self.is_on() {
+                self.report.status = ExactStatus::Used;
+            }
         }
         match outcome {
             Outcome::Solved { bound, .. } if bound > task.cost() as f64 + 0.5 => {

@@ -93,7 +93,7 @@ pub fn optimize(graph: &Graph, settings: &Settings, control: &Control) -> Result
 
 /// Plans a step, and says how long each stage took.
 ///
-/// The plan has been verified. Its peak is never above program order's; where the deadline or the
+/// The plan has been verified. Its total is never above program order's; where the deadline or the
 /// settings' time limit ended the search it is the best found so far, with [`Status::TimedOut`].
 ///
 /// # Errors
@@ -113,6 +113,7 @@ pub fn optimize_timed(graph: &Graph, settings: &Settings, control: &Control) -> 
     let mut stages = Stages { control, timings: Vec::new() };
     let mut search = Search::new(graph, settings, control, &watch, &mut stages)?;
     search.run(&mut stages)?;
+    search.keep_promise(search.total(search.best()));
     let plan =
         if settings.streams == 1 { search.plan() } else { stages.time("streams", 0.85, || search.plan_streams())? };
     let ExactReport { status, programs, failed, reason, .. } = &plan.exact;
@@ -253,7 +254,8 @@ impl<'a> Search<'a> {
                 Ok(()) => {}
                 Err(Stop::TimedOut) => {
                     self.timed_out = true;
-                    return self.lay_out_at_once();
+                    self.lay_out_at_once();
+                    return Ok(());
                 }
                 Err(Stop::Cancelled) => return Err(OptimizeError::Cancelled),
             }
@@ -287,10 +289,6 @@ impl<'a> Search<'a> {
                 continue;
             }
             let profile = &self.whole.trials[at].ordered.profile;
-            // An order whose peak is above program order's would break the promise never to be worse.
-            if profile.peak > self.program_peak {
-                continue;
-            }
             let best = self.best();
             let (total, peak) = (self.total(best), self.whole.trials[best.trial].ordered.profile.peak);
             // Only fewer bytes are better, or as many with a lower peak.
@@ -305,23 +303,29 @@ impl<'a> Search<'a> {
         Ok(())
     }
 
+    /// No plan takes more than program order by an ordinary allocator, without reuse: what the verifier compares it with. Nearly every plan takes
+    /// no more than program order would by a layout without waste.
+    fn keep_promise(&mut self, total: u64) {
+        let profile = &self.whole.trials[0].ordered.profile;
+        if total > profile.least_total() {
+            let layout = layout::best_fit(&self.plain, profile);
+            self.placed.push(Placed { trial: 0, layout });
+        }
+    }
+
     /// When time is up: the quickest layout of the most promising order, so that its search was not for nothing.
-    fn lay_out_at_once(&mut self) -> Result<(), OptimizeError> {
-        let allowed = |&at: &usize| self.whole.trials[at].ordered.profile.peak <= self.program_peak;
-        if let Some(at) = self.whole.ranking().into_iter().find(allowed).filter(|&at| at > 0) {
+    fn lay_out_at_once(&mut self) {
+        if let Some(at) = self.whole.ranking().first().copied().filter(|&at| at > 0) {
             let profile = &self.whole.trials[at].ordered.profile;
-            let patient = self.watch.patient();
-            let layout = layout::first_fit(self.problem_of(at), profile, &patient);
-            let layout = layout.map_err(|_| OptimizeError::Cancelled)?;
+            let layout = layout::best_fit(self.problem_of(at), profile);
             self.placed.push(Placed { trial: at, layout });
         }
-        Ok(())
     }
 
     /// Where a small graph's best total is not proved: all orders, each with its smallest pool.
     fn enumerate(&mut self) -> Result<(), Stop> {
         let total = self.total(self.best());
-        let Some(outcome) = small::search(&self.whole.problem, self.program_peak, total, self.watch)? else {
+        let Some(outcome) = small::search(&self.whole.problem, total, self.watch)? else {
             return Ok(());
         };
         self.total_bound = self.total_bound.max(outcome.bound);
@@ -350,8 +354,7 @@ impl<'a> Search<'a> {
         let profile = &self.whole.trials[at].ordered.profile;
         let total = self.total(self.best());
         let mut share = *work / 2;
-        let is_worthless = profile.peak > self.program_peak || profile.least_total() >= total;
-        if is_worthless || share < LEAST_SEARCH * self.whole.problem.len() as u64 {
+        if profile.least_total() >= total || share < LEAST_SEARCH * self.whole.problem.len() as u64 {
             return Ok(false);
         }
         let limit = total - profile.outside_peak;
@@ -372,9 +375,6 @@ impl<'a> Search<'a> {
             let total = self.total(self.best());
             if orders == MOST_FINISHED || profile.least_total() >= total {
                 break;
-            }
-            if profile.peak > self.program_peak {
-                continue;
             }
             orders += 1;
             let known = self.placed.iter().filter(|placed| placed.trial == at);
@@ -416,13 +416,13 @@ impl<'a> Search<'a> {
         self.weigh_parts()
     }
 
-    /// Bounds the pool by what it needs together with what stays outside it, as far as no plan's peak may exceed program order's.
+    /// Bounds the pool by what it needs together with what stays outside it: of no order that is worth anything does the peak exceed the best total.
     fn weigh_parts(&mut self) -> Result<(), Stop> {
         for (more, all) in WEIGHTS {
             if self.parts.is_empty() || self.is_near() {
                 break;
             }
-            if let Some((op, bytes, route)) = self.whole.bound_pool(self.program_peak, more, all, self.watch)? {
+            if let Some((op, bytes, route)) = self.whole.bound_pool(self.least_total(), more, all, self.watch)? {
                 self.parts[0].0.bounds.record(op, bytes, route);
             }
             self.note_parts();
@@ -438,9 +438,10 @@ impl<'a> Search<'a> {
             return Ok(());
         }
         // Where updates take the least of the pool.
+        let limit = self.least_total();
         for at in self.whole.ranking().into_iter().take(MOST_FITTED) {
             let order = &self.whole.trials[at].ordered.order;
-            let order = order::FittingUpdates::new(&self.whole.problem, order).under(self.program_peak, self.watch)?;
+            let order = order::FittingUpdates::new(&self.whole.problem, order).under(limit, self.watch)?;
             self.whole.add("fitting_updates", order);
         }
         for (at, part) in [Part::Pool, Part::Outside].into_iter().enumerate() {
@@ -448,8 +449,8 @@ impl<'a> Search<'a> {
                 return Ok(());
             }
             if self.parts.len() == at {
-                // Who wants the fewest bytes in all may not pay with a peak above program order's.
-                let limit = Limit { problem: self.whole.problem.clone(), peak: self.program_peak };
+                // An order whose peak is above the best total cannot have a smaller one.
+                let limit = Limit { problem: self.whole.problem.clone(), peak: self.least_total() };
                 let problem = Problem::of(self.graph, part, self.settings.reuse);
                 self.parts.push((Portfolio::new(problem, Some(limit)), 0));
             }
@@ -540,15 +541,14 @@ impl<'a> Search<'a> {
         self.total_bound = self.total_bound.max(self.parts.iter().map(|(part, _)| part.bounds.best().0).sum());
     }
 
-    /// No plan has a smaller step-local total, if its peak is at most program order's, as every plan's is.
+    /// No plan has a smaller step-local total.
     fn bound(&self) -> u64 {
         self.whole.bounds.best().0.max(self.total_bound)
     }
 
     fn least_total(&self) -> u64 {
         let profiles = self.whole.trials.iter().map(|trial| &trial.ordered.profile);
-        let allowed = profiles.filter(|profile| profile.peak <= self.program_peak);
-        allowed.map(Profile::least_total).min().unwrap_or(0)
+        profiles.map(Profile::least_total).min().unwrap_or(0)
     }
 
     /// The problem that a trial's order is laid out for.
@@ -556,12 +556,30 @@ impl<'a> Search<'a> {
         if trial == 0 { &self.plain } else { &self.whole.problem }
     }
 
+    /// What program order takes as the portfolio lays it out: plans of several streams, whose aim is speed, may take as much.
+    fn program_total(&mut self) -> Result<u64, OptimizeError> {
+        let profile = &self.whole.trials[0].ordered.profile;
+        let least = |search: &Self| {
+            let of_program = search.placed.iter().filter(|placed| placed.trial == 0);
+            of_program.map(|placed| search.total(placed)).min().unwrap_or(u64::MAX)
+        };
+        let limit = least(self) - profile.outside_peak;
+        let mut work = layout::portfolio_work(self.plain.len());
+        match layout::best(&self.plain, profile, limit, &mut work, self.watch) {
+            Ok(layout) => self.placed.extend(layout.map(|layout| Placed { trial: 0, layout })),
+            Err(Stop::TimedOut) => {}
+            Err(Stop::Cancelled) => return Err(OptimizeError::Cancelled),
+        }
+        self.keep_promise(least(self));
+        Ok(least(self))
+    }
+
     /// The plan for several streams, made from the orders found for one.
-    fn plan_streams(&self) -> Result<Plan, OptimizeError> {
+    fn plan_streams(&mut self) -> Result<Plan, OptimizeError> {
+        let program_total = self.program_total()?;
         let input = streams::Input {
             graph: self.graph,
             problem: &self.whole.problem,
-            plain: &self.plain,
             settings: self.settings,
             bases: self
                 .whole
@@ -569,7 +587,7 @@ impl<'a> Search<'a> {
                 .into_iter()
                 .map(|at| (self.whole.trials[at].name, &self.whole.trials[at].ordered))
                 .collect(),
-            program_peak: self.program_peak,
+            program_total,
         };
         let mut placed: Vec<&Placed> = self.placed.iter().collect();
         placed.sort_by_key(|placed| (self.total(placed), self.whole.trials[placed.trial].ordered.profile.peak));

@@ -106,6 +106,7 @@ impl ExactReport {
     pub(crate) fn conclude(&mut self, is_proved: bool) {
         self.status = match self.status {
             ExactStatus::NotNeeded if !is_proved => ExactStatus::NotTried,
+            ExactStatus::NotTried if is_proved => ExactStatus::NotNeeded,
             ExactStatus::Used if self.failed.saturating_add(self.timed_out) >= self.programs => ExactStatus::NoAnswer,
             status => status,
         };

@@ -51,13 +51,12 @@ struct State {
     to_go: Vec<Peaks>,
 }
 
-/// Looks for less than `total` among the orders of a peak of at most `limit`; `None` where the graph is not small.
-pub(crate) fn search(problem: &Problem, limit: u64, total: u64, watch: &Watch) -> Result<Option<Outcome>, Stop> {
-    let Some((states, every_choice)) = states(problem, limit, watch)? else { return Ok(None) };
+/// Looks for less than `total`; `None` where the graph is not small.
+pub(crate) fn search(problem: &Problem, total: u64, watch: &Watch) -> Result<Option<Outcome>, Stop> {
+    let Some((states, every_choice)) = states(problem, total, watch)? else { return Ok(None) };
     let floor = states[0].to_go.iter().map(|(pool, outside)| pool + outside).min().unwrap_or(0);
     let mut walk = Walk {
         problem,
-        limit,
         states: &states,
         floor,
         best: total,
@@ -181,7 +180,6 @@ fn matchings(pairs: &[(Ten, Ten)]) -> Vec<Vec<(Ten, Ten)>> {
 /// A way under way.
 struct Walk<'a> {
     problem: &'a Problem,
-    limit: u64,
     states: &'a [State],
     /// No way comes to less.
     floor: u64,
@@ -238,7 +236,7 @@ impl Walk<'_> {
         let mut pairs = self.pairs.iter();
         let profile =
             Profile::choosing(self.problem, &self.order, |_| pairs.next().map_or(Vec::new(), |at| at.to_vec()));
-        debug_assert!(profile.peak <= self.limit && profile.outside_peak == outside);
+        debug_assert!(profile.outside_peak == outside);
         while profile.least_total() < self.best {
             let limit = self.best - outside;
             match self.decider.below(self.problem, &profile, limit, &mut self.work, self.watch)? {

@@ -39,7 +39,6 @@ fn a_deadline_anywhere_gives_a_valid_plan() {
         let control = Control { deadline: Some(Instant::now() + Duration::from_micros(micros)), ..Control::default() };
         let plan = optimize(&graph, &SETTINGS, &control).expect("a plan");
         verify(&graph, &plan).expect("valid");
-        assert!(plan.peak_bytes <= plan.program_order_peak_bytes);
         if plan.status == Status::TimedOut { cut_short += 1 } else { assert_eq!(plan, full) }
     }
     assert!(cut_short > 0);
@@ -74,7 +73,6 @@ fn stages(graph: &Graph, settings: &Settings) -> (u64, Vec<String>) {
     let control = Control { progress: Some(Box::new(note)), ..Control::default() };
     let plan = optimize(graph, settings, &control).expect("a plan");
     verify(graph, &plan).expect("valid");
-    assert!(plan.peak_bytes <= plan.program_order_peak_bytes);
     let begun = begun.lock().expect("a list").clone();
     (plan.total_bytes, begun)
 }

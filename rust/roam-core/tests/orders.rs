@@ -266,8 +266,8 @@ fn first_step(random: &mut Random, layers: usize) -> Graph {
     sketch.build()
 }
 
-/// In a first step state piles up outside the pool while the pool empties, so that updates should free gradients as early
-/// as program order's peak permits.
+/// In a first step state piles up outside the pool while the pool empties, so that updates should free gradients early, also where that
+/// makes the common peak higher than program order's.
 #[test]
 fn updates_of_a_first_step_run_where_they_take_least_of_the_pool() {
     let mut random = Random::new(25);
@@ -275,9 +275,8 @@ fn updates_of_a_first_step_run_where_they_take_least_of_the_pool() {
     for _ in 0..40 {
         let graph = first_step(&mut random, 12);
         let plan = optimize(&graph, &SETTINGS, &Control::default()).expect("a plan");
-        assert!(plan.peak_bytes <= plan.program_order_peak_bytes);
         assert!(plan.gap() <= 0.05, "{}", plan.gap());
-        // No cheap order as it stands takes as little while it keeps to program order's peak.
+        // No cheap order takes as little while it keeps to program order's peak.
         let prepared = Prepared::new(&graph, true);
         let orders = Prepared::orders().filter_map(|name| prepared.order(name));
         let kept = orders.filter(|order| order.peak_bytes() <= plan.program_order_peak_bytes);

@@ -3,13 +3,14 @@
 mod common;
 
 use common::corruptions::{Corruption, catch_each, pick};
-use common::{SETTINGS, random_graph};
+use common::{SETTINGS, peaks_by_definition, random_graph, with_total};
 use roam_core::graph::{Graph, Residency, ReusePair};
 use roam_core::ids::{OperatorId, TensorId};
 use roam_core::optimize::{Control, optimize};
-use roam_core::plan::{Plan, Settings, Status};
+use roam_core::plan::{Exact, ExactReport, ExactStatus, Plan, Settings, Status};
 use roam_core::synthetic::Random;
 use roam_core::verify::verify;
+use std::cmp::Reverse;
 use std::collections::BTreeMap;
 
 /// Steps at which a tensor is live in an order, both ends inclusive; `None` for persistent ones.
@@ -59,7 +60,7 @@ fn pool_tensors(graph: &Graph, plan: &Plan, in_pool: bool) -> Vec<usize> {
     (0..graph.tensors().len()).filter(|&at| plan.offsets[at].is_some() == in_pool).collect()
 }
 
-const CORRUPTIONS: [(&str, Corruption); 25] = [
+const CORRUPTIONS: [(&str, Corruption); 27] = [
     ("operator moved before what it waits for", |graph, plan, random| {
         let waiting: Vec<usize> =
             (0..plan.order.len()).filter(|&step| !graph.predecessors(plan.order[step]).is_empty()).collect();
@@ -194,6 +195,47 @@ const CORRUPTIONS: [(&str, Corruption); 25] = [
         let status = if plan.status == Status::Optimal { Status::Feasible } else { Status::Optimal };
         Some((edited(plan, |plan| plan.status = status), &["status"]))
     }),
+    ("integer programs contradicted", |graph, plan, random| {
+        let is_proved = plan.status == Status::Optimal;
+        let lost = || Some("lost".to_owned());
+        let report = |status, programs, gains, failed, timed_out, reason| ExactReport {
+            status,
+            programs,
+            gains,
+            failed,
+            timed_out,
+            reason,
+        };
+        let told = |report: ExactReport| edited(plan, |plan| plan.exact = report);
+        let without = if is_proved { ExactStatus::NotNeeded } else { ExactStatus::NotTried };
+        for consistent in [
+            report(without, 0, 0, 0, 0, None),
+            report(ExactStatus::TooLarge, 0, 0, 0, 0, None),
+            report(ExactStatus::Unavailable, 0, 0, 0, 0, lost()),
+            report(ExactStatus::Used, 3, 1, 1, 1, lost()),
+            report(ExactStatus::NoAnswer, 2, 0, 1, 1, lost()),
+        ] {
+            verify(graph, &told(consistent)).expect("nothing contradicts it");
+        }
+        let other = if is_proved { ExactStatus::NotTried } else { ExactStatus::NotNeeded };
+        let contradicted = [
+            report(other, 0, 0, 0, 0, None),
+            report(ExactStatus::Off, 0, 0, 0, 0, None),
+            report(without, 1, 0, 0, 0, None),
+            report(ExactStatus::TooLarge, 1, 0, 0, 0, None),
+            report(ExactStatus::Used, 0, 0, 0, 0, None),
+            report(ExactStatus::Used, 2, 0, 1, 1, lost()),
+            report(ExactStatus::Used, 2, 2, 1, 0, lost()),
+            report(ExactStatus::Used, 2, 0, 1, 0, None),
+            report(ExactStatus::Used, 2, 0, 0, 1, lost()),
+            report(ExactStatus::NoAnswer, 2, 0, 1, 0, lost()),
+            report(ExactStatus::NoAnswer, 0, 0, 0, 0, None),
+            report(ExactStatus::Unavailable, 0, 0, 0, 0, None),
+        ];
+        let at = random.below(contradicted.len() as u64) as usize;
+        Some((told(contradicted[at].clone()), &["exact"]))
+    }),
+    ("programs though off", |_, plan, _| Some((edited(plan, |plan| plan.settings.exact = Exact::Off), &["exact"]))),
     ("digest of another graph", |_, plan, _| {
         Some((edited(plan, |plan| plan.graph_digest.replace_range(0..1, "x")), &["graph_digest"]))
     }),
@@ -210,6 +252,75 @@ fn every_corruption_is_caught() {
         let plan = optimize(&graph, &SETTINGS, &Control::default()).expect("a plan");
         (graph, plan)
     });
+}
+
+/// Program order with each pool tensor in the smallest gap that holds it when it is made, from the definition.
+fn allocated(graph: &Graph, plan: &Plan) -> Plan {
+    let order = graph.program_order().to_vec();
+    let mut offsets: Vec<Option<u64>> = plan.offsets.iter().map(|offset| offset.map(|_| 0)).collect();
+    let mut made: Vec<(TensorId, (usize, usize))> = (0..offsets.len() as u32)
+        .map(TensorId)
+        .filter(|&id| offsets[id.index()].is_some() && graph.counted_bytes(id) > 0)
+        .map(|id| (id, live_steps(graph, &order, id).expect("in the pool")))
+        .collect();
+    let alignment = |id: TensorId| graph.alignment_bytes().max(graph.tensor(id).alignment_bytes);
+    made.sort_by_key(|&(id, (first, last))| (first, Reverse((graph.counted_bytes(id), alignment(id))), last));
+    for at in 0..made.len() {
+        let (id, (first, _)) = made[at];
+        let alive = made[..at].iter().filter(|(_, (_, last))| *last >= first);
+        let span = |id: TensorId| {
+            let offset = offsets[id.index()].expect("in the pool");
+            (offset, offset + graph.counted_bytes(id))
+        };
+        let mut taken: Vec<(u64, u64)> = alive.map(|&(other, _)| span(other)).collect();
+        taken.sort_unstable();
+        let begins = [0].into_iter().chain(taken.iter().map(|&(_, end)| end));
+        let ends = taken.iter().map(|&(begin, _)| begin).chain([u64::MAX]);
+        let fitting = begins.zip(ends).filter_map(|(begin, end)| {
+            let offset = begin.next_multiple_of(alignment(id));
+            (offset + graph.counted_bytes(id) <= end).then_some((end - begin, offset))
+        });
+        offsets[id.index()] = Some(fitting.min().expect("there is room at the end").1);
+    }
+    let peaks = peaks_by_definition(graph, &order, false);
+    let end = |id: u32| offsets[id as usize].map(|offset| offset + graph.counted_bytes(TensorId(id)));
+    let pool_bytes = (0..offsets.len() as u32).filter_map(end).max().unwrap_or(0);
+    with_total(Plan {
+        order,
+        offsets,
+        reuse: Vec::new(),
+        peak_bytes: peaks.whole,
+        pool_peak_bytes: peaks.pool,
+        outside_bytes: peaks.outside,
+        pool_bytes,
+        ..plan.clone()
+    })
+}
+
+/// What an ordinary allocator makes of program order is the most that a plan may take in all, to the byte.
+#[test]
+fn a_plan_may_take_as_much_as_program_order_and_no_more() {
+    let mut random = Random::new(6);
+    let (mut wasteful, mut refused) = (0, 0);
+    for _ in 0..1500 {
+        let graph = random_graph(&mut random, 24);
+        let plan = optimize(&graph, &SETTINGS, &Control::default()).expect("a plan");
+        let program = allocated(&graph, &plan);
+        verify(&graph, &program).expect("as much as program order");
+        assert!(plan.total_bytes <= program.total_bytes);
+        wasteful += u32::from(program.pool_bytes > program.pool_peak_bytes);
+        let highest = program.offsets.iter().zip(0..).filter_map(|(offset, at)| Some(((*offset)?, TensorId(at))));
+        let end = |&(offset, id): &(u64, TensorId)| offset + graph.counted_bytes(id);
+        let Some((offset, id)) = highest.max_by_key(end).filter(|at| end(at) > 0) else { continue };
+        let more = graph.alignment_bytes().max(graph.tensor(id).alignment_bytes);
+        let above = with_total(edited(&program, |plan| {
+            plan.offsets[id.index()] = Some(offset + more);
+            plan.pool_bytes += more;
+        }));
+        assert_eq!(verify(&graph, &above).expect_err("more than program order").code(), "worse_than_program_order");
+        refused += 1;
+    }
+    assert!(wasteful > 100 && refused > 1000, "{wasteful} with waste, {refused} refused");
 }
 
 /// Random offsets: refused as an overlap exactly where comparing all pairs finds one.
@@ -236,11 +347,8 @@ fn overlaps_are_found_exactly() {
                 pool_bytes = pool_bytes.max(offset + graph.counted_bytes(id));
             }
         }
-        let grown = pool_bytes.wrapping_sub(plan.pool_bytes);
         plan.pool_bytes = pool_bytes;
-        plan.total_bytes = plan.total_bytes.wrapping_add(grown);
-        let is_optimal = plan.total_bytes == plan.total_lower_bound_bytes;
-        plan.status = if is_optimal { Status::Optimal } else { Status::Feasible };
+        let plan = with_total(plan);
         // Alignments in a chain may differ; such offsets are refused for another reason.
         let misaligned = (0..plan.offsets.len()).any(|at| {
             let alignment = graph.alignment_bytes().max(graph.tensors()[at].alignment_bytes);
@@ -261,9 +369,10 @@ fn overlaps_are_found_exactly() {
                 accepted += 1;
             }
             Err(violation) => {
-                assert!(overlaps, "{violation}");
-                assert_eq!(violation.code(), "overlap");
-                refused += 1;
+                // Offsets without an overlap may still take more than program order.
+                let expected = if overlaps { "overlap" } else { "worse_than_program_order" };
+                assert_eq!(violation.code(), expected, "{violation}");
+                refused += u32::from(overlaps);
             }
         }
     }

@@ -5,6 +5,7 @@
 
 mod arrange;
 mod beam;
+mod best_fit;
 pub(crate) mod blocks;
 mod buffers;
 mod canonical;
@@ -135,6 +136,12 @@ pub(crate) fn first_fit(problem: &Problem, profile: &Profile, watch: &Watch) -> 
         Some(offsets) => blocks.layout(method.name(), &offsets),
         None => blocks.layout(Method::Weighted.name(), &weighted::place(&blocks, watch)?),
     })
+}
+
+/// The layout that an ordinary allocator would come to, quick whatever the blocks look like: what program order takes at most.
+pub(crate) fn best_fit(problem: &Problem, profile: &Profile) -> Layout {
+    let blocks = Blocks::new(problem, profile);
+    blocks.layout("best_fit", &best_fit::place(&blocks))
 }
 
 /// One method's layout, for comparison, however long it takes.

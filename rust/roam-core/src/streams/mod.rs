@@ -27,13 +27,11 @@ use search::Search;
 pub(crate) struct Input<'a> {
     pub(crate) graph: &'a Graph,
     pub(crate) problem: &'a Problem,
-    /// The same without reuse.
-    pub(crate) plain: &'a Problem,
     pub(crate) settings: &'a Settings,
     /// Orders for one stream by name, the most promising first.
     pub(crate) bases: Vec<(&'static str, &'a Ordered)>,
-    /// The peak of program order without reuse.
-    pub(crate) program_peak: u64,
+    /// What program order takes without reuse, laid out: no plan may take more.
+    pub(crate) program_total: u64,
 }
 
 /// A plan but for what does not depend on streams.
@@ -141,13 +139,12 @@ pub(crate) struct Single<'a> {
 /// # Errors
 /// [`Stop::Cancelled`].
 pub(crate) fn search(input: &Input<'_>, singles: &[Single<'_>], watch: &Watch) -> Result<Outcome, Stop> {
-    let mut search = Search::new(input, watch)?;
+    let search = Search::new(input, watch);
     // Outside the pool nothing is reused on several streams, so what needs that does not count.
     let mut found = singles.iter().map(|single| (single, search.alone(single)));
-    let Some((single, alone)) = found.find(|(_, alone)| alone.peak <= input.program_peak) else {
+    let Some((single, alone)) = found.find(|(_, alone)| alone.total() <= input.program_total) else {
         unreachable!("program order is no worse than itself")
     };
-    search.allow(single);
     let mut tried = vec![Tried::new(single.name.into(), &alone, None)];
     let mut timed_out = false;
     let mut extend = |tried: &mut Vec<Tried>, more: Result<Vec<Tried>, Stop>| match more {

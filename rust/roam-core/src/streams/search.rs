@@ -5,7 +5,6 @@ use super::{Found, Input, Recipe, Single, Tried, speed, syncs, windows};
 use crate::control::{Stop, Watch};
 use crate::cost;
 use crate::layout::{self, Layout};
-use crate::liveness::Profile;
 use crate::plan::{Schedule, StreamModel};
 use crate::problem::{Op, Problem, Ten};
 use rayon::prelude::*;
@@ -38,44 +37,29 @@ pub(super) struct Search<'a> {
     tails: Vec<u64>,
     serial_ns: u64,
     critical_path_ns: u64,
-    /// What program order takes, laid out, or what has been allowed.
-    most_total: u64,
 }
 
 impl<'a> Search<'a> {
-    pub(super) fn new(input: &'a Input<'a>, watch: &'a Watch) -> Result<Self, Stop> {
+    pub(super) fn new(input: &'a Input<'a>, watch: &'a Watch) -> Self {
         let problem = input.problem;
         let ns: Vec<u64> = input.graph.program_order().iter().map(|&id| cost::operator_ns(input.graph, id)).collect();
         let durations = match input.settings.stream_model {
             StreamModel::HappensBefore => ns.clone(),
             StreamModel::TimeStep => vec![1; ns.len()],
         };
-        let program = Profile::new(input.plain, &input.plain.program_order());
-        let mut pool = layout::first_fit(input.plain, &program, &watch.patient())?.pool_bytes;
-        match layout::best(input.plain, &program, pool, &mut layout::portfolio_work(input.plain.len()), watch) {
-            Ok(layout) => pool = layout.map_or(pool, |layout| layout.pool_bytes),
-            Err(Stop::TimedOut) => {}
-            Err(Stop::Cancelled) => return Err(Stop::Cancelled),
-        }
-        Ok(Search {
+        Search {
             watch,
             tails: schedule::tails(problem, &durations),
             ns,
             durations,
             serial_ns: cost::serial_ns(input.graph),
             critical_path_ns: cost::critical_path_ns(input.graph),
-            most_total: pool + program.outside_peak,
             input,
-        })
+        }
     }
 
     fn speed(&self, makespan_ns: u64) -> f64 {
         speed(self.serial_ns, makespan_ns)
-    }
-
-    /// Lets plans take as much as one for one stream. That takes no more than program order, but its layout may have been searched for longer.
-    pub(super) fn allow(&mut self, single: &Single<'_>) {
-        self.most_total = self.most_total.max(single.layout.pool_bytes + single.ordered.profile.outside_peak);
     }
 
     /// Everything on the first stream.
@@ -111,7 +95,7 @@ impl<'a> Search<'a> {
             .flat_map(|base| {
                 let peak = self.input.bases[base].1.profile.peak;
                 // Under a ceiling below the peak, only what is far from it runs side by side.
-                let (lowest, highest) = (peak / 2, self.most_total.max(peak));
+                let (lowest, highest) = (peak / 2, self.input.program_total.max(peak));
                 Preference::ALL.map(|preference| Flavour { base, preference, lowest, highest })
             })
             .collect();
@@ -173,16 +157,15 @@ impl<'a> Search<'a> {
         let problem = self.input.problem;
         let timed = self.schedule(recipe, watch)?;
         let profile = windows::profile(problem, &timed);
-        if profile.pool_peak > self.most_total {
+        if profile.pool_peak > self.input.program_total {
             return Ok(None);
         }
         let mut work = layout::portfolio_work(problem.len());
-        let Some(layout) = layout::best(problem, &profile, self.most_total + 1, &mut work, watch)? else {
+        let Some(layout) = layout::best(problem, &profile, self.input.program_total + 1, &mut work, watch)? else {
             return Ok(None);
         };
         let found = self.finish(problem, timed.clone(), layout, profile.pairs);
-        let is_no_worse = found.total() <= self.most_total && found.peak <= self.input.program_peak;
-        Ok(is_no_worse.then_some((timed, found)))
+        Ok((found.total() <= self.input.program_total).then_some((timed, found)))
     }
 
     fn schedule(&self, recipe: Recipe, watch: &Watch) -> Result<Timed, Stop> {
@@ -227,7 +210,7 @@ impl<'a> Search<'a> {
         let mut work = layout::portfolio_work(problem.len());
         for layout in layout::alike(problem, &profile, pool_bytes, &mut work, self.watch)? {
             let other = self.finish(problem, timed.clone(), layout, profile.pairs.clone());
-            if other.peak <= self.input.program_peak && rating(&other) < rating(found) {
+            if rating(&other) < rating(found) && self.is_as_good(&other, found) {
                 *found = other;
             }
         }
@@ -237,11 +220,10 @@ impl<'a> Search<'a> {
     /// Whether a plan that takes less has not lost what the other one was chosen for: other bytes are shared,
     /// so other waits are made.
     fn is_as_good(&self, better: &Found, found: &Found) -> bool {
-        better.peak <= self.input.program_peak
-            && match self.input.settings.speed {
-                Some(_) => self.is_fast_enough(better.schedule.makespan_ns),
-                None => is_nearly(better.schedule.makespan_ns, found.schedule.makespan_ns),
-            }
+        match self.input.settings.speed {
+            Some(_) => self.is_fast_enough(better.schedule.makespan_ns),
+            None => is_nearly(better.schedule.makespan_ns, found.schedule.makespan_ns),
+        }
     }
 
     /// Whether a plan is as fast as asked for.

@@ -1,7 +1,7 @@
 //! What can be wrong with a plan.
 
 use crate::error::Site;
-use crate::plan::Status;
+use crate::plan::{ExactReport, Status};
 use thiserror::Error;
 
 /// What is wrong with a plan. Tensors are named by their names, operators by their [`Site`].
@@ -222,12 +222,12 @@ pub enum PlanViolation {
         actual: u64,
     },
     /// The plan needs more than program order without reuse.
-    #[error("the plan's peak of {peak_bytes} is above program order's, {program_order_peak_bytes}")]
+    #[error("the plan's total of {total_bytes} is above program order's, {program_order_total_bytes}")]
     WorseThanProgramOrder {
-        /// The plan's peak.
-        peak_bytes: u64,
-        /// Program order's.
-        program_order_peak_bytes: u64,
+        /// The plan's total.
+        total_bytes: u64,
+        /// Program order's, laid out as an ordinary allocator does.
+        program_order_total_bytes: u64,
     },
     /// The plan undercuts its own lower bound.
     #[error("the lower bound {lower_bound_bytes} is above the plan's peak {peak_bytes}")]
@@ -257,6 +257,19 @@ pub enum PlanViolation {
     Status {
         /// The plan's status.
         status: Status,
+        /// The total.
+        total_bytes: u64,
+        /// Its lower bound.
+        total_lower_bound_bytes: u64,
+    },
+    /// What the plan says of integer programs contradicts itself, the settings or the figures.
+    #[error(
+        "{report:?} of integer programs does not go with the settings, or not with a total of {total_bytes} and its lower \
+         bound {total_lower_bound_bytes}"
+    )]
+    Exact {
+        /// What the plan says.
+        report: ExactReport,
         /// The total.
         total_bytes: u64,
         /// Its lower bound.
@@ -300,6 +313,7 @@ impl PlanViolation {
             Self::TotalBound { .. } => "total_bound",
             Self::BoundOperator => "bound_operator",
             Self::Status { .. } => "status",
+            Self::Exact { .. } => "exact",
         }
     }
 
