@@ -320,7 +320,9 @@ class Step:
         """
         if self._last is None:
             raise ExecutionError("no call has been run by a plan yet, so none has memory to tell of", code="no_call")
-        return self._last.memory
+        runners = [captured.runners for captured in self._captures if self._last in captured.runners]
+        totals = [runner.memory.total_bytes for runner in (runners[0] if runners else [self._last])]
+        return replace(self._last.memory, run_bytes=max(totals))
 
     def measured(self, *args: Any, **kwargs: Any) -> Any:
         """Runs one step as ever, measures its memory for `memory`, and returns its result.

@@ -87,6 +87,7 @@ class StepMemory:
         pool_bytes: the pool; 0 without one.
         outside_bytes: the most of what else is alive at once, what copies into the pool need meanwhile included.
         kernel_bytes: the most that one kernel takes for itself while it runs, which the totals contain; None where nobody could tell.
+        run_bytes: what a run needs: the larger total of the first step, where one makes the optimizer's state, and of later ones.
         program_order_bytes: what eager PyTorch's order comes to by plan, persistent bytes included.
         totals: what each way of running that was tried comes to by plan; the first is the ordinary allocator's.
         measured_bytes: the most that was really allocated in one step; None until `Step.measured`.
@@ -100,6 +101,7 @@ class StepMemory:
     pool_bytes: int
     outside_bytes: int
     kernel_bytes: int | None
+    run_bytes: int
     program_order_bytes: int
     totals: tuple[tuple[str, int], ...]
     measured_bytes: int | None = None
@@ -118,6 +120,7 @@ class StepMemory:
             pool_bytes=pool_bytes,
             outside_bytes=choice.total_bytes - plan.persistent_bytes - pool_bytes,
             kernel_bytes=choice.kernel_bytes,
+            run_bytes=choice.total_bytes,
             program_order_bytes=choice.eager_bytes,
             totals=choice.totals,
         )
@@ -134,6 +137,7 @@ class StepMemory:
             ("pool", self.pool_bytes, "one static block" if self.uses_pool else "none: the ordinary allocator"),
             ("outside", self.outside_bytes, "the most of what else is alive at once"),
             ("total", self.total_bytes, "persistent + pool + outside"),
+            ("run", self.run_bytes, "what a run needs: the larger total of the first step and of later ones"),
             ("one kernel", self.kernel_bytes, "the most that one takes for itself while it runs"),
             ("program order", self.program_order_bytes, "what eager PyTorch's order comes to by plan"),
             ("measured", self.measured_bytes, "allocated at most, in one step by the plan"),

@@ -369,14 +369,12 @@ impl<'a> Search<'a> {
     /// Where a gap is left: exact means, for the most promising orders.
     fn finish_layouts(&mut self) -> Result<(), Stop> {
         self.exact.renew_budget();
-        let mut orders = 0;
-        for at in self.whole.ranking() {
+        for at in self.whole.ranking().into_iter().take(MOST_FINISHED) {
             let profile = &self.whole.trials[at].ordered.profile;
             let total = self.total(self.best());
-            if orders == MOST_FINISHED || profile.least_total() >= total {
+            if profile.least_total() >= total {
                 break;
             }
-            orders += 1;
             let known = self.placed.iter().filter(|placed| placed.trial == at);
             let start = known.min_by_key(|placed| placed.layout.pool_bytes).map(|placed| &placed.layout);
             let problem = if at == 0 { &self.plain } else { &*self.whole.problem };

@@ -3,15 +3,16 @@
 use super::blocks::{Block, Blocks};
 use super::incumbent::Incumbent;
 use super::requests::{self, Request};
-use super::{Method, arrange, hard_core, portfolio, portfolio_work, search, weighted};
+use super::{Method, anneal, arrange, hard_core, portfolio, portfolio_work, search, weighted};
 use crate::control::{Control, Stop, Watch};
 use crate::exact::ExactTier;
 use crate::plan::{BoundRoute, Exact, ExactReport};
 use crate::verify::{PackingViolation, verify_packing};
 use thiserror::Error;
 
-/// This part of the work is kept for the hard core.
+/// These parts of the work are kept for the hard core and for annealing.
 const PART_FOR_CORES: u64 = 8;
+const PART_FOR_ANNEALING: u64 = 4;
 
 /// The method whose offsets are the caller's hints.
 const HINT: &str = "hint";
@@ -249,8 +250,13 @@ pub(super) fn blocks(rectangles: impl Iterator<Item = Buffer> + Clone) -> Blocks
 fn find(incumbent: &mut Incumbent<'_>, mut work: u64, exact: &mut ExactTier<'_>, watch: &Watch) -> Result<(), Stop> {
     let mut first = portfolio_work(incumbent.blocks.all.len());
     let mut for_cores = work / PART_FOR_CORES;
-    work -= for_cores;
-    let ended = portfolio(incumbent, &mut first, watch).and_then(|()| search::improve(incumbent, &mut work, watch));
+    let for_annealing = work / PART_FOR_ANNEALING;
+    work -= for_cores + for_annealing;
+    let ended = portfolio(incumbent, &mut first, watch).and_then(|()| {
+        search::improve(incumbent, &mut work, watch)?;
+        work += for_annealing;
+        anneal::improve(incumbent, &mut work, watch)
+    });
     let is_only_hinted = incumbent.found.as_ref().is_none_or(|&(method, _)| method == HINT);
     if is_only_hinted && (ended.is_err() || incumbent.found.is_none()) {
         incumbent.offer(Method::Weighted.name(), weighted::place(incumbent.blocks, &watch.patient())?);

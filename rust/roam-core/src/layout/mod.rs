@@ -3,6 +3,7 @@
 //! No layout can take less than the most live bytes of the pool's tensors, so the search ends as
 //! soon as one takes just that.
 
+mod anneal;
 mod arrange;
 mod beam;
 mod best_fit;

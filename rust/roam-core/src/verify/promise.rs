@@ -10,20 +10,18 @@ use std::collections::BTreeSet;
 /// of those made at one step goes first. `lives` is of one operator a step, without reuse.
 pub(super) fn allocated_bytes(graph: &Graph, lives: &Lives) -> u64 {
     let is_pooled = |id: &TensorId| graph.tensor(*id).residency == Residency::StepLocal && graph.counted_bytes(*id) > 0;
-    let mut made: Vec<(usize, Reverse<(u64, u64)>, usize, TensorId)> = tensors(graph)
-        .filter(is_pooled)
-        .filter_map(|id| {
-            let alignment = graph.alignment_bytes().max(graph.tensor(id).alignment_bytes);
-            Some((lives.first[id.index()]?, Reverse((graph.counted_bytes(id), alignment)), lives.last[id.index()], id))
-        })
-        .collect();
+    let made = |id: TensorId| {
+        let alignment = graph.alignment_bytes().max(graph.tensor(id).alignment_bytes);
+        Some((lives.first[id.index()]?, Reverse((graph.counted_bytes(id), alignment)), lives.last[id.index()]))
+    };
+    let mut made: Vec<_> = tensors(graph).filter(is_pooled).filter_map(made).collect();
     made.sort_unstable();
     let mut dead: BTreeSet<(usize, u64, u64)> = BTreeSet::new();
     // Free stretches, by place and by size. The last one has no end.
     let mut places: BTreeSet<(u64, u64)> = BTreeSet::from([(0, u64::MAX)]);
     let mut sizes: BTreeSet<(u64, u64)> = BTreeSet::from([(u64::MAX, 0)]);
     let mut most = 0;
-    for (first, Reverse((size, alignment)), last, _) in made {
+    for (first, Reverse((size, alignment)), last) in made {
         while let Some((_, mut from, mut to)) = dead.first().copied().filter(|&(end, ..)| end < first) {
             dead.pop_first();
             let below = places.range(..(from, 0)).next_back().copied().filter(|&(_, end)| end == from);
