@@ -164,10 +164,10 @@ impl Bounds {
             if pending.is_empty() {
                 break;
             }
-            let cuts: Vec<Cut> = pending.par_iter().map(|&op| cut(problem, op, watch)).collect::<Result<_, _>>()?;
-            for (&op, cut) in pending.iter().zip(&cuts) {
-                best = best.max(cut.bytes);
-                self.record(op, cut.bytes, cut.route);
+            let cuts: Vec<u64> = pending.par_iter().map(|&op| cut(problem, op, watch)).collect::<Result<_, _>>()?;
+            for (&op, bytes) in pending.iter().zip(cuts) {
+                best = best.max(bytes);
+                self.record(op, bytes, BoundRoute::Cut);
             }
             made += pending.len();
             batch = (2 * batch).min(BATCH);
@@ -262,7 +262,7 @@ fn cut_as_first(problem: &Problem, op: Op, set: &[Op], watch: &Watch) -> Result<
             Side::Free => fix(other, Side::After, problem, &mut side),
         }
     }
-    Ok(Some(cut_between(problem, op, &side, watch)?.bytes))
+    Ok(Some(least_between(problem, op, &side, watch)?.bytes))
 }
 
 /// Per update, given as its operators in program order, the one at which it needs the most, and the bytes that this touches; the hungriest
@@ -303,7 +303,7 @@ fn cut_alone(problem: &Problem, op: Op, members: &[Op], watch: &Watch) -> Result
     members.iter().for_each(|&member| side[member as usize] = Side::Free);
     spread(op, Side::Before, problem, &mut side);
     spread(op, Side::After, problem, &mut side);
-    Ok(cut_between(problem, op, &side, watch)?.bytes)
+    Ok(least_between(problem, op, &side, watch)?.bytes)
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -316,8 +316,8 @@ enum Side {
 }
 
 /// The least that can be live while `op` runs.
-pub(crate) fn cut(problem: &Problem, op: Op, watch: &Watch) -> Result<Cut, Stop> {
-    cut_between(problem, op, &sides(problem, op), watch)
+pub(crate) fn cut(problem: &Problem, op: Op, watch: &Watch) -> Result<u64, Stop> {
+    Ok(least_between(problem, op, &sides(problem, op), watch)?.bytes)
 }
 
 /// What must run before an operator, and what after it.
@@ -388,7 +388,7 @@ pub(crate) fn probe(
             .filter(|&other| side[other as usize] == Side::Free)
             .filter(|&other| done[other as usize] != (step[other as usize] < step[op as usize]))
             .collect();
-        moved.sort_by_key(|&other| (Reverse(touched(problem, other)), distance(other), other));
+        moved.sort_by_cached_key(|&other| (Reverse(touched(problem, other)), distance(other), other));
         let mut fixed = false;
         for batch in moved.chunks(BATCH) {
             if fixed || left < batch.len() || work.alone == 0 {
@@ -474,14 +474,14 @@ impl Probed<'_> {
                 fix(member, far, problem, &mut across);
             }
         }
-        let Cut { mut bytes, mut work, .. } = cut_between(problem, other, &across, watch)?;
+        let Least { mut bytes, mut work, .. } = least_between(problem, other, &across, watch)?;
         if let (true, Some(Limit { problem, peak })) = (bytes < known, limit) {
             // The limit holds where the other operator runs, and where this one does.
             let mut moved = side.to_vec();
             fix(other, near, problem, &mut moved);
             for (at, side) in [(op, &moved), (other, &across)] {
                 if bytes < known {
-                    let cut = cut_between(problem, at, side, watch)?;
+                    let cut = least_between(problem, at, side, watch)?;
                     work += cut.work;
                     if cut.bytes > *peak {
                         bytes = known;
@@ -546,8 +546,33 @@ fn sides_across(problem: &Problem, op: Op, other: Op, earlier: bool, side: &[Sid
     across
 }
 
-/// The least that can be live while `op` runs, if what runs before and after it is as given.
+/// A cut whose sets have not been asked for.
+struct Least {
+    bytes: u64,
+    work: u64,
+    /// The flow, and per free operator its node; `None` where nothing was cut.
+    solved: Option<(flow::Flow, Vec<u32>)>,
+}
+
+/// The least that can be live while `op` runs, if what runs before and after it is as given, and the sets.
 fn cut_between(problem: &Problem, op: Op, side: &[Side], watch: &Watch) -> Result<Cut, Stop> {
+    let Least { bytes, work, solved } = least_between(problem, op, side, watch)?;
+    let done = solved.map_or_else(Vec::new, |(flow, index)| {
+        let set = |reached: Vec<bool>| {
+            let is_done = |(at, &node): (&Side, &u32)| match at {
+                Side::Before => true,
+                Side::After => false,
+                Side::Free => reached[node as usize],
+            };
+            side.iter().zip(&index).map(is_done).collect()
+        };
+        flow.sides().map(set).into()
+    });
+    Ok(Cut { bytes, route: BoundRoute::Cut, done, work })
+}
+
+/// The same without the sets.
+fn least_between(problem: &Problem, op: Op, side: &[Side], watch: &Watch) -> Result<Least, Stop> {
     // An input can be reused only if no other user must come later.
     let pairs: Vec<(Ten, Ten)> = problem
         .permissions(op)
@@ -560,25 +585,15 @@ fn cut_between(problem: &Problem, op: Op, side: &[Side], watch: &Watch) -> Resul
     let (choices, discount) = reuse_choices(problem, &pairs);
 
     let mut work = WORK_PER_CUT;
-    let mut least: Option<Cut> = None;
+    let mut least = Least { bytes: 0, work: 0, solved: None };
     for reused in &choices {
         let (network, index, fixed) = network(problem, op, side, reused);
         let flow = network.solve(&mut work, watch)?;
         let bytes = (fixed + flow.value + problem.transient(op)) - discount;
-        if least.as_ref().is_none_or(|cut| bytes < cut.bytes) {
-            let done = flow.sides.into_iter().map(|reached| {
-                (0..problem.len())
-                    .map(|other| match side[other] {
-                        Side::Before => true,
-                        Side::After => false,
-                        Side::Free => reached[index[other] as usize],
-                    })
-                    .collect()
-            });
-            least = Some(Cut { bytes, route: BoundRoute::Cut, done: done.collect(), work: 0 });
+        if least.solved.is_none() || bytes < least.bytes {
+            least = Least { bytes, work: 0, solved: Some((flow, index)) };
         }
     }
-    let mut least = least.unwrap_or(Cut { bytes: 0, route: BoundRoute::Cut, done: Vec::new(), work: 0 });
     least.work = (problem.len() + problem.tensors.len()) as u64 * choices.len() as u64 + (WORK_PER_CUT - work);
     Ok(least)
 }
@@ -726,7 +741,7 @@ mod tests {
         let watch = Watch::default();
         let mut bounds = Bounds::new(&problem);
         for op in 0..problem.len() as Op {
-            bounds.record(op, cut(&problem, op, &watch).expect("not stopped").bytes, BoundRoute::Cut);
+            bounds.record(op, cut(&problem, op, &watch).expect("not stopped"), BoundRoute::Cut);
         }
         // The second operator of any update may run when nothing else is left: 10 + 10 + 10. The first backward operator has all
         // activations and its gradient: 3 * 6 + 10.

@@ -21,11 +21,23 @@ pub(crate) struct Network {
 pub(crate) struct Flow {
     /// Bytes sent; no cut is smaller.
     pub(crate) value: u64,
-    /// The smallest and the largest source side of a minimum cut, per node. Where the work limit ended the search, of a cut that
-    /// may be larger than the value: by narrow paths alone.
-    pub(crate) sides: [Vec<bool>; 2],
     /// Whether the search came to its end.
     pub(crate) is_complete: bool,
+    residual: Residual,
+    /// Of the last paths looked for.
+    width: u64,
+}
+
+impl Flow {
+    /// The smallest and the largest source side of a minimum cut, per node. Where the work limit ended the search, of a cut that
+    /// may be larger than the value: by narrow paths alone.
+    pub(crate) fn sides(mut self) -> [Vec<bool>; 2] {
+        // No path is wider than the widest arc.
+        while !self.is_complete && self.residual.find_distances(self.width, &mut u64::MAX.clone()) {
+            self.width <<= NARROWER;
+        }
+        self.residual.sides(self.width)
+    }
 }
 
 pub(crate) const SOURCE: u32 = 0;
@@ -60,17 +72,14 @@ impl Network {
             } else if width > 1 {
                 width >>= NARROWER;
             } else {
-                return Ok(Flow { value, sides: residual.sides(1), is_complete: true });
+                return Ok(Flow { value, is_complete: true, residual, width });
             }
         }
-        // No path is wider than the widest arc.
-        while residual.find_distances(width, &mut u64::MAX.clone()) {
-            width <<= NARROWER;
-        }
-        Ok(Flow { value, sides: residual.sides(width), is_complete: false })
+        Ok(Flow { value, is_complete: false, residual, width })
     }
 }
 
+#[derive(Clone, Debug)]
 struct Residual {
     starts: Vec<u32>,
     to: Vec<u32>,
@@ -250,7 +259,7 @@ mod tests {
             let flow = network.clone().solve(&mut u64::MAX.clone(), &Watch::default()).expect("nothing stops it");
             assert_eq!(flow.value, expected);
             assert!(flow.is_complete);
-            for side in flow.sides {
+            for side in flow.sides() {
                 let paid: u64 = arcs
                     .iter()
                     .map(|&(from, to, forward, backward)| match (side[from as usize], side[to as usize]) {
@@ -266,7 +275,7 @@ mod tests {
             let short = network.solve(&mut random.below(20), &Watch::default()).expect("nothing stops it");
             assert!(short.value <= expected);
             // Its sides are those of a cut all the same.
-            for side in short.sides {
+            for side in short.sides() {
                 assert!(side[0] && !side[1]);
                 let crosses = |from: u32, to: u32| side[from as usize] && !side[to as usize];
                 for &(from, to, forward, backward) in &arcs {

@@ -176,7 +176,7 @@ impl Prepared {
 
     /// The least that can be live while the operator at a program position runs.
     pub fn cut_bytes(&self, position: u32) -> Option<u64> {
-        bound::cut(&self.problem, position, &self.watch).ok().map(|cut| cut.bytes)
+        bound::cut(&self.problem, position, &self.watch).ok()
     }
 
     /// The least that any order can need, as far as probes at the operator at a program position prove it; an order guides them.

@@ -261,7 +261,7 @@ impl Search<'_> {
         }
         let flow = network.solve(&mut self.work, watch)?;
         // The farthest from where the search comes from, so that it moves even where both ends are the least.
-        Ok(flow.is_complete.then_some(flow.sides).map(|[smallest, largest]| {
+        Ok(flow.is_complete.then(|| flow.sides()).map(|[smallest, largest]| {
             let done = if self.forward { largest } else { smallest };
             let mut least = smaller.clone();
             free.iter().filter(|&op| done[node[op] as usize]).for_each(|op| least.toggle(op));
