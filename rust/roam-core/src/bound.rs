@@ -27,6 +27,9 @@ const WORK_PER_CUT: u64 = 4_000_000;
 const FEWEST_CUTS: usize = 48;
 /// Operators looked at, over all cuts of one inspection; small graphs get more cuts.
 const INSPECT_WORK: usize = 1_000_000;
+/// Operators, tensors, nodes and arcs looked at, networks built included, over all cuts of one inspection. Graphs of some 100 000
+/// operators reach it.
+const ALL_CUTS_WORK: u64 = 250_000_000;
 /// Operators that one bound may probe.
 const MOST_PROBES: usize = 64;
 /// Operators that are probed together.
@@ -153,7 +156,8 @@ impl Bounds {
         let mut made = 0;
         let mut best = self.best().0;
         let mut batch = 1;
-        while made < most {
+        let mut work = ALL_CUTS_WORK;
+        while made < most && work > 0 {
             pending.clear();
             while pending.len() < batch.min(most - made) {
                 match ops.next_if(|&op| least_live[op as usize] > best) {
@@ -164,10 +168,16 @@ impl Bounds {
             if pending.is_empty() {
                 break;
             }
-            let cuts: Vec<u64> = pending.par_iter().map(|&op| cut(problem, op, watch)).collect::<Result<_, _>>()?;
-            for (&op, bytes) in pending.iter().zip(cuts) {
+            // Networks are large: none is kept.
+            let cut = |&op: &Op| {
+                let Least { bytes, work, built, .. } = least_between(problem, op, &sides(problem, op), watch)?;
+                Ok((bytes, work + built))
+            };
+            let cuts: Vec<(u64, u64)> = pending.par_iter().map(cut).collect::<Result<_, _>>()?;
+            for (&op, (bytes, used)) in pending.iter().zip(cuts) {
                 best = best.max(bytes);
                 self.record(op, bytes, BoundRoute::Cut);
+                work = work.saturating_sub(used);
             }
             made += pending.len();
             batch = (2 * batch).min(BATCH);
@@ -549,14 +559,17 @@ fn sides_across(problem: &Problem, op: Op, other: Op, earlier: bool, side: &[Sid
 /// A cut whose sets have not been asked for.
 struct Least {
     bytes: u64,
+    /// Operators and tensors, and arcs that the flow looked at.
     work: u64,
+    /// Nodes and arcs of the networks.
+    built: u64,
     /// The flow, and per free operator its node; `None` where nothing was cut.
     solved: Option<(flow::Flow, Vec<u32>)>,
 }
 
 /// The least that can be live while `op` runs, if what runs before and after it is as given, and the sets.
 fn cut_between(problem: &Problem, op: Op, side: &[Side], watch: &Watch) -> Result<Cut, Stop> {
-    let Least { bytes, work, solved } = least_between(problem, op, side, watch)?;
+    let Least { bytes, work, solved, .. } = least_between(problem, op, side, watch)?;
     let done = solved.map_or_else(Vec::new, |(flow, index)| {
         let set = |reached: Vec<bool>| {
             let is_done = |(at, &node): (&Side, &u32)| match at {
@@ -584,17 +597,19 @@ fn least_between(problem: &Problem, op: Op, side: &[Side], watch: &Watch) -> Res
         .collect();
     let (choices, discount) = reuse_choices(problem, &pairs);
 
-    let mut work = WORK_PER_CUT;
-    let mut least = Least { bytes: 0, work: 0, solved: None };
+    let (mut work, mut built) = (WORK_PER_CUT, 0);
+    let mut least = Least { bytes: 0, work: 0, built: 0, solved: None };
     for reused in &choices {
         let (network, index, fixed) = network(problem, op, side, reused);
+        built += network.size();
         let flow = network.solve(&mut work, watch)?;
         let bytes = (fixed + flow.value + problem.transient(op)) - discount;
         if least.solved.is_none() || bytes < least.bytes {
-            least = Least { bytes, work: 0, solved: Some((flow, index)) };
+            least = Least { bytes, solved: Some((flow, index)), ..least };
         }
     }
     least.work = (problem.len() + problem.tensors.len()) as u64 * choices.len() as u64 + (WORK_PER_CUT - work);
+    least.built = built;
     Ok(least)
 }
 
@@ -788,7 +803,7 @@ mod tests {
             found.expect("not stopped").bytes
         };
         // While operator 1 runs, either gradient may be done with: 20 + 3 and what is left of the pieces.
-        assert_eq!(cut(&problem, 1, &watch).expect("not stopped").bytes, 23);
+        assert_eq!(cut(&problem, 1, &watch).expect("not stopped"), 23);
         // The second may be made early if the first is gone: 20 + 4 + 6. But one of them is the first: 20 + 4 + 4 + 6.
         assert_eq!((probed(0), probed(u64::MAX), peak), (30, 31, 31));
     }

@@ -58,6 +58,11 @@ impl Network {
         self.arcs.push((from, to, forward, backward));
     }
 
+    /// Nodes, and arcs there and back.
+    pub(crate) fn size(&self) -> u64 {
+        u64::from(self.nodes) + 2 * self.arcs.len() as u64
+    }
+
     /// Sends as much as `work` looks at arcs allow, and counts them off it.
     pub(crate) fn solve(self, work: &mut u64, watch: &Watch) -> Result<Flow, Stop> {
         let mut residual = Residual::new(self.nodes as usize, &self.arcs);
@@ -82,12 +87,17 @@ impl Network {
 #[derive(Clone, Debug)]
 struct Residual {
     starts: Vec<u32>,
-    to: Vec<u32>,
-    capacity: Vec<u64>,
-    /// Each arc's other direction.
-    twin: Vec<u32>,
+    arcs: Vec<Arc>,
     /// Arcs to the sink along arcs that are wide enough; `u32::MAX` where there is no way, or none as short as the source's.
     distance: Vec<u32>,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Arc {
+    capacity: u64,
+    to: u32,
+    /// The arc's other direction.
+    twin: u32,
 }
 
 impl Residual {
@@ -103,20 +113,24 @@ impl Residual {
         let mut next = starts.clone();
         let mut place = |node: u32| {
             next[node as usize] += 1;
-            (next[node as usize] - 1) as usize
+            next[node as usize] - 1
         };
-        let count = 2 * arcs.len();
-        let (mut ends, mut capacity, mut twin) = (vec![0; count], vec![0; count], vec![0; count]);
+        let mut placed = vec![Arc { capacity: 0, to: 0, twin: 0 }; 2 * arcs.len()];
         for &(from, to, forward, backward) in arcs {
             let (there, back) = (place(from), place(to));
-            (ends[there], capacity[there], twin[there]) = (to, forward, back as u32);
-            (ends[back], capacity[back], twin[back]) = (from, backward, there as u32);
+            placed[there as usize] = Arc { capacity: forward, to, twin: back };
+            placed[back as usize] = Arc { capacity: backward, to: from, twin: there };
         }
-        Residual { starts, to: ends, capacity, twin, distance: Vec::new() }
+        Residual { starts, arcs: placed, distance: Vec::new() }
     }
 
-    fn arcs(&self, node: u32) -> std::ops::Range<usize> {
+    fn arcs_of(&self, node: u32) -> std::ops::Range<usize> {
         self.starts[node as usize] as usize..self.starts[node as usize + 1] as usize
+    }
+
+    /// Where an arc begins.
+    fn begin(&self, arc: usize) -> u32 {
+        self.arcs[self.arcs[arc].twin as usize].to
     }
 
     /// Breadth first from the sink; whether the source still reaches it.
@@ -128,10 +142,10 @@ impl Residual {
         while head < queue.len() {
             let node = queue[head];
             head += 1;
-            for arc in self.arcs(node) {
+            for arc in self.arcs_of(node) {
                 *work = work.saturating_sub(1);
-                let from = self.to[arc];
-                if self.distance[from as usize] == u32::MAX && self.capacity[self.twin[arc] as usize] >= width {
+                let Arc { to: from, twin, .. } = self.arcs[arc];
+                if self.distance[from as usize] == u32::MAX && self.arcs[twin as usize].capacity >= width {
                     self.distance[from as usize] = self.distance[node as usize] + 1;
                     if from == SOURCE {
                         return true;
@@ -151,39 +165,40 @@ impl Residual {
         let mut node = SOURCE;
         while *work > 0 {
             if node == SINK {
-                let amount = path.iter().map(|&arc| self.capacity[arc]).min().unwrap_or(0);
+                let amount = path.iter().map(|&arc| self.arcs[arc].capacity).min().unwrap_or(0);
                 let mut first_full = path.len();
                 for (place, &arc) in path.iter().enumerate().rev() {
-                    self.capacity[arc] -= amount;
-                    self.capacity[self.twin[arc] as usize] += amount;
-                    if self.capacity[arc] < width {
+                    self.arcs[arc].capacity -= amount;
+                    let twin = self.arcs[arc].twin;
+                    self.arcs[twin as usize].capacity += amount;
+                    if self.arcs[arc].capacity < width {
                         first_full = place;
                     }
                 }
                 *work = work.saturating_sub(path.len() as u64);
                 sent += amount;
-                node = self.to[self.twin[path[first_full]] as usize];
+                node = self.begin(path[first_full]);
                 path.truncate(first_full);
                 continue;
             }
             let end = self.starts[node as usize + 1];
             let from = current[node as usize];
             let open = (from..end).find(|&arc| {
-                self.capacity[arc as usize] >= width
-                    && self.distance[self.to[arc as usize] as usize] < self.distance[node as usize]
+                let Arc { capacity, to, .. } = self.arcs[arc as usize];
+                capacity >= width && self.distance[to as usize] < self.distance[node as usize]
             });
             *work = work.saturating_sub(u64::from(open.unwrap_or(end) - from) + 1);
             current[node as usize] = open.unwrap_or(end);
             match open {
                 Some(arc) => {
                     path.push(arc as usize);
-                    node = self.to[arc as usize];
+                    node = self.arcs[arc as usize].to;
                 }
                 None => {
                     // A dead end: forget it and step back.
                     self.distance[node as usize] = u32::MAX;
                     match path.pop() {
-                        Some(arc) => node = self.to[self.twin[arc] as usize],
+                        Some(arc) => node = self.begin(arc),
                         None => break,
                     }
                 }
@@ -198,9 +213,9 @@ impl Residual {
         reached[SOURCE as usize] = true;
         let mut stack = vec![SOURCE];
         while let Some(node) = stack.pop() {
-            for arc in self.arcs(node) {
-                let to = self.to[arc];
-                if self.capacity[arc] >= width && !reached[to as usize] {
+            for arc in self.arcs_of(node) {
+                let Arc { capacity, to, .. } = self.arcs[arc];
+                if capacity >= width && !reached[to as usize] {
                     reached[to as usize] = true;
                     stack.push(to);
                 }

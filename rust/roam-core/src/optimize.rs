@@ -174,6 +174,10 @@ type Stage<'a> = fn(&mut Search<'a>) -> Result<(), Stop>;
 const PROGRAM_WITHOUT_REUSE: &str = "program_without_reuse";
 /// Where the total is proved the least, the common peak is still lowered in graphs of so many operators.
 const SMALL: usize = 2000;
+/// In graphs of more operators the parts are searched once at most, and only bounded where they have their peaks together.
+const LARGE: usize = 50_000;
+/// So many orders of such graphs are laid out.
+const MOST_LAID_OUT: usize = 4;
 /// The parts are searched a second time where more than one part in so many of the total may be gained.
 const NEAR: u64 = 100;
 /// Weights of the pool, and of all that is live, by which the pool is bounded under a limit. By equal ones AdamW's updates, which make twice
@@ -282,6 +286,7 @@ impl<'a> Search<'a> {
         let operators = self.whole.problem.len();
         // No plan takes more than program order by the same layouts, so that has work of its own.
         let [mut for_program, mut for_others] = [layout::portfolio_work(operators); 2];
+        let mut left = if self.is_large() { MOST_LAID_OUT } else { usize::MAX };
         for at in self.whole.ranking() {
             let work = if at == 0 { &mut for_program } else { &mut for_others };
             // Too little for another one.
@@ -295,6 +300,10 @@ impl<'a> Search<'a> {
             if (profile.least_total(), profile.peak) >= (total, peak) {
                 continue;
             }
+            if at > 0 && left == 0 {
+                continue;
+            }
+            left = left.saturating_sub(usize::from(at > 0));
             let limit = total - profile.outside_peak + u64::from(profile.peak < peak);
             if let Some(layout) = layout::best(self.problem_of(at), profile, limit, work, self.watch)? {
                 self.placed.push(Placed { trial: at, layout });
@@ -406,7 +415,8 @@ impl<'a> Search<'a> {
     /// Once more, from the orders found since.
     fn look_at_parts_again(&mut self) -> Result<(), Stop> {
         // A first look is worth more than a second.
-        if (self.is_near() && !self.parts.is_empty()) || order::is_within(self.least_total(), self.bound()) {
+        let is_enough = self.is_near() || self.is_large();
+        if (is_enough && !self.parts.is_empty()) || order::is_within(self.least_total(), self.bound()) {
             return Ok(());
         }
         self.search_parts()?;
@@ -417,7 +427,7 @@ impl<'a> Search<'a> {
     /// Bounds the pool by what it needs together with what stays outside it: of no order that is worth anything does the peak exceed the best total.
     fn weigh_parts(&mut self) -> Result<(), Stop> {
         for (more, all) in WEIGHTS {
-            if self.parts.is_empty() || self.is_near() {
+            if self.parts.is_empty() || self.is_near() || self.is_large() {
                 break;
             }
             if let Some((op, bytes, route)) = self.whole.bound_pool(self.least_total(), more, all, self.watch)? {
@@ -459,6 +469,10 @@ impl<'a> Search<'a> {
             *known = self.whole.trials.len();
             portfolio.prove(self.watch)?;
             self.note_parts();
+        }
+        // The bounds are new, but hardly an order would be.
+        if self.is_large() && self.parts_agree() {
+            return Ok(());
         }
         for at in 0..self.parts.len() {
             if self.is_settled() {
@@ -509,6 +523,11 @@ impl<'a> Search<'a> {
         let Settings { enough_bytes, worth_bytes, .. } = *self.settings;
         total.saturating_add(self.graph.persistent_bytes()) <= enough_bytes
             || (worth_bytes > 0 && total.saturating_sub(self.bound()) < worth_bytes)
+    }
+
+    /// Whether there are so many operators that what takes long is done once at most.
+    fn is_large(&self) -> bool {
+        self.whole.problem.len() > LARGE
     }
 
     /// Whether little is left to gain from the best order on trial.

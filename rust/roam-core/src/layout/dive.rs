@@ -45,14 +45,14 @@ impl<'a> Pond<'a> {
     }
 
     /// Offsets below `limit`, if one dive finds them. It tries to stay within `target`, places
-    /// blocks of a lower rank first, and adds to the blame of times. Also says how many
-    /// comparisons it made.
+    /// blocks of a lower rank first, and adds to the blame of times. It gives up after `most` comparisons, and says how many it made.
     pub(super) fn dive(
         &self,
         rank: &[u32],
         blame: &mut [u32],
         target: u64,
         limit: u64,
+        most: u64,
         watch: &Watch,
     ) -> Result<(Option<Vec<u64>>, u64), Stop> {
         let times = self.blocks.times as usize;
@@ -62,6 +62,7 @@ impl<'a> Pond<'a> {
             blame,
             target,
             limit,
+            most,
             steps: 0,
             left: self.held.clone(),
             end: vec![0; times],
@@ -91,6 +92,7 @@ struct Dive<'a> {
     blame: &'a mut [u32],
     target: u64,
     limit: u64,
+    most: u64,
     steps: u64,
     /// Per time the bytes still to be placed.
     left: Vec<u64>,
@@ -116,6 +118,9 @@ impl Dive<'_> {
             rounds += 1;
             if rounds % 64 == 0 {
                 watch.check()?;
+            }
+            if self.steps > self.most {
+                return Ok(false);
             }
             let start = start as usize;
             if self.version[start] != version {

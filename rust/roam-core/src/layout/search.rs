@@ -33,6 +33,8 @@ const WHOLE_SHARE: u64 = 4;
 /// What complete search of few blocks that alignment parts may use, and one part in so many of the work at most.
 const NORMAL_WORK: u64 = 1 << 24;
 const NORMAL_SHARE: u64 = 2;
+/// With more blocks than this a dive may make twice the comparisons that are left; with fewer it always comes to its end.
+const MANY: usize = 30_000;
 /// What beginning a search counts, so that many searches of little cannot take for ever.
 const BEGIN: u64 = 1000;
 /// Most pairs of blocks that meet, and most sums of lifetimes, for which branch and bound keeps tables; as many pairs for dives.
@@ -169,9 +171,10 @@ fn dive(
 ) -> Result<(), Stop> {
     let Incumbent { floor, limit, .. } = *incumbent;
     let target = floor + (limit - floor) / 4;
+    let most = if incumbent.blocks.all.len() > MANY { work.saturating_mul(2) } else { u64::MAX };
     let dives: Vec<_> = rankings
         .par_iter_mut()
-        .map(|ranking| pond.dive(&ranking.rank, &mut ranking.dive_blame, target, limit, watch))
+        .map(|ranking| pond.dive(&ranking.rank, &mut ranking.dive_blame, target, limit, most, watch))
         .collect();
     for dive in dives {
         let (offsets, steps) = dive?;
