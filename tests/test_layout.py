@@ -364,3 +364,9 @@ def test_the_names_of_made_up_steps_and_layouts_are_known() -> None:
         synthetic_step("none", 10)
     with pytest.raises(ValueError, match="dissected"):
         synthetic_buffers("none", 10)
+
+
+def test_annealing_goes_on_where_the_search_ends_with_a_gap() -> None:
+    buffers = Buffers.read_csv(INSTANCES / "J.1048576.csv")
+    packing = layout.pack(buffers, work=2_000_000_000)
+    assert (packing.pool_bytes, packing.method, packing.status) == (1_035_264, "annealed", "feasible")

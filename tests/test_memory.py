@@ -151,3 +151,23 @@ def test_without_a_plan_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 MEASURED = ("measured_bytes", "workspace_bytes", "eager_measured_bytes", "eager_workspace_bytes")
+
+
+def test_a_run_needs_the_larger_of_its_first_and_its_later_steps() -> None:
+    net = torch.nn.Linear(64, 64)
+    optimizer = torch.optim.AdamW(net.parameters())
+
+    def train_step(net: torch.nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        net(x).square().mean().backward()
+        optimizer.step()
+
+    step = roam.compile(train_step)
+    told = []
+    for _ in range(2):
+        step(net, optimizer, torch.randn(8, 64))
+        told.append(step.memory())
+    totals = [plan.total_bytes for _, plan in step.plans]
+    assert len(set(totals)) == 2
+    assert [memory.total_bytes for memory in told] == totals
+    assert [memory.run_bytes for memory in told] == [max(totals)] * 2
