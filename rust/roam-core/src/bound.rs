@@ -41,6 +41,8 @@ const ALL_PROBES_WORK: u64 = 50_000_000;
 /// The same with falling targets, for operators probed alone and for those probed together.
 const FALLING_WORK: u64 = 200_000_000;
 const JOINT_WORK: u64 = 100_000_000;
+/// Probes in a row that may ask in vain whether a limit is broken.
+const MOST_UNDER_LIMIT: usize = 64;
 /// Cuts that comparing first updates may make for each other operator, and operators that they may look at.
 const MOST_FIRSTS: usize = 512;
 const FIRSTS_WORK: usize = 2_000_000;
@@ -61,7 +63,7 @@ pub(crate) struct Cut {
     /// smallest and the largest.
     pub(crate) done: Vec<Vec<bool>>,
     /// How many operators, tensors and arcs were looked at.
-    work: u64,
+    pub(crate) work: u64,
 }
 
 /// What is proved about all orders, by operator.
@@ -82,11 +84,13 @@ pub(crate) struct Work {
     pub(crate) alone: u64,
     /// Where a target falls and operators are probed together.
     jointly: u64,
+    /// How many more probes in a row may ask about the limit in vain.
+    under_limit: usize,
 }
 
 impl Work {
     /// As much as is wanted.
-    pub(crate) const UNLIMITED: Work = Work { alone: u64::MAX, jointly: u64::MAX };
+    pub(crate) const UNLIMITED: Work = Work { alone: u64::MAX, jointly: u64::MAX, under_limit: usize::MAX };
 }
 
 impl Bounds {
@@ -111,8 +115,8 @@ impl Bounds {
                 (op, own(op).max(at_begin).max(at_end))
             })
             .max_by_key(|&(op, bytes)| (bytes, Reverse(op)));
-        let probe_work = Work { alone: ALL_PROBES_WORK, jointly: 0 };
-        let falling_work = Work { alone: FALLING_WORK, jointly: JOINT_WORK };
+        let probe_work = Work { alone: ALL_PROBES_WORK, jointly: 0, under_limit: usize::MAX };
+        let falling_work = Work { alone: FALLING_WORK, jointly: JOINT_WORK, under_limit: MOST_UNDER_LIMIT };
         Bounds { proved: BTreeMap::new(), floor, probe_work, falling_work }
     }
 
@@ -317,7 +321,7 @@ fn cut_alone(problem: &Problem, op: Op, members: &[Op], watch: &Watch) -> Result
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Side {
+pub(crate) enum Side {
     /// Runs before in every order.
     Before,
     /// The operator itself, and what runs after it in every order.
@@ -328,6 +332,13 @@ enum Side {
 /// The least that can be live while `op` runs.
 pub(crate) fn cut(problem: &Problem, op: Op, watch: &Watch) -> Result<u64, Stop> {
     Ok(least_between(problem, op, &sides(problem, op), watch)?.bytes)
+}
+
+/// The same if some operators are known to run before it and others after it.
+pub(crate) fn cut_at(problem: &Problem, op: Op, side: &mut [Side], watch: &Watch) -> Result<Cut, Stop> {
+    spread(op, Side::Before, problem, side);
+    spread(op, Side::After, problem, side);
+    cut_between(problem, op, side, watch)
 }
 
 /// What must run before an operator, and what after it.
@@ -405,15 +416,21 @@ pub(crate) fn probe(
                 break;
             }
             left -= batch.len();
-            let probed: Vec<(u64, u64)> = batch
+            let limit = limit.filter(|_| work.under_limit > 0);
+            let needs: Vec<Need> = batch
                 .par_iter()
                 .map(|&other| {
                     let probed = Probed { op, earlier: done[other as usize], side: &side, known: target };
                     probed.least(problem, limit, other, &[], watch)
                 })
                 .collect::<Result<_, _>>()?;
-            work.alone = work.alone.saturating_sub(probed.iter().map(|(_, work)| work).sum());
-            for (&other, &(bytes, _)) in batch.iter().zip(&probed) {
+            work.alone = work.alone.saturating_sub(needs.iter().map(|need| need.work).sum());
+            for (&other, &Need { bytes, breaks_limit, .. }) in batch.iter().zip(&needs) {
+                match breaks_limit {
+                    Some(true) => work.under_limit = work.under_limit.max(MOST_UNDER_LIMIT),
+                    Some(false) => work.under_limit = work.under_limit.saturating_sub(1),
+                    None => {}
+                }
                 reached.insert((other, done[other as usize]), bytes);
                 if bytes >= target {
                     let stays = if done[other as usize] { Side::After } else { Side::Before };
@@ -437,6 +454,7 @@ pub(crate) fn probe(
                 let set: Vec<Op> =
                     moved.iter().copied().filter(|&other| done[other as usize] == earlier).take(MOST_JOINT).collect();
                 let probed = Probed { op, earlier, side: &side, known: target };
+                let limit = limit.filter(|_| work.under_limit > 0);
                 if let Some(better) = probed.jointly(problem, limit, set, known, &mut work.jointly, watch)? {
                     next = Some(better);
                 }
@@ -461,9 +479,17 @@ struct Probed<'a> {
     known: u64,
 }
 
+struct Need {
+    /// The least that can be live, no more than is asked for where the limit is broken.
+    bytes: u64,
+    /// What was looked at.
+    work: u64,
+    /// Where that was asked.
+    breaks_limit: Option<bool>,
+}
+
 impl Probed<'_> {
-    /// The least that can be live while `other` runs, if those of `set` that are still free run even later than that (or earlier), and what was looked at
-    /// for that.
+    /// What is needed while `other` runs, if those of `set` that are still free run even later than that (or earlier).
     fn least(
         &self,
         problem: &Problem,
@@ -471,35 +497,34 @@ impl Probed<'_> {
         other: Op,
         set: &[Op],
         watch: &Watch,
-    ) -> Result<(u64, u64), Stop> {
+    ) -> Result<Need, Stop> {
         let Probed { op, earlier, side, known } = *self;
         let mut across = sides_across(problem, op, other, earlier, side);
         let (near, far) = if earlier { (Side::Before, Side::After) } else { (Side::After, Side::Before) };
         for &member in set.iter().filter(|&&member| member != other) {
             if across[member as usize] == near {
                 // Never the first (or last) of them.
-                return Ok((known, 0));
+                return Ok(Need { bytes: known, work: 0, breaks_limit: None });
             }
             if across[member as usize] == Side::Free {
                 fix(member, far, problem, &mut across);
             }
         }
-        let Least { mut bytes, mut work, .. } = least_between(problem, other, &across, watch)?;
+        let Least { bytes, mut work, .. } = least_between(problem, other, &across, watch)?;
+        let mut breaks_limit = None;
         if let (true, Some(Limit { problem, peak })) = (bytes < known, limit) {
             // The limit holds where the other operator runs, and where this one does.
             let mut moved = side.to_vec();
             fix(other, near, problem, &mut moved);
             for (at, side) in [(op, &moved), (other, &across)] {
-                if bytes < known {
+                if breaks_limit != Some(true) {
                     let cut = least_between(problem, at, side, watch)?;
                     work += cut.work;
-                    if cut.bytes > *peak {
-                        bytes = known;
-                    }
+                    breaks_limit = Some(cut.bytes > *peak);
                 }
             }
         }
-        Ok((bytes, work))
+        Ok(Need { bytes: if breaks_limit == Some(true) { known } else { bytes }, work, breaks_limit })
     }
 
     /// Of the set those of which the first (or last) to run needs the most, and that; `None` where it is no more than `least`.
@@ -514,32 +539,32 @@ impl Probed<'_> {
     ) -> Result<Option<(u64, Vec<Op>)>, Stop> {
         let mut best = None;
         while !set.is_empty() && *work > 0 {
-            let needs: Vec<(u64, u64)> = set
+            let needs: Vec<Need> = set
                 .par_iter()
                 .map(|&other| self.least(problem, limit, other, &set, watch))
                 .collect::<Result<_, _>>()?;
-            *work = work.saturating_sub(needs.iter().map(|(_, work)| work).sum());
-            let lowest = needs.iter().map(|&(bytes, _)| bytes).min().unwrap_or(0);
+            *work = work.saturating_sub(needs.iter().map(|need| need.work).sum());
+            let lowest = needs.iter().map(|need| need.bytes).min().unwrap_or(0);
             if lowest > least {
                 least = lowest;
                 best = Some((lowest, set.clone()));
             }
             // The others need no more without these.
             let mut needs = needs.iter();
-            set.retain(|_| needs.next().is_some_and(|&(bytes, _)| bytes > least));
+            set.retain(|_| needs.next().is_some_and(|need| need.bytes > least));
         }
         Ok(best)
     }
 }
 
 /// Puts the operator on one side, and with it what must be there too.
-fn fix(op: Op, at: Side, problem: &Problem, side: &mut [Side]) {
+pub(crate) fn fix(op: Op, at: Side, problem: &Problem, side: &mut [Side]) {
     side[op as usize] = at;
     spread(op, at, problem, side);
 }
 
 /// Bytes of the operator's inputs, outputs and workspace.
-fn touched(problem: &Problem, op: Op) -> u64 {
+pub(crate) fn touched(problem: &Problem, op: Op) -> u64 {
     problem.transient(op) + problem.uses.row(op).iter().map(|&tensor| problem.size(tensor)).sum::<u64>()
 }
 

@@ -395,10 +395,14 @@ impl<'a> Search<'a> {
         self.watch.check()
     }
 
-    /// Bounds the peak, with more effort where that can raise the bound of the total.
+    /// Bounds the peak, with more effort, and another try to reach it, where that can raise the bound of the total.
     fn prove(&mut self) -> Result<(), Stop> {
         self.whole.prove(self.watch)?;
-        if self.whole.lowest_peak() > self.total_bound { self.whole.probe_peaks(self.watch) } else { Ok(()) }
+        if self.whole.lowest_peak() > self.total_bound {
+            self.whole.probe_peaks(self.watch)?;
+            self.whole.chain(self.watch)?;
+        }
+        Ok(())
     }
 
     /// Where the pool and what stays outside it have their peaks at different steps, the common peak is not what counts.
@@ -480,8 +484,14 @@ impl<'a> Search<'a> {
             }
             let part = &mut self.parts[at].0;
             let before = part.trials.len();
-            let stages =
-                [Portfolio::find, Portfolio::refine, Portfolio::prove, Portfolio::probe_peaks, Portfolio::search];
+            let stages = [
+                Portfolio::find,
+                Portfolio::refine,
+                Portfolio::prove,
+                Portfolio::probe_peaks,
+                Portfolio::chain,
+                Portfolio::search,
+            ];
             let ended = stages.into_iter().try_for_each(|stage| stage(part, self.watch));
             // Whatever is found before a stop counts.
             self.adopt(at, before);

@@ -1,5 +1,6 @@
 //! Execution orders: cheap heuristics, each a pure function of the problem.
 
+mod chain;
 mod depth_first;
 mod exact;
 mod hill_valley;

@@ -1,6 +1,7 @@
 //! Orders on trial for one problem, and what is proved about all of its orders: cheap orders, refinement of the
 //! best, a bound, and exact search where the two still differ.
 
+use super::chain::{self, Choice};
 use super::peaks::{Answers, Open, lower_peaks};
 use super::programs::lower_by_programs;
 use super::refine::{Aim, Ordered, probe_peaks, rounds, split, stage};
@@ -21,6 +22,8 @@ const MOST_OTHERS: usize = 2;
 
 /// How many of the best orders have their updates moved.
 const MOST_FITTED: usize = 4;
+/// How many of the best orders have the cuts at their peaks chained.
+const MOST_CHAINED: usize = 3;
 /// Limits tried for one order's updates; very large graphs get fewer.
 const MOST_LIMITS: usize = 16;
 /// How many times exact search begins anew from updates moved.
@@ -250,6 +253,27 @@ impl Portfolio {
         let ordered = probe_peaks(aim, lowest, &mut self.bounds, watch)?;
         if ordered.profile.least_total() < before {
             self.add("split", ordered.order);
+        }
+        Ok(())
+    }
+
+    /// Chains cuts at the peaks of the best orders, again and again where that helps.
+    pub(crate) fn chain(&mut self, watch: &Watch) -> Result<(), Stop> {
+        let mut bases = self.ranking();
+        bases.dedup_by_key(|at| self.trials[*at].ordered.profile.peak);
+        let mut work = chain::WORK;
+        for at in bases.into_iter().take(MOST_CHAINED) {
+            for choice in [Choice::Smallest, Choice::Largest] {
+                let mut next = Some(self.trials[at].ordered.clone());
+                while let Some(start) = next {
+                    let goal = self.bounds.best().0;
+                    if is_within(self.lowest_peak(), goal) {
+                        return Ok(());
+                    }
+                    next = chain::chain(self.aim(), &start, goal, choice, &mut work, watch)?;
+                    next.iter().for_each(|better| self.add("chained", better.order.clone()));
+                }
+            }
         }
         Ok(())
     }
