@@ -409,7 +409,7 @@ pub(crate) fn accumulating_graph(random: &mut Random) -> Graph {
 /// that nothing else waits for.
 pub(crate) fn pending_graph(random: &mut Random) -> Graph {
     let mut builder = GraphBuilder::new("pending", "cpu", 1);
-    let mut tensor = |builder: &mut GraphBuilder, size_bytes: u64| {
+    let tensor = |builder: &mut GraphBuilder, size_bytes: u64| {
         let (name, kind, residency) = (String::new(), Kind::Temporary, Residency::StepLocal);
         builder.tensor(Tensor { name, size_bytes, kind, residency, alignment_bytes: 0 }).expect("few tensors")
     };
