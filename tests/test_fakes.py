@@ -150,13 +150,12 @@ def test_results_are_remembered_for_what_kernels_see_and_nothing_else() -> None:
     assert len(known.kernels.results) > 50
 
 
-def test_nothing_is_remembered_under_other_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_remembered_under_other_settings() -> None:
     known, x = Known(), torch.ones(2, 3, 4, 4)
     kept = []
     for flips in (False, False, True):
-        if flips:
-            monkeypatch.setattr(torch.backends.cudnn, "benchmark", not torch.backends.cudnn.benchmark)
-        capture_step(made_of, (x,), {}, known=known, asks_kernels=True)
+        with torch.backends.cudnn.flags(enabled=torch.backends.cudnn.enabled, benchmark=flips):
+            capture_step(made_of, (x,), {}, known=known, asks_kernels=True)
         kept.append("of the first" in known.kernels.results)
         known.kernels.results["of the first"] = None
     assert kept == [False, True, False]

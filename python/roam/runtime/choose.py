@@ -334,6 +334,8 @@ def _transferred(ordered: Plan, graph: Graph) -> Plan | None:
     plan["settings"] = found["settings"]
     plan["exact"] = found["exact"]
     plan["status"] = "optimal" if plan["total_bytes"] == plan["total_lower_bound_bytes"] else "feasible"
+    if plan["exact"]["status"] == "not_needed" and plan["status"] != "optimal":
+        plan["exact"]["status"] = "not_tried"  # the one order needed none; this graph's others were not asked about
     transferred = Plan.from_json(json.dumps(plan).encode())
     try:
         roam.verify(graph, transferred)

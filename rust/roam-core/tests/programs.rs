@@ -158,7 +158,7 @@ fn a_core_proves_what_the_whole_needs() {
 
 /// A graph on which the search gives up.
 fn hard_graph() -> Graph {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../benches/exact/irregular-100.json.gz");
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../benches/exact/irregular-100-open.json.gz");
     load_graph(&path, u64::MAX).expect("an instance file")
 }
 
