@@ -6,6 +6,7 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 WHEELS := target/wheels
 DIST := target/dist
+SITE := target/site
 # Holds numpy and the wheel alone, to show that planning a graph file needs nothing else.
 BARE := target/bare-venv
 
@@ -13,7 +14,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 export PYO3_PYTHON := $(abspath $(BIN))/python
 
-.PHONY: help install wheel demo quick test-planner test durations rust-test nightly fuzz sweep wheel-test bench bench-compare gpu lint lint-workflows format lock release ci clean
+.PHONY: help install wheel demo quick test-planner test canaries durations rust-test nightly fuzz sweep wheel-test bench bench-compare gpu docs site lint lint-workflows format lock release ci clean
 
 help:
 	@echo "make install     the release wheel and everything that tests need, into VENV ($(VENV))"
@@ -22,6 +23,7 @@ help:
 	@echo "make quick       the Python tests that take little time, against what is installed: what one runs while working"
 	@echo "make test-planner  the planner's Python tests, which need no torch"
 	@echo "make test        all Python tests, against what is installed"
+	@echo "make canaries    what roam uses and changes of PyTorch's private side, one test for each name"
 	@echo "make durations   all Python tests; keeps how long each takes, by which make quick chooses"
 	@echo "make rust-test   the planner's tests; its benchmarks run once each"
 	@echo "make nightly     100 000 random graphs and as many layouts, against brute force and the verifier"
@@ -31,6 +33,8 @@ help:
 	@echo "make bench       the planner's benchmarks"
 	@echo "make bench-compare BASE=commit   the same, here and at another commit: names what became slower, and then fails"
 	@echo "make gpu         real training steps on the GPU, next to eager PyTorch and others; without a GPU it says so"
+	@echo "make docs        install; the documents as a site, warnings being errors, in $(SITE)"
+	@echo "make site        the same, against what is installed"
 	@echo "make lint        rustfmt, clippy, ruff, mypy, stubtest, and the workflows' linters"
 	@echo "make format      let rustfmt and ruff rewrite the sources"
 	@echo "make lock        pin the newest Python packages that work together, in constraints.txt"
@@ -65,6 +69,10 @@ test-planner:
 test:
 	$(BIN)/python -m pytest -n auto --maxprocesses 8
 
+# What roam uses and changes of PyTorch's private side, one test for each name.
+canaries:
+	$(BIN)/python -m pytest tests/test_torch_compat.py
+
 durations:
 	mkdir -p target
 	$(BIN)/python -m pytest -n auto --maxprocesses 8 --junit-xml=target/tests.xml
@@ -85,7 +93,7 @@ fuzz:
 
 sweep: export ROAM_SWEEP_EVERY = 1
 sweep:
-	$(BIN)/python -m pytest tests/test_layouts.py tests/test_on_meta.py -k "all_operators or meta_kernels"
+	$(BIN)/python -m pytest tests/test_real_layouts.py tests/test_meta_kernels.py -k "all_operators or meta_kernels"
 
 wheel-test:
 	$(PYTHON) -m venv --clear $(BARE)
@@ -104,6 +112,17 @@ bench-compare:
 gpu:
 	mkdir -p target
 	$(BIN)/python benches/training.py --output target/training.json
+
+docs: install
+	$(BIN)/pip install --quiet --constraint constraints.txt "$$(echo $(WHEELS)/*.whl)[docs]"
+	$(MAKE) --no-print-directory site
+
+site:
+	rm -rf $(SITE)
+	RUSTDOCFLAGS="-D warnings" cargo doc --locked --quiet --no-deps --package roam-core --target-dir target
+	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going --builder html docs $(SITE)
+	cp -r target/doc $(SITE)/rust
+	test -f $(SITE)/rust/roam_core/index.html
 
 lint:
 	cargo fmt --all --check
@@ -127,7 +146,7 @@ format:
 
 lock:
 	$(BIN)/pip install --quiet uv
-	$(BIN)/uv pip compile --quiet --universal --python-version 3.10 --extra zoo --extra dev --extra bench --extra release --upgrade \
+	$(BIN)/uv pip compile --quiet --universal --python-version 3.10 --extra zoo --extra dev --extra bench --extra docs --extra release --upgrade \
 		--no-header --no-annotate pyproject.toml --output-file constraints.txt
 
 # zig's linker makes the wheel run on every Linux since 2014, whatever this machine's C library; the source distribution

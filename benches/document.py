@@ -1,8 +1,10 @@
-"""Puts the tables of committed results into the documents: `python benches/document.py`, or with `--check`, which fails where they differ.
+"""Puts the tables of committed results into the documents: `python benches/document.py`, or with
+`--check`, which fails where they differ.
 
-A document marks a table's place by two comments, `<!-- table: paper.published_table -->` and `<!-- end -->`: the function of that name in
-`roam.bench.paper` makes it of `docs/benchmarks/paper.json`. Of results with a hyphen in the name (`suite-first.json`) what stands before it names
-the module. What stands between the comments is replaced.
+A document marks a table's place by two comments, `<!-- table: paper.published_table -->` and `<!--
+end -->`: the function of that name in `roam.bench.paper` makes it of `docs/benchmarks/paper.json`.
+Of results with a hyphen in the name (`suite-first.json`) what stands before it names the module.
+What stands between the comments is replaced.
 """
 
 from __future__ import annotations
@@ -20,19 +22,27 @@ from roam.bench.run import Table, draw
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "benchmarks"
 _BLOCK = re.compile(
-    r"(?P<begin><!-- table: (?P<bench>[\w-]+)\.(?P<function>\w+) -->\n).*?(?P<end><!-- end -->)", re.DOTALL
+    r"(?P<begin><!-- table: (?P<bench>[\w-]+)\.(?P<function>\w+) -->\n).*?(?P<end><!-- end -->)",
+    re.DOTALL,
 )
 
 
 def documents() -> list[Path]:
     """Those that have such places."""
-    return [path for path in sorted(ROOT.glob("docs/**/*.md")) if _BLOCK.search(path.read_text(encoding="utf-8"))]
+    return [
+        path
+        for path in sorted(ROOT.glob("docs/**/*.md"))
+        if _BLOCK.search(path.read_text(encoding="utf-8"))
+    ]
 
 
 def rendered(text: str) -> str:
     """A document's text with every table made anew."""
     return _BLOCK.sub(
-        lambda match: f"{match['begin']}{_table(match['bench'], match['function'])}\n{match['end']}", text
+        lambda match: (
+            f"{match['begin']}{_table(match['bench'], match['function'])}\n{match['end']}"
+        ),
+        text,
     )
 
 
@@ -49,12 +59,16 @@ def _module(bench: str) -> ModuleType:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--check", action="store_true", help="write nothing; fail where a document differs from its results"
+        "--check",
+        action="store_true",
+        help="write nothing; fail where a document differs from its results",
     )
     parser.add_argument("--plots", action="store_true", help="draw the plots anew too")
     arguments = parser.parse_args()
     differing = [
-        path for path in documents() if rendered(path.read_text(encoding="utf-8")) != path.read_text(encoding="utf-8")
+        path
+        for path in documents()
+        if rendered(path.read_text(encoding="utf-8")) != path.read_text(encoding="utf-8")
     ]
     for path in differing:
         if not arguments.check:

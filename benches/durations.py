@@ -1,6 +1,8 @@
-"""How long each test takes: `make durations` runs all tests, writes tests/durations.json and prints the slowest.
+"""How long each test takes: `make durations` runs all tests, writes tests/durations.json and prints
+the slowest.
 
-`make quick` leaves out what took longer than a limit there (tests/conftest.py). A test that is not listed counts as quick.
+`make quick` leaves out what took longer than a limit there (tests/conftest.py). A test that is not
+listed counts as quick.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ DURATIONS = Path(__file__).resolve().parent.parent / "tests" / "durations.json"
 
 
 def read(report: Path) -> Counter[str]:
-    """Seconds of each test function, its parameters together, of a report that `pytest --junit-xml` wrote."""
+    """Seconds of each test function, its parameters together, of a report that `pytest --junit-xml`
+    wrote.
+    """
     seconds: Counter[str] = Counter()
     for case in ElementTree.parse(report).iter("testcase"):
         file, *classes = case.attrib["classname"].removeprefix("tests.").split(".")
@@ -28,7 +32,9 @@ def read(report: Path) -> Counter[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("report", type=Path, help="what `pytest --junit-xml=REPORT` wrote")
-    parser.add_argument("--slowest", type=int, default=20, metavar="N", help="print so many (default %(default)s)")
+    parser.add_argument(
+        "--slowest", type=int, default=20, metavar="N", help="print so many (default %(default)s)"
+    )
     arguments = parser.parse_args()
     seconds = read(arguments.report)
     listed = {name: round(taken, 1) for name, taken in sorted(seconds.items()) if taken >= 0.1}

@@ -3,9 +3,11 @@
     python benches/exact.py [INSTANCE.json.gz ...]
     python benches/exact.py --random N
 
-Prints a table of peaks in bytes: the lowest of all heuristic orders, the lowest after the planner's own search, the plan's where integer
-programs gained something; the lower bound, how it was proved; the pool and the total of both plans; and the seconds of planning without and
-with integer programs. With ``--random``, instead: of how many random irregular graphs the searches leave a gap, and what programs gain there.
+Prints a table of peaks in bytes: the lowest of all heuristic orders, the lowest after the planner's
+own search, the plan's where integer programs gained something; the lower bound, how it was proved;
+the pool and the total of both plans; and the seconds of planning without and with integer programs.
+With ``--random``, instead: of how many random irregular graphs the searches leave a gap, and what
+programs gain there.
 """
 
 from __future__ import annotations
@@ -25,10 +27,16 @@ FOLDER = Path(__file__).parent / "exact"
 def irregular(seed: int) -> roam.Graph:
     """A random graph of 60 to 200 operators: each reads one to four of all tensors that exist."""
     random = Random(seed)
-    operators, inputs, most_reads = random.randrange(60, 201), random.randrange(20, 61), random.randrange(2, 5)
+    operators, inputs, most_reads = (
+        random.randrange(60, 201),
+        random.randrange(20, 61),
+        random.randrange(2, 5),
+    )
     builder = roam.GraphBuilder(name=f"irregular-{seed}", alignment_bytes=64)
     size_bytes = lambda: 64 * random.randrange(1, 17)  # noqa: E731
-    tensors = [builder.tensor("", size_bytes(), kind="input", residency="enters") for _ in range(inputs)]
+    tensors = [
+        builder.tensor("", size_bytes(), kind="input", residency="enters") for _ in range(inputs)
+    ]
     unread = set(tensors)
     for _ in range(operators):
         reads = random.sample(tensors, random.randrange(1, most_reads + 1))
@@ -54,7 +62,9 @@ def sweep(graphs: int) -> None:
         found["left with a gap by the searches"] += 1
         found["  of these: programs stated"] += plan.exact["programs"] > 0
         found["  a smaller total by programs"] += plan.total_bytes < without.total_bytes
-        found["  a higher bound by programs"] += plan.total_lower_bound_bytes > without.total_lower_bound_bytes
+        found["  a higher bound by programs"] += (
+            plan.total_lower_bound_bytes > without.total_lower_bound_bytes
+        )
     for what, count in found.items():
         print(f"{count:6} {what}")
 
@@ -63,9 +73,15 @@ def main() -> None:
     """Print one row per instance, or what became of random graphs."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "instances", nargs="*", type=Path, metavar="INSTANCE", help="graph files (default those of benches/exact)"
+        "instances",
+        nargs="*",
+        type=Path,
+        metavar="INSTANCE",
+        help="graph files (default those of benches/exact)",
     )
-    parser.add_argument("--random", type=int, metavar="N", help="plan N random irregular graphs instead")
+    parser.add_argument(
+        "--random", type=int, metavar="N", help="plan N random irregular graphs instead"
+    )
     arguments = parser.parse_args()
     if arguments.random:
         sweep(arguments.random)

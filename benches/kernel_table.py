@@ -1,12 +1,15 @@
-"""Establish which kernels may write into a plan's memory, and write `python/roam/kernels/kernels.json`.
+"""Establish which kernels may write into a plan's memory, and write
+`python/roam/kernels/kernels.json`.
 
-    OMP_WAIT_POLICY=passive python benches/kernel_table.py           # everything; minutes, more on a busy machine if it spins
-    python benches/kernel_table.py --ops add softmax --steps --dry    # a part of it, reported and not written
+    OMP_WAIT_POLICY=passive python benches/kernel_table.py           # everything; minutes, more on
+    a busy machine if it spins python benches/kernel_table.py --ops add softmax --steps --dry    # a
+    part of it, reported and not written
 
-Calls are harvested from the samples that PyTorch tests its own operators with, forward and backward, and from training
-steps of the zoo. Each call is repeated with its tensors laid out in other ways, and once for every argument whose memory a
-result could take. A kernel is cleared, per layouts and dtypes, if all its calls give the ordinary result byte for byte in a
-view of a poisoned pool, touch nothing else, and allocate nothing of the result's size.
+Calls are harvested from the samples that PyTorch tests its own operators with, forward and
+backward, and from training steps of the zoo. Each call is repeated with its tensors laid out in
+other ways, and once for every argument whose memory a result could take. A kernel is cleared, per
+layouts and dtypes, if all its calls give the ordinary result byte for byte in a view of a poisoned
+pool, touch nothing else, and allocate nothing of the result's size.
 """
 
 from __future__ import annotations
@@ -35,10 +38,19 @@ from roam.kernels.fused import CROSS_ENTROPY_BACKWARD
 from roam.kernels.rows import piece_bytes
 from roam.kernels.table import TABLE, Placement, candidate, dtypes_of, layouts_of, named, placement
 from roam.kernels.trial import Ordinary, Unusable, copied, in_place_pairs, try_in_place, try_placed
-from roam.runtime.measure import Block, measure_peak
+from roam.runtime.memory_profiler import Block, measure_peak
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.complex64)
-STEPS = ("gpt2-tiny", "bert-tiny", "llama-tiny", "moe-tiny", "lstm-tiny", "darts-tiny", "randwire-tiny", "resnet18")
+STEPS = (
+    "gpt2-tiny",
+    "bert-tiny",
+    "llama-tiny",
+    "moe-tiny",
+    "lstm-tiny",
+    "darts-tiny",
+    "randwire-tiny",
+    "resnet18",
+)
 MOST_BYTES = 1 << 20
 """Larger calls show nothing new and take long; each is tried once with large tensors of its own."""
 CRASHING = ("aten::adaptive_max_pool3d_backward",)
@@ -50,7 +62,8 @@ LARGE = {0: 2048, 1: 2048, 2: 256, 3: 40, 4: 16, 5: 9}
 """Size of all dimensions of large tensors, by how many there are."""
 TOO_SMALL = "small trials only"
 LEAST_IN_PLACE = 1024
-"""Elements that some trial must have had before results are cleared to take an argument's memory."""
+"""Elements that some trial must have had before results are cleared to take an argument's memory.
+"""
 
 
 @dataclass(slots=True)
@@ -68,23 +81,36 @@ class Findings:
     def generalize(self, target: OpOverload) -> None:
         """Refuse in all dtypes what one dtype shows to read an element after others are written.
 
-        Where elements do not depend on each other, a dtype's fault is its own. Else it may have gone unseen in other dtypes
-        because a library happened to copy: it does so for some sizes.
+        Where elements do not depend on each other, a dtype's fault is its own. Else it may have
+        gone unseen in other dtypes because a library happened to copy: it does so for some sizes.
         """
         if torch.Tag.pointwise not in target.tags:
-            faults = {pair: wrong for (_, pair), wrong in sorted(self.in_place.items()) if wrong not in ("", TOO_SMALL)}
+            faults = {
+                pair: wrong
+                for (_, pair), wrong in sorted(self.in_place.items())
+                if wrong not in ("", TOO_SMALL)
+            }
             for cell in self.in_place:
                 note(self.in_place, cell, faults.get(cell[1], ""))
 
     def entry(self) -> dict[str, Any]:
         """What the file says of the overload."""
         cleared = grouped(self.placed)
-        refused = {f"{dtypes} {layouts}": wrong for (dtypes, layouts), wrong in sorted(self.placed.items()) if wrong}
+        refused = {
+            f"{dtypes} {layouts}": wrong
+            for (dtypes, layouts), wrong in sorted(self.placed.items())
+            if wrong
+        }
         for (dtypes, (argument, result)), wrong in sorted(self.in_place.items()):
             if wrong:
                 refused[f"{dtypes} in place {argument} {result}"] = wrong
         in_place = grouped(self.in_place) if cleared else {}
-        return {"kernel": self.kernel.name, "cleared": cleared, "in_place": in_place, "refused": refused}
+        return {
+            "kernel": self.kernel.name,
+            "cleared": cleared,
+            "in_place": in_place,
+            "refused": refused,
+        }
 
 
 def grouped(record: dict[tuple[str, Any], str]) -> dict[str, list[Any]]:
@@ -146,9 +172,14 @@ class Trials:
             findings.generalize(target)
             for cell in findings.in_place:
                 _, (_, result) = cell
-                if cell in findings.largest and findings.largest[cell].results[result].numel() < LEAST_IN_PLACE:
+                if (
+                    cell in findings.largest
+                    and findings.largest[cell].results[result].numel() < LEAST_IN_PLACE
+                ):
                     note(findings.in_place, cell, TOO_SMALL)
-        cases = [(target, key) for target, findings in self.found.items() for key in findings.largest]
+        cases = [
+            (target, key) for target, findings in self.found.items() for key in findings.largest
+        ]
         for start in range(0, len(cases), 500):
             self._measure(cases[start : start + 500])
 
@@ -157,7 +188,9 @@ class Trials:
         for target, key in cases:
             findings = self.found[target]
             works += allocating(
-                findings.largest[key], findings.kernel.kernel, key[1] if isinstance(key, tuple) else None
+                findings.largest[key],
+                findings.kernel.kernel,
+                key[1] if isinstance(key, tuple) else None,
             )
         memory = allocated(works, self.device)
         for (target, key), ordinary, placed in zip(cases, memory[::2], memory[1::2], strict=True):
@@ -192,7 +225,9 @@ def keep_larger(record: dict[Any, Ordinary], key: Any, ordinary: Ordinary) -> No
         record[key] = ordinary
 
 
-def allocating(ordinary: Ordinary, kernel: Any, pair: tuple[str, int] | None) -> list[Callable[[], Any]]:
+def allocating(
+    ordinary: Ordinary, kernel: Any, pair: tuple[str, int] | None
+) -> list[Callable[[], Any]]:
     """The ordinary call and the placed one, on arguments and outs that exist already."""
     args, kwargs = copied((ordinary.args, ordinary.kwargs))
     outs = list(copied(ordinary.results))
@@ -232,7 +267,9 @@ def allocated(works: list[Callable[[], Any]], device: str) -> list[Allocated]:
             found.append([])
         else:
             found[-1].append(block)
-    return [Allocated(sum(block.size_bytes for block in blocks), peak_bytes(blocks)) for blocks in found]
+    return [
+        Allocated(sum(block.size_bytes for block in blocks), peak_bytes(blocks)) for blocks in found
+    ]
 
 
 def peak_bytes(blocks: list[Block]) -> int:
@@ -263,13 +300,17 @@ def tensors(nest: Any) -> list[Tensor]:
 
 
 def variants(args: Any, kwargs: Any, number: int) -> Iterator[tuple[Any, Any]]:
-    """The call as it is and laid out in other ways: all tensors alike, kinds mixed, one tensor twice, large."""
+    """The call as it is and laid out in other ways: all tensors alike, kinds mixed, one tensor
+    twice, large.
+    """
     leaves, spec = pytree.tree_flatten((args, kwargs))
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
 
     def changed(values: Iterable[Tensor]) -> tuple[Any, Any]:
         found = dict(zip(places, values, strict=False))
-        return pytree.tree_unflatten([found.get(place, leaf) for place, leaf in enumerate(leaves)], spec)
+        return pytree.tree_unflatten(
+            [found.get(place, leaf) for place, leaf in enumerate(leaves)], spec
+        )
 
     given = [leaves[place].detach() for place in places]
     yield changed(given)
@@ -286,13 +327,18 @@ def variants(args: Any, kwargs: Any, number: int) -> Iterator[tuple[Any, Any]]:
                 yield changed(made)
     for place, tensor in enumerate(given[1:], 1):
         if (tensor.shape, tensor.dtype) == (given[0].shape, given[0].dtype):
-            yield changed([given[0] if other == place else item for other, item in enumerate(given)])
+            yield changed(
+                [given[0] if other == place else item for other, item in enumerate(given)]
+            )
     if is_first:
         dims = [tensor.dim() for tensor in given]
-        # A kernel that broadcasts may have been called with no two tensors of one shape, or with single numbers.
+        # A kernel that broadcasts may have been called with no two tensors of one shape, or with
+        # single numbers.
         for wanted in dict.fromkeys((tuple(dims), (max(dims),) * len(dims), (2,) * len(dims))):
             size = LARGE.get(max(wanted), 4)
-            many = [enlarged(tensor, (size,) * dim) for tensor, dim in zip(given, wanted, strict=True)]
+            many = [
+                enlarged(tensor, (size,) * dim) for tensor, dim in zip(given, wanted, strict=True)
+            ]
             yield changed(many)
             yield changed([laid_out(tensor, "P") for tensor in many])
 
@@ -315,9 +361,11 @@ def enlarged(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def laid_out(tensor: Tensor, letter: str) -> Tensor:
-    """The same values in a layout (see `roam.kernels.table.layout`; O is contiguous at an odd offset).
+    """The same values in a layout (see `roam.kernels.table.layout`; O is contiguous at an odd
+    offset).
 
-    An expanded tensor repeats its first values; where a layout does not exist for a shape, a contiguous tensor.
+    An expanded tensor repeats its first values; where a layout does not exist for a shape, a
+    contiguous tensor.
     """
     dims = tensor.dim()
     if letter == "L" and dims in (4, 5):
@@ -342,7 +390,9 @@ def laid_out(tensor: Tensor, letter: str) -> Tensor:
 class Harvest(TorchDispatchMode):
     """Shows the first calls of each overload, a bounded number for each of its dtypes."""
 
-    def __init__(self, show: Callable[[OpOverload, Any, Any, int], None], device: str, most: int) -> None:
+    def __init__(
+        self, show: Callable[[OpOverload, Any, Any, int], None], device: str, most: int
+    ) -> None:
         super().__init__()
         self.show = show
         self.device = device
@@ -353,11 +403,18 @@ class Harvest(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         returned = func(*args, **kwargs)
-        if candidate(func, self.device).way != "land":
+        if candidate(func, self.device).way != "copy_in":
             inputs, outputs = tensors((args, kwargs)), tensors(returned)
-            shape = repr(pytree.tree_map_only(Tensor, lambda t: (t.shape, t.stride(), t.dtype), (args, kwargs)))
+            shape = repr(
+                pytree.tree_map_only(
+                    Tensor, lambda t: (t.shape, t.stride(), t.dtype), (args, kwargs)
+                )
+            )
             key = func, dtypes_of(inputs, outputs)
-            is_small = sum(item.numel() * item.element_size() for item in (*inputs, *outputs)) <= MOST_BYTES
+            is_small = (
+                sum(item.numel() * item.element_size() for item in (*inputs, *outputs))
+                <= MOST_BYTES
+            )
             if is_small and (func, shape) not in self.seen and self.calls[key] < self.most:
                 self.seen.add((func, shape))
                 self.show(func, args, kwargs, self.calls[key])
@@ -365,7 +422,9 @@ class Harvest(TorchDispatchMode):
         return returned
 
 
-def operator_samples(names: list[str] | None, dtypes: Iterable[torch.dtype], device: str, most: int) -> Iterator[Any]:
+def operator_samples(
+    names: list[str] | None, dtypes: Iterable[torch.dtype], device: str, most: int
+) -> Iterator[Any]:
     """PyTorch's own samples: (operator, sample, whether to run backward)."""
     from torch.testing._internal.common_methods_invocations import op_db
 
@@ -379,7 +438,8 @@ def operator_samples(names: list[str] | None, dtypes: Iterable[torch.dtype], dev
             torch.manual_seed(0)
             try:
                 yield from (
-                    (op, item, backward) for item in itertools.islice(op.sample_inputs(device, dtype, backward), most)
+                    (op, item, backward)
+                    for item in itertools.islice(op.sample_inputs(device, dtype, backward), most)
                 )
             except Exception as error:  # noqa: BLE001 - a library that is not installed here
                 sys.stderr.write(f"{op.name} has no samples: {error}\n")
@@ -388,7 +448,11 @@ def operator_samples(names: list[str] | None, dtypes: Iterable[torch.dtype], dev
 def run_sample(op: Any, sample: Any, backward: bool) -> None:
     """Run an operator on a sample; what it does not support is passed over."""
     try:
-        results = [item for item in tensors(op(sample.input, *sample.args, **sample.kwargs)) if item.requires_grad]
+        results = [
+            item
+            for item in tensors(op(sample.input, *sample.args, **sample.kwargs))
+            if item.requires_grad
+        ]
         if backward and results:
             torch.autograd.backward(results, [torch.randn_like(item) for item in results])
     except Exception as error:  # noqa: BLE001 - see above
@@ -413,7 +477,9 @@ def run_fused(dtypes: Iterable[torch.dtype], device: str) -> None:
 
 
 def run_rows(dtypes: Iterable[torch.dtype], device: str) -> None:
-    """Call the operators that go by rows with as many, and in such forms, as samples do not have."""
+    """Call the operators that go by rows with as many, and in such forms, as samples do not
+    have.
+    """
     sizes = ((2, 32, 32, 16), (5, 37, 48, 16), (3, 197, 197, 8), (2, 256, 64, 8))
     for dtype, (samples, queries, keys, width) in itertools.product(dtypes, sizes):
         if dtype.is_floating_point:
@@ -425,15 +491,27 @@ def run_rows(dtypes: Iterable[torch.dtype], device: str) -> None:
 
 
 def run_attention(
-    samples: int, queries: int, keys: int, width: int, dtype: torch.dtype, device: str, masked: Any, causal: bool
+    samples: int,
+    queries: int,
+    keys: int,
+    width: int,
+    dtype: torch.dtype,
+    device: str,
+    masked: Any,
+    causal: bool,
 ) -> None:
     """Heads lie side by side, as projections make them."""
     query, key, value = (
-        torch.randn(samples, size, 3, width, device=device).to(dtype).transpose(1, 2).requires_grad_()
+        torch.randn(samples, size, 3, width, device=device)
+        .to(dtype)
+        .transpose(1, 2)
+        .requires_grad_()
         for size in (queries, keys, keys)
     )
     mask = None if masked is None else torch.randn(*masked, queries, keys, device=device).to(dtype)
-    result = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal)
+    result = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, is_causal=causal
+    )
     result.backward(torch.randn_like(result))
 
 
@@ -453,7 +531,9 @@ def establish(arguments: argparse.Namespace) -> Trials:
     with Harvest(trials, arguments.device, MOST_CALLS):
         run_rows(arguments.dtypes, arguments.device)
     names = None
-    for op, sample, backward in operator_samples(arguments.ops, arguments.dtypes, arguments.device, arguments.samples):
+    for op, sample, backward in operator_samples(
+        arguments.ops, arguments.dtypes, arguments.device, arguments.samples
+    ):
         if op.name != names:
             names = op.name
             sys.stderr.write(f"{names}\n")
@@ -466,24 +546,48 @@ def establish(arguments: argparse.Namespace) -> Trials:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--ops", nargs="*", help="operators of PyTorch's own database (default: all)")
-    parser.add_argument("--steps", nargs="*", default=STEPS, help="models of the zoo (default: %(default)s)")
-    parser.add_argument("--samples", type=int, default=6, help="samples of an operator and dtype (default %(default)s)")
-    parser.add_argument("--calls", type=int, default=5, help="calls of an overload and dtypes (default %(default)s)")
-    parser.add_argument("--dtypes", nargs="*", type=lambda name: getattr(torch, name), default=DTYPES)
-    parser.add_argument("--merge", action="store_true", help="only add overloads that the file does not know")
-    parser.add_argument("--dry", action="store_true", help="write to the screen instead of the file")
+    parser.add_argument(
+        "--ops", nargs="*", help="operators of PyTorch's own database (default: all)"
+    )
+    parser.add_argument(
+        "--steps", nargs="*", default=STEPS, help="models of the zoo (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--samples",
+        type=int,
+        default=6,
+        help="samples of an operator and dtype (default %(default)s)",
+    )
+    parser.add_argument(
+        "--calls", type=int, default=5, help="calls of an overload and dtypes (default %(default)s)"
+    )
+    parser.add_argument(
+        "--dtypes", nargs="*", type=lambda name: getattr(torch, name), default=DTYPES
+    )
+    parser.add_argument(
+        "--merge", action="store_true", help="only add overloads that the file does not know"
+    )
+    parser.add_argument(
+        "--dry", action="store_true", help="write to the screen instead of the file"
+    )
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     if arguments.device == "cpu":
         # Some operator on large tensors asks for all there is; it shall be told so.
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (used + MOST_WORKSPACE_BYTES, resource.RLIM_INFINITY))
+        resource.setrlimit(
+            resource.RLIMIT_AS, (used + MOST_WORKSPACE_BYTES, resource.RLIM_INFINITY)
+        )
     trials = establish(arguments)
     found = sorted(trials.found.items(), key=lambda item: item[0].name())
-    table = {"torch": torch.__version__.split("+")[0], "kernels": {op.name(): item.entry() for op, item in found}}
+    table = {
+        "torch": torch.__version__.split("+")[0],
+        "kernels": {op.name(): item.entry() for op, item in found},
+    }
     if arguments.dry:
         json.dump(table, sys.stdout, indent=1)
         return 0
@@ -491,7 +595,9 @@ def main() -> int:
     if arguments.merge:
         if known[arguments.device]["torch"] != table["torch"]:
             raise SystemExit("the table was established with another PyTorch")
-        table["kernels"] = dict(sorted({**table["kernels"], **known[arguments.device]["kernels"]}.items()))
+        table["kernels"] = dict(
+            sorted({**table["kernels"], **known[arguments.device]["kernels"]}.items())
+        )
     TABLE.write_text(text({**known, arguments.device: table}))
     sys.stdout.write(summary(arguments.device) + "\n")
     return 0
@@ -506,20 +612,28 @@ def summary(device: str) -> str:
         packet, _, rest = name.removeprefix("aten::").partition(".")
         target = getattr(getattr(torch.ops.aten, packet, None), rest or "default", None)
         # What PyTorch composes of others is never captured.
-        if target is None or torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd"):
+        if target is None or torch._C._dispatch_has_kernel_for_dispatch_key(
+            name, "CompositeImplicitAutograd"
+        ):
             continue
         found = placement(target, device)
         ways[found.way, found.reason.partition(":")[0]] += 1
         ways["in place", ""] += any(found.in_place.values())
-    return "\n".join(f"{number:5} {way:10} {reason}" for (way, reason), number in sorted(ways.items()))
+    return "\n".join(
+        f"{number:5} {way:10} {reason}" for (way, reason), number in sorted(ways.items())
+    )
 
 
 def text(tables: dict[str, Any]) -> str:
     """The file: one line an overload."""
     parts = []
     for device, table in sorted(tables.items()):
-        lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(entry)}" for name, entry in table["kernels"].items())
-        parts.append(f'{json.dumps(device)}: {{"torch": {json.dumps(table["torch"])}, "kernels": {{\n{lines}\n}}}}')
+        lines = ",\n".join(
+            f"{json.dumps(name)}: {json.dumps(entry)}" for name, entry in table["kernels"].items()
+        )
+        parts.append(
+            f'{json.dumps(device)}: {{"torch": {json.dumps(table["torch"])}, "kernels": {{\n{lines}\n}}}}'
+        )
     return "{" + ",\n".join(parts) + "}\n"
 
 

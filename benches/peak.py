@@ -1,8 +1,10 @@
-"""What is live at the peak of an order: `python benches/peak.py vgg11 32 eager_updates`, a row of the paper's table or a graph file, and an order.
+"""What is live at the peak of an order: `python benches/peak.py vgg11 32 eager_updates`, a row of
+the paper's table or a graph file, and an order.
 
-It prints the kinds of tensors, the largest tensors with the steps that they live through, and what PyTorch's caching allocator reserves: the last tensors
-for which it asks the device for more, and how much is free by then, in pieces that are too small. The order is one that `roam.baseline` knows, or `roam`.
-What enters the step is in the peak, but not in the list.
+It prints the kinds of tensors, the largest tensors with the steps that they live through, and what
+PyTorch's caching allocator reserves: the last tensors for which it asks the device for more, and
+how much is free by then, in pieces that are too small. The order is one that `roam.baseline` knows,
+or `roam`. What enters the step is in the peak, but not in the list.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ def lives(graph: roam.Graph, order: Sequence[int]) -> Lives:
             stays = tensor.residency == "leaves"
             found[tensor.id] = (
                 made,
-                len(order) - 1 if stays else max((turn[u] for u in graph.users(tensor.id)), default=made),
+                len(order) - 1
+                if stays
+                else max((turn[u] for u in graph.users(tensor.id)), default=made),
             )
     return found
 
@@ -49,7 +53,11 @@ def kind(graph: roam.Graph, tensor: int) -> str:
     found, creator = graph.tensor(tensor), graph.creator(tensor)
     phase = "" if creator is None else graph.operator(creator).phase
     is_updated_by = any(graph.operator(user).phase == "update" for user in graph.users(tensor))
-    return "gradient of a weight" if phase == "backward" and is_updated_by else f"{found.kind}, {phase}"
+    return (
+        "gradient of a weight"
+        if phase == "backward" and is_updated_by
+        else f"{found.kind}, {phase}"
+    )
 
 
 def at_the_peak(graph: roam.Graph, order: Sequence[int], most: int) -> Iterator[str]:
@@ -71,7 +79,9 @@ def at_the_peak(graph: roam.Graph, order: Sequence[int], most: int) -> Iterator[
         yield f"{found.counted_bytes / MIB:12,.2f}  {found.name} {module} ({kind(graph, tensor)}), steps {spans[tensor][0]} to {spans[tensor][1]}"
 
 
-def in_the_allocator(graph: roam.Graph, order: Sequence[int], most: int, *, expandable: bool) -> Iterator[str]:
+def in_the_allocator(
+    graph: roam.Graph, order: Sequence[int], most: int, *, expandable: bool
+) -> Iterator[str]:
     """What the first of the steps reserves, and the last tensors that it reserves more for."""
     spans = lives(graph, order)
     dying: list[list[int]] = [[] for _ in order]
@@ -91,7 +101,11 @@ def in_the_allocator(graph: roam.Graph, order: Sequence[int], most: int, *, expa
             grown.append(
                 f"{(now - before) / MIB:12,.2f}  for {found.name} ({found.counted_bytes / MIB:,.2f}), {(before - in_use) / MIB:,.2f} being free"
             )
-        in_use += graph.tensor(tensor).counted_bytes if size is not None else -graph.tensor(tensor).counted_bytes
+        in_use += (
+            graph.tensor(tensor).counted_bytes
+            if size is not None
+            else -graph.tensor(tensor).counted_bytes
+        )
         before = now
     yield from grown[-most:]
 
@@ -103,7 +117,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("order", nargs="?", default="program")
     parser.add_argument("--most", type=int, default=6, help="how many tensors to name")
     chosen = parser.parse_args(arguments)
-    graph = roam.Graph.load(chosen.model) if Path(chosen.model).exists() else paper_graph(chosen.model, chosen.batch)
+    graph = (
+        roam.Graph.load(chosen.model)
+        if Path(chosen.model).exists()
+        else paper_graph(chosen.model, chosen.batch)
+    )
     order = order_by(graph, chosen.order)
     for line in at_the_peak(graph, order, chosen.most):
         print(line)

@@ -1,9 +1,11 @@
 """How much of what a step makes lies in the static pool, for models of the zoo with AdamW.
 
     python benches/pool_share.py                                          # minutes; up to 4 GiB
-    python benches/pool_share.py --fake llama-1b:1:512 vit_b_16:4         # without running a kernel, so without what kernels take
+    python benches/pool_share.py --fake llama-1b:1:512 vit_b_16:4         # without running a
+    kernel, so without what kernels take
 
-Each step is captured and planned as by `roam.compile`; nothing of it is run but kernels that may take memory for themselves.
+Each step is captured and planned as by `roam.compile`; nothing of it is run but kernels that may
+take memory for themselves.
 """
 
 from __future__ import annotations
@@ -16,9 +18,16 @@ import roam
 from roam import zoo
 from roam.capture.step import capture_step
 from roam.report.table import columns
-from roam.runtime.choose import Choice, choose
+from roam.runtime.strategy import Choice, choose
 
-STEPS = ("bert-tiny:2:64", "bert-tiny:8:128", "bert-base:1:512", "gpt2:1:512", "vit_b_16:4", "resnet18:4")
+STEPS = (
+    "bert-tiny:2:64",
+    "bert-tiny:8:128",
+    "bert-base:1:512",
+    "gpt2:1:512",
+    "vit_b_16:4",
+    "resnet18:4",
+)
 
 
 def chosen(step: str, *, fake: bool) -> Choice:
@@ -31,7 +40,9 @@ def chosen(step: str, *, fake: bool) -> Choice:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("steps", nargs="*", default=STEPS, metavar="NAME:BATCH[:TOKENS]")
     parser.add_argument("--fake", action="store_true", help="on fake tensors")
     arguments = parser.parse_args()
@@ -46,7 +57,10 @@ def main() -> int:
             if size == choice.total_bytes and (name != "allocator") is choice.uses_pool
         )
         share = choice.pooled_bytes / choice.made_bytes
-        sizes = [f"{size / 2**20:,.2f}" for size in (choice.made_bytes, choice.total_bytes, totals["allocator"])]
+        sizes = [
+            f"{size / 2**20:,.2f}"
+            for size in (choice.made_bytes, choice.total_bytes, totals["allocator"])
+        ]
         rows.append((step, sizes[0], f"{share:.1%}", *sizes[1:], how))
     print(columns(rows, right=(1, 2, 3, 4)))
     return 0

@@ -1,23 +1,27 @@
-"""Real training steps in several ways on one device, side by side: their memory, their speed and their bits.
+"""Real training steps in several ways on one device, side by side: their memory, their speed and
+their bits.
 
-    python benches/training.py --output training.json                     # on the GPU; without one it says so, and that is all
-    python benches/training.py --device cpu --threads 1 --output cpu.json
+    python benches/training.py --output training.json                     # on the GPU; without one
+    it says so, and that is all python benches/training.py --device cpu --threads 1 --output
+    cpu.json
 
 | way | what runs |
 |---|---|
 | `eager` | PyTorch; the others are compared with it |
 | `eager-again` | the same in another process: whether eager PyTorch gives its own bits again |
 | `eager-expandable` | with `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True` |
-| `in-backward` | an optimizer per parameter, stepped by a hook as soon as the gradient is complete |
+| `in-backward` | an optimizer per parameter, stepped by a hook when the gradient is complete |
 | `torch-compile` | the model through `torch.compile` |
 | `roam` | `roam.compile`, which chooses whether to use a pool |
 | `roam-pool`, `roam-no-pool` | the same with `pool=True` and `pool=False` |
 
-Each row runs in a process of its own: its peaks and its allocator are its own, and if it dies the others go on. Rows that do not fit
-into ``--minutes`` any more are listed as not run. Exits with 1 if a roam row failed, or gave other bits where eager PyTorch gives its
-own again; what roam refuses, and what runs out of memory, is a row like any other.
+Each row runs in a process of its own: its peaks and its allocator are its own, and if it dies the
+others go on. Rows that do not fit into ``--minutes`` any more are listed as not run. Exits with 1
+if a roam row failed, or gave other bits where eager PyTorch gives its own again; what roam refuses,
+and what runs out of memory, is a row like any other.
 
-Needs torch and roam. Models of roam's zoo (`zoo/NAME`) need the libraries that they come from, and are skipped without.
+Needs torch and roam. Models of roam's zoo (`zoo/NAME`) need the libraries that they come from, and
+are skipped without.
 """
 
 from __future__ import annotations
@@ -94,8 +98,12 @@ def wanted(arguments: argparse.Namespace, machine: dict[str, Any]) -> list[dict[
 
 
 def _less_telling(row: dict[str, Any], models: Sequence[str]) -> int:
-    """0 for the rows that tell most: the first two models in float32, run by eager PyTorch and by roam."""
-    return (row["way"] not in _MAIN) + (row["model"] not in models[:2]) + (row["dtype"] != DTYPES[0])
+    """0 for the rows that tell most: the first two models in float32, run by eager PyTorch and by
+    roam.
+    """
+    return (
+        (row["way"] not in _MAIN) + (row["model"] not in models[:2]) + (row["dtype"] != DTYPES[0])
+    )
 
 
 def _too_large(row: dict[str, Any], machine: dict[str, Any]) -> str:
@@ -128,7 +136,9 @@ def run_all(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> Iterat
             yield row
 
 
-def run_one(row: dict[str, Any], reference: Path, limit_s: float, arguments: argparse.Namespace) -> dict[str, Any]:
+def run_one(
+    row: dict[str, Any], reference: Path, limit_s: float, arguments: argparse.Namespace
+) -> dict[str, Any]:
     """One row in a process of its own; its findings, with a status whatever happened."""
     reply = reference.with_name("reply.json")
     reply.unlink(missing_ok=True)
@@ -157,11 +167,17 @@ def run_one(row: dict[str, Any], reference: Path, limit_s: float, arguments: arg
             child.wait()
         errors.seek(0)
         said = " ".join(errors.read()[-300:].split())
-    values: dict[str, Any] = json.loads(reply.read_text()) if reply.exists() else {"status": "died", "phase": "import"}
+    values: dict[str, Any] = (
+        json.loads(reply.read_text()) if reply.exists() else {"status": "died", "phase": "import"}
+    )
     if is_late:
         values["status"] = f"timed out: after {limit_s:.0f} s, {values['phase']}"
     elif values["status"] == "died":
-        how = f"signal {-child.returncode}" if child.returncode < 0 else f"exit code {child.returncode}"
+        how = (
+            f"signal {-child.returncode}"
+            if child.returncode < 0
+            else f"exit code {child.returncode}"
+        )
         values["status"] = f"died: {how}, {values['phase']}" + (f": {said}" if said else "")
     return values
 
@@ -190,7 +206,9 @@ def describe() -> dict[str, Any]:
     """The machine, from a process of its own: this one touches no device."""
     environment = _surroundings("", deterministic=False)
     command = [sys.executable, str(CHILD), "describe"]
-    finished = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
+    finished = subprocess.run(
+        command, env=environment, check=True, stdout=subprocess.PIPE, text=True
+    )
     values: dict[str, Any] = json.loads(finished.stdout)
     return values | {"python": platform.python_version(), "machine": platform.machine()}
 
@@ -209,14 +227,18 @@ def commit() -> str | None:
 
 def judge(rows: list[dict[str, Any]]) -> list[str]:
     """What is wrong with our rows."""
-    stable = {_group(row) for row in rows if row["way"] == "eager-again" and row.get("bits") == "equal"}
+    stable = {
+        _group(row) for row in rows if row["way"] == "eager-again" and row.get("bits") == "equal"
+    }
     wrong = []
     for row in rows:
         name = f"{' '.join(_group(row))} {row['way']}"
         if row["way"] in OURS and row["status"].startswith(("failed", "died")):
             wrong.append(f"{name}: {row['status']}")
         elif row["way"] in OURS and row.get("bits") == "differ" and _group(row) in stable:
-            wrong.append(f"{name}: other bits than eager PyTorch, by up to {row['largest_difference']:.3g}")
+            wrong.append(
+                f"{name}: other bits than eager PyTorch, by up to {row['largest_difference']:.3g}"
+            )
     return wrong
 
 
@@ -229,18 +251,26 @@ def table(rows: list[dict[str, Any]]) -> str:
         again = next((row for row in of_group if row["way"] == "eager-again"), {})
         first = of_group[0]
         size = first["seq"] if group[0].startswith("gpt2") else first["image"]
-        sizes = f"batch {first['batch']}, {'seq' if group[0].startswith('gpt2') else 'pixels'} {size}"
+        sizes = (
+            f"batch {first['batch']}, {'seq' if group[0].startswith('gpt2') else 'pixels'} {size}"
+        )
         head = (
             "way", "peak MiB", "reserved MiB", "of eager", "planned MiB", "meas./plan",
             "steps/s", "x eager", "host us/op", "+us/op", "first s", "bits, status",
         )  # fmt: skip
         lines = [head, *(_line(row, eager, again.get("bits"), len(head)) for row in of_group)]
-        parts.append(f"{', '.join(group)}, {sizes}\n\n{columns(lines, right=tuple(range(1, len(head) - 1)))}\n")
-        parts.extend(_shares(row["shares"], row["uses_pool"]) for row in of_group if "shares" in row)
+        parts.append(
+            f"{', '.join(group)}, {sizes}\n\n{columns(lines, right=tuple(range(1, len(head) - 1)))}\n"
+        )
+        parts.extend(
+            _shares(row["shares"], row["uses_pool"]) for row in of_group if "shares" in row
+        )
     return "\n".join(parts)
 
 
-def _line(row: dict[str, Any], eager: dict[str, Any], again: str | None, cells: int) -> tuple[str, ...]:
+def _line(
+    row: dict[str, Any], eager: dict[str, Any], again: str | None, cells: int
+) -> tuple[str, ...]:
     memory, speed = row.get("memory"), row.get("speed", {})
     if memory is None:
         return row["way"], *[""] * (cells - 2), row["status"]
@@ -248,7 +278,9 @@ def _line(row: dict[str, Any], eager: dict[str, Any], again: str | None, cells: 
     base = eager.get("memory", {}).get("allocated_bytes")
     bits = row.get("bits", "reference" if row["way"] == "eager" else "")
     if bits == "differ":
-        bits = f"differ by {row['largest_difference']:.2g}" + (", as eager's own do" if again == "differ" else "")
+        bits = f"differ by {row['largest_difference']:.2g}" + (
+            ", as eager's own do" if again == "differ" else ""
+        )
     if row["status"] != "ok":
         bits = f"{bits} {row['status']}".strip()
     return (
@@ -268,7 +300,9 @@ def _line(row: dict[str, Any], eager: dict[str, Any], again: str | None, cells: 
 
 
 def _shares(totals: dict[str, int], uses_pool: bool) -> str:
-    """Where the saving comes from; in all of them a gradient dies when its update is done, in eager PyTorch at the next step."""
+    """Where the saving comes from; in all of them a gradient dies when its update is done, in eager
+    PyTorch at the next step.
+    """
     program = totals["program_order"]
     names = {
         "program_order": "program order",
@@ -277,7 +311,10 @@ def _shares(totals: dict[str, int], uses_pool: bool) -> str:
         "joined_calls": "the same with pairs of calls as one",
         "what_runs": "what runs, with its pool" if uses_pool else "what runs, without a pool",
     }
-    rows = [(f"  {said}", _mib(totals[name]), f"{totals[name] / program:.1%}") for name, said in names.items()]
+    rows = [
+        (f"  {said}", _mib(totals[name]), f"{totals[name] / program:.1%}")
+        for name, said in names.items()
+    ]
     return columns([("  totals by plan", "MiB", "of program order"), *rows], right=(1, 2)) + "\n"
 
 
@@ -291,24 +328,46 @@ def _number(value: float | None, form: str) -> str:
 
 def parse(options: Sequence[str] | None = None) -> argparse.Namespace:
     """The settings; of the command line where no options are given."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="(default cuda)")
-    parser.add_argument("--models", nargs="+", metavar="NAME", help="of training_models.py, or zoo/NAME")
+    parser.add_argument(
+        "--models", nargs="+", metavar="NAME", help="of training_models.py, or zoo/NAME"
+    )
     parser.add_argument("--ways", nargs="+", choices=WAYS, metavar="WAY")
-    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, metavar="DTYPE", help="of the model's weights")
-    parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, metavar="FORM", help="AdamW's forms")
+    parser.add_argument(
+        "--dtypes", nargs="+", choices=DTYPES, metavar="DTYPE", help="of the model's weights"
+    )
+    parser.add_argument(
+        "--optimizers", nargs="+", choices=OPTIMIZERS, metavar="FORM", help="AdamW's forms"
+    )
     parser.add_argument("--batch", type=int, metavar="N", help="samples")
     parser.add_argument("--seq", type=int, metavar="N", help="tokens in a sequence")
     parser.add_argument("--image", type=int, metavar="N", help="pixels on a side")
-    parser.add_argument("--steps", type=int, default=5, metavar="K", help="steps that are compared (default 5)")
+    parser.add_argument(
+        "--steps", type=int, default=5, metavar="K", help="steps that are compared (default 5)"
+    )
     parser.add_argument("--seed", type=int, default=0, metavar="N")
-    parser.add_argument("--minutes", type=float, default=8.0, metavar="M", help="time for all rows (default 8)")
-    parser.add_argument("--limit", type=float, default=150.0, metavar="S", help="seconds for one row (default 150)")
-    parser.add_argument("--timed-s", type=float, default=5.0, metavar="S", help="seconds of timed steps (default 5)")
+    parser.add_argument(
+        "--minutes", type=float, default=8.0, metavar="M", help="time for all rows (default 8)"
+    )
+    parser.add_argument(
+        "--limit", type=float, default=150.0, metavar="S", help="seconds for one row (default 150)"
+    )
+    parser.add_argument(
+        "--timed-s", type=float, default=5.0, metavar="S", help="seconds of timed steps (default 5)"
+    )
     parser.add_argument("--threads", type=int, metavar="N", help="PyTorch's threads on the CPU")
-    parser.add_argument("--deterministic", action="store_true", help="PyTorch's deterministic kernels only")
-    parser.add_argument("--commit", metavar="HASH", help="what was installed (default: the checkout's commit)")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="where to write all findings as JSON")
+    parser.add_argument(
+        "--deterministic", action="store_true", help="PyTorch's deterministic kernels only"
+    )
+    parser.add_argument(
+        "--commit", metavar="HASH", help="what was installed (default: the checkout's commit)"
+    )
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="where to write all findings as JSON"
+    )
     arguments = parser.parse_args(options)
     if arguments.steps < 3:
         parser.error("--steps must be at least 3: two come before the steady ones")
@@ -332,18 +391,31 @@ def main() -> int:
     }
     if arguments.device == "cuda" and not machine["cuda_available"]:
         report["status"] = "skipped"
-        print("skipped: this machine has no CUDA device that PyTorch can use; --device cpu runs the same on the CPU")
+        print(
+            "skipped: this machine has no CUDA device that PyTorch can use; --device cpu runs the same on the CPU"
+        )
     else:
-        where = machine.get("device_name") if arguments.device == "cuda" else f"CPU, {machine['machine']}"
+        where = (
+            machine.get("device_name")
+            if arguments.device == "cuda"
+            else f"CPU, {machine['machine']}"
+        )
         versions = f"torch {machine['torch']}, Python {machine['python']}, roam {roam.__version__}"
         print(f"{report['date']}, {where}, {versions}, commit {report['commit']}\n", flush=True)
         for row in run_all(wanted(arguments, machine), arguments):
             report["rows"].append(row)
-            print(f"{' '.join(_group(row))} {row['way']}: {row['status']}", file=sys.stderr, flush=True)
+            print(
+                f"{' '.join(_group(row))} {row['way']}: {row['status']}",
+                file=sys.stderr,
+                flush=True,
+            )
             _save(report, arguments.output)
         report["wrong"] = judge(report["rows"])
         print(table(report["rows"]))
-        print("\n".join(f"WRONG: {line}" for line in report["wrong"]) or "nothing wrong with roam's rows")
+        print(
+            "\n".join(f"WRONG: {line}" for line in report["wrong"])
+            or "nothing wrong with roam's rows"
+        )
     _save(report, arguments.output)
     return 1 if report["wrong"] else 0
 

@@ -1,4 +1,6 @@
-"""GPT-2 and ResNet in plain PyTorch, at their published sizes: what `training.py` trains needs no other library."""
+"""GPT-2 and ResNet in plain PyTorch, at their published sizes: what `training.py` trains needs no
+other library.
+"""
 
 from __future__ import annotations
 
@@ -106,7 +108,11 @@ class Gpt2(nn.Module):
                 nn.init.zeros_(parameter)
             elif "norm" not in name:
                 # What is added to the residual stream is scaled down by the number of additions.
-                depth = 2 * size.layers if name.endswith(("attention.out.weight", "shrink.weight")) else 1
+                depth = (
+                    2 * size.layers
+                    if name.endswith(("attention.out.weight", "shrink.weight"))
+                    else 1
+                )
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(depth))
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -149,21 +155,30 @@ class Attention(nn.Module):
         self.dropout = nn.Dropout(size.dropout)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        query, key, value = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.into(x).chunk(3, -1))
-        mixed = functional.scaled_dot_product_attention(query, key, value, dropout_p=self.rate, is_causal=True)
+        query, key, value = (
+            part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for part in self.into(x).chunk(3, -1)
+        )
+        mixed = functional.scaled_dot_product_attention(
+            query, key, value, dropout_p=self.rate, is_causal=True
+        )
         return self.dropout(self.out(mixed.transpose(1, 2).flatten(2)))
 
 
 @dataclass(frozen=True)
 class ResNetSize:
-    """Blocks in each of the four stages, and whether a block narrows its input for its 3x3 convolution."""
+    """Blocks in each of the four stages, and whether a block narrows its input for its 3x3
+    convolution.
+    """
 
     blocks: tuple[int, int, int, int]
     is_bottleneck: bool
 
 
 class ResNet(nn.Module):
-    """ResNet (He et al. 2016) with its loss; a block that halves the image does so in its 3x3 convolution."""
+    """ResNet (He et al. 2016) with its loss; a block that halves the image does so in its 3x3
+    convolution.
+    """
 
     def __init__(self, size: ResNetSize) -> None:
         super().__init__()
@@ -200,7 +215,9 @@ class ResidualBlock(nn.Module):
             parts = [(channels, width, 3, stride), (width, out, 3, 1)]
         self.convolutions = nn.ModuleList(_convolution(*part) for part in parts)
         is_same = stride == 1 and channels == out
-        self.shortcut: nn.Module = nn.Identity() if is_same else _convolution(channels, out, 1, stride)
+        self.shortcut: nn.Module = (
+            nn.Identity() if is_same else _convolution(channels, out, 1, stride)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = x

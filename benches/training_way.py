@@ -1,14 +1,18 @@
-"""One model trained in one way, in this process alone; started by `training.py`, once for every row.
+"""One model trained in one way, in this process alone; started by `training.py`, once for every
+row.
 
     python benches/training_way.py REQUEST REPLY
 
-REQUEST is JSON; REPLY is the file that the findings are written to, again after every phase: what was measured before a process
-died or ran out of time is not lost.
+REQUEST is JSON; REPLY is the file that the findings are written to, again after every phase: what
+was measured before a process died or ran out of time is not lost.
 
 1. The model is made from a seed, and the first step's memory is measured.
-2. From the third step on it is steady: a plan's first run of its own checks every kernel. The memory of steps 3 to k is measured.
-3. Losses and parameters after step k are compared, bit for bit, with those that eager PyTorch left on disk.
-4. Steps are timed, each beside one of eager PyTorch on a second model where there is memory for two.
+2. From the third step on it is steady: a plan's first run of its own checks every kernel. The
+  memory of steps 3 to k is measured.
+3. Losses and parameters after step k are compared, bit for bit, with those that eager PyTorch left
+  on disk.
+4. Steps are timed, each beside one of eager PyTorch on a second model where there is memory for
+  two.
 """
 
 from __future__ import annotations
@@ -29,7 +33,7 @@ import torch
 from training_models import Missing, Training, build
 
 import roam
-from roam.runtime.measure import measure_peak, observed
+from roam.runtime.memory_profiler import measure_peak, observed
 
 POOLS = {"roam": None, "roam-pool": True, "roam-no-pool": False}
 """Our ways, with the pool that each asks for."""
@@ -73,13 +77,19 @@ class Way:
             dtype=request["dtype"], device=request["device"],
         )  # fmt: skip
         self.parameters = list(self.training.model.parameters())
-        options = {"foreach=False": {"foreach": False}, "fused": {"fused": True}, "default": {}}[request["optimizer"]]
+        options = {"foreach=False": {"foreach": False}, "fused": {"fused": True}, "default": {}}[
+            request["optimizer"]
+        ]
 
         def make(parameters: Any) -> torch.optim.Optimizer:
             return torch.optim.AdamW(parameters, lr=1e-3, **options)
 
-        self.optimizer: Any = OneEach(self.parameters, make) if way == "in-backward" else make(self.parameters)
-        self.model: Any = torch.compile(self.training.model) if way == "torch-compile" else self.training.model
+        self.optimizer: Any = (
+            OneEach(self.parameters, make) if way == "in-backward" else make(self.parameters)
+        )
+        self.model: Any = (
+            torch.compile(self.training.model) if way == "torch-compile" else self.training.model
+        )
         train_step = self.training.train_step
         self.compiled = roam.compile(train_step, pool=POOLS[way]) if way in POOLS else None
         self._step = self.compiled or train_step
@@ -178,7 +188,13 @@ class Row:
             self.say("compared", losses=losses, bits="no reference")
             return
         reference = torch.load(path, mmap=True, weights_only=True)
-        largest = max(map(difference, torch.tensor(losses).double(), torch.tensor(reference["losses"]).double()))
+        largest = max(
+            map(
+                difference,
+                torch.tensor(losses).double(),
+                torch.tensor(reference["losses"]).double(),
+            )
+        )
         same = repr(losses) == repr(reference["losses"])
         for final, expected in zip(finals, reference["parameters"], strict=True):
             mine = final.cpu()
@@ -189,7 +205,9 @@ class Row:
         self.say("compared", losses=losses, bits=bits, largest_difference=0.0 if same else largest)
 
     def time(self, way: Way) -> None:
-        """Seconds of a step; where memory allows, each beside one of eager PyTorch on a model of its own."""
+        """Seconds of a step; where memory allows, each beside one of eager PyTorch on a model of
+        its own.
+        """
         twin = self.twin(way)
         mine: list[tuple[float, float]] = []
         other: list[tuple[float, float]] = []
@@ -202,7 +220,9 @@ class Row:
         if other:
             values["beside_eager"] = timing(other)
             # Neighbours in time share the machine's troubles.
-            values["speed_of_eager"] = statistics.median(b[0] / a[0] for a, b in zip(mine, other, strict=True))
+            values["speed_of_eager"] = statistics.median(
+                b[0] / a[0] for a, b in zip(mine, other, strict=True)
+            )
         if operators := self.values.get("operators"):
             if self.on_cuda:  # where a call returns before the device is done
                 values["host_us_per_operator"] = values["host_s"] / operators * 1e6
@@ -212,7 +232,9 @@ class Row:
         self.say("timed", speed=values)
 
     def twin(self, way: Way) -> Way | None:
-        """Eager PyTorch on a second model, warm; None where it would tell nothing or does not fit."""
+        """Eager PyTorch on a second model, warm; None where it would tell nothing or does not
+        fit.
+        """
         if self.way in _ALONE or not self.has_room():
             return None
         with contextlib.suppress(torch.OutOfMemoryError):
@@ -229,7 +251,9 @@ class Row:
         return twin
 
     def has_room(self) -> bool:
-        """Whether eager PyTorch fits beside what is here: a step that runs out of memory half-way could not be timed any more."""
+        """Whether eager PyTorch fits beside what is here: a step that runs out of memory half-way
+        could not be timed any more.
+        """
         peak = int(self.values["memory"]["allocated_bytes"])
         eager = 1.1 * max(peak, self.values.get("program_order_bytes", 0))
         if self.on_cuda:
@@ -284,7 +308,9 @@ def planned(step: Any, measured_bytes: int) -> dict[str, Any]:
 
 
 def shares(step: Any) -> dict[str, int]:
-    """Totals by plan: as eager orders the step, then with one thing more at a time, and as the step runs."""
+    """Totals by plan: as eager orders the step, then with one thing more at a time, and as the step
+    runs.
+    """
     captured = step._captures[0]
     choice = captured.runners[-1].choice
     graph = choice.eager_graph
@@ -337,7 +363,10 @@ def ending(error: Exception, way: str) -> str:
         return f"refused: {text}"
     if any(map(is_out_of_memory, (error, error.__cause__))):
         return f"out of memory: {text}"
-    cannot = package.startswith(("torch._dynamo", "torch._inductor", "triton")) or "compiler" in text.lower()
+    cannot = (
+        package.startswith(("torch._dynamo", "torch._inductor", "triton"))
+        or "compiler" in text.lower()
+    )
     if way == "torch-compile" and cannot:
         return f"skipped: torch.compile cannot run here: {type(error).__name__}: {text}"
     return f"failed: {type(error).__name__}: {text}"
@@ -368,7 +397,11 @@ def main() -> None:
     try:
         row.run()
     except Exception as error:  # noqa: BLE001 - whatever it is, the row says so
-        row.say(row.values["phase"], status=ending(error, row.way), traceback=traceback.format_exc()[-4000:])
+        row.say(
+            row.values["phase"],
+            status=ending(error, row.way),
+            traceback=traceback.format_exc()[-4000:],
+        )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
-"""Train a small GPT-2 twice, by eager PyTorch and by a roam plan, and compare every loss bit for bit.
+"""Train a small GPT-2 twice, by eager PyTorch and by a roam plan, and compare every loss bit for
+bit.
 
-The text is this repository's own documentation and licence, a byte a token, so nothing is downloaded. Model, dropout,
-AdamW and the cosine schedule are what one would write without roam; the only difference is `roam.compile`. Norm clipping
-would work too, but it needs every gradient at once, so no order could free one early.
+The text is this repository's own documentation and licence, a byte a token, so nothing is
+downloaded. Model, dropout, AdamW and the cosine schedule are what one would write without roam; the
+only difference is `roam.compile`. Norm clipping would work too, but it needs every gradient at
+once, so no order could free one early.
 
 Exits with 1 if any loss or any final parameter differs in any bit.
 """
@@ -18,7 +20,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-# Memory is measured by PyTorch's profiler, which would report its own start and end among the results.
+# Memory is measured by PyTorch's profiler, which would report its own start and end among the
+# results.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
@@ -37,11 +40,17 @@ BATCH = 2
 
 def read_text() -> torch.Tensor:
     """All of the repository's documentation as bytes, int64 [characters]."""
-    files = [*sorted(REPOSITORY.glob("*.md")), *sorted(REPOSITORY.glob("docs/**/*.md")), REPOSITORY / "LICENSE"]
+    files = [
+        *sorted(REPOSITORY.glob("*.md")),
+        *sorted(REPOSITORY.glob("docs/**/*.md")),
+        REPOSITORY / "LICENSE",
+    ]
     return torch.tensor(list(b"\n".join(file.read_bytes() for file in files)))
 
 
-def train_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, tokens: torch.Tensor) -> torch.Tensor:
+def train_step(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, tokens: torch.Tensor
+) -> torch.Tensor:
     """One step of training on tokens [batch, seq]; returns the loss, a scalar."""
     optimizer.zero_grad()
     loss = model(input_ids=tokens, labels=tokens).loss
@@ -61,9 +70,11 @@ class Run:
 
 
 def train(step: Callable[..., torch.Tensor], compiled: Step, text: torch.Tensor, steps: int) -> Run:
-    """Train a new model for ``steps`` steps; the same seeds, so the same model, batches and dropout, at every call.
+    """Train a new model for ``steps`` steps; the same seeds, so the same model, batches and
+    dropout, at every call.
 
-    The last two steps' memory is measured; the time of a step is the median of those before, so capture is left out.
+    The last two steps' memory is measured; the time of a step is the median of those before, so
+    capture is left out.
     """
     measured = compiled.measured if step is compiled else compiled.measured_eagerly
     torch.manual_seed(0)
@@ -89,7 +100,8 @@ def train(step: Callable[..., torch.Tensor], compiled: Step, text: torch.Tensor,
         starts = torch.randint(len(text) - SEQ, (BATCH,), generator=draw)
         tokens = torch.stack([text[start : start + SEQ] for start in starts.tolist()])
         if number > steps - 2:
-            # Twice, since the gradients that an eager step leaves are seen to die if they were seen to be made.
+            # Twice, since the gradients that an eager step leaves are seen to die if they were seen
+            # to be made.
             loss = measured(model, optimizer, tokens)
         else:
             start_s = time.perf_counter()
@@ -103,8 +115,12 @@ def train(step: Callable[..., torch.Tensor], compiled: Step, text: torch.Tensor,
 
 def main() -> int:
     """Train both ways, print the comparison, and return the exit code."""
-    parser = argparse.ArgumentParser(description="Train a small GPT-2 by eager PyTorch and by a roam plan.")
-    parser.add_argument("--steps", type=int, default=20, metavar="N", help="at least 5 (default 20)")
+    parser = argparse.ArgumentParser(
+        description="Train a small GPT-2 by eager PyTorch and by a roam plan."
+    )
+    parser.add_argument(
+        "--steps", type=int, default=20, metavar="N", help="at least 5 (default 20)"
+    )
     steps = parser.parse_args().steps
     if steps < 5:
         parser.error("--steps must be at least 5")
@@ -117,23 +133,39 @@ def main() -> int:
 
     print(f"\n{'step':>4}  {'eager loss':>20}  {'loss by plan':>20}")
     for number, (one, other) in enumerate(zip(eager.losses, planned.losses, strict=True), start=1):
-        print(f"{number:>4}  {one!r:>20}  {other!r:>20}  {'equal' if one == other else 'DIFFERENT'}")
+        print(
+            f"{number:>4}  {one!r:>20}  {other!r:>20}  {'equal' if one == other else 'DIFFERENT'}"
+        )
 
     of_eager, of_plan = eager.memory, planned.memory
     rows = (
-        ("eager", of_eager.program_order_bytes, of_eager.eager_measured_bytes, of_eager.eager_workspace_bytes, eager),
+        (
+            "eager",
+            of_eager.program_order_bytes,
+            of_eager.eager_measured_bytes,
+            of_eager.eager_workspace_bytes,
+            eager,
+        ),
         ("by plan", of_plan.total_bytes, of_plan.measured_bytes, of_plan.workspace_bytes, planned),
     )
-    print(f"\n{'memory of a step':<18}  {'planned':>12}  {'measured':>12}  {'in kernels':>12}  {'s per step':>10}")
+    print(
+        f"\n{'memory of a step':<18}  {'planned':>12}  {'measured':>12}  {'in kernels':>12}  {'s per step':>10}"
+    )
     for name, *sizes, run in rows:
         shown = "  ".join(f"{format_bytes(size or 0):>12}" for size in sizes)
         print(f"{name:<18}  {shown}  {run.seconds_per_step:>10.3f}")
-    print("(all that is allocated while the step runs; in kernels: the part that they took for themselves at the peak)")
+    print(
+        "(all that is allocated while the step runs; in kernels: the part that they took for themselves at the peak)"
+    )
 
     plan = dict(compiled.plans)[train_step.__name__]
-    print(f"\nthe plan: pool and what stays outside it are {plan.gap:.2%} above the least that any plan can have")
+    print(
+        f"\nthe plan: pool and what stays outside it are {plan.gap:.2%} above the least that any plan can have"
+    )
 
-    same = eager.losses == planned.losses and all(map(torch.equal, eager.parameters, planned.parameters))
+    same = eager.losses == planned.losses and all(
+        map(torch.equal, eager.parameters, planned.parameters)
+    )
     print(f"losses and final parameters: {'equal bit for bit' if same else 'DIFFERENT'}")
     return 0 if same else 1
 

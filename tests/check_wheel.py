@@ -1,6 +1,7 @@
 """Run by ``make wheel-test`` in an environment that holds numpy and the wheel alone.
 
-Shows that a graph file is planned, saved and verified without torch, without mip and without a Rust toolchain.
+Shows that a graph file is planned, saved and verified without torch, without mip and without a Rust
+toolchain.
 """
 
 from __future__ import annotations
@@ -22,8 +23,12 @@ def main() -> None:
     import roam
 
     for absent in ("torch", "mip"):
-        assert importlib.util.find_spec(absent) is None, f"{absent} is installed: this environment shows nothing"
-    assert Path(roam.__file__).is_relative_to(sys.prefix), f"roam comes from {roam.__file__}, not from the wheel"
+        assert importlib.util.find_spec(absent) is None, (
+            f"{absent} is installed: this environment shows nothing"
+        )
+    assert Path(roam.__file__).is_relative_to(sys.prefix), (
+        f"roam comes from {roam.__file__}, not from the wheel"
+    )
 
     table = Path(roam.__file__).parent / "kernels/kernels.json"
     assert table.exists(), f"the wheel has no {table.name}"
@@ -37,14 +42,24 @@ def main() -> None:
         for instance in instances:
             plan = str(Path(folder) / instance.name)
             arguments = [command, "plan", instance, "--json", "--save-plan", plan]
-            planned = subprocess.run(arguments, env=bare, check=True, capture_output=True, text=True)
+            planned = subprocess.run(
+                arguments, env=bare, check=True, capture_output=True, text=True
+            )
             values = json.loads(planned.stdout)
             assert values["verified"] is True
-            assert values["lower_bound_bytes"] <= values["peak_bytes"] <= values["program_order_peak_bytes"]
-            subprocess.run([command, "verify", instance, plan], env=bare, check=True, capture_output=True)
+            assert (
+                values["lower_bound_bytes"]
+                <= values["peak_bytes"]
+                <= values["program_order_peak_bytes"]
+            )
+            subprocess.run(
+                [command, "verify", instance, plan], env=bare, check=True, capture_output=True
+            )
 
     seconds = time.perf_counter() - start
-    print(f"the wheel planned and verified {len(instances)} graph files without torch and mip in {seconds:.1f} s")
+    print(
+        f"the wheel planned and verified {len(instances)} graph files without torch and mip in {seconds:.1f} s"
+    )
 
 
 if __name__ == "__main__":

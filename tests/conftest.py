@@ -13,22 +13,28 @@ from hypothesis import HealthCheck, settings
 settings.register_profile("roam", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("roam")
 
-# A shell starts what it runs in the background with Ctrl-C ignored, and so would every child that the tests interrupt.
+# A shell starts what it runs in the background with Ctrl-C ignored, and so would every child that
+# the tests interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _DURATIONS = Path(__file__).with_name("durations.json")
 _SLOW_S = 1.0
-"""Tests that took longer at the last `make durations`, all parameters together, are left out of `make quick`."""
+"""Tests that took longer at the last `make durations`, all parameters together, are left out of
+`make quick`."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--without-torch", action="store_true", help="fail whatever imports torch, as if it were not installed"
+        "--without-torch",
+        action="store_true",
+        help="fail whatever imports torch, as if it were not installed",
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", f"slow: took more than {_SLOW_S} s at the last `make durations`")
+    config.addinivalue_line(
+        "markers", f"slow: took more than {_SLOW_S} s at the last `make durations`"
+    )
     if config.getoption("--without-torch"):
         sys.modules["torch"] = None  # type: ignore[assignment]
 
@@ -42,7 +48,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """Kernels as small as those of tests gain nothing from more threads, and wait for them where the machine is busy."""
+    """Kernels as small as those of tests gain nothing from more threads, and wait for them where
+    the machine is busy."""
     import torch  # here: most tests do without it
 
     threads = torch.get_num_threads()

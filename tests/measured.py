@@ -15,7 +15,8 @@ WAYS: dict[str, bool | None] = {"pool": True, "allocator": False}
 
 
 def build(name: str, how: str) -> Callable[[], Any]:
-    """One training step, over and over, on one batch: ``eager``, or one of `WAYS` with what the plan promises as result."""
+    """One training step, over and over, on one batch: ``eager``, or one of `WAYS` with what the
+    plan promises as result."""
     step, arguments = compiled(name, how)
 
     def work() -> Any:

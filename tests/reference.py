@@ -1,4 +1,5 @@
-"""The memory model once more, in plain Python and straight from its definition: slow, and shares nothing with Rust."""
+"""The memory model once more, in plain Python and straight from its definition: slow, and shares
+nothing with Rust."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ def _round_up(size_bytes: int, unit: int) -> int:
 
 
 class Reference:
-    """What a graph means: who must run before whom, what is alive when, and the least peak there is."""
+    """What a graph means: who must run before whom, what is alive when, and the least peak there
+    is."""
 
     def __init__(self, graph: roam.Graph, *, reuse: bool = False) -> None:
         self.graph = graph
@@ -24,8 +26,13 @@ class Reference:
         self.before = self._constraints()
         unit = graph.alignment_bytes
         #: Counted bytes per tensor and per operator's workspace.
-        self.bytes = [_round_up(tensor.size_bytes, max(unit, tensor.alignment_bytes)) for tensor in graph.tensors]
-        self.workspaces = [_round_up(operator.workspace_bytes, unit) for operator in graph.operators]
+        self.bytes = [
+            _round_up(tensor.size_bytes, max(unit, tensor.alignment_bytes))
+            for tensor in graph.tensors
+        ]
+        self.workspaces = [
+            _round_up(operator.workspace_bytes, unit) for operator in graph.operators
+        ]
         #: Per tensor who reads or mutates it, and who makes it, as bits.
         self.users = [0] * graph.num_tensors
         self.creators = [0] * graph.num_tensors
@@ -59,7 +66,8 @@ class Reference:
         return before
 
     def alive(self, done: int, operator: int) -> set[int]:
-        """Tensors (persistent ones aside) that exist while `operator` runs after the operators in `done`."""
+        """Tensors (persistent ones aside) that exist while `operator` runs after the operators in
+        `done`."""
         found = set()
         for tensor in self.graph.tensors:
             users, creators = self.users[tensor.id], self.creators[tensor.id]
@@ -69,7 +77,9 @@ class Reference:
                     exists = still_used or (not users and done == 0)
                 case "leaves" | "step_local" | "unpooled":
                     stays = tensor.residency == "leaves"
-                    exists = creators == 1 << operator or bool(creators & done and (stays or still_used))
+                    exists = creators == 1 << operator or bool(
+                        creators & done and (stays or still_used)
+                    )
                 case _:
                     exists = False
             if exists:
@@ -77,14 +87,17 @@ class Reference:
         return found
 
     def live_bytes(self, done: int, operator: int) -> int:
-        """Bytes in use while `operator` runs after the operators in `done`, the best reuse there taken."""
+        """Bytes in use while `operator` runs after the operators in `done`, the best reuse there
+        taken."""
         return sum(self._live_parts(done, operator))
 
     def _live_parts(self, done: int, operator: int) -> tuple[int, int]:
         """The same, apart: step-local tensors, and everything else."""
         alive = self.alive(done, operator)
         pool = {tensor for tensor in alive if self.graph.tensor(tensor).residency == "step_local"}
-        in_pool, outside = (sum(self.bytes[tensor] for tensor in part) for part in (pool, alive - pool))
+        in_pool, outside = (
+            sum(self.bytes[tensor] for tensor in part) for part in (pool, alive - pool)
+        )
         if self.reuse:
             in_pool -= self._saved(done, operator, "step_local")
             outside -= self._saved(done, operator, "unpooled")
@@ -126,8 +139,9 @@ class Reference:
     def least_peak(self) -> int:
         """The least peak over all orders that the graph permits.
 
-        What is live at a step depends on which operators ran before, not on their order; so of the orders that share a
-        beginning set only the best beginning matters, and every order is weighed.
+        What is live at a step depends on which operators ran before, not on their order; so of the
+        orders that share a beginning set only the best beginning matters, and every order is
+        weighed.
         """
 
         @cache
@@ -143,9 +157,11 @@ class Reference:
         return least(0)
 
     def least_total(self) -> int:
-        """The least sum of the two peaks, of step-local tensors and of everything else, over all orders.
+        """The least sum of the two peaks, of step-local tensors and of everything else, over all
+        orders.
 
-        As :meth:`least_peak`, but of the endings of an order all are kept whose pair of peaks no other undercuts.
+        As :meth:`least_peak`, but of the endings of an order all are kept whose pair of peaks no
+        other undercuts.
         """
 
         @cache
@@ -156,7 +172,13 @@ class Reference:
             for operator in range(self.graph.num_operators):
                 if not done >> operator & 1 and not self.before[operator] & ~done:
                     pool, outside = self._live_parts(done, operator)
-                    found |= {(max(pool, p), max(outside, o)) for p, o in least(done | 1 << operator)}
-            return frozenset(one for one in found if not any(p <= one[0] and o <= one[1] for p, o in found - {one}))
+                    found |= {
+                        (max(pool, p), max(outside, o)) for p, o in least(done | 1 << operator)
+                    }
+            return frozenset(
+                one
+                for one in found
+                if not any(p <= one[0] and o <= one[1] for p, o in found - {one})
+            )
 
         return min(map(sum, least(0)))

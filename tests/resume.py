@@ -1,4 +1,5 @@
-"""Half a run, in a process of its own: ``resume.py PART FOLDER`` runs steps 0-9 or 10-19 and hands over by checkpoint."""
+"""Half a run, in a process of its own: ``resume.py PART FOLDER`` runs steps 0-9 or 10-19 and hands
+over by checkpoint."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """The one hypothesis strategy for graphs, shared by all tests.
 
-It draws training steps with everything that orders operators or moves bytes: mutation, aliasing (views as operators
-with control edges), reuse permissions, control edges, sequences, workspaces, every residency and zero-size tensors.
-Numbers are shuffled against program positions, so that a rule that looks at numbers shows.
+It draws training steps with everything that orders operators or moves bytes: mutation, aliasing
+(views as operators with control edges), reuse permissions, control edges, sequences, workspaces,
+every residency and zero-size tensors. Numbers are shuffled against program positions, so that a
+rule that looks at numbers shows.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ def graphs(draw: st.DrawFn, *, min_operators: int = 0, max_operators: int = 9) -
     tensors: list[tuple[int, str, int]] = []
     # What an operator may use: a tensor and the view's operator through which it is used, or None.
     operands: list[tuple[int, int | None]] = []
-    for residency in draw(st.lists(st.sampled_from(["enters", "persistent"]), min_size=1, max_size=3)):
+    for residency in draw(
+        st.lists(st.sampled_from(["enters", "persistent"]), min_size=1, max_size=3)
+    ):
         operands.append((len(tensors), None))
         tensors.append((draw(st.sampled_from(SIZES)), residency, 0))
 
@@ -47,7 +50,9 @@ def graphs(draw: st.DrawFn, *, min_operators: int = 0, max_operators: int = 9) -
         drafts.append(draft)
         # Prefer what was made last: training steps are deep, and short lives make orders matter.
         recent = operands[-6:]
-        used = draw(st.lists(st.sampled_from(recent), max_size=3, unique_by=lambda operand: operand[0]))
+        used = draw(
+            st.lists(st.sampled_from(recent), max_size=3, unique_by=lambda operand: operand[0])
+        )
         for tensor, view in used:
             if view is not None:
                 draft.waits_for.add(view)
@@ -78,8 +83,16 @@ def graphs(draw: st.DrawFn, *, min_operators: int = 0, max_operators: int = 9) -
     for draft in drafts:
         for source in draft.reads:
             for target in draft.creates:
-                local = tensors[source][1] == tensors[target][1] and tensors[source][1] in ("step_local", "unpooled")
-                if local and source not in draft.mutates and counted(source) == counted(target) and draw(st.booleans()):
+                local = tensors[source][1] == tensors[target][1] and tensors[source][1] in (
+                    "step_local",
+                    "unpooled",
+                )
+                if (
+                    local
+                    and source not in draft.mutates
+                    and counted(source) == counted(target)
+                    and draw(st.booleans())
+                ):
                     draft.reuse.append((source, target))
     for number, draft in enumerate(drafts):
         if number and draw(st.integers(0, 5)) == 0:
@@ -103,7 +116,9 @@ def graphs(draw: st.DrawFn, *, min_operators: int = 0, max_operators: int = 9) -
             reads=renamed(draft.reads),
             creates=renamed(draft.creates),
             mutates=renamed(draft.mutates),
-            reuse=[(tensor_numbers[source], tensor_numbers[target]) for source, target in draft.reuse],
+            reuse=[
+                (tensor_numbers[source], tensor_numbers[target]) for source, target in draft.reuse
+            ],
             workspace_bytes=draw(st.sampled_from([0, 0, 0, 50, 300])),
             phase=draw(st.sampled_from(PHASES)),
             sequence=draw(st.sampled_from([None, None, None, "random", "collective"])),
@@ -153,7 +168,10 @@ def renumbered(
             reads=[tensor_numbers[tensor] for tensor in operator.reads],
             creates=[tensor_numbers[tensor] for tensor in operator.creates],
             mutates=[tensor_numbers[tensor] for tensor in operator.mutates],
-            reuse=[(tensor_numbers[source], tensor_numbers[target]) for source, target in operator.reuse],
+            reuse=[
+                (tensor_numbers[source], tensor_numbers[target])
+                for source, target in operator.reuse
+            ],
             workspace_bytes=operator.workspace_bytes,
             phase=operator.phase,
             sequence=operator.sequence,

@@ -1,4 +1,5 @@
-"""Gradients accumulated in a step and across calls: a compiled step leaves in `.grad` what eager PyTorch would use from there."""
+"""Gradients accumulated in a step and across calls: a compiled step leaves in `.grad` what eager
+PyTorch would use from there."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 import roam
-from test_compile import batches
+from steps import batches
 from training import assert_same_bits, tensors_and_numbers
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -150,7 +151,11 @@ class TestAcrossCalls:
                 return loss
 
             return [
-                [(update if index % 3 == 2 else accumulate)(x, y), states(net, optimizer), gradients(net)]
+                [
+                    (update if index % 3 == 2 else accumulate)(x, y),
+                    states(net, optimizer),
+                    gradients(net),
+                ]
                 for index, (x, y) in enumerate(batches(12))
             ]
 
@@ -210,7 +215,8 @@ class TestAcrossCalls:
         both(script)
 
     def test_gradients_that_flow_into_another_model(self) -> None:
-        """Of two models that train against each other, one's gradients from the other's loss stay until it is zeroed."""
+        """Of two models that train against each other, one's gradients from the other's loss stay
+        until it is zeroed."""
 
         def script(wrap):
             maker, judge = torch.nn.Linear(4, 6), network()
@@ -227,7 +233,10 @@ class TestAcrossCalls:
                 optimizers[0].step()
                 return loss
 
-            return [[step(x[:, :4], x, y), states(maker, judge, *optimizers), gradients(judge)] for x, y in batches(6)]
+            return [
+                [step(x[:, :4], x, y), states(maker, judge, *optimizers), gradients(judge)]
+                for x, y in batches(6)
+            ]
 
         both(script)
 
@@ -285,7 +294,9 @@ def test_clipping(clip: str) -> None:
             elif clip == "2-norm of one":
                 norm = torch.nn.utils.clip_grad_norm_(net[0].weight, 0.01)
             else:
-                norm = torch.nn.utils.clip_grad_norm_(net.parameters(), 0.1, float("inf") if "inf" in clip else 2.0)
+                norm = torch.nn.utils.clip_grad_norm_(
+                    net.parameters(), 0.1, float("inf") if "inf" in clip else 2.0
+                )
             optimizer.step()
             return norm
 
@@ -313,14 +324,19 @@ class TestShapes:
             generator, seen = torch.Generator().manual_seed(5), []
             for _ in range(3):
                 for shape in ((4, 5), (4, 9), (4, 5), (3, 5)):
-                    seen += [step(torch.randint(7, shape, generator=generator)), states(net, optimizer)]
+                    seen += [
+                        step(torch.randint(7, shape, generator=generator)),
+                        states(net, optimizer),
+                    ]
             captures.append(len(getattr(step, "_captures", [])))
             return seen
 
         both(script)
         assert captures == [0, 3]
 
-    def test_shapes_that_never_repeat_are_warned_of_and_stay_right(self, caplog: pytest.LogCaptureFixture) -> None:
+    def test_shapes_that_never_repeat_are_warned_of_and_stay_right(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
         def script(wrap):
             net = network()
             optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
@@ -337,7 +353,9 @@ class TestShapes:
 
         with caplog.at_level(logging.WARNING, logger="roam"):
             both(script, max_plans=8)
-        warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+        warned = [
+            record.getMessage() for record in caplog.records if record.levelno == logging.WARNING
+        ]
         assert len(warned) == 1
         assert "plans for 8 kinds of calls" in warned[0]
         assert "pad it to a few lengths" in warned[0]

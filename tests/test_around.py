@@ -1,4 +1,5 @@
-"""Code that PyTorch runs around a step, before its capture and later: hooks, modes, switches, replaced functions.
+"""Code that PyTorch runs around a step, before its capture and later: hooks, modes, switches,
+replaced functions.
 
 Whatever it is, a compiled step gives eager's bits, is planned anew, or is refused by name.
 """
@@ -17,7 +18,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.utils.prune
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -29,7 +33,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 nn = torch.nn
 
 Change = Callable[[Any], Any]
-"""What happens around the steps of `my`: may return what makes a block around each call, and push clean-up onto `my.stack`."""
+"""What happens around the steps of `my`: may return what makes a block around each call, and push
+clean-up onto `my.stack`."""
 
 
 def make() -> Any:
@@ -46,8 +51,11 @@ def train(net: Any, optimizer: Any, x: torch.Tensor) -> torch.Tensor:
     return loss.detach()
 
 
-def run(wrap: Callable[[Any], Any], change: Change, late: bool, step: Callable[..., Any] = train) -> list[Any]:
-    """Six steps with the change from the first or the fourth call on; what they return and leave."""
+def run(
+    wrap: Callable[[Any], Any], change: Change, late: bool, step: Callable[..., Any] = train
+) -> list[Any]:
+    """Six steps with the change from the first or the fourth call on; what they return and
+    leave."""
     my = make()
     compiled = wrap(step)
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
@@ -61,7 +69,9 @@ def run(wrap: Callable[[Any], Any], change: Change, late: bool, step: Callable[.
             if index == 4:
                 my.scale = 0.75
             with around():
-                outcome.append(compiled(my.net, my.optimizer, torch.randn(4, 16, generator=generator)))
+                outcome.append(
+                    compiled(my.net, my.optimizer, torch.randn(4, 16, generator=generator))
+                )
     return [*outcome, *(p.detach().clone() for p in my.net.parameters())]
 
 
@@ -75,7 +85,9 @@ def check(change: Change, late: bool, step: Callable[..., Any] = train) -> None:
     assert_same_bits(eager, run(compiled, change, late, step))
 
 
-def check_refused(change: Change, late: bool, code: str, step: Callable[..., Any] = train) -> roam.CaptureError:
+def check_refused(
+    change: Change, late: bool, code: str, step: Callable[..., Any] = train
+) -> roam.CaptureError:
     with pytest.raises(roam.CaptureError) as refusal:
         run(compiled, change, late, step)
     assert refusal.value.code == code
@@ -95,7 +107,9 @@ def scales_all(my: Any) -> None:
             if gradient is not None:
                 gradient.div_(norm + my.scale)
 
-    my.stack.enter_context(torch.autograd.graph.register_multi_grad_hook(list(my.net.parameters()), scale))
+    my.stack.enter_context(
+        torch.autograd.graph.register_multi_grad_hook(list(my.net.parameters()), scale)
+    )
 
 
 def scales_all_that_are_stored(my: Any) -> None:
@@ -132,7 +146,7 @@ def test_hooks_on_the_nodes_of_parameters_are_refused(name: str, late: bool) -> 
         getattr(my.node, name)(lambda *_: None)
 
     error = check_refused(change, late, "autograd_node")
-    assert str(error).startswith("Register hooks with Tensor.register_hook")
+    assert "; register hooks with Tensor.register_hook" in str(error)
     assert "net[0].weight" in str(error)
 
 
@@ -154,7 +168,9 @@ def test_a_living_graph_of_an_earlier_loss_is_no_hook() -> None:
 @pytest.fixture
 def process_group(tmp_path: Any) -> Iterator[None]:
     """This process alone."""
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+    )
     yield
     torch.distributed.destroy_process_group()
 
@@ -221,9 +237,12 @@ def _asks_the_group(gradient: torch.Tensor) -> None:
 
 @pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize(
-    "collective", [_reduces, _waits, _reduces_functionally, _gathers, _sends_objects, _meets, _asks_the_group]
+    "collective",
+    [_reduces, _waits, _reduces_functionally, _gathers, _sends_objects, _meets, _asks_the_group],
 )
-def test_collectives_are_refused_as_what_they_are(collective: Callable[[torch.Tensor], None]) -> None:
+def test_collectives_are_refused_as_what_they_are(
+    collective: Callable[[torch.Tensor], None],
+) -> None:
     def step(net: Any, optimizer: Any, x: torch.Tensor) -> None:
         optimizer.zero_grad()
         net(x).square().mean().backward()
@@ -231,7 +250,7 @@ def test_collectives_are_refused_as_what_they_are(collective: Callable[[torch.Te
         optimizer.step()
 
     error = check_refused(lambda my: None, False, "collective", step)
-    assert "call collectives outside of the step" in str(error)
+    assert "; call collectives outside of the step" in str(error)
     assert "test_around.py" in str(error.source)
 
 
@@ -267,14 +286,22 @@ class _Halving(TorchFunctionMode):
         super().__init__()
         self.my = my
 
-    def __torch_function__(self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         result = function(*args, **(kwargs or {}))
         # Any function's: of those, too, that a plan calls.
-        return result * self.my.scale if function in (torch.tanh, torch.ops.aten.tanh.default) else result
+        return (
+            result * self.my.scale
+            if function in (torch.tanh, torch.ops.aten.tanh.default)
+            else result
+        )
 
 
 class _Scaling(TorchDispatchMode):
-    def __torch_dispatch__(self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         result = function(*args, **(kwargs or {}))
         return result * 0.9 if function is torch.ops.aten.tanh.default else result
 
@@ -289,7 +316,9 @@ def new_function_modes(my: Any) -> Any:
 
 
 def hooks_on_saved_tensors(my: Any) -> Any:
-    return lambda: torch.autograd.graph.saved_tensors_hooks(lambda t: t * 1.0, lambda t: t * my.scale)
+    return lambda: torch.autograd.graph.saved_tensors_hooks(
+        lambda t: t * 1.0, lambda t: t * my.scale
+    )
 
 
 def saved_on_cpu(my: Any) -> Any:
@@ -556,9 +585,13 @@ def anomaly(my: Any) -> Any:
 @pytest.mark.parametrize(
     ("change", "code", "start"),
     [
-        (dispatch_mode, "dispatch_mode", "Enter _Scaling inside of the step"),
-        (flop_counter, "dispatch_mode", "Enter _FlopCounterMode inside of the step"),
-        (anomaly, "anomaly_detection", "Call the step's own function under torch.autograd.detect_anomaly"),
+        (dispatch_mode, "dispatch_mode", "_Scaling is active around the call"),
+        (flop_counter, "dispatch_mode", "_FlopCounterMode is active around the call"),
+        (
+            anomaly,
+            "anomaly_detection",
+            "torch.autograd.detect_anomaly looks for nan in gradients",
+        ),
     ],
 )
 def test_refused(change: Change, code: str, start: str, late: bool) -> None:
@@ -599,7 +632,7 @@ def test_transforms_around_the_step_are_refused(late: bool) -> None:
     planned = compiled(step)
     if late:
         planned(torch.ones(3))
-    with pytest.raises(roam.CaptureError, match=r"outside of torch\.func") as refusal:
+    with pytest.raises(roam.CaptureError, match=r"transform of torch\.func") as refusal:
         torch.vmap(planned)(torch.ones(2, 3))
     assert refusal.value.code == "function_transform"
 
@@ -622,7 +655,9 @@ SCALE = "ROAM_TEST_SCALE"
     ],
     ids=["item", "get", "getenv", "bytes", "all", "copy"],
 )
-def test_environment_variables_that_the_step_reads_are_guarded(read: Callable[[], Any], monkeypatch: Any) -> None:
+def test_environment_variables_that_the_step_reads_are_guarded(
+    read: Callable[[], Any], monkeypatch: Any
+) -> None:
     def step(net: Any, optimizer: Any, x: torch.Tensor) -> torch.Tensor:
         return train(net, optimizer, x * float(read()))
 
@@ -638,7 +673,9 @@ def test_environment_variables_that_the_step_reads_are_guarded(read: Callable[[]
     check(change, False, step)
 
 
-def test_an_environment_variable_that_the_step_does_not_read_changes_nothing(monkeypatch: Any) -> None:
+def test_an_environment_variable_that_the_step_does_not_read_changes_nothing(
+    monkeypatch: Any,
+) -> None:
     my, planned = make(), compiled(train)
     planned(my.net, my.optimizer, torch.ones(4, 16))
     monkeypatch.setenv(SCALE, "1")

@@ -1,4 +1,5 @@
-"""Steps that give tensors other data (`p.data = x`): afterwards values, and which tensors share memory, are as in eager PyTorch."""
+"""Steps that give tensors other data (`p.data = x`): afterwards values, and which tensors share
+memory, are as in eager PyTorch."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 import roam
-from test_compile import batches
+from steps import batches
 from training import assert_same_bits, tensors_and_numbers
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -82,11 +83,15 @@ def sharpness() -> Made:
         optimizer.descend()
         return loss
 
-    return step, lambda: [*net.parameters(), *(entry["old_p"] for entry in optimizer.state.values())]
+    return step, lambda: [
+        *net.parameters(),
+        *(entry["old_p"] for entry in optimizer.state.values()),
+    ]
 
 
 def read_again() -> Made:
-    """What autograd has saved of a parameter is the parameter, whatever its data is by then; a view has the old data."""
+    """What autograd has saved of a parameter is the parameter, whatever its data is by then; a view
+    has the old data."""
     weight, other = nn.Parameter(torch.randn(6, 6)), nn.Parameter(torch.randn(6, 6))
 
     def step(x: torch.Tensor, _: torch.Tensor) -> Any:
@@ -150,7 +155,8 @@ def tied() -> Made:
 
 
 def written_through() -> Made:
-    """A parameter takes over a buffer's memory and is written to; the buffer is written to in turn."""
+    """A parameter takes over a buffer's memory and is written to; the buffer is written to in
+    turn."""
     weight, held = nn.Parameter(torch.randn(6)), {"buffer": torch.zeros(6)}
 
     def step(x: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
@@ -277,7 +283,9 @@ def after_steps(make: Callable[[], Made], wrap: Callable[..., Any]) -> list[Any]
 def test_values_and_sharing_are_as_eagerly(name: str) -> None:
     eager = after_steps(STEPS[name], lambda step: step)
     for options in ({"poison": True, "pool": True}, {"pool": False}):
-        assert_same_bits(eager, after_steps(STEPS[name], lambda step, o=options: roam.compile(step, **o)))
+        assert_same_bits(
+            eager, after_steps(STEPS[name], lambda step, o=options: roam.compile(step, **o))
+        )
 
 
 @pytest.mark.parametrize("first", [True, False])
@@ -302,7 +310,11 @@ def test_a_plan_takes_no_more_than_eager(first: bool) -> None:
     size_bytes = sum(parameter.nbytes for parameter in teacher.parameters())
     memory = step.memory()
     # Old and new data of one layer are there at once, not of all.
-    assert memory.total_bytes <= memory.program_order_bytes < memory.persistent_bytes + 2.5 * size_bytes
+    assert (
+        memory.total_bytes
+        <= memory.program_order_bytes
+        < memory.persistent_bytes + 2.5 * size_bytes
+    )
     (_, plan) = step.plans[0]
     assert (
         plan.persistent_bytes < 3.1 * size_bytes

@@ -1,4 +1,5 @@
-"""``torch.compile(..., backend="roam")`` gives the bits of the backend aot_eager, and says where it does not plan."""
+"""``torch.compile(..., backend="roam")`` gives the bits of the backend aot_eager, and says where it
+does not plan."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from roam.runtime import backend as subject
 from roam.runtime.backend import backend
-from roam.runtime.choose import Choice
-from roam.runtime.measure import measure_peak
+from roam.runtime.memory_profiler import measure_peak
+from roam.runtime.strategy import Choice
 from training import assert_same_bits, tensors_and_numbers
 
 functional = torch.nn.functional
@@ -153,7 +154,11 @@ def rows(size: int) -> torch.Tensor:
 
 
 def train(
-    make: Callable[[], torch.nn.Module], batch: Callable[[int], torch.Tensor], sizes: list[int], how: Any, **kwargs: Any
+    make: Callable[[], torch.nn.Module],
+    batch: Callable[[int], torch.Tensor],
+    sizes: list[int],
+    how: Any,
+    **kwargs: Any,
 ) -> list[Any]:
     """Losses, gradients, parameters, buffers and the generator, over some steps."""
     torch._dynamo.reset()
@@ -194,12 +199,16 @@ def expected_training(name: str) -> list[Any]:
 @pytest.mark.parametrize("name", TRAININGS)
 def test_training_has_the_bits_of_aot_eager(name: str, options: dict[str, Any], seen: Seen) -> None:
     make, batch, sizes = TRAININGS[name]
-    assert_same_bits(train(make, batch, sizes * STEPS, backend, options=options), expected_training(name))
+    assert_same_bits(
+        train(make, batch, sizes * STEPS, backend, options=options), expected_training(name)
+    )
     assert not seen.warnings
     assert len(seen.figures) == len(seen.choices)
     assert all("in program order" in line for line in seen.figures)
     assert len(seen.choices) == (4 if name == "broken" else 2)
-    assert seen.planned_runs == (STEPS - 1) * len(seen.choices)  # the first run of each is the checked one
+    assert seen.planned_runs == (STEPS - 1) * len(
+        seen.choices
+    )  # the first run of each is the checked one
     for choice in seen.choices:
         assert choice.uses_pool == bool(options)
         assert choice.plan.peak_bytes <= choice.plan.program_order_peak_bytes
@@ -208,7 +217,9 @@ def test_training_has_the_bits_of_aot_eager(name: str, options: dict[str, Any], 
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_other_shapes_get_plans_of_their_own(dynamic: bool | None, seen: Seen) -> None:
     def make() -> torch.nn.Module:
-        return torch.nn.Sequential(torch.nn.Linear(16, 8), torch.nn.Dropout(0.2), torch.nn.Softmax(0), Total())
+        return torch.nn.Sequential(
+            torch.nn.Linear(16, 8), torch.nn.Dropout(0.2), torch.nn.Softmax(0), Total()
+        )
 
     sizes = [4, 6, 4, 6, 9, 4]
     expected = train(make, rows, sizes, "aot_eager", dynamic=dynamic)
@@ -269,7 +280,9 @@ def test_views_and_changed_arguments() -> None:
     results = []
     for how in ("eager", "aot_eager", backend, lambda *given: backend(*given, options=POISONED)):
         torch._dynamo.reset()
-        compiled = views_and_changes if how == "eager" else torch.compile(views_and_changes, backend=how)
+        compiled = (
+            views_and_changes if how == "eager" else torch.compile(views_and_changes, backend=how)
+        )
         given = arguments()
         left: list[Any] = []
         for _ in range(3):
@@ -283,7 +296,9 @@ def test_views_and_changed_arguments() -> None:
         assert_same_bits(result, results[0])
 
 
-@pytest.mark.parametrize("modes", [(torch.no_grad,), (torch.inference_mode,), (torch.inference_mode, torch.no_grad)])
+@pytest.mark.parametrize(
+    "modes", [(torch.no_grad,), (torch.inference_mode,), (torch.inference_mode, torch.no_grad)]
+)
 def test_without_gradients(modes: tuple[Any, ...], seen: Seen) -> None:
     torch.manual_seed(0)
     model = Convolutions().train()
@@ -327,7 +342,9 @@ def test_saved_activations_die_in_the_backward_pass(seen: Seen) -> None:
 
 
 def test_threads_share_plans_and_pool(seen: Seen) -> None:
-    compiled = torch.compile(lambda x: (x.sin() + x).cos().mul(3).exp(), backend=backend, options=POISONED)
+    compiled = torch.compile(
+        lambda x: (x.sin() + x).cos().mul(3).exp(), backend=backend, options=POISONED
+    )
     x = torch.randn(4096)
     expected = compiled(x)
     wrong: list[int] = []
@@ -402,7 +419,9 @@ def test_a_mode_sees_the_ordinary_operators(seen: Seen) -> None:
             super().__init__()
             self.names: set[str] = set()
 
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             self.names.add(str(func))
             return func(*args, **(kwargs or {}))
 
@@ -444,8 +463,11 @@ def test_an_error_is_eagers_own_and_leaves_no_trace(seen: Seen) -> None:
     assert not seen.warnings
 
 
-def test_a_kernel_that_is_not_what_was_recorded_runs_unplanned(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half-way through its first run a plan is found to be wrong: what it had changed is put back."""
+def test_a_kernel_that_is_not_what_was_recorded_runs_unplanned(
+    seen: Seen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half-way through its first run a plan is found to be wrong: what it had changed is put
+    back."""
     run_one = subject.Executor._run_one
 
     def failing(executor: Any, index: int, call: Any, values: Any, check: Any) -> None:
@@ -490,7 +512,8 @@ def test_the_entry_point_is_the_backend() -> None:
 
 
 @pytest.mark.skipif(
-    not entry_points(group=GROUP, name="roam"), reason="roam was installed before it had the entry point, or not at all"
+    not entry_points(group=GROUP, name="roam"),
+    reason="roam was installed before it had the entry point, or not at all",
 )
 def test_it_is_found_by_name() -> None:
     assert "roam" in torch._dynamo.list_backends()

@@ -1,4 +1,5 @@
-"""Orders and layouts that the planner is compared with: by PyTorch's own functions where there are any, else worked out by hand."""
+"""Orders and layouts that the planner is compared with: by PyTorch's own functions where there are
+any, else worked out by hand."""
 
 from __future__ import annotations
 
@@ -47,8 +48,11 @@ class _Node(SimpleNamespace):
         return [self.name]
 
 
-def as_inductor_sees(graph: roam.Graph) -> tuple[list[_Node], dict[str, _Buffer], dict[str, _Buffer], set[str]]:
-    """The scheduler's nodes in program order, what they make, what enters the step, and the names of what leaves it."""
+def as_inductor_sees(
+    graph: roam.Graph,
+) -> tuple[list[_Node], dict[str, _Buffer], dict[str, _Buffer], set[str]]:
+    """The scheduler's nodes in program order, what they make, what enters the step, and the names
+    of what leaves it."""
     positions = graph.positions
     nodes = [_Node(name=f"op{at}", outputs=[]) for at in range(graph.num_operators)]
     made, entering, leaving = {}, {}, set()
@@ -77,9 +81,13 @@ def as_inductor_sees(graph: roam.Graph) -> tuple[list[_Node], dict[str, _Buffer]
         node.mpi_node = inductor.MemoryPlanningInfoForNode(
             index=operator.position,
             size=sum(buffer.mpi_buffer.size_alloc for buffer in node.outputs),
-            pred_buffers=inductor.OrderedSet(buffers[tensor] for tensor in used if tensor in buffers),
+            pred_buffers=inductor.OrderedSet(
+                buffers[tensor] for tensor in used if tensor in buffers
+            ),
             pred_nodes=inductor.OrderedSet(before),
-            succ_nodes=inductor.OrderedSet(nodes[positions[other]] for other in graph.successors(operator.id)),
+            succ_nodes=inductor.OrderedSet(
+                nodes[positions[other]] for other in graph.successors(operator.id)
+            ),
         )
     return nodes, made, entering, leaving
 
@@ -94,7 +102,9 @@ def test_orders_are_those_of_inductors_own_functions(order: str, graph: roam.Gra
     nodes, made, entering, leaving = as_inductor_sees(graph)
     sequence = theirs(nodes, entering, made, leaving) if order == "inductor_lpmf" else theirs(nodes)
     program = graph.program_order
-    assert baseline_order(graph, order).tolist() == [program[node.mpi_node.index] for node in sequence]
+    assert baseline_order(graph, order).tolist() == [
+        program[node.mpi_node.index] for node in sequence
+    ]
 
 
 @given(graphs(max_operators=12), st.booleans())
@@ -119,7 +129,9 @@ def test_baselines_take_at_least_what_is_live(graph: roam.Graph, reuse: bool) ->
 def step(sizes_mib: list[tuple[float, int, int]]) -> roam.Graph:
     """A step of tensors of (MiB, first operator, last operator)."""
     builder = roam.GraphBuilder()
-    tensors = [builder.tensor(f"t{at}", int(size * MIB)) for at, (size, _, _) in enumerate(sizes_mib)]
+    tensors = [
+        builder.tensor(f"t{at}", int(size * MIB)) for at, (size, _, _) in enumerate(sizes_mib)
+    ]
     for now in range(1 + max(last for _, _, last in sizes_mib)):
         lives = list(zip(tensors, sizes_mib, strict=True))
         builder.operator(
@@ -133,7 +145,8 @@ def step(sizes_mib: list[tuple[float, int, int]]) -> roam.Graph:
 @pytest.mark.parametrize(
     ("layout", "pool_mib"),
     [
-        # 4 over steps 0 and 1, 3 over 1 and 2, 2 over 2 and 3. By size each lies on what it meets: 0, 4 and 7.
+        # 4 over steps 0 and 1, 3 over 1 and 2, 2 over 2 and 3. By size each lies on what it meets:
+        # 0, 4 and 7.
         ("tvm_size", 9),
         # 3 meets two and goes first; 4 and 2 lie on it.
         ("tvm_conflicts", 7),
@@ -164,7 +177,9 @@ def test_the_tree_takes_a_node_limit() -> None:
     assert pool_bytes("tree:4000") == pool_bytes("tree:1000000") < pool_bytes("tree:4")
 
 
-@pytest.mark.parametrize("layout", ["tree:0", "tree:", "tree:-1", "tree:many", "tree:2.5", "size:4"])
+@pytest.mark.parametrize(
+    "layout", ["tree:0", "tree:", "tree:-1", "tree:many", "tree:2.5", "size:4"]
+)
 def test_no_other_layout_has_a_number(layout: str) -> None:
     with pytest.raises(roam.PlanError, match=f'no layout "{layout}"') as refused:
         roam.baseline(step([(4, 0, 1)]), "program", layout)
@@ -172,8 +187,9 @@ def test_no_other_layout_has_a_number(layout: str) -> None:
 
 
 def test_eager_pytorch_reserves_more_than_is_live() -> None:
-    # 12 MiB, then 14, then 11 beside 2: segments of 12 and 14, and then 11 of the 12, which leave 1 MiB unused, and 2 of the 14,
-    # of which 12 are split off. A static pool takes 26 - the two that meet first - and no more.
+    # 12 MiB, then 14, then 11 beside 2: segments of 12 and 14, and then 11 of the 12, which leave 1
+    # MiB unused, and 2 of the 14, of which 12 are split off. A static pool takes 26 - the two that
+    # meet first - and no more.
     graph = step([(12, 0, 1), (14, 1, 2), (11, 2, 3), (2, 3, 4)])
     eager = roam.baseline(graph, "program", "caching_allocator", reuse=False)
     assert (eager.peak_bytes, eager.pool_bytes) == (26 * MIB, 26 * MIB)
@@ -184,15 +200,19 @@ def test_eager_pytorch_reserves_more_than_is_live() -> None:
 
 
 class Reference:
-    """The caching allocator once more, as plainly as can be: every segment a list of pieces from its bottom up."""
+    """The caching allocator once more, as plainly as can be: every segment a list of pieces from
+    its bottom up."""
 
     def __init__(self, expandable: bool) -> None:
         self.expandable = expandable
-        # Segments of the small and of the large pool in the sequence of their making; a piece is [bytes, id or None].
+        # Segments of the small and of the large pool in the sequence of their making; a piece is
+        # [bytes, id or None].
         self.segments: dict[bool, list[list[list[Any]]]] = {True: [], False: []}
 
     def reserved(self) -> int:
-        return sum(size for segments in self.segments.values() for pieces in segments for size, _ in pieces)
+        return sum(
+            size for segments in self.segments.values() for pieces in segments for size, _ in pieces
+        )
 
     def alloc(self, name: int, size: int) -> None:
         size = -(-size // 512) * 512
@@ -210,7 +230,9 @@ class Reference:
         _, _, number, at = min(fitting)
         rest = segments[number][at][0] - size
         kept = rest >= 512 if small or self.expandable else rest > MIB
-        segments[number][at : at + 1] = [[size, name], [rest, None]] if kept else [[size + rest, name]]
+        segments[number][at : at + 1] = (
+            [[size, name], [rest, None]] if kept else [[size + rest, name]]
+        )
 
     def grow(self, segments: list[list[list[Any]]], small: bool, size: int) -> None:
         page = 2 * MIB if small else 20 * MIB
@@ -242,7 +264,9 @@ class Reference:
 def test_the_allocator_does_what_a_plain_one_does(data: st.DataObject, expandable: bool) -> None:
     reference = Reference(expandable)
     sizes = st.one_of(
-        st.integers(1, 3 * MIB), st.integers(1, 40 * MIB), st.sampled_from([MIB, MIB + 1, 5 * MIB, 10 * MIB])
+        st.integers(1, 3 * MIB),
+        st.integers(1, 40 * MIB),
+        st.sampled_from([MIB, MIB + 1, 5 * MIB, 10 * MIB]),
     )
     events: list[tuple[int, int | None]] = []
     reserved, alive = [], []
@@ -261,9 +285,16 @@ def test_the_allocator_does_what_a_plain_one_does(data: st.DataObject, expandabl
 
 
 def test_a_recorded_sequence_can_be_replayed() -> None:
-    # 1 byte: a segment of 2 MiB. 2 MiB: one of 20, or a page. 30 MiB: their own, or, 18 being free, a page more.
+    # 1 byte: a segment of 2 MiB. 2 MiB: one of 20, or a page. 30 MiB: their own, or, 18 being free,
+    # a page more.
     events = [(7, 1), (8, 2 * MIB), (9, 30 * MIB), (8, None), (8, 0)]
-    assert caching_allocator_bytes(events).tolist() == [2 * MIB, 22 * MIB, 52 * MIB, 52 * MIB, 52 * MIB]
+    assert caching_allocator_bytes(events).tolist() == [
+        2 * MIB,
+        22 * MIB,
+        52 * MIB,
+        52 * MIB,
+        52 * MIB,
+    ]
     expandable = caching_allocator_bytes(events, expandable=True)
     assert expandable.tolist() == [2 * MIB, 22 * MIB, 42 * MIB, 42 * MIB, 42 * MIB]
     assert expandable.dtype == np.int64

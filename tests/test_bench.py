@@ -31,10 +31,16 @@ class Work:
         return {"square": number**2, "odd": None if number % 2 else ""}
 
     def tasks(self) -> list[Task]:
-        return [Task({"number": number}, lambda number=number: self.square(number)) for number in range(5)]
+        return [
+            Task({"number": number}, lambda number=number: self.square(number))
+            for number in range(5)
+        ]
 
 
-COLUMNS = [Column("number", lambda row: str(row["number"])), Column("square", lambda row: f"{row['square']:,}")]
+COLUMNS = [
+    Column("number", lambda row: str(row["number"])),
+    Column("square", lambda row: f"{row['square']:,}"),
+]
 
 
 def benchmark(work: Work, **settings: Any) -> Benchmark:
@@ -55,7 +61,9 @@ def test_a_run_that_was_stopped_goes_on(tmp_path: Path, capsys: pytest.CaptureFi
     assert (first.done, second.done) == ([0, 1, 2], [3, 4])
     assert [row["square"] for row in record["rows"]] == [0, 1, 4, 9, 16]
     assert "3 rows are done" in capsys.readouterr().err
-    assert sorted(path.name for path in tmp_path.iterdir()) == [f"squares.{e}" for e in ("csv", "json", "png", "svg")]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        f"squares.{e}" for e in ("csv", "json", "png", "svg")
+    ]
 
 
 def test_an_interrupt_that_a_library_swallows_ends_the_run(tmp_path: Path) -> None:
@@ -66,7 +74,11 @@ def test_an_interrupt_that_a_library_swallows_ends_the_run(tmp_path: Path) -> No
             signal.raise_signal(signal.SIGINT)
         return work.square(9)
 
-    tasks = [*work.tasks(), Task({"number": 9}, swallow), Task({"number": 10}, lambda: work.square(10))]
+    tasks = [
+        *work.tasks(),
+        Task({"number": 9}, swallow),
+        Task({"number": 10}, lambda: work.square(10)),
+    ]
     with pytest.raises(KeyboardInterrupt):
         run(Benchmark("squares", {}, tasks, COLUMNS), tmp_path)
     assert work.done == [0, 1, 2, 3, 4, 9]
@@ -74,7 +86,9 @@ def test_an_interrupt_that_a_library_swallows_ends_the_run(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("how", ["settings", "fresh", "build"])
-def test_rows_made_otherwise_are_not_mixed_in(tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_made_otherwise_are_not_mixed_in(
+    tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(KeyboardInterrupt):
         run(benchmark(Work(fails_at=3), limit=1), tmp_path)
     if how == "build":
@@ -111,7 +125,9 @@ def test_the_same_record_draws_the_same_picture(tmp_path: Path) -> None:
 
 def test_tables_for_documents() -> None:
     table = Table(
-        "", [Column("name", lambda row: row["name"], right=False), COLUMNS[1]], [{"name": "a", "square": 1234}]
+        "",
+        [Column("name", lambda row: row["name"], right=False), COLUMNS[1]],
+        [{"name": "a", "square": 1234}],
     )
     assert table.markdown() == "| name | square |\n|---|---:|\n| a | 1,234 |"
 

@@ -16,7 +16,8 @@ from rich.console import Console
 
 SCRIPT = Path(__file__).parent.parent / "benches" / "compare.py"
 
-# Writes what criterion would: `twice` takes twice as long where the file `slow` exists, `same` never.
+# Writes what criterion would: `twice` takes twice as long where the file `slow` exists, `same`
+# never.
 CARGO = """#!{python}
 import json, os, pathlib, sys, time
 with open(os.environ["CALLS"], "a") as calls:
@@ -46,10 +47,13 @@ def save(home: Path, name: str, side: str, number: int, median_ns: float, error_
 
 
 def test_one_round_by_hand(tmp_path: Path) -> None:
-    # 1000 and 1200 ns, errors 1 % each: the ratio's logarithm is off by sqrt(0.01^2 + 0.01^2) = 0.014142, and 1.96 of that is 0.027719.
+    # 1000 and 1200 ns, errors 1 % each: the ratio's logarithm is off by sqrt(0.01^2 + 0.01^2) =
+    # 0.014142, and 1.96 of that is 0.027719.
     save(tmp_path, "a/b", "base", 1, 1000, 10)
     save(tmp_path, "a/b", "new", 1, 1200, 12)
-    one = compare.compare("a/b", compare.read(tmp_path, "base")["a/b"], compare.read(tmp_path, "new")["a/b"])
+    one = compare.compare(
+        "a/b", compare.read(tmp_path, "base")["a/b"], compare.read(tmp_path, "new")["a/b"]
+    )
     assert (one.base_s, one.new_s, one.ratio) == pytest.approx((1e-6, 1.2e-6, 1.2))
     assert (one.lower, one.upper) == pytest.approx((1.2 * 0.972662, 1.2 * 1.028107), rel=1e-5)
     assert one.verdict(0.05) == "regression"
@@ -57,19 +61,29 @@ def test_one_round_by_hand(tmp_path: Path) -> None:
 
 
 def test_rounds_that_differ_widen_the_interval(tmp_path: Path) -> None:
-    # Ratios 1.1 and 1.3 without errors of their own: logarithms 0.095310 and 0.262364, mean 0.178837 (1.195826), variance 0.013953, of the mean
-    # 0.006977, root 0.083527; 1.96 of it is 0.163713: from 1.015247 to 1.408518.
+    # Ratios 1.1 and 1.3 without errors of their own: logarithms 0.095310 and 0.262364, mean
+    # 0.178837 (1.195826), variance 0.013953, of the mean 0.006977, root 0.083527; 1.96 of it is
+    # 0.163713: from 1.015247 to 1.408518.
     for number, (base, new) in enumerate(((1000, 1100), (2000, 2600)), start=9):
         save(tmp_path, "a", "base", number, base, 0)
         save(tmp_path, "a", "new", number, new, 0)
-    one = compare.compare("a", compare.read(tmp_path, "base")["a"], compare.read(tmp_path, "new")["a"])
-    assert (one.ratio, one.lower, one.upper) == pytest.approx((1.195826, 1.015247, 1.408518), rel=1e-4)
+    one = compare.compare(
+        "a", compare.read(tmp_path, "base")["a"], compare.read(tmp_path, "new")["a"]
+    )
+    assert (one.ratio, one.lower, one.upper) == pytest.approx(
+        (1.195826, 1.015247, 1.408518), rel=1e-4
+    )
     assert one.verdict(0.05) == ""
     assert one.verdict(0.01) == "regression"
 
 
 def test_the_report_names_what_changed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name, base, new in (("slower", 100, 150), ("faster", 100, 50), ("same", 100, 101), ("unsure", 100, 150)):
+    for name, base, new in (
+        ("slower", 100, 150),
+        ("faster", 100, 50),
+        ("same", 100, 101),
+        ("unsure", 100, 150),
+    ):
         save(tmp_path, name, "base", 1, base, 40 if name == "unsure" else 0.1)
         save(tmp_path, name, "new", 1, new, 0.1)
     save(tmp_path, "gone", "base", 1, 5, 1)
@@ -112,12 +126,16 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def git(folder: Path, *words: str) -> str:
-    return subprocess.run(["git", *words], cwd=folder, check=True, stdout=subprocess.PIPE, text=True).stdout
+    return subprocess.run(
+        ["git", *words], cwd=folder, check=True, stdout=subprocess.PIPE, text=True
+    ).stdout
 
 
 def script(repository: Path, *options: str) -> subprocess.Popen[str]:
     command = [sys.executable, str(SCRIPT), "HEAD", *options]
-    return subprocess.Popen(command, cwd=repository, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command, cwd=repository, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
 
 def worktrees(repository: Path) -> int:
@@ -132,8 +150,18 @@ def test_a_commit_against_itself(repository: Path, tmp_path: Path) -> None:
     assert "regression" not in printed
     calls = [json.loads(line) for line in (tmp_path / "calls").read_text().splitlines()]
     # Both are built, each for itself; then they run by turns.
-    assert [Path(folder) == repository for folder, _, _ in calls] == [False, True, False, True, True, False]
-    assert {Path(target) for _, _, target in calls} == {repository / "target", repository / "target/bench-compare/base"}
+    assert [Path(folder) == repository for folder, _, _ in calls] == [
+        False,
+        True,
+        False,
+        True,
+        True,
+        False,
+    ]
+    assert {Path(target) for _, _, target in calls} == {
+        repository / "target",
+        repository / "target/bench-compare/base",
+    }
     assert [words[words.index("--save-baseline") + 1] for _, words, _ in calls[2:]] == [
         "base-1", "new-1", "new-2", "base-2",
     ]  # fmt: skip
@@ -163,7 +191,9 @@ def test_a_failure_leaves_nothing_behind(repository: Path) -> None:
 
 
 def test_a_commit_that_does_not_exist(repository: Path) -> None:
-    process = subprocess.run([sys.executable, str(SCRIPT), "nowhere"], cwd=repository, capture_output=True, check=False)
+    process = subprocess.run(
+        [sys.executable, str(SCRIPT), "nowhere"], cwd=repository, capture_output=True, check=False
+    )
     assert process.returncode == 2
 
 

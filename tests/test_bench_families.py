@@ -1,4 +1,5 @@
-"""`roam bench families`: models taken by a rule, their first and later steps, and what could not be planned."""
+"""`roam bench families`: models taken by a rule, their first and later steps, and what could not be
+planned."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ def test_steps_of_one_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     for row in record["rows"]:
         assert row["outcome"] == "planned"
         assert 0 < row["bound_bytes"] <= row["total_bytes"]
-        # The gap is a share of what lives in the step alone, the total has parameters and state besides.
+        # The gap is a share of what lives in the step alone, the total has parameters and state
+        # besides.
         assert row["gap"] >= row["total_bytes"] / row["bound_bytes"] - 1
     table = families.steps_table(record).markdown()
     assert "| first | 1 |" in table
@@ -78,4 +80,8 @@ def test_what_cannot_be_planned_is_a_row() -> None:
         ]
     }
     assert "| timm | 3 | 1 | 1 | 1 |" in families.libraries_table(record).markdown()
-    assert families.gaps_table(record).markdown().endswith("| timm | a | steady | 9 | 103 B | 50.0% | 3.00% | 0.10 |")
+    assert (
+        families.gaps_table(record)
+        .markdown()
+        .endswith("| timm | a | steady | 9 | 103 B | 50.0% | 3.00% | 0.10 |")
+    )

@@ -36,7 +36,13 @@ def small_graph(*layers: torch.nn.Module) -> roam.Graph:
 
 def normed_net(activation: torch.nn.Module) -> roam.Graph:
     convolution = torch.nn.Conv2d(3, 4, 3, padding=1)
-    return small_graph(convolution, torch.nn.BatchNorm2d(4), activation, torch.nn.Flatten(), torch.nn.Linear(256, 5))
+    return small_graph(
+        convolution,
+        torch.nn.BatchNorm2d(4),
+        activation,
+        torch.nn.Flatten(),
+        torch.nn.Linear(256, 5),
+    )
 
 
 def test_the_published_table_gives_the_abstract() -> None:
@@ -44,7 +50,10 @@ def test_the_published_table_gives_the_abstract() -> None:
     assert len(rows) == 17
     compared = [row for row in rows if row["roam_ms_mib"] is not None]
     assert len(compared) == 14
-    of_pytorch = [1 - r["roam_ss_mib"] / (r["pytorch_order_mib"] / (1 - r["pytorch_fragmentation"])) for r in compared]
+    of_pytorch = [
+        1 - r["roam_ss_mib"] / (r["pytorch_order_mib"] / (1 - r["pytorch_fragmentation"]))
+        for r in compared
+    ]
     of_lescea = [1 - r["roam_ss_mib"] / r["lescea_llfb_mib"] for r in compared]
     of_model = [1 - r["roam_ms_mib"] / r["model_ms_mib"] for r in compared]
     faster = [r["model_ms_s"] / r["roam_ms_s"] for r in compared]
@@ -113,7 +122,9 @@ def test_state_is_made_at_its_update_or_where_eager_makes_it() -> None:
     assert any(late.operator(creator(late, t)).position > first_write for t in made)
     assert late.live_bytes().max() < early.live_bytes().max()
     # Only program order differs.
-    assert roam.optimize(late, reuse=False).peak_bytes == roam.optimize(early, reuse=False).peak_bytes
+    assert (
+        roam.optimize(late, reuse=False).peak_bytes == roam.optimize(early, reuse=False).peak_bytes
+    )
 
 
 def creator(graph: roam.Graph, tensor: int) -> int:
@@ -123,12 +134,20 @@ def creator(graph: roam.Graph, tensor: int) -> int:
 
 
 @pytest.mark.parametrize(("activation", "moved"), [(torch.nn.ReLU6(inplace=True), True), (torch.nn.SiLU(inplace=True), False)])  # fmt: skip
-def test_the_copy_before_an_in_place_relu6_may_wait(activation: torch.nn.Module, moved: bool) -> None:
+def test_the_copy_before_an_in_place_relu6_may_wait(
+    activation: torch.nn.Module, moved: bool
+) -> None:
     captured = normed_net(activation)
     for copies_may_wait in (True, False):
         graph = accounting.paper(captured, copies_may_wait=copies_may_wait)
-        (write,) = [o for o in graph.operators if o.name.startswith(("aten.hardtanh_.", "aten.silu_."))]
-        (copy,) = [o for o in graph.operators if o.name.startswith("aten.clone.") and o.reads == write.mutates]
+        (write,) = [
+            o for o in graph.operators if o.name.startswith(("aten.hardtanh_.", "aten.silu_."))
+        ]
+        (copy,) = [
+            o
+            for o in graph.operators
+            if o.name.startswith("aten.clone.") and o.reads == write.mutates
+        ]
         waits = moved and copies_may_wait
         assert (copy.position == write.position + 1) == waits
         assert (copy.position == write.position - 1) != waits
@@ -152,41 +171,71 @@ def test_alexnet_comes_to_the_published_figures(alexnet: roam.Graph) -> None:
     assert plan.total_bytes / MIB == pytest.approx(row["roam_ss_mib"], abs=0.01)
 
 
-def test_bench_paper_puts_all_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["bench", "paper", "--only", "alexnet", "--whole-program", "0", "--output", str(tmp_path)]
+def test_bench_paper_puts_all_side_by_side(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [
+        "bench",
+        "paper",
+        "--only",
+        "alexnet",
+        "--whole-program",
+        "0",
+        "--output",
+        str(tmp_path),
+    ]
     assert cli.main(arguments) == 0
     out = capsys.readouterr().out
     assert "665.08" in out
     record = read_json(tmp_path / "paper.json")
     rows: list[dict[str, Any]] = record["rows"]
     names = [name for name, _ in paper.methods("alexnet")]
-    assert [(row["batch"], row["method"]) for row in rows] == [(b, name) for b in (1, 32) for name in names]
+    assert [(row["batch"], row["method"]) for row in rows] == [
+        (b, name) for b in (1, 32) for name in names
+    ]
     bounds = {row["batch"]: row["bound_bytes"] for row in rows if row["method"] == paper.OURS}
     one_stream = [row for row in rows if row["method"] != paper.OURS_STREAMS]
-    assert all(row["total_bytes"] >= row["peak_bytes"] >= bounds[row["batch"]] for row in one_stream)
+    assert all(
+        row["total_bytes"] >= row["peak_bytes"] >= bounds[row["batch"]] for row in one_stream
+    )
     assert paper.published_table(record).markdown().count("\n") == 3
     abstract = paper.abstract_table(record).markdown()
     assert "35.7%" in abstract
-    methods, extremes = paper.methods_table(record).markdown(), paper.extremes_table(record).markdown()
+    methods, extremes = (
+        paper.methods_table(record).markdown(),
+        paper.extremes_table(record).markdown(),
+    )
     assert all(f"| {name} |" in methods for name in names)
     # What is beyond the plan is the order's or the layout's.
-    (inductor,) = [line.split("|") for line in extremes.splitlines() if line.startswith("| inductor, ")]
+    (inductor,) = [
+        line.split("|") for line in extremes.splitlines() if line.startswith("| inductor, ")
+    ]
     found = {row["method"]: row for row in rows if row["batch"] == 32}
-    beyond = found["inductor_lpmf, caching_allocator"]["total_bytes"] - found[paper.OURS]["total_bytes"]
+    beyond = (
+        found["inductor_lpmf, caching_allocator"]["total_bytes"] - found[paper.OURS]["total_bytes"]
+    )
     assert inductor[5].strip() == "alexnet/32"
     assert sum(float(cell) for cell in inductor[6:8]) == pytest.approx(beyond / MIB, abs=0.02)
     assert (tmp_path / "paper.svg").exists()
     assert (tmp_path / "paper.png").exists()
 
 
-def test_what_is_live_at_a_peak_can_be_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_live_at_a_peak_can_be_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     # 12 MiB, 14 beside them, 13 beside these; 15 find no free block that is large enough.
     builder = roam.GraphBuilder()
     sizes = ((12, 0, 1), (14, 1, 2), (13, 2, 2), (15, 3, 3))
     tensors = [builder.tensor(f"t{at}", size * MIB) for at, (size, _, _) in enumerate(sizes)]
     for now in range(4):
-        made = [tensor for tensor, (_, first, _) in zip(tensors, sizes, strict=True) if first == now]
-        read = [tensor for tensor, (_, first, last) in zip(tensors, sizes, strict=True) if first < now <= last]
+        made = [
+            tensor for tensor, (_, first, _) in zip(tensors, sizes, strict=True) if first == now
+        ]
+        read = [
+            tensor
+            for tensor, (_, first, last) in zip(tensors, sizes, strict=True)
+            if first < now <= last
+        ]
         builder.operator(f"op{now}", reads=read, creates=made)
     path = tmp_path / "graph.json"
     builder.build().save(path)
@@ -196,7 +245,8 @@ def test_what_is_live_at_a_peak_can_be_shown(tmp_path: Path, capsys: pytest.Capt
     assert "14.00  t1" in out
     assert "13.00  t2" in out
     assert "t0" not in out.split("reserved")[0]
-    # The segments of 12 and 14 MiB, a third of 14, since 13 do not fit into the 12 and the 14 are in use, and one of 16.
+    # The segments of 12 and 14 MiB, a third of 14, since 13 do not fit into the 12 and the 14 are
+    # in use, and one of 16.
     assert "reserved 56.00 MiB\n" in out
     assert "16.00  for t3 (15.00), 40.00 being free" in out
 
@@ -215,7 +265,9 @@ def test_a_fixed_order_leaves_the_layout_alone(alexnet: roam.Graph) -> None:
     assert plan.peak_bytes == alexnet.live_bytes().max()
 
 
-def test_bench_suite_says_what_is_saved_and_what_is_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_suite_says_what_is_saved_and_what_is_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     arguments = ["bench", "suite", "--only", "gpt2-tiny", "--batch", "2", "--output", str(tmp_path)]
     assert cli.main(arguments) == 0
     assert "gpt2-tiny" in capsys.readouterr().out
@@ -227,11 +279,15 @@ def test_bench_suite_says_what_is_saved_and_what_is_not(tmp_path: Path, capsys: 
     for row in rows:
         assert row["bound_bytes"] <= row["step_local_bytes"]
         assert row["program_order_bytes"] <= row["caching_allocator_bytes"]
-        assert suite.saving(row, "program_order_bytes") <= suite.saving(row, "program_order_bytes", persistent=False)
+        assert suite.saving(row, "program_order_bytes") <= suite.saving(
+            row, "program_order_bytes", persistent=False
+        )
     assert "of 2 steps" in suite.nothing_saved(record)
     for line in suite.extremes_table(record).markdown().splitlines()[2:]:
         cells = [cell.strip() for cell in line.strip("|").split("|")]
-        least, most = (0.0 if cells[at] == "none" else float(cells[at].removesuffix("%")) for at in (3, 5))
+        least, most = (
+            0.0 if cells[at] == "none" else float(cells[at].removesuffix("%")) for at in (3, 5)
+        )
         assert least <= most
         assert cells[2].startswith("gpt2-tiny/2/")
         assert cells[4].startswith("gpt2-tiny/2/")
@@ -246,7 +302,16 @@ def test_bench_suite_says_what_is_saved_and_what_is_not(tmp_path: Path, capsys: 
 def test_bench_suite_plans_first_steps_and_keeps_their_graphs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked = ["--only", "gpt2-tiny", "--batch", "1", "--step", "first", "--graphs", str(tmp_path / "graphs")]
+    asked = [
+        "--only",
+        "gpt2-tiny",
+        "--batch",
+        "1",
+        "--step",
+        "first",
+        "--graphs",
+        str(tmp_path / "graphs"),
+    ]
     assert cli.main(["bench", "suite", *asked, "--output", str(tmp_path)]) == 0
     assert "2 of 2 plans are proved to be optimal" in capsys.readouterr().out
     record = read_json(tmp_path / "suite-first.json")
@@ -257,7 +322,10 @@ def test_bench_suite_plans_first_steps_and_keeps_their_graphs(
     states = [tensor for tensor in graph.tensors if tensor.kind == "optimizer_state"]
     assert any(graph.creator(tensor.id) is not None for tensor in states)
     record["rows"][1]["gap"] = 0.02
-    assert "1 of 2 plans are proved to be optimal, and 1 to be within 1% of the least" in suite.proved(record)
+    assert (
+        "1 of 2 plans are proved to be optimal, and 1 to be within 1% of the least"
+        in suite.proved(record)
+    )
     assert [row["reuse"] for row in suite.gaps_table(record).rows] == ["yes"]
 
 
@@ -268,7 +336,12 @@ def rows_of(record: dict[str, Any]) -> str:
 
 
 def test_savings_are_shares_of_what_they_are_compared_with() -> None:
-    row = {"persistent_bytes": 100, "step_local_bytes": 50, "program_order_bytes": 100, "caching_allocator_bytes": 50}
+    row = {
+        "persistent_bytes": 100,
+        "step_local_bytes": 50,
+        "program_order_bytes": 100,
+        "caching_allocator_bytes": 50,
+    }
     assert suite.saving(row, "program_order_bytes") == 0.25
     assert suite.saving(row, "program_order_bytes", persistent=False) == 0.5
     assert suite.saving(row, "caching_allocator_bytes") == 0

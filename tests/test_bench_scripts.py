@@ -1,4 +1,5 @@
-"""`roam bench scripts` tells what came of a script: equal only where it is, and every other end by its name."""
+"""`roam bench scripts` tells what came of a script: equal only where it is, and every other end by
+its name."""
 
 from __future__ import annotations
 
@@ -116,4 +117,7 @@ def test_the_command_writes_its_files(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "polynomial" in (tmp_path / "scripts.csv").read_text()
     assert "1 scripts: 1 equal" in capsys.readouterr().out
     assert scripts.benchmark(asked).exit_code({"rows": [row]}) == 0
-    assert scripts.benchmark(asked).exit_code({"rows": [{**row, "outcome": "different"}]}) == EXIT_DIFFERENT
+    assert (
+        scripts.benchmark(asked).exit_code({"rows": [{**row, "outcome": "different"}]})
+        == EXIT_DIFFERENT
+    )

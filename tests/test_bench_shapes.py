@@ -35,6 +35,10 @@ def test_one_model(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
     assert "3 of 3 lengths" in shapes.rows_table(record).markdown()  # type: ignore[arg-type]
 
 
-def test_steps_have_to_be_more_than_lengths(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "shapes", "--lengths", "4", "--steps", "4", "--output", str(tmp_path)]) != 0
+def test_steps_have_to_be_more_than_lengths(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        main(["bench", "shapes", "--lengths", "4", "--steps", "4", "--output", str(tmp_path)]) != 0
+    )
     assert "--steps 4" in capsys.readouterr().err

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import roam
-from roam.capture import answers
-from roam.capture.trace import is_tracing
+from roam.capture.tracing import branch_answers
+from roam.capture.tracing.tracer import is_tracing
 from roam.runtime.compile import Step
 from training import assert_same_bits, tensors_and_numbers
 
@@ -24,14 +24,21 @@ STEPS = 8
 
 def network() -> torch.nn.Module:
     return torch.nn.Sequential(
-        torch.nn.Linear(4, 6), torch.nn.BatchNorm1d(6), torch.nn.Dropout(0.2), torch.nn.Tanh(), torch.nn.Linear(6, 2)
+        torch.nn.Linear(4, 6),
+        torch.nn.BatchNorm1d(6),
+        torch.nn.Dropout(0.2),
+        torch.nn.Tanh(),
+        torch.nn.Linear(6, 2),
     )
 
 
 def batches(count: int = STEPS) -> list[torch.Tensor]:
     """Large and small ones by turns."""
     generator = torch.Generator().manual_seed(3)
-    return [torch.randn(5, 4, generator=generator) * (3.0 if place % 3 else 0.3) for place in range(count)]
+    return [
+        torch.randn(5, 4, generator=generator) * (3.0 if place % 3 else 0.3)
+        for place in range(count)
+    ]
 
 
 class Own(torch.optim.Optimizer):
@@ -105,10 +112,20 @@ def of_truth(p, grad, average, lr, beta):
     p.sub_(grad, alpha=lr)
 
 
-UPDATES = [of_gradient, of_weight_and_gradient, of_average, of_updated_weight, of_number, left_out, of_truth]
+UPDATES = [
+    of_gradient,
+    of_weight_and_gradient,
+    of_average,
+    of_updated_weight,
+    of_number,
+    left_out,
+    of_truth,
+]
 
 
-def train(wrap: Callable[[Any], Any], make_step: Callable[..., Any], xs: list[torch.Tensor], **kinds: Any) -> list[Any]:
+def train(
+    wrap: Callable[[Any], Any], make_step: Callable[..., Any], xs: list[torch.Tensor], **kinds: Any
+) -> list[Any]:
     torch.manual_seed(0)
     net = network()
     step = wrap(make_step(net, **kinds))
@@ -120,7 +137,8 @@ def train(wrap: Callable[[Any], Any], make_step: Callable[..., Any], xs: list[to
 
 
 class Compiled:
-    """`roam.compile` that keeps the steps that it made, and counts how often the user's function ran for real."""
+    """`roam.compile` that keeps the steps that it made, and counts how often the user's function
+    ran for real."""
 
     def __init__(self, before: Callable[[], None] = lambda: None, **options: Any) -> None:
         self.before = before
@@ -142,10 +160,17 @@ class Compiled:
     @property
     def answers(self) -> set[tuple[bool, ...]]:
         """Those that plans are kept for."""
-        return {runner._answers for step in self.steps for captured in step._captures for runner in captured.runners}
+        return {
+            runner._answers
+            for step in self.steps
+            for captured in step._captures
+            for runner in captured.runners
+        }
 
 
-def by_optimizer(net: torch.nn.Module, update: Callable[..., None], to_none: bool = True) -> Callable[..., Any]:
+def by_optimizer(
+    net: torch.nn.Module, update: Callable[..., None], to_none: bool = True
+) -> Callable[..., Any]:
     optimizer = Own(net.parameters(), update)
 
     def step(x):
@@ -160,16 +185,22 @@ def by_optimizer(net: torch.nn.Module, update: Callable[..., None], to_none: boo
 
 @pytest.mark.parametrize("to_none", [True, False])
 @pytest.mark.parametrize("update", UPDATES)
-def test_optimizers_that_branch_on_values_give_eagers_bits(update: Callable[..., None], to_none: bool) -> None:
+def test_optimizers_that_branch_on_values_give_eagers_bits(
+    update: Callable[..., None], to_none: bool
+) -> None:
     compiled = Compiled(poison=True)
     kinds = {"update": update, "to_none": to_none}
-    assert_same_bits(*(train(wrap, by_optimizer, batches(), **kinds) for wrap in (lambda step: step, compiled)))
+    assert_same_bits(
+        *(train(wrap, by_optimizer, batches(), **kinds) for wrap in (lambda step: step, compiled))
+    )
     assert len(compiled.answers) > 1
     assert all(map(len, compiled.answers))
     assert compiled.eager_runs < STEPS - 1
 
 
-def adam_and_loss(net: torch.nn.Module) -> tuple[torch.optim.Optimizer, Callable[[torch.Tensor], torch.Tensor]]:
+def adam_and_loss(
+    net: torch.nn.Module,
+) -> tuple[torch.optim.Optimizer, Callable[[torch.Tensor], torch.Tensor]]:
     def loss_of(x: torch.Tensor) -> torch.Tensor:
         loss = net(x).square().mean()
         loss.backward()
@@ -349,12 +380,16 @@ def test_a_run_that_meets_another_answer_leaves_no_mark(update: Callable[..., No
     torch.manual_seed(0)
     net = network()
     step = by_optimizer(net, update, to_none=False)
-    (optimizer,) = (cell.cell_contents for cell in step.__closure__ if isinstance(cell.cell_contents, Own))  # type: ignore[attr-defined]
+    (optimizer,) = (
+        cell.cell_contents for cell in step.__closure__ if isinstance(cell.cell_contents, Own)
+    )  # type: ignore[attr-defined]
     before: list[Any] = []
 
     def found() -> list[Any]:
         gradients = [p.grad for p in net.parameters()]
-        return tensors_and_numbers(net.state_dict(), optimizer.state_dict(), gradients, torch.get_rng_state())
+        return tensors_and_numbers(
+            net.state_dict(), optimizer.state_dict(), gradients, torch.get_rng_state()
+        )
 
     compiled = Compiled(lambda: assert_same_bits(before, found()))
     planned = compiled(step)
@@ -376,7 +411,10 @@ def test_nothing_from_before_the_step_is_changed_before_the_last_answer() -> Non
         last = max(place for place, index in enumerate(order) if program.calls[index].is_branch)
         assert len(program.answers) >= 2
         for index in order[:last]:
-            assert all(program.storages[program.storage_of(slot)].creator >= 0 for slot in program.calls[index].mutates)
+            assert all(
+                program.storages[program.storage_of(slot)].creator >= 0
+                for slot in program.calls[index].mutates
+            )
         assert runner.memory.program_order_bytes == runner.choice.eager_bytes
 
 
@@ -413,8 +451,12 @@ def test_a_capture_says_what_it_takes_for_granted() -> None:
     assert "roam.check" in names
 
 
-@pytest.mark.parametrize("options", [{"on_change": "eager"}, {"on_change": "raise"}, {"max_plans": 1}])
-def test_no_more_plans_are_made_than_may_be(options: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    "options", [{"on_change": "eager"}, {"on_change": "raise"}, {"max_plans": 1}]
+)
+def test_no_more_plans_are_made_than_may_be(
+    options: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
     torch.manual_seed(0)
     compiled = Compiled(**options)
     planned = compiled(clipping(torch.nn.Linear(4, 2, bias=False)))
@@ -446,8 +488,10 @@ def test_a_run_that_raises_teaches_nothing() -> None:
                 assert function(x).item() == -2
 
 
-def test_a_loop_that_no_guess_ends_is_refused_where_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answers, "_MOST_GUESSES", 64)
+def test_a_loop_that_no_guess_ends_is_refused_where_nothing_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(branch_answers, "_MOST_GUESSES", 64)
     weight = torch.nn.Parameter(torch.ones(()))
 
     def step(x):
@@ -464,7 +508,9 @@ def test_a_loop_that_no_guess_ends_is_refused_where_nothing_runs(monkeypatch: py
 
 
 @pytest.mark.parametrize("steps", [1, 3])
-def test_a_comparison_runs_by_plan_whichever_way_the_step_goes(steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_comparison_runs_by_plan_whichever_way_the_step_goes(
+    steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.manual_seed(0)
     net = network()
     optimizer, loss_of = adam_and_loss(net)
@@ -485,7 +531,8 @@ def test_a_comparison_runs_by_plan_whichever_way_the_step_goes(steps: int, monke
 
 
 def test_steps_that_wait_for_each_other_run_side_by_side() -> None:
-    """The first call of a step that branches runs its own function, in which it may wait for what another thread does."""
+    """The first call of a step that branches runs its own function, in which it may wait for what
+    another thread does."""
     meet, failures = threading.Barrier(2), list[BaseException]()
 
     def trains() -> None:

@@ -32,7 +32,12 @@ class Net(torch.nn.Module):
 def parts() -> tuple[Net, torch.optim.Optimizer, torch.Tensor, torch.Tensor]:
     torch.manual_seed(0)
     model = Net()
-    return model, torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(5, 6), torch.tensor([0, 1, 2, 0, 1])
+    return (
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        torch.randn(5, 6),
+        torch.tensor([0, 1, 2, 0, 1]),
+    )
 
 
 class TestTheGraph:
@@ -45,20 +50,29 @@ class TestTheGraph:
 
     def test_names_module_and_user_line(self) -> None:
         graph = roam.capture(plain_step, *parts())
-        products = [operator for operator in graph.operators if operator.name == "aten.addmm.default"]
+        products = [
+            operator for operator in graph.operators if operator.name == "aten.addmm.default"
+        ]
         assert [operator.module for operator in products] == ["model.first", "model.second"]
         assert all(operator.file == __file__ for operator in products)
         backward = next(
-            operator for operator in graph.operators if operator.name == "aten.native_batch_norm_backward.default"
+            operator
+            for operator in graph.operators
+            if operator.name == "aten.native_batch_norm_backward.default"
         )
         assert backward.module == "model.norm"
 
     def test_counts_the_products_flops(self) -> None:
         graph = roam.capture(plain_step, *parts())
-        flops = [operator.flops for operator in graph.operators if operator.name == "aten.addmm.default"]
+        flops = [
+            operator.flops for operator in graph.operators if operator.name == "aten.addmm.default"
+        ]
         assert flops == [2 * 5 * 6 * 8, 2 * 5 * 8 * 3]
-        backward = [operator.flops for operator in graph.operators if operator.name == "aten.mm.default"]
-        # By the second weight and its input, and by the first weight; nobody asks for the gradient of x.
+        backward = [
+            operator.flops for operator in graph.operators if operator.name == "aten.mm.default"
+        ]
+        # By the second weight and its input, and by the first weight; nobody asks for the gradient
+        # of x.
         assert sorted(backward) == [2 * 5 * 8 * 3, 2 * 5 * 8 * 3, 2 * 5 * 6 * 8]
         assert not any(operator.flops for operator in graph.operators if "relu" in operator.name)
 
@@ -81,11 +95,17 @@ class TestTheGraph:
         model, optimizer, x, y = parts()
         graph = roam.capture(plain_step, model, optimizer, x, y)
         tensors = [*model.parameters(), *model.buffers(), x, y]
-        assert graph.persistent_bytes == sum(-(-t.untyped_storage().nbytes() // 64) * 64 for t in tensors)
+        assert graph.persistent_bytes == sum(
+            -(-t.untyped_storage().nbytes() // 64) * 64 for t in tensors
+        )
 
     def test_says_that_batch_norm_changes_its_statistics(self) -> None:
         graph = roam.capture(plain_step, *parts())
-        norm = next(operator for operator in graph.operators if operator.name == "aten.native_batch_norm.default")
+        norm = next(
+            operator
+            for operator in graph.operators
+            if operator.name == "aten.native_batch_norm.default"
+        )
         names = {graph.tensor(tensor).name for tensor in norm.mutates}
         assert names == {"model.norm.running_mean", "model.norm.running_var"}
 
@@ -95,7 +115,10 @@ class TestTheGraph:
         assert [operator.name for operator in drawn] == ["aten.bernoulli_.float"]
 
     def test_is_the_same_every_time(self) -> None:
-        assert roam.capture(plain_step, *parts()).to_json() == roam.capture(plain_step, *parts()).to_json()
+        assert (
+            roam.capture(plain_step, *parts()).to_json()
+            == roam.capture(plain_step, *parts()).to_json()
+        )
 
     def test_of_a_fake_model_is_that_of_a_real_one(self) -> None:
         real = roam.capture(plain_step, *parts())
@@ -110,8 +133,16 @@ class TestTheGraph:
         optimizer = torch.optim.AdamW(model.parameters())
         first = roam.capture(plain_step, model, optimizer, x, y, step="first")
         steady = roam.capture(plain_step, model, optimizer, x, y)
-        made = sum(t.size_bytes for t in first.tensors if t.kind == "optimizer_state" and t.residency == "leaves")
-        kept = sum(t.size_bytes for t in steady.tensors if t.kind == "optimizer_state" and t.residency == "persistent")
+        made = sum(
+            t.size_bytes
+            for t in first.tensors
+            if t.kind == "optimizer_state" and t.residency == "leaves"
+        )
+        kept = sum(
+            t.size_bytes
+            for t in steady.tensors
+            if t.kind == "optimizer_state" and t.residency == "persistent"
+        )
         assert made == kept == sum(8 * p.numel() + 4 for p in model.parameters())
 
     def test_of_a_first_step_needs_one(self) -> None:
@@ -119,7 +150,9 @@ class TestTheGraph:
             roam.capture(plain_step, *parts(), step="first")
 
     def test_adds_tied_gradients_in_place_as_the_engine_does(self) -> None:
-        model = torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False), torch.nn.Linear(4, 4, bias=False))
+        model = torch.nn.Sequential(
+            torch.nn.Linear(4, 4, bias=False), torch.nn.Linear(4, 4, bias=False)
+        )
         model[1].weight = model[0].weight
 
         def step(model, optimizer, x):
@@ -127,8 +160,12 @@ class TestTheGraph:
             model(x).square().sum().backward()
             optimizer.step()
 
-        graph = roam.capture(step, model, torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(2, 4))
-        sums = [operator.name for operator in graph.operators if operator.name.startswith("aten.add")]
+        graph = roam.capture(
+            step, model, torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(2, 4)
+        )
+        sums = [
+            operator.name for operator in graph.operators if operator.name.startswith("aten.add")
+        ]
         assert "aten.add_.Tensor" in sums
         assert "aten.add.Tensor" not in sums
 
@@ -144,8 +181,12 @@ class TestTheGraph:
             (model(x).square().mean() * scale).backward()
             optimizer.step()
 
-        graph = roam.capture(step, model, torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(64, 8))
-        product = next(operator for operator in graph.operators if operator.name == "aten.mul.Tensor")
+        graph = roam.capture(
+            step, model, torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(64, 8)
+        )
+        product = next(
+            operator for operator in graph.operators if operator.name == "aten.mul.Tensor"
+        )
         assert len(product.reuse) == 1
 
 
@@ -159,7 +200,9 @@ class TestLeavesNoMark:
         before = state_of(training)
         roam.capture(training.step, *training.objects, *arguments)
         assert_same_bits(before, state_of(training))
-        assert held == [id(tensor) for tensor in (*training.model.parameters(), *training.model.buffers())]
+        assert held == [
+            id(tensor) for tensor in (*training.model.parameters(), *training.model.buffers())
+        ]
         assert not training.optimizer.state
         assert all(parameter.grad is None for parameter in training.model.parameters())
 
@@ -189,7 +232,8 @@ class TestLeavesNoMark:
 
 
 class Windows(torch.nn.Module):
-    """Attention over windows as Longformer cuts them: divisions of sizes on tensors, which may decide shapes in Python and in C++."""
+    """Attention over windows as Longformer cuts them: divisions of sizes on tensors, which may
+    decide shapes in Python and in C++."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -209,7 +253,10 @@ def test_numbers_made_of_sizes_decide_shapes() -> None:
         model = Windows()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         step = wrap(plain_step)
-        losses = [step(model, optimizer, torch.randn(size, 6), torch.arange(size) % 3) for size in (4, 6, 4)]
+        losses = [
+            step(model, optimizer, torch.randn(size, 6), torch.arange(size) % 3)
+            for size in (4, 6, 4)
+        ]
         return tensors_and_numbers(losses, model.state_dict())
 
     assert_same_bits(outcome(lambda step: step), outcome(roam.compile))
@@ -275,9 +322,20 @@ def stopping(loss: torch.Tensor) -> Any:
 class TestRefuses:
     @pytest.mark.parametrize(
         "hostile",
-        [printing, formatting, printing_a_tensor, rounding, data_shape, mask_shape, other_storage, converting],
+        [
+            printing,
+            formatting,
+            printing_a_tensor,
+            rounding,
+            data_shape,
+            mask_shape,
+            other_storage,
+            converting,
+        ],
     )
-    def test_what_brings_values_to_python_and_names_the_line(self, hostile: Any, capsys: Any) -> None:
+    def test_what_brings_values_to_python_and_names_the_line(
+        self, hostile: Any, capsys: Any
+    ) -> None:
         model, optimizer, x, y = parts()
 
         def step(model, optimizer, x, y):
@@ -286,7 +344,9 @@ class TestRefuses:
         with pytest.raises(roam.CaptureError) as caught:
             roam.capture(step, model, optimizer, x, y)
         lines, first = inspect.getsourcelines(hostile)
-        line = first + next(place for place, text in enumerate(lines) if text.rstrip().endswith("# value"))
+        line = first + next(
+            place for place, text in enumerate(lines) if text.rstrip().endswith("# value")
+        )
         assert f"{__file__}:{line}" in str(caught.value)
         assert capsys.readouterr().out == ""
 
@@ -313,7 +373,10 @@ class TestRefuses:
             optimizer.step()
             return loss
 
-        with pytest.raises(roam.CaptureError, match=r"aten.mul.Tensor at .*shape \(3,\) that capture could not find"):
+        with pytest.raises(
+            roam.CaptureError,
+            match=r"aten.mul.Tensor at .*shape \(3,\) that capture could not find",
+        ):
             roam.capture(step, model, optimizer, x, y)
 
     def test_a_batch_taken_inside_the_step(self) -> None:

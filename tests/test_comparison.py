@@ -1,4 +1,5 @@
-"""`roam.compare`: it says equal only where it is, names what differs first, and leaves the user's objects as they were."""
+"""`roam.compare`: it says equal only where it is, names what differs first, and leaves the user's
+objects as they were."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ import pytest
 import torch
 
 import roam
-from roam.program import Program
-from roam.runtime import execute, text
+from roam.program.ir import Program
+from roam.runtime import codegen, executor
 from training import tensors_and_numbers
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -28,7 +29,11 @@ runtime = importlib.import_module("roam.runtime.compile")
 def make() -> Any:
     torch.manual_seed(0)
     net = torch.nn.Sequential(
-        torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8), torch.nn.GELU(), torch.nn.Dropout(0.25), torch.nn.Linear(8, 3)
+        torch.nn.Linear(6, 8),
+        torch.nn.BatchNorm1d(8),
+        torch.nn.GELU(),
+        torch.nn.Dropout(0.25),
+        torch.nn.Linear(8, 3),
     )
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
     return SimpleNamespace(
@@ -158,9 +163,13 @@ class TestEqual:
 
 class TestDifferent:
     @pytest.mark.parametrize("name", ["aten.gelu.default", "aten.gelu_backward.default"])
-    def test_a_kernel_that_gives_other_values_is_named(self, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    def test_a_kernel_that_gives_other_values_is_named(
+        self, monkeypatch: pytest.MonkeyPatch, name: str
+    ) -> None:
         my, (x, y) = make(), batch()
-        monkeypatch.setattr(execute.Executor, "_run_one", breaking(execute.Executor._run_one, name))
+        monkeypatch.setattr(
+            executor.Executor, "_run_one", breaking(executor.Executor._run_one, name)
+        )
         with untouched(my):
             found = roam.compare(train, my, x, y)
         assert found.outcome == "different", found
@@ -178,8 +187,8 @@ class TestDifferent:
         def step(x: Any) -> Any:
             return (net(x).sum() * 0 + x).exp()
 
-        run = breaking(execute.Executor._run_one, "aten.exp.default")
-        monkeypatch.setattr(execute.Executor, "_run_one", run)
+        run = breaking(executor.Executor._run_one, "aten.exp.default")
+        monkeypatch.setattr(executor.Executor, "_run_one", run)
         found = roam.compare(step, torch.zeros(1, 2), steps=1)
         assert found.difference is not None
         assert found.difference.path == "result"
@@ -189,13 +198,13 @@ class TestDifferent:
     def test_what_only_later_steps_do_wrong(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """The second steady step is the first that runs the plan's text."""
         my, (x, y) = make(), batch()
-        line = text.Text._line
+        line = codegen.GeneratedSource._line
 
         def wrong(self: Any, function: Any, args: Any, kwargs: Any) -> str:
             shown = line(self, function, args, kwargs)
             return f"{shown}.add_(1)" if "gelu" in str(function) else shown
 
-        monkeypatch.setattr(text.Text, "_line", wrong)
+        monkeypatch.setattr(codegen.GeneratedSource, "_line", wrong)
         with untouched(my):
             found = roam.compare(train, my, x, y)
         assert found.difference is not None, found
@@ -258,7 +267,7 @@ class TestOther:
         def failing(self: Any, *args: Any) -> None:
             raise RuntimeError("no such kernel")
 
-        monkeypatch.setattr(execute.Executor, "_run_one", failing)
+        monkeypatch.setattr(executor.Executor, "_run_one", failing)
         with untouched(my):
             found = roam.compare(train, my, x, y)
         assert found.outcome == "failed"
@@ -277,7 +286,9 @@ class TestOther:
 
         my, (x, y) = make(), batch()
         with untouched(my):
-            found = roam.compare(lambda my, x, y: train(my, torch.ops.roam_tests.unsteady(x), y), my, x, y)
+            found = roam.compare(
+                lambda my, x, y: train(my, torch.ops.roam_tests.unsteady(x), y), my, x, y
+            )
         assert found.outcome == "undecided"
         assert found.operator is None
 
@@ -287,7 +298,7 @@ class TestOther:
         def interrupted(self: Any, *args: Any) -> None:
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(execute.Executor, "_run_one", interrupted)
+        monkeypatch.setattr(executor.Executor, "_run_one", interrupted)
         with untouched(my), pytest.raises(KeyboardInterrupt):
             roam.compare(train, my, x, y)
 

@@ -18,325 +18,10 @@ import pytest
 import torch
 
 import roam
+from steps import Breaking, Net, adamw, batches, both, kernel_of
 from training import TRAININGS, assert_same_bits, plain_step, run, state_of, tensors_and_numbers
 
 functional = torch.nn.functional
-
-
-class Net(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = torch.nn.Linear(6, 8)
-        self.norm = torch.nn.BatchNorm1d(8)
-        self.drop = torch.nn.Dropout(0.25)
-        self.second = torch.nn.Linear(8, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(self.drop(torch.relu(self.norm(self.first(x)))))
-
-
-Script = Callable[[Callable[[Any], Any]], list[Any]]
-
-
-def both(script: Script) -> None:
-    """Runs a user's script with eager steps and with compiled ones; everything it returns must have the same bits."""
-    outcomes = []
-    for wrap in (lambda step: step, roam.compile):
-        torch.manual_seed(0)
-        outcomes.append(tensors_and_numbers(script(wrap), torch.get_rng_state()))
-    assert_same_bits(*outcomes)
-
-
-def batches(count: int, size: int = 5) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(7)
-    return [
-        (torch.randn(size, 6, generator=generator), torch.randint(0, 3, (size,), generator=generator))
-        for _ in range(count)
-    ]
-
-
-def adamw(model: torch.nn.Module, **options: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), **{"lr": 0.01, **options})
-
-
-class TestStepsAsUsersWriteThem:
-    """One script a line of what is captured, against eager."""
-
-    def check(self, make_step: Callable[[Any], Any], optimizer: Callable[..., Any] = adamw, model: Any = Net) -> None:
-        def script(wrap):
-            net = model()
-            chosen = optimizer(net)
-            step = wrap(make_step(net))
-            returned = [step(net, chosen, x, y) for x, y in batches(4)]
-            return [returned, net.state_dict(), chosen.state_dict()]
-
-        both(script)
-
-    @pytest.mark.parametrize("momentum", [0.0, 0.9])
-    @pytest.mark.parametrize("set_to_none", [True, False])
-    def test_both_forms_of_zero_grad(self, momentum: float, set_to_none: bool) -> None:
-        def make(net):
-            def step(model, optimizer, x, y):
-                optimizer.zero_grad(set_to_none=set_to_none)
-                loss = functional.cross_entropy(model(x), y)
-                loss.backward()
-                optimizer.step()
-                return loss
-
-            return step
-
-        self.check(make, lambda net: torch.optim.SGD(net.parameters(), lr=0.1, momentum=momentum))
-
-    def test_zero_grad_at_the_end(self) -> None:
-        def make(net):
-            def step(model, optimizer, x, y):
-                loss = functional.cross_entropy(model(x), y)
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                return loss
-
-            return step
-
-        self.check(make)
-
-    def test_gradients_that_nobody_zeroes(self) -> None:
-        def make(net):
-            def step(model, optimizer, x, y):
-                loss = functional.cross_entropy(model(x), y)
-                loss.backward()
-                optimizer.step()
-                return loss
-
-            return step
-
-        self.check(make)
-
-    def test_several_losses_and_metrics(self) -> None:
-        def make(net):
-            def step(model, optimizer, x, y):
-                optimizer.zero_grad()
-                logits = model(x)
-                first = functional.cross_entropy(logits, y)
-                second = logits.square().mean()
-                first.backward(retain_graph=True)
-                (0.1 * second).backward()
-                norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-                optimizer.step()
-                right = (logits.detach().argmax(-1) == y).sum()
-                return {
-                    "losses": (first, second),
-                    "norm": norm,
-                    "right": right.item(),
-                    "rate": optimizer.param_groups[0]["lr"],
-                }
-
-            return step
-
-        self.check(make)
-
-    def test_clipping_by_value(self) -> None:
-        def make(net):
-            def step(model, optimizer, x, y):
-                optimizer.zero_grad()
-                functional.cross_entropy(model(x), y).backward()
-                torch.nn.utils.clip_grad_value_(model.parameters(), 0.01)
-                optimizer.step()
-
-            return step
-
-        self.check(make)
-
-    def test_views_and_in_place_operators(self) -> None:
-        class Twisted(Net):
-            def forward(self, x):
-                hidden = self.first(x)
-                hidden[:, :4].mul_(2)
-                left, right = hidden.chunk(2, dim=1)
-                both = torch.cat([left.t().contiguous().t(), right.flip(0)], 1)
-                both += hidden.view(-1)[:8]
-                return self.second(torch.nn.functional.relu(both, inplace=True).transpose(0, 1).reshape(8, -1).t())
-
-        self.check(lambda net: plain_step, model=Twisted)
-
-    def test_tensors_that_change_their_own_shape(self) -> None:
-        class Shaped(Net):
-            def forward(self, x):
-                hidden = self.first(x)
-                hidden.unsqueeze_(0).transpose_(1, 2).mul_(2)
-                return self.second(hidden[0].t())
-
-        self.check(lambda net: plain_step, model=Shaped)
-
-    def test_buffers_and_attributes_that_are_replaced(self) -> None:
-        class Replacing(Net):
-            def __init__(self):
-                super().__init__()
-                self.register_buffer("average", torch.zeros(3))
-                self.last = torch.zeros(5, 3)
-
-            def forward(self, x):
-                result = self.second(torch.relu(self.first(x))) + 0.1 * self.last
-                self.average = 0.9 * self.average + 0.1 * result.detach().mean(0)
-                self.last = result.detach()
-                return result - self.average
-
-        self.check(lambda net: plain_step, model=Replacing)
-
-    def test_losses_whose_kernels_keep_more_than_their_result(self) -> None:
-        def make(net):
-            def step(model, optimizer, x, y):
-                optimizer.zero_grad()
-                wanted = functional.one_hot(y, 3).float()
-                result = model(x)
-                losses = [functional.mse_loss(result, wanted), functional.smooth_l1_loss(result, wanted)]
-                losses.append(functional.binary_cross_entropy(result.sigmoid(), wanted))
-                losses.append(functional.soft_margin_loss(result, wanted * 2 - 1))
-                sum(losses).backward()
-                optimizer.step()
-                return losses
-
-            return step
-
-        self.check(make)
-
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-    def test_attention(self, dtype: torch.dtype) -> None:
-        class Attending(Net):
-            def __init__(self):
-                super().__init__()
-                self.into = torch.nn.Linear(6, 24)
-                self.to(dtype)
-
-            def forward(self, x):
-                parts = self.into(x.to(dtype))[None].chunk(3, -1)
-                heads = [part.reshape(1, -1, 2, 4).transpose(1, 2) for part in parts]
-                mixed = functional.scaled_dot_product_attention(*heads, is_causal=True)
-                return self.second(mixed.transpose(1, 2).reshape(-1, 8)).float()
-
-        self.check(lambda net: plain_step, model=Attending)
-
-    def test_channels_last(self) -> None:
-        class Convolutions(torch.nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.body = torch.nn.Sequential(
-                    torch.nn.Conv2d(2, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.ReLU(inplace=True),
-                    torch.nn.MaxPool2d(2), torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(), torch.nn.Linear(8, 3),
-                ).to(memory_format=torch.channels_last)  # fmt: skip
-
-            def forward(self, x):
-                images = x.repeat(1, 12).view(-1, 2, 6, 6).contiguous(memory_format=torch.channels_last)
-                return self.body(images)
-
-        self.check(lambda net: plain_step, model=Convolutions)
-
-    def test_frozen_and_unused_parameters(self) -> None:
-        class Partial(Net):
-            def __init__(self):
-                super().__init__()
-                self.unused = torch.nn.Linear(3, 3)
-                self.first.weight.requires_grad_(False)
-
-        self.check(lambda net: plain_step, model=Partial)
-
-    def test_tied_weights(self) -> None:
-        class Tied(torch.nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.into = torch.nn.Linear(6, 6, bias=False)
-                self.out = torch.nn.Linear(6, 6, bias=False)
-                self.out.weight = self.into.weight
-
-            def forward(self, x):
-                return self.out(torch.tanh(self.into(x)))
-
-        self.check(lambda net: plain_step, model=Tied)
-
-    def test_several_parameter_groups(self) -> None:
-        def optimizer(net):
-            return torch.optim.AdamW(
-                [
-                    {"params": net.first.parameters(), "lr": 0.1, "weight_decay": 0.0},
-                    {"params": net.second.parameters(), "betas": (0.8, 0.9)},
-                ],
-                lr=0.01,
-                amsgrad=True,
-            )
-
-        self.check(lambda net: plain_step, optimizer)
-
-    def test_closures_bound_methods_and_globals(self) -> None:
-        class Trainer:
-            def __init__(self):
-                self.model = Net()
-                self.optimizer = adamw(self.model)
-                self.weights = [torch.tensor([1.0, 2.0, 0.5])]
-
-            def step(self, batch, *, scale):
-                self.optimizer.zero_grad()
-                loss = (
-                    functional.cross_entropy(self.model(batch["x"]), batch["more"][0], weight=self.weights[0]) * scale
-                )
-                loss.backward()
-                self.optimizer.step()
-                return loss
-
-        def script(wrap):
-            trainer = Trainer()
-            step = wrap(trainer.step)
-            returned = [step({"x": x, "more": [y]}, scale=0.5 + place) for place, (x, y) in enumerate(batches(4))]
-            return [returned, trainer.model.state_dict(), trainer.optimizer.state_dict()]
-
-        both(script)
-
-    def test_a_constant_written_in_the_step(self) -> None:
-        def make(net):
-            def step(model, optimizer, x, y):
-                optimizer.zero_grad()
-                weight = torch.tensor([1.0, 2.0, 0.25])
-                weight += torch.arange(3)
-                loss = functional.cross_entropy(model(x), y, weight=weight)
-                loss.backward()
-                optimizer.step()
-                return loss
-
-            return step
-
-        self.check(make)
-
-    def test_autocast(self) -> None:
-        def make(net):
-            def step(model, optimizer, x, y):
-                optimizer.zero_grad()
-                with torch.autocast("cpu", dtype=torch.bfloat16):
-                    loss = functional.cross_entropy(model(x), y)
-                loss.backward()
-                optimizer.step()
-                return loss
-
-            return step
-
-        self.check(make)
-
-    def test_a_scheduler_that_looks_at_the_loss(self) -> None:
-        def script(wrap):
-            net = Net()
-            optimizer = adamw(net)
-            scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5, threshold=0.5)
-
-            def train_step(x, y):
-                loss = plain_step(net, optimizer, x, y)
-                scheduler.step(loss.detach())
-                return loss
-
-            step = wrap(train_step)
-            returned = []
-            for x, y in batches(6):
-                returned += [step(x, y), optimizer.param_groups[0]["lr"]]
-            return [returned, net.state_dict(), scheduler.state_dict()["num_bad_epochs"]]
-
-        both(script)
 
 
 class TestOwners:
@@ -355,13 +40,17 @@ class TestOwners:
             return [returned, net.state_dict()]
 
         both(script)
-        assert len(captures[1]) == 2  # the first step and the steady one; no rate is frozen in either
+        assert (
+            len(captures[1]) == 2
+        )  # the first step and the steady one; no rate is frozen in either
 
     def test_a_scheduler_outside_of_the_step_does_not_warn(self) -> None:
         def script(wrap):
             net = Net()
             optimizer = adamw(net)
-            scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=10, cycle_momentum=False)
+            scheduler = torch.optim.lr_scheduler.OneCycleLR(
+                optimizer, 0.1, total_steps=10, cycle_momentum=False
+            )
             step = wrap(plain_step)
             returned = []
             for x, y in batches(5):
@@ -410,9 +99,13 @@ class TestOwners:
 
     @pytest.mark.parametrize("form", ["planned", "eager"])
     def test_save_stop_load_and_go_on_in_a_new_process(self, form: str, tmp_path: Path) -> None:
-        """Two processes of ten steps are one run of twenty, whichever way the first ten were run."""
+        """Two processes of ten steps are one run of twenty, whichever way the first ten were
+        run."""
         straight, _ = run(TRAININGS["gpt2"], 20, roam.compile)
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+        }
         program = Path(__file__).parent / "resume.py"
         for part in (0, 1):
             disable = {"ROAM_DISABLE": "1"} if form == "eager" and part == 0 else {}
@@ -450,8 +143,12 @@ class TestGuards:
             lambda net, optimizer: setattr(net, "drop", torch.nn.Identity()),
             lambda net, optimizer: net.first.requires_grad_(False),
             lambda net, optimizer: optimizer.param_groups[0].update(weight_decay=0.3),
-            lambda net, optimizer: setattr(net.first.weight, "data", net.first.weight.data.clone().mul_(2)),
-            lambda net, optimizer: net.second.register_forward_hook(lambda module, args, result: result * 2),
+            lambda net, optimizer: setattr(
+                net.first.weight, "data", net.first.weight.data.clone().mul_(2)
+            ),
+            lambda net, optimizer: net.second.register_forward_hook(
+                lambda module, args, result: result * 2
+            ),
             lambda net, optimizer: optimizer.state.clear(),
         ],
         ids=["dropout", "eval", "module", "frozen", "decay", "data", "hook", "state"],
@@ -484,12 +181,21 @@ class TestGuards:
         assert_same_bits(before, tensors_and_numbers(net.state_dict(), optimizer.state_dict()))
         step(net, optimizer, x, y)
 
-    def test_a_call_that_no_plan_fits_runs_eagerly_where_wanted(self, caplog: pytest.LogCaptureFixture) -> None:
+    def test_a_call_that_no_plan_fits_runs_eagerly_where_wanted(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
         def script(wrap):
             net = Net()
             optimizer = adamw(net)
-            step = plain_step if wrap is not roam.compile else roam.compile(plain_step, on_change="eager")
-            return [[step(net, optimizer, x, y) for x, y in [*batches(3), *batches(2, size=3)]], net.state_dict()]
+            step = (
+                plain_step
+                if wrap is not roam.compile
+                else roam.compile(plain_step, on_change="eager")
+            )
+            return [
+                [step(net, optimizer, x, y) for x, y in [*batches(3), *batches(2, size=3)]],
+                net.state_dict(),
+            ]
 
         with caplog.at_level(logging.INFO, logger="roam"):
             both(script)
@@ -555,7 +261,10 @@ class TestGuards:
             for place in range(6):
                 mask = torch.ones(3, 8, dtype=torch.long)
                 mask[0, 5:] = place % 3 == 0
-                batch = {"input_ids": torch.randint(0, 50, (3, 8), generator=generator), "attention_mask": mask}
+                batch = {
+                    "input_ids": torch.randint(0, 50, (3, 8), generator=generator),
+                    "attention_mask": mask,
+                }
                 returned.append(step(model, optimizer, batch | {"labels": torch.tensor([0, 1, 0])}))
             return [returned, model.state_dict()]
 
@@ -566,35 +275,22 @@ class TestMemoryIsKnownBeforeStepOne:
     def test_plan_runs_nothing(self) -> None:
         net = Net()
         optimizer = adamw(net)
-        before = tensors_and_numbers(net.state_dict(), optimizer.state_dict(), torch.get_rng_state())
+        before = tensors_and_numbers(
+            net.state_dict(), optimizer.state_dict(), torch.get_rng_state()
+        )
         step = roam.compile(plain_step)
         plan = step.plan(net, optimizer, *batches(1)[0])
         assert plan.persistent_bytes > 0
         assert plan.total_bytes >= plan.persistent_bytes + plan.peak_bytes
-        assert_same_bits(before, tensors_and_numbers(net.state_dict(), optimizer.state_dict(), torch.get_rng_state()))
+        assert_same_bits(
+            before,
+            tensors_and_numbers(net.state_dict(), optimizer.state_dict(), torch.get_rng_state()),
+        )
         names = [name for name, _ in step.plans]
         step(net, optimizer, *batches(1)[0])
-        assert [name for name, _ in step.plans] == names == ["plain_step (first step)", "plain_step"]
-
-
-def kernel_of(step: Any, operator: Any) -> tuple[dict[str, Any], str]:
-    """Where a compiled step looks up the one kernel of an operator that it calls."""
-    globals_ = step._captures[0].runners[-1]._executor.text.run.__globals__
-    kernels = [getattr(operator, overload)._op for overload in operator.overloads()]
-    (name,) = [name for name, value in globals_.items() if any(value is kernel for kernel in kernels)]
-    return globals_, name
-
-
-class Breaking:
-    """A kernel that fails at a chosen call of a chosen operator, as one that runs out of memory would."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, step: Any, operator: Any, error: BaseException) -> None:
-        globals_, name = kernel_of(step, operator)
-
-        def fail(*args: Any, **kwargs: Any) -> Any:
-            raise error
-
-        monkeypatch.setitem(globals_, name, fail)
+        assert (
+            [name for name, _ in step.plans] == names == ["plain_step (first step)", "plain_step"]
+        )
 
 
 class TestFailure:
@@ -608,20 +304,32 @@ class TestFailure:
             step(net, optimizer, x, y)
         return step, net, optimizer, data
 
-    def test_before_any_update_leaves_everything_as_it_was(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        step, net, optimizer, data = self.trained(torch.nn.Sequential(torch.nn.Dropout(0.1), torch.nn.Linear(6, 3)))
-        before = tensors_and_numbers(net.state_dict(), optimizer.state_dict(), torch.get_rng_state())
+    def test_before_any_update_leaves_everything_as_it_was(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        step, net, optimizer, data = self.trained(
+            torch.nn.Sequential(torch.nn.Dropout(0.1), torch.nn.Linear(6, 3))
+        )
+        before = tensors_and_numbers(
+            net.state_dict(), optimizer.state_dict(), torch.get_rng_state()
+        )
         with monkeypatch.context() as patch:
             Breaking(patch, step, torch.ops.aten.addmm, RuntimeError("out of memory"))
             with pytest.raises(
-                roam.ExecutionError, match=r"aten.addmm.default at .*out of memory.*Nothing had been"
+                roam.ExecutionError,
+                match=r"aten.addmm.default at .*out of memory.*Nothing had been",
             ) as caught:
                 step(net, optimizer, *data[2])
         assert isinstance(caught.value.__cause__, RuntimeError)
-        assert_same_bits(before, tensors_and_numbers(net.state_dict(), optimizer.state_dict(), torch.get_rng_state()))
+        assert_same_bits(
+            before,
+            tensors_and_numbers(net.state_dict(), optimizer.state_dict(), torch.get_rng_state()),
+        )
         step(net, optimizer, *data[2])
 
-    def test_in_mid_update_says_what_was_updated_and_waits_for_a_reload(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_in_mid_update_says_what_was_updated_and_waits_for_a_reload(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         step, net, optimizer, data = self.trained()
         file = io.BytesIO()
         torch.save([net.state_dict(), optimizer.state_dict()], file)
@@ -651,9 +359,12 @@ class TestFailure:
         both(script)
 
     @pytest.mark.skipif(
-        threading.current_thread() is not threading.main_thread(), reason="signals need the main thread"
+        threading.current_thread() is not threading.main_thread(),
+        reason="signals need the main thread",
     )
-    def test_an_interrupt_waits_for_the_end_of_the_step(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_an_interrupt_waits_for_the_end_of_the_step(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         step, net, optimizer, data = self.trained()
         eager, eager_net, eager_optimizer, _ = self.trained()
         plain_step(eager_net, eager_optimizer, *data[2])
@@ -685,7 +396,9 @@ class TestFailure:
         assert torch.equal(first, value)
 
 
-def test_a_kernel_that_differs_from_capture_is_caught_on_the_first_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_differs_from_capture_is_caught_on_the_first_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     torch.manual_seed(0)
     net = Net()
     optimizer = adamw(net)
@@ -693,7 +406,9 @@ def test_a_kernel_that_differs_from_capture_is_caught_on_the_first_run(monkeypat
     step.plan(net, optimizer, *batches(1)[0])
     runner = step._captures[0].runners[0]
     index, call = next(
-        (index, call) for index, call in enumerate(runner._program.calls) if call.name == "aten.relu.default"
+        (index, call)
+        for index, call in enumerate(runner._program.calls)
+        if call.name == "aten.relu.default"
     )
     runner._executor.bindings.placed[index] = None
     monkeypatch.setattr(call, "target", lambda x: torch.relu(x).t().contiguous().t())
@@ -704,14 +419,18 @@ def test_a_kernel_that_differs_from_capture_is_caught_on_the_first_run(monkeypat
     assert_same_bits(before, tensors_and_numbers(list(net.parameters())))
 
 
-def test_memory_that_is_shared_in_another_way_stops_a_run_before_it_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_is_shared_in_another_way_stops_a_run_before_it_begins(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     torch.manual_seed(0)
     net = Net()
     optimizer = adamw(net)
     step = roam.compile(plain_step)
     step(net, optimizer, *batches(1)[0])
     step(net, optimizer, *batches(1)[0])
-    monkeypatch.setattr(step._last, "_sharing", [0] * len(step._last._sharing))  # the last look, behind all guards
+    monkeypatch.setattr(
+        step._last, "_sharing", [0] * len(step._last._sharing)
+    )  # the last look, behind all guards
     before = tensors_and_numbers(list(net.parameters()))
     with pytest.raises(roam.ExecutionError) as caught:
         step(net, optimizer, *batches(1)[0])

@@ -1,4 +1,5 @@
-"""Steps for CUDA, captured on a machine without it: the engine's own backward pass, CUDA's kernels, and a label."""
+"""Steps for CUDA, captured on a machine without it: the engine's own backward pass, CUDA's kernels,
+and a label."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import roam
 from roam import cli, zoo
-from roam.capture import absent
+from roam.capture.cuda_estimate import absent
 from roam.capture.step import capture_step
 from training import plain_step
 
@@ -47,8 +48,13 @@ class TestKernels:
         attention = f"_scaled_dot_product_{name}_attention"
         assert found[attention] == found[f"{attention}_backward"] == 2
         assert found["native_dropout"] == found["native_dropout_backward"] == 5
-        assert not {"bernoulli_", "_safe_softmax", "_scaled_dot_product_flash_attention_for_cpu"} & found.keys()
-        assert {operator.phase for operator in graph.operators if "backward" in operator.name} == {"backward"}
+        assert (
+            not {"bernoulli_", "_safe_softmax", "_scaled_dot_product_flash_attention_for_cpu"}
+            & found.keys()
+        )
+        assert {operator.phase for operator in graph.operators if "backward" in operator.name} == {
+            "backward"
+        }
         roam.verify(graph, roam.optimize(graph))
 
     def test_attention_with_a_mask(self) -> None:
@@ -59,16 +65,27 @@ class TestKernels:
     def test_a_convolutional_net(self) -> None:
         graph = made("resnet18")
         found = kernels(graph)
-        assert found["cudnn_batch_norm"] == found["cudnn_batch_norm_backward"] == found["convolution"] == 20
+        assert (
+            found["cudnn_batch_norm"]
+            == found["cudnn_batch_norm_backward"]
+            == found["convolution"]
+            == 20
+        )
         assert "native_batch_norm" not in found
-        changed = [operator for operator in graph.operators if operator.name == "aten.cudnn_batch_norm.default"]
+        changed = [
+            operator
+            for operator in graph.operators
+            if operator.name == "aten.cudnn_batch_norm.default"
+        ]
         assert all(len(operator.mutates) == 2 for operator in changed)  # running mean and variance
         assert graph.alignment_bytes == 512
         roam.verify(graph, roam.optimize(graph))
 
     def test_the_form_of_optimizer_that_pytorch_would_choose(self) -> None:
         with roam.fake("cuda"):
-            net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Dropout(), torch.nn.Linear(16, 4))
+            net = torch.nn.Sequential(
+                torch.nn.Linear(8, 16), torch.nn.Dropout(), torch.nn.Linear(16, 4)
+            )
             optimizer = torch.optim.AdamW(net.parameters())
             batch = torch.randn(3, 8), torch.randint(4, (3,))
         graph = roam.capture(plain_step, net, optimizer, *batch)
@@ -77,7 +94,9 @@ class TestKernels:
 
     def test_mixed_precision(self) -> None:
         with roam.fake("cuda"):
-            net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.LayerNorm(16), torch.nn.Linear(16, 4))
+            net = torch.nn.Sequential(
+                torch.nn.Linear(8, 16), torch.nn.LayerNorm(16), torch.nn.Linear(16, 4)
+            )
             optimizer = torch.optim.SGD(net.parameters())
             scaler = torch.amp.GradScaler("cuda")
             batch = torch.randn(3, 8), torch.randint(4, (3,))
@@ -120,7 +139,12 @@ class TestKernels:
             assert self.attention(dtype=torch.bfloat16) == "attention_math"
 
     def attention(
-        self, dtype: Any = torch.float32, width: int = 16, mask: Any = None, length: int = 16, groups: int = 1
+        self,
+        dtype: Any = torch.float32,
+        width: int = 16,
+        mask: Any = None,
+        length: int = 16,
+        groups: int = 1,
     ) -> str:
         with roam.fake("cuda"):
             query = torch.nn.ParameterList([torch.randn(2, 4, length, width, dtype=dtype)])
@@ -129,14 +153,18 @@ class TestKernels:
 
         def step(query: Any, other: Any, given: Any) -> Any:
             query.zero_grad()
-            attended = functional.scaled_dot_product_attention(query[0], other, other, given, enable_gqa=groups > 1)
+            attended = functional.scaled_dot_product_attention(
+                query[0], other, other, given, enable_gqa=groups > 1
+            )
             assert attended.shape == query[0].shape
             attended.sum().backward()
 
         found = kernels(roam.capture(step, query, other, given))
         if "_safe_softmax" in found:
             return "attention_math"
-        (name,) = (name for name in found if name.startswith("_scaled_dot") and name.endswith("attention"))
+        (name,) = (
+            name for name in found if name.startswith("_scaled_dot") and name.endswith("attention")
+        )
         assert found[f"{name}_backward"] == 1
         return name.removeprefix("_scaled_dot_product_")
 
@@ -154,7 +182,8 @@ class Doubled(torch.autograd.Function):
 
 
 class Net(torch.nn.Module):
-    """What autograd's engine has its own ways for: sums of gradients, tied weights, numbers, dtypes, its own nodes."""
+    """What autograd's engine has its own ways for: sums of gradients, tied weights, numbers,
+    dtypes, its own nodes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -220,12 +249,15 @@ class TestEngine:
 
         def meta(slot: int | None) -> Any:
             found = None if slot is None else program.slots[slot]
-            return None if found is None else (found.shape, found.stride, found.dtype, found.storage)
+            return (
+                None if found is None else (found.shape, found.stride, found.dtype, found.storage)
+            )
 
         devices = {found.device.type for found in program.slots if found is not None}
         assert devices == {device}
         return [
-            (call.name, call.phase, call.source, call.refs(), list(map(meta, call.outputs))) for call in program.calls
+            (call.name, call.phase, call.source, call.refs(), list(map(meta, call.outputs)))
+            for call in program.calls
         ]
 
 
@@ -302,7 +334,9 @@ def test_the_rest_of_the_process_goes_on_as_before() -> None:
 
     def script(wrap: Callable[[Any], Any]) -> Any:
         torch.manual_seed(0)
-        net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Dropout(), torch.nn.Linear(16, 4))
+        net = torch.nn.Sequential(
+            torch.nn.Linear(8, 16), torch.nn.Dropout(), torch.nn.Linear(16, 4)
+        )
         optimizer = torch.optim.AdamW(net.parameters())
         step = wrap(plain_step)
         losses = [step(net, optimizer, torch.randn(3, 8), torch.randint(4, (3,))) for _ in range(3)]

@@ -1,16 +1,14 @@
-"""The documents: links lead somewhere, tables name what exists, and the README's code runs."""
+"""The documents: links and paths lead somewhere, tables name what exists. Their code runs in
+test_documents_run.py."""
 
 from __future__ import annotations
 
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import document
 import pytest
-import torch
-import transformers
 
 import roam
 from roam import cli
@@ -18,18 +16,21 @@ from roam import cli
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/**/*.md"))]
 LINK = re.compile(r"\]\((?!https?://|#)([^)#]+)")
-CODE = re.compile(r"```python\n(.*?)```", re.DOTALL)
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_lead_somewhere(document: Path) -> None:
-    missing = [link for link in LINK.findall(document.read_text()) if not (document.parent / link).exists()]
+    missing = [
+        link for link in LINK.findall(document.read_text()) if not (document.parent / link).exists()
+    ]
     assert not missing
 
 
 def test_the_architecture_table_names_what_exists() -> None:
     rows = [
-        line.split("|") for line in (ROOT / "docs/architecture.md").read_text().splitlines() if line.count("|") == 5
+        line.split("|")
+        for line in (ROOT / "docs/architecture.md").read_text().splitlines()
+        if line.count("|") == 5
     ]
     assert len(rows) > 10
     missing = []
@@ -51,8 +52,10 @@ def test_tables_are_those_of_the_committed_results(path: Path) -> None:
     assert text == document.rendered(text), "python benches/document.py writes them"
 
 
-def test_every_key_and_option_is_documented(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = (ROOT / "docs/cli.md").read_text()
+def test_every_key_and_option_is_documented(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (ROOT / "docs/reference/cli.md").read_text()
     path = str(tmp_path / "graph.json")
     roam.GraphBuilder().build().save(path)
     assert cli.main(["plan", path, "--json"]) == 0
@@ -65,31 +68,13 @@ def test_every_key_and_option_is_documented(tmp_path: Path, capsys: pytest.Captu
     assert [option for option in sorted(options) if f"`{option}" not in text] == []
 
 
-def test_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-    def make_model() -> torch.nn.Module:
-        config = transformers.GPT2Config(
-            n_embd=32, n_layer=1, n_head=2, bos_token_id=None, eos_token_id=None, use_cache=False
-        )
-        model = transformers.GPT2LMHeadModel(config).train()
-        model.loss_type = "ForCausalLM"
-        return model
-
-    model = make_model()
-    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
-    namespace: dict[str, Any] = {
-        "make_model": make_model,
-        "model": model,
-        "optimizer": optimizer,
-        "scheduler": torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=3),
-        "batches": torch.randint(50257, (3, 1, 16)),
-    }
-    blocks = CODE.findall((ROOT / "README.md").read_text())
-    assert len(blocks) == 3
-    for block in blocks:
-        exec(compile(block, "README.md", "exec"), namespace)
-    assert namespace["loss"].isfinite()
-    x = torch.randn(8)
-    assert torch.equal(namespace["module"](x), x.sin().cos())
-    assert roam.Plan.load("plan.json.gz") == namespace["plan"]
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_paths_in_the_text_exist(document: Path) -> None:
+    """Of sources, tests and benchmarks; the changelog speaks of former ones."""
+    if document.name == "CHANGELOG.md":
+        return
+    named = re.findall(
+        r"(?<![\w/])(?:python/roam|rust/roam-\w+|tests|benches|examples)/[\w./-]*\w",
+        document.read_text(),
+    )
+    assert [path for path in sorted(set(named)) if not (ROOT / path).exists()] == []

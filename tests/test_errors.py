@@ -1,4 +1,5 @@
-"""Every error code is documented in docs/errors.md, and every refusal of a step has a test."""
+"""Every error code is documented in docs/reference/errors.md, and every refusal of a step has a
+test."""
 
 from __future__ import annotations
 
@@ -19,10 +20,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import roam
 import roam.errors
-from roam.runtime import measure
+from roam.runtime import memory_profiler
 
 _ROOT = Path(__file__).parents[1]
-_CLASSES = ("CaptureError", "ExecutionError", "PlanError", "GraphError", "FormatError", "LayoutError")
+_CLASSES = (
+    "CaptureError",
+    "ExecutionError",
+    "PlanError",
+    "GraphError",
+    "FormatError",
+    "LayoutError",
+)
 _RAISERS = {*_CLASSES, "SolverUnavailable", "MeasurementError"}
 
 
@@ -44,7 +52,9 @@ def _code(name: str, call: ast.Call) -> ast.expr | None:
 
 
 def _texts(code: ast.expr | None) -> set[str]:
-    return {part.value for part in ast.walk(code) if isinstance(part, ast.Constant)} if code else set()
+    return (
+        {part.value for part in ast.walk(code) if isinstance(part, ast.Constant)} if code else set()
+    )
 
 
 def _python_codes() -> set[str]:
@@ -62,6 +72,7 @@ def _rust_codes() -> set[str]:
         for body in re.findall(r"pub(?:\([a-z]+\))? fn code\(&self\).*?\n    }\n", text, re.DOTALL):
             found.update(re.findall(r'=> "([a-z_]+)"', body))
         found.update(re.findall(r'Fault \{ class: [^}]*code: "([a-z_]+)"', text))
+        found.update(re.findall(r'refuse\([^;]*?, "([a-z_]+)"\)', text))
     return found
 
 
@@ -69,7 +80,7 @@ def _documented() -> dict[str, list[tuple[str, list[str]]]]:
     """Per heading of the page the codes in its tables, each with its other cells."""
     sections: dict[str, list[tuple[str, list[str]]]] = defaultdict(list)
     heading = ""
-    for line in (_ROOT / "docs/errors.md").read_text().splitlines():
+    for line in (_ROOT / "docs/reference/errors.md").read_text().splitlines():
         if line.startswith("## "):
             heading = line[3:]
         elif row := re.match(r"\| `([a-z_]+)` \|(.*)\|$", line):
@@ -84,7 +95,7 @@ def test_the_page_has_every_code_and_no_other() -> None:
 
 def test_every_code_has_its_cause_and_remedy() -> None:
     for heading, rows in _documented().items():
-        assert hasattr(roam.errors, heading) or hasattr(measure, heading), heading
+        assert hasattr(roam.errors, heading) or hasattr(memory_profiler, heading), heading
         for code, cells in rows:
             assert all(cell.endswith(".") for cell in cells), code
 
@@ -96,7 +107,9 @@ def test_codes_are_in_order() -> None:
 
 
 def test_no_error_is_without_a_code() -> None:
-    without = [where for where, name, call in _calls() if name in _RAISERS and _code(name, call) is None]
+    without = [
+        where for where, name, call in _calls() if name in _RAISERS and _code(name, call) is None
+    ]
     assert without == []
 
 
@@ -114,7 +127,9 @@ class _My:
         self.kept: Any = None
         self.count = 0
 
-    def step(self, between: Callable[[_My, torch.Tensor], Any] = lambda my, loss: None) -> Callable[..., Any]:
+    def step(
+        self, between: Callable[[_My, torch.Tensor], Any] = lambda my, loss: None
+    ) -> Callable[..., Any]:
         """A training step that calls `between` before the update."""
 
         def step(batch: torch.Tensor, *others: Any) -> Any:
@@ -161,12 +176,15 @@ def _between(action: Callable[[_My, torch.Tensor], Any]) -> Callable[[], Any]:
 
 
 def _given(prepare: Callable[[_My], Any]) -> Callable[[], Any]:
-    """Captures an ordinary step after something was done; where that gives a tensor, it is the batch."""
+    """Captures an ordinary step after something was done; where that gives a tensor, it is the
+    batch."""
 
     def capture() -> Any:
         my = _My()
         batch = prepare(my)
-        return roam.capture(my.step(lambda my, loss: my.kept is None), my.batch if batch is None else batch)
+        return roam.capture(
+            my.step(lambda my, loss: my.kept is None), my.batch if batch is None else batch
+        )
 
     return capture
 
@@ -253,7 +271,9 @@ def _alternating() -> Any:
         def __len__(self) -> int:
             return next(turns)
 
-    return roam.capture(my.step(lambda my, loss: [my.x.sin() for _ in range(len(Turn()))]), my.batch)
+    return roam.capture(
+        my.step(lambda my, loss: [my.x.sin() for _ in range(len(Turn()))]), my.batch
+    )
 
 
 def _scheduled_twice(my: _My) -> None:
@@ -334,7 +354,9 @@ def _symbol_of_another_tracer(my: _My, loss: torch.Tensor) -> Any:
 def _unlike_itself() -> Any:
     my, turns = _My(), [iter(range(100))]
     found = _hidden(turns[0])
-    graph = roam.capture(my.step(lambda my, loss: loss.sin() if next(found()) % 2 else loss.cos()), my.batch)
+    graph = roam.capture(
+        my.step(lambda my, loss: loss.sin() if next(found()) % 2 else loss.cos()), my.batch
+    )
     return graph, turns
 
 
@@ -398,14 +420,20 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "nested_state": _given(lambda my: _replace(my, "optimizer", _Tuples(my.model))),
     "no_fake_kernel": _between(lambda my, loss: torch.ops.roam_test_errors.bare(loss)),
     "no_first_step": _first_step_of_a_trained_model,
-    "optimizer": _given(lambda my: _replace(my, "optimizer", torch.optim.LBFGS(my.model.parameters()))),
+    "optimizer": _given(
+        lambda my: _replace(my, "optimizer", torch.optim.LBFGS(my.model.parameters()))
+    ),
     "optimizer_form": _given(
-        lambda my: _replace(my, "optimizer", torch.optim.SGD(my.model.parameters(), 0.1, differentiable=True))
+        lambda my: _replace(
+            my, "optimizer", torch.optim.SGD(my.model.parameters(), 0.1, differentiable=True)
+        )
     ),
     "optimizer_state": _given(lambda my: _replace(my, "optimizer", _Odd(my.model, object))),
     "outer_history": _given(lambda my: my.model[0](torch.ones(2, 4))),
     "owner_removed": _between(lambda my, loss: delattr(my.model[1], "bias")),
-    "parameter_replaced": _between(lambda my, loss: _assign(my.model[1], "bias", nn.Parameter(torch.zeros(1)))),
+    "parameter_replaced": _between(
+        lambda my, loss: _assign(my.model[1], "bias", nn.Parameter(torch.zeros(1)))
+    ),
     "pickled": _between(lambda my, loss: copy.deepcopy(my.batch)),
     "rate": _updated(lambda my: my.optimizer.param_groups[0].update(lr="fast")),
     "recurrent_layer": _recurrent_elsewhere,
@@ -415,14 +443,18 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "script_module": _given(lambda my: _replace(my, "model", torch.jit.script(my.model))),
     "step_raised": _between(lambda my, loss: 1 / 0),
     "storage_replaced": _between(
-        lambda my, loss: torch._C.TensorBase.data.__set__(my.batch, torch.zeros(2, 4)) or my.batch.sin()
+        lambda my, loss: (
+            torch._C.TensorBase.data.__set__(my.batch, torch.zeros(2, 4)) or my.batch.sin()
+        )
     ),
     "subclass": _given(lambda my: torch.ones(2, 4).as_subclass(type("Own", (torch.Tensor,), {}))),
     "tensor_rate": _tensor_rate,
     "tensor_attribute": _given(lambda my: _assign(my.batch, "noted", torch.ones(1))),
     "uninitialized_parameter": _given(lambda my: _replace(my, "model", nn.LazyLinear(1))),
     "unknown_number": _next_rate,
-    "unknown_state": _given(lambda my: _replace(my, "optimizer", _Asking(my.model.parameters(), 0.1))),
+    "unknown_state": _given(
+        lambda my: _replace(my, "optimizer", _Asking(my.model.parameters(), 0.1))
+    ),
     "unknown_tensor": _from_elsewhere,
     "unsettled": _given(lambda my: _replace(my, "optimizer", _Adding(my.model.parameters(), 0.1))),
     "unstable": _unlike_itself,
@@ -433,9 +465,16 @@ REFUSED: dict[str, Callable[[], Any]] = {
 
 
 def test_every_refusal_has_a_test() -> None:
-    lines = [line for path in (_ROOT / "tests").glob("test_*.py") for line in path.read_text().splitlines()]
+    lines = [
+        line
+        for path in (_ROOT / "tests").glob("test_*.py")
+        for line in path.read_text().splitlines()
+    ]
     asserted = {
-        text for line in lines if "code" in line or "refused" in line for text in re.findall(r'"([a-z_]+)"', line)
+        text
+        for line in lines
+        if "code" in line or "refused" in line
+        for text in re.findall(r'"([a-z_]+)"', line)
     }
     assert sorted(_python_codes() - REFUSED.keys() - asserted) == []
 

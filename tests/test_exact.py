@@ -1,4 +1,5 @@
-"""The exact tier: integer programs by CBC in processes of their own, which may be missing, hang or die."""
+"""The exact tier: integer programs by CBC in processes of their own, which may be missing, hang or
+die."""
 
 from __future__ import annotations
 
@@ -96,7 +97,9 @@ def test_the_search_alone_goes_below_what_cbc_found() -> None:
     assert plan.total_bytes == plan.total_lower_bound_bytes == 27_328
 
 
-@pytest.mark.parametrize(("name", "total"), [("aligned-16", 5504), ("aligned-24", 4288), ("aligned-24-wide", 5824)])
+@pytest.mark.parametrize(
+    ("name", "total"), [("aligned-16", 5504), ("aligned-24", 4288), ("aligned-24-wide", 5824)]
+)
 def test_small_layouts_of_mixed_alignments_need_no_programs(name: str, total: int) -> None:
     plan = roam.optimize(roam.Graph.load(INSTANCES / f"{name}.json.gz"), exact="off")
     assert plan.total_bytes == total
@@ -109,7 +112,9 @@ def many_aligned() -> roam.Graph:
     creates: list[list[int]] = [[] for _ in range(steps)]
     reads: list[list[int]] = [[] for _ in range(steps)]
     for first, length in [(random.randrange(steps), random.randrange(8)) for _ in range(70)]:
-        tensor = builder.tensor("", 64 * random.randrange(1, 7), alignment_bytes=random.choice([64, 128, 512]))
+        tensor = builder.tensor(
+            "", 64 * random.randrange(1, 7), alignment_bytes=random.choice([64, 128, 512])
+        )
         creates[first].append(tensor)
         if first < (last := min(steps - 1, first + length)):
             reads[last].append(tensor)
@@ -203,14 +208,20 @@ def test_without_mip_the_plan_says_so(
     assert caught.value.code == "solver_unavailable"
 
 
-def test_an_interpreter_that_cannot_be_started_is_no_solver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_interpreter_that_cannot_be_started_is_no_solver(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     for executable in ("", str(tmp_path / "absent")):
         monkeypatch.setattr(sys, "executable", executable)
         assert roam.optimize(hard_graph()).exact["status"] == "unavailable"
 
 
-@pytest.mark.parametrize("answer", ["", "{}", '{"solved": {"values": [1], "bound": 1e300}}', "\\xff", "[" * 100_000])
-def test_answers_that_make_no_sense_cost_nothing(answer: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "answer", ["", "{}", '{"solved": {"values": [1], "bound": 1e300}}', "\\xff", "[" * 100_000]
+)
+def test_answers_that_make_no_sense_cost_nothing(
+    answer: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     script = tmp_path / "child.py"
     script.write_text(f"print({answer!r}, flush=True)\n")
     monkeypatch.setattr("roam.exact.bridge._SCRIPT", script)
@@ -234,7 +245,8 @@ def test_a_process_that_hangs_is_killed_at_the_time_limit(
     assert not any(is_running(child.number) for child in children)
 
 
-# Runs in a process of its own, plans the graph with a solver that hangs, and says which processes it has started.
+# Runs in a process of its own, plans the graph with a solver that hangs, and says which processes
+# it has started.
 PLANNER = """
 import sys
 sys.path.insert(0, sys.argv[2])
@@ -251,11 +263,21 @@ roam.optimize(roam.Graph.load(sys.argv[1]))
 
 
 @pytest.mark.parametrize(
-    "end", [lambda p: p.send_signal(signal.SIGINT), lambda p: p.kill()], ids=["interrupted", "killed"]
+    "end",
+    [lambda p: p.send_signal(signal.SIGINT), lambda p: p.kill()],
+    ids=["interrupted", "killed"],
 )
-def test_no_process_outlives_its_planner(end: Callable[[subprocess.Popen[str]], None], tmp_path: Path) -> None:
+def test_no_process_outlives_its_planner(
+    end: Callable[[subprocess.Popen[str]], None], tmp_path: Path
+) -> None:
     (tmp_path / "mip.py").write_text(HANG)
-    arguments = [sys.executable, "-c", PLANNER, str(INSTANCES / "irregular-100-open.json.gz"), str(tmp_path)]
+    arguments = [
+        sys.executable,
+        "-c",
+        PLANNER,
+        str(INSTANCES / "irregular-100-open.json.gz"),
+        str(tmp_path),
+    ]
     # A shell in the background may have told its children to ignore Ctrl-C.
     restored = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)  # noqa: E731
     with subprocess.Popen(
@@ -280,5 +302,7 @@ def test_planning_loads_no_solver_into_this_process() -> None:
         "print(plan.exact['status'], 'mip' in sys.modules)"
     )
     path = str(INSTANCES / "irregular-100-open.json.gz")
-    done = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, path], capture_output=True, text=True, check=True
+    )
     assert done.stdout.split() == ["used", "False"]

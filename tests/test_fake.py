@@ -1,4 +1,5 @@
-"""Models built of fake tensors by constructors that read values of tensors that they have just made."""
+"""Models built of fake tensors by constructors that read values of tensors that they have just
+made."""
 
 from __future__ import annotations
 

@@ -55,7 +55,16 @@ def small_graph() -> roam.Graph:
     builder.tensor("w", 9, kind="parameter", residency="persistent")
     builder.region("outer", 0)
     builder.region("inner", 0, parent=0)
-    builder.operator("relu", reads=[1], creates=[2], reuse=[(1, 2)], module="act", file="train.py", line=12, position=1)
+    builder.operator(
+        "relu",
+        reads=[1],
+        creates=[2],
+        reuse=[(1, 2)],
+        module="act",
+        file="train.py",
+        line=12,
+        position=1,
+    )
     builder.operator("view", reads=[0], creates=[1], position=0)
     builder.operator(
         "sum",
@@ -90,7 +99,9 @@ def test_the_digest_is_of_the_canonical_text() -> None:
 
 
 def test_the_documents_examples_are_true() -> None:
-    document = (Path(__file__).parent.parent / "docs" / "formats.md").read_text(encoding="utf-8")
+    document = (Path(__file__).parent.parent / "docs/reference/formats.md").read_text(
+        encoding="utf-8"
+    )
     graph_text, plan_text = re.findall(r"```json\n(.*?)```", document, flags=re.DOTALL)
     graph = roam.Graph.from_json(graph_text.encode())
     assert graph.to_json().decode() == graph_text
@@ -142,7 +153,10 @@ def test_compression_is_recognized_whatever_the_name(tmp_path: Path) -> None:
     path = tmp_path / "graph.json"
     path.write_bytes(gzip.compress(GRAPH_TEXT))
     assert roam.Graph.load(path) == small_graph()
-    assert roam.Graph.from_json(gzip.compress(GRAPH_TEXT[:100]) + gzip.compress(GRAPH_TEXT[100:])) == small_graph()
+    assert (
+        roam.Graph.from_json(gzip.compress(GRAPH_TEXT[:100]) + gzip.compress(GRAPH_TEXT[100:]))
+        == small_graph()
+    )
 
 
 def test_compressed_files_tell_neither_time_nor_name(tmp_path: Path) -> None:
@@ -203,21 +217,57 @@ HOSTILE: list[tuple[str, str, bytes]] = [
     ("version of another type", "syntax", b'{"format":"roam.graph","version":"1"}'),
     ("missing key", "syntax", graph_value(lambda v: v.pop("control"))),
     ("unknown key", "syntax", graph_value(lambda v: v.update(colour="red"))),
-    ("unknown key of a tensor", "syntax", graph_value(lambda v: v["tensors"][0].update(colour="red"))),
-    ("unknown key of an operator", "syntax", graph_value(lambda v: v["operators"][0].update(colour="red"))),
-    ("unknown key of a source", "syntax", graph_value(lambda v: v["operators"][0]["source"].update(colour="red"))),
-    ("unknown key of a region", "syntax", graph_value(lambda v: v["regions"][0].update(colour="red"))),
+    (
+        "unknown key of a tensor",
+        "syntax",
+        graph_value(lambda v: v["tensors"][0].update(colour="red")),
+    ),
+    (
+        "unknown key of an operator",
+        "syntax",
+        graph_value(lambda v: v["operators"][0].update(colour="red")),
+    ),
+    (
+        "unknown key of a source",
+        "syntax",
+        graph_value(lambda v: v["operators"][0]["source"].update(colour="red")),
+    ),
+    (
+        "unknown key of a region",
+        "syntax",
+        graph_value(lambda v: v["regions"][0].update(colour="red")),
+    ),
     ("doubled key", "syntax", replaced(b'"device":"cpu"', b'"device":"cpu","device":"cpu"')),
-    ("doubled format", "syntax", replaced(b'"device":"cpu"', b'"device":"cpu","format":"roam.graph"')),
-    ("doubled key of a tensor", "syntax", replaced(b'"size_bytes":9', b'"size_bytes":9,"size_bytes":9')),
-    ("tensor as a list", "syntax", graph_value(lambda v: v.update(tensors=[["x", 1, "input", "enters", 0]]))),
-    ("source as a list", "syntax", graph_value(lambda v: v["operators"][0].update(source=["", "", 1]))),
+    (
+        "doubled format",
+        "syntax",
+        replaced(b'"device":"cpu"', b'"device":"cpu","format":"roam.graph"'),
+    ),
+    (
+        "doubled key of a tensor",
+        "syntax",
+        replaced(b'"size_bytes":9', b'"size_bytes":9,"size_bytes":9'),
+    ),
+    (
+        "tensor as a list",
+        "syntax",
+        graph_value(lambda v: v.update(tensors=[["x", 1, "input", "enters", 0]])),
+    ),
+    (
+        "source as a list",
+        "syntax",
+        graph_value(lambda v: v["operators"][0].update(source=["", "", 1])),
+    ),
     ("tensors as an object", "syntax", graph_value(lambda v: v.update(tensors={}))),
     ("negative size", "syntax", replaced(b'"size_bytes":9', b'"size_bytes":-9')),
     ("fractional size", "syntax", replaced(b'"size_bytes":9', b'"size_bytes":9.0')),
     ("exponent", "syntax", replaced(b'"size_bytes":9', b'"size_bytes":1e3')),
     ("size of 2^64", "syntax", replaced(b'"size_bytes":9', b'"size_bytes":18446744073709551616')),
-    ("size with 10000 digits", "syntax", replaced(b'"size_bytes":9', b'"size_bytes":' + b"9" * 10_000)),
+    (
+        "size with 10000 digits",
+        "syntax",
+        replaced(b'"size_bytes":9', b'"size_bytes":' + b"9" * 10_000),
+    ),
     ("number of 2^32", "syntax", replaced(b'"mutates":[4]', b'"mutates":[4294967296]')),
     ("null size", "syntax", replaced(b'"size_bytes":9', b'"size_bytes":null')),
     ("NaN", "syntax", replaced(b'"size_bytes":9', b'"size_bytes":NaN')),
@@ -234,7 +284,11 @@ HOSTILE: list[tuple[str, str, bytes]] = [
     ("text after gzip", "compression", gzip.compress(GRAPH_TEXT) + b"more"),
     ("damaged check sum", "compression", gzip.compress(GRAPH_TEXT)[:-8] + bytes(8)),
     # Of the documented shape, but no graph:
-    ("size of 2^63", "out_of_range", replaced(b'"size_bytes":9', b'"size_bytes":9223372036854775808')),
+    (
+        "size of 2^63",
+        "out_of_range",
+        replaced(b'"size_bytes":9', b'"size_bytes":9223372036854775808'),
+    ),
     ("unknown tensor", "unknown_tensor", replaced(b'"mutates":[4]', b'"mutates":[4294967295]')),
     ("unknown operator", "unknown_operator", replaced(b"[0,2]", b"[0,4294967295]")),
     ("cycle", "cycle", replaced(b"[0,2]", b"[2,1]")),
@@ -242,7 +296,9 @@ HOSTILE: list[tuple[str, str, bytes]] = [
 ]
 
 
-@pytest.mark.parametrize(("code", "data"), [case[1:] for case in HOSTILE], ids=[case[0] for case in HOSTILE])
+@pytest.mark.parametrize(
+    ("code", "data"), [case[1:] for case in HOSTILE], ids=[case[0] for case in HOSTILE]
+)
 def test_hostile_graphs_are_refused(tmp_path: Path, code: str, data: bytes) -> None:
     for read in (roam.Graph.from_json, lambda data: load_bytes(tmp_path, data)):
         with pytest.raises((roam.FormatError, roam.GraphError)) as caught:
@@ -296,7 +352,10 @@ def test_hostile_plans_are_refused(change: Callable[[dict[str, Any]], object]) -
 
 @pytest.mark.parametrize("compress", [False, True])
 def test_truncation_anywhere_is_refused(compress: bool) -> None:
-    for text, read in [(GRAPH_TEXT, roam.Graph.from_json), (small_plan().to_json(), roam.Plan.from_json)]:
+    for text, read in [
+        (GRAPH_TEXT, roam.Graph.from_json),
+        (small_plan().to_json(), roam.Plan.from_json),
+    ]:
         data = gzip.compress(text) if compress else text
         # A file without its last line break is whole.
         for length in range(len(data) - (0 if compress else 1)):
@@ -304,7 +363,11 @@ def test_truncation_anywhere_is_refused(compress: bool) -> None:
                 read(data[:length])
 
 
-@given(st.lists(st.tuples(st.integers(0, len(GRAPH_TEXT) - 1), st.integers(0, 255)), min_size=1, max_size=4))
+@given(
+    st.lists(
+        st.tuples(st.integers(0, len(GRAPH_TEXT) - 1), st.integers(0, 255)), min_size=1, max_size=4
+    )
+)
 @settings(max_examples=1000)
 def test_flipped_bytes_never_do_more_than_raise(flips: list[tuple[int, int]]) -> None:
     data = bytearray(GRAPH_TEXT)
@@ -367,15 +430,29 @@ def test_plans_of_version_1_are_read() -> None:
     assert read("optimal", {"status": "not_needed"}) == "not_needed"
     assert read("feasible", {"status": "not_needed"}) == "not_tried"
     assert read("feasible", {"status": "used", "programs": 2, "failed": 1}) == "used"
-    assert read("feasible", {"status": "used", "programs": 2, "failed": 1, "timed_out": 1}) == "no_answer"
+    assert (
+        read("feasible", {"status": "used", "programs": 2, "failed": 1, "timed_out": 1})
+        == "no_answer"
+    )
 
 
 MEGABYTE = 1 << 20
-# (what stands before, one megabyte of what follows again and again, how many of them, the reader's limit)
+# (what stands before, one megabyte of what follows again and again, how many of them, the reader's
+# limit)
 BOMBS: dict[str, tuple[bytes, bytes, int, int | None]] = {
     "white space": (b'{"format":"roam.graph","version":1', b" " * MEGABYTE, 600, None),
-    "one long name": (b'{"format":"roam.graph","version":1,"name":"', b"a" * MEGABYTE, 40, 32 * MEGABYTE),
-    "many control edges": (GRAPH_TEXT[: GRAPH_TEXT.index(b"[0,2]")], b"[0,0],\n" * (MEGABYTE // 7), 40, 32 * MEGABYTE),
+    "one long name": (
+        b'{"format":"roam.graph","version":1,"name":"',
+        b"a" * MEGABYTE,
+        40,
+        32 * MEGABYTE,
+    ),
+    "many control edges": (
+        GRAPH_TEXT[: GRAPH_TEXT.index(b"[0,2]")],
+        b"[0,0],\n" * (MEGABYTE // 7),
+        40,
+        32 * MEGABYTE,
+    ),
     "many tensors": (
         GRAPH_TEXT[: GRAPH_TEXT.index(b'{"name":"x"')],
         b'{"name":"","size_bytes":0,"kind":"input","residency":"enters"},' * (MEGABYTE // 63),
@@ -398,7 +475,9 @@ except roam.FormatError as error:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits a process's memory as Linux does")
 @pytest.mark.parametrize(("before", "filling", "repeats", "limit"), BOMBS.values(), ids=BOMBS)
-def test_gzip_bombs_are_stopped(tmp_path: Path, before: bytes, filling: bytes, repeats: int, limit: int | None) -> None:
+def test_gzip_bombs_are_stopped(
+    tmp_path: Path, before: bytes, filling: bytes, repeats: int, limit: int | None
+) -> None:
     # A gzip file may consist of several streams, so a large one is quickly made.
     data = gzip.compress(before) + gzip.compress(filling) * repeats
     assert len(data) < MEGABYTE
@@ -441,7 +520,8 @@ def operator(position: int, rest: str = "") -> str:
 
 
 def accesses(reads: int, mutates: int) -> bytes:
-    """A graph whose operators list 100 tensors each: so many read them, then so many mutate them, and so on."""
+    """A graph whose operators list 100 tensors each: so many read them, then so many mutate them,
+    and so on."""
     tensors = ",".join(map(str, range(100)))
 
     def item(at: int) -> str:
@@ -460,7 +540,9 @@ FILLED: dict[str, Callable[[], bytes]] = {
     "notes": lambda: filled_graph("notes", lambda _: '["a","a"]'),
     "operators": lambda: filled_graph("operators", operator),
     "operators of one place": lambda: filled_graph("operators", lambda _: operator(0)),
-    "sources": lambda: filled_graph("operators", lambda at: operator(at, ',"source":{"module":"a","file":"a"}')),
+    "sources": lambda: filled_graph(
+        "operators", lambda at: operator(at, ',"source":{"module":"a","file":"a"}')
+    ),
     "readers": lambda: accesses(1, 0),
     "mutators": lambda: accesses(0, 1),
     "readers and mutators": lambda: accesses(8, 1),
@@ -489,7 +571,9 @@ def test_memory_is_in_proportion_to_what_is_read(tmp_path: Path, make: Callable[
     path = tmp_path / "filled.json"
     path.write_bytes(data)
     kind = "Plan" if b"roam.plan" in data[:40] else "Graph"
-    done = subprocess.run([sys.executable, "-c", PEAK_OF_READING, kind, str(path)], capture_output=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", PEAK_OF_READING, kind, str(path)], capture_output=True, check=True
+    )
     assert MEGABYTE < int(done.stdout) <= MULTIPLE * READ_WITHIN + BESIDE
 
 

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 import roam
-from test_compile import both
-from test_settling import inputs
+from steps import both, inputs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 Pair = namedtuple("Pair", "weight others")
@@ -80,7 +79,9 @@ class TestParameters:
             def extra(weight, pair, x, more=None):
                 return weight.square().sum() + pair[0].sum() + more[0].sum()
 
-            made = functools.partial(extra, net.weight, (torch.ones(3), net.bias), more=(torch.ones(2),))
+            made = functools.partial(
+                extra, net.weight, (torch.ones(3), net.bias), more=(torch.ones(2),)
+            )
             return lambda x: made(x)
 
         trained(make)
@@ -189,7 +190,10 @@ class TestTuplesThatTheStepReplaces:
 
     def test_one_takes_the_place_of_another(self) -> None:
         def script(wrap):
-            net, kept = torch.nn.Linear(6, 3), {"before": (torch.zeros(3),), "now": (torch.ones(3), 1)}
+            net, kept = (
+                torch.nn.Linear(6, 3),
+                {"before": (torch.zeros(3),), "now": (torch.ones(3), 1)},
+            )
 
             @wrap
             def step(x):
@@ -221,7 +225,9 @@ class TestTuplesThatTheStepReplaces:
         net, kept = torch.nn.Linear(6, 3), {"a": (torch.ones(3),), "b": (torch.ones(3),)}
 
         def step(x):
-            kept["a"] = kept["b"] = (net(x).detach().mean(0) + kept["a"][0] * (2 if kept["a"] is kept["b"] else 1),)
+            kept["a"] = kept["b"] = (
+                net(x).detach().mean(0) + kept["a"][0] * (2 if kept["a"] is kept["b"] else 1),
+            )
             return kept["a"][0]
 
         with pytest.raises(roam.CaptureError, match="a tuple of its own") as refusal:

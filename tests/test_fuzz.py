@@ -142,14 +142,20 @@ OPERATIONS: dict[str, Callable[[Net, Any, Any], Any]] = {
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05),
-    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9, nesterov=True, foreach=True),
+    "momentum": lambda parameters: torch.optim.SGD(
+        parameters, lr=0.05, momentum=0.9, nesterov=True, foreach=True
+    ),
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, amsgrad=True),
     "adam_fused": lambda parameters: torch.optim.Adam(parameters, lr=0.01, fused=True),
-    "rmsprop": lambda parameters: torch.optim.RMSprop(parameters, lr=0.01, centered=True, foreach=True),
+    "rmsprop": lambda parameters: torch.optim.RMSprop(
+        parameters, lr=0.01, centered=True, foreach=True
+    ),
 }
 
 instructions = st.lists(
-    st.builds(Instruction, st.sampled_from(sorted(OPERATIONS)), st.integers(-4, -1), st.integers(-6, -1)),
+    st.builds(
+        Instruction, st.sampled_from(sorted(OPERATIONS)), st.integers(-4, -1), st.integers(-6, -1)
+    ),
     min_size=1,
     max_size=12,
 )
@@ -169,14 +175,18 @@ def train_step(net: Any, optimizer: Any, x: Any, *, parts: int, clips: bool) -> 
     return outputs, values[-1].detach()
 
 
-def outcome(step: Callable[..., Any], net: Net, optimizer: str, options: dict[str, Any]) -> list[Any]:
+def outcome(
+    step: Callable[..., Any], net: Net, optimizer: str, options: dict[str, Any]
+) -> list[Any]:
     """All that a user can look at after each of a few steps."""
     made = OPTIMIZERS[optimizer](net.parameters())
     torch.manual_seed(7)
     seen = []
     for _ in range(_STEPS):
         x = torch.randn(ROWS * options["parts"], COLUMNS)
-        seen += tensors_and_numbers(step(net, made, x, **options), net.state_dict(), made.state_dict()["state"])
+        seen += tensors_and_numbers(
+            step(net, made, x, **options), net.state_dict(), made.state_dict()["state"]
+        )
     return [*seen, torch.get_rng_state()]
 
 
@@ -190,7 +200,12 @@ def outcome(step: Callable[..., Any], net: Net, optimizer: str, options: dict[st
     pool=st.sampled_from([None, False, True]),
 )
 def test_equal_or_refused(
-    program: list[Instruction], tied: bool, optimizer: str, parts: int, clips: bool, pool: bool | None
+    program: list[Instruction],
+    tied: bool,
+    optimizer: str,
+    parts: int,
+    clips: bool,
+    pool: bool | None,
 ) -> None:
     torch.manual_seed(3)
     net = Net(program, tied=tied)
@@ -200,7 +215,9 @@ def test_equal_or_refused(
     except RuntimeError:
         assume(False)  # eager PyTorch refuses it: autograd needs what was overwritten
     try:
-        found = outcome(roam.compile(train_step, pool=pool, poison=pool is True), net, optimizer, options)
+        found = outcome(
+            roam.compile(train_step, pool=pool, poison=pool is True), net, optimizer, options
+        )
     except roam.CaptureError as refusal:
         event(f"refused: {refusal.code}")
         return

@@ -11,26 +11,35 @@ from torch.fx import GraphModule, symbolic_trace
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import roam
-from roam.runtime.measure import measure_peak
+from roam.runtime.memory_profiler import measure_peak
 from training import assert_same_bits, tensors_and_numbers
 
 functional = torch.nn.functional
 
 
 def momentum_step() -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """A whole training step on tensors that are handed in: dropout, a deep net, momentum in place."""
+    """A whole training step on tensors that are handed in: dropout, a deep net, momentum in
+    place."""
     torch.manual_seed(0)
-    layers = [layer for _ in range(4) for layer in (torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Dropout(0.1))]
+    layers = [
+        layer
+        for _ in range(4)
+        for layer in (torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Dropout(0.1))
+    ]
     net = torch.nn.Sequential(*layers, torch.nn.Linear(64, 7))
     parameters = {name: parameter.detach() for name, parameter in net.named_parameters()}
     momenta = [torch.zeros_like(parameter) for parameter in parameters.values()]
     batch = torch.randn(512, 64), torch.randint(0, 7, (512,))
 
     def step(parameters: dict[str, Any], momenta: list[Any], images: Any, labels: Any) -> Any:
-        leaves = {name: parameter.detach().requires_grad_() for name, parameter in parameters.items()}
+        leaves = {
+            name: parameter.detach().requires_grad_() for name, parameter in parameters.items()
+        }
         loss = functional.cross_entropy(torch.func.functional_call(net, leaves, (images,)), labels)
         gradients = torch.autograd.grad(loss, list(leaves.values()))
-        for parameter, momentum, gradient in zip(parameters.values(), momenta, gradients, strict=True):
+        for parameter, momentum, gradient in zip(
+            parameters.values(), momenta, gradients, strict=True
+        ):
             momentum.mul_(0.9).add_(gradient)
             parameter.sub_(momentum, alpha=0.1)
         return {"loss": loss.detach()}
@@ -100,7 +109,9 @@ def test_views_and_their_storage_are_one_tensor() -> None:
     assert sorted(tensor.size_bytes for tensor in made) == [32 * 4, 32 * 16 * 4]
     assert all(tensor.residency == "leaves" for tensor in made)
     expected = transposed_sum(x)
-    assert_same_bits(tensors_and_numbers(expected), tensors_and_numbers(roam.optimize(module).apply(module)(x)))
+    assert_same_bits(
+        tensors_and_numbers(expected), tensors_and_numbers(roam.optimize(module).apply(module)(x))
+    )
 
 
 def test_backward_nodes_are_told_from_forward_ones() -> None:
@@ -112,7 +123,9 @@ def test_backward_nodes_are_told_from_forward_ones() -> None:
     for node in module.graph.find_nodes(op="call_function", target=torch.ops.aten.cos.default):
         node.meta["autograd_backward"] = True  # as AOTAutograd marks what autograd's engine runs
     graph = roam.Graph.from_fx(module)
-    assert {operator.name: operator.phase for operator in graph.operators}["aten.cos.default"] == "backward"
+    assert {operator.name: operator.phase for operator in graph.operators}[
+        "aten.cos.default"
+    ] == "backward"
 
 
 class Unlowered(torch.nn.Module):
@@ -141,7 +154,10 @@ def test_what_cannot_be_planned_is_refused() -> None:
 
 
 def test_a_plan_of_another_module_is_refused() -> None:
-    one, other = (make_fx(function, tracing_mode="fake")(torch.randn(4)) for function in (torch.sin, torch.cos))
+    one, other = (
+        make_fx(function, tracing_mode="fake")(torch.randn(4))
+        for function in (torch.sin, torch.cos)
+    )
     with pytest.raises(roam.PlanError) as refusal:
         roam.optimize(one).apply(other)
     assert refusal.value.code == "graph_digest"

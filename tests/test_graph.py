@@ -52,7 +52,9 @@ def _bad_control(before: int, after: int) -> Fault:
     return lambda builder: builder.control(before, after)
 
 
-def _tensor_then_bad(*, size_bytes: int = 200, residency: str = "step_local", **arguments: object) -> Fault:
+def _tensor_then_bad(
+    *, size_bytes: int = 200, residency: str = "step_local", **arguments: object
+) -> Fault:
     """Tensor 4, and an operator that is at fault by what it does with it."""
 
     def add(builder: roam.GraphBuilder) -> None:
@@ -72,7 +74,8 @@ def _region_cycle(builder: roam.GraphBuilder) -> None:
     builder.region("right", 0, parent=1)
 
 
-# code of the error, name of the operator it names (None: no operator is at fault), and how to provoke it
+# code of the error, name of the operator it names (None: no operator is at fault), and how to
+# provoke it
 FAULTS: list[tuple[str, str | None, Fault]] = [
     ("cycle", "bad", _cycle),
     ("cycle", "first", _control_cycle),
@@ -100,8 +103,16 @@ FAULTS: list[tuple[str, str | None, Fault]] = [
     ("unknown_name", None, lambda builder: builder.tensor("t", 1, residency="somewhere")),
     ("unknown_name", "bad", _bad(phase="sideways")),
     ("unknown_name", "bad", _bad(sequence="fibonacci")),
-    ("total_too_large", None, lambda builder: [builder.tensor("huge", 2**62, residency="enters") for _ in range(2)]),
-    ("total_too_large", None, lambda builder: builder.tensor("huge", 2**63 - 1, residency="enters")),
+    (
+        "total_too_large",
+        None,
+        lambda builder: [builder.tensor("huge", 2**62, residency="enters") for _ in range(2)],
+    ),
+    (
+        "total_too_large",
+        None,
+        lambda builder: builder.tensor("huge", 2**63 - 1, residency="enters"),
+    ),
     ("total_too_large", "bad", _bad(workspace_bytes=2**63 - 1)),
     ("created_twice", "bad", _bad(creates=[1])),
     ("never_created", "bad", _tensor_then_bad(reads=[4])),
@@ -116,15 +127,43 @@ FAULTS: list[tuple[str, str | None, Fault]] = [
     ("doubled", "bad", _bad(mutates=[1, 1])),
     ("doubled", "bad", _tensor_then_bad(creates=[4, 4])),
     ("reuse_input_not_read", "bad", _tensor_then_bad(creates=[4], reuse=[(2, 4)])),
-    ("reuse_input_mutated", "bad", _tensor_then_bad(reads=[2], mutates=[2], creates=[4], reuse=[(2, 4)])),
+    (
+        "reuse_input_mutated",
+        "bad",
+        _tensor_then_bad(reads=[2], mutates=[2], creates=[4], reuse=[(2, 4)]),
+    ),
     ("reuse_output_not_created", "bad", _tensor_then_bad(reads=[2], creates=[4], reuse=[(2, 1)])),
-    ("reuse_not_step_local", "bad", _tensor_then_bad(size_bytes=100, reads=[0], creates=[4], reuse=[(0, 4)])),
-    ("reuse_not_step_local", "bad", _tensor_then_bad(residency="leaves", reads=[2], creates=[4], reuse=[(2, 4)])),
-    ("reuse_not_step_local", "bad", _tensor_then_bad(residency="unpooled", reads=[2], creates=[4], reuse=[(2, 4)])),
-    ("reuse_sizes_differ", "bad", _tensor_then_bad(size_bytes=600, reads=[2], creates=[4], reuse=[(2, 4)])),
+    (
+        "reuse_not_step_local",
+        "bad",
+        _tensor_then_bad(size_bytes=100, reads=[0], creates=[4], reuse=[(0, 4)]),
+    ),
+    (
+        "reuse_not_step_local",
+        "bad",
+        _tensor_then_bad(residency="leaves", reads=[2], creates=[4], reuse=[(2, 4)]),
+    ),
+    (
+        "reuse_not_step_local",
+        "bad",
+        _tensor_then_bad(residency="unpooled", reads=[2], creates=[4], reuse=[(2, 4)]),
+    ),
+    (
+        "reuse_sizes_differ",
+        "bad",
+        _tensor_then_bad(size_bytes=600, reads=[2], creates=[4], reuse=[(2, 4)]),
+    ),
     ("reuse_doubled", "bad", _tensor_then_bad(reads=[2], creates=[4], reuse=[(2, 4), (2, 4)])),
-    ("alignment", None, lambda builder: builder.tensor("t", 1, residency="enters", alignment_bytes=48)),
-    ("alignment", None, lambda builder: builder.tensor("t", 1, residency="enters", alignment_bytes=2**31)),
+    (
+        "alignment",
+        None,
+        lambda builder: builder.tensor("t", 1, residency="enters", alignment_bytes=48),
+    ),
+    (
+        "alignment",
+        None,
+        lambda builder: builder.tensor("t", 1, residency="enters", alignment_bytes=2**31),
+    ),
     ("control_self", "first", _bad_control(0, 0)),
     ("region_predicate", None, _region("r", 99)),
     ("region_parent", None, _region("r", 0, parent=5)),
@@ -161,9 +200,15 @@ def test_uses_before_creation_are_refused() -> None:
         made = builder.tensor("made", 8)
         builder.operator("early", position=0, file="train.py", line=3, **{role: [made]})  # type: ignore[arg-type]
         builder.operator("maker", position=1, creates=[made])
-        with pytest.raises(roam.GraphError, match="before operator `maker` at position 1 creates it") as caught:
+        with pytest.raises(
+            roam.GraphError, match="before operator `maker` at position 1 creates it"
+        ) as caught:
             builder.build()
-        assert (caught.value.code, caught.value.operator, caught.value.source) == (code, "early", "train.py:3")
+        assert (caught.value.code, caught.value.operator, caught.value.source) == (
+            code,
+            "early",
+            "train.py:3",
+        )
 
 
 def test_control_edges_against_program_order_are_told_from_cycles() -> None:
@@ -180,7 +225,9 @@ def test_a_cycle_is_listed() -> None:
     builder = chain()
     builder.operator("third", reads=[2])
     builder.control(2, 1)
-    with pytest.raises(roam.GraphError, match=r"operator `second` at .* -> operator `third` at") as caught:
+    with pytest.raises(
+        roam.GraphError, match=r"operator `second` at .* -> operator `third` at"
+    ) as caught:
         builder.build()
     assert caught.value.code == "cycle"
     assert "first" not in str(caught.value)
@@ -206,7 +253,9 @@ def test_the_graphs_alignment_is_checked(alignment_bytes: int) -> None:
 
 
 def test_alignment_follows_the_device() -> None:
-    assert [roam.GraphBuilder("", device).build().alignment_bytes for device in ("cpu", "cpu:0", "cuda")] == [
+    assert [
+        roam.GraphBuilder("", device).build().alignment_bytes for device in ("cpu", "cpu:0", "cuda")
+    ] == [
         64,
         64,
         512,
@@ -250,17 +299,32 @@ def test_a_graph_shows_what_was_built() -> None:
     builder.control(0, 2)
     graph = builder.build()
 
-    assert repr(graph) == 'Graph(name="chain", device="cpu", operators=3, tensors=5, persistent_bytes=64)'
+    assert (
+        repr(graph)
+        == 'Graph(name="chain", device="cpu", operators=3, tensors=5, persistent_bytes=64)'
+    )
     assert [operator.name for operator in graph.operators] == ["first", "second", "third"]
     third = graph.operator(2)
     assert third == graph.operators[-1] == graph.operator(-1)
     assert third != graph.operator(0)
     assert len({*graph.operators, *graph.tensors, third}) == 8
-    shown = (third.id, third.position, third.phase, third.sequence, third.region, third.module, third.file, third.line)
+    shown = (
+        third.id,
+        third.position,
+        third.phase,
+        third.sequence,
+        third.region,
+        third.module,
+        third.file,
+        third.line,
+    )
     assert shown == (2, 2, "update", "random", 0, "layer.1", "train.py", 0)
     assert (third.reads, third.creates, third.mutates, third.reuse) == ((2,), (4,), (), ())
     assert third.workspace_bytes == 10
-    assert repr(third) == 'Operator(2 "third", position=2, phase=update, reads=[2], creates=[4], mutates=[])'
+    assert (
+        repr(third)
+        == 'Operator(2 "third", position=2, phase=update, reads=[2], creates=[4], mutates=[])'
+    )
     weight = graph.tensor(3)
     assert (weight.id, weight.name, weight.size_bytes, weight.kind) == (3, "w", 64, "parameter")
     assert (weight.residency, weight.alignment_bytes, weight.counted_bytes) == ("persistent", 0, 64)
@@ -280,7 +344,12 @@ def test_a_graph_shows_what_was_built() -> None:
 
 def test_arrays_are_read_only_and_of_64_bits() -> None:
     graph = chain().build()
-    for values in (graph.tensor_sizes_bytes, graph.positions, graph.program_order, graph.live_bytes()):
+    for values in (
+        graph.tensor_sizes_bytes,
+        graph.positions,
+        graph.program_order,
+        graph.live_bytes(),
+    ):
         assert values.dtype == np.int64
         with pytest.raises(ValueError, match="read-only"):
             values[0] = 1
@@ -348,10 +417,19 @@ def test_constraints_are_those_of_the_definition(graph: roam.Graph) -> None:
     order = graph.program_order.tolist()
     derived = [set(graph.predecessors(operator)) for operator in range(count)]
     masks = Reference(graph).before
-    defined = [{earlier for earlier in range(count) if masks[operator] >> earlier & 1} for operator in range(count)]
+    defined = [
+        {earlier for earlier in range(count) if masks[operator] >> earlier & 1}
+        for operator in range(count)
+    ]
     assert closure(derived, order) == closure(defined, order)
-    assert all(operator in graph.successors(earlier) for operator in range(count) for earlier in derived[operator])
-    assert sum(len(graph.successors(operator)) for operator in range(count)) == sum(map(len, derived))
+    assert all(
+        operator in graph.successors(earlier)
+        for operator in range(count)
+        for earlier in derived[operator]
+    )
+    assert sum(len(graph.successors(operator)) for operator in range(count)) == sum(
+        map(len, derived)
+    )
     positions = graph.positions
     for operator in range(count):
         places = [positions[earlier] for earlier in graph.predecessors(operator)]
@@ -375,6 +453,8 @@ def test_equality_is_of_contents(graph: roam.Graph) -> None:
     assert hash(same) == hash(graph)
     assert same.digest == graph.digest
     assert pickle.loads(pickle.dumps(graph)) == graph
-    renamed = renumbered(graph, range(graph.num_operators), range(graph.num_tensors), lambda name: name + "'")
+    renamed = renumbered(
+        graph, range(graph.num_operators), range(graph.num_tensors), lambda name: name + "'"
+    )
     assert renamed != graph
     assert renamed.digest != graph.digest

@@ -19,10 +19,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roam.capture.guards import ArgGuard, Guards
-from roam.capture.reach import Reach
-from roam.capture.snapshot import Snapshot
-from roam.capture.values import same
+from roam.state.discovery import Reach
+from roam.state.equality import same
+from roam.state.guards import ArgGuard, Guards
+from roam.state.snapshot import Snapshot
 
 ALPHA = 0.5
 LIMITS = {"low": [1, 2], "high": None}
@@ -72,7 +72,9 @@ def factor() -> float:
     return ALPHA
 
 
-def plain_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
+def plain_step(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor
+) -> torch.Tensor:
     optimizer.zero_grad()
     loss = model(x).square().mean()
     loss.backward()
@@ -82,7 +84,11 @@ def plain_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, x: torc
 
 def parts() -> tuple[Net, torch.optim.Optimizer, torch.Tensor]:
     model = Net()
-    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False), torch.ones(3, 4)
+    return (
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False),
+        torch.ones(3, 4),
+    )
 
 
 def guards_of(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Guards:
@@ -99,7 +105,8 @@ def assert_failure(guards: Guards, *texts: str) -> None:
     assert guards.failure() == reason, "a failure stays one"
 
 
-# -- what the walk finds -------------------------------------------------------------------------------------------------
+# -- what the walk finds
+# -------------------------------------------------------------------------------------------------
 
 
 def test_reach_lists_what_a_step_uses_with_readable_paths() -> None:
@@ -130,7 +137,9 @@ def test_reach_lists_what_a_step_uses_with_readable_paths() -> None:
 
 
 def test_slots_read_and_write_their_place() -> None:
-    holder = types.SimpleNamespace(mask=torch.ones(2), parts=[torch.ones(3)], fixed=(torch.ones(4),))
+    holder = types.SimpleNamespace(
+        mask=torch.ones(2), parts=[torch.ones(3)], fixed=(torch.ones(4),)
+    )
     reach = Reach.of(lambda: holder)
     slots = {slot.path: slot for slot in reach.tensors}
     for path, read in {
@@ -156,10 +165,15 @@ def test_reach_gives_the_same_order_every_time() -> None:
 
 
 def test_tied_weights_are_found_at_each_of_their_places() -> None:
-    model = torch.nn.ModuleDict({"wte": torch.nn.Embedding(5, 4), "head": torch.nn.Linear(4, 5, bias=False)})
+    model = torch.nn.ModuleDict(
+        {"wte": torch.nn.Embedding(5, 4), "head": torch.nn.Linear(4, 5, bias=False)}
+    )
     model["head"].weight = model["wte"].weight
     slots = Reach.of(lambda: model).parameters
-    assert [slot.path for slot in slots] == ["closure model.wte.weight", "closure model.head.weight"]
+    assert [slot.path for slot in slots] == [
+        "closure model.wte.weight",
+        "closure model.head.weight",
+    ]
     assert slots[0].tensor is slots[1].tensor
 
 
@@ -193,7 +207,8 @@ def test_iterators_are_listed() -> None:
     ]
 
 
-# -- changes that must be seen ---------------------------------------------------------------------------------------------
+# -- changes that must be seen
+# ---------------------------------------------------------------------------------------------
 
 
 def _train_flag(model: Net, _: Any) -> None:
@@ -216,34 +231,73 @@ MODEL_CHANGES: dict[str, tuple[Callable[[Net, Any], object], list[str]]] = {
     "dropout": (lambda m, o: setattr(m.dropout, "p", 0.2), ["model.dropout.p", "0.1", "0.2"]),
     "eval": (_train_flag, ["model.training", "True", "False"]),
     "eval of one": (lambda m, o: m.blocks[1].eval(), ["model.blocks[1].training"]),
-    "frozen": (lambda m, o: m.head.weight.requires_grad_(False), ["requires_grad of model.head.weight"]),
+    "frozen": (
+        lambda m, o: m.head.weight.requires_grad_(False),
+        ["requires_grad of model.head.weight"],
+    ),
     "submodule": (lambda m, o: setattr(m, "head", torch.nn.Linear(4, 2)), ["model.head"]),
-    "shape": (lambda m, o: setattr(m.head.weight, "data", torch.ones(3, 4)), ["shape of model.head.weight"]),
+    "shape": (
+        lambda m, o: setattr(m.head.weight, "data", torch.ones(3, 4)),
+        ["shape of model.head.weight"],
+    ),
     "dtype": (lambda m, o: m.head.double(), ["model.head.weight", "torch.float64"]),
-    "strides": (lambda m, o: setattr(m.head.weight, "data", torch.ones(4, 2).t()), ["strides of model.head.weight"]),
+    "strides": (
+        lambda m, o: setattr(m.head.weight, "data", torch.ones(4, 2).t()),
+        ["strides of model.head.weight"],
+    ),
     "parameter": (lambda m, o: setattr(m.head, "bias", None), ["model.head.bias"]),
-    "new parameter": (lambda m, o: m.register_parameter("extra", torch.nn.Parameter(torch.ones(1))), ["model.extra"]),
+    "new parameter": (
+        lambda m, o: m.register_parameter("extra", torch.nn.Parameter(torch.ones(1))),
+        ["model.extra"],
+    ),
     "new buffer": (lambda m, o: m.register_buffer("extra", torch.ones(1)), ["model.extra"]),
-    "buffer's shape": (lambda m, o: setattr(m.blocks[1], "running_mean", torch.ones(5)), ["blocks[1].running_mean"]),
+    "buffer's shape": (
+        lambda m, o: setattr(m.blocks[1], "running_mean", torch.ones(5)),
+        ["blocks[1].running_mean"],
+    ),
     "new child": (lambda m, o: m.blocks.append(torch.nn.ReLU()), ["model.blocks[2]", "nothing"]),
     "new attribute": (lambda m, o: setattr(m, "extra", 1), ["model.extra", "nothing to 1"]),
     "patched forward": (lambda m, o: setattr(m.head, "forward", abs), ["model.head.forward"]),
     "hook": (_hook, ["model.head._forward_hooks"]),
-    "pre-hook": (lambda m, o: m.register_forward_pre_hook(lambda *_: None), ["model._forward_pre_hooks"]),
-    "backward hook": (lambda m, o: m.head.register_full_backward_hook(lambda *_: None), ["model.head"]),
-    "tensor hook": (lambda m, o: m.head.weight.register_hook(lambda g: g), ["gradient hooks of model.head.weight"]),
+    "pre-hook": (
+        lambda m, o: m.register_forward_pre_hook(lambda *_: None),
+        ["model._forward_pre_hooks"],
+    ),
+    "backward hook": (
+        lambda m, o: m.head.register_full_backward_hook(lambda *_: None),
+        ["model.head"],
+    ),
+    "tensor hook": (
+        lambda m, o: m.head.weight.register_hook(lambda g: g),
+        ["gradient hooks of model.head.weight"],
+    ),
     "accumulation hook": (
         lambda m, o: m.head.weight.register_post_accumulate_grad_hook(lambda p: None),
         ["gradient hooks of model.head.weight"],
     ),
     "shared memory": (_tie, ["share memory"]),
-    "momentum": (lambda m, o: o.param_groups[0].update(momentum=1), ["param_groups[0]['momentum']", "0.9", "1"]),
-    "nesterov": (lambda m, o: o.param_groups[0].update(nesterov=True), ["param_groups[0]['nesterov']"]),
+    "momentum": (
+        lambda m, o: o.param_groups[0].update(momentum=1),
+        ["param_groups[0]['momentum']", "0.9", "1"],
+    ),
+    "nesterov": (
+        lambda m, o: o.param_groups[0].update(nesterov=True),
+        ["param_groups[0]['nesterov']"],
+    ),
     "new group": (_new_group, ["optimizer.param_groups changed from 1 to 2"]),
     "new group key": (lambda m, o: o.param_groups[0].update(extra=1), ["param_groups[0]['extra']"]),
-    "fewer parameters": (lambda m, o: o.param_groups[0]["params"].pop(), ["param_groups[0]['params']"]),
-    "rate as tensor": (lambda m, o: o.param_groups[0].update(lr=torch.tensor(0.1)), ["['lr']", "0.1", "a tensor"]),
-    "step hook": (lambda m, o: o.register_step_post_hook(lambda *_: None), ["optimizer._optimizer_step_post_hooks"]),
+    "fewer parameters": (
+        lambda m, o: o.param_groups[0]["params"].pop(),
+        ["param_groups[0]['params']"],
+    ),
+    "rate as tensor": (
+        lambda m, o: o.param_groups[0].update(lr=torch.tensor(0.1)),
+        ["['lr']", "0.1", "a tensor"],
+    ),
+    "step hook": (
+        lambda m, o: o.register_step_post_hook(lambda *_: None),
+        ["optimizer._optimizer_step_post_hooks"],
+    ),
     "patched step": (lambda m, o: setattr(o, "step", abs), ["optimizer.step"]),
 }
 
@@ -369,7 +423,10 @@ def test_closures_are_guarded() -> None:
 
 
 def test_a_set_whose_hashes_meet_is_put_back() -> None:
-    numbers = {8, 0}  # In a table of eight both want the same place, so the order is that of insertion.
+    numbers = {
+        8,
+        0,
+    }  # In a table of eight both want the same place, so the order is that of insertion.
     assert list(numbers) == [8, 0]
 
     def step() -> set[int]:
@@ -425,7 +482,9 @@ def test_bound_methods_are_guarded() -> None:
 
 def test_paths_can_be_ignored() -> None:
     trainer = Trainer()
-    guards = Guards(Reach.of(trainer.step, (torch.ones(1),)), ignore=["self.history", "self.batch", "self.clip"])
+    guards = Guards(
+        Reach.of(trainer.step, (torch.ones(1),)), ignore=["self.history", "self.batch", "self.clip"]
+    )
     trainer.history.append(0.1)
     trainer.batch = [torch.ones(3)]
     trainer.clip = 3.0
@@ -578,7 +637,13 @@ def test_values_are_compared_by_bits_and_exact_type() -> None:
 
 
 PLAIN = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary() | st.complex_numbers(),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text()
+    | st.binary()
+    | st.complex_numbers(),
     lambda children: st.tuples(children, children) | st.frozensets(children, max_size=3),
     max_leaves=6,
 )
@@ -612,7 +677,9 @@ def test_equal_values_in_new_objects_pass() -> None:
     assert_failure(guards, "model.dropout.p changed from 0.1 to 0.2")
 
 
-def test_functions_behind_descriptors_and_caches_are_entered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_functions_behind_descriptors_and_caches_are_entered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     class Schedule:
         @property
         def a(self) -> float:
@@ -658,12 +725,15 @@ def test_replaceable_tensors_are_not_kept_alive() -> None:
     assert gone() is None
     assert guards.failure() is None
     holder.last = torch.zeros(4)
-    assert_failure(guards, "the shape of closure holder.last changed from torch.Size([3]) to torch.Size([4])")
+    assert_failure(
+        guards, "the shape of closure holder.last changed from torch.Size([3]) to torch.Size([4])"
+    )
     holder.last = 1.0
     assert_failure(guards, "closure holder.last changed from a tensor to 1.0")
 
 
-# -- arguments -------------------------------------------------------------------------------------------------------------
+# -- arguments
+# -------------------------------------------------------------------------------------------------
 
 
 def test_new_tensors_of_the_same_kind_fit() -> None:
@@ -735,7 +805,8 @@ def test_arrays_among_the_arguments_count_by_content() -> None:
     assert guard.failure((array,), {}) is not None
 
 
-# -- snapshots -------------------------------------------------------------------------------------------------------------
+# -- snapshots
+# -------------------------------------------------------------------------------------------------
 
 
 def test_a_real_step_is_undone_but_for_values() -> None:
@@ -754,7 +825,10 @@ def test_a_real_step_is_undone_but_for_values() -> None:
     order = list(batch)
     step(model, optimizer, batch)
     assert any("model.head.weight was written to" in reason for reason in snapshot.moved())
-    assert any("model.blocks[1].num_batches_tracked was written to" in reason for reason in snapshot.moved())
+    assert any(
+        "model.blocks[1].num_batches_tracked was written to" in reason
+        for reason in snapshot.moved()
+    )
     live = snapshot.moved_live()
     for text in (
         "closure scheduler.last_epoch",
@@ -797,7 +871,9 @@ def test_optimizer_state_keyed_by_tensors_is_restored_in_order() -> None:
     for (key, entry, items), (old_key, old_entry, old_items) in zip(after, before, strict=True):
         assert key is old_key
         assert entry is old_entry
-        assert [(name, id(value)) for name, value in items] == [(name, id(value)) for name, value in old_items]
+        assert [(name, id(value)) for name, value in items] == [
+            (name, id(value)) for name, value in old_items
+        ]
     assert all(p.grad is g for p, g in zip(model.parameters(), gradients, strict=True))
 
 
@@ -887,7 +963,12 @@ def test_closure_variables_are_put_back() -> None:
     assert count == 0
 
 
-@given(st.lists(st.sampled_from(["append", "pop", "clear", "key", "drop", "swap", "grow", "flag"]), max_size=8))
+@given(
+    st.lists(
+        st.sampled_from(["append", "pop", "clear", "key", "drop", "swap", "grow", "flag"]),
+        max_size=8,
+    )
+)
 def test_any_sequence_of_changes_is_undone(acts: list[str]) -> None:
     items: list[Any] = [1, [2], {"a": 3}]
     table: dict[str, Any] = {"x": items, "y": {"z": 1.5}, "w": {1, 2}}
@@ -925,7 +1006,8 @@ def test_any_sequence_of_changes_is_undone(acts: list[str]) -> None:
 
 
 def test_guards_are_cheap() -> None:
-    """A step of a few milliseconds must not notice them: 150 modules, 150 parameters, in about half a millisecond."""
+    """A step of a few milliseconds must not notice them: 150 modules, 150 parameters, in about half
+    a millisecond."""
     model = torch.nn.ModuleList([Net() for _ in range(25)])
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
     guards = guards_of(plain_step, model, optimizer, torch.ones(1))

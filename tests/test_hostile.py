@@ -1,6 +1,8 @@
-"""What users do to a compiled step: each is as under eager PyTorch, captured anew, or refused, and refusal leaves no mark.
+"""What users do to a compiled step: each is as under eager PyTorch, captured anew, or refused, and
+refusal leaves no mark.
 
-Values that reach Python, `.data`, gradients and switches around the call are in test_capture.py and test_scripts.py.
+Values that reach Python, `.data`, gradients and switches around the call are in test_capture.py and
+test_scripts.py.
 """
 
 from __future__ import annotations
@@ -22,21 +24,24 @@ import pytest
 import torch
 
 import roam
-from roam.capture.record import Recorder
-from roam.capture.snapshot import Snapshot
-from roam.capture.world import World
-from test_compile import batches, kernel_of
+from roam.capture.tracing.fake_state import FakeState
+from roam.capture.tracing.recorder import Recorder
+from roam.state.snapshot import Snapshot
+from steps import batches, kernel_of
 from training import assert_same_bits, tensors_and_numbers
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 functional = torch.nn.functional
 runtime = importlib.import_module("roam.runtime.compile")
+runner = importlib.import_module("roam.runtime.runner")
 
 
 def make() -> Any:
     """A user's things: model, optimizer, and whatever else a script hangs on them."""
     net = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Dropout(0.25), torch.nn.Linear(8, 3))
-    return SimpleNamespace(net=net, optimizer=torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9))
+    return SimpleNamespace(
+        net=net, optimizer=torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    )
 
 
 def train(my: Any, x: torch.Tensor, y: torch.Tensor, factor: Any = 1.0) -> torch.Tensor:
@@ -64,7 +69,8 @@ Change = Callable[[Any, int, torch.Tensor, torch.Tensor], Any]
 
 
 def outcome(wrap: Callable[[Any], Any], body: Body, change: Change) -> tuple[list[Any], int]:
-    """Six steps with a change before each; all that they return and leave, and how often they were captured."""
+    """Six steps with a change before each; all that they return and leave, and how often they were
+    captured."""
     torch.manual_seed(0)
     random.seed(0)
     np.random.seed(0)
@@ -202,7 +208,9 @@ def test_a_group_added_between_steps() -> None:
 
 
 class TestArgumentsThatShareMemory:
-    def check(self, pair: Callable[[int, torch.Tensor], tuple[torch.Tensor, torch.Tensor]], captures: int) -> None:
+    def check(
+        self, pair: Callable[[int, torch.Tensor], tuple[torch.Tensor, torch.Tensor]], captures: int
+    ) -> None:
         def body(my, both, y):
             one, other = both
             one.mul_(1.25)
@@ -342,9 +350,14 @@ def test_a_rate_set_inside_from_an_argument(last: bool) -> None:
                 my.optimizer.param_groups[0]["lr"] = 0.5
             return loss
 
-        return [[step(x, y, 0.1 / (index + 1)), everything(my)] for index, (x, y) in enumerate(batches(5))]
+        return [
+            [step(x, y, 0.1 / (index + 1)), everything(my)]
+            for index, (x, y) in enumerate(batches(5))
+        ]
 
-    assert_same_bits(*(tensors_and_numbers(script(wrap)) for wrap in (lambda step: step, roam.compile)))
+    assert_same_bits(
+        *(tensors_and_numbers(script(wrap)) for wrap in (lambda step: step, roam.compile))
+    )
 
 
 def test_what_a_step_returns_is_what_eager_returns() -> None:
@@ -506,7 +519,9 @@ def a_rate_and_a_scheduler(my, x, y):
         with_another_dtype_from_here, with_autocast_from_here, compare_addresses, convert_to_numpy, a_rate_and_a_scheduler,
     ],
 )  # fmt: skip
-def test_steps_that_are_refused_and_leave_no_mark(body: Body, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_that_are_refused_and_leave_no_mark(
+    body: Body, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("ROAM_TEST_COUNT", raising=False)
     my = make()
     my.scheduler = torch.optim.lr_scheduler.StepLR(my.optimizer, 2)
@@ -518,7 +533,13 @@ def test_steps_that_are_refused_and_leave_no_mark(body: Body, monkeypatch: pytes
             roam.compile(lambda x, y: body(my, x, y)).plan(x, y)
     assert_same_bits(before, everything(my))
     assert vars(my) == held
-    assert marks == (dict(COUNTS), list(RECENT), set(NUMBERS), list(my.net.state_dict()), list(my.net))
+    assert marks == (
+        dict(COUNTS),
+        list(RECENT),
+        set(NUMBERS),
+        list(my.net.state_dict()),
+        list(my.net),
+    )
     assert torch.is_grad_enabled()
     assert torch.get_default_dtype() is torch.float32
     assert not torch.is_autocast_enabled("cpu")
@@ -559,7 +580,9 @@ class TestGenerators:
                 seen += [generator.get_state() for generator in generators]
             return tensors_and_numbers(seen)
 
-        assert_same_bits(script(lambda step: step), script(lambda step: roam.compile(step, poison=True)))
+        assert_same_bits(
+            script(lambda step: step), script(lambda step: roam.compile(step, poison=True))
+        )
 
     def test_a_mask(self) -> None:
         self.check(lambda my, x, generator: x * (torch.rand(x.shape, generator=generator) > 0.3))
@@ -568,7 +591,11 @@ class TestGenerators:
         self.check(lambda my, x, generator: x + torch.empty_like(x).normal_(generator=generator))
 
     def test_bernoulli(self) -> None:
-        self.check(lambda my, x, generator: x * torch.bernoulli(torch.full_like(x, 0.7), generator=generator))
+        self.check(
+            lambda my, x, generator: (
+                x * torch.bernoulli(torch.full_like(x, 0.7), generator=generator)
+            )
+        )
 
     def test_a_permutation(self) -> None:
         self.check(lambda my, x, generator: x[:, torch.randperm(6, generator=generator)])
@@ -609,27 +636,36 @@ def pressing_at(times: int, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class TestInterrupts:
-    """Ctrl-C at each stage of a first call: it takes effect, nothing is marked or torn, and the next call goes on."""
+    """Ctrl-C at each stage of a first call: it takes effect, nothing is marked or torn, and the
+    next call goes on."""
 
     @pytest.mark.parametrize("times", [1, 2, 7, 20, 35])
-    def test_while_operators_are_recorded(self, times: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_while_operators_are_recorded(
+        self, times: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         self.check(monkeypatch, Recorder, "_record", pressing_at(times, Recorder._record))
 
     @pytest.mark.parametrize("times", [1, 2, 3])
     def test_in_the_users_own_code(self, times: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.check(monkeypatch, torch.nn.Linear, "forward", pressing_at(times, torch.nn.Linear.forward))
+        self.check(
+            monkeypatch, torch.nn.Linear, "forward", pressing_at(times, torch.nn.Linear.forward)
+        )
 
     @pytest.mark.parametrize(
         ("holder", "name"),
         [
-            (World, "enter"), (World, "forget_values"), (World, "owners"), (Snapshot, "moved"), (Snapshot, "restore"),
-            (Recorder, "close"), (Recorder, "finish"), (runtime, "choose"), (runtime, "capture_step"),
+            (FakeState, "enter"), (FakeState, "forget_values"), (FakeState, "owners"), (Snapshot, "moved"), (Snapshot, "restore"),
+            (Recorder, "close"), (Recorder, "finish"), (runner, "choose"), (runtime, "capture_step"),
         ],
     )  # fmt: skip
-    def test_at_a_stage_of_capture(self, holder: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_at_a_stage_of_capture(
+        self, holder: Any, name: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         self.check(monkeypatch, holder, name, pressing_at(1, getattr(holder, name)))
 
-    def check(self, monkeypatch: pytest.MonkeyPatch, holder: Any, name: str, pressed: Callable[..., Any]) -> None:
+    def check(
+        self, monkeypatch: pytest.MonkeyPatch, holder: Any, name: str, pressed: Callable[..., Any]
+    ) -> None:
         torch.manual_seed(0)
         my, other = make(), make()
         other.net.load_state_dict(my.net.state_dict())
@@ -676,7 +712,7 @@ class TestInterrupts:
         handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
             my = make()
-            monkeypatch.setattr(World, "enter", pressing_at(1, World.enter))
+            monkeypatch.setattr(FakeState, "enter", pressing_at(1, FakeState.enter))
             roam.compile(lambda x, y: train(my, x, y))(*batches(1)[0])
             assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
         finally:
@@ -739,7 +775,7 @@ class TestExceptions:
             raise MemoryError("deliberate")
 
         with monkeypatch.context() as patch:
-            patch.setattr(runtime, "choose", fail)
+            patch.setattr(runner, "choose", fail)
             with pytest.raises(MemoryError, match="deliberate"):
                 step(*data[0])
         assert_same_bits(before, everything(my))
@@ -767,7 +803,9 @@ class TestExceptions:
             step(*data[0])
             with pytest.raises(OSError, match="deliberate"):
                 step(*data[1])
-            return tensors_and_numbers([step(x, y) for x, y in data[2:]], everything(my), scheduler.last_epoch)
+            return tensors_and_numbers(
+                [step(x, y) for x, y in data[2:]], everything(my), scheduler.last_epoch
+            )
 
         assert_same_bits(script(lambda step: step), script(roam.compile))
 
@@ -782,9 +820,11 @@ class TestExceptions:
 
 
 class TestWhatTracingCannotSee:
-    """The examples of docs/guards.md."""
+    """Examples of docs/explanation/guards.md and of the pages that belong to it."""
 
-    def test_prints_and_files_are_written_at_capture_and_never_again(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_prints_and_files_are_written_at_capture_and_never_again(
+        self, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         my = make()
 
         @roam.compile

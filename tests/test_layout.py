@@ -1,4 +1,5 @@
-"""Buffers without a graph: files, packings with gaps, fixed offsets and hints, limits, errors, and their benchmarks."""
+"""Buffers without a graph: files, packings with gaps, fixed offsets and hints, limits, errors, and
+their benchmarks."""
 
 from __future__ import annotations
 
@@ -52,7 +53,8 @@ def assert_no_byte_is_shared(buffers: Buffers, packing: layout.Packing) -> None:
 
 @st.composite
 def tiny_buffers(draw: st.DrawFn, fixed: bool = True) -> Buffers:
-    """Up to six buffers of up to 12 bytes, with gaps, windows, alignments, hints and, if wanted, fixed offsets apart from each other."""
+    """Up to six buffers of up to 12 bytes, with gaps, windows, alignments, hints and, if wanted,
+    fixed offsets apart from each other."""
     count = draw(st.integers(0, 6))
     lower, upper, sizes, alignments, gaps, offsets, hints = [], [], [], [], [], [], []
     for at in range(count):
@@ -69,7 +71,9 @@ def tiny_buffers(draw: st.DrawFn, fixed: bool = True) -> Buffers:
         gaps.append(of_one)
         offsets.append(16 * at if fixed and draw(st.integers(0, 3)) == 0 else None)
         hints.append(draw(st.none() | st.integers(0, 40)))
-    return Buffers(lower, upper, sizes, alignment_bytes=alignments, gaps=gaps, offsets=offsets, hints=hints)
+    return Buffers(
+        lower, upper, sizes, alignment_bytes=alignments, gaps=gaps, offsets=offsets, hints=hints
+    )
 
 
 @given(tiny_buffers())
@@ -81,7 +85,10 @@ def test_every_packing_is_one(buffers: Buffers) -> None:
     ends = packing.offsets + buffers.size_bytes
     assert packing.pool_bytes == (ends.max() if len(buffers) else 0)
     assert not (packing.offsets % buffers.alignment_bytes).any()
-    assert all(fixed in (None, offset) for fixed, offset in zip(buffers.offsets, packing.offsets, strict=True))
+    assert all(
+        fixed in (None, offset)
+        for fixed, offset in zip(buffers.offsets, packing.offsets, strict=True)
+    )
     assert packing.live_bytes <= packing.lower_bound_bytes <= packing.pool_bytes
     assert (packing.status == "optimal") == (packing.gap == 0)
 
@@ -131,7 +138,9 @@ def test_a_file_is_read_as_minimalloc_reads_it(tmp_path: Path) -> None:
     assert (buffers.offsets, buffers.hints) == ((12, None), (16, None))
     assert not buffers.lower.flags.writeable
     other = tmp_path / "other.csv"
-    other.write_text("offset,gaps,size,buffer_id,end,hint,begin,alignment\n12,8-9@2:5 6-6,8,a,9,16,5,4\n,,1,b,1,,0,1\n")
+    other.write_text(
+        "offset,gaps,size,buffer_id,end,hint,begin,alignment\n12,8-9@2:5 6-6,8,a,9,16,5,4\n,,1,b,1,,0,1\n"
+    )
     assert Buffers.read_csv(other) == buffers
     buffers.write_csv(other)
     assert other.read_text() == FULL
@@ -145,7 +154,9 @@ def test_the_example_of_minimalloc(tmp_path: Path) -> None:
     buffers.write_csv(path, packing)
     lines = path.read_text().splitlines()
     assert lines[0] == "id,lower,upper,size,offset"
-    assert [line.rsplit(",", 1)[0] for line in lines[1:]] == (INSTANCES / "input.12.csv").read_text().splitlines()[1:]
+    assert [line.rsplit(",", 1)[0] for line in lines[1:]] == (
+        INSTANCES / "input.12.csv"
+    ).read_text().splitlines()[1:]
 
 
 @pytest.mark.parametrize(
@@ -210,7 +221,9 @@ def test_values_that_are_no_buffers_are_refused(others: dict[str, Any], code: st
 
 def test_numbers_of_numpy_are_taken() -> None:
     plain = Buffers([0, 1], [2, 3], [4, 5])
-    assert Buffers(np.array([0, 1]), np.array([2, 3], np.int32), np.array([4, 5], np.uint8)) == plain
+    assert (
+        Buffers(np.array([0, 1]), np.array([2, 3], np.int32), np.array([4, 5], np.uint8)) == plain
+    )
     with pytest.raises(TypeError):
         Buffers([0.5], [2], [3])
     with pytest.raises(OverflowError):
@@ -256,11 +269,21 @@ def test_bench_layout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     fixed.write_text("id,lower,upper,size,offset\na,0,2,4,2\nb,0,1,3,\n")
     files = [str(INSTANCES / "input.12.csv"), str(fixed)]
     folder = tmp_path / "out"
-    arguments = ["bench", "layout", *files, "--json", "--output", str(folder), "--packed", str(folder / "packed")]
+    arguments = [
+        "bench",
+        "layout",
+        *files,
+        "--json",
+        "--output",
+        str(folder),
+        "--packed",
+        str(folder / "packed"),
+    ]
     assert cli.main(arguments) == cli.EXIT_OK
     rows = json.loads(capsys.readouterr().out)["rows"]
     figures = [(row["instance"], row["buffers"], row["pool_bytes"], row["status"]) for row in rows]
-    # Of b no byte fits below a, which lies in [2, 6): b goes on top, to [6, 9), and 7 bytes are live.
+    # Of b no byte fits below a, which lies in [2, 6): b goes on top, to [6, 9), and 7 bytes are
+    # live.
     assert figures == [("input.12.csv", 5, 12, "optimal"), ("fixed.csv", 2, 9, "feasible")]
     assert rows[1]["live_bytes"] == 7
     assert (folder / "packed/fixed.csv").read_text().splitlines()[1:] == ["a,0,2,4,2", "b,0,1,3,6"]
@@ -299,30 +322,60 @@ def test_ends_beyond_all_numbers_are_refused(tmp_path: Path) -> None:
         Buffers.read_csv(path)
 
 
-def test_bench_layout_takes_empty_files_and_overwrites_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_layout_takes_empty_files_and_overwrites_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "empty.csv"
     path.write_text("id,lower,upper,size\n")
     output = ["--output", str(tmp_path / "out")]
     assert cli.main(["bench", "layout", str(path), *output]) == cli.EXIT_OK
-    assert cli.main(["bench", "layout", str(path), *output, "--packed", str(tmp_path)]) == cli.EXIT_BAD_INPUT
+    assert (
+        cli.main(["bench", "layout", str(path), *output, "--packed", str(tmp_path)])
+        == cli.EXIT_BAD_INPUT
+    )
     assert "overwrite" in capsys.readouterr().err
 
 
 def test_bench_scale(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--largest", "1000", "--only", "wide", "--work", "100000", "--output", str(tmp_path), "--json"]
+    arguments = [
+        "--largest",
+        "1000",
+        "--only",
+        "wide",
+        "--work",
+        "100000",
+        "--output",
+        str(tmp_path),
+        "--json",
+    ]
     assert cli.main(["bench", "scale", *arguments]) == cli.EXIT_OK
     step, buffers = json.loads(capsys.readouterr().out)["rows"]
-    assert (step["what"], step["family"], buffers["what"], buffers["buffers"]) == ("step", "wide", "layout", 1000)
+    assert (step["what"], step["family"], buffers["what"], buffers["buffers"]) == (
+        "step",
+        "wide",
+        "layout",
+        1000,
+    )
     assert 800 <= step["operators"] <= 1100
     assert step["digest"] == synthetic_step("wide", 1000).digest
     assert all(
-        figures[f"{stage}_s"] >= 0 for figures in (step, buffers) for stage in ("build", "plan", "verify", "load")
+        figures[f"{stage}_s"] >= 0
+        for figures in (step, buffers)
+        for stage in ("build", "plan", "verify", "load")
     )
     assert (tmp_path / "scale.svg").exists()
 
 
 def test_growth_is_told_from_a_tenth_of_the_size() -> None:
-    common = {"what": "layout", "family": "wide", "build_s": 0, "plan_s": 0, "verify_s": 0, "save_s": 0, "load_s": 0}
+    common = {
+        "what": "layout",
+        "family": "wide",
+        "build_s": 0,
+        "plan_s": 0,
+        "verify_s": 0,
+        "save_s": 0,
+        "load_s": 0,
+    }
     rows = [
         {
             **common,
@@ -348,7 +401,11 @@ def test_a_child_counts_its_own_memory() -> None:
     code = "from roam.bench.scale_child import peak_rss_bytes; print(peak_rss_bytes())"
     ballast = bytearray(300_000_000)
     ballast[::4096] = b"1" * len(ballast[::4096])
-    child = int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+    child = int(
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout
+    )
     own = scale_child.peak_rss_bytes()
     assert own is not None
     assert child < len(ballast) < own
@@ -359,7 +416,11 @@ def test_the_names_of_made_up_steps_and_layouts_are_known() -> None:
         assert synthetic_step(family, 200).num_operators > 100
     for style in scale.STYLES:
         assert len(synthetic_buffers(style, 100)) >= 90
-    assert synthetic_buffers("wide", 100) == synthetic_buffers("wide", 100, seed=1) != synthetic_buffers("wide", 100, 2)
+    assert (
+        synthetic_buffers("wide", 100)
+        == synthetic_buffers("wide", 100, seed=1)
+        != synthetic_buffers("wide", 100, 2)
+    )
     with pytest.raises(ValueError, match="deep, wide, branching"):
         synthetic_step("none", 10)
     with pytest.raises(ValueError, match="dissected"):
@@ -369,4 +430,8 @@ def test_the_names_of_made_up_steps_and_layouts_are_known() -> None:
 def test_annealing_goes_on_where_the_search_ends_with_a_gap() -> None:
     buffers = Buffers.read_csv(INSTANCES / "J.1048576.csv")
     packing = layout.pack(buffers, work=2_000_000_000)
-    assert (packing.pool_bytes, packing.method, packing.status) == (1_035_264, "annealed", "feasible")
+    assert (packing.pool_bytes, packing.method, packing.status) == (
+        1_035_264,
+        "annealed",
+        "feasible",
+    )

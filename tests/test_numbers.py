@@ -1,4 +1,5 @@
-"""Numbers that a step keeps in Python: counters, running sums and averages are live, whoever holds them."""
+"""Numbers that a step keeps in Python: counters, running sums and averages are live, whoever holds
+them."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 import roam
-from test_compile import batches
+from steps import batches
 from test_hostile import train
 from training import assert_same_bits, tensors_and_numbers
 
@@ -58,7 +59,14 @@ def make() -> Any:
     Meter.total = 0
     net = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Dropout(0.25), torch.nn.Linear(8, 3))
     my = SimpleNamespace(net=net, optimizer=torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9))
-    my.steps, my.seen, my.loss, my.average, my.sums, my.lamb = 0, 0, 0.0, None, [0.0, 0], Lamb(net.parameters())
+    my.steps, my.seen, my.loss, my.average, my.sums, my.lamb = (
+        0,
+        0,
+        0.0,
+        None,
+        [0.0, 0],
+        Lamb(net.parameters()),
+    )
     my.flag, my.named = False, {first: 0, second: "abc"}
     for group in my.lamb.param_groups:
         group["step"] = 0
@@ -141,13 +149,27 @@ def set_to_the_size(my, x, y):
 
 
 def everything(my: Any) -> list[Any]:
-    numbers = [my.steps, my.seen, my.loss, my.average, my.sums, Meter.total, my.lamb.param_groups[0]["step"]]
+    numbers = [
+        my.steps,
+        my.seen,
+        my.loss,
+        my.average,
+        my.sums,
+        Meter.total,
+        my.lamb.param_groups[0]["step"],
+    ]
     return tensors_and_numbers(
-        numbers, my.net.state_dict(), my.optimizer.state_dict(), my.lamb.state_dict(), torch.get_rng_state()
+        numbers,
+        my.net.state_dict(),
+        my.optimizer.state_dict(),
+        my.lamb.state_dict(),
+        torch.get_rng_state(),
     )
 
 
-def outcome(wrap: Callable[[Any], Any], body: Body, change: Callable[[Any, int], None]) -> tuple[list[Any], int]:
+def outcome(
+    wrap: Callable[[Any], Any], body: Body, change: Callable[[Any, int], None]
+) -> tuple[list[Any], int]:
     """What the steps return and leave, after each of them, and how often they were captured."""
     my = make()
     step = wrap(lambda x, y: body(my, x, y))
@@ -210,9 +232,16 @@ def take_away(my: Any, index: int) -> None:
 
 @pytest.mark.parametrize(
     ("body", "change", "captures"),
-    [(warm_up, jump, 1), (sum_of_losses, lower_the_sum, 1), (warm_up, other_kind, 2), (moving_average, take_away, 2)],
+    [
+        (warm_up, jump, 1),
+        (sum_of_losses, lower_the_sum, 1),
+        (warm_up, other_kind, 2),
+        (moving_average, take_away, 2),
+    ],
 )
-def test_numbers_may_be_set_between_steps(body: Body, change: Callable[[Any, int], None], captures: int) -> None:
+def test_numbers_may_be_set_between_steps(
+    body: Body, change: Callable[[Any, int], None], captures: int
+) -> None:
     check(body, change, captures)
 
 

@@ -1,4 +1,5 @@
-"""Batches that are objects of the user's classes: another one at every call, with other tensors in it."""
+"""Batches that are objects of the user's classes: another one at every call, with other tensors in
+it."""
 
 from __future__ import annotations
 
@@ -13,8 +14,7 @@ import pytest
 import torch
 
 import roam
-from test_compile import both
-from test_settling import inputs
+from steps import both, inputs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 FACTOR = 1.0
@@ -89,7 +89,8 @@ def fit(net: torch.nn.Module, batch: Any) -> torch.Tensor:
 
 
 class TestObjects:
-    """The first two calls are captured: from the second on it is known that the object is another one every time."""
+    """The first two calls are captured: from the second on it is known that the object is another
+    one every time."""
 
     @pytest.mark.parametrize("kind", [Batch, Frozen, Store, types.SimpleNamespace])
     def test_of_any_class(self, kind: Any) -> None:
@@ -97,13 +98,18 @@ class TestObjects:
 
     def test_with_containers_and_objects_in_them(self) -> None:
         def make(index, x):
-            return Batch(Frozen(x, [torch.ones(3) * index]), {"pair": (torch.ones(3), "text"), "array": np.ones(2)})
+            return Batch(
+                Frozen(x, [torch.ones(3) * index]),
+                {"pair": (torch.ones(3), "text"), "array": np.ones(2)},
+            )
 
         trained(make, lambda net, b: fit(net, Batch(b.x.x, b.x.y[0])) + b.y["pair"][0].sum(), 2)
 
     def test_values_in_them_are_guarded(self) -> None:
         def make(index, x):
-            batch = types.SimpleNamespace(x=x, y=torch.ones(3), flag=index % 2 == 1, array=np.ones(2) * (index // 4))
+            batch = types.SimpleNamespace(
+                x=x, y=torch.ones(3), flag=index % 2 == 1, array=np.ones(2) * (index // 4)
+            )
             if index == 5:
                 batch.more = torch.ones(2)
             return batch
@@ -146,7 +152,10 @@ class TestObjects:
         def script(wrap):
             net, held = torch.nn.Linear(6, 3), types.SimpleNamespace(x=torch.ones(4, 6))
             step = wrap(lambda batch: net(batch.x).sum() * held.x.sum())
-            return [step(held if index in (1, 3) else types.SimpleNamespace(x=x)) for index, x in enumerate(inputs(6))]
+            return [
+                step(held if index in (1, 3) else types.SimpleNamespace(x=x))
+                for index, x in enumerate(inputs(6))
+            ]
 
         both(script)
 

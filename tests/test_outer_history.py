@@ -1,5 +1,5 @@
-"""Tensors whose gradient history was made before the step: one that only replaces them, or that no backward pass takes into their
-history, is as in eager PyTorch; any other is refused.
+"""Tensors whose gradient history was made before the step: one that only replaces them, or that no
+backward pass takes into their history, is as in eager PyTorch; any other is refused.
 """
 
 from __future__ import annotations
@@ -56,20 +56,32 @@ MADE_ANEW: dict[str, Callable[[Any], Any]] = {
 
 
 def seen_by_autograd(net: nn.Module) -> list[Any]:
-    """Each tensor that a module holds, as it is and as autograd sees it, whether it is registered or not."""
+    """Each tensor that a module holds, as it is and as autograd sees it, whether it is registered
+    or not."""
     found: list[Any] = []
     for module in net.modules():
         held = {**vars(module), **module._parameters, **module._buffers}
         for name in sorted(name for name, value in held.items() if isinstance(value, torch.Tensor)):
             tensor = held[name]
-            found += [name, tensor.requires_grad, tensor.is_leaf, type(tensor).__name__, tensor.detach().clone()]
+            found += [
+                name,
+                tensor.requires_grad,
+                tensor.is_leaf,
+                type(tensor).__name__,
+                tensor.detach().clone(),
+            ]
     return found
 
 
-def life(wrap: Callable[..., Any], change: Callable[[Any], Any], between: dict[int, Callable[[Any], Any]]) -> list[Any]:
-    """Eight steps of a net that was changed, with something else before some of them; all that is seen."""
+def life(
+    wrap: Callable[..., Any], change: Callable[[Any], Any], between: dict[int, Callable[[Any], Any]]
+) -> list[Any]:
+    """Eight steps of a net that was changed, with something else before some of them; all that is
+    seen."""
     torch.manual_seed(0)
-    my = SimpleNamespace(net=nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2)), change=change)
+    my = SimpleNamespace(
+        net=nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2)), change=change
+    )
     change(my.net[0])
     my.optimizer = torch.optim.AdamW(my.net.parameters(), 1e-2)
 
@@ -158,11 +170,17 @@ BETWEEN: dict[str, dict[int, Callable[[Any], Any]]] = {
 @pytest.mark.parametrize("name", MADE_ANEW)
 def test_what_each_forward_pass_makes_anew_is_as_eagerly(name: str, between: str) -> None:
     eager = life(lambda step: step, MADE_ANEW[name], BETWEEN[between])
-    planned = life(lambda step: roam.compile(step, keep_grads=True, poison=True), MADE_ANEW[name], BETWEEN[between])
+    planned = life(
+        lambda step: roam.compile(step, keep_grads=True, poison=True),
+        MADE_ANEW[name],
+        BETWEEN[between],
+    )
     assert_same_bits(eager, planned)
 
 
-def make(change: Callable[[Any], Any] = MADE_ANEW["l1_unstructured"]) -> tuple[Any, Any, Callable[..., Any]]:
+def make(
+    change: Callable[[Any], Any] = MADE_ANEW["l1_unstructured"],
+) -> tuple[Any, Any, Callable[..., Any]]:
     net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
     change(net[0])
 
@@ -215,9 +233,12 @@ def test_a_model_of_fakes_has_the_graph_of_a_real_one() -> None:
     assert type(bias.grad_fn).__name__ == "MulBackward0"
 
 
-@pytest.mark.parametrize("change", [prune.l1_unstructured, nn.utils.weight_norm, nn.utils.parametrizations.weight_norm])
+@pytest.mark.parametrize(
+    "change", [prune.l1_unstructured, nn.utils.weight_norm, nn.utils.parametrizations.weight_norm]
+)
 def test_weights_of_recurrent_layers(change: Callable[..., Any]) -> None:
-    """As DropConnect does it; the layer keeps its weights in a list, and weak references to them."""
+    """As DropConnect does it; the layer keeps its weights in a list, and weak references to
+    them."""
 
     def run(wrap: Callable[..., Any]) -> list[Any]:
         torch.manual_seed(0)
@@ -399,9 +420,13 @@ def test_what_is_read_and_no_gradient_flows_through_is_as_eagerly(read: Callable
             for tensor in (before, my.state, my.other):
                 seen += [tensor, tensor.requires_grad, tensor.is_leaf, tensor.grad_fn is None]
             seen = tensors_and_numbers(seen)
-        return tensors_and_numbers(seen, my.head.state_dict(), [p.grad for p in my.head.parameters()])
+        return tensors_and_numbers(
+            seen, my.head.state_dict(), [p.grad for p in my.head.parameters()]
+        )
 
-    assert_same_bits(run(lambda step: step), run(lambda step: roam.compile(step, keep_grads=True, poison=True)))
+    assert_same_bits(
+        run(lambda step: step), run(lambda step: roam.compile(step, keep_grads=True, poison=True))
+    )
 
 
 @pytest.mark.parametrize("read", EXACT)
@@ -476,7 +501,9 @@ FLOWS = [
 
 
 @pytest.mark.parametrize("read", FLOWS)
-def test_a_backward_pass_into_the_history_is_refused_at_the_line_that_leads_there(read: Callable[..., Any]) -> None:
+def test_a_backward_pass_into_the_history_is_refused_at_the_line_that_leads_there(
+    read: Callable[..., Any],
+) -> None:
     my = Kept()
     with pytest.raises(roam.CaptureError, match=r"detach closure my\.(state|other) here") as caught:
         roam.compile(lambda x: read(my, x))(torch.randn(4, 6))
@@ -484,7 +511,9 @@ def test_a_backward_pass_into_the_history_is_refused_at_the_line_that_leads_ther
     lines, first = inspect.getsourcelines(read)
     (number,) = (first + place for place, line in enumerate(lines) if line.endswith("# here\n"))
     assert caught.value.source.split(" in ")[0].endswith(f"{__file__.rpartition('/')[2]}:{number}")
-    assert all(parameter.grad is None for parameter in (*my.encoder.parameters(), *my.head.parameters()))
+    assert all(
+        parameter.grad is None for parameter in (*my.encoder.parameters(), *my.head.parameters())
+    )
     assert roam.compare(lambda x: read(my, x), torch.randn(4, 6)).outcome == "refused"
     my.state.sum().backward()  # its history is as it was
 
@@ -517,7 +546,9 @@ def test_a_state_that_is_kept_without_detach_is_refused_at_its_second_call() -> 
 
     with pytest.raises(RuntimeError, match="a second time"):
         run(lambda step: step)
-    with pytest.raises(roam.CaptureError, match=r"detach closure my\.state here, as in x\.detach\(\)") as caught:
+    with pytest.raises(
+        roam.CaptureError, match=r"detach closure my\.state here, as in x\.detach\(\)"
+    ) as caught:
         run(roam.compile)
     assert caught.value.code == "outer_history"
 
@@ -591,7 +622,7 @@ def test_a_gradient_that_a_later_state_keeps_is_refused() -> None:
 
 def test_a_step_that_has_a_state_keep_its_gradient_is_refused() -> None:
     my = Kept()
-    with pytest.raises(roam.CaptureError, match=r"leave out retain_grad") as caught:
+    with pytest.raises(roam.CaptureError, match=r"calls retain_grad") as caught:
         roam.compile(lambda x: my.state.retain_grad())(torch.randn(4, 6))
     assert caught.value.code == "moved"
 
@@ -632,7 +663,9 @@ def test_a_view_cannot_be_detached_in_place() -> None:
     with pytest.raises(RuntimeError, match="Can't detach views in-place"):
         step(torch.randn(4, 6))
     left = tensors_and_numbers(my.head.weight.grad)
-    with pytest.raises(roam.RoamError, match=r"is a view, whose history PyTorch does not end in place"):
+    with pytest.raises(
+        roam.RoamError, match=r"is a view, whose history PyTorch does not end in place"
+    ):
         planned(torch.randn(4, 6))
     assert_same_bits(left, tensors_and_numbers(my.head.weight.grad))
     with pytest.raises(roam.CaptureError, match=r"is a view") as caught:
@@ -641,7 +674,8 @@ def test_a_view_cannot_be_detached_in_place() -> None:
 
 
 def test_gradients_with_a_history() -> None:
-    """Of `backward(create_graph=True)` in eager PyTorch; `zero_grad` ends it in place where it fills with zeros."""
+    """Of `backward(create_graph=True)` in eager PyTorch; `zero_grad` ends it in place where it
+    fills with zeros."""
 
     def run(wrap: Callable[..., Any]) -> list[Any]:
         torch.manual_seed(0)

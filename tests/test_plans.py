@@ -1,4 +1,5 @@
-"""Plans: valid, bounded from both sides, the same whatever the numbers and names, and every corruption caught."""
+"""Plans: valid, bounded from both sides, the same whatever the numbers and names, and every
+corruption caught."""
 
 from __future__ import annotations
 
@@ -54,7 +55,10 @@ def pooled(graph: roam.Graph) -> set[int]:
 
 def program_order_bytes(graph: roam.Graph) -> int:
     """What program order takes without reuse, as the best of the planner's own layouts has it."""
-    laid_out = [roam.baseline(graph, "program", layout, reuse=False) for layout in ("first_fit", "size", "weighted")]
+    laid_out = [
+        roam.baseline(graph, "program", layout, reuse=False)
+        for layout in ("first_fit", "size", "weighted")
+    ]
     return min(one.pool_bytes + one.outside_bytes for one in laid_out)
 
 
@@ -73,14 +77,20 @@ def test_plans_are_valid_and_their_figures_true(graph: roam.Graph, reuse: bool) 
         "speed": None,
         "stream_model": "happens_before",
     }
-    assert (plan.streams.tolist(), plan.syncs, plan.makespan_s) == ([0] * graph.num_operators, (), None)
+    assert (plan.streams.tolist(), plan.syncs, plan.makespan_s) == (
+        [0] * graph.num_operators,
+        (),
+        None,
+    )
     assert plan.graph_digest == graph.digest
     assert reuse or not plan.reuse
 
     # Everything once more by the definition, without the verifier.
     reference, order = Reference(graph), plan.order.tolist()
     assert reference.permits(order)
-    assert plan.program_order_peak_bytes == max(reference.profile(graph.program_order.tolist()), default=0)
+    assert plan.program_order_peak_bytes == max(
+        reference.profile(graph.program_order.tolist()), default=0
+    )
     alive, pool = lives(reference, order), pooled(graph)
     merged = {target: source for source, target in plan.reuse}
     live, live_pool, live_outside = [], [], []
@@ -89,15 +99,27 @@ def test_plans_are_valid_and_their_figures_true(graph: roam.Graph, reuse: bool) 
             assert (source, target) not in graph.operator(operator).reuse or source in present
         counted = {tensor for tensor in present if merged.get(tensor) not in present}
         live_pool.append(sum(reference.bytes[tensor] for tensor in counted & pool))
-        live_outside.append(sum(reference.bytes[tensor] for tensor in counted - pool) + reference.workspaces[operator])
+        live_outside.append(
+            sum(reference.bytes[tensor] for tensor in counted - pool)
+            + reference.workspaces[operator]
+        )
         live.append(live_pool[-1] + live_outside[-1])
         for one in counted & pool:
             for other in counted & pool:
                 if one < other and reference.bytes[one] and reference.bytes[other]:
                     first, second = int(plan.offsets[one]), int(plan.offsets[other])
-                    assert first + reference.bytes[one] <= second or second + reference.bytes[other] <= first
-    ends = [int(plan.offsets[tensor]) + reference.bytes[tensor] for tensor in pool if reference.bytes[tensor]]
-    assert all((offset >= 0) == (tensor in pool) for tensor, offset in enumerate(plan.offsets.tolist()))
+                    assert (
+                        first + reference.bytes[one] <= second
+                        or second + reference.bytes[other] <= first
+                    )
+    ends = [
+        int(plan.offsets[tensor]) + reference.bytes[tensor]
+        for tensor in pool
+        if reference.bytes[tensor]
+    ]
+    assert all(
+        (offset >= 0) == (tensor in pool) for tensor, offset in enumerate(plan.offsets.tolist())
+    )
     assert plan.peak_bytes == max(live, default=0)
     assert plan.pool_peak_bytes == max(live_pool, default=0)
     assert plan.outside_bytes == max(live_outside, default=0)
@@ -127,7 +149,9 @@ def test_no_order_goes_below_the_bound(graph: roam.Graph, reuse: bool) -> None:
 def test_the_brute_force_weighs_every_order(graph: roam.Graph, reuse: bool) -> None:
     reference = Reference(graph, reuse=reuse)
     orders = filter(reference.permits, permutations(range(graph.num_operators)))
-    assert reference.least_peak() == min(max(reference.profile(order), default=0) for order in orders)
+    assert reference.least_peak() == min(
+        max(reference.profile(order), default=0) for order in orders
+    )
 
 
 @given(graphs(max_operators=5))
@@ -147,7 +171,8 @@ def test_the_brute_force_of_totals_weighs_every_order(graph: roam.Graph) -> None
 
 
 def test_peaks_at_different_steps_are_bounded_apart() -> None:
-    """A first step: state is made while the pool is nearly empty, and stays; no order makes the two peaks one."""
+    """A first step: state is made while the pool is nearly empty, and stays; no order makes the two
+    peaks one."""
     builder = step()
     activation, gradient = builder.tensor("activation", 100), builder.tensor("gradient", 10)
     state = builder.tensor("state", 50, residency="leaves")
@@ -169,7 +194,9 @@ def test_numbers_and_names_change_nothing(graph: roam.Graph, data: st.DataObject
     plan, again = roam.optimize(graph), roam.optimize(other)
     assert figures(plan) == figures(again)
     assert graph.positions[plan.order].tolist() == other.positions[again.order].tolist()
-    assert [int(again.offsets[tensors[tensor]]) for tensor in range(graph.num_tensors)] == plan.offsets.tolist()
+    assert [
+        int(again.offsets[tensors[tensor]]) for tensor in range(graph.num_tensors)
+    ] == plan.offsets.tolist()
     assert plan.candidates == again.candidates
 
 
@@ -184,7 +211,8 @@ def test_threads_change_nothing(graph: roam.Graph) -> None:
     assert len(texts) == 1
 
 
-# Corruptions -------------------------------------------------------------------------------------------------------
+# Corruptions
+# -------------------------------------------------------------------------------------------------
 
 
 def corrupted(plan: roam.Plan, change: Callable[[dict[str, Any]], object]) -> roam.Plan:
@@ -224,8 +252,12 @@ def test_a_missing_or_doubled_operator_is_caught(graph: roam.Graph, data: st.Dat
     place = data.draw(st.integers(0, graph.num_operators - 1))
     operator = int(plan.order[place])
     refuses(graph, corrupted(plan, lambda v: v["order"].pop(place)), "operator_missing")
-    refuses(graph, corrupted(plan, lambda v: v["order"].insert(place, operator)), "operator_doubled")
-    refuses(graph, corrupted(plan, lambda v: v["order"].append(graph.num_operators)), "unknown_operator")
+    refuses(
+        graph, corrupted(plan, lambda v: v["order"].insert(place, operator)), "operator_doubled"
+    )
+    refuses(
+        graph, corrupted(plan, lambda v: v["order"].append(graph.num_operators)), "unknown_operator"
+    )
     if graph.num_operators > 1:
         other = int(plan.order[place - 1])
         replace = corrupted(plan, lambda v: v["order"].__setitem__(place, other))
@@ -251,7 +283,11 @@ def test_shared_bytes_are_caught(graph: roam.Graph, reuse: bool, data: st.DataOb
     def move(value: dict[str, Any]) -> None:
         value["offsets"][moved] = value["offsets"][onto]
         # Let nothing but the shared bytes be wrong.
-        ends = [value["offsets"][tensor] + reference.bytes[tensor] for tensor in pool if reference.bytes[tensor]]
+        ends = [
+            value["offsets"][tensor] + reference.bytes[tensor]
+            for tensor in pool
+            if reference.bytes[tensor]
+        ]
         value["total_bytes"] += max(ends) - value["pool_bytes"]
         value["pool_bytes"] = max(ends)
 
@@ -306,10 +342,19 @@ def test_a_wrong_figure_is_caught(graph: roam.Graph, figure: str, error: int) ->
 def test_wrong_claims_are_caught(graph: roam.Graph) -> None:
     plan = roam.optimize(graph)
     above = plan.peak_bytes + 1
-    refuses(graph, corrupted(plan, lambda v: v.update(lower_bound_bytes=above)), "bound_above_peak", "status")
+    refuses(
+        graph,
+        corrupted(plan, lambda v: v.update(lower_bound_bytes=above)),
+        "bound_above_peak",
+        "status",
+    )
     refuses(graph, corrupted(plan, lambda v: v.update(graph_digest="0" * 64)), "graph_digest")
     refuses(graph, corrupted(plan, lambda v: v["settings"].update(streams=2)), "streams")
-    refuses(graph, corrupted(plan, lambda v: v.update(bound_operator=graph.num_operators)), "bound_operator")
+    refuses(
+        graph,
+        corrupted(plan, lambda v: v.update(bound_operator=graph.num_operators)),
+        "bound_operator",
+    )
     if plan.gap > 0:
         refuses(graph, corrupted(plan, lambda v: v.update(status="optimal")), "status")
     else:
@@ -357,7 +402,8 @@ def test_a_plan_for_another_graph_is_refused() -> None:
     refuses(builder.build(), roam.optimize(graph), "graph_digest")
 
 
-# Small steps whose best plan is known --------------------------------------------------------------------------------
+# Small steps whose best plan is known
+# --------------------------------------------------------------------------------
 
 
 def step(*, alignment_bytes: int = 1) -> roam.GraphBuilder:
@@ -365,7 +411,8 @@ def step(*, alignment_bytes: int = 1) -> roam.GraphBuilder:
 
 
 def test_branches_are_run_one_after_the_other() -> None:
-    """Two branches swell before they shrink: side by side they need both swellings, one by one only one."""
+    """Two branches swell before they shrink: side by side they need both swellings, one by one only
+    one."""
     builder = step()
     x = builder.tensor("x", 1, residency="persistent")
     ends = []
@@ -387,14 +434,24 @@ def test_updates_run_early_where_that_frees_gradients() -> None:
     """Each gradient dies in its own update; program order keeps all of them until the end."""
     builder = step()
     layers = 5
-    weights = [builder.tensor(f"w{layer}", 100, kind="parameter", residency="persistent") for layer in range(layers)]
+    weights = [
+        builder.tensor(f"w{layer}", 100, kind="parameter", residency="persistent")
+        for layer in range(layers)
+    ]
     gradients = [builder.tensor(f"g{layer}", 100, kind="gradient") for layer in range(layers)]
     signal_back = [builder.tensor(f"d{layer}", 1) for layer in range(layers)]
     for layer in range(layers):
         reads = [weights[layer], *signal_back[layer - 1 : layer]] if layer else [weights[layer]]
-        builder.operator("backward", reads=reads, creates=[gradients[layer], signal_back[layer]], phase="backward")
+        builder.operator(
+            "backward",
+            reads=reads,
+            creates=[gradients[layer], signal_back[layer]],
+            phase="backward",
+        )
     for layer in range(layers):
-        builder.operator("update", reads=[gradients[layer]], mutates=[weights[layer]], phase="update")
+        builder.operator(
+            "update", reads=[gradients[layer]], mutates=[weights[layer]], phase="update"
+        )
     plan = roam.optimize(builder.build())
     assert plan.program_order_peak_bytes == 502
     assert (plan.peak_bytes, plan.status) == (102, "optimal")
@@ -408,10 +465,16 @@ def test_updates_wait_where_they_would_raise_the_peak() -> None:
     gradient = builder.tensor("gradient", 50, kind="gradient")
     builder.operator("forward", creates=[activation])
     builder.operator("backward", creates=[gradient], phase="backward")
-    builder.operator("update", reads=[gradient], mutates=[weight], workspace_bytes=100, phase="update")
+    builder.operator(
+        "update", reads=[gradient], mutates=[weight], workspace_bytes=100, phase="update"
+    )
     builder.operator("last use", reads=[activation], phase="backward")
     plan = roam.optimize(builder.build())
-    assert (plan.program_order_peak_bytes, plan.peak_bytes, plan.lower_bound_bytes) == (250, 150, 150)
+    assert (plan.program_order_peak_bytes, plan.peak_bytes, plan.lower_bound_bytes) == (
+        250,
+        150,
+        150,
+    )
 
 
 def test_reuse_halves_a_chain_of_pointwise_operators() -> None:
@@ -429,9 +492,14 @@ def test_reuse_halves_a_chain_of_pointwise_operators() -> None:
 
 
 def test_the_layout_leaves_no_holes_where_none_need_be() -> None:
-    """Placed as they come, the last tensor finds only holes; an activation at the bottom leaves it room."""
+    """Placed as they come, the last tensor finds only holes; an activation at the bottom leaves it
+    room."""
     builder = step()
-    short, activation, late = builder.tensor("short", 10), builder.tensor("long", 20), builder.tensor("late", 30)
+    short, activation, late = (
+        builder.tensor("short", 10),
+        builder.tensor("long", 20),
+        builder.tensor("late", 30),
+    )
     builder.operator("a", creates=[short])
     builder.operator("b", reads=[short], creates=[activation])
     builder.operator("c", reads=[activation], creates=[late])
@@ -440,7 +508,8 @@ def test_the_layout_leaves_no_holes_where_none_need_be() -> None:
     assert (plan.pool_bytes, plan.pool_peak_bytes, plan.fragmentation) == (50, 50, 0.0)
 
 
-# Settings, time and interruption -------------------------------------------------------------------------------------
+# Settings, time and interruption
+# -------------------------------------------------------------------------------------
 
 
 def large_graph(operators: int = 60_000) -> roam.Graph:
@@ -449,7 +518,9 @@ def large_graph(operators: int = 60_000) -> roam.Graph:
     made: list[int] = []
     for number in range(operators):
         made.append(builder.tensor("t", 64 * (1 + number * 7919 % 997)))
-        reads = sorted({(number - 1 - number * distance % 499) for distance in (1, 31, 101) if number > 499})
+        reads = sorted(
+            {(number - 1 - number * distance % 499) for distance in (1, 31, 101) if number > 499}
+        )
         builder.operator("o", reads=[made[read] for read in reads], creates=[made[-1]])
     return builder.build()
 
@@ -484,7 +555,9 @@ def test_progress_is_told() -> None:
     builder = step()
     builder.operator("a", creates=[builder.tensor("t", 1)])
     stages: list[tuple[str, float]] = []
-    plan = roam.optimize(builder.build(), progress=lambda stage, share: stages.append((stage, share)))
+    plan = roam.optimize(
+        builder.build(), progress=lambda stage, share: stages.append((stage, share))
+    )
     shares = [share for _, share in stages]
     assert shares == sorted(shares)
     assert 0 <= shares[0] <= shares[-1] <= 1
@@ -527,7 +600,8 @@ def test_a_second_ctrl_c_waits_for_no_plan(large: roam.Graph) -> None:
     def press(stage: str, share: float) -> None:
         os.kill(os.getpid(), signal.SIGINT)
 
-    # Pressed at the beginning of every stage: the first ends the search, the next comes before the plan is verified.
+    # Pressed at the beginning of every stage: the first ends the search, the next comes before the
+    # plan is verified.
     with pytest.raises(KeyboardInterrupt) as interrupted:
         roam.optimize(large, progress=press)
     assert not isinstance(interrupted.value, roam.PlanningInterrupted)
@@ -584,19 +658,25 @@ def test_plans_show_themselves() -> None:
 def test_a_baseline_is_what_one_method_needs_alone(graph: roam.Graph, reuse: bool) -> None:
     plan = roam.optimize(graph, reuse=reuse)
     for order in ("program", "lescea", "memory_aware_updates"):
-        needs = {layout: roam.baseline(graph, order, layout, reuse=reuse) for layout in ("size", "skyline")}
+        needs = {
+            layout: roam.baseline(graph, order, layout, reuse=reuse)
+            for layout in ("size", "skyline")
+        }
         for layout, baseline in needs.items():
             assert (baseline.order, baseline.layout) == (order, layout)
             assert baseline.peak_bytes >= plan.lower_bound_bytes
             total = baseline.pool_bytes + baseline.outside_bytes
             assert total >= plan.total_lower_bound_bytes - plan.persistent_bytes
         # The layout changes nothing but the pool.
-        assert len({(baseline.peak_bytes, baseline.outside_bytes) for baseline in needs.values()}) == 1
+        assert (
+            len({(baseline.peak_bytes, baseline.outside_bytes) for baseline in needs.values()}) == 1
+        )
     assert roam.baseline(graph, reuse=False).peak_bytes == plan.program_order_peak_bytes
 
 
 def test_the_published_update_rule_can_be_asked_for() -> None:
-    """Gradients of eight weights, all made before any update: run as soon as they fit, they take the room of one."""
+    """Gradients of eight weights, all made before any update: run as soon as they fit, they take
+    the room of one."""
     builder = roam.GraphBuilder()
     seed = builder.tensor("seed", 64)
     builder.operator("loss", creates=[seed], phase="loss")
@@ -607,12 +687,17 @@ def test_the_published_update_rule_can_be_asked_for() -> None:
         weight = builder.tensor("weight", 1024, kind="parameter", residency="persistent")
         builder.operator("update", reads=[gradient], mutates=[weight], phase="update")
     graph = builder.build()
-    peaks = {order: roam.baseline(graph, order).peak_bytes for order in ("program", "memory_aware_updates")}
+    peaks = {
+        order: roam.baseline(graph, order).peak_bytes
+        for order in ("program", "memory_aware_updates")
+    }
     assert peaks == {"program": 64 + 8 * 1024, "memory_aware_updates": 64 + 1024}
 
 
 @pytest.mark.parametrize("names", [{"order": "best"}, {"layout": "best"}, {"layout": ""}])
 def test_an_unknown_baseline_is_refused(names: dict[str, str]) -> None:
-    with pytest.raises(roam.PlanError, match=r"there is no (order|layout) .*, only (program|weighted), ") as caught:
+    with pytest.raises(
+        roam.PlanError, match=r"there is no (order|layout) .*, only (program|weighted), "
+    ) as caught:
         roam.baseline(step().build(), **names)
     assert caught.value.code == "unknown_method"

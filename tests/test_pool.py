@@ -1,4 +1,5 @@
-"""A step that runs out of the static pool keeps every promise; dead ranges are poisoned, so that a stray read shows."""
+"""A step that runs out of the static pool keeps every promise; dead ranges are poisoned, so that a
+stray read shows."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import functools
 import gc
 import io
 import itertools
+import logging
 import os
 import pickle
 import signal
@@ -21,12 +23,12 @@ from torch.utils import _pytree as pytree
 
 import roam
 from roam.capture.step import capture_step
-from roam.runtime import choose as choosing
 from roam.runtime import pool as pools
-from roam.runtime.execute import Executor
-from roam.runtime.measure import measure_peak, observed
+from roam.runtime import strategy as choosing
+from roam.runtime.executor import Executor
+from roam.runtime.memory_profiler import measure_peak, observed
 from roam.runtime.pool import Pool
-from test_compile import Breaking, Net, Script, adamw, batches, kernel_of
+from steps import Breaking, Net, Script, adamw, batches, kernel_of
 from training import assert_same_bits, plain_step, tensors_and_numbers
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -35,7 +37,8 @@ pooled = functools.partial(roam.compile, pool=True, poison=True)
 
 
 def both(script: Script) -> None:
-    """Runs a user's script with eager steps and with steps out of the pool; everything it returns must have the same bits."""
+    """Runs a user's script with eager steps and with steps out of the pool; everything it returns
+    must have the same bits."""
     outcomes = []
     for wrap in (lambda step: step, pooled):
         torch.manual_seed(0)
@@ -58,7 +61,9 @@ def tensors_of(*values: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
 
 
-def train(net: torch.nn.Module, **options: Any) -> tuple[Any, torch.nn.Module, torch.optim.Optimizer, list[Any]]:
+def train(
+    net: torch.nn.Module, **options: Any
+) -> tuple[Any, torch.nn.Module, torch.optim.Optimizer, list[Any]]:
     """A step that has run twice out of the pool, and data for more."""
     torch.manual_seed(0)
     optimizer = adamw(net)
@@ -90,9 +95,12 @@ class TestPoison:
     """Plans that are wrong on purpose, given to the executor past the verifier."""
 
     def prepared(self, train_step: Callable[..., Any]) -> tuple[Any, Any, Callable[..., list[Any]]]:
-        """The captured step, a right plan, and how to run it: parameters afterwards and what is returned."""
+        """The captured step, a right plan, and how to run it: parameters afterwards and what is
+        returned."""
         torch.manual_seed(0)
-        layers = [layer for width in (6, 8, 8) for layer in (torch.nn.Linear(width, 8), torch.nn.Tanh())]
+        layers = [
+            layer for width in (6, 8, 8) for layer in (torch.nn.Linear(width, 8), torch.nn.Tanh())
+        ]
         model = torch.nn.Sequential(*layers, torch.nn.Linear(8, 3))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         arguments = (model, optimizer, torch.randn(5, 6))
@@ -110,7 +118,8 @@ class TestPoison:
             for run in ("run_checked", "run"):
                 model.load_state_dict(before)
                 inputs = [
-                    leaves[owner.index] if owner.kind == "input" else owner.get() for owner, _ in choice.program.owned
+                    leaves[owner.index] if owner.kind == "input" else owner.get()
+                    for owner, _ in choice.program.owned
                 ]
                 inputs += [tensor for tensor, _ in choice.program.constants]
                 with pool.held(size), torch.no_grad():
@@ -148,7 +157,8 @@ class TestPoison:
         twins = [
             program.storage_of(call.outputs[0])
             for call in program.calls
-            if call.name == "aten.exp.default" and plan.offsets[program.storage_of(call.outputs[0])] >= 0
+            if call.name == "aten.exp.default"
+            and plan.offsets[program.storage_of(call.outputs[0])] >= 0
         ]
         assert len(twins) == 2
         wrong = plan.offsets.copy()
@@ -188,15 +198,22 @@ class TestPoison:
 class TestAllocation:
     def test_a_pool_that_no_memory_suffices_for(self) -> None:
         pool = Pool(torch.device("cpu"))
-        with pytest.raises(roam.ExecutionError, match="no memory for a pool") as caught, pool.held(1 << 60):
+        with (
+            pytest.raises(roam.ExecutionError, match="no memory for a pool") as caught,
+            pool.held(1 << 60),
+        ):
             pass
         assert caught.value.code == "out_of_memory"
         with pool.held(1 << 10):
             assert pool.nbytes == 1 << 10
 
-    def test_out_of_memory_changes_nothing_and_is_got_over(self, trained: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_out_of_memory_changes_nothing_and_is_got_over(
+        self, trained: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         step, net, optimizer, data = trained
-        before = tensors_and_numbers(net.state_dict(), optimizer.state_dict(), torch.get_rng_state())
+        before = tensors_and_numbers(
+            net.state_dict(), optimizer.state_dict(), torch.get_rng_state()
+        )
         step.release()
         assert pool_of(step).nbytes == 0
         resize = torch.UntypedStorage.resize_
@@ -212,7 +229,10 @@ class TestAllocation:
                 with pytest.raises(roam.ExecutionError, match="nothing has been changed") as caught:
                     step(net, optimizer, *data[0])
                 assert caught.value.code == "out_of_memory"
-        assert_same_bits(before, tensors_and_numbers(net.state_dict(), optimizer.state_dict(), torch.get_rng_state()))
+        assert_same_bits(
+            before,
+            tensors_and_numbers(net.state_dict(), optimizer.state_dict(), torch.get_rng_state()),
+        )
         twin, twin_optimizer = self.twin(net, optimizer)
         generator = torch.get_rng_state()
         loss = step(net, optimizer, *data[0])
@@ -253,7 +273,9 @@ class TestAllocation:
             net = Net()
             optimizer = adamw(net)
             steps[:] = [wrap(plain_step), wrap(lambda *args: plain_step(*args) * 2)]
-            returned = [steps[place % 2](net, optimizer, x, y) for place, (x, y) in enumerate(batches(6))]
+            returned = [
+                steps[place % 2](net, optimizer, x, y) for place, (x, y) in enumerate(batches(6))
+            ]
             return [returned, net.state_dict(), optimizer.state_dict()]
 
         both(script)
@@ -290,17 +312,23 @@ class TestAllocation:
         assert pool() is None
 
     @pytest.mark.parametrize("keep_grads", [False, True])
-    def test_the_model_goes_when_nobody_holds_it(self, *, keep_grads: bool) -> None:
+    def test_the_model_goes_when_nobody_holds_it(
+        self, caplog: pytest.LogCaptureFixture, *, keep_grads: bool
+    ) -> None:
+        caplog.set_level(logging.INFO, logger="roam")  # whoever keeps records keeps no model
         step, net, *_ = train(Net(), keep_grads=keep_grads)
         gone = [weakref.ref(net), *map(weakref.ref, net.parameters())]
         del step, net, _
         gc.collect()
-        assert not any(reference() is not None for reference in gone)
+        held = [reference() for reference in gone if reference() is not None]
+        assert not held, [str(holder)[:300] for holder in gc.get_referrers(held[0])]
 
     def test_a_thousand_steps_neither_grow_nor_drift(self) -> None:
         def training() -> tuple[torch.nn.Module, torch.optim.Optimizer, torch.Tensor, torch.Tensor]:
             torch.manual_seed(0)
-            model = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.Tanh(), torch.nn.Linear(4, 3))
+            model = torch.nn.Sequential(
+                torch.nn.Linear(6, 4), torch.nn.Tanh(), torch.nn.Linear(4, 3)
+            )
             return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), *batches(1)[0]
 
         call = training()
@@ -324,7 +352,12 @@ class TestAllocation:
         eager = training()
         for _ in range(1000):
             plain_step(*eager)
-        assert_same_bits(*(tensors_and_numbers(part[0].state_dict(), part[1].state_dict()) for part in (call, eager)))
+        assert_same_bits(
+            *(
+                tensors_and_numbers(part[0].state_dict(), part[1].state_dict())
+                for part in (call, eager)
+            )
+        )
 
     def objects(self) -> int:
         gc.collect()
@@ -363,7 +396,10 @@ class TestWhatIsReturned:
                     results[0]["first"].untyped_storage().data_ptr()
                     == results[0]["turned"].untyped_storage().data_ptr()
                 )
-            return [results, net.state_dict()]  # results of earlier steps, looked at after later ones
+            return [
+                results,
+                net.state_dict(),
+            ]  # results of earlier steps, looked at after later ones
 
         both(script)
         with pool_of(steps[1]).held(1):
@@ -387,7 +423,9 @@ class TestWhatIsReturned:
         for x, y in batches(3):
             step(net, optimizer, x, y)
         gradients = [parameter.grad for parameter in net.parameters()]
-        assert all(gradient is not None and not lies_in(pool_of(step), gradient) for gradient in gradients)
+        assert all(
+            gradient is not None and not lies_in(pool_of(step), gradient) for gradient in gradients
+        )
 
     def test_copies_of_the_model_are_its_own(self, trained: Any) -> None:
         step, net, optimizer, data = trained
@@ -401,7 +439,8 @@ class TestWhatIsReturned:
         for other in copies:
             assert_same_bits(before, tensors_and_numbers(other.state_dict()))
             assert all(
-                tensor.untyped_storage().nbytes() == tensor.nbytes and not lies_in(pool_of(step), tensor)
+                tensor.untyped_storage().nbytes() == tensor.nbytes
+                and not lies_in(pool_of(step), tensor)
                 for tensor in tensors_of(other.state_dict())
             )
 
@@ -450,18 +489,27 @@ class TestChanges:
     def test_a_step_that_fails_before_any_update(self, monkeypatch: pytest.MonkeyPatch) -> None:
         # Batch norm would write its statistics before the last operator of the forward pass.
         step, net, optimizer, data = train(
-            torch.nn.Sequential(torch.nn.Dropout(0.1), torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
+            torch.nn.Sequential(
+                torch.nn.Dropout(0.1), torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3)
+            )
         )
-        before = tensors_and_numbers(net.state_dict(), optimizer.state_dict(), torch.get_rng_state())
+        before = tensors_and_numbers(
+            net.state_dict(), optimizer.state_dict(), torch.get_rng_state()
+        )
         with monkeypatch.context() as patch:
             Breaking(patch, step, torch.ops.aten.tanh, RuntimeError("out of memory"))
             with pytest.raises(roam.ExecutionError, match="Nothing had been") as caught:
                 step(net, optimizer, *data[0])
         assert caught.value.code == "failed"
-        assert_same_bits(before, tensors_and_numbers(net.state_dict(), optimizer.state_dict(), torch.get_rng_state()))
+        assert_same_bits(
+            before,
+            tensors_and_numbers(net.state_dict(), optimizer.state_dict(), torch.get_rng_state()),
+        )
         self.goes_on_as_eager_would(step, net, optimizer, data)
 
-    def test_a_step_that_fails_in_mid_update(self, trained: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_step_that_fails_in_mid_update(
+        self, trained: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         step, net, optimizer, data = trained
         states = copy.deepcopy([net.state_dict(), optimizer.state_dict()])
         with monkeypatch.context() as patch:
@@ -475,7 +523,9 @@ class TestChanges:
         optimizer.load_state_dict(states[1])
         self.goes_on_as_eager_would(step, net, optimizer, data)
 
-    def goes_on_as_eager_would(self, step: Any, net: torch.nn.Module, optimizer: Any, data: list[Any]) -> None:
+    def goes_on_as_eager_would(
+        self, step: Any, net: torch.nn.Module, optimizer: Any, data: list[Any]
+    ) -> None:
         twin = copy.deepcopy(net)
         twin_optimizer = adamw(twin)
         twin_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
@@ -485,9 +535,13 @@ class TestChanges:
         torch.set_rng_state(generator)
         for x, y in data:
             plain_step(twin, twin_optimizer, x, y)
-        assert_same_bits(tensors_and_numbers(net.state_dict()), tensors_and_numbers(twin.state_dict()))
+        assert_same_bits(
+            tensors_and_numbers(net.state_dict()), tensors_and_numbers(twin.state_dict())
+        )
 
-    def test_an_interrupt_waits_for_the_end_of_the_step(self, trained: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_an_interrupt_waits_for_the_end_of_the_step(
+        self, trained: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         step, net, optimizer, data = trained
         globals_, name = kernel_of(step, torch.ops.aten.addcdiv_)
         kernel = globals_[name]
@@ -526,7 +580,9 @@ class TestThreads:
         globals_, name = kernel_of(second[0], torch.ops.aten.tanh)
         other_kernel = globals_[name]
         monkeypatch.setitem(globals_, name, begin)
-        self.at_once(lambda: self.steps(first, 1), lambda: first_is_inside.wait(10) and self.steps(second, 1))
+        self.at_once(
+            lambda: self.steps(first, 1), lambda: first_is_inside.wait(10) and self.steps(second, 1)
+        )
         assert seen == [False]
         assert second_has_begun.is_set()
 
@@ -535,14 +591,23 @@ class TestThreads:
         self.at_once(*(functools.partial(self.steps, training, 30) for training in planned))
         for training in eager:
             self.steps(training, 30)
-        assert_same_bits(*(tensors_and_numbers([t[1].state_dict() for t in side]) for side in (planned, eager)))
+        assert_same_bits(
+            *(tensors_and_numbers([t[1].state_dict() for t in side]) for side in (planned, eager))
+        )
 
     def trainings(self, eager: bool = False) -> list[tuple[Any, ...]]:
         made = []
         for size in (16, 48):
             torch.manual_seed(size)
-            model = torch.nn.Sequential(torch.nn.Linear(6, size), torch.nn.Tanh(), torch.nn.Linear(size, 3))
-            training = (plain_step if eager else pooled(plain_step), model, adamw(model), *batches(1, size)[0])
+            model = torch.nn.Sequential(
+                torch.nn.Linear(6, size), torch.nn.Tanh(), torch.nn.Linear(size, 3)
+            )
+            training = (
+                plain_step if eager else pooled(plain_step),
+                model,
+                adamw(model),
+                *batches(1, size)[0],
+            )
             self.steps(training, 2)
             made.append(training)
         return made
@@ -572,7 +637,8 @@ class TestThreads:
 
 
 def forms() -> Iterator[tuple[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]]:
-    """What a model may do between its two layers: hidden values [5, 8] and a weight [8] to hidden values of the same shape."""
+    """What a model may do between its two layers: hidden values [5, 8] and a weight [8] to hidden
+    values of the same shape."""
 
     def channels_last(hidden, weight):
         images = hidden.view(5, 2, 2, 2).contiguous(memory_format=torch.channels_last)
@@ -593,7 +659,11 @@ def forms() -> Iterator[tuple[str, Callable[[torch.Tensor, torch.Tensor], torch.
 
     def complex_valued(hidden, weight):
         turned = torch.complex(hidden, weight.expand(5, 8).clone())
-        turned = turned * turned.conj() + turned.exp() * 0.1 + torch.view_as_complex(hidden.view(5, 4, 2)).abs().sum()
+        turned = (
+            turned * turned.conj()
+            + turned.exp() * 0.1
+            + torch.view_as_complex(hidden.view(5, 4, 2)).abs().sum()
+        )
         return turned.real + turned.imag.tanh() + turned.abs()
 
     def other_dtypes(hidden, weight):
@@ -668,22 +738,31 @@ def inputs_of_every_layout() -> Iterator[Any]:
 
 @pytest.mark.parametrize(("x", "y"), list(inputs_of_every_layout()))
 @pytest.mark.parametrize(
-    "model", [Complex, lambda: torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.GELU(), torch.nn.Linear(4, 3))]
+    "model",
+    [
+        Complex,
+        lambda: torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.GELU(), torch.nn.Linear(4, 3)),
+    ],
 )
 def test_inputs_of_every_layout(model: Any, x: torch.Tensor, y: torch.Tensor) -> None:
     def script(wrap):
         net = model()
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
         step = wrap(plain_step)
-        return [[step(net, optimizer, x, y) for _ in range(3)], net.state_dict(), optimizer.state_dict()]
+        return [
+            [step(net, optimizer, x, y) for _ in range(3)],
+            net.state_dict(),
+            optimizer.state_dict(),
+        ]
 
     both(script)
 
 
 def test_results_that_are_copied_into_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the ways to use the pool, the one that copies every result there that no kernel can write there."""
-    landings = choosing._landings
-    monkeypatch.setattr(choosing, "_landings", lambda *args: list(landings(*args))[:1])
+    """Of the ways to use the pool, the one that copies every result there that no kernel can write
+    there."""
+    copy_choices = choosing._copy_choices
+    monkeypatch.setattr(choosing, "_copy_choices", lambda *args: list(copy_choices(*args))[:1])
 
     class Copied(torch.nn.Module):
         def __init__(self) -> None:
@@ -703,9 +782,17 @@ def test_results_that_are_copied_into_the_pool(monkeypatch: pytest.MonkeyPatch) 
         net = Copied()
         optimizer = adamw(net)
         steps.append(wrap(plain_step))
-        return [[steps[-1](net, optimizer, x, y) for x, y in batches(4)], net.state_dict(), optimizer.state_dict()]
+        return [
+            [steps[-1](net, optimizer, x, y) for x, y in batches(4)],
+            net.state_dict(),
+            optimizer.state_dict(),
+        ]
 
     both(script)
     executor = steps[1]._last._executor
-    copied = {call.name for index, call in enumerate(executor.program.calls) if executor.bindings.way(index) == "land"}
+    copied = {
+        call.name
+        for index, call in enumerate(executor.program.calls)
+        if executor.bindings.way(index) == "copy_in"
+    }
     assert {"aten.native_layer_norm.default", "aten.convolution.default"} <= copied

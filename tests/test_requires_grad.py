@@ -1,5 +1,5 @@
-"""What autograd sees after a step by plan: `requires_grad`, leaves, gradients and histories are as in eager PyTorch, or the step is
-refused.
+"""What autograd sees after a step by plan: `requires_grad`, leaves, gradients and histories are as
+in eager PyTorch, or the step is refused.
 """
 
 from __future__ import annotations
@@ -81,7 +81,15 @@ def leaves() -> Made:
                 weight.grad = None
         return loss
 
-    return step, lambda _: (weights, torch.randn(4, 6, requires_grad=True), torch.randn(3, requires_grad=True)), []
+    return (
+        step,
+        lambda _: (
+            weights,
+            torch.randn(4, 6, requires_grad=True),
+            torch.randn(3, requires_grad=True),
+        ),
+        [],
+    )
 
 
 def with_gradients_or_not() -> Made:
@@ -256,7 +264,13 @@ STEPS: dict[str, Callable[[], Made]] = {
 def seen(tensor: torch.Tensor) -> list[Any]:
     """What autograd sees of a tensor."""
     gradient = tensor.grad if tensor.is_leaf else None
-    found = [tensor.requires_grad, tensor.is_leaf, tensor.grad_fn is not None, gradient is not None, gradient]
+    found = [
+        tensor.requires_grad,
+        tensor.is_leaf,
+        tensor.grad_fn is not None,
+        gradient is not None,
+        gradient,
+    ]
     return found if gradient is None else [*found, gradient.requires_grad, gradient.is_leaf]
 
 
@@ -269,7 +283,11 @@ def after_steps(make: Callable[[], Made], wrap: Callable[..., Any]) -> list[Any]
         args = arguments(number)
         result = step(*args)
         kept = [tensor for net in nets for tensor in (*net.parameters(), *net.buffers())]
-        tensors = [leaf for leaf in pytree.tree_leaves((result, args, kept)) if isinstance(leaf, torch.Tensor)]
+        tensors = [
+            leaf
+            for leaf in pytree.tree_leaves((result, args, kept))
+            if isinstance(leaf, torch.Tensor)
+        ]
         found += tensors_and_numbers(tensors, [seen(tensor) for tensor in tensors])
         found += [list(map(id, tensors)).index(id(tensor)) for tensor in tensors]
     return found
@@ -318,7 +336,8 @@ class TestHistories:
 
     @pytest.mark.parametrize("kept", [False, True])
     def test_a_gradient_of_what_a_result_was_made_of_is_refused(self, kept: bool) -> None:
-        """Also where there is another way to it, on which a gradient would be found, but not all of it."""
+        """Also where there is another way to it, on which a gradient would be found, but not all of
+        it."""
         weights, held = [nn.Parameter(torch.ones(3)) for _ in range(2)], _held(torch.zeros(3))
         x, outer = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True) * 2
 
@@ -337,8 +356,13 @@ class TestHistories:
         eager, planned = results(make), results(roam.compile(make))
         for place, one in enumerate((weights[0], weights[1], x, outer)):
             sums = [made + one.sum() for made in (*eager, *planned)]
-            assert torch.autograd.grad(sums[place % 2], one, retain_graph=True)[0].tolist() != [1.0] * 3
-            gradients = [torch.autograd.grad(sums[1 - place % 2 + offset], one)[0] for offset in (0, 2)]
+            assert (
+                torch.autograd.grad(sums[place % 2], one, retain_graph=True)[0].tolist()
+                != [1.0] * 3
+            )
+            gradients = [
+                torch.autograd.grad(sums[1 - place % 2 + offset], one)[0] for offset in (0, 2)
+            ]
             assert_same_bits(gradients[:1], gradients[1:])
             with pytest.raises(roam.ExecutionError) as caught:
                 torch.autograd.grad(sums[2 + place % 2], one)
@@ -436,11 +460,23 @@ REFUSED: dict[str, tuple[Callable[[Any, torch.Tensor], Any], str]] = {
         "parameter_replaced",
     ),
     "a parameter as a result": (lambda held, x: nn.Parameter(x * 2), "result"),
-    "a result with a gradient": (lambda held, x: _with_gradient((x * 2).detach().requires_grad_()), "result"),
-    "a hook that stays on an argument": (lambda held, x: _hook(x.requires_grad_()).sum().backward(), "moved"),
-    "a hook that stays on a parameter": (lambda held, x: (_hook(WEIGHT) * x).sum().backward(), "moved"),
+    "a result with a gradient": (
+        lambda held, x: _with_gradient((x * 2).detach().requires_grad_()),
+        "result",
+    ),
+    "a hook that stays on an argument": (
+        lambda held, x: _hook(x.requires_grad_()).sum().backward(),
+        "moved",
+    ),
+    "a hook that stays on a parameter": (
+        lambda held, x: (_hook(WEIGHT) * x).sum().backward(),
+        "moved",
+    ),
     "an attribute of an argument": (lambda held, x: setattr(x, "tag", "seen"), "tensor_attribute"),
-    "an attribute of a parameter": (lambda held, x: setattr(WEIGHT, "tag", "seen"), "tensor_attribute"),
+    "an attribute of a parameter": (
+        lambda held, x: setattr(WEIGHT, "tag", "seen"),
+        "tensor_attribute",
+    ),
     "an attribute of a result": (lambda held, x: _tagged(x * 2), "tensor_attribute"),
     "an attribute of a tensor that is kept": (
         lambda held, x: setattr(held, "value", _tagged(x * 2)),
@@ -472,7 +508,12 @@ def test_what_a_plan_would_not_leave_is_refused(name: str) -> None:
         roam.compile(step)(x)
     assert caught.value.code == code, str(caught.value)
     for tensor, flag in ((x, False), (WEIGHT, True)):
-        assert (vars(tensor), tensor.requires_grad, tensor.grad, tensor._backward_hooks) == ({}, flag, None, None)
+        assert (vars(tensor), tensor.requires_grad, tensor.grad, tensor._backward_hooks) == (
+            {},
+            flag,
+            None,
+            None,
+        )
 
 
 def test_an_argument_with_hooks_is_refused() -> None:

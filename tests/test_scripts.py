@@ -1,4 +1,5 @@
-"""Scripts that users write, at their least tame: a compiled step gives the bits of eager, or says what it cannot do."""
+"""Scripts that users write, at their least tame: a compiled step gives the bits of eager, or says
+what it cannot do."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import roam
-from test_compile import batches, both
+from steps import batches, both
 from training import assert_same_bits, plain_step, tensors_and_numbers
 
 functional = torch.nn.functional
@@ -53,10 +54,14 @@ class TestGradientsFromOutside:
 
     @pytest.mark.parametrize("is_frozen", [True, False])
     @pytest.mark.parametrize("set_to_none", [True, False])
-    def test_given_to_a_parameter_that_the_step_does_not_use(self, is_frozen: bool, set_to_none: bool) -> None:
+    def test_given_to_a_parameter_that_the_step_does_not_use(
+        self, is_frozen: bool, set_to_none: bool
+    ) -> None:
         def script(wrap):
             net, other = torch.nn.Linear(6, 3), torch.nn.Linear(2, 2).requires_grad_(not is_frozen)
-            optimizer = torch.optim.SGD([*net.parameters(), *other.parameters()], lr=0.1, momentum=0.9)
+            optimizer = torch.optim.SGD(
+                [*net.parameters(), *other.parameters()], lr=0.1, momentum=0.9
+            )
 
             @wrap
             def step(x, y):
@@ -136,7 +141,12 @@ class TestDataReplaced:
             result = net(x) + net.count
             loss = functional.cross_entropy(result, y)
             loss.backward()
-            tensor = {"parameter": net.weight, "buffer": net.count, "gradient": net.weight.grad, "result": loss}[of]
+            tensor = {
+                "parameter": net.weight,
+                "buffer": net.count,
+                "gradient": net.weight.grad,
+                "result": loss,
+            }[of]
             if of != "gradient":
                 optimizer.step()
             torch._C.TensorBase.data.__set__(tensor, tensor.data * 2)
@@ -173,7 +183,10 @@ def test_a_float_argument_may_decide_anything(use: str) -> None:
             optimizer.step()
             return loss
 
-        return [[step(x, y, s) for (x, y), s in zip(batches(4), [0.5, 0.0, 2.0, 0.5], strict=True)], net.state_dict()]
+        return [
+            [step(x, y, s) for (x, y), s in zip(batches(4), [0.5, 0.0, 2.0, 0.5], strict=True)],
+            net.state_dict(),
+        ]
 
     both(script)
 
@@ -187,7 +200,10 @@ def test_numbers_of_the_step_are_floats_to_the_code_that_asks() -> None:
         def step(self):
             for group in self.param_groups:
                 for parameter in group["params"]:
-                    parameter.add_(parameter.grad, alpha=-group["lr"] if isinstance(group["lr"], float) else 7.0)
+                    parameter.add_(
+                        parameter.grad,
+                        alpha=-group["lr"] if isinstance(group["lr"], float) else 7.0,
+                    )
 
     def script(wrap):
         net = torch.nn.Linear(6, 3)
@@ -235,7 +251,9 @@ def test_rates_from_numpy() -> None:
         net, optimizer = linear()
         step = wrap(plain_step)
         returned = []
-        for rate, (x, y) in zip([0.1, np.float64(0.3), np.float64(0.2), 1], batches(4), strict=True):
+        for rate, (x, y) in zip(
+            [0.1, np.float64(0.3), np.float64(0.2), 1], batches(4), strict=True
+        ):
             optimizer.param_groups[0]["lr"] = rate
             returned.append(step(net, optimizer, x, y))
         return [returned, net.state_dict()]
@@ -276,7 +294,9 @@ def test_what_code_asks_of_a_learning_rate_is_guarded() -> None:
 
         run = wrap(step)
         returned = []
-        for (x, y), rate in zip(batches(6), [0.1, 0.2, 0.01, np.float64(0.02), 0.3, 0], strict=True):
+        for (x, y), rate in zip(
+            batches(6), [0.1, 0.2, 0.01, np.float64(0.02), 0.3, 0], strict=True
+        ):
             optimizer.param_groups[0]["lr"] = rate
             returned.append(run(x, y))
         assert len(getattr(run, "plans", [])) in (0, 4)
@@ -287,7 +307,10 @@ def test_what_code_asks_of_a_learning_rate_is_guarded() -> None:
 
 class TestWhatSurroundsTheCall:
     def alternate(
-        self, context: Callable[[], Any], make: Callable[[], tuple[Any, Any]], step: Any = plain_step
+        self,
+        context: Callable[[], Any],
+        make: Callable[[], tuple[Any, Any]],
+        step: Any = plain_step,
     ) -> None:
         def script(wrap):
             objects = make()
@@ -307,7 +330,10 @@ class TestWhatSurroundsTheCall:
                 self.first, self.last = torch.nn.Linear(6, 24), torch.nn.Linear(8, 3)
 
             def forward(self, x):
-                q, k, v = (part.reshape(1, 5, 2, 4).transpose(1, 2) for part in self.first(x)[None].chunk(3, -1))
+                q, k, v = (
+                    part.reshape(1, 5, 2, 4).transpose(1, 2)
+                    for part in self.first(x)[None].chunk(3, -1)
+                )
                 mixed = functional.scaled_dot_product_attention(q, k, v)
                 return self.last(mixed.transpose(1, 2).reshape(5, 8))
 
@@ -344,7 +370,9 @@ class TestWhatSurroundsTheCall:
             return loss
 
         def make():
-            net = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.LayerNorm(8), torch.nn.Linear(8, 3))
+            net = torch.nn.Sequential(
+                torch.nn.Linear(6, 8), torch.nn.LayerNorm(8), torch.nn.Linear(8, 3)
+            )
             return net, torch.optim.SGD(net.parameters(), lr=0.1)
 
         self.alternate(contextlib.nullcontext, make, step)
@@ -452,9 +480,16 @@ def test_captures_in_several_threads_at_once() -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [lambda batch: batch.pop("y"), lambda batch: batch.update(z=1), lambda batch: batch["x"].append(1)]
+    "change",
+    [
+        lambda batch: batch.pop("y"),
+        lambda batch: batch.update(z=1),
+        lambda batch: batch["x"].append(1),
+    ],
 )
-def test_containers_among_the_arguments_are_not_changed_behind_the_back(change: Callable[[Any], Any]) -> None:
+def test_containers_among_the_arguments_are_not_changed_behind_the_back(
+    change: Callable[[Any], Any],
+) -> None:
     net, optimizer = linear()
 
     def step(batch):
@@ -496,7 +531,9 @@ def test_hooks_on_all_modules_are_guarded() -> None:
         for index, (x, y) in enumerate(batches(4)):
             with contextlib.ExitStack() as stack:
                 if index % 2:
-                    hook = torch.nn.modules.module.register_module_forward_hook(lambda *parts: parts[-1] * 1.5)
+                    hook = torch.nn.modules.module.register_module_forward_hook(
+                        lambda *parts: parts[-1] * 1.5
+                    )
                     stack.callback(hook.remove)
                 returned.append(step(net, optimizer, x, y))
         return [returned, net.state_dict()]
@@ -505,7 +542,8 @@ def test_hooks_on_all_modules_are_guarded() -> None:
 
 
 class Finding(torch.nn.Module):
-    """Finds out at its first call of what kind its labels are, as classifiers of transformers do."""
+    """Finds out at its first call of what kind its labels are, as classifiers of transformers
+    do."""
 
     def __init__(self, *, differs: bool = False) -> None:
         super().__init__()
@@ -542,7 +580,9 @@ def test_what_a_model_finds_out_once_is_set_when_the_step_runs() -> None:
         step = wrap(finding_step)
         losses = [step(model, optimizer, *batch) for _ in range(3)]
         assert model.settings["kind"] == "classification"
-        outcomes.append(tensors_and_numbers(losses, model.state_dict(), optimizer.state_dict()["state"]))
+        outcomes.append(
+            tensors_and_numbers(losses, model.state_dict(), optimizer.state_dict()["state"])
+        )
     assert_same_bits(*outcomes)
     # Where it is found out anew, nothing is planned anew; set to something else, it counts.
     captures = len(step._captures)
@@ -556,7 +596,9 @@ def test_what_a_model_finds_out_once_is_set_when_the_step_runs() -> None:
 
 def test_what_a_model_finds_out_and_what_it_counts() -> None:
     model = Finding()
-    model.register_forward_pre_hook(lambda net, _: net.settings.update(calls=net.settings["calls"] + 1))
+    model.register_forward_pre_hook(
+        lambda net, _: net.settings.update(calls=net.settings["calls"] + 1)
+    )
     optimizer = torch.optim.AdamW(model.parameters())
     step = roam.compile(finding_step)
     for _ in range(3):
@@ -574,7 +616,8 @@ def test_what_changes_the_next_step_is_refused() -> None:
 
 
 class TestTensorsThatAreNoParameters:
-    """A plain tensor that requires a gradient may have an optimizer: an image that is optimized, a temperature, masters."""
+    """A plain tensor that requires a gradient may have an optimizer: an image that is optimized, a
+    temperature, masters."""
 
     @pytest.mark.parametrize("make", [torch.optim.Adam, torch.optim.SGD])
     @pytest.mark.parametrize("zeroes", [True, False])
@@ -637,7 +680,8 @@ def test_shapes_that_hang_on_data_are_refused_with_a_form_that_does_not() -> Non
 
 
 class TestArgumentsThatTheStepReshapes:
-    """The caller's tensor has its new shape after the step, and at the next call it is another kind of argument."""
+    """The caller's tensor has its new shape after the step, and at the next call it is another kind
+    of argument."""
 
     def script(self, change: Callable[[dict[str, torch.Tensor]], torch.Tensor]) -> None:
         def script(wrap):
@@ -679,8 +723,12 @@ class TestArgumentsThatTheStepReshapes:
             lambda x: x.swapaxes_(0, 1),
         ],
     )
-    def test_have_the_shape_that_eager_leaves(self, method: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self.script(lambda given: method(given["target"]) if given["target"].dim() == 2 else given["target"])
+    def test_have_the_shape_that_eager_leaves(
+        self, method: Callable[[torch.Tensor], torch.Tensor]
+    ) -> None:
+        self.script(
+            lambda given: method(given["target"]) if given["target"].dim() == 2 else given["target"]
+        )
 
     def test_may_be_kept(self) -> None:
         class Holder:

@@ -1,4 +1,5 @@
-"""What a step puts in its objects: attributes that it sets at every call, and what it sets up at its first."""
+"""What a step puts in its objects: attributes that it sets at every call, and what it sets up at
+its first."""
 
 from __future__ import annotations
 
@@ -10,15 +11,10 @@ import pytest
 import torch
 
 import roam
-from test_compile import both
+from steps import both, inputs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 Pair = namedtuple("Pair", "first second")
-
-
-def inputs(count: int, sizes: tuple[int, ...] = (4,)) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randn(sizes[index % len(sizes)], 6, generator=generator) for index in range(count)]
 
 
 class Trainer:
@@ -43,7 +39,8 @@ def steps(
     count: int = 4,
     sizes: tuple[int, ...] = (4,),
 ) -> list[Any]:
-    """Trains eagerly and by plan, and compares what each step returns and what `after` finds; the compiled steps."""
+    """Trains eagerly and by plan, and compares what each step returns and what `after` finds; the
+    compiled steps."""
     compiled = []
 
     def script(wrap: Any) -> Any:
@@ -69,8 +66,18 @@ class TestAttributesThatTheStepSetsBeforeItLooksAtThem:
 
         def after(self):
             assert type(self.pair) is Pair
-            found = [self.out, self.losses, tuple(self.pair), self.empty, self.number, self.x, self.flag]
-            return [value.detach() if isinstance(value, torch.Tensor) else value for value in found], list(vars(self))
+            found = [
+                self.out,
+                self.losses,
+                tuple(self.pair),
+                self.empty,
+                self.number,
+                self.x,
+                self.flag,
+            ]
+            return [
+                value.detach() if isinstance(value, torch.Tensor) else value for value in found
+            ], list(vars(self))
 
         (step,) = steps(does, after)
         assert len(step._captures) == 1
@@ -208,7 +215,9 @@ class TestWhatTheFirstCallSetsUp:
     def test_hooks(self) -> None:
         def does(self, x, out):
             if not hasattr(self, "handle"):
-                self.handle = self.net.register_forward_hook(lambda module, args, result: result * 2)
+                self.handle = self.net.register_forward_hook(
+                    lambda module, args, result: result * 2
+                )
             return out.sum()
 
         self.check(does)
@@ -216,7 +225,9 @@ class TestWhatTheFirstCallSetsUp:
     def test_a_buffer(self) -> None:
         def does(self, x, out):
             if not hasattr(self.net, "mask"):
-                self.net.register_buffer("mask", torch.tril(torch.ones(out.shape)), persistent=False)
+                self.net.register_buffer(
+                    "mask", torch.tril(torch.ones(out.shape)), persistent=False
+                )
             return (out * self.net.mask).sum()
 
         self.check(does)
@@ -232,10 +243,14 @@ class TestWhatTheFirstCallSetsUp:
         self.check(does, lambda self: seen.append(dict(self.found)) or dict(self.found))
 
     def test_is_compared(self) -> None:
-        trainer = Trainer(lambda self, x, out: vars(self).setdefault("first", out.detach()).sum() + out.sum())
+        trainer = Trainer(
+            lambda self, x, out: vars(self).setdefault("first", out.detach()).sum() + out.sum()
+        )
         assert roam.compare(trainer.step, inputs(1)[0]).equal
         assert not hasattr(trainer, "first")
-        one = roam.compare(trainer.step, inputs(1)[0], steps=1)  # nothing of which would run by plan
+        one = roam.compare(
+            trainer.step, inputs(1)[0], steps=1
+        )  # nothing of which would run by plan
         assert one.outcome == "refused"
         assert one.error.code == "moved"
 
@@ -279,5 +294,46 @@ class TestPlacesThatHoldOneTensor:
                 return total
 
             return [(step(x), dict(kept), kept["a"] is kept["b"]) for x in inputs(4)]
+
+        both(script)
+
+
+class TestListsThatTheStepReplaces:
+    """Who else holds the old list must not see new tensors in it, so its entries are not written to
+    in silence."""
+
+    @staticmethod
+    def script(keep: Callable[[Any, list[torch.Tensor]], None]) -> Any:
+        def does(self, x, out):
+            kept = [self.kept[0] + out.detach().mean(), self.kept[1] * 0.5]
+            keep(self, kept)
+            return kept[0]
+
+        trainer = Trainer(does)
+        trainer.kept = [torch.zeros(()), torch.ones(())]
+        return trainer
+
+    def test_are_refused_with_two_ways_to_go_on(self) -> None:
+        trainer = self.script(lambda self, kept: setattr(self, "kept", kept))
+        with pytest.raises(
+            roam.CaptureError, match="keep a tuple there, or assign the entries"
+        ) as caught:
+            roam.capture(trainer.step, torch.ones(4, 6))
+        assert caught.value.code == "moved"
+
+    @pytest.mark.parametrize("way", ["tuple", "entries"])
+    def test_each_of_which_works(self, way: str) -> None:
+        def keep(self, kept):
+            if way == "tuple":
+                self.kept = tuple(kept)
+            else:
+                self.kept[0], self.kept[1] = kept
+
+        def script(wrap):
+            trainer = self.script(keep)
+            if way == "tuple":
+                trainer.kept = tuple(trainer.kept)
+            step = wrap(trainer.step)
+            return [step(x) for x in inputs(10)], list(trainer.kept), trainer.net.state_dict()
 
         both(script)

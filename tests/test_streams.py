@@ -1,4 +1,5 @@
-"""Plans of several streams: safe under every timing, as fast as asked for, and every corruption caught."""
+"""Plans of several streams: safe under every timing, as fast as asked for, and every corruption
+caught."""
 
 from __future__ import annotations
 
@@ -22,14 +23,25 @@ def speed(plan: roam.Plan) -> float:
     return plan.serial_s / plan.makespan_s if plan.makespan_s else 1.0
 
 
-def execution(graph: roam.Graph, plan: roam.Plan, data: st.DataObject) -> tuple[list[int], list[int]]:
-    """Start and end of every operator on queues that wait for what the plan says, with times that nobody chose."""
-    times = data.draw(st.lists(st.integers(1, 9), min_size=graph.num_operators, max_size=graph.num_operators))
-    delays = data.draw(st.lists(st.integers(0, 9), min_size=graph.num_operators, max_size=graph.num_operators))
+def execution(
+    graph: roam.Graph, plan: roam.Plan, data: st.DataObject
+) -> tuple[list[int], list[int]]:
+    """Start and end of every operator on queues that wait for what the plan says, with times that
+    nobody chose."""
+    times = data.draw(
+        st.lists(st.integers(1, 9), min_size=graph.num_operators, max_size=graph.num_operators)
+    )
+    delays = data.draw(
+        st.lists(st.integers(0, 9), min_size=graph.num_operators, max_size=graph.num_operators)
+    )
     waits: dict[int, list[int]] = {}
     for before, after in plan.syncs:
         waits.setdefault(after, []).append(before)
-    start, end, free = [0] * graph.num_operators, [0] * graph.num_operators, [0] * plan.settings["streams"]
+    start, end, free = (
+        [0] * graph.num_operators,
+        [0] * graph.num_operators,
+        [0] * plan.settings["streams"],
+    )
     for operator in plan.order.tolist():
         stream = int(plan.streams[operator])
         ready = max([free[stream], *(end[before] for before in waits.get(operator, []))])
@@ -40,7 +52,9 @@ def execution(graph: roam.Graph, plan: roam.Plan, data: st.DataObject) -> tuple[
 
 @given(graphs(max_operators=14), counts, st.booleans(), st.data())
 @settings(max_examples=100)
-def test_plans_are_safe_under_every_timing(graph: roam.Graph, streams: int, reuse: bool, data: st.DataObject) -> None:
+def test_plans_are_safe_under_every_timing(
+    graph: roam.Graph, streams: int, reuse: bool, data: st.DataObject
+) -> None:
     plan = roam.optimize(graph, streams, reuse)
     roam.verify(graph, plan)
     assert set(plan.streams.tolist()) <= set(range(streams))
@@ -60,14 +74,19 @@ def test_plans_are_safe_under_every_timing(graph: roam.Graph, streams: int, reus
             if tensor.id in heirs:
                 heir = graph.creator(heirs[tensor.id])
                 assert heir is not None
-                assert all(end[user] <= start[heir] for user in graph.users(tensor.id) if user != heir)
+                assert all(
+                    end[user] <= start[heir] for user in graph.users(tensor.id) if user != heir
+                )
                 until = start[heir]
             lives[tensor.id] = (start[creator], until)
     for one, (begin, until) in lives.items():
         assert offsets[one] + sizes[one] <= plan.pool_bytes
         for other, (other_begin, other_until) in lives.items():
             if one < other and begin < other_until and other_begin < until:
-                assert offsets[one] + sizes[one] <= offsets[other] or offsets[other] + sizes[other] <= offsets[one]
+                assert (
+                    offsets[one] + sizes[one] <= offsets[other]
+                    or offsets[other] + sizes[other] <= offsets[one]
+                )
 
 
 @given(graphs(max_operators=14), st.floats(1.0, 2.0))
@@ -116,7 +135,14 @@ def test_a_missing_wait_is_caught(graph: roam.Graph, data: st.DataObject) -> Non
     at = data.draw(st.integers(0, len(plan.syncs) - 1))
     with pytest.raises(roam.PlanError) as caught:
         roam.verify(graph, corrupted(plan, lambda v: v["schedule"]["syncs"].pop(at)))
-    broken = {"read_too_early", "mutated_too_early", "sequence_broken", "control_broken", "overlap", "reuse_of_live"}
+    broken = {
+        "read_too_early",
+        "mutated_too_early",
+        "sequence_broken",
+        "control_broken",
+        "overlap",
+        "reuse_of_live",
+    }
     assert caught.value.code in broken
     with pytest.raises(roam.PlanError) as caught:
         roam.verify(graph, corrupted(plan, lambda v: v["schedule"]["syncs"][at].reverse()))

@@ -29,7 +29,10 @@ def captured(step: Any) -> tuple[roam.Graph, int]:
     """The step's graph and the bytes of all its gradients, counted as the graph counts."""
     with roam.fake():
         net = torch.nn.Sequential(
-            torch.nn.Linear(64, 128), torch.nn.Dropout(0.1), torch.nn.ReLU(), torch.nn.Linear(128, 8)
+            torch.nn.Linear(64, 128),
+            torch.nn.Dropout(0.1),
+            torch.nn.ReLU(),
+            torch.nn.Linear(128, 8),
         )
         optimizer = torch.optim.AdamW(net.parameters())
         batch = torch.randn(32, 64), torch.randint(0, 8, (32,))

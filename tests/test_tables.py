@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import roam
-from test_compile import both
+from steps import both
 from training import assert_same_bits, tensors_and_numbers
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -72,7 +72,13 @@ def train(wrap: Callable[..., Any], way: str, lengths: list[int]) -> tuple[list[
 
     step = wrap(step)
     losses = [step(model, optimizer, torch.randn(2, length, 8)) for length in lengths]
-    held = [model.table, list(model.tables.items()), model.buffered, getattr(model, "kept", None), model.seen]
+    held = [
+        model.table,
+        list(model.tables.items()),
+        model.buffered,
+        getattr(model, "kept", None),
+        model.seen,
+    ]
     return tensors_and_numbers([losses, model.state_dict(), held]), step
 
 
@@ -87,7 +93,9 @@ def test_tables_are_made_once_and_left_where_eager_leaves_them(way: str) -> None
 @pytest.mark.parametrize("way", ["attribute", "dictionary"])
 def test_tables_of_other_lengths(way: str) -> None:
     lengths = [5, 7, 5, 7, 7]
-    assert_same_bits(train(lambda step: step, way, lengths)[0], train(roam.compile, way, lengths)[0])
+    assert_same_bits(
+        train(lambda step: step, way, lengths)[0], train(roam.compile, way, lengths)[0]
+    )
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -184,7 +192,11 @@ class TestFunctionsThatKeepTheirResults:
     """`functools.lru_cache`: the step comes by the very tensors that the function keeps."""
 
     def train(
-        self, wrap: Callable[..., Any], loss_of: Any, between: Any = lambda index: None, lengths: Any = (5,)
+        self,
+        wrap: Callable[..., Any],
+        loss_of: Any,
+        between: Any = lambda index: None,
+        lengths: Any = (5,),
     ) -> Any:
         linear = torch.nn.Linear(8, 8)
         optimizer = torch.optim.SGD(linear.parameters(), lr=0.1)
@@ -236,7 +248,9 @@ class TestFunctionsThatKeepTheirResults:
 
             linear = torch.nn.Linear(8, 8)
             scale(2)
-            return self.train(wrap, loss_of, lambda index: scale.cache_clear() if index == 3 else None)[0]
+            return self.train(
+                wrap, loss_of, lambda index: scale.cache_clear() if index == 3 else None
+            )[0]
 
         both(script)
 

@@ -95,7 +95,8 @@ def test_the_kernels_captured_are_the_kernels_of_eager(name: str) -> None:
 
 
 def _compared(names: list[str]) -> list[str]:
-    """Clipping names its norms and products in one call for all gradients, and the engine adds gradients in place."""
+    """Clipping names its norms and products in one call for all gradients, and the engine adds
+    gradients in place."""
     merged = {
         "aten._foreach_norm.Scalar", "aten._foreach_mul_.Tensor", "aten.linalg_vector_norm.default", "aten.mul_.Tensor",
         "aten.add.Tensor", "aten.add_.Tensor", "aten.detach.default", "aten.alias.default",
@@ -103,7 +104,8 @@ def _compared(names: list[str]) -> list[str]:
     return [name for name in names if name not in merged]
 
 
-# What capture leaves out: fresh buffers and views that nothing uses, and questions about constant masks.
+# What capture leaves out: fresh buffers and views that nothing uses, and questions about constant
+# masks.
 _LEFT_OUT = {
     f"aten.{name}"
     for name in (

@@ -22,7 +22,9 @@ TINY = (
 def bench(folder: Path, *options: str) -> dict[str, Any]:
     """The report of one run, with its exit code and what it printed."""
     output = folder / "report.json"
-    environment = dict(os.environ, CUDA_VISIBLE_DEVICES="", PYTHONPATH=os.pathsep.join(filter(None, sys.path)))
+    environment = dict(
+        os.environ, CUDA_VISIBLE_DEVICES="", PYTHONPATH=os.pathsep.join(filter(None, sys.path))
+    )
     command = [sys.executable, str(BENCH), "--output", str(output), "--commit", "abc", *options]
     finished = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     report: dict[str, Any] = json.loads(output.read_text())
@@ -48,9 +50,26 @@ def rows(training: Any, *options: str) -> list[dict[str, Any]]:
 
 def test_ours_and_eager_side_by_side(tmp_path: Path) -> None:
     report = bench(tmp_path, *TINY, "--ways", "eager", "roam")
-    assert (report["exit"], report["status"], report["wrong"], report["commit"]) == (0, "done", [], "abc")
-    assert {"date", "torch", "cuda", "python", "roam", "device", "command", "threads"} <= report.keys()
-    assert [(row["way"], row["status"]) for row in report["rows"]] == [("eager", "ok"), ("roam", "ok")]
+    assert (report["exit"], report["status"], report["wrong"], report["commit"]) == (
+        0,
+        "done",
+        [],
+        "abc",
+    )
+    assert {
+        "date",
+        "torch",
+        "cuda",
+        "python",
+        "roam",
+        "device",
+        "command",
+        "threads",
+    } <= report.keys()
+    assert [(row["way"], row["status"]) for row in report["rows"]] == [
+        ("eager", "ok"),
+        ("roam", "ok"),
+    ]
     eager, ours = report["rows"]
     assert len(eager["losses"]) == 5
     assert eager["losses"][-1] < eager["losses"][0]
@@ -60,10 +79,16 @@ def test_ours_and_eager_side_by_side(tmp_path: Path) -> None:
         assert row["memory"]["unseen_freed_bytes"] == 0
         assert row["memory"]["start_bytes"] < row["memory"]["allocated_bytes"]
         assert row["memory_first"]["allocated_bytes"] > 0
-    assert ours["measured_share_of_planned"] == ours["memory"]["allocated_bytes"] / ours["planned_bytes"]
+    assert (
+        ours["measured_share_of_planned"]
+        == ours["memory"]["allocated_bytes"] / ours["planned_bytes"]
+    )
     assert ours["measured_share_of_planned"] == pytest.approx(1, rel=0.01)
     totals = ours["shares"]
-    in_turn = [totals[name] for name in ("program_order", "planned_order", "planned_order_and_reuse", "joined_calls")]
+    in_turn = [
+        totals[name]
+        for name in ("program_order", "planned_order", "planned_order_and_reuse", "joined_calls")
+    ]
     assert in_turn == sorted(in_turn, reverse=True)
     assert totals["what_runs"] == ours["planned_bytes"]
     assert ours["speed"]["timed_steps"] == ours["speed"]["beside_eager"]["timed_steps"] >= 5
@@ -108,7 +133,12 @@ runpy.run_path({str(training.CHILD)!r}, run_name="__main__")
     ],
 )
 def test_a_process_that_ends_badly_is_not_the_end(
-    source: str, status: str, is_wrong: bool, training: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source: str,
+    status: str,
+    is_wrong: bool,
+    training: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     child = tmp_path / "child.py"
     child.write_text(source)
@@ -130,14 +160,33 @@ def test_what_tells_most_comes_first(training: Any) -> None:
     arguments = training.parse([])
     found = training.wanted(arguments, {"device_bytes": 80 * 2**30})
     first = [(row["model"], row["dtype"], row["optimizer"], row["way"]) for row in found[:3]]
-    assert first == [("gpt2", "float32", "foreach=False", way) for way in ("eager", "eager-again", "roam")]
-    assert {(row["optimizer"], row["way"]) for row in found[:12]} >= {("default", "roam"), ("fused", "roam")}
+    assert first == [
+        ("gpt2", "float32", "foreach=False", way) for way in ("eager", "eager-again", "roam")
+    ]
+    assert {(row["optimizer"], row["way"]) for row in found[:12]} >= {
+        ("default", "roam"),
+        ("fused", "roam"),
+    }
     small = training.wanted(arguments, {"device_bytes": 16 * 2**30})
-    assert {row["model"] for row in small if row["status"].startswith("skipped")} == {"gpt2-xl", "gpt2-large"}
+    assert {row["model"] for row in small if row["status"].startswith("skipped")} == {
+        "gpt2-xl",
+        "gpt2-large",
+    }
 
 
 @pytest.mark.parametrize(("again", "wrong"), [("equal", 1), ("differ", 0)])
-def test_other_bits_are_wrong_where_eager_keeps_its_own(again: str, wrong: int, training: Any) -> None:
-    names = {"model": "gpt2", "dtype": "float32", "optimizer": "fused", "status": "ok", "largest_difference": 0.5}
-    found = [{**names, "way": "eager-again", "bits": again}, {**names, "way": "roam", "bits": "differ"}]
+def test_other_bits_are_wrong_where_eager_keeps_its_own(
+    again: str, wrong: int, training: Any
+) -> None:
+    names = {
+        "model": "gpt2",
+        "dtype": "float32",
+        "optimizer": "fused",
+        "status": "ok",
+        "largest_difference": 0.5,
+    }
+    found = [
+        {**names, "way": "eager-again", "bits": again},
+        {**names, "way": "roam", "bits": "differ"},
+    ]
     assert len(training.judge(found)) == wrong

@@ -1,4 +1,5 @@
-"""What kernels take for themselves while they run is found out before a step is planned, and its plan contains it."""
+"""What kernels take for themselves while they run is found out before a step is planned, and its
+plan contains it."""
 
 from __future__ import annotations
 
@@ -11,14 +12,15 @@ import roam
 from roam.capture.step import Variant, capture_step
 from roam.kernels import workspace
 from roam.kernels.workspace import workspaces
-from roam.program import Ref, substitute
-from roam.runtime.choose import choose
-from roam.runtime.measure import measure_peak, observed
+from roam.program.ir import Ref, substitute
+from roam.runtime.memory_profiler import measure_peak, observed
 from roam.runtime.pool import Pool
+from roam.runtime.strategy import choose
 from training import plain_step
 
 CLOSE = 0.02
-"""How far promise and measurement may be apart, as a share: small tensors are rounded up by plan."""
+"""How far promise and measurement may be apart, as a share: small tensors are rounded up by plan.
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +47,12 @@ def images(dtype: torch.dtype = torch.float32) -> tuple[Any, ...]:
 def perceptron() -> tuple[Any, ...]:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.Tanh(), torch.nn.Linear(128, 10))
-    return model, torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(32, 64), torch.randint(0, 10, (32,))
+    return (
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        torch.randn(32, 64),
+        torch.randint(0, 10, (32,)),
+    )
 
 
 def steady(call: tuple[Any, ...]) -> Variant:
@@ -70,7 +77,9 @@ def test_the_total_contains_what_kernels_take(pool: bool | None, dtype: torch.dt
     assert memory.measured_bytes - memory.workspace_bytes < memory.total_bytes * (1 - 2 * CLOSE)
     step.measured_eagerly(*call)
     step.measured_eagerly(*call)
-    assert step.memory().eager_measured_bytes == pytest.approx(memory.program_order_bytes, rel=CLOSE)
+    assert step.memory().eager_measured_bytes == pytest.approx(
+        memory.program_order_bytes, rel=CLOSE
+    )
 
 
 def test_each_kernel_takes_what_another_profiler_sees() -> None:
@@ -79,14 +88,18 @@ def test_each_kernel_takes_what_another_profiler_sees() -> None:
     found = workspaces(program, variant.placed, variant.device)
     assert found
     convolutions = [
-        index for index, call in enumerate(program.calls) if call.target is torch.ops.aten.convolution.default
+        index
+        for index, call in enumerate(program.calls)
+        if call.target is torch.ops.aten.convolution.default
     ]
     assert set(convolutions) <= set(found)
     for index in convolutions:
         call = program.calls[index]
         args, kwargs = substitute((call.args, call.kwargs), lambda ref: random(program, ref))
         # Once before: what is made for the first call alone counts for none.
-        trace = measure_peak(lambda run=call.target, args=args, kwargs=kwargs: run(*args, **kwargs), warmup=1)
+        trace = measure_peak(
+            lambda run=call.target, args=args, kwargs=kwargs: run(*args, **kwargs), warmup=1
+        )
         assert found[index] == trace.peak_bytes - trace.end_bytes
 
 
@@ -144,7 +157,11 @@ def test_kernels_that_write_where_they_are_told_are_not_run(runs: list[str]) -> 
     variant = steady(perceptron())
     choice = choose(variant, pool=None, time_limit_s=None)
     assert runs
-    written = {call.name for call, placed in zip(variant.program.calls, variant.placed, strict=True) if placed}
+    written = {
+        call.name
+        for call, placed in zip(variant.program.calls, variant.placed, strict=True)
+        if placed
+    }
     assert written
     assert written.isdisjoint(runs)
     assert choice.kernel_bytes == 0
@@ -166,7 +183,9 @@ def refuse(*args: Any) -> None:
 
 
 @pytest.mark.parametrize("how", ["no profiler", "no time"])
-def test_where_it_cannot_be_found_out_the_plan_does_without(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_it_cannot_be_found_out_the_plan_does_without(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     variant = steady(images())
     known = choose(variant, pool=False, time_limit_s=None)
     monkeypatch.setattr(workspace, "_learned", {})

@@ -16,7 +16,8 @@ from roam.zoo.moe import CAPACITY_FACTOR, TOP, Experts
 from roam.zoo.recurrent import LongShortTerm
 from roam.zoo.wired import NEIGHBOURS, small_world
 
-# As published with the architectures: torchvision's weight metadata, the models' own cards. Tied weights count once.
+# As published with the architectures: torchvision's weight metadata, the models' own cards. Tied
+# weights count once.
 PARAMETERS = {
     "alexnet": 61_100_840,
     "vgg11": 132_863_336,
@@ -69,10 +70,16 @@ def test_every_model_makes_one_step_without_memory(name: str) -> None:
         made = zoo.build(name, batch=2)
         loss = made.train_step(made.model, made.optimizer, *made.batch)
     assert made.model.training
-    assert all(isinstance(tensor, FakeTensor) for tensor in (*made.model.parameters(), *made.batch, loss))
+    assert all(
+        isinstance(tensor, FakeTensor) for tensor in (*made.model.parameters(), *made.batch, loss)
+    )
     assert loss.shape == ()
     assert all(tensor.shape[0] == 2 for tensor in made.batch)
-    assert all(parameter.grad is not None for parameter in made.model.parameters() if parameter.requires_grad)
+    assert all(
+        parameter.grad is not None
+        for parameter in made.model.parameters()
+        if parameter.requires_grad
+    )
     assert all(group["foreach"] is False for group in made.optimizer.param_groups)
     assert all(group.get("fused") is False for group in made.optimizer.param_groups)
     if name in PARAMETERS:
@@ -83,7 +90,9 @@ def test_every_model_makes_one_step_without_memory(name: str) -> None:
 def test_bfloat16(name: str) -> None:
     with roam.fake("cpu"):
         made = zoo.build(name, dtype="bfloat16")
-    floats = [tensor for tensor in (*made.model.parameters(), *made.batch) if tensor.is_floating_point()]
+    floats = [
+        tensor for tensor in (*made.model.parameters(), *made.batch) if tensor.is_floating_point()
+    ]
     assert {tensor.dtype for tensor in floats} == {torch.bfloat16}
     assert torch.get_default_dtype() == torch.float32
 
@@ -144,7 +153,9 @@ def test_random_wirings_are_acyclic_and_keep_their_links(seed: int) -> None:
     assert sum(len(links) for links in before) == 32 * NEIGHBOURS // 2
     assert all(source < node for node, links in enumerate(before) for source in links)
     assert all(len(set(links)) == len(links) for links in before)
-    assert before == small_world(32, random.Random(seed)) != small_world(32, random.Random(seed + 1))
+    assert (
+        before == small_world(32, random.Random(seed)) != small_world(32, random.Random(seed + 1))
+    )
 
 
 def test_written_out_cells_equal_torchs_lstm() -> None:
@@ -158,7 +169,9 @@ def test_written_out_cells_equal_torchs_lstm() -> None:
         reference.weight_hh.copy_(cell.from_state.weight)
         reference.bias_hh.copy_(cell.from_state.bias)
     features, hidden, memory = torch.randn(3, 8), torch.randn(3, 8), torch.randn(3, 8)
-    torch.testing.assert_close(cell(features, hidden, memory), reference(features, (hidden, memory)))
+    torch.testing.assert_close(
+        cell(features, hidden, memory), reference(features, (hidden, memory))
+    )
 
 
 @pytest.mark.parametrize("name", ["randwire-tiny", "darts-tiny"])
@@ -194,7 +207,9 @@ def test_initial_values_of_real_models_stay_truncated() -> None:
         ("gpt2", {"optimizer": "lion"}, "not 'lion'"),
     ],
 )
-def test_impossible_settings_are_refused(name: str, settings: dict[str, object], words: str) -> None:
+def test_impossible_settings_are_refused(
+    name: str, settings: dict[str, object], words: str
+) -> None:
     with pytest.raises(zoo.ZooError, match=words):
         zoo.build(name, **settings)
 

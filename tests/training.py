@@ -1,4 +1,5 @@
-"""Small training set-ups that the tests of capture and runtime share: a user's own function, model and optimizer."""
+"""Small training set-ups that the tests of capture and runtime share: a user's own function, model
+and optimizer."""
 
 from __future__ import annotations
 
@@ -44,7 +45,14 @@ class Training:
 def gpt2() -> Training:
     """Dropout, AdamW, a cosine schedule and norm clipping."""
     config = transformers.GPT2Config(
-        n_layer=2, n_embd=48, n_head=4, vocab_size=211, n_positions=32, use_cache=False, bos_token_id=0, eos_token_id=0
+        n_layer=2,
+        n_embd=48,
+        n_head=4,
+        vocab_size=211,
+        n_positions=32,
+        use_cache=False,
+        bos_token_id=0,
+        eos_token_id=0,
     )
     model = transformers.GPT2LMHeadModel(config).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
@@ -59,7 +67,11 @@ def gpt2() -> Training:
         scheduler.step()
         return loss
 
-    return Training(step, (model, optimizer, scheduler), lambda g: (torch.randint(0, 211, (2, 24), generator=g),))
+    return Training(
+        step,
+        (model, optimizer, scheduler),
+        lambda g: (torch.randint(0, 211, (2, 24), generator=g),),
+    )
 
 
 def _images(name: str, optimizer: Callable[..., torch.optim.Optimizer]) -> Training:
@@ -74,7 +86,10 @@ def _images(name: str, optimizer: Callable[..., torch.optim.Optimizer]) -> Train
 
 def resnet18() -> Training:
     """Batch norm and SGD with momentum."""
-    return _images("resnet18", lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, nesterov=True, weight_decay=1e-4))
+    return _images(
+        "resnet18",
+        lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, nesterov=True, weight_decay=1e-4),
+    )
 
 
 def mobilenet_v2() -> Training:
@@ -99,7 +114,9 @@ def bert() -> Training:
         return {"loss": output.loss, "predictions": output.logits.argmax(-1)}
 
     def batch(g):
-        return ({name: torch.randint(0, 211, (2, 24), generator=g) for name in ("input_ids", "labels")},)
+        return (
+            {name: torch.randint(0, 211, (2, 24), generator=g) for name in ("input_ids", "labels")},
+        )
 
     return Training(step, (model, torch.optim.AdamW(model.parameters(), lr=1e-3)), batch)
 
@@ -109,24 +126,32 @@ TRAININGS = {"gpt2": gpt2, "resnet18": resnet18, "mobilenet_v2": mobilenet_v2, "
 
 def tensors_and_numbers(*values: Any) -> list[Any]:
     """All leaves, tensors copied so that later steps leave them alone."""
-    return [leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in pytree.tree_leaves(values)]
+    return [
+        leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf
+        for leaf in pytree.tree_leaves(values)
+    ]
 
 
 def assert_same_bits(one: list[Any], other: list[Any]) -> None:
-    """Leaf by leaf: dtype, shape and every bit of tensors, -0.0 and nan included; numbers likewise."""
+    """Leaf by leaf: dtype, shape and every bit of tensors, -0.0 and nan included; numbers
+    likewise."""
     assert len(one) == len(other)
     for place, (a, b) in enumerate(zip(one, other, strict=True)):
         assert type(a) is type(b), place
         if isinstance(a, torch.Tensor):
             assert (a.dtype, a.shape) == (b.dtype, b.shape), place
-            bits = [torch.empty(x.numel(), dtype=x.dtype).copy_(x.reshape(-1)).view(torch.uint8) for x in (a, b)]
+            bits = [
+                torch.empty(x.numel(), dtype=x.dtype).copy_(x.reshape(-1)).view(torch.uint8)
+                for x in (a, b)
+            ]
             assert torch.equal(*bits), place
         else:
             assert repr(a) == repr(b), place
 
 
 def state_of(training: Training) -> list[Any]:
-    """Parameters, buffers, optimizer state, schedule and generator: everything that a run leaves behind."""
+    """Parameters, buffers, optimizer state, schedule and generator: everything that a run leaves
+    behind."""
     states = [part.state_dict() for part in training.objects]
     return tensors_and_numbers(states, torch.get_rng_state())
 
@@ -134,7 +159,8 @@ def state_of(training: Training) -> list[Any]:
 def run(
     make: Callable[[], Training], steps: int, wrap: Callable[[Any], Any] = lambda step: step
 ) -> tuple[list[Any], Training]:
-    """Trains from a fixed seed; everything that is returned and left behind, and the training itself."""
+    """Trains from a fixed seed; everything that is returned and left behind, and the training
+    itself."""
     torch.manual_seed(0)
     training = make()
     step = wrap(training.step)

@@ -1,12 +1,13 @@
 """Training-memory planning for PyTorch.
 
-A training step (forward, loss, backward, optimizer update) becomes one :class:`Graph`; :func:`optimize` finds a
-:class:`Plan` for it, an execution order and a memory layout, together with a lower bound that proves how good it is;
-:func:`verify` checks a plan on its own; :func:`compile` runs the real step by it, and :func:`compare` says whether that gives the bits of
-eager PyTorch. Buffers without a graph are packed by :mod:`roam.layout`.
+A training step (forward, loss, backward, optimizer update) becomes one :class:`Graph`;
+:func:`optimize` finds a :class:`Plan` for it, an execution order and a memory layout, together with
+a lower bound that proves how good it is; :func:`verify` checks a plan on its own; :func:`compile`
+runs the real step by it, and :func:`compare` says whether that gives the bits of eager PyTorch.
+Buffers without a graph are packed by :mod:`roam.layout`.
 
-Importing this package loads neither torch nor a solver: :func:`capture`, :func:`compile`, :func:`compare` and :func:`fake` do so when
-they are first looked up.
+Importing this package loads neither torch nor a solver: :func:`capture`, :func:`compile`,
+:func:`compare` and :func:`fake` do so when they are first looked up.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ from roam._core import (
     Tensor,
     __version__,
     baseline,
-    optimize,
     verify,
 )
 from roam.errors import (
@@ -39,6 +39,7 @@ from roam.errors import (
     RoamError,
     SolverUnavailable,
 )
+from roam.planner import optimize
 
 if TYPE_CHECKING:
     from roam.capture import capture, fake
@@ -73,7 +74,12 @@ __all__ = [
 ]
 
 # Public names that need torch, and the module each comes from.
-_LAZY = {"capture": "roam.capture", "fake": "roam.capture", "compare": "roam.runtime", "compile": "roam.runtime"}
+_LAZY = {
+    "capture": "roam.capture",
+    "fake": "roam.capture",
+    "compare": "roam.runtime",
+    "compile": "roam.runtime",
+}
 
 
 def __getattr__(name: str) -> object:
@@ -91,7 +97,9 @@ def __dir__() -> list[str]:
 
 
 class _Package(ModuleType):
-    """Keeps `roam.capture` the function: importing the subpackage of that name would bind the name to the module."""
+    """Keeps `roam.capture` the function: importing the subpackage of that name would bind the name
+    to the module.
+    """
 
     def __setattr__(self, name: str, value: object) -> None:
         if not (name in _LAZY and isinstance(value, ModuleType)):

@@ -31,7 +31,16 @@ __all__ = [
     "verify_packing",
 ]
 
-_Kind = Literal["parameter", "buffer", "optimizer_state", "input", "gradient", "activation", "temporary", "output"]
+_Kind = Literal[
+    "parameter",
+    "buffer",
+    "optimizer_state",
+    "input",
+    "gradient",
+    "activation",
+    "temporary",
+    "output",
+]
 _Residency = Literal["step_local", "unpooled", "enters", "leaves", "persistent"]
 _Phase = Literal["forward", "loss", "backward", "update", "collective"]
 _Sequence = Literal["random", "collective"]
@@ -39,7 +48,9 @@ _Status = Literal["optimal", "feasible", "timed_out"]
 _StreamModel = Literal["happens_before", "time_step"]
 _BoundRoute = Literal["floor", "cut", "probe", "first", "exhaustive", "integer_program"]
 _Exact = Literal["off", "auto", "required"]
-_ExactStatus = Literal["off", "not_needed", "not_tried", "too_large", "unavailable", "used", "no_answer"]
+_ExactStatus = Literal[
+    "off", "not_needed", "not_tried", "too_large", "unavailable", "used", "no_answer"
+]
 _Path = str | os.PathLike[str]
 _Numbers = npt.NDArray[np.int64]
 
@@ -103,7 +114,9 @@ class Operator:
         """Floating-point operations that it takes; 0 where they do not matter or are not known."""
     @property
     def reuse(self) -> tuple[tuple[int, int], ...]:
-        """Pairs (input, output): the output may take the memory of the input where that dies here."""
+        """Pairs (input, output): the output may take the memory of the input where that dies
+        here.
+        """
     @property
     def sequence(self) -> _Sequence | None:
         """The sequence whose program order it keeps, or None."""
@@ -156,9 +169,10 @@ class Tensor:
 class Graph:
     """A training step: operators, tensors (storages) and what orders them. Immutable and valid.
 
-    Come by one through :func:`roam.capture`, :class:`GraphBuilder` or :meth:`load`. Operators and tensors are named by
-    their numbers, which count from 0; where a method takes a number, negative ones count from the end and a number out
-    of range is an :class:`IndexError`. Arrays are read-only and of 64-bit integers.
+    Come by one through :func:`roam.capture`, :class:`GraphBuilder` or :meth:`load`. Operators and
+    tensors are named by their numbers, which count from 0; where a method takes a number, negative
+    ones count from the end and a number out of range is an :class:`IndexError`. Arrays are
+    read-only and of 64-bit integers.
     """
 
     @property
@@ -175,10 +189,14 @@ class Graph:
         """What the step's figures may be wrong about; empty where they are exact."""
     @property
     def accounting(self) -> str:
-        """The rules by which its tensors are counted where they are not a real step's, for example ``paper``; empty where they are."""
+        """The rules by which its tensors are counted where they are not a real step's, for example
+        ``paper``; empty where they are.
+        """
     @property
     def notes(self) -> tuple[tuple[str, str], ...]:
-        """What its maker says of it to people, as pairs (topic, text); no part of digest and equality."""
+        """What its maker says of it to people, as pairs (topic, text); no part of digest and
+        equality.
+        """
     @property
     def num_operators(self) -> int:
         """How many operators there are."""
@@ -206,10 +224,14 @@ class Graph:
         """Bytes of every tensor's storage, before rounding. Shape [num_tensors]."""
     @property
     def tensor_counted_bytes(self) -> _Numbers:
-        """Bytes of every tensor as counted everywhere: rounded up to its alignment. Shape [num_tensors]."""
+        """Bytes of every tensor as counted everywhere: rounded up to its alignment. Shape
+        [num_tensors].
+        """
     @property
     def workspaces_bytes(self) -> _Numbers:
-        """Bytes of every operator's workspace as counted everywhere: rounded up. Shape [num_operators]."""
+        """Bytes of every operator's workspace as counted everywhere: rounded up. Shape
+        [num_operators].
+        """
     @property
     def positions(self) -> _Numbers:
         """Every operator's place in program order. Shape [num_operators]."""
@@ -245,7 +267,8 @@ class Graph:
             PlanError: the order is none that the graph permits.
         """
     def save(self, path: _Path) -> None:
-        """Writes the graph to a file, compressed if the path ends in ``.gz``. Equal graphs give equal files.
+        """Writes the graph to a file, compressed if the path ends in ``.gz``. Equal graphs give
+        equal files.
 
         Raises:
             OSError: the file cannot be written.
@@ -263,8 +286,8 @@ class Graph:
             OSError: the file cannot be read.
         """
     def summary(self) -> str:
-        """What the graph is made of, for people: operators by phase, bytes by kind, what keeps its order, and at which barrier
-        gradients wait for each other.
+        """What the graph is made of, for people: operators by phase, bytes by kind, what keeps its
+        order, and at which barrier gradients wait for each other.
         """
     @classmethod
     def from_fx(cls, module: GraphModule) -> Graph:
@@ -273,13 +296,16 @@ class Graph:
         Placeholders and attributes are persistent, and results leave the step. Nothing is computed.
 
         Raises:
-            CaptureError: a node that cannot be planned exactly, or metadata that are missing or symbolic.
+            CaptureError: a node that cannot be planned exactly, or metadata that are missing or
+                symbolic.
         """
     def to_json(self) -> bytes:
-        """The canonical JSON, see ``docs/formats.md``. Equal graphs give equal bytes."""
+        """The canonical JSON, see ``docs/reference/formats.md``. Equal graphs give equal bytes."""
     @classmethod
     def from_json(cls, data: bytes, *, max_bytes: int | None = None) -> Graph:
-        """Reads a graph from its JSON, compressed or not. Arguments and errors as for :meth:`load`."""
+        """Reads a graph from its JSON, compressed or not. Arguments and errors as for
+        :meth:`load`.
+        """
     def __reduce__(self) -> tuple[Callable[[bytes], Graph], tuple[bytes]]: ...
     def __hash__(self) -> int: ...
     def __eq__(self, other: object, /) -> bool: ...
@@ -289,8 +315,9 @@ class Graph:
 class GraphBuilder:
     """Builds a graph by hand.
 
-    The numbers that :meth:`tensor`, :meth:`operator` and :meth:`region` return name what was added. Operators may refer
-    to tensors that are added later; everything is checked together by :meth:`build`.
+    The numbers that :meth:`tensor`, :meth:`operator` and :meth:`region` return name what was added.
+    Operators may refer to tensors that are added later; everything is checked together by
+    :meth:`build`.
 
     >>> import roam
     >>> b = roam.GraphBuilder("two layers")
@@ -346,7 +373,8 @@ class GraphBuilder:
             size_bytes: bytes of the storage, before rounding.
             kind: what it is for.
             residency: where it is alive beyond the step.
-            alignment_bytes: least alignment of its own, a power of two; the graph's where None or 0.
+            alignment_bytes: least alignment of its own, a power of two; the graph's where None or
+                0.
 
         Raises:
             GraphError: a number is out of range, or a word is not one of those allowed.
@@ -373,11 +401,13 @@ class GraphBuilder:
 
         Args:
             name: the kernel.
-            reads: numbers of the tensors whose value it uses; one that it mutates need not be listed.
+            reads: numbers of the tensors whose value it uses; one that it mutates need not be
+                listed.
             creates: numbers of the tensors that it makes.
             mutates: numbers of the tensors that it changes in place.
             workspace_bytes: bytes that live only while it runs; 0 where None.
-            reuse: pairs (input, output): the output may take the memory of the input where that dies here.
+            reuse: pairs (input, output): the output may take the memory of the input where that
+                dies here.
             phase: the part of the step it belongs to.
             sequence: operators of one sequence keep their program order among themselves.
             region: number of its conditional region.
@@ -392,7 +422,9 @@ class GraphBuilder:
         """
     def control(self, before: SupportsIndex, after: SupportsIndex) -> None:
         """Demands that operator `before` runs before operator `after`."""
-    def region(self, name: str, predicate: SupportsIndex, parent: SupportsIndex | None = None) -> int:
+    def region(
+        self, name: str, predicate: SupportsIndex, parent: SupportsIndex | None = None
+    ) -> int:
         """Adds a conditional region and returns its number.
 
         Files keep regions; planning takes every region as run.
@@ -436,8 +468,9 @@ class Candidate:
 class Plan:
     """An execution order and a memory layout for one graph, with what they cost.
 
-    Bytes everywhere; persistent tensors count only where said. A plan that was read from a file may claim anything until
-    :func:`roam.verify` has checked it. Two plans are equal where everything but `timings_s` is.
+    Bytes everywhere; persistent tensors count only where said. A plan that was read from a file may
+    claim anything until :func:`roam.verify` has checked it. Two plans are equal where everything
+    but `timings_s` is.
     """
 
     @property
@@ -454,7 +487,9 @@ class Plan:
         """Numbers of the operators in execution order. Shape [num_operators], read-only."""
     @property
     def offsets(self) -> _Numbers:
-        """Offset in the pool per tensor; -1 where it is not in the pool. Shape [num_tensors], read-only."""
+        """Offset in the pool per tensor; -1 where it is not in the pool. Shape [num_tensors],
+        read-only.
+        """
     @property
     def reuse(self) -> tuple[tuple[int, int], ...]:
         """Pairs (input, output): the output takes the memory of the input."""
@@ -463,19 +498,25 @@ class Plan:
         """Stream per operator; 0 for all where there is one. Shape [num_operators], read-only."""
     @property
     def syncs(self) -> tuple[tuple[int, int], ...]:
-        """Pairs (before, after) of operators on different streams: `after` starts when `before` has completed."""
+        """Pairs (before, after) of operators on different streams: `after` starts when `before` has
+        completed.
+        """
     @property
     def time_steps(self) -> list[int] | None:
         """Time step per operator in the time-step model, else None."""
     @property
     def makespan_s(self) -> float | None:
-        """Seconds that the whole step takes by the model of time; None for one stream, like the next two."""
+        """Seconds that the whole step takes by the model of time; None for one stream, like the
+        next two.
+        """
     @property
     def serial_s(self) -> float | None:
         """Seconds of all operators one after another."""
     @property
     def critical_path_s(self) -> float | None:
-        """Seconds of the longest chain of operators that wait for each other: no number of streams is faster."""
+        """Seconds of the longest chain of operators that wait for each other: no number of streams
+        is faster.
+        """
     @property
     def program_order_peak_bytes(self) -> int:
         """Most live bytes over the steps in program order, without reuse."""
@@ -504,8 +545,8 @@ class Plan:
     def total_lower_bound_bytes(self) -> int:
         """No plan can have a smaller total.
 
-        At least persistent + the lower bound; more where the pool and what stays outside it cannot but have their
-        peaks at different steps.
+        At least persistent + the lower bound; more where the pool and what stays outside it cannot
+        but have their peaks at different steps.
         """
     @property
     def bound_operator(self) -> int | None:
@@ -514,8 +555,9 @@ class Plan:
     def bound_route(self) -> _BoundRoute:
         """How the lower bound was proved.
 
-        ``floor``: what one operator, all that enters or all that leaves needs; ``cut``: a minimum cut; ``probe``: cuts
-        that follow from each other; ``first``: cuts at several operators, one of which runs first; ``exhaustive``: a search over all orders; ``integer_program``: CBC.
+        ``floor``: what one operator, all that enters or all that leaves needs; ``cut``: a minimum
+        cut; ``probe``: cuts that follow from each other; ``first``: cuts at several operators, one
+        of which runs first; ``exhaustive``: a search over all orders; ``integer_program``: CBC.
         """
     @property
     def gap(self) -> float:
@@ -525,17 +567,20 @@ class Plan:
         """(pool - peak of the pool's tensors) / pool; 0 for an empty pool."""
     @property
     def status(self) -> _Status:
-        """``optimal`` (no plan can use less), ``feasible``, or ``timed_out`` (feasible, but the search was cut short)."""
+        """``optimal`` (no plan can use less), ``feasible``, or ``timed_out`` (feasible, but the
+        search was cut short).
+        """
     @property
     def exact(self) -> _ExactReport:
         """What integer programs did.
 
-        `status` is ``off``, ``not_needed`` (the plan meets its bound), ``not_tried`` (it does not, and none was stated:
-        next to nothing could be gained, the searches had settled what a program can ask, or the search ended before),
-        ``too_large`` (what was left would have taken too large a program), ``unavailable`` (CBC cannot be used: `reason`
-        says why), ``used`` or ``no_answer`` (all were lost). `programs` says how many were given to CBC, `gains` how
-        many of their answers lowered the peak or the pool, or raised the bound, `failed` and `timed_out` how many were
-        lost.
+        `status` is ``off``, ``not_needed`` (the plan meets its bound), ``not_tried`` (it does not,
+        and none was stated: next to nothing could be gained, the searches had settled what a
+        program can ask, or the search ended before), ``too_large`` (what was left would have taken
+        too large a program), ``unavailable`` (CBC cannot be used: `reason` says why), ``used`` or
+        ``no_answer`` (all were lost). `programs` says how many were given to CBC, `gains` how many
+        of their answers lowered the peak or the pool, or raised the bound, `failed` and `timed_out`
+        how many were lost.
         """
     @property
     def candidates(self) -> tuple[Candidate, ...]:
@@ -544,7 +589,8 @@ class Plan:
     def timings_s(self) -> dict[str, float]:
         """Seconds per stage of planning; empty for a plan that was read from a file."""
     def save(self, path: _Path) -> None:
-        """Writes the plan to a file, compressed if the path ends in ``.gz``. Equal plans give equal files.
+        """Writes the plan to a file, compressed if the path ends in ``.gz``. Equal plans give equal
+        files.
 
         Raises:
             OSError: the file cannot be written.
@@ -561,7 +607,8 @@ class Plan:
             OSError: the file cannot be read.
         """
     def apply(self, module: GraphModule) -> GraphModule:
-        """The same `torch.fx.GraphModule` with its nodes in this plan's order, recompiled; it drops each value after its last use.
+        """The same `torch.fx.GraphModule` with its nodes in this plan's order, recompiled; it drops
+        each value after its last use.
 
         The pool is not applied: kernels get their memory from PyTorch's allocator.
 
@@ -569,47 +616,62 @@ class Plan:
             PlanError: the plan is not one of this module's, or is for several streams.
         """
     def to_json(self) -> bytes:
-        """The JSON, see ``docs/formats.md``. Equal plans give equal bytes."""
+        """The JSON, see ``docs/reference/formats.md``. Equal plans give equal bytes."""
     @classmethod
     def from_json(cls, data: bytes, *, max_bytes: int | None = None) -> Plan:
-        """Reads a plan from its JSON, compressed or not. Arguments and errors as for :meth:`load`."""
+        """Reads a plan from its JSON, compressed or not. Arguments and errors as for
+        :meth:`load`.
+        """
     def __reduce__(self) -> tuple[Callable[[bytes], Plan], tuple[bytes]]: ...
     __hash__: ClassVar[None]  # type: ignore[assignment]
     def __eq__(self, other: object, /) -> bool: ...
     def __ne__(self, other: object, /) -> bool: ...
 
-def baseline(graph: Graph, order: str = "program", layout: str = "size", *, reuse: bool = True) -> Candidate:
-    """What one order and one layout need by themselves, without any search: to compare with, or to show what a method does.
+def baseline(
+    graph: Graph, order: str = "program", layout: str = "size", *, reuse: bool = True
+) -> Candidate:
+    """What one order and one layout need by themselves, without any search: to compare with, or to
+    show what a method does.
 
     The result is no plan. It may well need more than program order, and nothing can run it.
 
     Args:
         graph: the step.
-        order: ``program``, ``lescea``, ``depth_first``, ``eager_updates``, ``memory_aware_updates`` (the published rule
-            for weight updates; Shu et al., arXiv 2310.19295), ``early_frees``, ``reversed`` or ``hill_valley``; or one of
-            PyTorch's Inductor: ``inductor_lpmf``, ``inductor_bfs`` or ``inductor_dfs``.
-        layout: ``size``, ``area``, ``lifetime``, ``first_fit`` (each in that sequence, the last by creation, at the lowest free
-            offset), ``skyline`` (LLFB), ``weighted`` (valleys filled by weighted times) or ``tree`` (the published subgraph tree;
-            ``tree:100`` searches no leaf of more than 100 tensors); or one of another project: ``executorch``, ``tvm_size``, ``tvm_conflicts``, ``tvm_hill_climb`` or ``xla``. With
-            ``caching_allocator`` or ``caching_allocator_expandable`` (with expandable segments) there is no pool but PyTorch's
-            allocator for CUDA: ``pool_bytes`` is what it reserves in the long run for all but the persistent tensors, in
-            program order without reuse what eager PyTorch does, and ``outside_bytes`` is 0. See docs/theory.md.
-        reuse: whether an output may take the memory of an input that dies, where the graph permits it.
+        order: ``program``, ``lescea``, ``depth_first``, ``eager_updates``, ``memory_aware_updates``
+            (the published rule for weight updates; Shu et al., arXiv 2310.19295), ``early_frees``,
+            ``reversed`` or ``hill_valley``; or one of PyTorch's Inductor: ``inductor_lpmf``,
+            ``inductor_bfs`` or ``inductor_dfs``.
+        layout: ``size``, ``area``, ``lifetime``, ``first_fit`` (each in that sequence, the last by
+            creation, at the lowest free offset), ``skyline`` (LLFB), ``weighted`` (valleys filled
+            by weighted times) or ``tree`` (the published subgraph tree; ``tree:100`` searches no
+            leaf of more than 100 tensors); or one of another project: ``executorch``, ``tvm_size``,
+            ``tvm_conflicts``, ``tvm_hill_climb`` or ``xla``. With ``caching_allocator`` or
+            ``caching_allocator_expandable`` (with expandable segments) there is no pool but
+            PyTorch's allocator for CUDA: ``pool_bytes`` is what it reserves in the long run for all
+            but the persistent tensors, in program order without reuse what eager PyTorch does, and
+            ``outside_bytes`` is 0. See docs/reference/baselines.md.
+        reuse: whether an output may take the memory of an input that dies, where the graph permits
+            it.
 
     Raises:
         PlanError: there is no order or layout of that name.
     """
 
 def baseline_order(graph: Graph, order: str, *, reuse: bool = True) -> _Numbers:
-    """The order that one method finds: the numbers of the operators, first to last. Names as for :func:`roam.baseline`.
+    """The order that one method finds: the numbers of the operators, first to last. Names as for
+    :func:`roam.baseline`.
 
     For tests and benchmarks.
     """
 
-def caching_allocator_bytes(events: Sequence[tuple[int, int | None]], *, expandable: bool = False) -> _Numbers:
-    """What PyTorch's caching allocator for CUDA reserves after each of a sequence of events, by its rules.
+def caching_allocator_bytes(
+    events: Sequence[tuple[int, int | None]], *, expandable: bool = False
+) -> _Numbers:
+    """What PyTorch's caching allocator for CUDA reserves after each of a sequence of events, by its
+    rules.
 
-    For tests and benchmarks: it is how ``roam.baseline`` counts, and can be checked against a recorded sequence.
+    For tests and benchmarks: it is how ``roam.baseline`` counts, and can be checked against a
+    recorded sequence.
 
     Args:
         events: (id, bytes) for an allocation, (id, None) for its free.
@@ -620,7 +682,7 @@ def caching_allocator_bytes(events: Sequence[tuple[int, int | None]], *, expanda
     """
 
 def optimize(
-    graph: Graph | GraphModule,
+    graph: Graph,
     streams: int = 1,
     reuse: bool = True,
     time_limit_s: float | None = None,
@@ -632,37 +694,7 @@ def optimize(
     enough_bytes: int = 0,
     worth_bytes: int = 0,
 ) -> Plan:
-    """Finds an execution order and a memory layout that use little memory, and proves how little is possible.
-
-    The same graph and settings give the same plan on any number of threads, unless the time limit cuts the search short.
-    No plan is worse than program order. Other Python threads run meanwhile. Ctrl-C ends the search:
-    :class:`roam.PlanningInterrupted`, a ``KeyboardInterrupt``, brings the best plan so far.
-
-    Args:
-        graph: what to plan: a graph, or a `torch.fx.GraphModule` (see `Graph.from_fx`).
-        streams: how many operators may run at once, from 1 to 64.
-        reuse: whether an output may take the memory of an input that dies, where the graph permits it.
-        time_limit_s: wall-clock limit in seconds; at its end the best plan so far is returned, with status
-            ``timed_out``. No limit where None.
-        exact: whether integer programs are solved where that can lower the total or raise the bound, by CBC in processes
-            of their own: ``auto`` (where CBC can be used; the plan says so if not), ``required`` (an error where it cannot,
-            or fails on every program) or ``off``.
-        progress: called on the calling thread with the stage that begins and the share of the work done, in [0, 1]. What
-            it raises ends planning and is raised here.
-        speed: with several streams, how many times as fast as one stream the plan must be, by the model of time. Of
-            the plans found that are, and that take no more bytes than program order, it is the one with the fewest. Where
-            None, those count that are at most five percent slower than the fastest.
-        stream_model: ``happens_before``, whose plans are safe under every timing, or ``time_step``, the model of the
-            literature, for comparison: its plans must not be run.
-        enough_bytes: the search ends once a plan takes no more than this in all, persistent tensors included.
-        worth_bytes: the search ends where it is proved that no plan takes so many bytes less than the best so far.
-
-    Raises:
-        PlanError: the graph cannot be planned as asked; code ``speed_target`` where no plan that was found is as fast
-            as asked for and takes no more bytes than program order.
-        PlanningInterrupted: Ctrl-C; its ``plan`` is the best so far. A second Ctrl-C is a plain ``KeyboardInterrupt``.
-        ValueError: an argument makes no sense.
-    """
+    """Plans a graph; see :func:`roam.optimize`, which takes a `torch.fx.GraphModule` as well."""
 
 def verify(graph: Graph, plan: Plan) -> None:
     """Checks that a plan is valid for a graph and that every figure it claims is true.
@@ -674,14 +706,17 @@ def verify(graph: Graph, plan: Plan) -> None:
     """
 
 def compare_routes(graph: Graph, reuse: bool = True, programs: bool = True) -> _Routes | None:
-    """What the heuristics make of a graph's order, and what each exact route makes of the best of theirs.
+    """What the heuristics make of a graph's order, and what each exact route makes of the best of
+    theirs.
 
-    For tests and benchmarks. Bytes; without the keys of integer programs if not `programs`; None for a graph without operators. Ctrl-C waits until it is done.
+    For tests and benchmarks. Bytes; without the keys of integer programs if not `programs`; None
+    for a graph without operators. Ctrl-C waits until it is done.
     """
 
 @final
 class Buffers:
-    """Buffers to pack: pieces of memory, each needed over the half-open interval of times from `lower` to before `upper`. Immutable.
+    """Buffers to pack: pieces of memory, each needed over the half-open interval of times from
+    `lower` to before `upper`. Immutable.
 
     Whether they can be packed is for :func:`pack` to say.
 
@@ -690,18 +725,22 @@ class Buffers:
     2
 
     Args:
-        lower: per buffer the first time at which it is needed; whole numbers in [0, 2^63), like all others.
+        lower: per buffer the first time at which it is needed; whole numbers in [0, 2^63), like all
+            others.
         upper: the first time at which it is not needed any more.
         size_bytes: bytes; may be 0.
         alignment_bytes: what its offset must be a multiple of, a power of two; 1 where None.
-        gaps: per buffer the times within its life at which it is not needed, each as ``(lower, upper)``; as
-            ``(lower, upper, first, end)`` where its own bytes from `first` to before `end` are needed all the same.
+        gaps: per buffer the times within its life at which it is not needed, each as ``(lower,
+            upper)``; as ``(lower, upper, first, end)`` where its own bytes from `first` to before
+            `end` are needed all the same.
         offsets: per buffer the only offset at which it may lie, in bytes, or None.
-        hints: per buffer an offset at which to begin the search, in bytes, or None. It decides nothing.
+        hints: per buffer an offset at which to begin the search, in bytes, or None. It decides
+            nothing.
         ids: per buffer its name in files; its place in the list where None.
 
     Raises:
-        LayoutError: too few or too many values, a negative one, a gap of another form, or ids that no file can hold.
+        LayoutError: too few or too many values, a negative one, a gap of another form, or ids that
+            no file can hold.
         OverflowError: a number that does not fit into 63 bits.
     """
 
@@ -719,14 +758,15 @@ class Buffers:
     ) -> Buffers: ...
     @classmethod
     def read_csv(cls, path: _Path) -> Buffers:
-        """Reads buffers from a CSV file in the format of MiniMalloc (docs/formats.md).
+        """Reads buffers from a CSV file in the format of MiniMalloc (docs/reference/formats.md).
 
         Raises:
             FormatError: the file is not of that form; `code` tells how.
             OSError: the file cannot be read.
         """
     def write_csv(self, path: _Path, packing: Packing | None = None) -> None:
-        """Writes the buffers, or with a packing the buffers and where each lies, to a CSV file in the form that MiniMalloc writes.
+        """Writes the buffers, or with a packing the buffers and where each lies, to a CSV file in
+        the form that MiniMalloc writes.
 
         Raises:
             LayoutError: the packing is not one of these buffers.
@@ -758,7 +798,9 @@ class Buffers:
         """Where to begin the search, if that is said."""
     @property
     def digest(self) -> str:
-        """SHA-256 of the CSV that :meth:`write_csv` writes, in hexadecimal: the same for files in other forms that say the same."""
+        """SHA-256 of the CSV that :meth:`write_csv` writes, in hexadecimal: the same for files in
+        other forms that say the same.
+        """
     def __len__(self) -> int: ...
     __hash__: ClassVar[None]  # type: ignore[assignment]
     def __eq__(self, other: object, /) -> bool: ...
@@ -782,7 +824,9 @@ class Packing:
         """No packing takes less."""
     @property
     def bound_route(self) -> _BoundRoute:
-        """How that was proved: ``floor`` (live bytes, a fixed or a single buffer) or ``exhaustive`` (smaller pools were refuted)."""
+        """How that was proved: ``floor`` (live bytes, a fixed or a single buffer) or ``exhaustive``
+        (smaller pools were refuted).
+        """
     @property
     def gap(self) -> float:
         """Pool / lower bound - 1; 0 where both are 0."""
@@ -791,30 +835,40 @@ class Packing:
         """What found it, for example ``weighted`` or ``canonical``."""
     @property
     def status(self) -> _Status:
-        """``optimal`` (no packing takes less), ``feasible``, or ``timed_out`` (feasible, but the time limit or Ctrl-C cut the search short)."""
+        """``optimal`` (no packing takes less), ``feasible``, or ``timed_out`` (feasible, but the
+        time limit or Ctrl-C cut the search short).
+        """
     __hash__: ClassVar[None]  # type: ignore[assignment]
     def __eq__(self, other: object, /) -> bool: ...
     def __ne__(self, other: object, /) -> bool: ...
 
 def pack(
-    buffers: Buffers, *, work: int = 2_000_000_000, time_limit_s: float | None = None, target_bytes: int | None = None
+    buffers: Buffers,
+    *,
+    work: int = 2_000_000_000,
+    time_limit_s: float | None = None,
+    target_bytes: int | None = None,
 ) -> Packing:
     """Packs buffers into one pool that is as small as the search finds.
 
-    The same buffers and work give the same packing on any number of threads, unless the time limit cuts the search short. Every packing is
-    verified. Other Python threads run meanwhile. Ctrl-C ends the search: :class:`roam.PackingInterrupted`, a ``KeyboardInterrupt``, brings
-    the best packing so far.
+    The same buffers and work give the same packing on any number of threads, unless the time limit
+    cuts the search short. Every packing is verified. Other Python threads run meanwhile. Ctrl-C
+    ends the search: :class:`roam.PackingInterrupted`, a ``KeyboardInterrupt``, brings the best
+    packing so far.
 
     Args:
         buffers: what to pack.
-        work: how long to search, in comparisons, of which a core makes some 10^9 in two or three seconds. What comes to a packing at all is done in
-            any case.
-        time_limit_s: wall-clock limit in seconds; at its end the best packing so far is returned. No limit where None.
+        work: how long to search, in comparisons, of which a core makes some 10^9 in two or three
+            seconds. What comes to a packing at all is done in any case.
+        time_limit_s: wall-clock limit in seconds; at its end the best packing so far is returned.
+            No limit where None.
         target_bytes: a pool that is not larger ends the search. As small as can be where None.
 
     Raises:
-        LayoutError: the buffers cannot be packed as asked, for example because two of them share bytes where they are fixed; `code` tells how.
-        PackingInterrupted: Ctrl-C; its ``packing`` is the best so far. A second Ctrl-C is a plain ``KeyboardInterrupt``.
+        LayoutError: the buffers cannot be packed as asked, for example because two of them share
+            bytes where they are fixed; `code` tells how.
+        PackingInterrupted: Ctrl-C; its ``packing`` is the best so far. A second Ctrl-C is a plain
+            ``KeyboardInterrupt``.
         ValueError: the time limit is negative or no number.
     """
 
@@ -831,11 +885,11 @@ def synthetic_step(family: str, operators: int) -> Graph:
     """A made-up graph, the same every time.
 
     Args:
-        family: a training step: ``deep`` (a transformer of as many layers as it takes), ``wide`` (very
-            many branches of one layer that are added up) or ``branching`` (a chain of cells of several
-            unequal branches each); or operators without phases: ``parallel`` (chains of 100 operators
-            each), ``linked`` (each reads two results from anywhere before it) or ``window`` (each reads
-            up to three of the last 64 results).
+        family: a training step: ``deep`` (a transformer of as many layers as it takes), ``wide``
+            (very many branches of one layer that are added up) or ``branching`` (a chain of cells
+            of several unequal branches each); or operators without phases: ``parallel`` (chains of
+            100 operators each), ``linked`` (each reads two results from anywhere before it) or
+            ``window`` (each reads up to three of the last 64 results).
         operators: about how many.
 
     Raises:
@@ -846,7 +900,8 @@ def synthetic_buffers(style: str, count: int, seed: int = 1) -> Buffers:
     """Made-up buffers; equal seeds give equal buffers.
 
     Args:
-        style: ``wide``, ``narrow``, ``skewed``, ``training``, ``replaced`` or ``dissected`` (docs/benchmarks.md).
+        style: ``wide``, ``narrow``, ``skewed``, ``training``, ``replaced`` or ``dissected``
+            (docs/benchmarks/index.md).
         count: about how many.
         seed: of the random numbers.
 

@@ -1,4 +1,6 @@
-"""Types of what stands on the command line. argparse names them in its complaints: "invalid positive integer value: '0'"."""
+"""Types of command-line arguments. argparse names them in its error messages: "invalid positive
+integer value: '0'".
+"""
 
 from __future__ import annotations
 

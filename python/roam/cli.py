@@ -1,4 +1,6 @@
-"""The command ``roam``. What it prints and its exit codes are documented in docs/cli.md."""
+"""The command ``roam``. What it prints and its exit codes are documented in
+docs/reference/cli.md.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ from roam.report import Progress, figures, peak_place, plan_table
 from roam.report.table import columns
 
 if TYPE_CHECKING:
-    from roam import Graph
+    from roam._core import Graph
 
 EXIT_OK = 0
 EXIT_INVALID_PLAN = 1
@@ -78,7 +80,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"roam {roam.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
-    def command(name: str, run: Callable[[argparse.Namespace], int], summary: str) -> argparse.ArgumentParser:
+    def command(
+        name: str, run: Callable[[argparse.Namespace], int], summary: str
+    ) -> argparse.ArgumentParser:
         made = commands.add_parser(
             name,
             help=summary,
@@ -87,33 +91,65 @@ def _parser() -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         made.set_defaults(run=run)
-        made.add_argument("--json", action="store_true", help="print one JSON object; bytes and seconds, not rounded")
+        made.add_argument(
+            "--json",
+            action="store_true",
+            help="print one JSON object; bytes and seconds, not rounded",
+        )
         return made
 
-    plan = command("plan", _plan, "plan a model of the zoo or a graph file, verify the plan and print its figures")
-    plan.add_argument(
-        "model", metavar="MODEL_OR_GRAPH", help="a name that 'roam zoo' lists, or a .json or .json.gz file"
+    plan = command(
+        "plan",
+        _plan,
+        "plan a model that 'roam zoo' lists or a graph file, verify the plan and print its figures",
     )
-    capture = plan.add_argument_group("capture", "for models of the zoo; a graph file has been captured already")
+    plan.add_argument(
+        "model",
+        metavar="MODEL_OR_GRAPH",
+        help="a name that 'roam zoo' lists, or a .json or .json.gz file",
+    )
+    capture = plan.add_argument_group(
+        "capture", "for models that 'roam zoo' lists; a graph file has been captured already"
+    )
     # None tells an option that was not given from one that repeats its default.
     capture.add_argument("--batch", type=positive_integer, metavar="N", help="samples (default 1)")
     capture.add_argument(
-        "--seq", type=positive_integer, metavar="N", help="tokens a sample (default: 512, or the model's most)"
+        "--seq",
+        type=positive_integer,
+        metavar="N",
+        help="tokens per sample (default: 512, or the most that the model takes)",
     )
-    capture.add_argument("--dtype", choices=zoo.DTYPES, help="of the model (default float32)")
-    capture.add_argument("--optimizer", choices=zoo.OPTIMIZERS, help="(default adamw)")
+    capture.add_argument(
+        "--dtype", choices=zoo.DTYPES, help="number format of the model (default float32)"
+    )
+    capture.add_argument(
+        "--optimizer",
+        choices=zoo.OPTIMIZERS,
+        help="the optimizer that is part of the step (default adamw)",
+    )
     capture.add_argument(
         "--step",
         choices=("first", "steady"),
-        help="the step that makes optimizer state, or any later one (default steady)",
+        help="first: the step that creates the optimizer's state; steady: any later one (default "
+        "steady)",
     )
-    capture.add_argument("--device", choices=("cpu", "cuda"), help="(default cpu)")
-    plan.add_argument("--no-reuse", action="store_true", help="let no output take the memory of a dying input")
+    capture.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        help="the device to plan for; without a CUDA device cuda is an estimate (default cpu)",
+    )
+    plan.add_argument(
+        "--no-reuse",
+        action="store_true",
+        help="let no operator write its result into the memory "
+        "of an input that nothing needs any more",
+    )
     plan.add_argument(
         "--exact",
         choices=("off", "auto", "required"),
         default="auto",
-        help="integer programs by CBC, where they may help (default auto: where CBC can be used)",
+        help="solve integer programs with CBC where they may help: auto, if CBC can be used; "
+        "required, or else fail (default auto)",
     )
     plan.add_argument(
         "--time-limit",
@@ -122,18 +158,26 @@ def _parser() -> argparse.ArgumentParser:
         help="stop planning after S seconds with the best plan so far",
     )
     streams = plan.add_argument_group("streams")
-    streams.add_argument("--streams", type=positive_integer, default=1, metavar="N", help="run N at once (default 1)")
+    streams.add_argument(
+        "--streams",
+        type=positive_integer,
+        default=1,
+        metavar="N",
+        help="run up to N operators at once (default 1)",
+    )
     streams.add_argument(
         "--speed",
         type=positive_number,
         metavar="X",
-        help="least memory at X times the speed of one stream (default: near the fastest that program order's bytes permit)",
+        help="find the least memory at X times the speed of one stream (default: at most 5%% "
+        "slower than the fastest plan that takes no more memory than program order)",
     )
     streams.add_argument(
         "--stream-model",
         choices=("happens_before", "time_step"),
         default="happens_before",
-        help="safe under every timing, or by time steps as in the literature (default happens_before)",
+        help="happens_before: safe under every timing; time_step: as in the literature, for "
+        "comparison only (default happens_before)",
     )
     plan.add_argument(
         "--baseline",
@@ -141,11 +185,18 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         type=_baseline_name,
         metavar="ORDER,LAYOUT",
-        help="show what a baseline takes, for example lescea,skyline; may be given several times",
+        help="also print the total of another method, for example lescea,skyline; may be given "
+        "several times",
     )
-    plan.add_argument("-v", "--verbose", action="store_true", help="first what the graph is made of")
-    plan.add_argument("--save-graph", metavar="PATH", help="write the graph; compressed if PATH ends in .gz")
-    plan.add_argument("--save-plan", metavar="PATH", help="write the plan; compressed if PATH ends in .gz")
+    plan.add_argument(
+        "-v", "--verbose", action="store_true", help="print first what the graph is made of"
+    )
+    plan.add_argument(
+        "--save-graph", metavar="PATH", help="write the graph; compressed if PATH ends in .gz"
+    )
+    plan.add_argument(
+        "--save-plan", metavar="PATH", help="write the plan; compressed if PATH ends in .gz"
+    )
 
     verify = command("verify", _verify, "check a plan against its graph")
     verify.add_argument("graph", metavar="GRAPH")
@@ -153,7 +204,10 @@ def _parser() -> argparse.ArgumentParser:
 
     command("zoo", _zoo, "list the models that 'roam plan' knows by name")
 
-    bench = commands.add_parser("bench", help="measure: plans against published figures and other planners, and more")
+    bench = commands.add_parser(
+        "bench",
+        help="run a benchmark: plans against published figures and other planners, and more",
+    )
     bench_command.add_commands(bench)
     return parser
 
@@ -168,7 +222,9 @@ def _write_json(values: dict[str, Any]) -> None:
 
 
 def _peak_rss_bytes() -> int | None:
-    """Most memory this process has held, as the system counts it; ``None`` where the system does not say."""
+    """Most memory this process has held, as the system counts it; ``None`` where the system does
+    not say.
+    """
     try:
         import resource
     except ImportError:
@@ -199,20 +255,35 @@ def _plan(arguments: argparse.Namespace) -> int:
         graph, settings = _capture(arguments)
         values |= settings
         values["capture_s"] = time.perf_counter() - start
-        details = [f"batch {settings['batch']}", f"seq {settings['seq']}" if settings["seq"] else ""]
-        details += [settings["dtype"], settings["optimizer"], f"{settings['step']} step", settings["device"]]
+        details = [
+            f"batch {settings['batch']}",
+            f"seq {settings['seq']}" if settings["seq"] else "",
+        ]
+        details += [
+            settings["dtype"],
+            settings["optimizer"],
+            f"{settings['step']} step",
+            settings["device"],
+        ]
         title = f"{name} ({', '.join(detail for detail in details if detail)})"
     elif name.endswith(_GRAPH_SUFFIXES):
-        given = [f"--{option}" for option in _CAPTURE_DEFAULTS if getattr(arguments, option) is not None]
+        given = [
+            f"--{option}" for option in _CAPTURE_DEFAULTS if getattr(arguments, option) is not None
+        ]
         if given:
-            raise _UsageError(f"{', '.join(given)}: only for models of the zoo; {name} has been captured already")
+            raise _UsageError(
+                f"{', '.join(given)}: only for models that 'roam zoo' lists; {name} has been "
+                "captured already"
+            )
         with Progress(f"reading {name}"):
             graph = roam.Graph.load(name)
         values |= dict.fromkeys(_CAPTURE_DEFAULTS)
         values |= {"device": graph.device, "capture_s": None}
         title = name
     else:
-        raise _UsageError(f"{name!r} is neither a model that 'roam zoo' lists nor a file ending in .json or .json.gz")
+        raise _UsageError(
+            f"{name!r} is neither a model that 'roam zoo' lists nor a file ending in .json or .json.gz"
+        )
 
     start = time.perf_counter()
     code = EXIT_OK
@@ -241,14 +312,18 @@ def _plan(arguments: argparse.Namespace) -> int:
     if arguments.save_plan is not None:
         plan.save(arguments.save_plan)
     values |= figures(graph, plan)
-    values["baselines"] = [_baseline(graph, *names, reuse=not arguments.no_reuse) for names in arguments.baseline]
+    values["baselines"] = [
+        _baseline(graph, *names, reuse=not arguments.no_reuse) for names in arguments.baseline
+    ]
     place = peak_place(graph, plan)
     if arguments.json:
         values["peak_operator"] = None if place is None else vars(place)
         values["peak_rss_bytes"] = _peak_rss_bytes()
         _write_json(values)
     else:
-        _write((graph.summary() + "\n" if arguments.verbose else "") + plan_table(title, values, place))
+        _write(
+            (graph.summary() + "\n" if arguments.verbose else "") + plan_table(title, values, place)
+        )
     return code
 
 
@@ -267,7 +342,9 @@ def _verify(arguments: argparse.Namespace) -> int:
     except PlanError as error:
         if not arguments.json:
             raise
-        _write_json({**files, "valid": False, "code": getattr(error, "code", None), "error": str(error)})
+        _write_json(
+            {**files, "valid": False, "code": getattr(error, "code", None), "error": str(error)}
+        )
         return EXIT_INVALID_PLAN
     if arguments.json:
         _write_json({**files, "valid": True, "code": None, "error": None})
@@ -280,7 +357,9 @@ def _zoo(arguments: argparse.Namespace) -> int:
     entries = zoo.entries()
     if arguments.json:
         fields = ("name", "summary", "requires", "default_seq", "max_seq")
-        _write_json({"models": [{name: getattr(entry, name) for name in fields} for entry in entries]})
+        _write_json(
+            {"models": [{name: getattr(entry, name) for name in fields} for entry in entries]}
+        )
     else:
         _write(columns((entry.name, entry.summary) for entry in entries) + "\n")
     return EXIT_OK
@@ -291,7 +370,9 @@ def _complain(message: str) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command with ``argv`` (the process's own arguments if ``None``) and return its exit code."""
+    """Run the command with ``argv`` (the process's own arguments if ``None``) and return its exit
+    code.
+    """
     arguments = _parser().parse_args(argv)
     try:
         code: int = arguments.run(arguments)
@@ -302,7 +383,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         # The interpreter flushes standard output once more at exit; let that go nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        _complain("nobody reads the output any more")
+        _complain("the output was closed before all of it was written")
         return EXIT_BAD_INPUT
     except OSError as error:
         where = f"{error.filename}: " if error.filename is not None else ""

@@ -1,6 +1,8 @@
 """Everything that roam raises on purpose.
 
-All of it derives from :class:`RoamError`, but for :class:`PlanningInterrupted` and :class:`PackingInterrupted`. Beside its message an error says where it happened, as far as that is known.
+All of it derives from :class:`RoamError`, but for :class:`PlanningInterrupted` and
+:class:`PackingInterrupted`. Beside its message an error says where it happened, as far as that is
+known.
 """
 
 from __future__ import annotations
@@ -28,8 +30,8 @@ class RoamError(Exception):
     """Something that roam could not do, or refused to do.
 
     Attributes:
-        code: the kind of fault for programs, in snake case and stable between versions, for example ``"cycle"``;
-            empty where there is none.
+        code: the kind of fault for programs, in snake case and stable between versions, for example
+            ``"cycle"``; empty where there is none.
         operator: name of the operator at fault, or None.
         position: that operator's place in program order, or None.
         source: ``"file:line"`` of the user's code that the operator comes from, or None.
@@ -69,7 +71,8 @@ class CaptureError(RoamError):
 
     Attributes:
         path: where the step reaches the value at fault, such as ``"self.history[0]"``, or None.
-        settles: whether the step may well be captured when it has run once, as one that sets something up at its first call.
+        settles: whether the step may well be captured when it has run once, as one that sets
+            something up at its first call.
     """
 
     path: str | None = None
@@ -117,4 +120,6 @@ class ExecutionError(RoamError):
 
 
 class SolverUnavailable(RoamError):
-    """The exact tier needs a solver that is missing, does not work here or has failed."""
+    """Integer programs were required, and their solver is missing, does not work here or has
+    failed.
+    """

@@ -1,4 +1,4 @@
-"""Pauses Python's search for garbage in cycles."""
+"""Pauses Python's cyclic garbage collector."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ctrl-C at moments when it does no harm, and never in vain."""
+"""Delays Ctrl-C to a moment at which it does no harm, and never loses it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ class _Wait:
 
 
 def _is_dispatching(frame: FrameType | None) -> bool:
-    """Whether PyTorch calls from C++, where an exception may end the process instead of going through."""
+    """Whether PyTorch calls from C++, where an exception may end the process instead of going
+    through.
+    """
     while frame is not None:
         if frame.f_code.co_name == "__torch_dispatch__":
             return True
@@ -63,8 +65,8 @@ def interrupts_wait() -> Iterator[None]:
 
 @contextmanager
 def interrupts_allowed() -> Iterator[None]:
-    """Ctrl-C takes effect at once, although the block is part of one in which it waits; during an operator that a dispatch mode
-    handles, at the next `deliver_interrupts`.
+    """Ctrl-C takes effect at once, although the block is part of one in which it waits; during an
+    operator that a dispatch mode handles, at the next `deliver_interrupts`.
     """
     if not _waits or threading.current_thread() is not threading.main_thread():
         yield
@@ -86,8 +88,8 @@ def deliver_interrupts() -> None:
 
 @contextmanager
 def interrupts_count() -> Iterator[None]:
-    """Ctrl-C ends the block even where library code, busy importing, swallows the exception that it raises: then at the block's end, or
-    where what is half imported makes it fail.
+    """Ctrl-C ends the block even where library code, busy importing, swallows the exception that it
+    raises: then at the block's end, or where what is half imported makes it fail.
     """
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:

@@ -6,7 +6,7 @@
 >>> packing.pool_bytes, packing.status
 (12, 'optimal')
 
-Files are those of MiniMalloc (docs/formats.md).
+Files are those of MiniMalloc (docs/reference/formats.md).
 """
 
 from roam._core import Buffers, Packing, pack

@@ -1,4 +1,6 @@
-"""Accountings: rules by which a graph is counted where they are not those of a real step. A graph names its own (`Graph.accounting`)."""
+"""Accountings: rules by which a graph is counted where they are not those of a real step. A graph
+names its own (`Graph.accounting`).
+"""
 
 from __future__ import annotations
 
@@ -11,27 +13,34 @@ import roam
 PAPER = "paper"
 
 
-def paper(graph: roam.Graph, *, state_at_updates: bool = True, copies_may_wait: bool = True) -> roam.Graph:
+def paper(
+    graph: roam.Graph, *, state_at_updates: bool = True, copies_may_wait: bool = True
+) -> roam.Graph:
     """The same step as Shu et al. (arXiv 2310.19295) count it.
 
-    Of a captured *first* step: parameters are a constant; optimizer state is made by the step and dies in it; inputs are made by an operator
-    at its beginning, and they and the loss die at their last use; buffers, workspace, reuse and alignment do not count. Operators that neither make
-    nor change a tensor (views, arithmetic with Python numbers) are left out, and what had to wait for one waits for what came before it. A copy that autograd takes of what an
-    in-place ``hardtanh_`` (ReLU6) is about to overwrite may also be taken afterwards, since the derivative can be told from the result: this
-    is the only way in which the published MobileNetV2 figures are possible.
+    Of a captured *first* step: parameters are a constant; optimizer state is made by the step and
+    dies in it; inputs are made by an operator at its beginning, and they and the loss die at their
+    last use; buffers, workspace, reuse and alignment do not count. Operators that neither make nor
+    change a tensor (views, arithmetic with Python numbers) are left out, and what had to wait for
+    one waits for what came before it. A copy that autograd takes of what an in-place ``hardtanh_``
+    (ReLU6) is about to overwrite may also be taken afterwards, since the derivative can be told
+    from the result: this is the only way in which the published MobileNetV2 figures are possible.
 
     Args:
         graph: a captured first step.
-        state_at_updates: whether program order makes a parameter's optimizer state right before its update; else where the
-            optimizer makes it, all before the first update.
-        copies_may_wait: whether that holds for copies before an in-place ReLU6; else they are taken where autograd takes them.
+        state_at_updates: whether program order makes a parameter's optimizer state right before its
+            update; else where the optimizer makes it, all before the first update.
+        copies_may_wait: whether that holds for copies before an in-place ReLU6; else they are taken
+            where autograd takes them.
     """
     builder = roam.GraphBuilder(graph.name, graph.device, 1)
     builder.accounting(PAPER)
     inputs = []
     for tensor in graph.tensors:
         is_input = tensor.kind == "input" and graph.creator(tensor.id) is None
-        is_constant = tensor.kind == "parameter" or not (is_input or graph.creator(tensor.id) is not None)
+        is_constant = tensor.kind == "parameter" or not (
+            is_input or graph.creator(tensor.id) is not None
+        )
         counted = not (tensor.kind == "buffer" or (is_input and not graph.users(tensor.id)))
         builder.tensor(
             tensor.name,
@@ -70,7 +79,9 @@ def in_order(graph: roam.Graph, order: Sequence[int], *, fixed: bool = False) ->
 def _add_operators(
     builder: roam.GraphBuilder, graph: roam.Graph, order: Sequence[int], first_position: int = 0
 ) -> None:
-    """These operators in this program order, without what the paper does not count: workspace and reuse."""
+    """These operators in this program order, without what the paper does not count: workspace and
+    reuse.
+    """
     position_of = {operator: position for position, operator in enumerate(order, first_position)}
     number_of = {}
     for old in sorted(order):
@@ -92,13 +103,17 @@ def _add_operators(
 
 
 def _does_something(graph: roam.Graph, operator: int) -> bool:
-    """Whether it makes or changes a tensor, or keeps its place for another reason (random numbers)."""
+    """Whether it makes or changes a tensor, or keeps its place for another reason (random
+    numbers).
+    """
     found = graph.operator(operator)
     return bool(found.creates or found.mutates or found.sequence)
 
 
 def _control(graph: roam.Graph, kept: Container[int]) -> Iterator[tuple[int, int]]:
-    """The edges of control among the operators that are kept. An operator that is left out passes its constraints on."""
+    """The edges of control among the operators that are kept. An operator that is left out passes
+    its constraints on.
+    """
     for before, after in graph.control:
         if before in kept and after in kept:
             yield before, after
@@ -107,9 +122,14 @@ def _control(graph: roam.Graph, kept: Container[int]) -> Iterator[tuple[int, int
         left_out = [before for before in graph.predecessors(operator) if before not in kept]
         passed_on = set().union(*(stands_for[before] for before in left_out))
         if operator in kept:
-            yield from ((before, operator) for before in sorted(passed_on.difference(graph.predecessors(operator))))
+            yield from (
+                (before, operator)
+                for before in sorted(passed_on.difference(graph.predecessors(operator)))
+            )
         else:
-            stands_for[operator] = passed_on.union(set(graph.predecessors(operator)).difference(left_out))
+            stands_for[operator] = passed_on.union(
+                set(graph.predecessors(operator)).difference(left_out)
+            )
 
 
 def _program_order(graph: roam.Graph, state_at_updates: bool, copies_may_wait: bool) -> list[int]:
@@ -132,20 +152,33 @@ def _with_late_state(graph: roam.Graph, order: list[int]) -> list[int]:
     moved = set()
     for tensor in graph.tensors:
         creator, users = graph.creator(tensor.id), graph.users(tensor.id)
-        if tensor.kind == "optimizer_state" and creator is not None and users and _is_free_to_move(graph, creator):
+        if (
+            tensor.kind == "optimizer_state"
+            and creator is not None
+            and users
+            and _is_free_to_move(graph, creator)
+        ):
             before[users[0]].append(creator)
             moved.add(creator)
-    return [one for operator in order if operator not in moved for one in (*before[operator], operator)]
+    return [
+        one for operator in order if operator not in moved for one in (*before[operator], operator)
+    ]
 
 
 def _is_free_to_move(graph: roam.Graph, operator: int) -> bool:
-    """Whether it reads nothing, or only the shape of a parameter (``zeros_like``), and changes nothing."""
+    """Whether it reads nothing, or only the shape of a parameter (``zeros_like``), and changes
+    nothing.
+    """
     reads = graph.operator(operator).reads
-    return not graph.operator(operator).mutates and all(graph.tensor(tensor).kind == "parameter" for tensor in reads)
+    return not graph.operator(operator).mutates and all(
+        graph.tensor(tensor).kind == "parameter" for tensor in reads
+    )
 
 
 def _copy_and_write(graph: roam.Graph, tensor: int) -> tuple[int | None, int | None]:
-    """The operator that copies a tensor and the ``hardtanh_`` that then overwrites it, where there are such."""
+    """The operator that copies a tensor and the ``hardtanh_`` that then overwrites it, where there
+    are such.
+    """
     users = graph.users(tensor)
     names = [graph.operator(user).name for user in users]
     write = next((at for at, name in enumerate(names) if name.startswith("aten.hardtanh_.")), 0)

@@ -1,4 +1,6 @@
-"""Architectures of well-known libraries in sizes that train in seconds, from configurations; nothing is downloaded."""
+"""Architectures of well-known libraries in sizes that train in seconds, from configurations;
+nothing is downloaded.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +12,8 @@ from functools import partial
 from typing import Any
 
 import torch
+
+from roam.torch_compat.private import pytree
 
 functional = torch.nn.functional
 Sample = tuple[torch.nn.Module, dict[str, Any]]
@@ -36,12 +40,18 @@ def architectures() -> Iterator[Architecture]:
 
 
 def loss_of(output: Any) -> torch.Tensor:
-    """What to train on: the model's own loss where it has one, else the mean square of all it returns that has a gradient."""
+    """What to train on: the model's own loss where it has one, else the mean square of all it
+    returns that has a gradient.
+    """
     loss = getattr(output, "loss", None)
     if isinstance(loss, torch.Tensor):
         return loss.sum()
-    leaves = [leaf for leaf in torch.utils._pytree.tree_leaves(_plain(output)) if isinstance(leaf, torch.Tensor)]
-    terms = [leaf.float().square().mean() for leaf in leaves if leaf.requires_grad and leaf.is_floating_point()]
+    leaves = [leaf for leaf in pytree.tree_leaves(_plain(output)) if isinstance(leaf, torch.Tensor)]
+    terms = [
+        leaf.float().square().mean()
+        for leaf in leaves
+        if leaf.requires_grad and leaf.is_floating_point()
+    ]
     return torch.stack(terms).sum()
 
 
@@ -58,7 +68,10 @@ def _images(size: int, *shape: int) -> torch.Tensor:
 _IMAGE_SIZES = {"inception_v3": 96, "alexnet": 80, "squeezenet1_1": 80, "vit_b_16": 32}
 _OPTIONS: dict[str, dict[str, Any]] = {
     "googlenet": {"init_weights": False},
-    "inception_v3": {"init_weights": False, "aux_logits": False},  # its other head needs images of 299
+    "inception_v3": {
+        "init_weights": False,
+        "aux_logits": False,
+    },  # its other head needs images of 299
 }
 _CLASSIFIERS = [
     "alexnet",
@@ -128,7 +141,9 @@ def _torchvision() -> dict[str, Callable[[], Sample]]:
     def video(name: str) -> Sample:
         return getattr(models.video, name)(num_classes=5), {"x": _images(32, 8)}
 
-    found: dict[str, Callable[[], Sample]] = {name: partial(classifier, name) for name in _CLASSIFIERS}
+    found: dict[str, Callable[[], Sample]] = {
+        name: partial(classifier, name) for name in _CLASSIFIERS
+    }
     found |= {"vit": vit, "maxvit": maxvit}
     for name in ("fcn_resnet50", "deeplabv3_mobilenet_v3_large", "lraspp_mobilenet_v3_large"):
         found[name] = partial(segmentation, name)
@@ -214,7 +229,11 @@ _SEQ2SEQ: dict[str, dict[str, Any]] = {
     "BlenderbotSmall": {},
     "Blenderbot": {},
     "PLBart": {},
-    "LED": {"attention_window": 8, "max_encoder_position_embeddings": 64, "max_decoder_position_embeddings": 64},
+    "LED": {
+        "attention_window": 8,
+        "max_encoder_position_embeddings": 64,
+        "max_decoder_position_embeddings": 64,
+    },
     "UMT5": {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4},
 }
 _ENCODER_DECODER = {
@@ -227,8 +246,19 @@ _PICTURES: dict[str, dict[str, Any]] = {
     "DeiT": {},
     "Dinov2": {},
     "Beit": {},
-    "Swin": {"embed_dim": 16, "depths": [1, 1], "num_heads": [2, 2], "window_size": 4, "patch_size": 4},
-    "ConvNext": {"hidden_sizes": [8, 16, 16, 16], "depths": [1, 1, 1, 1], "num_stages": 4, "patch_size": 4},
+    "Swin": {
+        "embed_dim": 16,
+        "depths": [1, 1],
+        "num_heads": [2, 2],
+        "window_size": 4,
+        "patch_size": 4,
+    },
+    "ConvNext": {
+        "hidden_sizes": [8, 16, 16, 16],
+        "depths": [1, 1, 1, 1],
+        "num_stages": 4,
+        "patch_size": 4,
+    },
     "ResNet": {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1]},
     "MobileViT": {
         "hidden_sizes": [16, 24, 32],
@@ -237,8 +267,18 @@ _PICTURES: dict[str, dict[str, Any]] = {
     },
     "ViTMSN": {},
     "Data2VecVision": {},
-    "ConvNextV2": {"hidden_sizes": [8, 16, 16, 16], "depths": [1, 1, 1, 1], "num_stages": 4, "patch_size": 4},
-    "RegNet": {"embedding_size": 8, "hidden_sizes": [8, 16, 16, 16], "depths": [1, 1, 1, 1], "groups_width": 8},
+    "ConvNextV2": {
+        "hidden_sizes": [8, 16, 16, 16],
+        "depths": [1, 1, 1, 1],
+        "num_stages": 4,
+        "patch_size": 4,
+    },
+    "RegNet": {
+        "embedding_size": 8,
+        "hidden_sizes": [8, 16, 16, 16],
+        "depths": [1, 1, 1, 1],
+        "groups_width": 8,
+    },
     "PoolFormer": {"hidden_sizes": [8, 16, 16, 16], "depths": [1, 1, 1, 1]},
 }
 
@@ -258,7 +298,11 @@ def _transformers() -> dict[str, Callable[[], Sample]]:
 
     def pictures(name: str, config: dict[str, Any]) -> Sample:
         sizes = {"image_size": 32, "patch_size": 8, "num_labels": 7}
-        small = {key: _SMALL[key] for key in _TRANSFORMER} if "depths" not in config and name != "MobileViT" else {}
+        small = (
+            {key: _SMALL[key] for key in _TRANSFORMER}
+            if "depths" not in config and name != "MobileViT"
+            else {}
+        )
         model = model_of(name, "ForImageClassification", {**small, **sizes, **config})
         return model, {"pixel_values": _images(32), "labels": torch.tensor([1, 4])}
 
@@ -267,7 +311,11 @@ def _transformers() -> dict[str, Callable[[], Sample]]:
         model = transformers.CLIPModel(
             transformers.CLIPConfig(text_config=_SMALL, vision_config=vision, projection_dim=16)
         )
-        return model, {"input_ids": torch.randint(3, 99, (2, 16)), "pixel_values": _images(32), "return_loss": True}
+        return model, {
+            "input_ids": torch.randint(3, 99, (2, 16)),
+            "pixel_values": _images(32),
+            "return_loss": True,
+        }
 
     def whisper() -> Sample:
         config = {
@@ -278,7 +326,10 @@ def _transformers() -> dict[str, Callable[[], Sample]]:
             "max_target_positions": 16,
         }
         model = model_of("Whisper", "ForConditionalGeneration", config)
-        return model, {"input_features": torch.randn(2, 8, 32), "labels": torch.randint(3, 99, (2, 8))}
+        return model, {
+            "input_features": torch.randn(2, 8, 32),
+            "labels": torch.randint(3, 99, (2, 8)),
+        }
 
     def wav2vec2() -> Sample:
         convolutions = {
@@ -287,7 +338,12 @@ def _transformers() -> dict[str, Callable[[], Sample]]:
             "conv_kernel": (10, 8),
             "num_feat_extract_layers": 2,
         }
-        config = {**_SMALL, **convolutions, "num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2}
+        config = {
+            **_SMALL,
+            **convolutions,
+            "num_conv_pos_embeddings": 4,
+            "num_conv_pos_embedding_groups": 2,
+        }
         model = model_of("Wav2Vec2", "ForSequenceClassification", {**config, "mask_time_prob": 0.0})
         return model, {"input_values": torch.randn(2, 800), "labels": torch.tensor([0, 1])}
 
@@ -412,4 +468,9 @@ def _diffusers() -> dict[str, Callable[[], Sample]]:
         inputs = {"timestep": torch.tensor([3, 7]), "class_labels": torch.tensor([1, 2])}
         return model, {"hidden_states": torch.randn(2, 4, 8, 8), **inputs}
 
-    return {"UNet2D": unet, "UNet2DCondition": conditional, "AutoencoderKL": autoencoder, "DiT": dit}
+    return {
+        "UNet2D": unet,
+        "UNet2DCondition": conditional,
+        "AutoencoderKL": autoencoder,
+        "DiT": dit,
+    }

@@ -1,4 +1,6 @@
-"""The command ``roam bench``: which benchmarks there are and what each takes. Imports a benchmark only to run it."""
+"""The command ``roam bench``: which benchmarks there are and what each takes. Imports a benchmark
+only to run it.
+"""
 
 from __future__ import annotations
 
@@ -27,49 +29,87 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
 
     def command(name: str, summary: str, *needs: str) -> argparse.ArgumentParser:
-        made = commands.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
+        made = commands.add_parser(
+            name, help=summary, description=summary[0].upper() + summary[1:] + "."
+        )
         made.set_defaults(run=_run, module=f"roam.bench.{name.replace('-', '_')}", needs=needs)
-        made.add_argument("--json", action="store_true", help="print one JSON object, the contents of the JSON file")
+        made.add_argument(
+            "--json",
+            action="store_true",
+            help="print one JSON object, the contents of the JSON file",
+        )
         made.add_argument(
             "--output",
             type=Path,
             default=Path(_OUTPUT),
             metavar="DIR",
-            help=f"folder of result files, where a run that was stopped goes on (default {_OUTPUT})",
+            help="folder for the results; a benchmark that was stopped continues from those it "
+            f"finds there (default {_OUTPUT})",
         )
-        made.add_argument("--fresh", action="store_true", help="forget what a run that was stopped has done")
+        made.add_argument(
+            "--fresh",
+            action="store_true",
+            help="start again instead of continuing a benchmark that was stopped",
+        )
         return made
 
-    zoo = command("zoo", "train small versions of known architectures by a plan and eagerly, and compare bits", "torch")
+    zoo = command(
+        "zoo",
+        "train small versions of known architectures by a plan and eagerly, and compare bits",
+        "torch",
+    )
     _only(zoo, "architecture")
     zoo.add_argument(
         "--library",
         action="append",
         default=[],
         choices=_LIBRARIES,
-        help="only its architectures; may be given several times (default all that are installed)",
+        help="only this library's architectures; may be given several times (default all that are "
+        "installed)",
     )
 
-    scripts = command("scripts", "run training scripts by a plan and eagerly, and compare all that they leave", "torch")
+    scripts = command(
+        "scripts",
+        "run training scripts by a plan and eagerly, and compare everything that they change",
+        "torch",
+    )
     _only(scripts, "script")
     scripts.add_argument(
-        "--family", action="append", default=[], metavar="NAME", help="only this family; may be given several times"
+        "--family",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="only this family; may be given several times",
     )
     scripts.add_argument(
-        "--time-limit", type=seconds, default=600.0, metavar="S", help="seconds for each script (default %(default)s)"
+        "--time-limit",
+        type=seconds,
+        default=600.0,
+        metavar="S",
+        help="seconds for each script (default %(default)s)",
     )
 
-    paper = command("paper", "put our plans and every baseline beside the figures that Shu et al. published", *_MODELS)
+    paper = command(
+        "paper",
+        "compare roam's plans and every baseline with the figures that Shu et al. published",
+        *_MODELS,
+    )
     _only(paper, "model")
     paper.add_argument(
         "--whole-program",
         type=seconds,
         default=60.0,
         metavar="S",
-        help="seconds for each whole-graph integer program on the rows small enough; 0 leaves them out (default 60)",
+        help="time limit in seconds for each integer program of a whole graph, on the rows that "
+        "are small enough; 0 leaves them out (default 60)",
     )
 
-    suite = command("suite", "plan the zoo's steps as they are, and tell what that saves of PyTorch's memory", *_MODELS)
+    suite = command(
+        "suite",
+        "plan the steps of the models that 'roam zoo' lists, and compare their memory with "
+        "PyTorch's",
+        *_MODELS,
+    )
     _only(suite, "model")
     suite.add_argument(
         "--batch",
@@ -81,11 +121,18 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
     )
     suite.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="(default cpu)")
 
-    suite.add_argument("--step", choices=("first", "steady"), default="steady", help="(default steady)")
-    suite.add_argument("--graphs", type=Path, metavar="DIR", help="write every captured graph to this folder")
+    suite.add_argument(
+        "--step", choices=("first", "steady"), default="steady", help="(default steady)"
+    )
+    suite.add_argument(
+        "--graphs", type=Path, metavar="DIR", help="write every captured graph to this folder"
+    )
 
     families = command(
-        "families", "plan models of timm and transformers taken by a rule, and tell how near to the least", "torch"
+        "families",
+        "plan models of timm and transformers that a rule chooses, and compare them with the "
+        "lower bound",
+        "torch",
     )
     _only(families, "model")
     families.add_argument(
@@ -93,14 +140,20 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         choices=("timm", "transformers"),
-        help="only its models; may be given several times (default all that are installed)",
+        help="only this library's models; may be given several times (default all that are "
+        "installed)",
     )
 
-    first_call = command("first-call", "measure where the time of a compiled step's first call goes", *_MODELS)
+    first_call = command(
+        "first-call", "measure what takes the time in the first call of a compiled step", *_MODELS
+    )
     _only(first_call, "step")
 
     shapes = command(
-        "shapes", "run GPT-2 on sequence lengths in random order, by plan and eagerly", "torch", "transformers"
+        "shapes",
+        "train GPT-2 on sequence lengths in random order, by plan and eagerly",
+        "torch",
+        "transformers",
     )
     shapes.add_argument(
         "--layers",
@@ -108,33 +161,55 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="N",
-        help="only a model of so many layers; may be given several times (default 2, 8 and 12)",
+        help="only a model with N layers; may be given several times (default 2, 8 and 12)",
     )
     shapes.add_argument(
-        "--lengths", type=positive_integer, default=24, metavar="N", help="how many lengths (default %(default)s)"
+        "--lengths",
+        type=positive_integer,
+        default=24,
+        metavar="N",
+        help="how many sequence lengths (default %(default)s)",
     )
     shapes.add_argument(
-        "--steps", type=positive_integer, default=200, metavar="N", help="how many steps (default %(default)s)"
+        "--steps",
+        type=positive_integer,
+        default=200,
+        metavar="N",
+        help="how many steps (default %(default)s)",
     )
 
-    layout = command("layout", "pack layout files in MiniMalloc's format, and compare pools with their bounds")
-    layout.add_argument("files", nargs="+", type=Path, metavar="FILE", help="a CSV file in MiniMalloc's format")
+    layout = command(
+        "layout", "pack layout files in MiniMalloc's format, and compare pools with their bounds"
+    )
+    layout.add_argument(
+        "files", nargs="+", type=Path, metavar="FILE", help="a CSV file in MiniMalloc's format"
+    )
     _work(layout, 20_000_000_000, "file")
     layout.add_argument(
-        "--time-limit", type=seconds, metavar="S", help="stop each search after S seconds with its best packing so far"
+        "--time-limit",
+        type=seconds,
+        metavar="S",
+        help="stop each search after S seconds with its best packing so far",
     )
     layout.add_argument(
-        "--target", type=positive_integer, metavar="BYTES", help="stop each search once its pool is no larger than that"
+        "--target",
+        type=positive_integer,
+        metavar="BYTES",
+        help="stop each search once its pool is no larger than that",
     )
-    layout.add_argument("--packed", type=Path, metavar="DIR", help="write each packing to a CSV file in this folder")
+    layout.add_argument(
+        "--packed", type=Path, metavar="DIR", help="write each packing to a CSV file in this folder"
+    )
 
-    scale = command("scale", "plan made-up steps and layouts of growing size, and measure time and memory")
+    scale = command(
+        "scale", "plan generated steps and layouts of growing size, and measure time and memory"
+    )
     scale.add_argument(
         "--largest",
         type=positive_integer,
         default=1_000_000,
         metavar="N",
-        help="most operators, most buffers (default %(default)s)",
+        help="the largest number of operators or buffers (default %(default)s)",
     )
     scale.add_argument("--what", choices=("steps", "layouts"), help="only these (default both)")
     _only(scale, "family of steps or style of layouts")
@@ -147,13 +222,17 @@ def _work(parser: argparse.ArgumentParser, default: int, what: str) -> None:
         type=positive_integer,
         default=default,
         metavar="N",
-        help=f"comparisons per {what} (default %(default)s)",
+        help=f"limit the search to N comparisons for each {what} (default %(default)s)",
     )
 
 
 def _only(parser: argparse.ArgumentParser, what: str) -> None:
     parser.add_argument(
-        "--only", action="append", default=[], metavar="NAME", help=f"only this {what}; may be given several times"
+        "--only",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help=f"only this {what}; may be given several times",
     )
 
 

@@ -1,4 +1,6 @@
-"""How near to the least plans are on models that the planner was not made with: `roam bench families`."""
+"""How near plans are to their bounds, on models that the planner was not developed with: `roam
+bench families`.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +25,11 @@ from roam.bench.zoo import train_step
 from roam.errors import RoamError
 from roam.report.table import format_bytes
 
-LIBRARIES = ("timm", "transformers")
 _BATCH = 2
 """Samples: some heads normalize over the batch, which one sample does not allow."""
 _TOKENS = 128
 _EVERY = 6
-"""Of transformers' some hundreds of architectures one in so many is taken, by the order of their names."""
+"""Of transformers' some hundreds of architectures, every `_EVERY`-th by name is taken."""
 _SMALL_GAP = 0.01
 _OUTCOMES = ("planned", "refused", "failed")
 
@@ -50,8 +51,9 @@ def benchmark(arguments: argparse.Namespace) -> Benchmark:
 def families() -> Iterator[tuple[str, str, Callable[[], Sample]]]:
     """Library, name and maker of each model: by a rule, so that nobody has chosen them.
 
-    Of timm the first model, by name, of every module; of transformers every sixth architecture, by name, that trains
-    with a language model's or an image classifier's loss, with its configuration's defaults.
+    Of timm the first model, by name, of every module; of transformers every sixth architecture, by
+    name, that trains with a language model's or an image classifier's loss, with its
+    configuration's defaults.
     """
     for library, made in (("timm", _timm), ("transformers", _transformers)):
         if importlib.util.find_spec(library) is not None:
@@ -96,14 +98,20 @@ def _transformers() -> Iterator[tuple[str, Callable[[], Sample]]]:
         (known.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "AutoModelForCausalLM", False),
         (known.MODEL_FOR_MASKED_LM_MAPPING_NAMES, "AutoModelForMaskedLM", False),
         (known.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, "AutoModelForSeq2SeqLM", False),
-        (known.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES, "AutoModelForImageClassification", True),
+        (
+            known.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
+            "AutoModelForImageClassification",
+            True,
+        ),
     ):
         for kind in sorted(mapping)[::_EVERY]:
             yield f"{kind}/{head.removeprefix('AutoModelFor')}", partial(make, kind, head, pictures)
 
 
 @functools.lru_cache(maxsize=1)
-def _made(make: Callable[[], Sample]) -> tuple[torch.nn.Module, torch.optim.Optimizer, dict[str, Any]]:
+def _made(
+    make: Callable[[], Sample],
+) -> tuple[torch.nn.Module, torch.optim.Optimizer, dict[str, Any]]:
     with roam.fake():
         model, inputs = make()
         model.train()
@@ -114,9 +122,10 @@ def measure(make: Callable[[], Sample], step: Literal["first", "steady"]) -> Row
     """Plan one step of one model on fake tensors; nothing of its size is allocated.
 
     Returns:
-        ``outcome``: ``planned``, ``refused``, or ``failed``, where the library does not build or train the model
-        without weights, with the ``reason``; of a plan ``operators``, ``total_bytes``, ``bound_bytes``, ``gap``,
-        ``fragmentation``, ``program_order_bytes``, ``capture_s`` and ``plan_s``, else ``None``.
+        ``outcome``: ``planned``, ``refused``, or ``failed``, where the library does not build or
+            train the model without weights, with the ``reason``; of a plan ``operators``,
+            ``total_bytes``, ``bound_bytes``, ``gap``, ``fragmentation``, ``program_order_bytes``,
+            ``capture_s`` and ``plan_s``, else ``None``.
     """
     row: Row = dict.fromkeys(
         (
@@ -161,8 +170,14 @@ def _of_a_plan(text: Callable[[Row], str]) -> Callable[[Row], str]:
 
 
 def _saved(row: Row) -> str:
-    """Only of later steps: a first step makes the state that the later ones find, whatever its order."""
-    return f"{1 - row['total_bytes'] / row['program_order_bytes']:.1%}" if row["step"] == "steady" else ""
+    """Only of later steps: a first step makes the state that the later ones find, whatever its
+    order.
+    """
+    return (
+        f"{1 - row['total_bytes'] / row['program_order_bytes']:.1%}"
+        if row["step"] == "steady"
+        else ""
+    )
 
 
 _COLUMNS = (
@@ -203,7 +218,10 @@ def steps_table(record: Record) -> Table:
         Column("step", lambda row: row["step"], right=False),
         Column("plans", lambda row: str(len(row["gaps"]))),
         Column("gap 0", lambda row: str(sum(gap == 0 for gap in row["gaps"]))),
-        Column(f"within {_SMALL_GAP:.0%}", lambda row: str(sum(gap <= _SMALL_GAP for gap in row["gaps"]))),
+        Column(
+            f"within {_SMALL_GAP:.0%}",
+            lambda row: str(sum(gap <= _SMALL_GAP for gap in row["gaps"])),
+        ),
         Column("median", lambda row: f"{row['gaps'][len(row['gaps']) // 2]:.2%}"),
         Column("largest", lambda row: f"{row['gaps'][-1]:.2%}"),
     )
@@ -211,7 +229,11 @@ def steps_table(record: Record) -> Table:
 
 
 def gaps_table(record: Record) -> Table:
-    """The plans that are not proved to be within a hundredth of the least, the largest gap first."""
-    seen = [row for row in record["rows"] if row["outcome"] == "planned" and row["gap"] > _SMALL_GAP]
+    """The plans that are not proved to be within a hundredth of the least, the largest gap
+    first.
+    """
+    seen = [
+        row for row in record["rows"] if row["outcome"] == "planned" and row["gap"] > _SMALL_GAP
+    ]
     columns = [column for column in _COLUMNS if column.title not in ("outcome", "reason")]
     return Table(f"Gaps above {_SMALL_GAP:.0%}", columns, sorted(seen, key=lambda row: -row["gap"]))

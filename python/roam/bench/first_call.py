@@ -1,4 +1,6 @@
-"""How long the first call of a compiled step takes, by stages, each step in a process of its own: `roam bench first-call`."""
+"""How long the first call of a compiled step takes, by stages, each step in a process of its own:
+`roam bench first-call`.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def benchmark(arguments: argparse.Namespace) -> Benchmark:
 
 
 def _measure(name: str) -> Row:
-    done = subprocess.run([sys.executable, "-m", __name__, name], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", __name__, name], capture_output=True, text=True, check=False
+    )
     if done.returncode:
         raise BenchError(f"first-call {name}: {done.stderr.strip().splitlines()[-1]}")
     return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
@@ -65,7 +69,9 @@ def _ppo() -> tuple[Callable[..., Any], tuple[Any, ...]]:
     from torch import nn
 
     def net(width: int) -> nn.Module:
-        return nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, width))
+        return nn.Sequential(
+            nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, width)
+        )
 
     policy, value = net(4), net(1)
     parameters = [*policy.parameters(), *value.parameters()]
@@ -83,7 +89,13 @@ def _ppo() -> tuple[Callable[..., Any], tuple[Any, ...]]:
         optimizer.step()
         return loss.detach()
 
-    batch = torch.randn(64, 8), torch.randint(4, (64,)), torch.randn(64), torch.randn(64), torch.randn(64)
+    batch = (
+        torch.randn(64, 8),
+        torch.randint(4, (64,)),
+        torch.randn(64),
+        torch.randn(64),
+        torch.randn(64),
+    )
     return update, batch
 
 
@@ -129,7 +141,11 @@ def main() -> None:
     assert timings is not None, "the step has been called"
     for name in _STAGES:
         stage = getattr(timings, name)
-        row |= {f"{name}_cpu_s": stage.cpu_s, f"{name}_wall_s": stage.wall_s, f"{name}_count": stage.count}
+        row |= {
+            f"{name}_cpu_s": stage.cpu_s,
+            f"{name}_wall_s": stage.wall_s,
+            f"{name}_count": stage.count,
+        }
     for _ in range(2):
         step(*call)
     start = time.process_time()

@@ -47,7 +47,11 @@ def benchmark(arguments: argparse.Namespace) -> Benchmark:
         "instances": {name: buffers.digest for name, buffers in instances.items()},
         "packed": None if arguments.packed is None else str(arguments.packed),
     }
-    limits = {"work": arguments.work, "time_limit_s": arguments.time_limit, "target_bytes": arguments.target}
+    limits = {
+        "work": arguments.work,
+        "time_limit_s": arguments.time_limit,
+        "target_bytes": arguments.target,
+    }
     tasks = [
         Task({"instance": name}, partial(_row, name, buffers, limits, arguments.packed))
         for name, buffers in instances.items()

@@ -1,4 +1,5 @@
-"""What a sweep came to: the share of its steps that were equal to eager PyTorch, refused, different or broken.
+"""The outcome of a sweep: the shares of its steps that were equal to eager PyTorch, refused,
+different or broken.
 
 Rows of such a sweep have an ``outcome``.
 """
@@ -15,7 +16,9 @@ EXIT_DIFFERENT = 5
 """Exit code where some step left other bits than eager PyTorch."""
 
 
-def outcomes_table(record: Record, title: str, group: str, items: str, outcomes: Sequence[str]) -> Table:
+def outcomes_table(
+    record: Record, title: str, group: str, items: str, outcomes: Sequence[str]
+) -> Table:
     """Count the rows of each group by outcome.
 
     Args:

@@ -1,4 +1,6 @@
-"""The published table of Shu et al. (arXiv 2310.19295), every figure next to ours: `roam bench paper`."""
+"""The published table of Shu et al. (arXiv 2310.19295), every figure next to ours: `roam bench
+paper`.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ if TYPE_CHECKING:
 MIB = 2**20
 _PUBLISHED = Path(__file__).with_name("published.csv")
 _STATE_FIRST = ("gpt2-xl",)
-"""Where the published program order makes all optimizer state before the first update, as eager PyTorch does."""
+"""Where the published program order makes all optimizer state before the first update, as eager
+PyTorch does."""
 
 OURS = "roam"
 OURS_STREAMS = "roam, two streams"
@@ -43,19 +46,28 @@ _LAYOUTS = (
 _INDUCTOR = ("program", "inductor_lpmf", "inductor_bfs", "inductor_dfs")
 """Inductor estimates the peaks of these and takes the lowest."""
 _WHOLE_PROGRAMS = ("alexnet", "vgg11")
-"""Models of which the whole-graph integer programs can be stated at all; others have too many columns."""
+"""Models of which the whole-graph integer programs can be stated at all; others have too many
+columns."""
 
 Figures = dict[str, Any]
 Method = tuple[str, Callable[[roam.Graph], Figures]]
 
 
 def published() -> list[Row]:
-    """The published rows: bytes in MiB, with parameters; seconds on their machine. ``None`` where there is no figure."""
+    """The published rows: bytes in MiB, with parameters; seconds on their machine. ``None`` where
+    there is no figure.
+    """
     with _PUBLISHED.open(newline="", encoding="utf-8") as file:
         rows = [dict(row) for row in csv.DictReader(file)]
     return [
         {
-            name: value if name == "model" else int(value) if name == "batch" else float(value) if value else None
+            name: value
+            if name == "model"
+            else int(value)
+            if name == "batch"
+            else float(value)
+            if value
+            else None
             for name, value in row.items()
         }
         for row in rows
@@ -68,7 +80,10 @@ def benchmark(arguments: argparse.Namespace) -> Benchmark:
     chosen = [row for row in published() if not arguments.only or row["model"] in arguments.only]
     seconds = arguments.whole_program
     tasks = [
-        Task({"model": row["model"], "batch": row["batch"], "method": name}, partial(_measure, row, run))
+        Task(
+            {"model": row["model"], "batch": row["batch"], "method": name},
+            partial(_measure, row, run),
+        )
         for row in chosen
         for name, run in methods(row["model"], seconds)
     ]
@@ -80,7 +95,8 @@ def methods(model: str, whole_program_s: float = 0.0) -> Iterator[Method]:
     """What a row is planned by, by name."""
     yield OURS, _plan
     yield "our order, caching_allocator", _order_alone
-    # The least memory that is not slower than one stream: the published figures are the least, whatever the speed.
+    # The least memory that is not slower than one stream: the published figures are the least,
+    # whatever the speed.
     yield OURS_STREAMS, partial(_plan, streams=2, stream_model="time_step", speed=1.0)
     for order in _ORDERS:
         yield _named(order, "caching_allocator")
@@ -99,7 +115,10 @@ def methods(model: str, whole_program_s: float = 0.0) -> Iterator[Method]:
     yield "roam, no integer programs", partial(_plan, exact="off")
     if whole_program_s > 0 and model in _WHOLE_PROGRAMS:
         for solver in ("cbc", "highs"):
-            yield f"whole program, {solver}", partial(_whole_program, solver=solver, streams=1, seconds=whole_program_s)
+            yield (
+                f"whole program, {solver}",
+                partial(_whole_program, solver=solver, streams=1, seconds=whole_program_s),
+            )
         streams = partial(_whole_program, solver="highs", streams=None, seconds=whole_program_s)
         yield "whole program, highs, streams", streams
         yield "whole program, highs, streams, early updates", partial(streams, early_updates=True)
@@ -164,13 +183,17 @@ def _order_alone(graph: roam.Graph) -> Figures:
     """Our order with PyTorch's allocator: what early frees alone would give."""
     plan, plan_s = _planned(graph)
     start = time.perf_counter()
-    figures = _baseline(accounting.in_order(graph, plan.order.tolist()), "program", "caching_allocator")
+    figures = _baseline(
+        accounting.in_order(graph, plan.order.tolist()), "program", "caching_allocator"
+    )
     return {**figures, "seconds": plan_s + time.perf_counter() - start}
 
 
 def _layout_alone(graph: roam.Graph) -> Figures:
     """Program order with our layout."""
-    plan = roam.optimize(accounting.in_order(graph, graph.program_order.tolist(), fixed=True), reuse=False)
+    plan = roam.optimize(
+        accounting.in_order(graph, graph.program_order.tolist(), fixed=True), reuse=False
+    )
     return _figures(graph, plan.peak_bytes, plan.pool_bytes, plan.outside_bytes)
 
 
@@ -180,14 +203,23 @@ def _whole_program(
     from roam.bench.whole_program import whole_program
 
     found = whole_program(graph, solver, seconds, streams=streams, early_updates=early_updates)
-    spent: Figures = {"seconds": found.seconds, "status": found.status, "columns": found.ordering.columns}
+    spent: Figures = {
+        "seconds": found.seconds,
+        "status": found.status,
+        "columns": found.ordering.columns,
+    }
     if found.peak_bytes is None or found.pool_bytes is None or found.outside_bytes is None:
         return {"peak_bytes": None, "total_bytes": None, **spent}
     bound = graph.persistent_bytes + found.ordering.bound_bytes
-    return {**_figures(graph, found.peak_bytes, found.pool_bytes, found.outside_bytes), "bound_bytes": bound, **spent}
+    return {
+        **_figures(graph, found.peak_bytes, found.pool_bytes, found.outside_bytes),
+        "bound_bytes": bound,
+        **spent,
+    }
 
 
-# Tables -------------------------------------------------------------------------------------------------------------
+# Tables
+# -------------------------------------------------------------------------------------------------
 
 
 def _mib(size_bytes: float | None) -> str:
@@ -226,11 +258,15 @@ def by_row(record: Record) -> list[Row]:
 
 def _inductor(methods: Mapping[str, Row]) -> dict[str, Row]:
     """What Inductor comes to as a whole, with the seconds of all its orders."""
-    found = [methods[name] for order in _INDUCTOR if (name := f"{order}, caching_allocator") in methods]
+    found = [
+        methods[name] for order in _INDUCTOR if (name := f"{order}, caching_allocator") in methods
+    ]
     if len(found) < len(_INDUCTOR):
         return {}
     best = min(found, key=lambda row: row["peak_bytes"])
-    return {"inductor, caching_allocator": {**best, "seconds": sum(row["seconds"] for row in found)}}
+    return {
+        "inductor, caching_allocator": {**best, "seconds": sum(row["seconds"] for row in found)}
+    }
 
 
 def _of(method: str, name: str) -> Callable[[Row], Any]:
@@ -245,7 +281,10 @@ def _ours(method: str, name: str = "total_bytes") -> Callable[[Row], str]:
     return lambda row: _mib(_of(method, name)(row))
 
 
-_ROW = (Column("model", lambda row: row["model"], right=False), Column("batch", lambda row: str(row["batch"])))
+_ROW = (
+    Column("model", lambda row: row["model"], right=False),
+    Column("batch", lambda row: str(row["batch"])),
+)
 
 
 def published_table(record: Record) -> Table:
@@ -275,7 +314,9 @@ def lescea_table(record: Record) -> Table:
         Column("ours", _ours("lescea, skyline", "peak_bytes")),
         Column("LESCEA + LLFB, published", _theirs("lescea_llfb_mib")),
         Column("ours", _ours("lescea, skyline")),
-        Column("PyTorch's fragmentation, published", lambda row: _percent(row["pytorch_fragmentation"])),
+        Column(
+            "PyTorch's fragmentation, published", lambda row: _percent(row["pytorch_fragmentation"])
+        ),
         Column("simulated", lambda row: _percent(_of(SIMULATED, "fragmentation")(row))),
     )
     return Table("Baselines of the paper, MiB with parameters", columns, by_row(record))
@@ -295,13 +336,19 @@ def methods_table(record: Record) -> Table:
         Column("worst", extreme("worst"), right=False),
         Column("seconds in all", lambda row: f"{row['seconds']:.1f}"),
     )
-    return Table("Total bytes, parameters included, against the plan's", columns, _by_method(record))
+    return Table(
+        "Total bytes, parameters included, against the plan's", columns, _by_method(record)
+    )
 
 
 def extremes_table(record: Record) -> Table:
-    """Every method's best and worst row: how much of what it takes beyond the plan is its order's, and how much its layout's."""
+    """Every method's best and worst row: how much of what it takes beyond the plan is its order's,
+    and how much its layout's.
+    """
 
-    def beyond(name: str, method: Callable[[Row], str], of: Callable[[Row, str], int]) -> Callable[[Row], str]:
+    def beyond(
+        name: str, method: Callable[[Row], str], of: Callable[[Row, str], int]
+    ) -> Callable[[Row], str]:
         return lambda row: _mib(of(row[name][0], method(row)) - of(row[name][0], OURS))
 
     def peak(row: Row, method: str) -> int:
@@ -320,12 +367,18 @@ def extremes_table(record: Record) -> Table:
             Column("by order", beyond(name, method, peak)),
             Column("by layout", beyond(name, method, unused)),
         ]
-    rows = [row for row in _by_method(record) if row["worst"][1] > 1 and not row["method"].startswith("roam")]
+    rows = [
+        row
+        for row in _by_method(record)
+        if row["worst"][1] > 1 and not row["method"].startswith("roam")
+    ]
     return Table("MiB beyond the plan", tuple(columns), rows)
 
 
 def _by_method(record: Record) -> list[Row]:
-    """Per method its totals as quotients of the plan's, its best and its worst row with theirs, and its seconds."""
+    """Per method its totals as quotients of the plan's, its best and its worst row with theirs, and
+    its seconds.
+    """
     joined = by_row(record)
     found = []
     for name in dict.fromkeys(name for row in joined for name in row["methods"]):
@@ -335,7 +388,9 @@ def _by_method(record: Record) -> list[Row]:
             best, worst = min(pairs, key=lambda pair: pair[1]), max(pairs, key=lambda pair: pair[1])
             seconds = sum(_of(name, "seconds")(row) for row, _ in pairs)
             ratios = [ratio for _, ratio in pairs]
-            found.append({"method": name, "ratios": ratios, "best": best, "worst": worst, "seconds": seconds})
+            found.append(
+                {"method": name, "ratios": ratios, "best": best, "worst": worst, "seconds": seconds}
+            )
     return found
 
 
@@ -344,13 +399,19 @@ def _name(row: Row) -> str:
 
 
 def abstract_table(record: Record) -> Table:
-    """The abstract's four figures: as published, recomputed from the published rows, and from ours."""
+    """The abstract's four figures: as published, recomputed from the published rows, and from
+    ours.
+    """
     rows = [row for row in by_row(record) if row["roam_ms_mib"] is not None]
     if not rows:
         return Table("None of these rows counts in the abstract", (), [])
-    solved = [row for row in rows if _of("whole program, highs, streams", "total_bytes")(row) is not None]
+    solved = [
+        row for row in rows if _of("whole program, highs, streams", "total_bytes")(row) is not None
+    ]
 
-    def saving(ours: Callable[[Row], float], others: Callable[[Row], float], over: Sequence[Row] = rows) -> str:
+    def saving(
+        ours: Callable[[Row], float], others: Callable[[Row], float], over: Sequence[Row] = rows
+    ) -> str:
         return f"{mean(1 - ours(row) / others(row) for row in over):.1%}" if over else ""
 
     def theirs(name: str) -> Callable[[Row], float]:
@@ -385,7 +446,9 @@ def times_line(record: Record) -> str:
     rows = by_row(record)
     theirs = sum(row["roam_ss_s"] for row in rows)
     ours = [_of(OURS, "seconds")(row) for row in rows]
-    speedup = geometric_mean(row["roam_ss_s"] / seconds for row, seconds in zip(rows, ours, strict=True))
+    speedup = geometric_mean(
+        row["roam_ss_s"] / seconds for row, seconds in zip(rows, ours, strict=True)
+    )
     met = sum(_of(OURS, "gap")(row) == 0 for row in rows)
     return (
         f"{len(rows)} rows planned in {sum(ours):.1f} s in all (published: {theirs:,.0f} s; geometric mean of the quotients {speedup:,.0f}); "
@@ -418,10 +481,20 @@ def plot(record: Record, figure: Figure) -> None:
     width = 0.8 / len(series)
     for number, (name, values) in enumerate(series.items()):
         places = [at + (number - (len(series) - 1) / 2) * width for at in range(len(rows))]
-        axes.bar(places, [value / one for value, one in zip(values, whole, strict=True)], width, label=name)
+        axes.bar(
+            places,
+            [value / one for value, one in zip(values, whole, strict=True)],
+            width,
+            label=name,
+        )
     bounds = [_of(OURS, "bound_bytes")(row) / one for row, one in zip(rows, whole, strict=True)]
     axes.plot(range(len(rows)), bounds, "k_", markersize=12, label="no plan below")
     axes.axhline(1, color="grey", linewidth=0.6)
-    axes.set_xticks(range(len(rows)), [f"{row['model']}/{row['batch']}" for row in rows], rotation=40, ha="right")
+    axes.set_xticks(
+        range(len(rows)),
+        [f"{row['model']}/{row['batch']}" for row in rows],
+        rotation=40,
+        ha="right",
+    )
     axes.set_ylabel("bytes / program order's")
     axes.legend(ncols=3, frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0))

@@ -1,8 +1,10 @@
-"""Results of benchmarks as files: rows that are kept as they are made, so that a run that was stopped goes on where it was, and at
-the end one CSV and one JSON file that say under what they were made.
+"""Results of benchmarks as files: rows that are kept as they are made, so that a run that was
+stopped goes on where it was, and at the end one CSV and one JSON file that say under what they were
+made.
 
-A record, which is what the JSON file holds, has the keys ``bench``, ``started`` (UTC, ISO 8601), ``versions``, ``machine``, ``settings`` and
-``rows``; a row has the fields of its :class:`Task` key, what the task returned, ``wall_s`` and ``load``.
+A record, which is what the JSON file holds, has the keys ``bench``, ``started`` (UTC, ISO 8601),
+``versions``, ``machine``, ``settings`` and ``rows``; a row has the fields of its :class:`Task` key,
+what the task returned, ``wall_s`` and ``load``.
 """
 
 from __future__ import annotations
@@ -29,7 +31,16 @@ Row = dict[str, Any]
 Record = dict[str, Any]
 
 _HEAD = {"bench", "started", "versions", "machine", "settings"}
-_LIBRARIES = ("torch", "torchvision", "transformers", "timm", "diffusers", "mip", "highspy", "numpy")
+_LIBRARIES = (
+    "torch",
+    "torchvision",
+    "transformers",
+    "timm",
+    "diffusers",
+    "mip",
+    "highspy",
+    "numpy",
+)
 
 
 class BenchError(RoamError, ValueError):
@@ -48,10 +59,14 @@ class Task:
 
 @functools.cache
 def build_digest() -> str:
-    """SHA-256 over the installed package, by which results of one build are told from those of another."""
+    """SHA-256 over the installed package, by which results of one build are told from those of
+    another.
+    """
     folder = Path(roam.__file__).parent
     digest = hashlib.sha256()
-    for path in sorted(path for path in folder.rglob("*") if path.suffix in (".py", ".so", ".pyd", ".json", ".csv")):
+    for path in sorted(
+        path for path in folder.rglob("*") if path.suffix in (".py", ".so", ".pyd", ".json", ".csv")
+    ):
         digest.update(f"{path.relative_to(folder).as_posix()}\0".encode())
         digest.update(hashlib.sha256(path.read_bytes()).digest())
     return digest.hexdigest()
@@ -71,7 +86,12 @@ def versions() -> dict[str, str]:
 def machine() -> dict[str, Any]:
     """What seconds depend on; nothing by which the machine could be found."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return {"system": platform.system(), "architecture": platform.machine(), "processor": _processor(), "cores": usable}
+    return {
+        "system": platform.system(),
+        "architecture": platform.machine(),
+        "processor": _processor(),
+        "cores": usable,
+    }
 
 
 def _processor() -> str:
@@ -84,7 +104,9 @@ def _processor() -> str:
 
 
 def load_average() -> float | None:
-    """How many processes of the whole machine ran or waited to, on average over the last minute; ``None`` where the system does not say."""
+    """How many processes of the whole machine ran or waited to, on average over the last minute;
+    ``None`` where the system does not say.
+    """
     try:
         return round(os.getloadavg()[0], 2)
     except (AttributeError, OSError):
@@ -97,11 +119,14 @@ class Results:
     Args:
         folder: where the files go; made if missing.
         bench: the benchmark's name, which the files have too.
-        settings: what was asked for. Rows of a run of the same settings, versions and machine are kept.
+        settings: what was asked for. Rows of a run of the same settings, versions and machine are
+            kept.
         fresh: forget rows that are there.
     """
 
-    def __init__(self, folder: Path, bench: str, settings: Mapping[str, Any], *, fresh: bool = False) -> None:
+    def __init__(
+        self, folder: Path, bench: str, settings: Mapping[str, Any], *, fresh: bool = False
+    ) -> None:
         self._folder = folder
         self._rows_path = folder / f"{bench}.rows.jsonl"
         started = datetime.now(timezone.utc).replace(microsecond=0).isoformat()
@@ -130,7 +155,9 @@ class Results:
         return rows
 
     def run(self, tasks: Sequence[Task]) -> Iterator[Row]:
-        """Do what is not done yet, and keep each row before the next is begun. Gives every task's row, old or new."""
+        """Do what is not done yet, and keep each row before the next is begun. Gives every task's
+        row, old or new.
+        """
         for task in tasks:
             row = self.find(task.key)
             if row is None:
@@ -143,7 +170,14 @@ class Results:
 
     def find(self, key: Mapping[str, Any]) -> Row | None:
         """The row of that key, if there is one."""
-        return next((row for row in self.rows if all(row.get(name) == value for name, value in key.items())), None)
+        return next(
+            (
+                row
+                for row in self.rows
+                if all(row.get(name) == value for name, value in key.items())
+            ),
+            None,
+        )
 
     def finish(self) -> list[Path]:
         """Write the CSV and the JSON file; what kept the rows meanwhile goes."""
@@ -161,7 +195,9 @@ class Results:
         self.rows.append(row)
 
     def _rewrite(self) -> None:
-        """The head and all rows, so that half a line that an end in the middle of writing left is gone."""
+        """The head and all rows, so that half a line that an end in the middle of writing left is
+        gone.
+        """
         head = {name: value for name, value in self.record.items() if name != "rows"}
         lines = [json.dumps(line, allow_nan=False) + "\n" for line in (head, *self.rows)]
         # What was kept must not be lost half-way.
@@ -171,7 +207,9 @@ class Results:
 
 
 def _read_rows(path: Path) -> Record | None:
-    """A record that was begun; ``None`` where there is none. A last line that was not finished does not count."""
+    """A record that was begun; ``None`` where there is none. A last line that was not finished does
+    not count.
+    """
     try:
         head, *lines = path.read_text(encoding="utf-8").split("\n")[:-1] or [""]
         record, rows = json.loads(head), [json.loads(line) for line in lines]
@@ -179,15 +217,24 @@ def _read_rows(path: Path) -> Record | None:
         return None
     except ValueError:
         record, rows = None, []
-    if not (isinstance(record, dict) and record.keys() >= _HEAD and all(isinstance(row, dict) for row in rows)):
+    if not (
+        isinstance(record, dict)
+        and record.keys() >= _HEAD
+        and all(isinstance(row, dict) for row in rows)
+    ):
         raise BenchError(f"{path}: these are no rows of a benchmark; --fresh forgets them")
     return {**record, "rows": rows}
 
 
 def write_json(record: Record, path: Path) -> None:
-    """Write a record: a line each for what it was made under and for each row, so that changes can be read."""
+    """Write a record: a line each for what it was made under and for each row, so that changes can
+    be read.
+    """
     head = {name: value for name, value in record.items() if name != "rows"}
-    fields = [f" {json.dumps(name)}: {json.dumps(value, allow_nan=False)},\n" for name, value in head.items()]
+    fields = [
+        f" {json.dumps(name)}: {json.dumps(value, allow_nan=False)},\n"
+        for name, value in head.items()
+    ]
     rows = ",\n".join(f"  {json.dumps(row, allow_nan=False)}" for row in record["rows"])
     path.write_text("{\n" + "".join(fields) + ' "rows": [\n' + rows + "\n ]\n}\n", encoding="utf-8")
 

@@ -38,7 +38,10 @@ class Table:
             "| " + " | ".join(column.title for column in self.columns) + " |",
             "|" + "|".join("---:" if column.right else "---" for column in self.columns) + "|",
         ]
-        lines += ["| " + " | ".join(column.text(row) for column in self.columns) + " |" for row in self.rows]
+        lines += [
+            "| " + " | ".join(column.text(row) for column in self.columns) + " |"
+            for row in self.rows
+        ]
         return "\n".join(lines)
 
     def rich(self, last: int | None = None) -> RichTable:
@@ -93,7 +96,9 @@ def check_named(asked: Iterable[str], known: Iterable[str]) -> None:
     names = list(dict.fromkeys(known))
     missing = [name for name in asked if name not in names]
     if missing:
-        raise BenchError(f"--only {missing[0]}: it is none of {', '.join(names) or 'what is installed'}")
+        raise BenchError(
+            f"--only {missing[0]}: it is none of {', '.join(names) or 'what is installed'}"
+        )
 
 
 def run(benchmark: Benchmark, folder: Path, *, fresh: bool = False, quiet: bool = False) -> Record:
@@ -103,7 +108,8 @@ def run(benchmark: Benchmark, folder: Path, *, fresh: bool = False, quiet: bool 
         benchmark: what to measure.
         folder: where files go, and where a run that was stopped is looked for.
         fresh: forget what such a run has done.
-        quiet: write nothing on standard output; progress and complaints go to standard error in any case.
+        quiet: write nothing on standard output; progress and complaints go to standard error in any
+            case.
 
     Raises:
         BenchError: there is nothing to do, or the folder's rows cannot be read.
@@ -136,7 +142,9 @@ def _run_shown(benchmark: Benchmark, results: Results, quiet: bool) -> None:
 
     console = Console(stderr=True)
     if results.resumed:
-        console.print(f"roam: going on with a run that was stopped; {results.resumed} rows are done")
+        console.print(
+            f"roam: going on with a run that was stopped; {results.resumed} rows are done"
+        )
     progress = Progress(
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
         console=console,
@@ -148,13 +156,17 @@ def _run_shown(benchmark: Benchmark, results: Results, quiet: bool) -> None:
         last = max(3, console.height - 8)
         return Group(Table("", benchmark.columns, rows).rich(last), progress)
 
-    live = Live(picture(), console=console, refresh_per_second=2, transient=True, redirect_stdout=False)
+    live = Live(
+        picture(), console=console, refresh_per_second=2, transient=True, redirect_stdout=False
+    )
     # Elsewhere than on a terminal, which can take lines back, each row is a line.
     shown = live if console.is_terminal else progress
     with shown:
         for task, row in zip(benchmark.tasks, results.run(benchmark.tasks), strict=True):
             rows.append(row)
-            progress.update(bar, advance=1, description=" ".join(str(value) for value in task.key.values()))
+            progress.update(
+                bar, advance=1, description=" ".join(str(value) for value in task.key.values())
+            )
             if console.is_terminal:
                 live.update(picture())
             elif not quiet:
@@ -175,12 +187,19 @@ def show(benchmark: Benchmark, record: Record, files: Iterable[Path]) -> None:
 
 
 def draw(record: Record, plot: Callable[[Record, Figure], None], folder: Path) -> list[Path]:
-    """Draw a record as SVG and PNG; both say what it was made under. The same record gives the same files."""
+    """Draw a record as SVG and PNG; both say what it was made under. The same record gives the same
+    files.
+    """
     import json
 
     import matplotlib
 
-    style = {"svg.hashsalt": "roam", "font.size": 8, "axes.spines.top": False, "axes.spines.right": False}
+    style = {
+        "svg.hashsalt": "roam",
+        "font.size": 8,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+    }
     with matplotlib.rc_context(style):
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -188,7 +207,9 @@ def draw(record: Record, plot: Callable[[Record, Figure], None], folder: Path) -
         figure = Figure(layout="constrained")
         FigureCanvasAgg(figure)
         plot(record, figure)
-        about = json.dumps({name: record[name] for name in ("bench", "started", "versions", "machine", "settings")})
+        about = json.dumps(
+            {name: record[name] for name in ("bench", "started", "versions", "machine", "settings")}
+        )
         files = [folder / f"{record['bench']}.svg", folder / f"{record['bench']}.png"]
         figure.savefig(files[0], metadata={"Date": None, "Description": about})
         figure.savefig(files[1], dpi=200, metadata={"Description": about})

@@ -58,11 +58,21 @@ def benchmark(arguments: argparse.Namespace) -> Benchmark:
         if arguments.what in (None, f"{what}s")
     ]
     check_named(arguments.only, (name for _, name in offered))
-    chosen = [(what, name) for what, name in offered if not arguments.only or name in arguments.only]
+    chosen = [
+        (what, name) for what, name in offered if not arguments.only or name in arguments.only
+    ]
     sizes = [size for size in SIZES if size <= arguments.largest]
-    settings = {"largest": arguments.largest, "what": arguments.what, "only": arguments.only, "work": arguments.work}
+    settings = {
+        "largest": arguments.largest,
+        "what": arguments.what,
+        "only": arguments.only,
+        "work": arguments.work,
+    }
     tasks = [
-        Task({"what": what, "family": name, "asked": size}, partial(_measure, what, name, size, arguments.work))
+        Task(
+            {"what": what, "family": name, "asked": size},
+            partial(_measure, what, name, size, arguments.work),
+        )
         for what, name in chosen
         for size in sizes
     ]
@@ -70,7 +80,9 @@ def benchmark(arguments: argparse.Namespace) -> Benchmark:
 
 
 def largest_table(record: Record) -> Table:
-    """The largest size of each family, and by which power of the size processor time grew from a tenth of it."""
+    """The largest size of each family, and by which power of the size processor time grew from a
+    tenth of it.
+    """
     rows = record["rows"]
     largest = {(row["what"], row["family"]): row for row in rows}
     growth = Column("power", lambda row: _growth(row, rows))
@@ -79,7 +91,9 @@ def largest_table(record: Record) -> Table:
 
 def _growth(large: Row, rows: list[Row]) -> str:
     """Between a row and the one of its family that is a tenth of its size."""
-    family = (row for row in rows if (row["what"], row["family"]) == (large["what"], large["family"]))
+    family = (
+        row for row in rows if (row["what"], row["family"]) == (large["what"], large["family"])
+    )
     tenth = next((row for row in family if row["asked"] * 10 == large["asked"]), None)
     if tenth is None:
         return ""
@@ -88,9 +102,16 @@ def _growth(large: Row, rows: list[Row]) -> str:
 
 def conditions(record: Record) -> str:
     """What the seconds depend on."""
-    machine, loads = record["machine"], [row["load"] for row in record["rows"] if row["load"] is not None]
+    machine, loads = (
+        record["machine"],
+        [row["load"] for row in record["rows"] if row["load"] is not None],
+    )
     text = f"{machine['processor']}, {machine['cores']} cores"
-    return f"{text}; load {min(loads):.1f} to {max(loads):.1f}, this benchmark included." if loads else f"{text}."
+    return (
+        f"{text}; load {min(loads):.1f} to {max(loads):.1f}, this benchmark included."
+        if loads
+        else f"{text}."
+    )
 
 
 def _measure(what: str, name: str, size: int, work: int) -> dict[str, Any]:
@@ -98,7 +119,15 @@ def _measure(what: str, name: str, size: int, work: int) -> dict[str, Any]:
     numbers = [size] if what == "step" else [size, work]
     # Made here, because a process that is killed leaves its files behind.
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "roam.bench.scale_child", folder, what, name, *map(str, numbers)]
+        command = [
+            sys.executable,
+            "-m",
+            "roam.bench.scale_child",
+            folder,
+            what,
+            name,
+            *map(str, numbers),
+        ]
         code, output, complaint = _run(command)
     if code:
         last = (complaint.strip().splitlines() or ["no message"])[-1]
@@ -108,10 +137,14 @@ def _measure(what: str, name: str, size: int, work: int) -> dict[str, Any]:
 
 
 def _run(command: list[str]) -> tuple[int, str, str]:
-    """A process's exit code, output and complaints. Nothing is left of it where Ctrl-C ends this call."""
+    """A process's exit code, output and complaints. Nothing is left of it where Ctrl-C ends this
+    call.
+    """
     with (
         interrupts_wait(),
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process,
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ) as process,
     ):
         try:
             with interrupts_allowed():
@@ -124,7 +157,9 @@ def _run(command: list[str]) -> tuple[int, str, str]:
 
 
 def plot(record: Record, figure: Figure) -> None:
-    """Seconds and memory against size, all axes logarithmic, with a straight line to compare with."""
+    """Seconds and memory against size, all axes logarithmic, with a straight line to compare
+    with.
+    """
     shown = [
         (what, title, count)
         for what, title, count in (("step", "steps", "operators"), ("layout", "layouts", "buffers"))
@@ -140,7 +175,10 @@ def plot(record: Record, figure: Figure) -> None:
         ends = [min(row[count] for row in rows), max(row[count] for row in rows)]
         linear = [slowest["plan_s"] * end / slowest[count] for end in ends]
         time.plot(ends, linear, color="grey", linestyle=":", label="linear")
-        for axes, label in ((time, f"{title}, seconds"), (memory, f"{title}, most MiB of the process")):
+        for axes, label in (
+            (time, f"{title}, seconds"),
+            (memory, f"{title}, most MiB of the process"),
+        ):
             axes.set(xscale="log", yscale="log", xlabel=count, ylabel=label)
             axes.grid(visible=True, alpha=0.3)
         time.legend(fontsize="small")
@@ -148,6 +186,10 @@ def plot(record: Record, figure: Figure) -> None:
 
 def _lines(axes: Axes, rows: list[Row], count: str, value: str, unit: float) -> None:
     for family in dict.fromkeys(row["family"] for row in rows):
-        points = [(row[count], row[value] / unit) for row in rows if row["family"] == family and row[value] is not None]
+        points = [
+            (row[count], row[value] / unit)
+            for row in rows
+            if row["family"] == family and row[value] is not None
+        ]
         if points:
             axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=family)

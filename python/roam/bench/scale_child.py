@@ -1,4 +1,6 @@
-"""One measurement of `roam bench scale`, in a process of its own so that its memory can be told. Prints one JSON object."""
+"""One measurement of `roam bench scale`, in a process of its own so that its memory can be
+measured. Prints one JSON object.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +77,9 @@ def _stages(
     save: Callable[[Problem, Solution, Path], None],
     load: Callable[[Path], object],
 ) -> tuple[Problem, Solution]:
-    """Go through all stages; their seconds go into ``figures``, and the most memory until it was planned."""
+    """Go through all stages; their seconds go into ``figures``, and the most memory until it was
+    planned.
+    """
     with _timed(figures, "build"):
         problem = build()
     busy = time.process_time()
@@ -115,7 +119,9 @@ _MEASURES: dict[str, Callable[..., Figures]] = {"step": measure_step, "layout": 
 
 
 def main(arguments: list[str]) -> None:
-    """Measure what the arguments name: ``FOLDER step FAMILY OPERATORS`` or ``FOLDER layout STYLE COUNT WORK``; files go into the folder."""
+    """Measure what the arguments name: ``FOLDER step FAMILY OPERATORS`` or ``FOLDER layout STYLE
+    COUNT WORK``; files go into the folder.
+    """
     folder, what, name, *numbers = arguments
     figures = _MEASURES[what](Path(folder), name, *map(int, numbers))
     sys.stdout.write(json.dumps(figures, allow_nan=False) + "\n")

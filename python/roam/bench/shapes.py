@@ -1,4 +1,6 @@
-"""What sequence lengths in random order cost a compiled step, beside eager PyTorch: `roam bench shapes`."""
+"""What sequence lengths in random order cost a compiled step, beside eager PyTorch: `roam bench
+shapes`.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,8 @@ def benchmark(arguments: argparse.Namespace) -> Benchmark:
         )
     layers = tuple(arguments.layers) or (*LAYERS, SMALL)
     tasks = [
-        Task({"layers": number}, partial(_measure, number, arguments.lengths, arguments.steps)) for number in layers
+        Task({"layers": number}, partial(_measure, number, arguments.lengths, arguments.steps))
+        for number in layers
     ]
     settings = {"layers": list(layers), "lengths": arguments.lengths, "steps": arguments.steps}
     return Benchmark("shapes", settings, tasks, _COLUMNS)
@@ -44,7 +47,9 @@ def _measure(*numbers: int) -> Row:
     command = [sys.executable, "-m", __name__, *map(str, numbers)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise BenchError(f"shapes, {numbers[0]} layers: {(done.stderr.strip().splitlines() or ['no message'])[-1]}")
+        raise BenchError(
+            f"shapes, {numbers[0]} layers: {(done.stderr.strip().splitlines() or ['no message'])[-1]}"
+        )
     return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
 
 
@@ -67,12 +72,16 @@ _COLUMNS = (
     Column("first, s", _seconds("first_cpu_s")),
     Column("a later one", _seconds("later_cpu_s")),
     *(
-        Column(stage.replace("_", " ").replace("plan", "planning"), _seconds(f"later_{stage}_cpu_s"))
+        Column(
+            stage.replace("_", " ").replace("plan", "planning"), _seconds(f"later_{stage}_cpu_s")
+        )
         for stage in _STAGES
     ),
     Column("later : first", _seconds("later_share")),
     Column("a step by plan / eagerly, ms", _milliseconds("planned_cpu_s", "eager_cpu_s")),
-    Column("finding the plan: of one / of all, ms", _milliseconds("find_one_cpu_s", "find_all_cpu_s")),
+    Column(
+        "finding the plan: of one / of all, ms", _milliseconds("find_one_cpu_s", "find_all_cpu_s")
+    ),
     Column("growth, MiB", lambda row: f"{row['growth_bytes'] / 2**20:.1f}"),
     Column("bits", lambda row: "equal" if row["is_equal"] else "different"),
 )
@@ -86,7 +95,13 @@ def _made(layers: int) -> tuple[Callable[..., Any], int]:
     width, heads, tokens = _WIDTHS.get(layers, (64, 4, 500))
     torch.manual_seed(0)
     config = transformers.GPT2Config(
-        n_layer=layers, n_embd=width, n_head=heads, vocab_size=tokens, bos_token_id=0, eos_token_id=0, use_cache=False
+        n_layer=layers,
+        n_embd=width,
+        n_head=heads,
+        vocab_size=tokens,
+        bos_token_id=0,
+        eos_token_id=0,
+        use_cache=False,
     )
     model = transformers.GPT2LMHeadModel(config)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -146,7 +161,8 @@ def main() -> None:
 
     def finding(length: int) -> float:
         return median(
-            taken(lambda: step._captures.find((batches[length],), {}, step._known.taker))[0] for _ in range(_ASKED)
+            taken(lambda: step._captures.find((batches[length],), {}, step._known.taker))[0]
+            for _ in range(_ASKED)
         )
 
     torch.manual_seed(1)
@@ -181,7 +197,9 @@ def main() -> None:
     row["later_share"] = row["later_cpu_s"] / row["first_cpu_s"]
     for stage in _STAGES:
         row[f"first_{stage}_cpu_s"] = getattr(captured[0][1], stage).cpu_s
-        row[f"later_{stage}_cpu_s"] = median(getattr(timings, stage).cpu_s for _, timings in captured[1:])
+        row[f"later_{stage}_cpu_s"] = median(
+            getattr(timings, stage).cpu_s for _, timings in captured[1:]
+        )
     sys.stdout.write(json.dumps(row) + "\n")
 
 

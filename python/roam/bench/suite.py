@@ -1,4 +1,4 @@
-"""The zoo's steps as they really are: what planning saves, and what it cannot: `roam bench suite`."""
+"""The zoo's steps counted as real steps, and what planning saves of them: `roam bench suite`."""
 
 from __future__ import annotations
 
@@ -34,13 +34,28 @@ def benchmark(arguments: argparse.Namespace) -> Benchmark:
     check_named(arguments.only, zoo.names())
     # SGD without momentum has no state to make: its first step is as any other.
     optimizers = OPTIMIZERS if arguments.step == "steady" else OPTIMIZERS[:1]
-    models = [name for name in zoo.names() if name in arguments.only or not (arguments.only or name.endswith("-tiny"))]
+    models = [
+        name
+        for name in zoo.names()
+        if name in arguments.only or not (arguments.only or name.endswith("-tiny"))
+    ]
     tasks = [
         Task(
             {"model": model, "batch": batch, "optimizer": optimizer, "reuse": reuse},
-            partial(_measure, reuse, model, batch, optimizer, arguments.step, arguments.device, arguments.graphs),
+            partial(
+                _measure,
+                reuse,
+                model,
+                batch,
+                optimizer,
+                arguments.step,
+                arguments.device,
+                arguments.graphs,
+            ),
         )
-        for model, batch, optimizer, reuse in product(models, arguments.batch or BATCHES, optimizers, ("no", "yes"))
+        for model, batch, optimizer, reuse in product(
+            models, arguments.batch or BATCHES, optimizers, ("no", "yes")
+        )
     ]
     settings = {
         "only": arguments.only,
@@ -56,7 +71,12 @@ def benchmark(arguments: argparse.Namespace) -> Benchmark:
 
 @functools.lru_cache(maxsize=1)
 def _captured(
-    model: str, batch: int, optimizer: str, step: Literal["first", "steady"], device: str, graphs: Path | None
+    model: str,
+    batch: int,
+    optimizer: str,
+    step: Literal["first", "steady"],
+    device: str,
+    graphs: Path | None,
 ) -> tuple[roam.Graph, float]:
     start = time.perf_counter()
     graph = zoo.capture(model, batch=batch, optimizer=optimizer, step=step, device=device)
@@ -68,7 +88,9 @@ def _captured(
 
 
 def _measure(reuse: str, *captured: Any) -> Row:
-    """One plan next to what PyTorch needs. Bytes without persistent tensors, but for ``persistent_bytes``."""
+    """One plan next to what PyTorch needs. Bytes without persistent tensors, but for
+    ``persistent_bytes``.
+    """
     graph, capture_s = _captured(*captured)
     start = time.perf_counter()
     plan = roam.optimize(graph, reuse=reuse == "yes")
@@ -149,7 +171,9 @@ def means_table(record: Record) -> Table:
     rows: Sequence[Row] = [{"key": key, "rows": group} for key, group in sorted(groups.items())]
 
     def average(against: str, persistent: bool) -> Callable[[Row], str]:
-        return lambda row: f"{mean(saving(one, against, persistent=persistent) for one in row['rows']):.1%}"
+        return lambda row: (
+            f"{mean(saving(one, against, persistent=persistent) for one in row['rows']):.1%}"
+        )
 
     columns = [
         Column("batch", lambda row: str(row["key"][0])),
@@ -161,7 +185,9 @@ def means_table(record: Record) -> Table:
         columns.append(Column(f"{title}, step-local", average(against, persistent=False)))
         columns.append(Column(f"{title}, all", average(against, persistent=True)))
     columns.append(Column("gap 0", lambda row: str(sum(one["gap"] == 0 for one in row["rows"]))))
-    columns.append(Column("largest gap", lambda row: f"{max(one['gap'] for one in row['rows']):.2%}"))
+    columns.append(
+        Column("largest gap", lambda row: f"{max(one['gap'] for one in row['rows']):.2%}")
+    )
     return Table("Mean saving against", columns, rows)
 
 
@@ -170,7 +196,11 @@ def extremes_table(record: Record) -> Table:
     rows = []
     for title, against in _AGAINST:
         for reuse in ("no", "yes"):
-            found = [(saving(row, against, persistent=False), row) for row in record["rows"] if row["reuse"] == reuse]
+            found = [
+                (saving(row, against, persistent=False), row)
+                for row in record["rows"]
+                if row["reuse"] == reuse
+            ]
             if found:
                 least, most = (choose(found, key=lambda pair: pair[0]) for choose in (min, max))
                 rows.append({"against": title, "reuse": reuse, "least": least, "most": most})
@@ -226,7 +256,9 @@ def gaps_table(record: Record) -> Table:
 def nothing_saved(record: Record) -> str:
     """The steps whose program order no order is better than, by name."""
     rows = [row for row in record["rows"] if row["reuse"] == "no"]
-    none = [row for row in rows if saving(row, "program_order_bytes", persistent=False) < _SMALL_SAVING]
+    none = [
+        row for row in rows if saving(row, "program_order_bytes", persistent=False) < _SMALL_SAVING
+    ]
     optimal = sum(row["gap"] == 0 for row in none)
     names = ", ".join(f"{row['model']}/{row['batch']}/{row['optimizer']}" for row in none)
     return (
@@ -253,9 +285,18 @@ def plot(record: Record, figure: Figure) -> None:
             ("order and reuse", "step_local_bytes", "yes"),
         )
         for number, (name, field, reuse) in enumerate(series):
-            found = [(at, rows[model, reuse]) for at, model in enumerate(models) if (model, reuse) in rows]
+            found = [
+                (at, rows[model, reuse])
+                for at, model in enumerate(models)
+                if (model, reuse) in rows
+            ]
             places = [at + (number - 1) * 0.27 for at, _ in found]
-            axes.bar(places, [row[field] / row["program_order_bytes"] for _, row in found], 0.27, label=name)
+            axes.bar(
+                places,
+                [row[field] / row["program_order_bytes"] for _, row in found],
+                0.27,
+                label=name,
+            )
         axes.axhline(1, color="grey", linewidth=0.6)
         axes.set_ylabel(f"batch {batch}:\nbytes / program order's")
     panels[0].legend(ncols=3, frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0))

@@ -10,7 +10,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from roam import Plan
 from roam.bench.architectures import Architecture, architectures, loss_of
@@ -18,8 +17,9 @@ from roam.bench.outcomes import exit_code, outcomes_line, outcomes_table
 from roam.bench.results import Record, Row, Task
 from roam.bench.run import Benchmark, Column, Table, check_named
 from roam.errors import RoamError
-from roam.kernels.trial import differ
+from roam.program.bits import differ
 from roam.runtime import compile as compile_step
+from roam.torch_compat.private import pytree
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -40,10 +40,15 @@ _COLUMNS = (
 
 def benchmark(arguments: argparse.Namespace) -> Benchmark:
     """Every architecture of the libraries that are installed, or those named."""
-    offered = [one for one in architectures() if not arguments.library or one.library in arguments.library]
+    offered = [
+        one for one in architectures() if not arguments.library or one.library in arguments.library
+    ]
     check_named(arguments.only, (one.name for one in offered))
     chosen = [one for one in offered if not arguments.only or one.name in arguments.only]
-    tasks = [Task({"library": one.library, "name": one.name}, partial(try_architecture, one)) for one in chosen]
+    tasks = [
+        Task({"library": one.library, "name": one.name}, partial(try_architecture, one))
+        for one in chosen
+    ]
     settings = {"libraries": arguments.library, "only": arguments.only}
     return Benchmark(
         "zoo",
@@ -72,7 +77,9 @@ def plot(record: Record, figure: Figure) -> None:
     before = 0
     for library in dict.fromkeys(row["library"] for row in rows):
         shares = sorted(
-            row["peak_bytes"] / row["program_order_peak_bytes"] for row in rows if row["library"] == library
+            row["peak_bytes"] / row["program_order_peak_bytes"]
+            for row in rows
+            if row["library"] == library
         )
         axes.bar(range(before, before + len(shares)), shares, label=library)
         before += len(shares)
@@ -82,7 +89,9 @@ def plot(record: Record, figure: Figure) -> None:
     axes.legend(ncols=4, frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0))
 
 
-def train_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, inputs: dict[str, Any]) -> torch.Tensor:
+def train_step(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, inputs: dict[str, Any]
+) -> torch.Tensor:
     """One step as a user writes it."""
     optimizer.zero_grad()
     loss = loss_of(model(**inputs))
@@ -92,16 +101,20 @@ def train_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, inputs:
 
 
 def try_architecture(architecture: Architecture) -> Row:
-    """Train an architecture from the same start eagerly and by its plan, and compare all that a user can look at.
+    """Train an architecture from the same start eagerly and by its plan, and compare all that a
+    user can look at.
 
     Returns:
-        ``outcome``: ``equal``, ``different``, ``refused``, or ``failed``, where it does not train eagerly either or roam broke, with the
-        ``reason``; ``operators``; ``program_order_peak_bytes`` and ``peak_bytes`` of the plan.
+        ``outcome``: ``equal``, ``different``, ``refused``, or ``failed``, where it does not train
+            eagerly either or roam broke, with the ``reason``; ``operators``;
+            ``program_order_peak_bytes`` and ``peak_bytes`` of the plan.
     """
     row: Row = dict.fromkeys(("operators", "program_order_peak_bytes", "peak_bytes"))
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the libraries' own, about configurations as small as these
+            warnings.simplefilter(
+                "ignore"
+            )  # the libraries' own, about configurations as small as these
             outcome, reason, plan = _try(architecture)
         row = {
             "operators": len(plan.order),
@@ -126,7 +139,9 @@ def _try(architecture: Architecture) -> tuple[str, str, Plan]:
     return *_compared(expected, found), step.plan(model, optimizer, inputs)
 
 
-def _outcome(step: Callable[..., Any], model: torch.nn.Module, inputs: dict[str, Any]) -> list[tuple[str, Any]]:
+def _outcome(
+    step: Callable[..., Any], model: torch.nn.Module, inputs: dict[str, Any]
+) -> list[tuple[str, Any]]:
     """Losses, and parameters, buffers, optimizer state and random state after the last step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     torch.manual_seed(_SEED)

@@ -1,4 +1,6 @@
-"""Captures a whole training step: traces until two runs agree, and leaves the user's objects as they were."""
+"""Captures a whole training step: traces until two runs agree, and leaves the user's objects as
+they were.
+"""
 
 from __future__ import annotations
 
@@ -11,37 +13,38 @@ from weakref import WeakSet
 import torch
 
 from roam._core import Graph
-from roam.capture.ambient import Switches
-from roam.capture.answers import Answers
-from roam.capture.arguments import Taker, live_floats
-from roam.capture.beneath import check_beneath
-from roam.capture.branches import CHANCE
-from roam.capture.caches import Results
-from roam.capture.compare import agrees, asks_the_same, difference, is_resized
-from roam.capture.early import checks_first
-from roam.capture.fake_kernels import Remembered
-from roam.capture.fakes import marked_fakes
-from roam.capture.generators import watched
-from roam.capture.guards import ArgGuard, Guards
-from roam.capture.importing import clear_fakes
-from roam.capture.lower import device_of, lower
-from roam.capture.notes import notes_on
-from roam.capture.owners import ArgumentOwner, GradientOwner, PlaceOwner, number_owners
-from roam.capture.reach import Reach
-from roam.capture.reads import ReadMore, Reads
-from roam.capture.reliance import Reliance
-from roam.capture.rewrite import accumulate_in_place, assign_early, prune, renumbered, with_state
-from roam.capture.scaler import check_scaler
-from roam.capture.settle import settle_gradients
-from roam.capture.snapshot import DRAWN, Setting, Snapshot, applied
-from roam.capture.surroundings import check_surroundings
-from roam.capture.trace import ArgumentsChange, NumbersChange, check_no_leaf, trace
-from roam.capture.world import World, refuse
+from roam.capture.cuda_estimate.absent import estimate_of
+from roam.capture.tracing.branch_answers import Answers
+from roam.capture.tracing.fake_cache import Remembered
+from roam.capture.tracing.fake_state import FakeState, refuse
+from roam.capture.tracing.fake_tensors import marked_fakes
+from roam.capture.tracing.grad_scaler import check_scaler
+from roam.capture.tracing.imports import clear_fakes
+from roam.capture.tracing.rng import watched
+from roam.capture.tracing.scalar_guards import CHANCE
+from roam.capture.tracing.tracer import ArgumentsChange, NumbersChange, check_no_leaf, trace
 from roam.errors import CaptureError
 from roam.garbage import collections_wait
 from roam.interrupts import interrupts_wait
 from roam.kernels.calls import Placed, placed_calls
-from roam.program import Program
+from roam.program.diff import agrees, asks_the_same, difference, is_resized, share
+from roam.program.early_checks import checks_first
+from roam.program.gradient_lifetime import settle_gradients
+from roam.program.ir import Program
+from roam.program.lower import Lowering, device_of
+from roam.program.notes import notes_on
+from roam.program.passes import accumulate_in_place, assign_early, prune, renumbered, with_state
+from roam.state.arguments import Taker, live_floats
+from roam.state.attribute_reads import ReadMore, Reads
+from roam.state.autograd_hooks import check_beneath
+from roam.state.cached_results import Results
+from roam.state.code_guards import Reliance
+from roam.state.discovery import Reach
+from roam.state.global_flags import Switches
+from roam.state.global_state import check_surroundings
+from roam.state.guards import ArgGuard, Guards
+from roam.state.references import ArgumentOwner, GradientOwner, PlaceOwner, number_owners
+from roam.state.snapshot import DRAWN, Setting, Snapshot, applied
 
 _MOST_TRACES = 3
 """A first step, a steady one, and the steady one again."""
@@ -51,7 +54,8 @@ _MOST_KNOWN = 8
 
 @dataclass(frozen=True)
 class Variant:
-    """One program with its graph: of the first step, which makes the optimizer's state, or of every later one.
+    """One program with its graph: of the first step, which makes the optimizer's state, or of every
+    later one.
 
     What it takes time to find out about the program is found out when it is asked for.
     """
@@ -76,10 +80,22 @@ class Variant:
         """Per call, how its kernel can write where a plan wants."""
         return placed_calls(self.program, self.device)
 
+    @property
+    def estimate(self) -> str:
+        """What its graphs may be wrong about; empty where they are exact."""
+        return estimate_of(torch.device(self.device.type))
+
     @cached_property
     def graph(self) -> Graph:
         """As if every kernel could write where a plan wants."""
-        return lower(self.program, self.placed, name=self.name, device=self.device.type, notes=self.notes)
+        return Lowering(
+            self.program,
+            self.placed,
+            name=self.name,
+            device=self.device.type,
+            notes=self.notes,
+            estimate=self.estimate,
+        ).graph()
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,14 +109,20 @@ class CapturedStep:
     guards: Guards
     arguments: ArgGuard
     settings: list[Setting]
-    """Plain values that the step itself sets, to the same at every run; the guards expect them to be set."""
+    """Plain values that the step itself sets, to the same at every run; the guards expect them to
+    be set."""
 
     def failure(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], asked: dict[Guards, str | None] | None = None
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        asked: dict[Guards, str | None] | None = None,
     ) -> str | None:
-        """None where a call finds everything as capture did, else what changed; what the step sets itself need not be set yet.
+        """None where a call finds everything as capture did, else what changed; what the step sets
+        itself need not be set yet.
 
-        `asked` has the answers of guards that have been asked for this call already, and gets those of others.
+        `asked` has the answers of guards that have been asked for this call already, and gets those
+        of others.
         """
         pending = [setting for setting in self.settings if setting.is_pending()]
         if asked is None or pending or self.guards not in asked:
@@ -124,8 +146,11 @@ class Known:
         traces: how many times the user's function has been run on fakes.
         taker: takes the arguments of calls apart.
         kernels: what they made of fake tensors.
-        caches: by identity, functions that keep results, of which snapshots drop those that hold fakes.
-        settling: at how many calls the user's function has run in a plan's place, for what it sets up.
+        caches: by identity, functions that keep results, of which snapshots drop those that hold
+            fakes.
+        recorded: the last trace as it was recorded, with whose calls those of the next are shared.
+        settling: at how many calls the user's function has run in a plan's place, for what it sets
+            up.
     """
 
     numbers: set[str] = field(default_factory=set)
@@ -136,29 +161,58 @@ class Known:
     taker: Taker = field(default_factory=Taker)
     kernels: Remembered = field(default_factory=Remembered)
     caches: dict[int, Any] = field(default_factory=dict)
+    recorded: Program = field(default_factory=Program)
+
+    def share(self, program: Program) -> None:
+        """Has a trace that has just been recorded share what it can with the last one."""
+        share(program, self.recorded)
+        self.recorded = Program(list(program.calls), list(program.slots), list(program.storages))
+
+    def pruned(self, program: Program) -> Program:
+        """A trace pruned, which shares what it can with the last program that two traces agreed
+        on.
+        """
+        program = prune(program)
+        if self.programs:
+            share(program, self.programs[-1])
+        return program
 
     def has_agreed(self, program: Program) -> bool:
-        """Whether two traces have agreed on a program already, for arguments of these sizes or others."""
+        """Whether two traces have agreed on a program already, for arguments of these sizes or
+        others.
+        """
         return any(is_resized(known, program) for known in reversed(self.programs))
 
     def add(self, program: Program) -> None:
-        """Two traces agree on a program, of which a copy is kept: what settles gradients changes it."""
-        self.programs.append(replace(program, dropped=list(program.dropped), absent=list(program.absent)))
+        """Two traces agree on a program, of which a copy is kept: what settles gradients changes
+        it.
+        """
+        self.programs.append(
+            replace(program, dropped=list(program.dropped), absent=list(program.absent))
+        )
         del self.programs[:-_MOST_KNOWN]
 
     def shared(self, guards: Guards) -> Guards:
-        """Guards of an earlier capture that expect the same, if there are any; so one stands for all shapes of a batch."""
-        alike = (known for known in self.guards if known.stands_for(guards) and known.failure() is None)
+        """Guards of an earlier capture that expect the same, if there are any; so one stands for
+        all shapes of a batch.
+        """
+        alike = (
+            known for known in self.guards if known.stands_for(guards) and known.failure() is None
+        )
         found = next(alike, guards)
         self.guards.add(found)
         return found
 
 
 class _Settles(Exception):
-    """A step sets plain values, maybe once and for all, as a model does that finds out of what kind its labels are."""
+    """A step sets plain values, maybe once and for all, as a model does that finds out of what kind
+    its labels are.
+    """
 
     def __init__(self, settings: list[Setting], program: Program, refusal: CaptureError) -> None:
-        """`program`: what the step does where they are not set yet; `refusal`: to be raised if it does something else later."""
+        """`program`: what the step does where they are not set yet; `refusal`: to be raised if it
+        does something else later.
+        """
         super().__init__(str(refusal))
         self.settings = settings
         self.program = program
@@ -166,26 +220,33 @@ class _Settles(Exception):
 
 
 def capture(
-    train_step: Callable[..., Any], *args: Any, step: Literal["first", "steady"] = "steady", **kwargs: Any
+    train_step: Callable[..., Any],
+    *args: Any,
+    step: Literal["first", "steady"] = "steady",
+    **kwargs: Any,
 ) -> Graph:
-    """The graph of one whole training step: forward, backward and optimizer.
+    """Captures one whole training step (forward, backward and optimizer) as a graph.
 
-    The user's function is run on fake tensors, unmodified, with the user's own modules and optimizers, which are left
-    exactly as they were. No weights are allocated and nothing is computed.
+    Runs the user's function on fake tensors, unmodified, with the user's own modules and
+    optimizers, and leaves these exactly as they were. No weights are allocated and nothing is
+    computed.
 
     Args:
-        train_step: the user's function. Modules, optimizers and schedulers are found among its arguments, in its
-            closure, in the object that it is bound to, and in the globals that it names.
+        train_step: the user's function. Modules, optimizers and schedulers are found among its
+            arguments, in its closure, in the object that it is bound to, and in the globals that it
+            names.
         *args, **kwargs: what it would be called with.
-        step: ``"steady"``, a step that finds the optimizer's state in place, or ``"first"``, the one that makes it.
+        step: ``"steady"``, a step that finds the optimizer's state in place, or ``"first"``, the
+            one that makes it.
 
     Returns:
-        The graph, in bytes; operators are in the order in which eager PyTorch runs them. Only where the step branches on values
-        that it computes does what changes something wait for the answers. They are taken to be that conditions do not hold, and the
-        graph's notes say so.
+        The graph, with sizes in bytes and operators in the order in which eager PyTorch runs them.
+        If the step branches on values that it computes, operators that change something wait for
+        the answers. Conditions are assumed not to hold, and the graph's notes say so.
 
     Raises:
-        CaptureError: where the step cannot be captured exactly, naming the operator and the user's line.
+        CaptureError: where the step cannot be captured exactly, naming the operator and the user's
+            line.
 
     Example:
         >>> def train_step(model, optimizer, x, y):
@@ -201,12 +262,16 @@ def capture(
     with collections_wait():
         captured = capture_step(train_step, args, kwargs)
         if step == "steady" and captured.steady is None and captured.first is not None:
-            raise captured.first.program.unsettled or CaptureError("there is no steady step", code="unsettled")
+            raise captured.first.program.unsettled or CaptureError(
+                "there is no steady step to capture; capture(step='first') captures the first step",
+                code="unsettled",
+            )
         if step == "steady" and captured.steady is not None:
             return captured.steady.graph
         if captured.first is None:
             raise CaptureError(
-                "there is no first step to capture: the optimizer has its state already, or keeps none",
+                "there is no first step to capture: the optimizer has its state already, or keeps "
+                "none; capture with step='steady'",
                 code="no_first_step",
             )
         return captured.first.graph
@@ -228,13 +293,17 @@ def capture_step(
         train_step, args, kwargs: the user's function and a call of it.
         keep_grads: whether `.grad` of every parameter outlives the step, as under eager PyTorch.
         known: what earlier captures of the same step found; what this one finds is added.
-        asks_kernels: whether real kernels may be run on zeros, where fake ones do not know how results lie in memory.
+        asks_kernels: whether real kernels may be run on zeros, where fake ones do not know how
+            results lie in memory.
         answers: what to take for granted where the step's code goes on either way.
     """
-    # No other capture meanwhile: tracing puts fakes and stand-ins where other threads would find them.
+    # No other capture meanwhile: tracing puts fakes and stand-ins where other threads would find
+    # them.
     with watched, collections_wait():
         check_surroundings()
-        if torch.is_autocast_cache_enabled() and any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
+        if torch.is_autocast_cache_enabled() and any(
+            map(torch.is_autocast_enabled, ("cpu", "cuda"))
+        ):
             raise CaptureError(
                 "autocast is on around the step, and its cache may hold casts of weights from before; enter it in the step, "
                 "or with cache_enabled=False",
@@ -248,10 +317,19 @@ def capture_step(
             with marked_fakes() as are_left:
                 while True:
                     try:
-                        # Captured as if all that settles were set: the first step does the same then, and later ones set nothing new.
+                        # Captured as if all that settles were set: the first step does the same
+                        # then, and later ones set nothing new.
                         with applied([] if settles is None else settles.settings):
                             return _captured(
-                                train_step, args, kwargs, keep_grads, known, asks_kernels, answers, reads, settles
+                                train_step,
+                                args,
+                                kwargs,
+                                keep_grads,
+                                known,
+                                asks_kernels,
+                                answers,
+                                reads,
+                                settles,
                             )
                     except _Settles as found:
                         settles = found
@@ -290,10 +368,21 @@ def _captured(
     reliance, results = Reliance(), Results(reach.caches)
     try:
         _refuse_unseen_state(reach)
-        tracer = _Tracer(reach, train_step, args, kwargs, known, asks_kernels, settles is not None, reliance, answers)
+        tracer = _Tracer(
+            reach,
+            train_step,
+            args,
+            kwargs,
+            known,
+            asks_kernels,
+            settles is not None,
+            reliance,
+            answers,
+        )
         programs = tracer.live_programs() if floats else None
         if programs is None:
-            # A float argument that decides something in Python cannot be live; it is guarded by value instead.
+            # A float argument that decides something in Python cannot be live; it is guarded by
+            # value instead.
             floats, programs = (), tracer.programs(live_arguments=False)
         if settles is not None and not _is_settled(settles, programs[0]):
             settles.refusal.settles = True  # the step that finds all of it set has just been traced
@@ -315,7 +404,12 @@ def _captured(
     first, steady = programs[0], programs[-1]
     name = getattr(train_step, "__name__", type(train_step).__name__)
     guards = known.shared(
-        Guards(reach, [owner.path for owner in kept if owner.get() is not None], reliance.settled(reach), results)
+        Guards(
+            reach,
+            [owner.path for owner in kept if owner.get() is not None],
+            reliance.settled(reach),
+            results,
+        )
     )
     received = {owner.index for owner, _ in programs[0].owned if isinstance(owner, ArgumentOwner)}
     arguments = ArgGuard(args, kwargs, guards, floats, received, taker)
@@ -332,7 +426,12 @@ def _captured(
     is_steady = difference(first, programs[-1]) is None and _absent(first) == _absent(steady)
     return CapturedStep(
         None if is_steady else _first(first, name, guards, answers),
-        Variant(checks_first(steady), name, notes_on(steady, guards, guessed=answers.guessed), as_written=steady),
+        Variant(
+            checks_first(steady),
+            name,
+            notes_on(steady, guards, guessed=answers.guessed),
+            as_written=steady,
+        ),
         guards,
         arguments,
         settings,
@@ -358,7 +457,7 @@ def _what_was_read(
     if reach.reads.has_strays() or reach.reads.everything:
         reach.reads.everything = True
         raise ReadMore
-    if narrow.world() != reach.world() or _numbers(narrow, changing) != _numbers(reach, changing):
+    if narrow.faked() != reach.faked() or _numbers(narrow, changing) != _numbers(reach, changing):
         raise ReadMore
     return narrow
 
@@ -370,12 +469,16 @@ def _numbers(reach: Reach, changing: set[str]) -> list[tuple[str, int]]:
 def _first(program: Program, name: str, guards: Guards, answers: Answers) -> Variant:
     program = prune(program)
     notes = notes_on(program, guards, guessed=answers.guessed)
-    return Variant(checks_first(program), f"{name} (first step)", notes, as_written=program, runs_once=True)
+    return Variant(
+        checks_first(program), f"{name} (first step)", notes, as_written=program, runs_once=True
+    )
 
 
 def _is_settled(settles: _Settles, after: Program) -> bool:
     """Whether the step does the same after what it has set as before, but for making it."""
-    tables = [setting.space.label(setting.key) for setting in settles.settings if setting.slot is not None]
+    tables = [
+        setting.space.label(setting.key) for setting in settles.settings if setting.slot is not None
+    ]
     before = with_state(settles.program, after, tables)
     if before is None or not asks_the_same(before, after):
         return False
@@ -383,7 +486,9 @@ def _is_settled(settles: _Settles, after: Program) -> bool:
 
 
 def _check_live_numbers(live: Program, tracer: _Tracer) -> None:
-    """Refuses a step that goes another way with live numbers than with plain ones, such as one that looks at their very type."""
+    """Refuses a step that goes another way with live numbers than with plain ones, such as one that
+    looks at their very type.
+    """
     (plain,) = tracer.programs(live_arguments=False, live_numbers=False)
     if not agrees(live, plain):
         raise CaptureError(
@@ -394,8 +499,12 @@ def _check_live_numbers(live: Program, tracer: _Tracer) -> None:
 
 
 def _has_known_optimizers(reach: Reach) -> bool:
-    """Whether all optimizers are PyTorch's own, which keep what they know in their state and take numbers for what they are."""
-    return all(type(optimizer).__module__.startswith("torch.optim.") for _, optimizer in reach.optimizers)
+    """Whether all optimizers are PyTorch's own, which keep what they know in their state and take
+    numbers for what they are.
+    """
+    return all(
+        type(optimizer).__module__.startswith("torch.optim.") for _, optimizer in reach.optimizers
+    )
 
 
 def _is_first_of(first: Program, later: Program) -> bool:
@@ -410,7 +519,9 @@ def _absent(program: Program) -> set[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Tracer:
-    """Traces one call of the user's function, any number of times, each from the state in which it was found."""
+    """Traces one call of the user's function, any number of times, each from the state in which it
+    was found.
+    """
 
     reach: Reach
     train_step: Callable[..., Any]
@@ -426,9 +537,11 @@ class _Tracer:
     """What they take for granted where the code goes on either way."""
 
     @interrupts_wait()
-    def programs(self, *, live_arguments: bool, live_numbers: bool = True, only_first: bool = False) -> list[Program]:
-        """Successive steps, until two in a row are the same program, or one is known; or the first alone, as it has to be without live
-        numbers.
+    def programs(
+        self, *, live_arguments: bool, live_numbers: bool = True, only_first: bool = False
+    ) -> list[Program]:
+        """Successive steps, until two in a row are the same program, or one is known; or the first
+        alone, as it has to be without live numbers.
         """
         while True:
             try:
@@ -438,8 +551,10 @@ class _Tracer:
                 if self.is_settled:  # by settings that these numbers may be among
                     raise
 
-    def _programs(self, live_arguments: bool, live_numbers: bool, *, only_first: bool) -> list[Program]:
-        world = World(
+    def _programs(
+        self, live_arguments: bool, live_numbers: bool, *, only_first: bool
+    ) -> list[Program]:
+        fake_state = FakeState(
             self.reach,
             self.args,
             self.kwargs,
@@ -455,26 +570,36 @@ class _Tracer:
         programs: list[Program] = []
         change: str | None = None
         try:
-            args, kwargs = world.enter()
+            args, kwargs = fake_state.enter()
             inside = Snapshot(self.reach)
             for _ in range(_MOST_TRACES):
                 self.known.traces += 1
                 try:
                     program = trace(
-                        world, self.train_step, args, kwargs, live_arguments=live_arguments, live_numbers=live_numbers
+                        fake_state,
+                        self.train_step,
+                        args,
+                        kwargs,
+                        live_arguments=live_arguments,
+                        live_numbers=live_numbers,
                     )
                 except CaptureError as error:
                     if error.code != "unknown_state" or not programs:
                         raise
                     programs[-1].unsettled = error
                     return programs
+                self.known.share(program)
                 reads.check()
                 reads.add_functions(self.reliance.unreached(self.reach))
                 if self.reach.may_be_narrower():
                     reads.narrow()
                     raise ReadMore
                 moved = [*inside.moved(), *filter(None, [switches.moved()])]
-                settings = None if self.is_settled or not moved or switches.moved() else inside.settings(world.made)
+                settings = (
+                    None
+                    if self.is_settled or not moved or switches.moved()
+                    else inside.settings(fake_state.made)
+                )
                 for setting in settings or ():
                     if setting.slot is not None:
                         path = setting.space.label(setting.key)
@@ -483,13 +608,18 @@ class _Tracer:
                         program.rebinds.append((owner, setting.slot))
                 accumulate_in_place(program)
                 program = assign_early(program)
-                programs.append(prune(program))
+                programs.append(self.known.pruned(program))
                 if not live_numbers:
                     return programs
                 if moved:
-                    remedy = f"{CHANCE}; " if moved[0].endswith(DRAWN) else ""
+                    remedy = (
+                        CHANCE
+                        if moved[0].endswith(DRAWN)
+                        else "return what you need of it, and change it outside of the step"
+                    )
                     refusal = CaptureError(
-                        f"{remedy}the step changes Python state that a captured step would not change again: {moved[0]}",
+                        "the step changes Python state that a captured step would not change "
+                        f"again: {moved[0]}; {remedy}",
                         code="moved",
                     )
                     if settings is not None:
@@ -497,7 +627,9 @@ class _Tracer:
                     numbers = inside.numbers() - self.known.numbers
                     if numbers:
                         raise NumbersChange(numbers)
-                    refusal.settles = not switches.moved() and self._may_settle(world, args, kwargs)
+                    refusal.settles = not switches.moved() and self._may_settle(
+                        fake_state, args, kwargs
+                    )
                     raise refusal
                 if (
                     only_first
@@ -505,7 +637,11 @@ class _Tracer:
                     or (len(programs) == 1 and self.known.has_agreed(programs[0]))
                 ):
                     return programs
-                if len(programs) == 2 and _has_known_optimizers(self.reach) and _is_first_of(*programs):
+                if (
+                    len(programs) == 2
+                    and _has_known_optimizers(self.reach)
+                    and _is_first_of(*programs)
+                ):
                     return programs
                 if len(programs) > 1:
                     change = difference(programs[-2], programs[-1])
@@ -514,18 +650,23 @@ class _Tracer:
         finally:
             switches.restore()
             snapshot.restore()
-            world.leave()
+            fake_state.leave()
         raise CaptureError(
-            f"two runs of the step on the same state are not the same program: {change}", code="unstable"
+            f"two runs of the step on the same state are not the same program: {change}; let the "
+            "step depend on its arguments and state alone",
+            code="unstable",
         )
 
-    def _may_settle(self, world: World, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether the step, run again on what the last trace has left, changes no Python state but numbers. What that holds of fakes the world does
-        not know, so that no program comes of it, and where it ends in an error nobody can say.
+    def _may_settle(
+        self, fake_state: FakeState, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> bool:
+        """Whether the step, run again on what the last trace has left, changes no Python state but
+        numbers. What that holds of fakes the fake state does not know, so that no program comes of
+        it, and where it ends in an error nobody can say.
         """
         inside = Snapshot(self.reach)
         try:
-            trace(world, self.train_step, args, kwargs, live_arguments=False)
+            trace(fake_state, self.train_step, args, kwargs, live_arguments=False)
         except (ArgumentsChange, NumbersChange):
             return True
         except CaptureError as error:
@@ -533,7 +674,9 @@ class _Tracer:
         return len(inside.moved()) == len(inside.numbers() - self.known.numbers)
 
     def live_programs(self) -> list[Program] | None:
-        """The same with live float arguments; None where the step does something else with them than with floats."""
+        """The same with live float arguments; None where the step does something else with them
+        than with floats.
+        """
         try:
             programs = self.programs(live_arguments=True)
         except CaptureError as error:
@@ -548,8 +691,14 @@ class _Tracer:
 def _refuse_unseen_state(reach: Reach) -> None:
     """What the step holds and no guard can compare."""
     for slot in reach.slots:
-        if isinstance(slot.tensor, (torch.nn.UninitializedParameter, torch.nn.parameter.UninitializedBuffer)):
-            refuse(slot.path, "has no shape yet; run the module once before", code="uninitialized_parameter")
+        if isinstance(
+            slot.tensor, (torch.nn.UninitializedParameter, torch.nn.parameter.UninitializedBuffer)
+        ):
+            refuse(
+                slot.path,
+                "has no shape yet; run the module once before",
+                code="uninitialized_parameter",
+            )
     for path, _ in reach.iterators:
         refuse(
             path,

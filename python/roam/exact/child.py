@@ -1,11 +1,12 @@
-"""Solves one integer program with CBC: a script that runs in a process of its own, started by `bridge.py`.
+"""Solves one integer program with CBC: a script that runs in a process of its own, started by
+`bridge.py`.
 
-It reads one line of JSON from standard input and writes one to standard output, then ends. It also ends as soon as
-standard input is closed, whatever it is doing: so it never outlives the process that started it. Time limits are the
-parent's matter too.
+It reads one line of JSON from standard input and writes one to standard output, then ends. It also
+ends as soon as standard input is closed, whatever it is doing: so it never outlives the process
+that started it. Time limits are the parent's matter too.
 
-The question: ``lower``, ``upper``, ``cost``, ``integer`` (per column), ``rows`` (each ``[columns, factors, sense, limit]``), ``start``
-(a value per column) and ``nodes``. The answer is one of
+The question: ``lower``, ``upper``, ``cost``, ``integer`` (per column), ``rows`` (each ``[columns,
+factors, sense, limit]``), ``start`` (a value per column) and ``nodes``. The answer is one of
 
 - ``{"solved": {"values": [...], "bound": ...}}``: the search ended or its nodes were used up;
 - ``{"unavailable": "why"}``: python-mip or CBC cannot be used here;
@@ -26,7 +27,8 @@ from typing import Any
 # A stop that comes for the whole group of processes is the parent's to act on.
 signal.signal(signal.SIGINT, signal.SIG_IGN)
 
-# The same code on every processor, so that the same program has the same answer. CBC looks for this when it is loaded.
+# The same code on every processor, so that the same program has the same answer. CBC looks for this
+# when it is loaded.
 BUILD = "generic"
 
 
@@ -48,7 +50,9 @@ def cbc_model(question: dict[str, Any]) -> tuple[Any, list[Any]]:
         import mip
         from mip import cbc
     except Exception as error:
-        raise Unavailable(f"python-mip cannot be imported: {type(error).__name__}: {error}") from error
+        raise Unavailable(
+            f"python-mip cannot be imported: {type(error).__name__}: {error}"
+        ) from error
     if not cbc.has_cbc:
         raise Unavailable("python-mip cannot load CBC")
     model = mip.Model(sense=mip.MINIMIZE, solver_name=mip.CBC)
@@ -56,12 +60,16 @@ def cbc_model(question: dict[str, Any]) -> tuple[Any, list[Any]]:
     model.max_mip_gap = 0.0
     model.seed = 1
     columns = [
-        model.add_var(lb=lower, ub=upper, obj=cost, var_type=mip.INTEGER if integer else mip.CONTINUOUS)
+        model.add_var(
+            lb=lower, ub=upper, obj=cost, var_type=mip.INTEGER if integer else mip.CONTINUOUS
+        )
         for lower, upper, cost, integer in zip(
             question["lower"], question["upper"], question["cost"], question["integer"], strict=True
         )
     ]
-    model.start = [(column, float(value)) for column, value in zip(columns, question["start"], strict=True)]
+    model.start = [
+        (column, float(value)) for column, value in zip(columns, question["start"], strict=True)
+    ]
     return model, columns
 
 
@@ -71,8 +79,13 @@ def solve(question: dict[str, Any]) -> dict[str, Any]:
     import mip
 
     for at, factors, sense, limit in question["rows"]:
-        model.add_constr(mip.LinExpr([columns[i] for i in at], [float(factor) for factor in factors], -limit, sense))
-    # Whole costs, so nothing between two whole numbers is worth a search; but never stop short of the best.
+        model.add_constr(
+            mip.LinExpr(
+                [columns[i] for i in at], [float(factor) for factor in factors], -limit, sense
+            )
+        )
+    # Whole costs, so nothing between two whole numbers is worth a search; but never stop short of
+    # the best.
     model.max_mip_gap_abs = 1e-9
     # Cuts take longer here than the nodes that they save.
     model.cuts = 0

@@ -1,4 +1,5 @@
 """Kernels: which of them can write where a plan says, as tests found.
 
-table (what was cleared) <- trial (how it is tried), substitutes (equal kernels) -> calls (what it means for a program)
+table (what was cleared) <- trial (how it is tried), substitutes (equal kernels) -> calls (what it
+means for a program)
 """

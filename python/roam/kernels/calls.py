@@ -1,17 +1,18 @@
-"""What the table of kernels means for the calls of one program."""
+"""Looks up, for the calls of one program, what the table of kernels permits."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
 from roam.kernels.fused import workspace_bytes
 from roam.kernels.rows import WORTH_BYTES, piece_bytes
 from roam.kernels.table import Placement, named, placement
-from roam.program import Call, Program, Ref, TensorMeta, substitute
+from roam.program.ir import Call, Program, Ref, TensorMeta, substitute
+from roam.torch_compat.private import OpOverload
 
 _UNMOVABLE = frozenset(
     f"aten::{name}"
@@ -31,46 +32,97 @@ class Placed:
 
     placement: Placement
     in_place: tuple[tuple[int, int], ...]
-    """(slot of an argument, slot of a result): if it dies in the call, the argument may give its memory to the result."""
+    """(slot of an argument, slot of a result): if it dies in the call, the argument may give its
+    memory to the result."""
     workspace_bytes: int = 0
     """What the kernel takes while it runs, where that is known and is more than next to nothing."""
     by_rows: bool = False
-    """Whether it computes pieces and copies them. Then it is for a plan to choose, like any copy, and what it takes is `workspace_bytes`."""
+    """Whether it computes pieces and copies them. Then it is for a plan to choose, like any copy,
+    and what it takes is `workspace_bytes`."""
 
 
 def placed_calls(program: Program, device: torch.device) -> list[Placed | None]:
-    """Per call of a program, how its results can be written where a plan wants them on a device; None where they cannot."""
+    """Per call of a program, how its results can be written where a plan wants them on a device;
+    None where they cannot.
+    """
     leaving, unmovable = program.leaving(), _unmovable(program)
-    return [_placed(program, index, device, leaving, unmovable) for index in range(len(program.calls))]
+    return [
+        _placed(program, index, device, leaving, unmovable) for index in range(len(program.calls))
+    ]
 
 
-def landable_calls(program: Program, placed: Sequence[Placed | None], device: torch.device) -> dict[int, int]:
-    """Calls whose results may be copied to where a plan wants them, and cannot get there otherwise: with the bytes that this takes."""
+def copyable_calls(
+    program: Program, placed: Sequence[Placed | None], device: torch.device
+) -> dict[int, int]:
+    """Calls whose results may be copied to where a plan wants them, and cannot get there otherwise:
+    with the bytes that this takes.
+    """
     leaving, unmovable = program.leaving(), _unmovable(program)
-    landable = {}
+    copyable = {}
     for index, call in enumerate(program.calls):
         at = placed[index]
         if at is not None and at.by_rows:
-            landable[index] = at.workspace_bytes
+            copyable[index] = at.workspace_bytes
             continue
         made = [program.storage_of(slot) for slot in _made(call) if program.storage_of(slot) >= 0]
-        local = [storage for storage in made if program.storages[storage].creator == index and storage not in leaving]
-        if at is None and local and unmovable.isdisjoint(local) and _is_apart(program, index, device):
-            landable[index] = sum(program.storages[storage].size_bytes for storage in local)
-    return landable
+        local = [
+            storage
+            for storage in made
+            if program.storages[storage].creator == index and storage not in leaving
+        ]
+        if (
+            at is None
+            and local
+            and unmovable.isdisjoint(local)
+            and _is_apart(program, index, device)
+        ):
+            copyable[index] = sum(program.storages[storage].size_bytes for storage in local)
+    return copyable
 
 
 def _placed(
     program: Program, index: int, device: torch.device, leaving: set[int], unmovable: set[int]
 ) -> Placed | None:
     call = program.calls[index]
+    seen: list[Any] = [device]
+    for slot in (*call.refs(), *call.outputs):
+        meta = None if slot is None else program.slots[slot]
+        if meta is None:
+            seen.append(None)
+        else:
+            number = meta.storage
+            storage = program.storages[number]
+            seen += (
+                meta,
+                storage,
+                storage.creator == index,
+                number in leaving,
+                number in unmovable,
+            )
+    if call._known_placed is None or call._known_placed[0] != seen:
+        call._known_placed = seen, _found(program, index, device, leaving, unmovable)
+    found: Placed | None = call._known_placed[1]
+    return found
+
+
+def _found(
+    program: Program, index: int, device: torch.device, leaving: set[int], unmovable: set[int]
+) -> Placed | None:
+    call = program.calls[index]
     slots = list(_made(call))
     inputs = [meta for slot in call.refs() if (meta := program.slots[slot]) is not None]
     outputs = [meta for slot in slots if (meta := program.slots[slot]) is not None]
-    if not outputs or len(outputs) < len(call.outputs) or call.mutates or not _is_apart(program, index, device):
+    if (
+        not outputs
+        or len(outputs) < len(call.outputs)
+        or call.mutates
+        or not _is_apart(program, index, device)
+    ):
         return None
     touched = {meta.storage for meta in (*inputs, *outputs)}
-    if not touched.isdisjoint(unmovable) or any(meta.storage in leaving or 0 in meta.shape for meta in outputs):
+    if not touched.isdisjoint(unmovable) or any(
+        meta.storage in leaving or 0 in meta.shape for meta in outputs
+    ):
         return None
     if any(meta.device != device for meta in inputs):
         return None
@@ -88,7 +140,12 @@ def _placed(
 
 
 def _in_place(
-    program: Program, call: Call, found: Placement, inputs: list[TensorMeta], slots: list[int], leaving: set[int]
+    program: Program,
+    call: Call,
+    found: Placement,
+    inputs: list[TensorMeta],
+    slots: list[int],
+    leaving: set[int],
 ) -> Iterator[tuple[int, int]]:
     outputs = [meta for slot in slots if (meta := program.slots[slot]) is not None]
     values = named(call.target, call.args, call.kwargs)
@@ -116,13 +173,16 @@ def _unmovable(program: Program) -> set[int]:
     return {
         program.storage_of(slot)
         for call in program.calls
-        if isinstance(call.target, OpOverload) and call.target.name().partition(".")[0] in _UNMOVABLE
+        if isinstance(call.target, OpOverload)
+        and call.target.name().partition(".")[0] in _UNMOVABLE
         for slot in (*call.refs(), *_made(call))
     }
 
 
 def _is_apart(program: Program, index: int, device: torch.device) -> bool:
-    """Whether each result of a call fills a storage of its own that the call makes on the device."""
+    """Whether each result of a call fills a storage of its own that the call makes on the
+    device.
+    """
     slots = [slot for slot in _made(program.calls[index]) if program.slots[slot] is not None]
     storages = {program.storage_of(slot) for slot in slots}
     return (

@@ -1,7 +1,9 @@
-"""Operators that stand for two of PyTorch's, so that what lies between them is never whole in memory.
+"""Operators that each replace two of PyTorch's, so that the tensor between the two is never whole
+in memory.
 
-Each is registered with the two ordinary calls as its kernel, and has an equal kernel that works through it piece by piece with the
-very same kernels. As everywhere, that the bits are equal is established by ``benches/kernel_table.py``, not here.
+Each is registered with the two ordinary calls as its kernel, and has an equal kernel that works
+through it piece by piece with the very same kernels. As everywhere, that the bits are equal is
+established by ``benches/kernel_table.py``, not here.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import torch
 from torch import Tensor
 
 from roam.kernels.substitutes import Outs, equal
-from roam.program import Call, Program
+from roam.program.ir import Call, Program
 
 aten = torch.ops.aten
 
@@ -31,16 +33,22 @@ def _one_after_the_other(
     grad_output: Tensor, output: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int,
     total_weight: Tensor,
 ) -> Tensor:  # fmt: skip
-    between = aten.nll_loss_backward(grad_output, output, target, weight, reduction, ignore_index, total_weight)
+    between = aten.nll_loss_backward(
+        grad_output, output, target, weight, reduction, ignore_index, total_weight
+    )
     return aten._log_softmax_backward_data(between, output, 1, output.dtype)  # type: ignore[no-any-return]
 
 
 _library.impl("nll_loss_log_softmax_backward", _one_after_the_other, "CompositeExplicitAutograd")
 CROSS_ENTROPY_BACKWARD = torch.ops.roam.nll_loss_log_softmax_backward.default
-"""The gradient of a classification loss with respect to the logits: `nll_loss_backward`, then `_log_softmax_backward_data`."""
+"""The gradient of a classification loss with respect to the logits: `nll_loss_backward`, then
+`_log_softmax_backward_data`."""
 
 
-@equal("aten::nll_loss_backward, aten::_log_softmax_backward_data.out, by rows", CROSS_ENTROPY_BACKWARD.name())
+@equal(
+    "aten::nll_loss_backward, aten::_log_softmax_backward_data.out, by rows",
+    CROSS_ENTROPY_BACKWARD.name(),
+)
 def _by_rows(
     outs: Outs, grad_output: Tensor, output: Tensor, target: Tensor, weight: Tensor | None, reduction: int,
     ignore_index: int, total_weight: Tensor,
@@ -50,7 +58,9 @@ def _by_rows(
         between = aten.nll_loss_backward(
             grad, output[part], target[part], weight, reduction, ignore_index, total_weight
         )
-        aten._log_softmax_backward_data.out(between, output[part], 1, output.dtype, out=outs[0][part])
+        aten._log_softmax_backward_data.out(
+            between, output[part], 1, output.dtype, out=outs[0][part]
+        )
         del between  # before the next one is made
 
 
@@ -66,5 +76,7 @@ def workspace_bytes(program: Program, call: Call) -> int:
     if meta is None:
         return 0
     rows, classes = meta.shape
-    most = max(part.stop - part.start for part in _parts(rows, rows * classes * meta.dtype.itemsize))
+    most = max(
+        part.stop - part.start for part in _parts(rows, rows * classes * meta.dtype.itemsize)
+    )
     return int(most * classes * meta.dtype.itemsize)

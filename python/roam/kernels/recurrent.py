@@ -1,7 +1,9 @@
-"""LSTM layers by oneDNN, whose kernel asks whether gradients are wanted and then works, and rounds, in another way.
+"""LSTM layers by oneDNN, whose kernel asks whether gradients are wanted and then works, and rounds,
+in another way.
 
-A plan runs without autograd, so the kernel of a layer that is trained gets an operator of its own, which says that they are. How large the workspace is
-that it leaves for the backward pass only the kernel itself knows: no fake kernel does, so it is asked.
+A plan runs without autograd, so the kernel of a layer that is trained gets an operator of its own,
+which says that they are. How large the workspace is that it leaves for the backward pass only the
+kernel itself knows: no fake kernel does, so it is asked.
 """
 
 from __future__ import annotations
@@ -10,19 +12,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
-from torch.utils._python_dispatch import _disable_current_modes
+
+from roam.torch_compat.private import BelowAutograd, OpOverload, disable_current_modes, schema_of
 
 _LAYER = torch.ops.aten.mkldnn_rnn_layer.default
 ASKED = frozenset({_LAYER, torch.ops.aten.mkldnn_rnn_layer_backward.default})
 """Operators of whose results only their kernel knows the sizes."""
 
 _library = torch.library.Library("roam", "FRAGMENT")
-_library.define(f"lstm_layer_in_training{str(_LAYER._schema).removeprefix(_LAYER._schema.name)}")
+_library.define(
+    f"lstm_layer_in_training{str(schema_of(_LAYER)).removeprefix(schema_of(_LAYER).name)}"
+)
 
 
 def _in_training(*args: Any) -> tuple[Tensor, ...]:
-    with torch._C._AutoDispatchBelowAutograd(), torch.enable_grad():
+    with BelowAutograd(), torch.enable_grad():
         return _LAYER(*args)  # type: ignore[no-any-return]
 
 
@@ -36,10 +40,16 @@ def as_run(func: OpOverload) -> OpOverload:
 
 
 def asked(func: OpOverload, args: tuple[Any, ...]) -> list[Tensor | None]:
-    """What the kernel returns for arguments like these, all zeros: one layer's memory, for a moment."""
-    with _disable_current_modes():
-        return list(func(*(_zeros(value) if isinstance(value, Tensor) else value for value in args)))
+    """What the kernel returns for arguments like these, all zeros: one layer's memory, for a
+    moment.
+    """
+    with disable_current_modes():
+        return list(
+            func(*(_zeros(value) if isinstance(value, Tensor) else value for value in args))
+        )
 
 
 def _zeros(like: Tensor) -> Tensor:
-    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device).zero_()
+    return torch.empty_strided(
+        like.shape, like.stride(), dtype=like.dtype, device=like.device
+    ).zero_()

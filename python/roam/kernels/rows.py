@@ -1,14 +1,16 @@
-"""Attention on the CPU, a few samples at a time, each piece copied to where it is wanted.
+"""Attention on the CPU, a few samples at a time, each piece copied to its planned place.
 
-PyTorch's kernels for it only return memory of their own, and its gradient is three results at once. Samples do not depend on each
-other, so the very same kernels are called for a few of them, and what is taken is a piece. That the bits are equal is established by
-``benches/kernel_table.py``, as for other equal kernels. Where they could come to depend on the cut or on the number of threads, there
+PyTorch's kernels for it only return memory of their own, and its gradient is three results at once.
+Samples do not depend on each other, so the very same kernels are called for a few of them, and what
+is taken is a piece. That the bits are equal is established by ``benches/kernel_table.py``, as for
+other equal kernels. Where they could come to depend on the cut or on the number of threads, there
 is none to make:
 
 - In half precision the kernel chooses its matrix products by the size of the batch.
-- A matrix product may round otherwise where its operands lie otherwise in their cache lines. So a sample of what it writes to, and
-  the scratchpad of each thread, must be whole cache lines.
-- Alone on its thread a matrix product may use several threads itself. So there must be several heads, which are work for several threads.
+- A matrix product may round otherwise where its operands lie otherwise in their cache lines. So a
+  sample of what it writes to, and the scratchpad of each thread, must be whole cache lines.
+- Alone on its thread a matrix product may use several threads itself. So there must be several
+  heads, which are work for several threads.
 """
 
 from __future__ import annotations
@@ -19,10 +21,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
 from roam.kernels.substitutes import Outs, equal
-from roam.program import TensorMeta, extents, is_dense
+from roam.program.ir import TensorMeta, extents, is_dense
+from roam.torch_compat.private import OpOverload
 
 DEVICE = "cpu"
 WORTH_BYTES = 1 << 19
@@ -30,7 +32,8 @@ WORTH_BYTES = 1 << 19
 _MOST_PIECES = 4
 _CACHE_LINE_BYTES = 64
 _QUERIES = 32
-"""The least number of queries that the kernel takes together, where there are as many: its scratchpads are multiples of it."""
+"""The least number of queries that the kernel takes together, where there are as many: its
+scratchpads are multiples of it."""
 
 _Known = Tensor | TensorMeta
 
@@ -42,11 +45,18 @@ def piece_bytes(samples: int, nbytes: int) -> int:
 
 def _parts(samples: int) -> Iterator[slice]:
     pieces = min(_MOST_PIECES, samples)
-    return (slice(samples * piece // pieces, samples * (piece + 1) // pieces) for piece in range(pieces))
+    return (
+        slice(samples * piece // pieces, samples * (piece + 1) // pieces) for piece in range(pieces)
+    )
 
 
 def _samples(
-    query: _Known, key: _Known, value: _Known, *args: Any, attn_mask: _Known | None = None, **kwargs: Any
+    query: _Known,
+    key: _Known,
+    value: _Known,
+    *args: Any,
+    attn_mask: _Known | None = None,
+    **kwargs: Any,
 ) -> int:
     tensors = [query, key, value] if attn_mask is None else [query, key, value, attn_mask]
     # What else than neighbours in memory the kernel reads as such depends on who calls it.
@@ -58,13 +68,25 @@ def _samples(
 
 
 def _samples_backward(
-    grad_out: _Known, query: _Known, key: _Known, value: _Known, out: _Known, *args: Any, **kwargs: Any
+    grad_out: _Known,
+    query: _Known,
+    key: _Known,
+    value: _Known,
+    out: _Known,
+    *args: Any,
+    **kwargs: Any,
 ) -> int:
     sizes = [math.prod(tensor.shape[1:]) * tensor.dtype.itemsize for tensor in (query, key)]
     is_aligned = all(size_bytes % _CACHE_LINE_BYTES == 0 for size_bytes in sizes)
     # The kernel takes a copy of a gradient with gaps: of every piece if and only if of the whole.
-    is_regular = not _has_dense_samples(grad_out) or _strides(grad_out)[0] == math.prod(grad_out.shape[1:])
-    return _samples(query, key, value, **kwargs) if is_aligned and is_regular and _strides(out)[-1] == 1 else 0
+    is_regular = not _has_dense_samples(grad_out) or _strides(grad_out)[0] == math.prod(
+        grad_out.shape[1:]
+    )
+    return (
+        _samples(query, key, value, **kwargs)
+        if is_aligned and is_regular and _strides(out)[-1] == 1
+        else 0
+    )
 
 
 def _has_dense_samples(tensor: _Known) -> bool:
@@ -81,7 +103,9 @@ def _by_samples(kernel: OpOverload) -> Callable[..., None]:
         samples = len(outs[0])
         for part in _parts(samples):
             piece = (value[part] if isinstance(value, Tensor) else value for value in inputs)
-            _copy_piece(outs, part, kernel(*piece, attn_mask=_mask_of(attn_mask, part, samples), **kwargs))
+            _copy_piece(
+                outs, part, kernel(*piece, attn_mask=_mask_of(attn_mask, part, samples), **kwargs)
+            )
 
     return run
 

@@ -1,7 +1,7 @@
 """Kernels that write what another one returns, bit for bit, into memory that they are given.
 
-Each is called as ``kernel(outs, *args, **kwargs)`` with the arguments of the overload that it stands for. That the bits are
-equal is established by ``benches/kernel_table.py``, not here.
+Each is called as ``kernel(outs, *args, **kwargs)`` with the arguments of the overload that it
+stands for. That the bits are equal is established by ``benches/kernel_table.py``, not here.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
+
+from roam.torch_compat.private import OpOverload
 
 aten = torch.ops.aten
 
@@ -21,18 +22,25 @@ Outs = Sequence[Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Equal:
-    """A kernel that stands for an overload; see `roam.kernels.table.Placement` for the attributes."""
+    """A kernel that stands for an overload; see `roam.kernels.table.Placement` for the
+    attributes.
+    """
 
     kernel: Callable[..., Any]
     name: str
-    unless: str = ""
+    not_if: str = ""
     rows: Callable[..., int] | None = None
 
 
 EQUAL: dict[str, Equal] = {}
 """By the full name of the overload that it stands for."""
 
-UNINITIALIZED = ("aten::empty.memory_format", "aten::empty_like", "aten::empty_strided", "aten::new_empty")
+UNINITIALIZED = (
+    "aten::empty.memory_format",
+    "aten::empty_like",
+    "aten::empty_strided",
+    "aten::new_empty",
+)
 """Overloads whose results have no values yet."""
 
 
@@ -49,13 +57,15 @@ def _copy(out: Tensor, value: Tensor) -> None:
 
 
 def equal(
-    name: str, *overloads: str, unless: str = "", rows: Callable[..., int] | None = None
+    name: str, *overloads: str, not_if: str = "", rows: Callable[..., int] | None = None
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Enters a kernel that stands for overloads, of the namespace ``aten`` unless they name theirs."""
+    """Enters a kernel that stands for overloads, of the namespace ``aten`` unless they name
+    theirs.
+    """
 
     def enter(kernel: Callable[..., None]) -> Callable[..., None]:
         full = (overload if "::" in overload else f"aten::{overload}" for overload in overloads)
-        EQUAL.update((overload, Equal(kernel, name, unless, rows)) for overload in full)
+        EQUAL.update((overload, Equal(kernel, name, not_if, rows)) for overload in full)
         return kernel
 
     return enter
@@ -111,15 +121,20 @@ def _sum(outs: Outs, self: Tensor, *, dtype: torch.dtype | None = None) -> None:
     aten.sum.IntList_out(self, None, False, dtype=dtype, out=outs[0])
 
 
-@equal("aten::_softmax.out", "_safe_softmax", unless="dtype")
+@equal("aten::_softmax.out", "_safe_softmax", not_if="dtype")
 def _safe_softmax(outs: Outs, self: Tensor, dim: int, dtype: None = None) -> None:
     masked_rows = (self == float("-inf")).all(dim, keepdim=True)
     aten._softmax.out(self, dim, False, out=outs[0]).masked_fill_(masked_rows, 0)
 
 
-@equal("zero_, aten::index_add_", "embedding_dense_backward", unless="scale_grad_by_freq")
+@equal("zero_, aten::index_add_", "embedding_dense_backward", not_if="scale_grad_by_freq")
 def _embedding_dense_backward(
-    outs: Outs, grad_output: Tensor, indices: Tensor, num_weights: int, padding_idx: int, scale_grad_by_freq: bool
+    outs: Outs,
+    grad_output: Tensor,
+    indices: Tensor,
+    num_weights: int,
+    padding_idx: int,
+    scale_grad_by_freq: bool,
 ) -> None:
     grad = outs[0].zero_()
     grad.index_add_(0, indices.reshape(-1), grad_output.reshape(-1, grad.shape[1]))
@@ -154,7 +169,9 @@ def _slice_backward(
 
 
 @equal("zero_, copy_", "select_backward")
-def _select_backward(outs: Outs, grad_output: Tensor, input_sizes: Any, dim: int, index: int) -> None:
+def _select_backward(
+    outs: Outs, grad_output: Tensor, input_sizes: Any, dim: int, index: int
+) -> None:
     outs[0].zero_().select(dim, index).copy_(grad_output)
 
 

@@ -1,8 +1,9 @@
 """Which kernels can write into memory that a plan chose.
 
-A planned result is a strided view into a pool. For every functional overload the schemas and dispatch keys of the running
-PyTorch say how its result could get there (`candidate`); `kernels.json`, which ``benches/kernel_table.py`` writes, says for which
-layouts and dtypes tests found that way to be exact; `placement` gives what both allow. What the file does not know lands in
+A planned result is a strided view into a pool. For every functional overload the schemas and
+dispatch keys of the running PyTorch say how its result could get there (`candidate`);
+`kernels.json`, which ``benches/kernel_table.py`` writes, says for which layouts and dtypes tests
+found that way to be exact; `placement` gives what both allow. What the file does not know lands in
 memory of its own.
 """
 
@@ -17,12 +18,12 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
-from torch._ops import OpOverload
 
 from roam.kernels import rows, substitutes
-from roam.program import TensorMeta, extents, is_dense
+from roam.program.ir import TensorMeta, extents, is_dense
+from roam.torch_compat.private import OpOverload, has_kernel_for, schema_of
 
-Way = Literal["direct", "substitute", "land"]
+Way = Literal["direct", "substitute", "copy_in"]
 Kernel = Callable[..., Any]
 
 TABLE = Path(__file__).with_name("kernels.json")
@@ -36,18 +37,21 @@ class Placement:
     """How the results of a functional overload get to where the plan wants them.
 
     Attributes:
-        way: ``direct``: by the overload's own `out=` kernel; ``substitute``: by another kernel that gives the same bits;
-            ``land``: it computes into memory of its own, from where it may be copied.
-        kernel: called as ``kernel(outs, *args, **kwargs)`` with the functional overload's own arguments; None for ``land``.
+        way: ``direct``: by the overload's own `out=` kernel; ``substitute``: by another kernel that
+            gives the same bits; ``copy_in``: it computes into memory of its own, from where it may
+            be copied.
+        kernel: called as ``kernel(outs, *args, **kwargs)`` with the functional overload's own
+            arguments; None for ``copy_in``.
         name: what the kernel calls.
         overload: the `out=` overload that it calls with the same arguments, if that is all it does.
         out_names: its arguments for the results, in the results' order.
         cleared: per `dtypes_of`, the `layouts_of` for which tests found the kernel exact.
-        in_place: per `dtypes_of`, (argument, result): results that may take the memory of this argument when it dies in the
-            call and has their dtype, shape and strides.
+        in_place: per `dtypes_of`, (argument, result): results that may take the memory of this
+            argument when it dies in the call and has their dtype, shape and strides.
         dropped: keyword arguments that it does not take.
         unless: a boolean argument; where it is set, the kernel does not apply.
-        rows: for kernels that go by rows (see `roam.kernels.rows`), how many rows a call has, of its tensors or their metadata.
+        rows: for kernels that go by rows (see `roam.kernels.rows`), how many rows a call has, of
+            its tensors or their metadata.
         reason: why nothing better is done.
     """
 
@@ -57,19 +61,27 @@ class Placement:
     overload: OpOverload | None = None
     out_names: tuple[str, ...] = ()
     cleared: Mapping[str, frozenset[str]] = field(default_factory=lambda: MappingProxyType({}))
-    in_place: Mapping[str, frozenset[tuple[str, int]]] = field(default_factory=lambda: MappingProxyType({}))
+    in_place: Mapping[str, frozenset[tuple[str, int]]] = field(
+        default_factory=lambda: MappingProxyType({})
+    )
     dropped: frozenset[str] = frozenset()
-    unless: str = ""
+    not_if: str = ""
     rows: Callable[..., int] | None = None
     reason: str = ""
 
-    def clears(self, inputs: Iterable[torch.Tensor | TensorMeta], outputs: Iterable[torch.Tensor | TensorMeta]) -> bool:
+    def clears(
+        self,
+        inputs: Iterable[torch.Tensor | TensorMeta],
+        outputs: Iterable[torch.Tensor | TensorMeta],
+    ) -> bool:
         """Whether tests cleared the kernel for tensors of these layouts and dtypes."""
         inputs, outputs = list(inputs), list(outputs)
         return layouts_of(inputs, outputs) in self.cleared.get(dtypes_of(inputs, outputs), ())
 
     def cleared_in_place(
-        self, inputs: Iterable[torch.Tensor | TensorMeta], outputs: Iterable[torch.Tensor | TensorMeta]
+        self,
+        inputs: Iterable[torch.Tensor | TensorMeta],
+        outputs: Iterable[torch.Tensor | TensorMeta],
     ) -> list[tuple[str, int]]:
         """`in_place` for tensors of these dtypes."""
         return sorted(self.in_place.get(dtypes_of(inputs, outputs), ()))
@@ -77,7 +89,9 @@ class Placement:
     def call(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], outs: Sequence[Any]
     ) -> tuple[Kernel, tuple[Any, ...], dict[str, Any]]:
-        """The function, arguments and keyword arguments that write a functional call's results into `outs`."""
+        """The function, arguments and keyword arguments that write a functional call's results into
+        `outs`.
+        """
         assert self.kernel is not None, "something that can write there"
         if self.overload is None:
             return self.kernel, (tuple(outs), *args), dict(kwargs)
@@ -86,7 +100,9 @@ class Placement:
 
     def applies(self, target: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Whether the kernel covers these arguments, of which only plain ones are looked at."""
-        return self.way != "land" and not (self.unless and named(target, args, kwargs)[self.unless])
+        return self.way != "copy_in" and not (
+            self.not_if and named(target, args, kwargs)[self.not_if]
+        )
 
     def splits(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Whether a kernel that goes by rows finds some to go by."""
@@ -94,33 +110,42 @@ class Placement:
 
 
 def placement(target: Any, device: str) -> Placement:
-    """The way that the running PyTorch offers and that tests cleared; ``land`` where there is none.
+    """The way that the running PyTorch offers and that tests cleared; ``copy_in`` where there is
+    none.
 
-    What was tested with another PyTorch, or on the CPU where a device has no tests of its own, is taken as a proposal: see
-    `is_proven`. Memory is then given to pointwise results alone, whose kernels read an element before they write it.
+    What was tested with another PyTorch, or on the CPU where a device has no tests of its own, is
+    taken as a proposal: see `is_proven`. Memory is then given to pointwise results alone, whose
+    kernels read an element before they write it.
     """
     if not isinstance(target, OpOverload):
-        return Placement("land", reason="it computes no tensor")
+        return Placement("copy_in", reason="it computes no tensor")
     return _placement(target, device)
 
 
 @functools.cache
 def _placement(target: OpOverload, device: str) -> Placement:
     found = candidate(target, device)
-    if found.way == "land":
+    if found.way == "copy_in":
         return found
     entry = _tested(device)["kernels"].get(target.name())
     if entry is None or entry["kernel"] != found.name:
-        return Placement("land", reason="not tested")
+        return Placement("copy_in", reason="not tested")
     if not entry["cleared"]:
-        return Placement("land", reason=f"refused by tests: {next(iter(entry['refused'].values()))}")
+        return Placement(
+            "copy_in", reason=f"refused by tests: {next(iter(entry['refused'].values()))}"
+        )
     cleared, in_place = _by_dtypes(entry["cleared"]), _by_dtypes(entry["in_place"])
     if device not in _table() and torch.Tag.pointwise not in target.tags:
         in_place = {}
-    pairs = {dtypes: frozenset((argument, result) for argument, result in found) for dtypes, found in in_place.items()}
+    pairs = {
+        dtypes: frozenset((argument, result) for argument, result in found)
+        for dtypes, found in in_place.items()
+    }
     return replace(
         found,
-        cleared=MappingProxyType({dtypes: frozenset(layouts) for dtypes, layouts in cleared.items()}),
+        cleared=MappingProxyType(
+            {dtypes: frozenset(layouts) for dtypes, layouts in cleared.items()}
+        ),
         in_place=MappingProxyType(pairs),
     )
 
@@ -134,7 +159,9 @@ def is_proven(device: str) -> bool:
 
     If not, whoever uses a placement has to compare its results with the ordinary call's.
     """
-    return device in _table() and bool(_table()[device]["torch"] == torch.__version__.partition("+")[0])
+    return device in _table() and bool(
+        _table()[device]["torch"] == torch.__version__.partition("+")[0]
+    )
 
 
 def _tested(device: str) -> dict[str, Any]:
@@ -154,9 +181,13 @@ def candidate(target: OpOverload, device: str) -> Placement:
     """The way that schemas and dispatch keys offer; nothing is cleared."""
     reason = _not_functional(target)
     if reason:
-        return Placement("land", reason=reason)
-    if (equal := substitutes.EQUAL.get(target.name())) and (equal.rows is None or device == rows.DEVICE):
-        return Placement("substitute", equal.kernel, equal.name, unless=equal.unless, rows=equal.rows)
+        return Placement("copy_in", reason=reason)
+    if (equal := substitutes.EQUAL.get(target.name())) and (
+        equal.rows is None or device == rows.DEVICE
+    ):
+        return Placement(
+            "substitute", equal.kernel, equal.name, not_if=equal.not_if, rows=equal.rows
+        )
     direct, reason = _direct(target, device)
     if direct is not None:
         return direct
@@ -167,11 +198,11 @@ def candidate(target: OpOverload, device: str) -> Placement:
     if partner is not None:
         kernel = functools.partial(substitutes.copy_then, partner)
         return Placement("substitute", kernel, f"copy_, {partner.name()}")
-    return Placement("land", reason=reason)
+    return Placement("copy_in", reason=reason)
 
 
 def _not_functional(target: OpOverload) -> str:
-    schema = target._schema
+    schema = schema_of(target)
     if any(argument.alias_info is not None for argument in schema.arguments):
         return "it changes or views an argument"
     if not schema.returns or any(str(result.type) != "Tensor" for result in schema.returns):
@@ -180,7 +211,9 @@ def _not_functional(target: OpOverload) -> str:
 
 
 def _direct(target: OpOverload, device: str) -> tuple[Placement | None, str]:
-    """The overload of the same arguments that takes one tensor more for each result, if it has a kernel of its own."""
+    """The overload of the same arguments that takes one tensor more for each result, if it has a
+    kernel of its own.
+    """
     reason = "it has no out= overload"
     wanted = _signature(target)
     kept = [argument for argument in wanted if argument[0] not in _FACTORY_OPTIONS]
@@ -190,7 +223,9 @@ def _direct(target: OpOverload, device: str) -> tuple[Placement | None, str]:
             if _is_native(overload, device):
                 dropped = frozenset() if taken == wanted else _FACTORY_OPTIONS
                 kernel = functools.partial(_call_out, overload, names, dropped)
-                return Placement("direct", kernel, overload.name(), overload, names, dropped=dropped), ""
+                return Placement(
+                    "direct", kernel, overload.name(), overload, names, dropped=dropped
+                ), ""
             reason = "its out= overload computes elsewhere and copies"
     return None, reason
 
@@ -205,22 +240,38 @@ def _taking_numbers(target: OpOverload, device: str) -> Placement | None:
     return None
 
 
-def _out_overloads(target: OpOverload) -> Iterator[tuple[OpOverload, tuple[str, ...], list[tuple[str, str]]]]:
-    """Overloads with an `out=` argument for each result, the names of these, and the other arguments."""
+def _out_overloads(
+    target: OpOverload,
+) -> Iterator[tuple[OpOverload, tuple[str, ...], list[tuple[str, str]]]]:
+    """Overloads with an `out=` argument for each result, the names of these, and the other
+    arguments.
+    """
     for overload in _overloads(target.overloadpacket):
-        names = tuple(argument.name for argument in overload._schema.arguments if argument.is_out)
-        if len(names) == len(target._schema.returns):
-            yield overload, names, [argument for argument in _signature(overload) if argument[0] not in names]
+        names = tuple(
+            argument.name for argument in schema_of(overload).arguments if argument.is_out
+        )
+        if len(names) == len(schema_of(target).returns):
+            yield (
+                overload,
+                names,
+                [argument for argument in _signature(overload) if argument[0] not in names],
+            )
 
 
 def _in_place_partner(target: OpOverload, device: str) -> OpOverload | None:
     """The overload of the same arguments that changes the first of them."""
-    packet = getattr(torch.ops.aten, f"{target._schema.name.removeprefix('aten::')}_", None)
-    if packet is None or len(target._schema.returns) != 1:
+    packet = getattr(torch.ops.aten, f"{schema_of(target).name.removeprefix('aten::')}_", None)
+    if packet is None or len(schema_of(target).returns) != 1:
         return None
     for overload in _overloads(packet):
-        changed = [argument.name for argument in overload._schema.arguments if argument.alias_info is not None]
-        is_partner = _signature(overload) == _signature(target) and changed == [target._schema.arguments[0].name]
+        changed = [
+            argument.name
+            for argument in schema_of(overload).arguments
+            if argument.alias_info is not None
+        ]
+        is_partner = _signature(overload) == _signature(target) and changed == [
+            schema_of(target).arguments[0].name
+        ]
         if is_partner and _is_native(overload, device):
             return overload
     return None
@@ -231,13 +282,15 @@ def _overloads(packet: Any) -> list[OpOverload]:
 
 
 def _signature(overload: OpOverload) -> list[tuple[str, str]]:
-    return [(argument.name, str(argument.type)) for argument in overload._schema.arguments]
+    return [(argument.name, str(argument.type)) for argument in schema_of(overload).arguments]
 
 
 def _is_native(overload: OpOverload, device: str) -> bool:
-    """Whether it has a written kernel, not one generated from the functional overload and a copy."""
+    """Whether it has a written kernel, not one generated from the functional overload and a
+    copy.
+    """
     return torch.Tag.generated not in overload.tags and any(
-        torch._C._dispatch_has_kernel_for_dispatch_key(overload.name(), key) for key in (device.upper(), *_COMPOSED)
+        has_kernel_for(overload.name(), key) for key in (device.upper(), *_COMPOSED)
     )
 
 
@@ -251,15 +304,19 @@ def _call_out(
 
 def named(target: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """All arguments of a call by name, defaults included."""
-    parameters = target._schema.arguments
+    parameters = schema_of(target).arguments
     values = {item.name: item.default_value for item in parameters}
     values.update(zip((item.name for item in parameters), args, strict=False))
     return {**values, **kwargs}
 
 
-def dtypes_of(inputs: Iterable[torch.Tensor | TensorMeta], outputs: Iterable[torch.Tensor | TensorMeta]) -> str:
+def dtypes_of(
+    inputs: Iterable[torch.Tensor | TensorMeta], outputs: Iterable[torch.Tensor | TensorMeta]
+) -> str:
     """The dtypes of a call's tensors as one word, such as ``bool+float32``."""
-    return "+".join(sorted({_dtype_name(dtype) for dtype in {tensor.dtype for tensor in (*inputs, *outputs)}}))
+    return "+".join(
+        sorted({_dtype_name(dtype) for dtype in {tensor.dtype for tensor in (*inputs, *outputs)}})
+    )
 
 
 @functools.cache
@@ -267,16 +324,21 @@ def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def layouts_of(inputs: Iterable[torch.Tensor | TensorMeta], outputs: Iterable[torch.Tensor | TensorMeta]) -> str:
+def layouts_of(
+    inputs: Iterable[torch.Tensor | TensorMeta], outputs: Iterable[torch.Tensor | TensorMeta]
+) -> str:
     """The layouts of a call's tensors as one word, such as ``CE>C``: see `layout`."""
-    return ">".join("".join(sorted({layout(tensor) for tensor in tensors})) for tensors in (inputs, outputs))
+    return ">".join(
+        "".join(sorted({layout(tensor) for tensor in tensors})) for tensors in (inputs, outputs)
+    )
 
 
 def layout(tensor: torch.Tensor | TensorMeta) -> str:
     """The layout of a tensor as a letter.
 
-    ``C``: contiguous; ``L``: dense, channels last; ``P``: dense, dimensions in another order; ``S``: with gaps between
-    elements; ``E``: expanded or otherwise overlapping. Where elements start in the storage does not matter.
+    ``C``: contiguous; ``L``: dense, channels last; ``P``: dense, dimensions in another order;
+    ``S``: with gaps between elements; ``E``: expanded or otherwise overlapping. Where elements
+    start in the storage does not matter.
     """
     strides = tensor.stride() if isinstance(tensor, torch.Tensor) else tensor.stride
     return _layout(tuple(tensor.shape), strides)

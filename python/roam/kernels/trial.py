@@ -1,7 +1,8 @@
 """Tries a call out of planned memory and compares it, byte for byte, with the ordinary call.
 
-`try_placed` gives the results views into a poisoned pool, `try_in_place` gives one of them an argument's memory. Both run on
-copies of the arguments, with their layouts and their sharing of storages, and put the random generator back.
+`try_placed` gives the results views into a poisoned pool, `try_in_place` gives one of them an
+argument's memory. Both run on copies of the arguments, with their layouts and their sharing of
+storages, and put the random generator back.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor
-from torch._ops import OpOverload
 
 from roam.kernels import substitutes
 from roam.kernels.table import Kernel, layout, named
+from roam.program.bits import as_bytes, differ
+from roam.torch_compat.private import OpOverload, c_pointer, pytree
 
 _ALIGNMENT_BYTES = 64
 _POISON = 0xFF  # not a number in floating point, and no valid bool
@@ -67,13 +68,17 @@ class Ordinary:
             raise Unusable("it does not return tensors alone")
         if any(map(_is_special, results)):
             raise Unusable("not all of its tensors are plain and strided")
-        own = {tensor.untyped_storage()._cdata for tensor in _tensors(copies)}
-        if any(result.untyped_storage()._cdata in own for result in results) or "E" in map(layout, results):
+        own = {c_pointer(tensor.untyped_storage()) for tensor in _tensors(copies)}
+        if any(c_pointer(result.untyped_storage()) in own for result in results) or "E" in map(
+            layout, results
+        ):
             raise Unusable("its results share memory")
         return cls(target, tuple(args), dict(kwargs), results, _storages(copies), generator)
 
     def is_reproducible(self) -> bool:
-        """Whether the call gives the same bits again; where several indices write to one element, it may not."""
+        """Whether the call gives the same bits again; where several indices write to one element,
+        it may not.
+        """
         again = Ordinary.run(self.target, self.args, self.kwargs)
         return not differ(again.results, self.results)
 
@@ -84,17 +89,23 @@ def copied(nest: Any) -> Any:
 
     def copy(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage._cdata not in storages:
-            storages[storage._cdata] = storage.clone()
+        if c_pointer(storage) not in storages:
+            storages[c_pointer(storage)] = storage.clone()
         made = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        return made.set_(storages[storage._cdata], tensor.storage_offset(), tensor.shape, tensor.stride())
+        return made.set_(
+            storages[c_pointer(storage)], tensor.storage_offset(), tensor.shape, tensor.stride()
+        )
 
     tensors: dict[int, Tensor] = {}
-    return pytree.tree_map_only(Tensor, lambda tensor: tensors.setdefault(id(tensor), copy(tensor)), nest)
+    return pytree.tree_map_only(
+        Tensor, lambda tensor: tensors.setdefault(id(tensor), copy(tensor)), nest
+    )
 
 
 def try_placed(ordinary: Ordinary, kernel: Kernel) -> str:
-    """What is wrong with the results that the kernel writes into views of a pool; empty if nothing."""
+    """What is wrong with the results that the kernel writes into views of a pool; empty if
+    nothing.
+    """
     args, kwargs = copied((ordinary.args, ordinary.kwargs))
     pool, views = _pool(ordinary.results)
     wrong = _call(ordinary, kernel, views, args, kwargs)
@@ -130,9 +141,12 @@ def try_in_place(ordinary: Ordinary, kernel: Kernel, argument: str, result: int)
     wrong = _call(ordinary, kernel, views, args, kwargs)
     if wrong:
         return wrong
-    # What all memory must look like: the arguments as after the ordinary call, with the result in its place.
+    # What all memory must look like: the arguments as after the ordinary call, with the result in
+    # its place.
     own, own_kwargs = copied((ordinary.args, ordinary.kwargs))
-    for storage, after in zip(_storages((own, own_kwargs), alias=True), ordinary.after, strict=True):
+    for storage, after in zip(
+        _storages((own, own_kwargs), alias=True), ordinary.after, strict=True
+    ):
         storage.copy_(after)
     expected, places = _pool(ordinary.results)
     places[result] = named(ordinary.target, own, own_kwargs)[argument]
@@ -141,7 +155,11 @@ def try_in_place(ordinary: Ordinary, kernel: Kernel, argument: str, result: int)
         return "other bits"
     if not torch.equal(pool, expected):
         return "wrote beside its results"
-    return "" if _same(_storages((args, kwargs)), _storages((own, own_kwargs))) else "changed another argument"
+    return (
+        ""
+        if _same(_storages((args, kwargs)), _storages((own, own_kwargs)))
+        else "changed another argument"
+    )
 
 
 def _call(ordinary: Ordinary, kernel: Kernel, views: list[Tensor], args: Any, kwargs: Any) -> str:
@@ -174,31 +192,20 @@ def _pool(results: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
 def _extent_bytes(tensor: Tensor) -> int:
     if tensor.numel() == 0:
         return 0
-    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    reach = sum(
+        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
     return (reach + 1) * tensor.element_size()
 
 
 def _write(places: Sequence[Tensor], results: Sequence[Tensor]) -> None:
     for place, result in zip(places, results, strict=True):
-        _as_bytes(place).copy_(_as_bytes(result))
-
-
-def differ(views: Sequence[Tensor], results: Sequence[Tensor]) -> bool:
-    """Whether any element has other bytes."""
-    return any(not torch.equal(_as_bytes(view), _as_bytes(result)) for view, result in zip(views, results, strict=True))
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    """The elements' bytes, as one more dimension of the same memory."""
-    size = tensor.element_size()
-    flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    strides = (*(stride * size for stride in tensor.stride()), 1)
-    return flat.set_(tensor.untyped_storage(), tensor.storage_offset() * size, (*tensor.shape, size), strides)
+        as_bytes(place).copy_(as_bytes(result))
 
 
 def _storages(nest: Any, *, alias: bool = False) -> list[Tensor]:
     """Bytes of the distinct storages of a nest's tensors, copied unless they are to be an alias."""
-    found = {tensor.untyped_storage()._cdata: tensor for tensor in _tensors(nest)}
+    found = {c_pointer(tensor.untyped_storage()): tensor for tensor in _tensors(nest)}
     flat = [
         torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
         for tensor in found.values()
@@ -224,7 +231,9 @@ def _fits(argument: Tensor, result: Tensor) -> bool:
 
 
 def _is_special(tensor: Tensor) -> bool:
-    return tensor.layout != torch.strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg()
+    return (
+        tensor.layout != torch.strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg()
+    )
 
 
 def _is_uninitialized(ordinary: Ordinary) -> bool:
@@ -240,7 +249,9 @@ def _generator(nest: Any) -> torch.Generator:
 
 @contextmanager
 def _undisturbed(nest: Any) -> Iterator[None]:
-    """Without autograd, with a fixed seed that is put back, and warnings as errors: one tells of an out resized."""
+    """Without autograd, with a fixed seed that is put back, and warnings as errors: one tells of an
+    out resized.
+    """
     generator = _generator(nest)
     state = generator.get_state()
     generator.manual_seed(0)

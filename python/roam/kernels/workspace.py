@@ -1,8 +1,10 @@
-"""Learns what kernels take for themselves while they run: scratchpads, weights in another order, results in another layout.
+"""Learns what kernels take for themselves while they run: scratchpads, weights in another order,
+results in another layout.
 
-No schema tells it, so each kernel is run once, on zeros of the same shapes, strides and dtypes, while the allocator is watched. What
-was learned serves every later call like it in the process. Only kernels that are known to have memory of their own are run: those
-that cannot write where a plan says. The others were cleared by tests that watch the allocator too.
+No schema tells it, so each kernel is run once, on zeros of the same shapes, strides and dtypes,
+while the allocator is watched. What was learned serves every later call like it in the process.
+Only kernels that are known to have memory of their own are run: those that cannot write where a
+plan says. The others were cleared by tests that watch the allocator too.
 """
 
 from __future__ import annotations
@@ -15,12 +17,17 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
-from torch._ops import OpOverload
-from torch.utils._python_dispatch import _disable_current_modes
 
 from roam.kernels.calls import Placed
-from roam.program import Call, Program, TensorMeta, substitute
+from roam.program.ir import Call, Program, TensorMeta, substitute
+from roam.torch_compat.private import (
+    OpOverload,
+    c_pointer,
+    disable_current_modes,
+    pytree,
+    start_allocator_events,
+    stop_allocator_events,
+)
 
 _learned: dict[object, int] = {}
 _one_at_a_time = threading.Lock()
@@ -31,18 +38,23 @@ class Unknown(Exception):
 
 
 def workspaces(
-    program: Program, placed: Sequence[Placed | None], device: torch.device, deadline: float | None = None
+    program: Program,
+    placed: Sequence[Placed | None],
+    device: torch.device,
+    deadline: float | None = None,
 ) -> dict[int, int] | None:
     """Bytes that calls' kernels take beyond their results while they run, where that is anything.
 
     Args:
         program: the program, of real tensors: kernels are run.
         placed: per call, what `placed_calls` says of it.
-        device: where the program runs. On CUDA the allocator's peak is forgotten, as by `torch.cuda.reset_peak_memory_stats`.
+        device: where the program runs. On CUDA the allocator's peak is forgotten, as by
+            `torch.cuda.reset_peak_memory_stats`.
         deadline: the value of `time.monotonic` after which no more kernels are run.
 
     Returns:
-        Per call. None where it cannot be found out: not in time, or with this PyTorch or on this device.
+        Per call. None where it cannot be found out: not in time, or with this PyTorch or on this
+        device.
     """
     signatures = {
         index: _signature(program, call)
@@ -50,7 +62,9 @@ def workspaces(
         if ((at := placed[index]) is None or at.by_rows) and _is_tried(program, index, device)
     }
     with _one_at_a_time:
-        unknown = {signature: index for index, signature in signatures.items() if signature not in _learned}
+        unknown = {
+            signature: index for index, signature in signatures.items() if signature not in _learned
+        }
         try:
             if unknown:
                 _watched(device, lambda: _learn(program, unknown, device, deadline))
@@ -78,7 +92,11 @@ def _is_tried(program: Program, index: int, device: torch.device) -> bool:
 
 def _made(program: Program, index: int) -> list[int]:
     """Slots of the results that have memory of their own."""
-    slots = [slot for slot in program.calls[index].outputs if slot is not None and program.storage_of(slot) >= 0]
+    slots = [
+        slot
+        for slot in program.calls[index].outputs
+        if slot is not None and program.storage_of(slot) >= 0
+    ]
     return [slot for slot in slots if program.storages[program.storage_of(slot)].creator == index]
 
 
@@ -104,7 +122,9 @@ def settings() -> tuple[object, ...]:
     )  # fmt: skip
 
 
-def _learn(program: Program, unknown: dict[object, int], device: torch.device, deadline: float | None) -> None:
+def _learn(
+    program: Program, unknown: dict[object, int], device: torch.device, deadline: float | None
+) -> None:
     """Runs the calls, and enters what they take."""
     for signature, index in unknown.items():
         if deadline is not None and time.monotonic() > deadline:
@@ -139,7 +159,9 @@ def _zeros(program: Program, call: Call, device: torch.device) -> Any:
         assert meta is not None, "a tensor"
         if meta.storage not in storages:
             size_bytes = program.storages[meta.storage].size_bytes
-            storages[meta.storage] = torch.zeros(size_bytes, dtype=torch.uint8, device=device).untyped_storage()
+            storages[meta.storage] = torch.zeros(
+                size_bytes, dtype=torch.uint8, device=device
+            ).untyped_storage()
         made = torch.empty(0, dtype=meta.dtype, device=device)
         return made.set_(storages[meta.storage], meta.offset, meta.shape, meta.stride)
 
@@ -147,7 +169,9 @@ def _zeros(program: Program, call: Call, device: torch.device) -> Any:
 
 
 def _watched(device: torch.device, work: Callable[[], None]) -> None:
-    """Runs the work where the device's allocator can be watched, and none of the caller's modes get in between."""
+    """Runs the work where the device's allocator can be watched, and none of the caller's modes get
+    in between.
+    """
     if device.type == "cuda":
         with torch.cuda.device(device), _kernels_alone(device.type):
             work()
@@ -176,7 +200,7 @@ def _watched(device: torch.device, work: Callable[[], None]) -> None:
 @contextmanager
 def _kernels_alone(device: str) -> Iterator[None]:
     with ExitStack() as stack:
-        stack.enter_context(_disable_current_modes())
+        stack.enter_context(disable_current_modes())
         stack.enter_context(torch.no_grad())
         if torch.amp.is_autocast_available(device):
             stack.enter_context(torch.autocast(device, enabled=False))
@@ -186,30 +210,29 @@ def _kernels_alone(device: str) -> Iterator[None]:
 def _peak_cpu(run: Callable[[], list[torch.Tensor]]) -> tuple[int, int]:
     """The most that a run has allocated beside its results, and what it keeps allocated.
 
-    This profiler is the old one, which starts at once; `torch.profiler` takes seconds at its first use.
+    This profiler is the old one, which starts at once; `torch.profiler` takes seconds at its first
+    use.
     """
-    autograd, profiler = torch._C._autograd, torch._C._profiler
     try:
-        config = profiler.ProfilerConfig(
-            profiler.ProfilerState.CPU, False, True, False, False, False, profiler._ExperimentalConfig()
-        )
-        autograd._enable_profiler_legacy(config)
+        start_allocator_events()
     except (AttributeError, TypeError, RuntimeError) as error:
         raise Unknown from error
     try:
         # They go before the profiler does: it would miss their release.
         result_bytes = _storage_bytes(run())
     finally:
-        events = autograd._disable_profiler_legacy()
+        events = stop_allocator_events()
     live = peak = 0
-    for event in itertools.chain.from_iterable(events):  # those that are not of the allocator have no bytes
+    for event in itertools.chain.from_iterable(
+        events
+    ):  # those that are not of the allocator have no bytes
         live += event.cpu_memory_usage()
         peak = max(peak, live)
     return max(peak - result_bytes - live, 0), live
 
 
 def _storage_bytes(tensors: Sequence[torch.Tensor]) -> int:
-    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
+    storages = {c_pointer(tensor.untyped_storage()): tensor.untyped_storage() for tensor in tensors}
     return sum(storage.nbytes() for storage in storages.values())
 
 

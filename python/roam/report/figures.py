@@ -1,4 +1,6 @@
-"""A plan's figures under the names of its attributes, and where in the user's program its peak lies."""
+"""A plan's figures under the names of its attributes, and where in the user's program its peak
+lies.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from roam import Graph, Plan
+    from roam._core import Graph, Plan
 
 _ATTRIBUTES = (
     "program_order_peak_bytes",
@@ -31,7 +33,9 @@ _ATTRIBUTES = (
 
 @dataclass(frozen=True)
 class Place:
-    """The operator that runs while the most bytes are live, and the user's line it comes from, where known."""
+    """The operator that runs while the most bytes are live, and the user's line it comes from,
+    where known.
+    """
 
     step: int
     live_bytes: int
@@ -43,12 +47,19 @@ class Place:
 
     def __str__(self) -> str:
         """One line for people: kernel, phase, module, file and line."""
-        parts = [self.operator, self.phase, self.module, f"{self.file}:{self.line}" if self.file else ""]
+        parts = [
+            self.operator,
+            self.phase,
+            self.module,
+            f"{self.file}:{self.line}" if self.file else "",
+        ]
         return ", ".join(part for part in parts if part)
 
 
 def _live_bytes(graph: Graph, plan: Plan) -> Any:
-    """Live bytes per step of the plan's order, int64 [operators]; a reused input is counted once with its output."""
+    """Live bytes per step of the plan's order, int64 [operators]; a reused input is counted once
+    with its output.
+    """
     live = graph.live_bytes(plan.order).copy()
     if len(plan.reuse):
         step_of = {operator: step for step, operator in enumerate(plan.order.tolist())}
@@ -60,26 +71,38 @@ def _live_bytes(graph: Graph, plan: Plan) -> Any:
 def peak_place(graph: Graph, plan: Plan) -> Place | None:
     """The first step of the plan whose live bytes are the peak.
 
-    ``None`` for a graph without operators, and for several streams, where the peak is at no one operator.
+    ``None`` for a graph without operators, and for several streams, where the peak is at no one
+    operator.
     """
     if graph.num_operators == 0 or plan.settings["streams"] > 1:
         return None
     live = _live_bytes(graph, plan)
     step = int(live.argmax())
     operator = graph.operator(int(plan.order[step]))
-    return Place(step, int(live[step]), operator.name, operator.phase, operator.module, operator.file, operator.line)
+    return Place(
+        step,
+        int(live[step]),
+        operator.name,
+        operator.phase,
+        operator.module,
+        operator.file,
+        operator.line,
+    )
 
 
 def figures(graph: Graph, plan: Plan) -> dict[str, Any]:
-    """The plan's attributes by name (bytes, fractions, seconds; not rounded), and what they are made of.
+    """The plan's attributes by name (bytes, fractions, seconds; not rounded), and what they are
+    made of.
 
-    ``saved_by_order_bytes`` and ``saved_by_reuse_bytes`` add up to program order's peak less the plan's; they are
-    ``None`` for several streams, where the two cannot be told apart.
+    ``saved_by_order_bytes`` and ``saved_by_reuse_bytes`` add up to program order's peak less the
+    plan's; they are ``None`` for several streams, where the two cannot be told apart.
     """
     result: dict[str, Any] = {name: getattr(plan, name) for name in _ATTRIBUTES}
     streams = plan.settings["streams"]
     ordered = int(graph.live_bytes(plan.order).max(initial=0)) if streams == 1 else None
-    result["saved_by_order_bytes"] = None if ordered is None else plan.program_order_peak_bytes - ordered
+    result["saved_by_order_bytes"] = (
+        None if ordered is None else plan.program_order_peak_bytes - ordered
+    )
     result["saved_by_reuse_bytes"] = None if ordered is None else ordered - plan.peak_bytes
     result["streams"] = streams
     result["stream_model"] = plan.settings["stream_model"]

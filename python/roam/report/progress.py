@@ -1,4 +1,4 @@
-"""A sign of life on standard error for work that takes longer than a second."""
+"""Progress lines on standard error for work that takes longer than a second."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ _TICK_S = 0.25
 class Progress:
     """While the block runs, say what is being done and for how long, from the second second on.
 
-    On a terminal one line is rewritten and removed at the end; elsewhere it is one plain line, printed once.
+    On a terminal one line is rewritten and removed at the end; elsewhere it is one plain line,
+    printed once.
     """
 
     def __init__(self, what: str, stream: TextIO | None = None) -> None:
@@ -49,7 +50,10 @@ class Progress:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._done.set()
         self._thread.join()

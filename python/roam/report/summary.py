@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from roam.report.table import columns, estimate_rows, format_bytes
 
 if TYPE_CHECKING:
-    from roam import Graph
+    from roam._core import Graph
 
 _PHASES = ("forward", "loss", "backward", "update", "collective")
 _WHERE = {
@@ -26,7 +26,9 @@ _CANDIDATES = 8
 
 @dataclass(frozen=True, slots=True)
 class Barrier:
-    """An operator that no update can pass: it needs something of every gradient, and every gradient is needed after it."""
+    """An operator that no update can pass: it needs something of every gradient, and every gradient
+    is needed after it.
+    """
 
     operator: int
     gradients: int
@@ -35,8 +37,13 @@ class Barrier:
 
 
 def summary(graph: Graph) -> str:
-    """Operators by phase, bytes by kind, what must keep its order, and what an update must wait for. Bytes are counted ones."""
-    lines = [f"{graph.name} on {graph.device}: {graph.num_operators:,} operators, {graph.num_tensors:,} tensors", ""]
+    """Operators by phase, bytes by kind, what must keep its order, and what an update must wait
+    for. Bytes are counted ones.
+    """
+    lines = [
+        f"{graph.name} on {graph.device}: {graph.num_operators:,} operators, {graph.num_tensors:,} tensors",
+        "",
+    ]
     lines += [columns(_operators(graph), right=(1,)), "", columns(_tensors(graph), right=(1, 3))]
     facts = list(_facts(graph))
     return "\n".join([*lines, *(["", columns(facts)] if facts else [])]) + "\n"
@@ -56,7 +63,13 @@ def _tensors(graph: Graph) -> Iterator[tuple[str, ...]]:
         sizes[tensor.kind, tensor.residency] += tensor.counted_bytes
     for (kind, residency), size_bytes in sizes.most_common():
         count = numbers[kind, residency]
-        yield kind.replace("_", " "), f"{count:,}", "tensors", format_bytes(size_bytes), _WHERE[residency]
+        yield (
+            kind.replace("_", " "),
+            f"{count:,}",
+            "tensors",
+            format_bytes(size_bytes),
+            _WHERE[residency],
+        )
 
 
 def _facts(graph: Graph) -> Iterator[tuple[str, ...]]:
@@ -72,9 +85,15 @@ def _facts(graph: Graph) -> Iterator[tuple[str, ...]]:
     live = sum(operator.name == "aten._local_scalar_dense.default" for operator in operators)
     arithmetic = sum(operator.name.startswith("float.") for operator in operators)
     if live or arithmetic:
-        yield "live numbers", f"{live:,} read from tensors, {arithmetic:,} calculations in Python, at every step"
+        yield (
+            "live numbers",
+            f"{live:,} read from tensors, {arithmetic:,} calculations in Python, at every step",
+        )
     for region, (name, _, _) in enumerate(graph.regions):
-        yield "conditional", f"{name}: {sum(operator.region == region for operator in operators):,} operators"
+        yield (
+            "conditional",
+            f"{name}: {sum(operator.region == region for operator in operators):,} operators",
+        )
     barrier = find_barrier(graph)
     if barrier is None:
         yield "barrier", "none: each gradient can die as soon as its update ran"
@@ -86,12 +105,17 @@ def _facts(graph: Graph) -> Iterator[tuple[str, ...]]:
 
 
 def find_barrier(graph: Graph) -> Barrier | None:
-    """The operator at which the most bytes of gradients must be live, where it is two gradients or more.
+    """The operator at which the most bytes of gradients must be live, where it is two gradients or
+    more.
 
-    A clip by the global norm is one: the norm needs all gradients, and scales all of them. So is a loss scaler's question
-    whether any is infinite.
+    A clip by the global norm is one: the norm needs all gradients, and scales all of them. So is a
+    loss scaler's question whether any is infinite.
     """
-    gradients = [tensor for tensor in graph.tensors if tensor.kind == "gradient" and tensor.residency != "persistent"]
+    gradients = [
+        tensor
+        for tensor in graph.tensors
+        if tensor.kind == "gradient" and tensor.residency != "persistent"
+    ]
     updates = [operator for operator in graph.operators if operator.phase == "update"]
     updates.sort(key=lambda operator: (-len(operator.reads), operator.position))
     found: Barrier | None = None

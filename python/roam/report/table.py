@@ -15,7 +15,9 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 
 
 def format_bytes(size_bytes: int) -> str:
-    """Bytes in the largest binary unit that leaves at least 1, with two decimals: ``1536`` is ``1.50 KiB``."""
+    """Bytes in the largest binary unit that leaves at least 1, with two decimals: ``1536`` is
+    ``1.50 KiB``.
+    """
     value, unit = float(size_bytes), 0
     while abs(value) >= 1024 and unit + 1 < len(_UNITS):
         value, unit = value / 1024, unit + 1
@@ -27,11 +29,15 @@ def columns(rows: Iterable[tuple[str, ...]], right: tuple[int, ...] = ()) -> str
     cells = list(rows)
     if not cells:
         return ""
-    widths = [max(len(row[index]) for row in cells if index < len(row)) for index in range(max(map(len, cells)))]
+    widths = [
+        max(len(row[index]) for row in cells if index < len(row))
+        for index in range(max(map(len, cells)))
+    ]
     lines = []
     for row in cells:
         padded = (
-            text.rjust(widths[index]) if index in right else text.ljust(widths[index]) for index, text in enumerate(row)
+            text.rjust(widths[index]) if index in right else text.ljust(widths[index])
+            for index, text in enumerate(row)
         )
         lines.append("  ".join(padded).rstrip())
     return "\n".join(lines)
@@ -50,7 +56,11 @@ def _share(part: int, whole: int) -> str:
 def _streams(values: Mapping[str, Any]) -> str:
     makespan_s, serial_s = values["makespan_s"], values["serial_s"]
     speed = serial_s / makespan_s if makespan_s else 1.0
-    how = f"{values['syncs']:,} waits" if values["stream_model"] == "happens_before" else "in time steps, not to be run"
+    how = (
+        f"{values['syncs']:,} waits"
+        if values["stream_model"] == "happens_before"
+        else "in time steps, not to be run"
+    )
     return (
         f"{values['streams']}, {how}; {speed:.2f} times as fast as one by the model of time "
         f"({makespan_s * 1e3:.3f} ms; at least {values['critical_path_s'] * 1e3:.3f} ms on any number)"
@@ -60,8 +70,8 @@ def _streams(values: Mapping[str, Any]) -> str:
 def plan_table(title: str, values: Mapping[str, Any], place: Place | None) -> str:
     """The figures of one plan, a line each: bytes exactly, in a readable unit, and what they mean.
 
-    ``values`` is what :func:`roam.report.figures` returns; ``capture_s``, ``plan_s`` and ``verify_s`` are shown
-    where given.
+    ``values`` is what :func:`roam.report.figures` returns; ``capture_s``, ``plan_s`` and
+    ``verify_s`` are shown where given.
     """
     program = values["program_order_peak_bytes"]
 
@@ -72,24 +82,42 @@ def plan_table(title: str, values: Mapping[str, Any], place: Place | None) -> st
     proof = values["bound_route"].replace("_", " ")
     rows = [
         row("program order", program, "peak inside the step as eager PyTorch orders it"),
-        *(row(label, size_bytes, _share(size_bytes, program)) for label, size_bytes in saved if size_bytes is not None),
-        row("peak", values["peak_bytes"], "most live bytes inside the step by the plan"),
+        *(
+            row(label, size_bytes, _share(size_bytes, program))
+            for label, size_bytes in saved
+            if size_bytes is not None
+        ),
+        row("peak", values["peak_bytes"], "peak inside the step by the plan"),
         row("lower bound", values["lower_bound_bytes"], f"no order has a lower peak ({proof})"),
-        row("pool", values["pool_bytes"], f"one static block; {values['fragmentation']:.2%} fragmentation"),
-        row("outside", values["outside_bytes"], "values that enter or leave the step, and workspace"),
-        row("persistent", values["persistent_bytes"], "parameters, buffers, optimizer state"),
+        row(
+            "pool",
+            values["pool_bytes"],
+            f"one static block; {values['fragmentation']:.2%} fragmentation",
+        ),
+        row(
+            "outside", values["outside_bytes"], "values that enter or leave the step, and workspace"
+        ),
+        row(
+            "persistent",
+            values["persistent_bytes"],
+            "parameters, buffers, optimizer state, the batch",
+        ),
         row("total", values["total_bytes"], "persistent + pool + outside"),
         row("total at least", values["total_lower_bound_bytes"], "no plan has a smaller total"),
     ]
     for other in values.get("baselines", ()):
         total = values["persistent_bytes"] + other["pool_bytes"] + other["outside_bytes"]
-        above = f"total, {total / values['total_bytes'] - 1:+.1%} to the plan's" if values["total_bytes"] else "total"
+        above = (
+            f"total, {total / values['total_bytes'] - 1:+.1%} to the plan's"
+            if values["total_bytes"]
+            else "total"
+        )
         rows.append(row(f"{other['order']}, {other['layout']}", total, above))
     facts = [
         *estimate_rows(values["estimate"]),
         (
             "gap",
-            f"{values['gap']:.2%} above the least that pool + outside can be ({values['status'].replace('_', ' ')})",
+            f"{values['gap']:.2%} above the lower bound of pool + outside ({values['status'].replace('_', ' ')})",
         ),
         ("verified", "yes" if values.get("verified") else "no"),
     ]
@@ -98,7 +126,9 @@ def plan_table(title: str, values: Mapping[str, Any], place: Place | None) -> st
     exact = values["exact"]
     if exact["status"] in ("used", "no_answer", "unavailable", "too_large"):
         lost = exact["failed"] + exact["timed_out"]
-        used = f"{exact['programs']} solved, {exact['gains']} of use" + (f", {lost} lost" if lost else "")
+        used = f"{exact['programs']} solved, {exact['gains']} of use" + (
+            f", {lost} lost" if lost else ""
+        )
         said = {
             "used": used,
             "no_answer": f"{exact['programs']} begun, all lost: {exact['reason'] or 'out of time'}",

@@ -4,6 +4,6 @@ from __future__ import annotations
 
 from roam.runtime.comparison import Comparison, compare
 from roam.runtime.compile import Step, compile
-from roam.runtime.memory import StepMemory
+from roam.runtime.memory_report import StepMemory
 
 __all__ = ["Comparison", "Step", "StepMemory", "compare", "compile"]

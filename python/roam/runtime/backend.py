@@ -1,17 +1,18 @@
-"""``torch.compile(model, backend="roam")``: PyTorch's forward and backward graphs, each run by a plan.
+"""``torch.compile(model, backend="roam")``: PyTorch's forward and backward graphs, each run by a
+plan.
 
-Dynamo and AOTAutograd cut a model into graphs of aten calls, forward and backward apart; the optimizer is not among them.
-Each is planned on its own: what is saved for the backward pass leaves the forward graph and is given to the backward graph. So
-there is less to plan than in the whole step that `roam.compile` captures: neither does an update follow its gradient, nor can a
-backward operator write into a saved activation.
+Dynamo and AOTAutograd cut a model into graphs of aten calls, forward and backward apart; the
+optimizer is not among them. Each is planned on its own: what is saved for the backward pass leaves
+the forward graph and is given to the backward graph. So there is less to plan than in the whole
+step that `roam.compile` captures: neither does an update follow its gradient, nor can a backward
+operator write into a saved activation.
 
-A graph is planned at the first call with arguments of their shapes, strides and sharing of memory. A graph that cannot be planned
-exactly runs as it is, and a warning says why.
+A graph is planned at the first call with arguments of their shapes, strides and sharing of memory.
+A graph that cannot be planned exactly runs as it is, and a warning says why.
 """
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,21 +21,26 @@ from typing import Any
 
 import torch
 from functorch.compile import get_aot_graph_name, min_cut_rematerialization_partition
-from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.backends.debugging import boxed_nop
 from torch.fx import GraphModule
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from roam.capture.aot import record_graph
-from roam.capture.generators import watched
+from roam.capture.frontends.aot import record_graph
 from roam.capture.step import Variant
+from roam.capture.tracing.rng import watched
 from roam.errors import CaptureError, ExecutionError
 from roam.kernels.table import is_proven
-from roam.runtime.choose import MAX_PLANS, Choice, Options, choose, is_disabled
-from roam.runtime.execute import Executor
+from roam.runtime.executor import Executor
+from roam.runtime.log import logger
 from roam.runtime.pool import Pool
-
-logger = logging.getLogger("roam")
+from roam.runtime.strategy import MAX_PLANS, Choice, Options, choose, is_disabled
+from roam.torch_compat.private import (
+    aot_autograd,
+    boxed,
+    c_pointer,
+    dispatch_modes,
+    is_any_autocast_enabled,
+    run_unplanned,
+    tracing_context,
+)
 
 _PLANNED_DEVICES = ("cpu", "cuda")
 
@@ -49,9 +55,10 @@ def backend(
 
     Args:
         module, example_inputs: what Dynamo gives a backend.
-        options: ``torch.compile``'s: `time_limit_s`, `pool`, `poison` and `max_plans` as for `roam.compile`; of each graph as many
-            plans are made, and other calls of it run unplanned. A pool there is only where it is
-            asked for: it would stay allocated while the other graphs and the optimizer run.
+        options: ``torch.compile``'s: `time_limit_s`, `pool`, `poison` and `max_plans` as for
+            `roam.compile`; of each graph as many plans are made, and other calls of it run
+            unplanned. A pool there is only where it is asked for: it would stay allocated while the
+            other graphs and the optimizer run.
     """
     given = dict(options or {})
     max_plans = given.pop("max_plans", MAX_PLANS)
@@ -61,32 +68,41 @@ def backend(
     if type(max_plans) is not int or max_plans < 1:
         raise ValueError(f"max_plans is a whole number of at least 1, not {max_plans!r}")
     chosen = Options(**{"pool": False, **given})
-    return aot_autograd(
+    compiled: Callable[..., Any] = aot_autograd(
         fw_compiler=partial(_compile_graph, phase="forward", options=chosen, max_plans=max_plans),
         bw_compiler=partial(_compile_graph, phase="backward", options=chosen, max_plans=max_plans),
         # What the backend aot_eager does, whose results these are bit for bit.
         partition_fn=min_cut_rematerialization_partition,
         keep_inference_input_mutations=True,
     )(module, example_inputs)
+    return compiled
 
 
 def _compile_graph(
-    module: GraphModule, example_inputs: Sequence[Any], *, phase: str, options: Options, max_plans: int
+    module: GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    phase: str,
+    options: Options,
+    max_plans: int,
 ) -> Boxed:
     """A compiler for AOTAutograd."""
     dying = _saved_alone() if phase == "backward" else ()
-    graph = PlannedGraph(module, get_aot_graph_name(), phase=phase, dying=dying, options=options, max_plans=max_plans)
+    graph = PlannedGraph(
+        module, get_aot_graph_name(), phase=phase, dying=dying, options=options, max_plans=max_plans
+    )
 
     def run(args: list[Any]) -> Any:
         return graph.run(args)
 
-    run._boxed_call = True  # type: ignore[attr-defined]
-    return run
+    return boxed(run)
 
 
 def _saved_alone() -> Collection[int]:
-    """Places of the backward graph's arguments that nobody but autograd holds: it lets go of them when it calls the graph."""
-    context = torch._guards.TracingContext.try_get()
+    """Places of the backward graph's arguments that nobody but autograd holds: it lets go of them
+    when it calls the graph.
+    """
+    context = tracing_context()
     metadata = None if context is None else context.fw_metadata
     return frozenset(getattr(metadata, "bw_donated_idxs", None) or ())
 
@@ -110,7 +126,7 @@ class PlannedGraph:
         self._dying = dying
         self._options = options
         self._max_plans = max_plans
-        self._run_unplanned: Boxed = boxed_nop(module, [])
+        self._run_unplanned: Boxed = run_unplanned(module, [])
         self._plans: dict[object, _Planned | None] = {}
         """By `_signature`; None where there is no plan."""
         self._lock = threading.Lock()
@@ -129,12 +145,16 @@ class PlannedGraph:
             return self._run_unplanned(args)
         try:
             return planned.run(args)
-        except ExecutionError as error:  # there is no memory for the pool, and nothing has been changed
+        except (
+            ExecutionError
+        ) as error:  # there is no memory for the pool, and nothing has been changed
             logger.warning("%s runs unplanned this time: %s", self._name, error)
             return self._run_unplanned(args)
 
     def _first_run(self, signature: object, args: list[Any]) -> Any:
-        """Plans, and runs with every result checked. If anything goes wrong it is undone, and the graph runs as it is."""
+        """Plans, and runs with every result checked. If anything goes wrong it is undone, and the
+        graph runs as it is.
+        """
         try:
             planned = self._plan(args)
             results = planned.run_checked(args)
@@ -155,7 +175,9 @@ class PlannedGraph:
         program = record_graph(self._module, args, phase=self._phase, dying=self._dying)
         variant = Variant(program, self._name, as_written=program)
         if variant.device.type not in _PLANNED_DEVICES:
-            raise CaptureError(f"tensors on {variant.device} are not planned", code="device")
+            raise CaptureError(
+                f"tensors on {variant.device} are not planned; use the CPU or CUDA", code="device"
+            )
         earlier = [planned.choice for planned in self._plans.values() if planned is not None]
         return _Planned(variant, self._options, earlier=earlier)
 
@@ -163,14 +185,20 @@ class PlannedGraph:
 class _Planned:
     """A graph's program with its plan."""
 
-    def __init__(self, variant: Variant, options: Options, *, earlier: Sequence[Choice] = ()) -> None:
-        choice = self.choice = choose(variant, pool=options.pool, time_limit_s=options.time_limit_s, earlier=earlier)
+    def __init__(
+        self, variant: Variant, options: Options, *, earlier: Sequence[Choice] = ()
+    ) -> None:
+        choice = self.choice = choose(
+            variant, pool=options.pool, time_limit_s=options.time_limit_s, earlier=earlier
+        )
         logger.info("%s: %s", variant.name, choice)
         program = choice.program
         self._device = variant.device
         self._places = [owner.index for owner, _ in program.owned]
         written = {program.storage_of(slot) for call in program.calls for slot in call.mutates}
-        self._changed = [owner.index for owner, slot in program.owned if program.storage_of(slot) in written]
+        self._changed = [
+            owner.index for owner, slot in program.owned if program.storage_of(slot) in written
+        ]
         self._constants = [tensor for tensor, _ in program.constants]
         self._executor = Executor(
             program,
@@ -194,9 +222,16 @@ class _Planned:
         return results
 
     def run_checked(self, args: list[Any]) -> Any:
-        """The same for the first time, comparing every result with the program. A failure leaves all as it was."""
+        """The same for the first time, comparing every result with the program. A failure leaves
+        all as it was.
+        """
         changed = [args[place] for place in self._changed]
-        with torch.no_grad(), watched, _undone_on_failure(changed, self._device), self._executor.held():
+        with (
+            torch.no_grad(),
+            watched,
+            _undone_on_failure(changed, self._device),
+            self._executor.held(),
+        ):
             results, *_ = self._executor.run_checked(self._inputs(args))
         return results
 
@@ -222,9 +257,11 @@ def _undone_on_failure(tensors: list[torch.Tensor], device: torch.device) -> Ite
 
 
 def _is_watched() -> bool:
-    """Whether somebody looks at the very operators that run, or changes them: a dispatch mode, or autocast."""
-    modes = _get_current_dispatch_mode_stack()
-    return any(not mode.ignore_compile_internals() for mode in modes) or torch._C._is_any_autocast_enabled()
+    """Whether somebody looks at the very operators that run, or changes them: a dispatch mode, or
+    autocast.
+    """
+    modes = dispatch_modes()
+    return any(not mode.ignore_compile_internals() for mode in modes) or is_any_autocast_enabled()
 
 
 def _signature(args: list[Any]) -> tuple[Any, ...] | None:
@@ -234,9 +271,12 @@ def _signature(args: list[Any]) -> tuple[Any, ...] | None:
     for value in args:
         kind = type(value)
         if isinstance(value, torch.Tensor):
-            if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ or value.layout is not torch.strided:
+            if (
+                kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+                or value.layout is not torch.strided
+            ):
                 return None
-            shared = storages.setdefault(value.untyped_storage()._cdata, len(storages))
+            shared = storages.setdefault(c_pointer(value.untyped_storage()), len(storages))
             signature.append((value.shape, value.stride(), value.dtype, value.device, shared))
         elif kind is float:
             signature.append(value.hex())  # zeros have a sign

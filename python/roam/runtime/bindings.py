@@ -1,4 +1,6 @@
-"""Where a plan puts the values of a program, and how each call gets them there."""
+"""Decides where each value of a program lies by a plan, and makes the pool's tensors; how each call
+writes its results there.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +12,15 @@ import torch
 from roam._core import Plan
 from roam.kernels.calls import Placed
 from roam.kernels.table import Placement
-from roam.program import Program, Ref, substitute
+from roam.program.ir import Program, Ref, substitute
 from roam.runtime.pool import Pool
 
 POISON = 0xFF  # not a number in floating point, and no valid bool
 
-Way = Literal["view", "write", "land", "call"]
-"""How a call is run: not at all, since its results are views of the pool that exist; by a kernel that writes where it is told; as
-ever, with its results copied into the pool; as ever."""
+Way = Literal["view", "write", "copy_in", "call"]
+"""How a call is run. `view`: not at all, since its results are views of the pool that are there.
+`write`: by a kernel that writes where it is told. `copy_in`: in the ordinary way, and its results
+are copied into the pool. `call`: in the ordinary way."""
 
 
 class Bindings:
@@ -40,7 +43,13 @@ class Bindings:
     """
 
     def __init__(
-        self, program: Program, placed: Sequence[Placed | None], plan: Plan, *, pool: Pool | None, poison: bool
+        self,
+        program: Program,
+        placed: Sequence[Placed | None],
+        plan: Plan,
+        *,
+        pool: Pool | None,
+        poison: bool,
     ) -> None:
         self.program = program
         self.placed = list(placed)
@@ -49,7 +58,9 @@ class Bindings:
         self.pool_bytes = 0 if pool is None else plan.pool_bytes
         self.offsets: dict[int, int] = {}
         if pool is not None:
-            self.offsets = {storage: int(offset) for storage, offset in enumerate(plan.offsets) if offset >= 0}
+            self.offsets = {
+                storage: int(offset) for storage, offset in enumerate(plan.offsets) if offset >= 0
+            }
         self.taken = {new: old for old, new in plan.reuse}
         self.dying = _dying(program, self.order)
         self._made = [self._storages_made(index) for index in range(len(program.calls))]
@@ -61,7 +72,9 @@ class Bindings:
         """Makes a view for every tensor in the pool."""
         if self.pool is None or self.views:
             return
-        with torch.inference_mode(False):  # what is made in that mode cannot be written to outside of it
+        with torch.inference_mode(
+            False
+        ):  # what is made in that mode cannot be written to outside of it
             for slot, meta in enumerate(self.program.slots):
                 if meta is not None and meta.storage in self.offsets:
                     self.views[slot] = self.pool.tensor(meta, self.offsets[meta.storage])
@@ -69,7 +82,11 @@ class Bindings:
     def way(self, index: int) -> Way:
         """How a call is run."""
         call = self.program.calls[index]
-        pooled = [slot for slot in call.outputs if slot is not None and self.program.storage_of(slot) in self.offsets]
+        pooled = [
+            slot
+            for slot in call.outputs
+            if slot is not None and self.program.storage_of(slot) in self.offsets
+        ]
         makes = self.made(index)
         if pooled and not makes and not call.mutates and len(pooled) == len(call.outputs):
             return "view"
@@ -77,15 +94,23 @@ class Bindings:
         is_written = makes_pooled or any(storage in self.taken for storage in makes)
         if is_written and self.placed[index] is not None and index not in self.refused:
             return "write"
-        return "land" if makes_pooled else "call"
+        return "copy_in" if makes_pooled else "call"
 
     def made(self, index: int) -> list[int]:
         """Storages that a call makes."""
         return self._made[index]
 
     def _storages_made(self, index: int) -> list[int]:
-        made = [self.program.storage_of(slot) for slot in self.program.calls[index].outputs if slot is not None]
-        return [storage for storage in made if storage >= 0 and self.program.storages[storage].creator == index]
+        made = [
+            self.program.storage_of(slot)
+            for slot in self.program.calls[index].outputs
+            if slot is not None
+        ]
+        return [
+            storage
+            for storage in made
+            if storage >= 0 and self.program.storages[storage].creator == index
+        ]
 
     def placement(self, index: int) -> Placement:
         """How a call that is written is written."""
@@ -97,7 +122,10 @@ class Bindings:
         """The argument's slot whose memory a result takes."""
         old, placed = self.taken.get(self.program.storage_of(slot)), self.placed[index]
         pairs = () if placed is None else placed.in_place
-        return next((item for item, new in pairs if new == slot and self.program.storage_of(item) == old), None)
+        return next(
+            (item for item, new in pairs if new == slot and self.program.storage_of(item) == old),
+            None,
+        )
 
     def empty(self, slot: int) -> torch.Tensor:
         """New memory from the allocator for a result."""
@@ -118,11 +146,13 @@ class Bindings:
 
     def input_slots(self) -> list[int]:
         """Slots of a run's inputs, in their order."""
-        return [slot for _, slot in self.program.owned] + [slot for _, slot in self.program.constants]
+        return [slot for _, slot in self.program.owned] + [
+            slot for _, slot in self.program.constants
+        ]
 
     def outgoing(self, value: Any) -> tuple[Any, list[Any], list[Any], list[Any]]:
-        """The result's leaves, the rebinds, the schedulers' arguments and the numbers that leave optimizers out, with every `Ref`
-        replaced.
+        """The result's leaves, the rebinds, the schedulers' arguments and the numbers that leave
+        optimizers out, with every `Ref` replaced.
         """
         leaves, _ = self.program.result
         return (
@@ -136,7 +166,7 @@ class Bindings:
         """Slots that outlive the step and are not made where their call is left out."""
         outgoing = self.program.outgoing()
         return [
-            slot for call in self.program.calls if call.unless is not None for slot in call.outputs if slot in outgoing
+            slot for call in self.program.calls if call.skip_if is not None for slot in call.outputs if slot in outgoing
         ]  # fmt: skip
 
 

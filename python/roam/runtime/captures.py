@@ -1,4 +1,6 @@
-"""The captures that a compiled step keeps, each with its plans: found by the arguments of a call, the least recently used dropped."""
+"""The captures that a compiled step keeps, each with its plans: found by the arguments of a call,
+the least recently used dropped.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +9,9 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
-from roam.capture.arguments import Taker
-from roam.capture.guards import Guards, argument_key
 from roam.capture.step import CapturedStep
+from roam.state.arguments import Taker
+from roam.state.guards import Guards, argument_key
 
 
 class _Runs(Protocol):
@@ -19,12 +21,13 @@ class _Runs(Protocol):
 
 
 _FEW = 4
-"""Plans for each kind of arguments, from which on it is not the arguments that there are so many for."""
+"""If there are more plans than this for each kind of arguments on average, something else than the
+arguments is the reason for their number."""
 MANY = 8
-"""Plans of which each was made because values decided otherwise, from which on a warning tells of it."""
+"""How many plans made for one reason bring a warning."""
 BUCKETS = (
-    "Where values of tensors decide shapes, pad to a few of these (bucketing); take numbers that are only counted or shown by x.item(), "
-    "not by int(x)"
+    "Where values of tensors decide shapes, pad to a few shapes (bucketing); read numbers that are "
+    "only counted or shown by x.item(), not by int(x)"
 )
 R = TypeVar("R", bound=_Runs)
 
@@ -47,8 +50,8 @@ class Captured(Generic[R]):
 class Captures(Sequence[Captured[R]]):
     """The captures of one step that are kept, the most recently used first.
 
-    A call looks only at those whose arguments were like its own, whatever the number of others, and asks guards that several of
-    them share once.
+    A call looks only at those whose arguments were like its own, whatever the number of others, and
+    asks guards that several of them share once.
 
     Args:
         most: how many are kept.
@@ -71,23 +74,33 @@ class Captures(Sequence[Captured[R]]):
         return reversed(self._captures)
 
     def find(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], taker: Taker, known: tuple[bool, ...] = ()
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        taker: Taker,
+        known: tuple[bool, ...] = (),
     ) -> tuple[Captured[R], R] | str:
-        """What fits a call, or what keeps the capture from fitting that is most like it; `known` are its first answers to branches."""
+        """What fits a call, or what keeps the capture from fitting that is most like it; `known`
+        are its first answers to branches.
+        """
         asked: dict[Guards, str | None] = {}
         reason = None
         alike = self._by_key.get(call_key(args, kwargs, taker), ())
         for captured in alike:
             failure = captured.step.failure(args, kwargs, asked)
             for runner in () if failure else captured.runners:
-                failure = runner.branch_failure(known) or runner.state_failure() or runner.answer_failure(args, kwargs)
+                failure = (
+                    runner.branch_failure(known)
+                    or runner.state_failure()
+                    or runner.answer_failure(args, kwargs)
+                )
                 if failure is None:
                     self._use(captured)
                     return captured, runner
             reason = reason or failure
         if reason is None and self._captures:
             reason = next(iter(self)).step.failure(args, kwargs, asked)
-        return reason or "it is the first"
+        return reason or "it is the first call"
 
     def add(self, captured: Captured[R]) -> Captured[R] | None:
         """Keeps one more; what had to go for it."""
@@ -103,11 +116,11 @@ class Captures(Sequence[Captured[R]]):
         return dropped
 
     def repeats(self, captured: Captured[R]) -> bool:
-        """Whether so many captures now were made for the reason of this one that a warning is due."""
+        """Whether with this capture so many were made for its reason that a warning is due."""
         return sum(other.reason == captured.reason for other in self) == MANY
 
     def advice(self) -> str:
-        """What to do about so many, by what differs between them."""
+        """What the user can do about many captures, judged by what differs between them."""
         newest = next(iter(self))
         keys = [captured.key for captured in self if len(captured.key) == len(newest.key)]
         counts = [len(set(values)) for values in zip(*keys, strict=True)]

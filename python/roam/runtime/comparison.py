@@ -1,4 +1,6 @@
-"""`roam.compare`: whether a training step gives the same bits by its plan as in eager PyTorch, and if not, what differs first."""
+"""`roam.compare`: whether a training step gives the same bits by its plan as in eager PyTorch, and
+if not, what differs first.
+"""
 
 from __future__ import annotations
 
@@ -10,21 +12,20 @@ from types import MethodType
 from typing import Any, Literal
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils import _pytree as pytree
 
 from roam._core import __version__
-from roam.capture.ambient import Switches
-from roam.capture.answers import Seen, watching
-from roam.capture.reach import Reach
-from roam.capture.snapshot import Snapshot, random_sources
-from roam.capture.spaces import LIVE_OPTIMIZER_KEYS, MappingSpace
-from roam.capture.values import is_numpy_array, is_plain, same, show
+from roam.capture.tracing.branch_answers import Seen, watching
 from roam.errors import CaptureError, ExecutionError, RoamError
 from roam.interrupts import interrupts_wait
-from roam.runtime.choose import is_disabled
 from roam.runtime.compile import Step
-from roam.runtime.culprit import DifferentOperator, digest, eager_values, first_different
+from roam.runtime.divergence import DifferentOperator, digest, eager_values, first_different
+from roam.runtime.strategy import is_disabled
+from roam.state.containers import LIVE_OPTIMIZER_KEYS, MappingSpace
+from roam.state.discovery import Reach
+from roam.state.equality import is_numpy_array, is_plain, same, show
+from roam.state.global_flags import Switches
+from roam.state.snapshot import Snapshot, random_sources
+from roam.torch_compat.private import FakeTensor, c_pointer, pytree
 
 Outcome = Literal["equal", "different", "refused", "failed", "undecided"]
 
@@ -35,10 +36,12 @@ class Difference:
 
     Attributes:
         step: the step after which it differs, counted from 1.
-        path: where the value is: ``result`` and what follows for what the step returned, ``model.weight``, ``model.weight.grad``,
-            ``optimizer.state[model.weight]['exp_avg']``, or the name of a random generator.
+        path: where the value is: ``result`` and what follows for what the step returned,
+            ``model.weight``, ``model.weight.grad``, ``optimizer.state[model.weight]['exp_avg']``,
+            or the name of a random generator.
         eager, planned: what it is after the eager step and after the one by plan, in words.
-        max_abs_difference: the largest difference of two elements; None where the values are not tensors of one shape.
+        max_abs_difference: the largest difference of two elements; None where the values are not
+            tensors of one shape.
         elements: how many elements have other bits; None likewise.
     """
 
@@ -61,12 +64,14 @@ class Comparison:
     """What `compare` found. Printed, it is what a bug report should hold.
 
     Attributes:
-        outcome: ``"equal"``; ``"different"``; ``"refused"``, where the step cannot be captured exactly; ``"failed"``, where running by
-            plan raised; ``"undecided"``, where the step raises eagerly too, or where eager PyTorch gives other bits when it is run again.
+        outcome: ``"equal"``; ``"different"``; ``"refused"``, where the step cannot be captured
+            exactly; ``"failed"``, where running by plan raised; ``"undecided"``, where the step
+            raises eagerly too, or where eager PyTorch gives other bits when it is run again.
         steps: how many steps were asked for.
         compared: how many values were compared after each step that was, by kind.
         difference: the first value that differs; None where none does.
-        operator: the first operator of that step that made a value which the eager step did not make; None where none is to be named.
+        operator: the first operator of that step that made a value which the eager step did not
+            make; None where none is to be named.
         error: what was raised.
         versions: of roam, PyTorch and Python, and the platform.
     """
@@ -94,20 +99,28 @@ class Comparison:
         if self.operator is not None:
             lines.append(str(self.operator))
         if self.error is not None:
-            code = f" [{self.error.code}]" if isinstance(self.error, RoamError) and self.error.code else ""
+            code = (
+                f" [{self.error.code}]"
+                if isinstance(self.error, RoamError) and self.error.code
+                else ""
+            )
             lines.append(f"{type(self.error).__name__}{code}: {self.error}")
         return "\n".join(lines)
 
 
-def compare(train_step: Callable[..., Any], *args: Any, steps: int = 3, **kwargs: Any) -> Comparison:
-    """Runs a training step eagerly and by its plan from the same start, and says whether all that it leaves has the same bits.
+def compare(
+    train_step: Callable[..., Any], *args: Any, steps: int = 3, **kwargs: Any
+) -> Comparison:
+    """Runs a training step eagerly and by its plan from the same start, and says whether everything
+    that it returns and changes has the same bits.
 
-    What the step returns and everything that it reaches is compared after every step: parameters, buffers, gradients, optimizer and
-    scheduler state, loss scales, plain Python values, random generators. A gradient that a plan has used up is the one thing that may be
-    missing (``keep_grads`` of `roam.compile`). Afterwards all of it is as it was before the call, however it ends; what the step does
-    to the world outside (files, logs) it does as often as it runs.
+    After every step this compares what the step returned and everything that it reaches:
+    parameters, buffers, gradients, optimizer and scheduler state, loss scales, plain Python values,
+    random generators. Only a gradient that the plan has freed early may be missing (``keep_grads``
+    of `roam.compile` keeps it). Afterwards everything is as it was before the call, however the
+    comparison ends. Effects outside of Python's state (files, logs) happen each time the step runs.
 
-    It takes the memory of one more copy of all tensors that the step reaches.
+    It needs memory for one more copy of all tensors that the step reaches.
 
     Args:
         train_step: the user's function, or what `roam.compile` made of it, whose options then hold.
@@ -118,7 +131,8 @@ def compare(train_step: Callable[..., Any], *args: Any, steps: int = 3, **kwargs
         What was found. Print it; ``.equal`` tells a program.
 
     Raises:
-        ExecutionError: there is nothing to run: the tensors are fakes, or ``ROAM_DISABLE=1`` is set.
+        ExecutionError: there is nothing to run: the tensors are fakes, or ``ROAM_DISABLE=1`` is
+            set.
 
     Example:
         >>> print(roam.compare(train_step, model, optimizer, tokens))
@@ -127,7 +141,9 @@ def compare(train_step: Callable[..., Any], *args: Any, steps: int = 3, **kwargs
     if steps < 1:
         raise ValueError(f"steps is at least 1, not {steps}")
     if is_disabled():
-        raise ExecutionError("nothing would run by plan: unset ROAM_DISABLE", code="disabled")
+        raise ExecutionError(
+            "ROAM_DISABLE is set, so nothing would run by plan; unset it", code="disabled"
+        )
     function, compiled = _both(train_step)
     return _Trial(function, compiled, args, kwargs, steps).run()
 
@@ -136,7 +152,9 @@ def _both(train_step: Callable[..., Any]) -> tuple[Callable[..., Any], Callable[
     """The user's function, and what compiles it anew."""
     if isinstance(train_step, MethodType) and isinstance(train_step.__func__, Step):
         step, instance = train_step.__func__, train_step.__self__
-        return MethodType(step.function, instance), lambda: step.anew(MethodType(step.function, instance))
+        return MethodType(step.function, instance), lambda: step.anew(
+            MethodType(step.function, instance)
+        )
     if isinstance(train_step, Step):
         return train_step.function, train_step.anew
     return train_step, lambda: Step(train_step)
@@ -162,13 +180,19 @@ class _Trial:
         except CaptureError as error:
             return self._ended("refused", error=error)
         if any(isinstance(slot.tensor, FakeTensor) for slot in reach.slots):
-            raise ExecutionError("the step's tensors are fakes; build the model outside of roam.fake", code="fake")
+            raise ExecutionError(
+                "the step's tensors have no values, because they were made in roam.fake; build "
+                "model and batch outside of it",
+                code="fake",
+            )
         found: _Values = {}
         try:
             with _kept(reach) as start:
                 planned = self.compiled()
                 try:
-                    planned.plan(*self.args, **self.kwargs)  # what is refused is refused before anything has run
+                    planned.plan(
+                        *self.args, **self.kwargs
+                    )  # what is refused is refused before anything has run
                 except CaptureError as refusal:
                     if not refusal.settles or self.steps == 1:
                         raise
@@ -202,15 +226,25 @@ class _Trial:
         except Exception as error:
             raise _Eagerly from error
 
-    def _different(self, start: _Kept, number: int, path: str, expected: _Values, found: _Values) -> Comparison:
-        """What differs, and where it comes from: both runs are made again up to the step, and watched."""
+    def _different(
+        self, start: _Kept, number: int, path: str, expected: _Values, found: _Values
+    ) -> Comparison:
+        """What differs, and where it comes from: both runs are made again up to the step, and
+        watched.
+        """
         planned = found.get(path)
-        theirs = None if planned is None or planned.tensor is None else planned.tensor.detach().clone()
+        theirs = (
+            None if planned is None or planned.tensor is None else planned.tensor.detach().clone()
+        )
         start.restore()
         *_, again = self._eagerly(number)
-        unsteady = next((name for name in expected if not expected[name].equals(again.get(name))), None)
+        unsteady = next(
+            (name for name in expected if not expected[name].equals(again.get(name))), None
+        )
         if unsteady is not None:
-            difference = Difference(number, unsteady, "not the same bits in two runs", "not to be compared")
+            difference = Difference(
+                number, unsteady, "not the same bits in two runs", "not to be compared"
+            )
             return self._ended("undecided", found, difference=difference)
         eager = expected.get(path)
         difference = Difference(
@@ -220,7 +254,9 @@ class _Trial:
             "nothing" if planned is None else planned.text,
             *_distance(None if eager is None else again[path].tensor, theirs),
         )
-        return self._ended("different", found, difference=difference, operator=self._operator(start, number))
+        return self._ended(
+            "different", found, difference=difference, operator=self._operator(start, number)
+        )
 
     def _operator(self, start: _Kept, number: int) -> DifferentOperator | None:
         start.restore()
@@ -238,7 +274,9 @@ class _Trial:
         return Reach.of(self.function, self.args, self.kwargs)
 
     def _first_different(self, expected: _Values, found: _Values) -> str | None:
-        """The path of the first value that differs, other than a gradient that the plan has used up."""
+        """The path of the first value that differs, other than a gradient that the plan has used
+        up.
+        """
         for path in expected | found:
             value = expected.get(path)
             if value is not None and value.equals(found.get(path)):
@@ -297,10 +335,12 @@ class _Kept:
     def __init__(self, reach: Reach) -> None:
         self._snapshot, self._switches = Snapshot(reach), Switches()
         tensors = {id(slot.tensor): slot.tensor for slot in reach.slots}
-        gradients = [tensor.grad for tensor in tensors.values() if tensor.is_leaf and tensor.grad is not None]
+        gradients = [
+            tensor.grad for tensor in tensors.values() if tensor.is_leaf and tensor.grad is not None
+        ]
         # A step may give a tensor another storage, as an assignment to `.data` does.
         self._tensors = [(tensor, tensor.detach()) for tensor in (*tensors.values(), *gradients)]
-        storages = {alias.untyped_storage()._cdata: _bytes(alias) for _, alias in self._tensors}
+        storages = {c_pointer(alias.untyped_storage()): _bytes(alias) for _, alias in self._tensors}
         self._values = [(flat, flat.clone()) for flat in storages.values()]
 
     @interrupts_wait()
@@ -326,7 +366,13 @@ def _kept(reach: Reach) -> Iterator[_Kept]:
 
 
 def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+    return (
+        c_pointer(tensor.untyped_storage()),
+        tensor.storage_offset(),
+        tensor.shape,
+        tensor.stride(),
+        tensor.dtype,
+    )
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -340,7 +386,8 @@ class _Value:
 
     kind: str
     mark: Any
-    """For a tensor a digest of its type and its elements, a plain value itself, the type of anything else."""
+    """For a tensor a digest of its type and its elements, a plain value itself, the type of
+    anything else."""
     text: str
     tensor: torch.Tensor | None
     """The tensor itself, which later steps change."""
@@ -356,7 +403,9 @@ _Values = dict[str, _Value]
 def _value(kind: str, value: Any) -> _Value:
     if isinstance(value, torch.Tensor):
         dtype = str(value.dtype).removeprefix("torch.")
-        text = f"{dtype} {tuple(value.shape)}" if value.numel() != 1 else f"{value.item()!r} ({dtype})"
+        text = (
+            f"{dtype} {tuple(value.shape)}" if value.numel() != 1 else f"{value.item()!r} ({dtype})"
+        )
         return _Value(kind, digest(value), text, value.detach())
     if is_plain(value):
         return _Value(kind, value, show(value), None)
@@ -390,12 +439,20 @@ def _put(values: _Values, path: str, value: _Value) -> None:
     values[name] = value
 
 
-def _distance(eager: torch.Tensor | None, planned: torch.Tensor | None) -> tuple[float | None, int | None]:
+def _distance(
+    eager: torch.Tensor | None, planned: torch.Tensor | None
+) -> tuple[float | None, int | None]:
     """The largest difference of two elements, and how many have other bits."""
-    if eager is None or planned is None or (eager.shape, eager.dtype) != (planned.shape, planned.dtype):
+    if (
+        eager is None
+        or planned is None
+        or (eager.shape, eager.dtype) != (planned.shape, planned.dtype)
+    ):
         return None, None
     one, other = eager.detach().contiguous(), planned.contiguous()
-    rows = (one.reshape(-1, 1).view(torch.uint8) != other.reshape(-1, 1).view(torch.uint8)).any(dim=1)
+    rows = (one.reshape(-1, 1).view(torch.uint8) != other.reshape(-1, 1).view(torch.uint8)).any(
+        dim=1
+    )
     wide = torch.complex128 if one.is_complex() else torch.float64
     apart = (one.to(wide) - other.to(wide)).abs().reshape(-1)[rows]
     return float(apart.max()) if apart.numel() else 0.0, int(rows.sum())

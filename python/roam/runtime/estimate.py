@@ -1,4 +1,6 @@
-"""Estimates, in milliseconds, what a step takes whose results lie elsewhere than those of a plan that there is."""
+"""Estimates, within milliseconds and without planning, the memory of a step with other results in
+the pool than an existing plan has.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from roam._core import Plan
-from roam.capture.lower import Lowering
+from roam.program.lower import Lowering
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Bytes of the pool, of all that there is, and of what the step makes in the pool, one result after another."""
+    """Bytes of the pool, of the total, and of all results that the step makes in the pool, summed
+    over the step.
+    """
 
     pool_bytes: int
     total_bytes: int
@@ -22,7 +26,8 @@ class Estimate:
 
 
 class Estimator:
-    """Measures ways of running a program by the order of one plan. An order of their own makes most of them smaller.
+    """Estimates the totals of ways of running a program, all in the order of one plan. With orders
+    of their own most of them take less.
 
     Args:
         lowering: of the program.
@@ -40,24 +45,28 @@ class Estimator:
         self._sizes = np.array([storage.size_bytes for storage in storages], dtype=np.int64)
         creators = np.array([storage.creator for storage in storages], dtype=np.int64)
         self._is_made = creators >= 0
-        self._starts = np.where(self._is_made, places[creators], 0) if len(places) else np.zeros_like(creators)
+        self._starts = (
+            np.where(self._is_made, places[creators], 0) if len(places) else np.zeros_like(creators)
+        )
         self._ends = self._starts.copy()
         for index, operator in enumerate(lowering.operators):
             for storage in (*operator.reads, *operator.mutates):
                 self._ends[storage] = max(self._ends[storage], places[index])
         self._pairs = [(old, new) for old, new in plan.reuse if self._is_made[old]]
 
-    def of(self, landing: Container[int]) -> Estimate:
+    def of(self, copied_in: Container[int]) -> Estimate:
         """A way with a pool, into which the results of these calls are copied."""
         lowering = self._lowering
-        residencies = lowering.residencies(landing, True)
+        residencies = lowering.residencies(copied_in, True)
         kinds = np.array(residencies)
         ends = self._ends.copy()
         ends[kinds == "leaves"] = len(self._order) - 1
         for old, new in self._pairs:
             if residencies[old] == residencies[new]:
                 ends[old] = self._starts[new] - 1  # the memory is the same
-        workspaces = np.asarray(lowering.workspaces(landing, residencies), dtype=np.int64)[self._order]
+        workspaces = np.asarray(lowering.workspaces(copied_in, residencies), dtype=np.int64)[
+            self._order
+        ]
         is_pooled = kinds == "step_local"
         is_outside = (kinds == "unpooled") | (kinds == "leaves") | (kinds == "enters")
         pool_bytes = int(self._live(is_pooled, ends).max(initial=0))

@@ -1,4 +1,6 @@
-"""The static memory pool: one storage per device that every plan of the process lays its tensors out in."""
+"""The static memory pool: one storage per device that every plan of the process lays its tensors
+out in.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from contextlib import contextmanager
 import torch
 
 from roam.errors import ExecutionError
-from roam.program import TensorMeta
+from roam.program.ir import TensorMeta
 
 _pools: weakref.WeakValueDictionary[torch.device, Pool] = weakref.WeakValueDictionary()
 _one_at_a_time = threading.Lock()
@@ -19,8 +21,9 @@ _one_at_a_time = threading.Lock()
 class Pool:
     """One storage from the device's ordinary allocator.
 
-    Nothing in it outlives a step, so all steps of a process share it, one at a time. Tensors are views at fixed offsets; they
-    stay valid when the storage is given back to the allocator and allocated again, at whatever address.
+    Nothing in it outlives a step, so all steps of a process share it, one at a time. Tensors are
+    views at fixed offsets; they stay valid when the storage is given back to the allocator and
+    allocated again, at whatever address.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -61,11 +64,15 @@ class Pool:
             self._storage.resize_(0)
 
     def tensor(self, meta: TensorMeta, offset_bytes: int) -> torch.Tensor:
-        """A view with a tensor's dtype, shape and strides, of a storage that begins at an offset. To be made while held."""
+        """A view with a tensor's dtype, shape and strides, of a storage that begins at an offset.
+        To be made while held.
+        """
         assert self.nbytes >= offset_bytes, "the pool is held"
         start = offset_bytes // meta.dtype.itemsize + meta.offset
         # Unlike a slice of one large tensor it counts its own versions.
-        return torch.empty(0, dtype=meta.dtype, device=self.device).set_(self._storage, start, meta.shape, meta.stride)
+        return torch.empty(0, dtype=meta.dtype, device=self.device).set_(
+            self._storage, start, meta.shape, meta.stride
+        )
 
     def range(self, offset_bytes: int, size_bytes: int) -> torch.Tensor:
         """The bytes of a range. To be made while held."""
@@ -87,7 +94,9 @@ class Pool:
             ) from error
 
     def _follow_stream(self) -> None:
-        """What an earlier step enqueued on another stream comes before what this one does to the same memory."""
+        """What an earlier step enqueued on another stream comes before what this one does to the
+        same memory.
+        """
         if self.device.type != "cuda":
             return
         stream = torch.cuda.current_stream(self.device)

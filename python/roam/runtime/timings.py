@@ -30,8 +30,10 @@ class Timings:
     Attributes:
         capture: running the user's function on fake tensors; counts traces.
         kernels: finding out what kernels take for themselves; counts those that were run.
-        plan: choosing how the step runs, the first one and the later ones; counts the plans that were made.
-        first_run: the first run of the plan, which checks every operator; counts 1 when it has begun.
+        plan: choosing how the step runs, the first one and the later ones; counts the plans that
+            were made.
+        first_run: the first run of the plan, which checks every operator; counts 1 when it has
+            begun.
     """
 
     capture: Stage = field(default_factory=Stage)
@@ -43,7 +45,9 @@ class Timings:
 
     @contextmanager
     def running(self, stage: Stage) -> Iterator[None]:
-        """Adds what is done inside to one of the stages, and not to the one that it is a part of."""
+        """Adds what is done inside to one of the stages, and not to the one that it is a part
+        of.
+        """
         outer = self._current
         self._charge()
         self._current = stage
@@ -63,7 +67,9 @@ class Timings:
     @property
     def total_s(self) -> float:
         """Seconds that have passed in all stages so far."""
-        return sum(stage.wall_s for stage in (self.capture, self.kernels, self.plan, self.first_run))
+        return sum(
+            stage.wall_s for stage in (self.capture, self.kernels, self.plan, self.first_run)
+        )
 
     def __str__(self) -> str:
         """One line."""

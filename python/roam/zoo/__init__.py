@@ -4,10 +4,23 @@
     >>> "gpt2-xl" in roam.zoo.names()
     True
 
-Importing this package imports neither torch nor the libraries that the models come from; :func:`build` does.
+Importing this package imports neither torch nor the libraries that the models come from;
+:func:`build` does.
 """
 
-from roam.zoo.catalog import DTYPES, OPTIMIZERS, Entry, ZooError, ZooStep, build, capture, check, entries, entry, names
+from roam.zoo.catalog import (
+    DTYPES,
+    OPTIMIZERS,
+    Entry,
+    ZooError,
+    ZooStep,
+    build,
+    capture,
+    check,
+    entries,
+    entry,
+    names,
+)
 
 __all__ = [
     "DTYPES",

@@ -13,7 +13,7 @@ from roam.errors import RoamError
 if TYPE_CHECKING:
     import torch
 
-    from roam import Graph
+    from roam._core import Graph
 
 DTYPES = ("float32", "bfloat16")
 OPTIMIZERS = ("adamw", "adam", "sgd", "sgd-momentum")
@@ -21,12 +21,16 @@ DEFAULT_SEQ = 512
 
 
 class ZooError(RoamError, ValueError):
-    """A model, a size or an optimizer that the zoo does not have, or a library that it needs and cannot import."""
+    """A model, a size or an optimizer that the zoo does not have, or a library that it needs and
+    cannot import.
+    """
 
 
 @dataclass(frozen=True)
 class ZooStep:
-    """One training step, ready for ``roam.capture(step.train_step, step.model, step.optimizer, *step.batch)``."""
+    """One training step, ready for ``roam.capture(step.train_step, step.model, step.optimizer,
+    *step.batch)``.
+    """
 
     train_step: Callable[..., torch.Tensor]
     model: torch.nn.Module
@@ -38,8 +42,9 @@ class ZooStep:
 class Entry:
     """A model of the zoo.
 
-    ``family`` names the module of this package that builds it, ``max_seq`` is its longest sequence in tokens
-    (``None`` where the model sees images), ``arguments`` is what tells it from the others of its family.
+    ``family`` names the module of this package that builds it, ``max_seq`` is its longest sequence
+    in tokens (``None`` where the model sees images), ``arguments`` is what tells it from the others
+    of its family.
     """
 
     name: str
@@ -61,7 +66,14 @@ def _image(name: str, function: str, summary: str, size: int = 224, **options: A
 
 
 def _text(name: str, architecture: str, summary: str, max_seq: int, **config: Any) -> Entry:
-    return Entry(name, summary, "language", "transformers", max_seq, {"architecture": architecture, "config": config})
+    return Entry(
+        name,
+        summary,
+        "language",
+        "transformers",
+        max_seq,
+        {"architecture": architecture, "config": config},
+    )
 
 
 _TINY_WIRED = {"width": 8, "nodes": 8}
@@ -77,7 +89,8 @@ _ENTRIES = (
     _image("mnasnet0_5", "mnasnet0_5", "MNASNet 0.5"),
     _image("mobilenet_v2", "mobilenet_v2", "MobileNetV2"),
     _image("efficientnet_b0", "efficientnet_b0", "EfficientNet-B0"),
-    # The auxiliary head normalizes over one value per channel at batch 1, which PyTorch refuses to train.
+    # The auxiliary head normalizes over one value per channel at batch 1, which PyTorch refuses to
+    # train.
     _image(
         "inception_v3",
         "inception_v3",
@@ -101,9 +114,33 @@ _ENTRIES = (
         type_vocab_size=1,
     ),
     _text("gpt2", "gpt2", "GPT-2 small, causal language model", 1024),
-    _text("gpt2-medium", "gpt2", "GPT-2 medium, causal language model", 1024, n_embd=1024, n_layer=24, n_head=16),
-    _text("gpt2-large", "gpt2", "GPT-2 large, causal language model", 1024, n_embd=1280, n_layer=36, n_head=20),
-    _text("gpt2-xl", "gpt2", "GPT-2 XL, causal language model", 1024, n_embd=1600, n_layer=48, n_head=25),
+    _text(
+        "gpt2-medium",
+        "gpt2",
+        "GPT-2 medium, causal language model",
+        1024,
+        n_embd=1024,
+        n_layer=24,
+        n_head=16,
+    ),
+    _text(
+        "gpt2-large",
+        "gpt2",
+        "GPT-2 large, causal language model",
+        1024,
+        n_embd=1280,
+        n_layer=36,
+        n_head=20,
+    ),
+    _text(
+        "gpt2-xl",
+        "gpt2",
+        "GPT-2 XL, causal language model",
+        1024,
+        n_embd=1600,
+        n_layer=48,
+        n_head=25,
+    ),
     _text(
         "llama-1b",
         "llama",
@@ -119,10 +156,23 @@ _ENTRIES = (
         tie_word_embeddings=True,
     ),
     Entry("lstm", "Unrolled LSTM of 2 layers and 650 units, language model", "recurrent", None, 35),
-    Entry("moe", "Decoder with 8 experts in every second layer, top 2 with a fixed capacity", "moe", None, 1024),
-    Entry("randwire-tiny", "Randomly wired network of 8 nodes a stage, for tests", "wired", arguments=_TINY_WIRED),
+    Entry(
+        "moe",
+        "Decoder with 8 experts in every second layer, top 2 with a fixed capacity",
+        "moe",
+        None,
+        1024,
+    ),
+    Entry(
+        "randwire-tiny",
+        "Randomly wired network of 8 nodes a stage, for tests",
+        "wired",
+        arguments=_TINY_WIRED,
+    ),
     Entry("darts-tiny", "Network of 3 searched cells, for tests", "cells", arguments=_TINY_CELLS),
-    Entry("lstm-tiny", "Unrolled LSTM of 2 layers, for tests", "recurrent", None, 24, _TINY_RECURRENT),
+    Entry(
+        "lstm-tiny", "Unrolled LSTM of 2 layers, for tests", "recurrent", None, 24, _TINY_RECURRENT
+    ),
     _text(
         "bert-tiny",
         "bert",
@@ -197,7 +247,8 @@ def entries() -> tuple[Entry, ...]:
 
 
 def check(name: str, *, batch: int, seq: int | None, dtype: str, optimizer: str) -> dict[str, int]:
-    """Check what :func:`build` is asked for, without importing torch; returns the sizes of the model's batch.
+    """Check what :func:`build` is asked for, without importing torch; returns the sizes of the
+    model's batch.
 
     Raises:
         ZooError: unknown or impossible settings.
@@ -217,11 +268,15 @@ def check(name: str, *, batch: int, seq: int | None, dtype: str, optimizer: str)
         sizes["seq"] = min(DEFAULT_SEQ, chosen.max_seq) if seq is None else seq
         # A causal loss compares each token with the one before it.
         if not 2 <= sizes["seq"] <= chosen.max_seq:
-            raise ZooError(f"{name} takes sequences of 2 to {chosen.max_seq} tokens, not {sizes['seq']}")
+            raise ZooError(
+                f"{name} takes sequences of 2 to {chosen.max_seq} tokens, not {sizes['seq']}"
+            )
     return sizes
 
 
-def capture(name: str, *, step: Literal["first", "steady"] = "steady", device: str = "cpu", **settings: Any) -> Graph:
+def capture(
+    name: str, *, step: Literal["first", "steady"] = "steady", device: str = "cpu", **settings: Any
+) -> Graph:
     """Build a model on fake tensors and capture one training step of it; nothing is allocated.
 
     Args:
@@ -250,16 +305,20 @@ def build(
     optimizer: str = "adamw",
     device: str = "cpu",
 ) -> ZooStep:
-    """Build a model in training mode, its optimizer, one batch of random data and the step that trains it.
+    """Build a model in training mode, its optimizer, one batch of random data and the step that
+    trains it.
 
-    Everything is made under whatever mode is active: inside ``with roam.fake(device):`` nothing is allocated.
+    Everything is made under whatever mode is active: inside ``with roam.fake(device):`` nothing is
+    allocated.
 
     Args:
         name: one of :func:`names`.
         batch: samples in the batch.
-        seq: tokens in a sequence; the smaller of 512 and the model's longest if ``None``. Text models only.
+        seq: tokens in a sequence; the smaller of 512 and the model's longest if ``None``. Text
+            models only.
         dtype: ``float32`` or ``bfloat16``, of parameters, buffers and images.
-        optimizer: ``adamw``, ``adam``, ``sgd`` (without momentum) or ``sgd-momentum``, in single-tensor form.
+        optimizer: ``adamw``, ``adam``, ``sgd`` (without momentum) or ``sgd-momentum``, in
+            single-tensor form.
         device: where the tensors are made.
 
     Raises:
@@ -280,7 +339,8 @@ def build(
     from roam.zoo.optimizers import make_optimizer
 
     family = importlib.import_module(f"roam.zoo.{chosen.family}")
-    # Under fake tensors a finished module cannot be converted (``Module.to`` swaps parameters), so it is made so.
+    # Under fake tensors a finished module cannot be converted (``Module.to`` swaps parameters), so
+    # it is made so.
     before = torch.get_default_dtype()
     torch.set_default_dtype(getattr(torch, dtype))
     try:

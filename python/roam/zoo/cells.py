@@ -1,5 +1,5 @@
-"""A network of searched cells: DARTS V2 for ImageNet, after Liu, Simonyan and Yang, "DARTS: Differentiable Architecture
-Search" (ICLR 2019), without its auxiliary head.
+"""A network of searched cells: DARTS V2 for ImageNet, after Liu, Simonyan and Yang, "DARTS:
+Differentiable Architecture Search" (ICLR 2019), without its auxiliary head.
 
 Each cell reads the two cells before it, and its four nodes each sum two operators on earlier nodes.
 """
@@ -15,7 +15,8 @@ from torch import nn
 from roam.zoo.images import CLASSES, random_batch, train_step
 
 SIZE = 224
-# Per node its two operators and what they read: 0 and 1 are the cells before, 2 to 4 the nodes so far.
+# Per node its two operators and what they read: 0 and 1 are the cells before, 2 to 4 the nodes so
+# far.
 Genotype = tuple[tuple[tuple[str, int], tuple[str, int]], ...]
 NORMAL: Genotype = (
     (("separable", 0), ("separable", 1)),
@@ -32,13 +33,17 @@ REDUCTION: Genotype = (
 
 
 def _convolved(inputs: int, outputs: int) -> nn.Sequential:
-    return nn.Sequential(nn.ReLU(), nn.Conv2d(inputs, outputs, 1, bias=False), nn.BatchNorm2d(outputs))
+    return nn.Sequential(
+        nn.ReLU(), nn.Conv2d(inputs, outputs, 1, bias=False), nn.BatchNorm2d(outputs)
+    )
 
 
 def _depthwise(width: int, stride: int, dilation: int = 1) -> nn.Sequential:
     return nn.Sequential(
         nn.ReLU(),
-        nn.Conv2d(width, width, 3, stride, padding=dilation, dilation=dilation, groups=width, bias=False),
+        nn.Conv2d(
+            width, width, 3, stride, padding=dilation, dilation=dilation, groups=width, bias=False
+        ),
         nn.Conv2d(width, width, 1, bias=False),
         nn.BatchNorm2d(width),
     )
@@ -56,7 +61,9 @@ class Halved(nn.Module):
     def forward(self, features: torch.Tensor) -> torch.Tensor:
         """See the class."""
         features = features.relu()
-        result: torch.Tensor = self.norm(torch.cat([self.even(features), self.odd(features[:, :, 1:, 1:])], dim=1))
+        result: torch.Tensor = self.norm(
+            torch.cat([self.even(features), self.odd(features[:, :, 1:, 1:])], dim=1)
+        )
         return result
 
 
@@ -73,9 +80,13 @@ def _operator(name: str, width: int, stride: int) -> nn.Module:
 class Cell(nn.Module):
     """Two feature maps to one of four times ``width`` channels, of half the size if ``reduces``."""
 
-    def __init__(self, before_last: int, last: int, width: int, reduces: bool, last_reduced: bool) -> None:
+    def __init__(
+        self, before_last: int, last: int, width: int, reduces: bool, last_reduced: bool
+    ) -> None:
         super().__init__()
-        self.before_last = Halved(before_last, width) if last_reduced else _convolved(before_last, width)
+        self.before_last = (
+            Halved(before_last, width) if last_reduced else _convolved(before_last, width)
+        )
         self.last = _convolved(last, width)
         self.genotype = REDUCTION if reduces else NORMAL
         self.operators = nn.ModuleList(
@@ -107,7 +118,9 @@ class Cells(nn.Module):
             nn.BatchNorm2d(width),
         )
         self.second_stem = nn.Sequential(
-            nn.ReLU(), nn.Conv2d(width, width, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(width)
+            nn.ReLU(),
+            nn.Conv2d(width, width, 3, stride=2, padding=1, bias=False),
+            nn.BatchNorm2d(width),
         )
         self.cells = nn.ModuleList()
         channels, reduced = (width, width), True

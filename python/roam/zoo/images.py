@@ -1,4 +1,4 @@
-"""The training step of models that classify images, or their pixels."""
+"""The training step of models that classify images, or each pixel of an image."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ CLASSES = 1000
 
 
 def train_step(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, images: torch.Tensor, labels: torch.Tensor
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    images: torch.Tensor,
+    labels: torch.Tensor,
 ) -> torch.Tensor:
     """Train once on images [batch, 3, height, width]; returns the mean cross-entropy, a scalar.
 

@@ -17,9 +17,13 @@ _ARCHITECTURES = {
 
 
 def train_step(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, tokens: torch.Tensor, labels: torch.Tensor
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    tokens: torch.Tensor,
+    labels: torch.Tensor,
 ) -> torch.Tensor:
-    """Train once on tokens [batch, seq] with labels of the same shape; returns the mean cross-entropy, a scalar.
+    """Train once on tokens [batch, seq] with labels of the same shape; returns the mean
+    cross-entropy, a scalar.
 
     A causal model is given its own tokens as labels and shifts them itself.
     """
@@ -40,7 +44,8 @@ def build(
     settings.use_cache = False
     model = make_model(settings)
     if architecture == "gpt2":
-        # GPT2LMHeadModel's own name does not tell the library which loss it takes; without this it warns.
+        # GPT2LMHeadModel's own name does not tell the library which loss it takes; without this it
+        # warns.
         model.loss_type = "ForCausalLM"
     tokens = torch.randint(settings.vocab_size, (batch, seq))
     # What a masked model must fill in is drawn apart from what it sees.

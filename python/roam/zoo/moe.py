@@ -1,9 +1,10 @@
 """A decoder with a mixture of experts, all of whose shapes are known before the step runs.
 
-Routing follows Lepikhin et al., "GShard" (ICLR 2021), algorithm 1: each token goes to its ``TOP`` best experts, each
-expert takes at most ``capacity`` tokens, and what exceeds that is dropped (the residual connection carries it on).
-Dispatch and combination are products with a [tokens, experts, capacity] tensor, so no shape hangs on the data. The
-loss that balances the experts is that of Fedus, Zoph and Shazeer, "Switch Transformers" (JMLR 2022), equation 4.
+Routing follows Lepikhin et al., "GShard" (ICLR 2021), algorithm 1: each token goes to its ``TOP``
+best experts, each expert takes at most ``capacity`` tokens, and what exceeds that is dropped (the
+residual connection carries it on). Dispatch and combination are products with a [tokens, experts,
+capacity] tensor, so no shape hangs on the data. The loss that balances the experts is that of
+Fedus, Zoph and Shazeer, "Switch Transformers" (JMLR 2022), equation 4.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ class Attention(nn.Module):
     def forward(self, features: torch.Tensor) -> torch.Tensor:
         """See the class."""
         query, key, value = (
-            part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.project(features).chunk(3, dim=-1)
+            part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for part in self.project(features).chunk(3, dim=-1)
         )
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         result: torch.Tensor = self.output(mixed.transpose(1, 2).flatten(-2))
@@ -43,7 +45,9 @@ class Dense(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.layers = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
 
     def forward(self, features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See the class."""
@@ -105,14 +109,19 @@ class Block(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """Tokens [batch, seq] to scores [batch, seq, vocabulary] and the sum of the experts' balance losses."""
+    """Tokens [batch, seq] to scores [batch, seq, vocabulary] and the sum of the experts' balance
+    losses.
+    """
 
-    def __init__(self, vocabulary: int, width: int, layers: int, heads: int, experts: int, max_seq: int) -> None:
+    def __init__(
+        self, vocabulary: int, width: int, layers: int, heads: int, experts: int, max_seq: int
+    ) -> None:
         super().__init__()
         self.tokens = nn.Embedding(vocabulary, width)
         self.places = nn.Embedding(max_seq, width)
         self.blocks = nn.ModuleList(
-            Block(width, heads, Experts(width, experts) if layer % 2 else Dense(width)) for layer in range(layers)
+            Block(width, heads, Experts(width, experts) if layer % 2 else Dense(width))
+            for layer in range(layers)
         )
         self.norm = nn.LayerNorm(width)
         self.score = nn.Linear(width, vocabulary, bias=False)
@@ -120,7 +129,9 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See the class."""
-        features = self.tokens(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
+        features = self.tokens(tokens) + self.places(
+            torch.arange(tokens.shape[1], device=tokens.device)
+        )
         total = features.new_zeros(())
         for block in self.blocks:
             features, balance = block(features)
@@ -128,8 +139,12 @@ class MixtureOfExperts(nn.Module):
         return self.score(self.norm(features)), total
 
 
-def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: torch.Tensor) -> torch.Tensor:
-    """Train once on tokens [batch, seq]; returns the cross-entropy of the next token plus the weighted balance loss."""
+def train_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, tokens: torch.Tensor
+) -> torch.Tensor:
+    """Train once on tokens [batch, seq]; returns the cross-entropy of the next token plus the
+    weighted balance loss.
+    """
     optimizer.zero_grad()
     scores, balance = model(tokens)
     loss: torch.Tensor = F.cross_entropy(scores[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())

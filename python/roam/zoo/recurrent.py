@@ -1,6 +1,7 @@
-"""A recurrent language model, unrolled: after Zaremba, Sutskever and Vinyals, "Recurrent Neural Network Regularization"
-(arXiv 1409.2329), the medium model. Its LSTM cells (Hochreiter and Schmidhuber, 1997) are written out, so that the step
-consists of many small operators, one cell after another.
+"""A recurrent language model, unrolled: after Zaremba, Sutskever and Vinyals, "Recurrent Neural
+Network Regularization" (arXiv 1409.2329), the medium model. Its LSTM cells (Hochreiter and
+Schmidhuber, 1997) are written out, so that the step consists of many small operators, one cell
+after another.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ class LongShortTerm(nn.Module):
         self, features: torch.Tensor, hidden: torch.Tensor, cell: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See the class."""
-        admit, forget, change, emit = (self.from_input(features) + self.from_state(hidden)).chunk(4, dim=1)
+        admit, forget, change, emit = (self.from_input(features) + self.from_state(hidden)).chunk(
+            4, dim=1
+        )
         cell = forget.sigmoid() * cell + admit.sigmoid() * change.tanh()
         return emit.sigmoid() * cell.tanh(), cell
 
@@ -55,7 +58,9 @@ class Recurrent(nn.Module):
         return scores
 
 
-def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: torch.Tensor) -> torch.Tensor:
+def train_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, tokens: torch.Tensor
+) -> torch.Tensor:
     """Train once on tokens [batch, seq]; returns the mean cross-entropy of the next token."""
     optimizer.zero_grad()
     scores = model(tokens)
@@ -69,4 +74,8 @@ def build(
     *, batch: int, seq: int, vocabulary: int = 10000, width: int = 650, layers: int = 2
 ) -> tuple[nn.Module, Callable[..., torch.Tensor], tuple[torch.Tensor, ...]]:
     """Make the published medium model (two layers of 650 units, 10 000 words) by default."""
-    return Recurrent(vocabulary, width, layers), train_step, (torch.randint(vocabulary, (batch, seq)),)
+    return (
+        Recurrent(vocabulary, width, layers),
+        train_step,
+        (torch.randint(vocabulary, (batch, seq)),),
+    )

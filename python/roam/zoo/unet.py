@@ -1,5 +1,5 @@
-"""A U-Net, after Ronneberger, Fischer and Brox, "U-Net: Convolutional Networks for Biomedical Image Segmentation"
-(MICCAI 2015), figure 1, with padded convolutions and batch normalization.
+"""A U-Net, after Ronneberger, Fischer and Brox, "U-Net: Convolutional Networks for Biomedical Image
+Segmentation" (MICCAI 2015), figure 1, with padded convolutions and batch normalization.
 
 Its skip connections keep the largest activations alive from the first layers to the last.
 """
@@ -39,12 +39,16 @@ class UNet(nn.Module):
         super().__init__()
         widths = [width * 2**level for level in range(depth + 1)]
         self.down = nn.ModuleList(
-            _double_convolution(inputs, outputs) for inputs, outputs in zip([3, *widths[:-1]], widths, strict=True)
+            _double_convolution(inputs, outputs)
+            for inputs, outputs in zip([3, *widths[:-1]], widths, strict=True)
         )
         self.up = nn.ModuleList(
-            nn.ConvTranspose2d(2 * outputs, outputs, 2, stride=2) for outputs in reversed(widths[:-1])
+            nn.ConvTranspose2d(2 * outputs, outputs, 2, stride=2)
+            for outputs in reversed(widths[:-1])
         )
-        self.merge = nn.ModuleList(_double_convolution(2 * outputs, outputs) for outputs in reversed(widths[:-1]))
+        self.merge = nn.ModuleList(
+            _double_convolution(2 * outputs, outputs) for outputs in reversed(widths[:-1])
+        )
         self.score = nn.Conv2d(width, classes, 1)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:

@@ -8,14 +8,16 @@ from typing import Any
 
 import torch
 import torchvision
-from torch._subclasses.fake_tensor import FakeTensor
 
+from roam.torch_compat.private import FakeTensor
 from roam.zoo.images import random_batch, train_step
 
 
 @contextmanager
 def _no_redrawing_of_fakes() -> Iterator[None]:
-    """``trunc_normal_`` draws until every value is within its bounds, a question that fake tensors cannot answer."""
+    """``trunc_normal_`` draws until every value is within its bounds, a question that fake tensors
+    cannot answer.
+    """
     original = torch.nn.init.trunc_normal_
 
     def trunc_normal_(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -1,5 +1,6 @@
-"""A randomly wired network, after Xie, Kirillov, Girshick and He, "Exploring Randomly Wired Neural Networks for Image
-Recognition" (ICCV 2019): the small regime, whose three stages are random graphs of Watts and Strogatz.
+"""A randomly wired network, after Xie, Kirillov, Girshick and He, "Exploring Randomly Wired Neural
+Networks for Image Recognition" (ICCV 2019): the small regime, whose three stages are random graphs
+of Watts and Strogatz.
 
 Its activations are needed by nodes far apart, in no regular pattern.
 """
@@ -22,21 +23,29 @@ LAST = 1280
 
 
 def small_world(nodes: int, source: random.Random) -> list[list[int]]:
-    """The inputs of each node: a ring in which each node knows its next ``NEIGHBOURS / 2``, and each link is rewired
-    with probability ``REWIRED``. Links lead from smaller to larger numbers.
+    """The inputs of each node: a ring in which each node knows its next ``NEIGHBOURS / 2``, and
+    each link is rewired with probability ``REWIRED``. Links lead from smaller to larger numbers.
     """
-    ring = [(node, (node + ahead) % nodes) for ahead in range(1, NEIGHBOURS // 2 + 1) for node in range(nodes)]
+    ring = [
+        (node, (node + ahead) % nodes)
+        for ahead in range(1, NEIGHBOURS // 2 + 1)
+        for node in range(nodes)
+    ]
     links = {frozenset(link) for link in ring}
     for node, other in ring:
         if source.random() < REWIRED:
-            free = [end for end in range(nodes) if end != node and frozenset((node, end)) not in links]
+            free = [
+                end for end in range(nodes) if end != node and frozenset((node, end)) not in links
+            ]
             links.remove(frozenset((node, other)))
             links.add(frozenset((node, source.choice(free))))
     return [sorted(min(link) for link in links if max(link) == node) for node in range(nodes)]
 
 
 class Triplet(nn.Sequential):
-    """ReLU, a separable convolution, batch normalization: what a node does after it has summed its inputs."""
+    """ReLU, a separable convolution, batch normalization: what a node does after it has summed its
+    inputs.
+    """
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__(
@@ -68,14 +77,19 @@ class Node(nn.Module):
 
 
 class Stage(nn.Module):
-    """A random graph: nodes without inputs read what enters, the mean of those that nobody reads leaves."""
+    """A random graph: nodes without inputs read what enters, the mean of those that nobody reads
+    leaves.
+    """
 
     def __init__(self, links: list[list[int]], inputs: int, outputs: int) -> None:
         super().__init__()
         self.links = links
-        self.ends = sorted(set(range(len(links))) - {number for before in links for number in before})
+        self.ends = sorted(
+            set(range(len(links))) - {number for before in links for number in before}
+        )
         self.nodes = nn.ModuleList(
-            Node(len(before), outputs, outputs, 1) if before else Node(1, inputs, outputs, 2) for before in links
+            Node(len(before), outputs, outputs, 1) if before else Node(1, inputs, outputs, 2)
+            for before in links
         )
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
@@ -111,12 +125,16 @@ class RandomlyWired(nn.Module):
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """See the class."""
-        scores: torch.Tensor = self.score(F.adaptive_avg_pool2d(self.features(images), 1).flatten(1))
+        scores: torch.Tensor = self.score(
+            F.adaptive_avg_pool2d(self.features(images), 1).flatten(1)
+        )
         return scores
 
 
 def build(
     *, batch: int, width: int = 78, nodes: int = 32, seed: int = 1
 ) -> tuple[nn.Module, Callable[..., torch.Tensor], tuple[torch.Tensor, ...]]:
-    """Make the small regime (78 channels, 32 nodes a stage) by default; ``seed`` chooses the wiring."""
+    """Make the small regime (78 channels, 32 nodes a stage) by default; ``seed`` chooses the
+    wiring.
+    """
     return RandomlyWired(width, nodes, seed), train_step, random_batch(batch, SIZE)

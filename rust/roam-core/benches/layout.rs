@@ -1,9 +1,10 @@
 //! Packing of the bare layout problems in `benches/layout`, and of thousands of random buffers.
 
 use criterion::{Criterion, criterion_group, criterion_main};
-use roam_core::layout::{Buffer, Instance, pack};
+use roam_core::layout::pack;
 use roam_core::optimize::Control;
-use roam_core::synthetic::Random;
+use roam_core::packing::{Buffer, Instance};
+use roam_core::rng::Random;
 use std::path::Path;
 
 /// Comparisons: more than any of the files needs.

@@ -1,8 +1,8 @@
 //! Every stage of the planner on every instance file in `benches/`.
 
 use criterion::{BatchSize, Criterion, criterion_group, criterion_main};
-use roam_core::graph::Graph;
-use roam_core::json::{DEFAULT_MAX_BYTES, load_graph};
+use roam_core::graph::json::load_graph;
+use roam_core::graph::{DEFAULT_MAX_BYTES, Graph};
 use roam_core::optimize::{Control, optimize};
 use roam_core::plan::Settings;
 use roam_core::stages::Prepared;

@@ -1,9 +1,11 @@
-//! Lays out graphs by every method alone and prints how far each pool is above the most live bytes of the pool's tensors:
-//! `cargo run --release --example layouts -- [order=NAME,...] GRAPH.json.gz...`. Orders are `program` and `lescea` by default.
+//! Lays out graphs by every method alone and prints how far each pool is above the most live bytes
+//! of the pool's tensors: `cargo run --release --example layouts -- [order=NAME,...]
+//! GRAPH.json.gz...`. Orders are `program` and `lescea` by default.
 
 #![expect(clippy::print_stdout, reason = "the figures are for a person to read")]
 
-use roam_core::json::{DEFAULT_MAX_BYTES, load_graph};
+use roam_core::graph::DEFAULT_MAX_BYTES;
+use roam_core::graph::json::load_graph;
 use roam_core::stages::Prepared;
 use std::error::Error;
 use std::path::Path;

@@ -1,11 +1,12 @@
 //! What weight updates cost in several orders, as a table:
 //! `cargo run --release --example updates -- GRAPHS`, where each is a file of a captured step.
 //!
-//! Per order, without reuse: its peak, and pool and outside apart, added up, in MiB. Persistent tensors are left out.
+//! Per order, without reuse: its peak, and pool and outside apart, added up, in MiB. Persistent
+//! tensors are left out.
 
 #![expect(clippy::print_stdout, reason = "the table is what is asked for")]
 
-use roam_core::json::load_graph;
+use roam_core::graph::json::load_graph;
 use roam_core::stages::Prepared;
 use std::error::Error;
 use std::path::PathBuf;

@@ -1,7 +1,7 @@
 //! Writes the synthetic training step that the benchmarks read:
 //! `cargo run --release --example write_instance -- benches/transformer-xl.json.gz`.
 
-use roam_core::json::save_graph;
+use roam_core::graph::json::save_graph;
 use roam_core::synthetic::{Transformer, transformer_step};
 use std::error::Error;
 use std::path::Path;

@@ -23,6 +23,9 @@ pub struct Control {
     pub solver: Option<Arc<dyn Solver>>,
 }
 
+/// How many steps pass between two looks at the watch.
+pub(crate) const STRIDE: usize = 256;
+
 /// Why a long loop must end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Stop {
@@ -49,7 +52,8 @@ impl Watch {
         Watch { cancel: self.cancel.clone(), ..Watch::default() }
     }
 
-    /// Seconds until the deadline, 0 once the caller has said that it is over; `None` without a deadline.
+    /// Seconds until the deadline, 0 once the caller has said that it is over; `None` without a
+    /// deadline.
     pub(crate) fn seconds_left(&self) -> Option<f64> {
         if self.cancel.load(Ordering::Relaxed) || self.enough.load(Ordering::Relaxed) {
             return Some(0.0);

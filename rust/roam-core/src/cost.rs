@@ -7,8 +7,7 @@
 //! other. The constants are those of a data-centre GPU (NVIDIA A100: 1555 GB/s, 19.5 TFLOP/s in
 //! 32-bit floats); they decide which plan is called faster, not whether a plan is right.
 
-use crate::graph::Graph;
-use crate::ids::OperatorId;
+use crate::graph::{Graph, OperatorId};
 use std::collections::BTreeSet;
 
 /// Memory bandwidth, in bytes per nanosecond.

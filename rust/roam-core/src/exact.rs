@@ -1,4 +1,4 @@
-//! The planner's use of integer programs: how much of it, and what became of it.
+//! The planner's use of integer programs: their budget, and the report on what they did.
 
 use crate::control::{Stop, Watch};
 use crate::mip::{Outcome, Program, Solver, Task};
@@ -15,9 +15,11 @@ const MOST_NODES: u64 = 20_000;
 const BUDGET: u64 = 4 * WORK;
 /// Most entries of a program.
 pub(crate) const MOST_ENTRIES: u64 = (WORK / FEWEST_NODES).isqrt();
-/// Seconds after which programs are given up: nodes are the budget, this only a safety, far from what a busy machine takes.
+/// Seconds after which programs are given up: nodes are the budget, this only a safety, far from
+/// what a busy machine takes.
 const SAFETY_S: f64 = 300.0;
-/// By how much, as a share of the largest cost, a solver's bound may be wrong. CBC keeps to rows within 10^-6.
+/// By how much, as a share of the largest cost, a solver's bound may be wrong. CBC keeps to rows
+/// within 10^-6.
 const TOLERANCE: f64 = 1e-5;
 
 /// The planner's hold on the solver.
@@ -30,7 +32,8 @@ pub(crate) struct ExactTier<'a> {
     known: Vec<Known>,
 }
 
-/// A program that is not asked again: the same window of the whole step and of one of its parts is the same program.
+/// A program that is not asked again: the same window of the whole step and of one of its parts is
+/// the same program.
 struct Known {
     task: Task,
     answer: Option<Answer>,
@@ -83,8 +86,9 @@ impl<'a> ExactTier<'a> {
         known.was_of_use = true;
     }
 
-    /// Solves programs of at most [`MOST_ENTRIES`], side by side, each from values that it admits; `None` for those without an answer,
-    /// and for those that the budget is too small for, from the first on.
+    /// Solves programs of at most [`MOST_ENTRIES`], side by side, each from values that it admits;
+    /// `None` for those without an answer, and for those that the budget is too small for, from the
+    /// first on.
     pub(crate) fn solve(
         &mut self,
         programs: impl IntoIterator<Item = (Program, Vec<i64>)>,

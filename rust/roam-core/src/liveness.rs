@@ -4,9 +4,8 @@
 //! from its creation to the end, one that enters from step 0 to its last use. While an operator
 //! runs, its inputs, its outputs and its workspace coexist; a used reuse pair counts once there.
 
-use crate::graph::{Graph, Residency};
-use crate::ids::OperatorId;
-use crate::problem::{NONE, Op, Problem, Ten, step_by_operator};
+use crate::graph::{Graph, OperatorId, Residency};
+use crate::problem::{Index, NONE, Op, Problem, Ten, step_by_operator};
 use thiserror::Error;
 
 /// Why a list of operators is no order of a graph.
@@ -82,7 +81,7 @@ impl Lifetimes {
         let mut end = Vec::with_capacity(problem.tensors.len());
         for (tensor, item) in problem.tensors.iter().enumerate() {
             let from = if item.creator == NONE { 0 } else { step[item.creator as usize] };
-            let last = problem.users.row(tensor as u32).iter().map(|&op| step[op as usize]).max();
+            let last = problem.users.row(Ten::at(tensor)).iter().map(|&op| step[op as usize]).max();
             start.push(from);
             end.push(match item.residency {
                 Residency::Leaves => steps,
@@ -106,7 +105,7 @@ pub(crate) struct Profile {
     /// Most live bytes of the pool's tensors.
     pub(crate) pool_peak: u64,
     /// Most live bytes of everything else.
-    pub(crate) outside_peak: u64,
+    pub(crate) unpooled_peak: u64,
 }
 
 impl Profile {
@@ -115,7 +114,8 @@ impl Profile {
         Self::choosing(problem, order, largest_matching)
     }
 
-    /// At every step with permitted pairs whose inputs die there, reuses those that `choose` says, in execution order.
+    /// At every step with permitted pairs whose inputs die there, reuses those that `choose` says,
+    /// in execution order.
     pub(crate) fn choosing(
         problem: &Problem,
         order: &[Op],
@@ -123,11 +123,12 @@ impl Profile {
     ) -> Self {
         let lifetimes = Lifetimes::new(problem, order);
         let steps = order.len();
-        // Changes at each step; wrapping, since a sum that is exact modulo 2^64 and below 2^63 is exact.
+        // Changes at each step; wrapping, since a sum that is exact modulo 2^64 and below 2^63 is
+        // exact.
         let mut pool = vec![0u64; steps + 1];
-        let mut outside = vec![0u64; steps + 1];
+        let mut unpooled = vec![0u64; steps + 1];
         for (tensor, item) in problem.tensors.iter().enumerate() {
-            let changes = if item.in_pool() { &mut pool } else { &mut outside };
+            let changes = if item.in_pool() { &mut pool } else { &mut unpooled };
             let (from, to) = (lifetimes.start[tensor] as usize, lifetimes.end[tensor] as usize);
             changes[from] = changes[from].wrapping_add(item.size);
             changes[to] = changes[to].wrapping_sub(item.size);
@@ -138,45 +139,46 @@ impl Profile {
             pairs: Vec::new(),
             peak: 0,
             pool_peak: 0,
-            outside_peak: 0,
+            unpooled_peak: 0,
         };
-        let (mut pool_now, mut outside_now) = (0u64, 0u64);
+        let (mut pool_now, mut unpooled_now) = (0u64, 0u64);
         for (step, &op) in order.iter().enumerate() {
             pool_now = pool_now.wrapping_add(pool[step]);
-            outside_now = outside_now.wrapping_add(outside[step]);
-            let (mut saved, mut saved_outside) = (0, 0);
+            unpooled_now = unpooled_now.wrapping_add(unpooled[step]);
+            let (mut saved, mut saved_unpooled) = (0, 0);
             if !problem.reuse.is_empty() {
                 let end = &profile.lifetimes.end;
                 let dying = problem
                     .permissions(op)
                     .iter()
-                    .filter(|(_, input, _)| end[*input as usize] as usize == step + 1)
+                    .filter(|(_, input, _)| end[input.index()] as usize == step + 1)
                     .map(|&(_, input, output)| (input, output))
                     .collect::<Vec<_>>();
                 for pair in choose(&dying) {
-                    let input = &problem.tensors[pair.0 as usize];
-                    *if input.in_pool() { &mut saved } else { &mut saved_outside } += input.size;
+                    let input = &problem.tensors[pair.0.index()];
+                    *if input.in_pool() { &mut saved } else { &mut saved_unpooled } += input.size;
                     profile.pairs.push(pair);
                 }
             }
             let in_pool = pool_now - saved;
-            let beside = outside_now - saved_outside + problem.workspace[op as usize];
+            let beside = unpooled_now - saved_unpooled + problem.workspace[op as usize];
             profile.live.push(in_pool + beside);
             profile.peak = profile.peak.max(in_pool + beside);
             profile.pool_peak = profile.pool_peak.max(in_pool);
-            profile.outside_peak = profile.outside_peak.max(beside);
+            profile.unpooled_peak = profile.unpooled_peak.max(beside);
         }
         profile
     }
 
     /// No layout of this order takes fewer bytes inside and outside the pool.
     pub(crate) fn least_total(&self) -> u64 {
-        self.pool_peak + self.outside_peak
+        self.pool_peak + self.unpooled_peak
     }
 }
 
-/// Disjoint pairs with the most bytes, out of pairs sorted by input. Paired tensors have equal sizes, so tensors of different
-/// sizes never compete, and the most pairs are the most bytes: augmenting paths (Kuhn) find them.
+/// Disjoint pairs with the most bytes, out of pairs sorted by input. Paired tensors have equal
+/// sizes, so tensors of different sizes never compete, and the most pairs are the most bytes:
+/// augmenting paths (Kuhn) find them.
 pub(crate) fn largest_matching(pairs: &[(Ten, Ten)]) -> Vec<(Ten, Ten)> {
     if pairs.len() <= 1 {
         return pairs.to_vec();
@@ -214,7 +216,8 @@ struct Matching {
     reached_from: Vec<usize>,
     /// The last search that came to the output.
     seen_by: Vec<usize>,
-    /// Outputs from which a search has found no end. None ever will, so they are left out from then on.
+    /// Outputs from which a search has found no end. None ever will, so they are left out from then
+    /// on.
     closed: Vec<bool>,
 }
 
@@ -269,7 +272,7 @@ impl Matching {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::synthetic::Random;
+    use crate::rng::Random;
 
     fn most(pairs: &[(Ten, Ten)]) -> usize {
         let Some((first, others)) = pairs.split_first() else { return 0 };
@@ -283,7 +286,7 @@ mod tests {
         for _ in 0..5000 {
             let (inputs, outputs) = (1 + random.below(6), 1 + random.below(6));
             let mut pairs: Vec<(Ten, Ten)> = (0..random.below(14))
-                .map(|_| (random.below(inputs) as Ten, 100 + random.below(outputs) as Ten))
+                .map(|_| (Ten::at(random.below(inputs) as usize), Ten::at(100 + random.below(outputs) as usize)))
                 .collect();
             pairs.sort_unstable();
             pairs.dedup();

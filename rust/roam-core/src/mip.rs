@@ -1,10 +1,11 @@
 //! Integer programs, and what solves them: the planner states them, a caller's [`Solver`] answers.
 //!
-//! All numbers of a program are whole and small enough for a solver that computes in floating point to
-//! hold them exactly. An answer is never taken on trust: the planner reads from it only the decisions (what runs
-//! when, what lies below what) and works out in whole numbers what they cost.
+//! All numbers of a program are whole and small enough for a solver that computes in floating point
+//! to hold them exactly. An answer is never taken on trust: the planner reads from it only the
+//! decisions (what runs when, what lies below what) and works out in whole numbers what they cost.
 
-/// No number of a program is larger, nor any sum that a row can reach: a double holds every whole number up to 2^53.
+/// No number of a program is larger, nor any sum that a row can reach: a double holds every whole
+/// number up to 2^53.
 const LARGEST: i128 = 1 << 52;
 
 /// One unknown.
@@ -42,8 +43,8 @@ pub struct Row {
     pub limit: i64,
 }
 
-/// A mixed integer linear program: minimise the cost over all values that keep every bound and row. Columns and rows
-/// stand in a sequence that depends on what is asked alone.
+/// A mixed integer linear program: minimise the cost over all values that keep every bound and row.
+/// Columns and rows stand in a sequence that depends on what is asked alone.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Program {
     /// The unknowns.
@@ -128,11 +129,12 @@ pub enum Outcome {
     Unavailable(String),
 }
 
-/// Solves integer programs. The same task must always have the same outcome, but for failures and time.
+/// Solves integer programs. The same task must always have the same outcome, but for failures and
+/// time.
 pub trait Solver: Send + Sync {
-    /// Solves the tasks, side by side as far as there are cores; one outcome per task, in their sequence. `seconds_left` says
-    /// how long it may still take (`None` for as long as need be); it is 0 as soon as the caller wants it to end, and
-    /// is to be asked often.
+    /// Solves the tasks, side by side as far as there are cores; one outcome per task, in their
+    /// sequence. `seconds_left` says how long it may still take (`None` for as long as need be); it
+    /// is 0 as soon as the caller wants it to end, and is to be asked often.
     fn solve(&self, tasks: &[Task], seconds_left: &(dyn Fn() -> Option<f64> + Sync)) -> Vec<Outcome>;
 }
 

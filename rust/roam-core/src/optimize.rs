@@ -15,9 +15,10 @@ use crate::layout::{self, Layout};
 use crate::liveness::Profile;
 use crate::order::{self, Ordered, Portfolio, Trial};
 use crate::plan::{Candidate, Exact, ExactReport, ExactStatus, Plan, Settings, SettingsError, Status};
-use crate::problem::{Part, Problem};
+use crate::problem::{Problem, Scope};
 use crate::small;
 use crate::streams;
+use crate::tolerance::is_within;
 use crate::verify::{PlanViolation, verify};
 use std::time::{Duration, Instant};
 use thiserror::Error;
@@ -53,7 +54,8 @@ pub enum OptimizeError {
         /// Why not.
         reason: String,
     },
-    /// The settings demand integer programs, some were needed, and the solver broke down on every one.
+    /// The settings demand integer programs, some were needed, and the solver broke down on every
+    /// one.
     #[error("the exact tier is required and its solver failed on all {programs} programs; the first time: {reason}")]
     SolverFailed {
         /// How many there were.
@@ -160,7 +162,8 @@ struct Search<'a> {
     program_peak: u64,
     /// No plan has a smaller step-local total, as far as proved apart from the bounds of the whole.
     total_bound: u64,
-    /// The pool and what stays outside it, where they matter, and how many of the whole's trials each knows.
+    /// The pool and the unpooled bytes as problems of their own, where they matter, each with how
+    /// many of the whole's trials it has taken over.
     parts: Vec<(Portfolio, usize)>,
     placed: Vec<Placed>,
     exact: ExactTier<'a>,
@@ -170,18 +173,19 @@ struct Search<'a> {
 /// A part of the search that a deadline may end early.
 type Stage<'a> = fn(&mut Search<'a>) -> Result<(), Stop>;
 
-/// The trial that no order method makes.
+/// The name of the candidate that no order method makes.
 const PROGRAM_WITHOUT_REUSE: &str = "program_without_reuse";
-/// Where the total is proved the least, the common peak is still lowered in graphs of so many operators.
+/// In graphs of up to so many operators the peak of all bytes is still lowered when the total is
+/// already proved to be the least.
 const SMALL: usize = 2000;
-/// In graphs of more operators the parts are searched once at most, and only bounded where they have their peaks together.
-const LARGE: usize = 50_000;
-/// So many orders of such graphs are laid out.
+/// How many orders of a large graph are laid out.
 const MOST_LAID_OUT: usize = 4;
-/// The parts are searched a second time where more than one part in so many of the total may be gained.
+/// The pool and the unpooled bytes are searched a second time if more than 1 / `NEAR` of the total
+/// may be gained.
 const NEAR: u64 = 100;
-/// Weights of the pool, and of all that is live, by which the pool is bounded under a limit. By equal ones AdamW's updates, which make twice
-/// as much state as they free gradients, change nothing.
+/// Weights of the pool, and of all that is live, by which the pool is bounded under a limit. By
+/// equal ones AdamW's updates, which make twice as much state as they free gradients, change
+/// nothing.
 const WEIGHTS: [(u64, u64); 2] = [(1, 1), (2, 1)];
 /// How many of the best orders have their updates moved for the pool's sake.
 const MOST_FITTED: usize = 4;
@@ -189,11 +193,11 @@ const MOST_FITTED: usize = 4;
 const SEARCH_WORK: u64 = 100_000_000;
 /// How many it makes per operator before it has anything to show.
 const LEAST_SEARCH: u64 = 32;
-/// How many of the best orders have the hard core of their layout searched.
+/// How many of the best orders have their layout improved by core refinement.
 const MOST_FINISHED: usize = 2;
 
 impl<'a> Search<'a> {
-    /// Program order, laid out by first fit: what there always is.
+    /// Starts with program order laid out by first fit, so that there is always a plan.
     fn new(
         graph: &'a Graph,
         settings: &'a Settings,
@@ -248,7 +252,8 @@ impl<'a> Search<'a> {
             if seeks_orders && self.is_done() && self.whole.problem.len() > SMALL {
                 continue;
             }
-            // Cheap orders and layouts are always tried: they take no longer than to find out that they need not be.
+            // Cheap orders and layouts are always tried: they take no longer than to find out that
+            // they need not be.
             let total = if seeks_orders { self.least_total() } else { self.total(self.best()) };
             let is_proved = !seeks_orders && total <= self.bound();
             if !matches!(name, "order" | "layout") && (is_proved || self.suffices(total)) {
@@ -272,7 +277,7 @@ impl<'a> Search<'a> {
     }
 
     fn total(&self, placed: &Placed) -> u64 {
-        placed.layout.pool_bytes + self.whole.trials[placed.trial].ordered.profile.outside_peak
+        placed.layout.pool_bytes + self.whole.trials[placed.trial].ordered.profile.unpooled_peak
     }
 
     /// The layout with the fewest bytes; of equals the one with the lowest peak, then the first.
@@ -286,7 +291,8 @@ impl<'a> Search<'a> {
         let operators = self.whole.problem.len();
         // No plan takes more than program order by the same layouts, so that has work of its own.
         let [mut for_program, mut for_others] = [layout::portfolio_work(operators); 2];
-        let mut left = if self.is_large() { MOST_LAID_OUT } else { usize::MAX };
+        let is_large = self.whole.problem.is_large();
+        let mut left = if is_large { MOST_LAID_OUT } else { usize::MAX };
         for at in self.whole.ranking() {
             let work = if at == 0 { &mut for_program } else { &mut for_others };
             // Too little for another one.
@@ -304,16 +310,20 @@ impl<'a> Search<'a> {
                 continue;
             }
             left = left.saturating_sub(usize::from(at > 0));
-            let limit = total - profile.outside_peak + u64::from(profile.peak < peak);
-            if let Some(layout) = layout::best(self.problem_of(at), profile, limit, work, self.watch)? {
+            let limit = total - profile.unpooled_peak + u64::from(profile.peak < peak);
+            // Where greedy layouts take long, the most promising order has them, and program order.
+            let is_quick = is_large && at > 0 && left + 1 < MOST_LAID_OUT;
+            let find = if is_quick { layout::best_of_quick } else { layout::best };
+            if let Some(layout) = find(self.problem_of(at), profile, limit, work, self.watch)? {
                 self.placed.push(Placed { trial: at, layout });
             }
         }
         Ok(())
     }
 
-    /// No plan takes more than program order by an ordinary allocator, without reuse: what the verifier compares it with. Nearly every plan takes
-    /// no more than program order would by a layout without waste.
+    /// No plan takes more than program order by an ordinary allocator, without reuse: what the
+    /// verifier compares it with. Nearly every plan takes no more than program order would by a
+    /// layout without waste.
     fn keep_promise(&mut self, total: u64) {
         let profile = &self.whole.trials[0].ordered.profile;
         if total > profile.least_total() {
@@ -322,7 +332,8 @@ impl<'a> Search<'a> {
         }
     }
 
-    /// When time is up: the quickest layout of the most promising order, so that its search was not for nothing.
+    /// When the time limit has passed: lays the most promising order out by the quickest method, so
+    /// that the search for it was of use.
     fn lay_out_at_once(&mut self) {
         if let Some(at) = self.whole.ranking().first().copied().filter(|&at| at > 0) {
             let profile = &self.whole.trials[at].ordered.profile;
@@ -345,9 +356,10 @@ impl<'a> Search<'a> {
         Ok(())
     }
 
-    /// Where no layout met its order's floor: searches, the most promising orders first; each again below what it has found.
+    /// Where no layout met its order's floor: searches, the most promising orders first; each again
+    /// below what it has found.
     fn search_layouts(&mut self) -> Result<(), Stop> {
-        let mut work = SEARCH_WORK;
+        let mut work = if self.whole.problem.is_large() { SEARCH_WORK / 2 } else { SEARCH_WORK };
         for at in self.whole.ranking() {
             if self.suffices(self.total(self.best())) {
                 break;
@@ -366,7 +378,7 @@ impl<'a> Search<'a> {
         if profile.least_total() >= total || share < LEAST_SEARCH * self.whole.problem.len() as u64 {
             return Ok(false);
         }
-        let limit = total - profile.outside_peak;
+        let limit = total - profile.unpooled_peak;
         *work -= share;
         let layout = layout::search(self.problem_of(at), profile, limit, &mut share, self.watch)?;
         *work += share;
@@ -375,7 +387,7 @@ impl<'a> Search<'a> {
         Ok(is_smaller)
     }
 
-    /// Where a gap is left: exact means, for the most promising orders.
+    /// Where a gap is left: exact methods for the layouts of the most promising orders.
     fn finish_layouts(&mut self) -> Result<(), Stop> {
         self.exact.renew_budget();
         for at in self.whole.ranking().into_iter().take(MOST_FINISHED) {
@@ -387,7 +399,7 @@ impl<'a> Search<'a> {
             let known = self.placed.iter().filter(|placed| placed.trial == at);
             let start = known.min_by_key(|placed| placed.layout.pool_bytes).map(|placed| &placed.layout);
             let problem = if at == 0 { &self.plain } else { &*self.whole.problem };
-            let limit = total - profile.outside_peak;
+            let limit = total - profile.unpooled_peak;
             let layout = layout::finish_exactly(problem, profile, start, limit, &mut self.exact, self.watch)?;
             self.placed.extend(layout.map(|layout| Placed { trial: at, layout }));
         }
@@ -395,7 +407,8 @@ impl<'a> Search<'a> {
         self.watch.check()
     }
 
-    /// Bounds the peak, with more effort, and another try to reach it, where that can raise the bound of the total.
+    /// Bounds the peak, with more effort, and another try to reach it, where that can raise the
+    /// bound of the total.
     fn prove(&mut self) -> Result<(), Stop> {
         self.whole.prove(self.watch)?;
         if self.whole.lowest_peak() > self.total_bound {
@@ -405,22 +418,25 @@ impl<'a> Search<'a> {
         Ok(())
     }
 
-    /// Where the pool and what stays outside it have their peaks at different steps, the common peak is not what counts.
+    /// Where the pool and what stays outside it have their peaks at different steps, the common
+    /// peak is not what counts.
     fn look_at_parts(&mut self) -> Result<(), Stop> {
         if self.parts_agree() { Ok(()) } else { self.search_parts() }
     }
 
-    /// Whether the pool and what stays outside it have their peaks together, so that they are best looked at together.
+    /// Whether the pool and what stays outside it have their peaks together, so that they are best
+    /// looked at together.
     fn parts_agree(&self) -> bool {
         let best = self.whole.ranking().first().map(|&at| &self.whole.trials[at].ordered.profile);
-        best.is_none_or(|profile| order::is_within(profile.least_total(), profile.peak))
+        best.is_none_or(|profile| is_within(profile.least_total(), profile.peak))
     }
 
-    /// Once more, from the orders found since.
+    /// Searches the pool and the unpooled bytes once more, from the orders found since the first
+    /// time.
     fn look_at_parts_again(&mut self) -> Result<(), Stop> {
         // A first look is worth more than a second.
-        let is_enough = self.is_near() || self.is_large();
-        if (is_enough && !self.parts.is_empty()) || order::is_within(self.least_total(), self.bound()) {
+        let is_enough = self.is_near() || self.whole.problem.is_large();
+        if (is_enough && !self.parts.is_empty()) || is_within(self.least_total(), self.bound()) {
             return Ok(());
         }
         self.search_parts()?;
@@ -428,10 +444,11 @@ impl<'a> Search<'a> {
         self.weigh_parts()
     }
 
-    /// Bounds the pool by what it needs together with what stays outside it: of no order that is worth anything does the peak exceed the best total.
+    /// Bounds the pool by what it needs together with what stays outside it: of no order that is
+    /// worth anything does the peak exceed the best total.
     fn weigh_parts(&mut self) -> Result<(), Stop> {
         for (more, all) in WEIGHTS {
-            if self.parts.is_empty() || self.is_near() || self.is_large() {
+            if self.parts.is_empty() || self.is_near() || self.whole.problem.is_large() {
                 break;
             }
             if let Some((op, bytes, route)) = self.whole.bound_pool(self.least_total(), more, all, self.watch)? {
@@ -442,11 +459,12 @@ impl<'a> Search<'a> {
         Ok(())
     }
 
-    /// Bounds the pool and what stays outside it apart, then lowers their peaks one after the other.
+    /// Bounds the pool and what stays outside it apart, then lowers their peaks one after the
+    /// other.
     fn search_parts(&mut self) -> Result<(), Stop> {
         // One of them is all there is.
         let program = &self.whole.trials[0].ordered.profile;
-        if program.outside_peak == 0 || program.pool_peak == 0 {
+        if program.unpooled_peak == 0 || program.pool_peak == 0 {
             return Ok(());
         }
         // Where updates take the least of the pool.
@@ -456,14 +474,14 @@ impl<'a> Search<'a> {
             let order = order::FittingUpdates::new(&self.whole.problem, order).under(limit, self.watch)?;
             self.whole.add("fitting_updates", order);
         }
-        for (at, part) in [Part::Pool, Part::Outside].into_iter().enumerate() {
+        for (at, scope) in [Scope::Pool, Scope::Unpooled].into_iter().enumerate() {
             if self.is_done() || self.suffices(self.least_total()) {
                 return Ok(());
             }
             if self.parts.len() == at {
                 // An order whose peak is above the best total cannot have a smaller one.
                 let limit = Limit { problem: self.whole.problem.clone(), peak: self.least_total() };
-                let problem = Problem::of(self.graph, part, self.settings.reuse);
+                let problem = Problem::of(self.graph, scope, self.settings.reuse);
                 self.parts.push((Portfolio::new(problem, Some(limit)), 0));
             }
             let (portfolio, known) = &mut self.parts[at];
@@ -475,7 +493,7 @@ impl<'a> Search<'a> {
             self.note_parts();
         }
         // The bounds are new, but hardly an order would be.
-        if self.is_large() && self.parts_agree() {
+        if self.whole.problem.is_large() && self.parts_agree() {
             return Ok(());
         }
         for at in 0..self.parts.len() {
@@ -500,8 +518,8 @@ impl<'a> Search<'a> {
         Ok(())
     }
 
-    /// Where the search for orders gave up: integer programs, which take seconds, and so only where the total is not
-    /// all but proved.
+    /// Where the search for orders gave up: integer programs, which take seconds, and so only where
+    /// the total is not all but proved.
     fn solve_orders(&mut self) -> Result<(), Stop> {
         if self.is_settled() {
             return Ok(());
@@ -520,7 +538,8 @@ impl<'a> Search<'a> {
         Ok(())
     }
 
-    /// Takes over a part's trials from a number on, and what is proved of it.
+    /// Takes the orders that the search of one part has tried, from the number `from` on, into the
+    /// whole, and what is proved of the part.
     fn adopt(&mut self, part: usize, from: usize) {
         for trial in &self.parts[part].0.trials[from..] {
             self.whole.add(trial.name, trial.ordered.order.clone());
@@ -528,16 +547,11 @@ impl<'a> Search<'a> {
         self.note_parts();
     }
 
-    /// Whether so many step-local bytes are as few as the caller asks for.
+    /// Whether a step-local total is as small as the caller asks for.
     fn suffices(&self, total: u64) -> bool {
         let Settings { enough_bytes, worth_bytes, .. } = *self.settings;
         total.saturating_add(self.graph.persistent_bytes()) <= enough_bytes
             || (worth_bytes > 0 && total.saturating_sub(self.bound()) < worth_bytes)
-    }
-
-    /// Whether there are so many operators that what takes long is done once at most.
-    fn is_large(&self) -> bool {
-        self.whole.problem.len() > LARGE
     }
 
     /// Whether little is left to gain from the best order on trial.
@@ -551,17 +565,18 @@ impl<'a> Search<'a> {
         self.least_total() <= self.bound()
     }
 
-    /// Whether what the best order on trial may be from the least is not worth a search.
+    /// Whether the best order tried is so near to the least total that no search is worth while.
     fn is_settled(&self) -> bool {
         let total = self.least_total();
-        order::is_within(total, self.bound()) || self.suffices(total)
+        is_within(total, self.bound()) || self.suffices(total)
     }
 
     /// Takes over what is proved of the parts.
     fn note_parts(&mut self) {
         for (part, _) in &self.parts {
             if let (bytes, Some(op)) = part.bounds.best() {
-                // A part needs no more than the whole; and orders beyond the part's limit have higher peaks anyway.
+                // A part needs no more than the whole; and orders beyond the part's limit have
+                // higher peaks anyway.
                 self.whole.bounds.record(op, bytes, part.bounds.route());
             }
         }
@@ -583,14 +598,15 @@ impl<'a> Search<'a> {
         if trial == 0 { &self.plain } else { &self.whole.problem }
     }
 
-    /// What program order takes as the portfolio lays it out: plans of several streams, whose aim is speed, may take as much.
+    /// What program order takes as the portfolio lays it out: plans of several streams, whose aim
+    /// is speed, may take as much.
     fn program_total(&mut self) -> Result<u64, OptimizeError> {
         let profile = &self.whole.trials[0].ordered.profile;
         let least = |search: &Self| {
             let of_program = search.placed.iter().filter(|placed| placed.trial == 0);
             of_program.map(|placed| search.total(placed)).min().unwrap_or(u64::MAX)
         };
-        let limit = least(self) - profile.outside_peak;
+        let limit = least(self) - profile.unpooled_peak;
         let mut work = layout::portfolio_work(self.plain.len());
         match layout::best(&self.plain, profile, limit, &mut work, self.watch) {
             Ok(layout) => self.placed.extend(layout.map(|layout| Placed { trial: 0, layout })),
@@ -641,7 +657,7 @@ impl<'a> Search<'a> {
         let mut offsets: Vec<Option<u64>> =
             self.graph.tensors().iter().map(|tensor| (tensor.residency == Residency::StepLocal).then_some(0)).collect();
         problem.write_offsets(&layout.offsets, &mut offsets);
-        let local = layout.pool_bytes + profile.outside_peak;
+        let local = layout.pool_bytes + profile.unpooled_peak;
         let persistent_bytes = self.graph.persistent_bytes();
         let (bound, bound_operator) = self.whole.bounds.best();
         let total_bound = self.bound();
@@ -659,7 +675,7 @@ impl<'a> Search<'a> {
             peak_bytes: profile.peak,
             pool_peak_bytes: profile.pool_peak,
             pool_bytes: layout.pool_bytes,
-            outside_bytes: profile.outside_peak,
+            outside_bytes: profile.unpooled_peak,
             persistent_bytes,
             total_bytes: local + persistent_bytes,
             lower_bound_bytes: bound,
@@ -678,7 +694,7 @@ impl<'a> Search<'a> {
                         layout: placed.layout.method.into(),
                         peak_bytes: trial.ordered.profile.peak,
                         pool_bytes: placed.layout.pool_bytes,
-                        outside_bytes: trial.ordered.profile.outside_peak,
+                        outside_bytes: trial.ordered.profile.unpooled_peak,
                     }
                 })
                 .collect(),

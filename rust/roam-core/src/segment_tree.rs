@@ -1,5 +1,5 @@
-//! Segment trees: a binary tree over a row of places, kept in a plain list. Node 1 is the root, nodes `2n` and `2n + 1`
-//! are the children of node `n`, and the leaves, one per place, come last.
+//! Segment trees: a binary tree over a row of places, kept in a plain list. Node 1 is the root,
+//! nodes `2n` and `2n + 1` are the children of node `n`, and the leaves, one per place, come last.
 
 use std::iter;
 use std::ops::Range;
@@ -26,7 +26,7 @@ impl SegmentTree {
     }
 
     /// The fewest nodes that make up a range of places: none of them overlap.
-    pub(crate) fn parts(self, places: Range<usize>) -> impl Iterator<Item = usize> {
+    pub(crate) fn cover(self, places: Range<usize>) -> impl Iterator<Item = usize> {
         let (mut begin, mut end) = (self.leaf(places.start), self.leaf(places.end));
         iter::from_fn(move || {
             while begin < end {
@@ -45,8 +45,8 @@ impl SegmentTree {
         })
     }
 
-    /// The leaves at the two ends of a range that is not empty and everything above them, from the bottom up. All of them
-    /// touch the range, and everything above one of its parts is among them.
+    /// The leaves at the two ends of a range that is not empty and everything above them, from the
+    /// bottom up. All of them touch the range, and everything above one of its nodes is among them.
     pub(crate) fn ends(self, places: Range<usize>) -> impl Iterator<Item = usize> {
         let leaves = (self.leaf(places.start), self.leaf(places.end - 1));
         let up = iter::successors(Some(leaves), |&(first, last)| (first > 1).then_some((first / 2, last / 2)));
@@ -92,7 +92,7 @@ impl<T: Copy + Ord> Tournament<T> {
     }
 
     pub(crate) fn least_in(&self, places: Range<usize>) -> Option<T> {
-        let least = self.tree.parts(places).map(|node| self.least[node]).min()?;
+        let least = self.tree.cover(places).map(|node| self.least[node]).min()?;
         (least != self.absent).then_some(least)
     }
 
@@ -115,7 +115,7 @@ impl<T: Copy + Ord> Tournament<T> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::synthetic::Random;
+    use crate::rng::Random;
     use std::collections::BTreeSet;
 
     /// The places below a node.
@@ -137,27 +137,27 @@ mod tests {
     }
 
     #[test]
-    fn parts_make_up_the_range_and_none_can_be_saved() {
+    fn nodes_make_up_the_range_and_none_can_be_saved() {
         for (tree, range) in ranges(17) {
-            let parts: BTreeSet<usize> = tree.parts(range.clone()).collect();
-            let mut below: Vec<usize> = parts.iter().flat_map(|&node| places(tree, node)).collect();
+            let nodes: BTreeSet<usize> = tree.cover(range.clone()).collect();
+            let mut below: Vec<usize> = nodes.iter().flat_map(|&node| places(tree, node)).collect();
             below.sort_unstable();
             assert_eq!(below, range.clone().collect::<Vec<_>>());
             // Two siblings would be their parent.
-            assert!(parts.iter().all(|node| *node == 1 || !parts.contains(&(node ^ 1))), "{range:?}: {parts:?}");
+            assert!(nodes.iter().all(|node| *node == 1 || !nodes.contains(&(node ^ 1))), "{range:?}: {nodes:?}");
         }
     }
 
     #[test]
-    fn ends_touch_the_range_and_hold_all_above_its_parts() {
+    fn ends_touch_the_range_and_hold_all_above_its_nodes() {
         for (tree, range) in ranges(17).filter(|(_, range)| !range.is_empty()) {
             let listed: Vec<usize> = tree.ends(range.clone()).collect();
             let ends: BTreeSet<usize> = listed.iter().copied().collect();
             assert_eq!(listed.len(), ends.len(), "none is listed twice");
             assert!(ends.iter().all(|&node| places(tree, node).iter().any(|place| range.contains(place))));
-            for part in tree.parts(range.clone()) {
-                let mut above = iter::successors(Some(part / 2), |at| Some(at / 2)).take_while(|&at| at > 0);
-                assert!(above.all(|node| ends.contains(&node)), "{range:?}: {part} in {ends:?}");
+            for node in tree.cover(range.clone()) {
+                let mut above = iter::successors(Some(node / 2), |at| Some(at / 2)).take_while(|&at| at > 0);
+                assert!(above.all(|node| ends.contains(&node)), "{range:?}: {node} in {ends:?}");
             }
         }
     }

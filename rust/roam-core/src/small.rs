@@ -1,16 +1,17 @@
 //! The least total of a small graph: all its orders and uses of reuse, each with its smallest pool.
 //!
-//! The sets of operators that can have run are the nodes of a graph, its orders the ways through that. Backwards from the end, every
-//! set gets the least of the pool and of what is outside it that ways from there come to, as the pairs of which no other is
-//! better in both. Then all ways are walked that may still take less in all than the best so far, and their tensors laid out by complete search.
-//! docs/theory.md shows that nothing is left out.
+//! The sets of operators that can have run are nodes, and orders are the paths through them.
+//! Backwards from the end, every set gets the pairs (pool peak, unpooled peak) that paths from
+//! there have, without pairs that another is no worse than in both. Then all paths are walked whose
+//! total may still be below the best so far, and their tensors are laid out by complete search.
+//! docs/explanation/theory.md shows that nothing is left out.
 
 use crate::control::{Stop, Watch};
 use crate::graph::Residency;
 use crate::layout::{Decider, Decision, Layout};
 use crate::liveness::{Profile, largest_matching};
 use crate::order::Ordered;
-use crate::problem::{NONE, Op, Problem, Ten};
+use crate::problem::{Index, NONE, Op, Problem, Ten};
 use std::collections::HashMap;
 
 /// Sets of operators that can have run; a graph with more is not small.
@@ -38,7 +39,7 @@ struct Move {
     op: Op,
     next: u32,
     /// Live bytes outside the pool.
-    outside: u64,
+    unpooled: u64,
     /// What may be reused, with the live bytes in the pool; the first leaves the fewest.
     choices: Vec<(Vec<(Ten, Ten)>, u64)>,
 }
@@ -54,7 +55,7 @@ struct State {
 /// Looks for less than `total`; `None` where the graph is not small.
 pub(crate) fn search(problem: &Problem, total: u64, watch: &Watch) -> Result<Option<Outcome>, Stop> {
     let Some((states, every_choice)) = states(problem, total, watch)? else { return Ok(None) };
-    let floor = states[0].to_go.iter().map(|(pool, outside)| pool + outside).min().unwrap_or(0);
+    let floor = states[0].to_go.iter().map(|(pool, unpooled)| pool + unpooled).min().unwrap_or(0);
     let mut walk = Walk {
         problem,
         states: &states,
@@ -72,7 +73,8 @@ pub(crate) fn search(problem: &Problem, total: u64, watch: &Watch) -> Result<Opt
     Ok(Some(Outcome { bound: if walk.is_complete { walk.best } else { floor.min(walk.best) }, found: walk.found }))
 }
 
-/// All sets that can have run, from none to all, and whether every choice of reuse is among their moves; `None` if there are too many.
+/// All sets that can have run, from none to all, and whether every choice of reuse is among their
+/// moves; `None` if there are too many.
 fn states(problem: &Problem, limit: u64, watch: &Watch) -> Result<Option<(Vec<State>, bool)>, Stop> {
     let count = problem.len();
     if count > 64 {
@@ -80,7 +82,7 @@ fn states(problem: &Problem, limit: u64, watch: &Watch) -> Result<Option<(Vec<St
     }
     let set = |ops: &[Op]| ops.iter().fold(0u64, |set, op| set | 1 << op);
     let before: Vec<u64> = (0..count as Op).map(|op| set(problem.predecessors.row(op))).collect();
-    let users: Vec<u64> = (0..problem.tensors.len() as Ten).map(|tensor| set(problem.users.row(tensor))).collect();
+    let users: Vec<u64> = problem.tensor_ranks().map(|tensor| set(problem.users.row(tensor))).collect();
     let mut numbers = HashMap::from([(0u64, 0u32)]);
     let mut states = vec![State { done: 0, moves: Vec::new(), to_go: Vec::new() }];
     let mut every_choice = true;
@@ -99,17 +101,17 @@ fn states(problem: &Problem, limit: u64, watch: &Watch) -> Result<Option<(Vec<St
             if states.len() > MOST_STATES {
                 return Ok(None);
             }
-            let dies = |&&(_, input, _): &&(Op, Ten, Ten)| users[input as usize] & !after == 0;
+            let dies = |&&(_, input, _): &&(Op, Ten, Ten)| users[input.index()] & !after == 0;
             let dying = problem.permissions(op).iter().filter(dies).map(|&(_, input, output)| (input, output));
             let (in_pool, beside): (Vec<_>, Vec<_>) =
-                dying.partition(|&(input, _)| problem.tensors[input as usize].in_pool());
+                dying.partition(|&(input, _)| problem.tensors[input.index()].in_pool());
             let bytes = |pairs: &[(Ten, Ten)]| pairs.iter().map(|&(input, _)| problem.size(input)).sum::<u64>();
             let created = |is_counted: bool| -> u64 {
-                let made = problem.creates.row(op).iter().map(|&tensor| &problem.tensors[tensor as usize]);
+                let made = problem.creates.row(op).iter().map(|&tensor| &problem.tensors[tensor.index()]);
                 made.filter(|item| item.in_pool() == is_counted).map(|item| item.size).sum()
             };
             let beside = largest_matching(&beside);
-            let outside = crossing.1 + created(false) + problem.workspace[op as usize] - bytes(&beside);
+            let unpooled = crossing.1 + created(false) + problem.workspace[op as usize] - bytes(&beside);
             every_choice &= in_pool.len() <= MOST_PAIRS;
             let choices = matchings(&in_pool).into_iter().map(|chosen| {
                 let pool = crossing.0 + created(true) - bytes(&chosen);
@@ -117,10 +119,10 @@ fn states(problem: &Problem, limit: u64, watch: &Watch) -> Result<Option<(Vec<St
                 pairs.sort_unstable();
                 (pairs, pool)
             });
-            let mut choices: Vec<_> = choices.filter(|(_, pool)| pool + outside <= limit).collect();
+            let mut choices: Vec<_> = choices.filter(|(_, pool)| pool + unpooled <= limit).collect();
             choices.sort_by_key(|&(_, pool)| pool);
             if !choices.is_empty() {
-                states[at].moves.push(Move { op, next, outside, choices });
+                states[at].moves.push(Move { op, next, unpooled, choices });
             }
         }
         at += 1;
@@ -130,15 +132,15 @@ fn states(problem: &Problem, limit: u64, watch: &Watch) -> Result<Option<(Vec<St
         if states[at].done.count_ones() as usize == count {
             to_go.push((0, 0));
         }
-        for Move { next, outside, choices, .. } in &states[at].moves {
+        for Move { next, unpooled, choices, .. } in &states[at].moves {
             let after = states[*next as usize].to_go.iter();
-            to_go.extend(after.map(|&(pool, beside)| (pool.max(choices[0].1), beside.max(*outside))));
+            to_go.extend(after.map(|&(pool, beside)| (pool.max(choices[0].1), beside.max(*unpooled))));
         }
         to_go.sort_unstable();
         let mut least = u64::MAX;
-        to_go.retain(|&(_, outside)| {
-            let is_less = outside < least;
-            least = least.min(outside);
+        to_go.retain(|&(_, unpooled)| {
+            let is_less = unpooled < least;
+            least = least.min(unpooled);
             is_less
         });
         states[at].to_go = to_go;
@@ -146,8 +148,8 @@ fn states(problem: &Problem, limit: u64, watch: &Watch) -> Result<Option<(Vec<St
     Ok(Some((states, every_choice)))
 }
 
-/// Bytes of the tensors that exist once `done` has run and are still needed, in the pool and outside it; before the first step also of
-/// what enters without use.
+/// Bytes of the tensors that exist once `done` has run and are still needed, in the pool and
+/// outside it; before the first step also of what enters without use.
 fn crossing(problem: &Problem, users: &[u64], done: u64) -> Peaks {
     let mut crossing = (0, 0);
     for (item, users) in problem.tensors.iter().zip(users) {
@@ -204,15 +206,15 @@ impl Walk<'_> {
         if self.order.len() == self.problem.len() {
             return self.lay_out(so_far);
         }
-        for Move { op, next, outside, choices } in moves {
+        for Move { op, next, unpooled, choices } in moves {
             for (pairs, pool) in choices {
                 if self.best <= self.floor || self.work == 0 {
                     return Ok(());
                 }
-                let peaks = (so_far.0.max(*pool), so_far.1.max(*outside));
+                let peaks = (so_far.0.max(*pool), so_far.1.max(*unpooled));
                 let to_go = &states[*next as usize].to_go;
                 self.spend(1 + to_go.len() as u64);
-                let is_less = |&(pool, outside): &Peaks| pool.max(peaks.0) + outside.max(peaks.1) < self.best;
+                let is_less = |&(pool, unpooled): &Peaks| pool.max(peaks.0) + unpooled.max(peaks.1) < self.best;
                 if to_go.iter().any(is_less) {
                     self.order.push(*op);
                     self.pairs.push(pairs);
@@ -231,17 +233,17 @@ impl Walk<'_> {
     }
 
     /// At the end of a way: its smallest layouts, as long as they are less than what there is.
-    fn lay_out(&mut self, (_, outside): Peaks) -> Result<(), Stop> {
+    fn lay_out(&mut self, (_, unpooled): Peaks) -> Result<(), Stop> {
         self.spend(PER_ORDER);
         let mut pairs = self.pairs.iter();
         let profile =
             Profile::choosing(self.problem, &self.order, |_| pairs.next().map_or(Vec::new(), |at| at.to_vec()));
-        debug_assert!(profile.outside_peak == outside);
+        debug_assert!(profile.unpooled_peak == unpooled);
         while profile.least_total() < self.best {
-            let limit = self.best - outside;
+            let limit = self.best - unpooled;
             match self.decider.below(self.problem, &profile, limit, &mut self.work, self.watch)? {
                 Decision::Layout(layout) => {
-                    self.best = layout.pool_bytes + outside;
+                    self.best = layout.pool_bytes + unpooled;
                     self.found = Some((Ordered { order: self.order.clone(), profile: profile.clone() }, layout));
                 }
                 Decision::Refuted => break,

@@ -52,7 +52,7 @@ impl Ordered {
 
     /// Most live bytes of everything else, workspace included.
     pub fn outside_peak_bytes(&self) -> u64 {
-        self.profile.outside_peak
+        self.profile.unpooled_peak
     }
 
     /// The program position of the first operator at the peak; `None` without operators.
@@ -93,7 +93,8 @@ impl Prepared {
         Ordered { order, profile }
     }
 
-    /// The order with the lowest peak that the heuristics find: every order as it is, split at its cuts, or staged.
+    /// The order with the lowest peak that the heuristics find: every order as it is, split at its
+    /// cuts, or staged.
     pub fn heuristic(&self) -> Option<Ordered> {
         let mut bounds = bound::Bounds::new(&self.problem);
         let mut found = Vec::new();
@@ -107,12 +108,14 @@ impl Prepared {
         Some(Ordered { order: best.order, profile: best.profile })
     }
 
-    /// An order with its peak lowered as far as exact search goes, and bytes that no order can go below.
+    /// An order with its peak lowered as far as exact search goes, and bytes that no order can go
+    /// below.
     pub fn lower_peaks(&self, ordered: &Ordered) -> Option<(Ordered, u64)> {
         self.lower_peaks_counted(ordered).map(|(lowered, bound, _)| (lowered, bound))
     }
 
-    /// The same, and how many windows there were to search, and how many of them were: repeated layers are solved once.
+    /// The same, and how many windows there were to search, and how many of them were: repeated
+    /// layers are solved once.
     pub fn lower_peaks_counted(&self, ordered: &Ordered) -> Option<(Ordered, u64, [usize; 2])> {
         let mut bounds = bound::Bounds::new(&self.problem);
         let mut answers = order::Answers::default();
@@ -122,8 +125,8 @@ impl Prepared {
         Some((Ordered { order, profile }, bounds.best().0, [answers.asked, answers.searched()]))
     }
 
-    /// An order with its peak lowered as far as integer programs go, the least that any order can have by their solver's
-    /// word, and what became of them.
+    /// An order with its peak lowered as far as integer programs go, the least that any order can
+    /// have by their solver's word, and what became of them.
     pub fn solve_peaks(&self, ordered: &Ordered, solver: &dyn Solver) -> Option<(Ordered, u64, ExactReport)> {
         let mut bounds = bound::Bounds::new(&self.problem);
         let mut exact = ExactTier::new(Exact::Auto, Some(solver));
@@ -146,7 +149,8 @@ impl Prepared {
         layout::Method::known().map(layout::Method::name).chain(others).chain(eager)
     }
 
-    /// Whether there is a layout of that name; the tree's may end in the most blocks of a leaf: `tree:100`.
+    /// Whether there is a layout of that name; the tree's may end in the most blocks of a leaf:
+    /// `tree:100`.
     pub fn has_layout(name: &str) -> bool {
         Prepared::layouts().any(|known| known == name) || layout::Method::by_name(name).is_some()
     }
@@ -171,7 +175,7 @@ impl Prepared {
                 layout::by_method(&self.problem, profile, method, &self.watch).ok()??.pool_bytes
             }
         };
-        Some(Needs { pool_bytes, outside_bytes: profile.outside_peak })
+        Some(Needs { pool_bytes, outside_bytes: profile.unpooled_peak })
     }
 
     /// The least that can be live while the operator at a program position runs.
@@ -179,7 +183,8 @@ impl Prepared {
         bound::cut(&self.problem, position, &self.watch).ok()
     }
 
-    /// The least that any order can need, as far as probes at the operator at a program position prove it; an order guides them.
+    /// The least that any order can need, as far as probes at the operator at a program position
+    /// prove it; an order guides them.
     pub fn probed_bytes(&self, ordered: &Ordered, position: u32) -> Option<u64> {
         let target = bound::Target::Falling(ordered.profile.peak);
         let probed = bound::probe(

@@ -1,14 +1,15 @@
-//! Orders and layouts that the planner is compared with: valid on any graph, and what their rules say on cases worked out by hand.
+//! Orders and layouts that the planner is compared with: valid on any graph, and what their rules
+//! say on cases worked out by hand.
 
 mod common;
 
 use common::random_graph;
-use roam_core::builder::GraphBuilder;
-use roam_core::graph::{Graph, Kind, Operator, Phase, Residency, ReusePair, Tensor};
-use roam_core::ids::{OperatorId, TensorId};
+use roam_core::graph::{
+    Graph, GraphBuilder, Kind, Operator, OperatorId, Phase, Residency, ReusePair, Tensor, TensorId,
+};
 use roam_core::liveness::live_bytes;
+use roam_core::rng::Random;
 use roam_core::stages::Prepared;
-use roam_core::synthetic::Random;
 
 const ALLOCATORS: [&str; 2] = ["caching_allocator", "caching_allocator_expandable"];
 
@@ -88,8 +89,9 @@ fn least_peak_first_keeps_to_the_most_so_far() {
     let c = sketch.makes(1, &[a]);
     let d = sketch.makes(8, &[b]);
     sketch.makes(0, &[c, d]);
-    // Nothing is live: neither 10 nor 4 keep to that, so the smaller, op1. Now 4 at most and 4 live: op0 adds 10, op3 adds 8,
-    // so op3: 12 at most, 8 live. op0 alone is ready, then op2, then op4.
+    // Nothing is live: neither 10 nor 4 keep to that, so the smaller, op1. Now 4 at most and 4
+    // live: op0 adds 10, op3 adds 8, so op3: 12 at most, 8 live. op0 alone is ready, then op2, then
+    // op4.
     assert_eq!(order(&sketch.build(), "inductor_lpmf"), [1, 3, 0, 2, 4]);
 }
 
@@ -101,8 +103,8 @@ fn what_leaves_counts_from_the_start_in_least_peak_first() {
     let small = sketch.makes(4, &[]);
     let large = sketch.makes(5, &[enters]);
     sketch.operator(&[small, large], &[leaves], 0, Vec::new());
-    // 7 bytes enter and 12 leave: 5 can be added for nothing. Both op0 and op1 keep to that, and op1 frees 7. Were only the 7
-    // that enter counted, neither would, and op0 be the smaller.
+    // 7 bytes enter and 12 leave: 5 can be added for nothing. Both op0 and op1 keep to that, and
+    // op1 frees 7. Were only the 7 that enter counted, neither would, and op0 be the smaller.
     assert_eq!(order(&sketch.build(), "inductor_lpmf"), [1, 0, 2]);
 }
 
@@ -115,8 +117,9 @@ fn breadth_first_compares_when_predecessors_ran() {
     let d = sketch.makes(1, &[a, b]);
     let e = sketch.makes(1, &[a]);
     sketch.makes(1, &[c, d, e]);
-    // op0 and op1 have none. Then op4 after step 0, op3 after steps 0 and 1, op2 after step 1: [0] < [0, 1] < [1]. But op4 is
-    // ready after step 0 already, and a predecessor at step 0 comes behind none at all: op1 goes before it.
+    // op0 and op1 have none. Then op4 after step 0, op3 after steps 0 and 1, op2 after step 1: [0]
+    // < [0, 1] < [1]. But op4 is ready after step 0 already, and a predecessor at step 0 comes
+    // behind none at all: op1 goes before it.
     assert_eq!(order(&sketch.build(), "inductor_bfs"), [0, 1, 4, 3, 2, 5]);
 }
 
@@ -128,7 +131,8 @@ fn depth_first_goes_by_bytes_touched() {
     let c = sketch.makes(1, &[b]);
     let d = sketch.makes(1, &[a]);
     sketch.makes(1, &[c, d]);
-    // Bytes touched: 9, 5, 6, 10 and 3. op4 comes first and fetches op2 (6) before op3 (10), and these op1 and op0.
+    // Bytes touched: 9, 5, 6, 10 and 3. op4 comes first and fetches op2 (6) before op3 (10), and
+    // these op1 and op0.
     assert_eq!(order(&sketch.build(), "inductor_dfs"), [1, 2, 0, 3, 4]);
 }
 
@@ -152,9 +156,9 @@ fn everything_goes_through_the_allocator_in_its_sequence() {
     sketch.operator(&[made], &[pair.output], 36 * MIB, vec![pair]);
     sketch.operator(&[enters, pair.output], &[leaves], 0, Vec::new());
     let graph = sketch.build();
-    // Fixed: 2 and 2 MiB in a segment of 20; of 17, one of 18; of 36, one of their own.
-    // Expandable: 2, 2 and 17 MiB need a second page, which leaves 36 at the end. Without reuse an output of 2 comes first, so
-    // that 36 need a third page.
+    // Fixed: 2 and 2 MiB in a segment of 20; of 17, one of 18; of 36, one of their own. Expandable:
+    // 2, 2 and 17 MiB need a second page, which leaves 36 at the end. Without reuse an output of 2
+    // comes first, so that 36 need a third page.
     assert_eq!(reserved(&graph, false), [74 * MIB, 60 * MIB]);
     assert_eq!(reserved(&graph, true), [74 * MIB, 40 * MIB]);
 }
@@ -164,7 +168,8 @@ fn a_cache_may_grow_in_the_second_step() {
     let mut sketch = Sketch::new();
     let made = [5, 16, 15].map(|mib| sketch.makes(mib * MIB, &[]));
     sketch.makes(0, &made);
-    // First step: 5 of 20, 16, and 15 of the rest of the 20: 36 MiB. Second step: 5 go to the 16, the smallest that fits, 16 to
-    // the 20, and 15 need a segment of 16. Third step: two of 16 and one of 20 are enough.
+    // First step: 5 of 20, 16, and 15 of the rest of the 20: 36 MiB. Second step: 5 go to the 16,
+    // the smallest that fits, 16 to the 20, and 15 need a segment of 16. Third step: two of 16 and
+    // one of 20 are enough.
     assert_eq!(reserved(&sketch.build(), false), [52 * MIB, 40 * MIB]);
 }

@@ -3,11 +3,12 @@
 mod common;
 
 use common::{SETTINGS, random_graph};
-use roam_core::error::FormatError;
-use roam_core::graph::Graph;
-use roam_core::json::{DEFAULT_MAX_BYTES, load_graph, read_graph, read_plan, save_graph, write_graph, write_plan};
+use roam_core::graph::json::{load_graph, read_graph, save_graph, write_graph};
+use roam_core::graph::{DEFAULT_MAX_BYTES, FormatError, Graph};
 use roam_core::optimize::{Control, optimize};
-use roam_core::synthetic::{Random, Transformer, transformer_step};
+use roam_core::plan::json::{read_plan, write_plan};
+use roam_core::rng::Random;
+use roam_core::synthetic::{Transformer, transformer_step};
 use std::io::{self, Read};
 
 fn text(graph: &Graph) -> Vec<u8> {

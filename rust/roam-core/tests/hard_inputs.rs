@@ -1,13 +1,13 @@
-//! Graphs and layouts at the edges of what is permitted, through the whole planner. Debug builds trap every overflow.
+//! Graphs and layouts at the edges of what is permitted, through the whole planner. Debug builds
+//! trap every overflow.
 
 mod common;
 
 use common::buffers::check;
-use roam_core::builder::GraphBuilder;
-use roam_core::graph::{Graph, Kind, Operator, Phase, Residency, Tensor};
-use roam_core::ids::TensorId;
-use roam_core::layout::{Buffer, pack};
+use roam_core::graph::{Graph, GraphBuilder, Kind, Operator, Phase, Residency, Tensor, TensorId};
+use roam_core::layout::pack;
 use roam_core::optimize::{Control, optimize};
+use roam_core::packing::Buffer;
 use roam_core::plan::{Plan, Settings, Status};
 
 struct Made(GraphBuilder);

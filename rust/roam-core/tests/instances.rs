@@ -3,7 +3,8 @@
 mod common;
 
 use common::SETTINGS;
-use roam_core::json::{DEFAULT_MAX_BYTES, load_graph};
+use roam_core::graph::DEFAULT_MAX_BYTES;
+use roam_core::graph::json::load_graph;
 use roam_core::optimize::{Control, optimize};
 use roam_core::plan::Settings;
 use roam_core::synthetic::{Transformer, transformer_step};

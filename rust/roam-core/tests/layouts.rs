@@ -4,9 +4,10 @@
 mod common;
 
 use common::buffers::{brute_force, check, full, live_bytes, mixed, random};
-use roam_core::layout::{Buffer, Instance, PackError, Packing, pack};
+use roam_core::layout::{PackError, pack};
 use roam_core::optimize::Control;
-use roam_core::synthetic::Random;
+use roam_core::packing::{Buffer, Instance, Packing};
+use roam_core::rng::Random;
 use roam_core::synthetic::buffers::Style;
 use std::path::Path;
 use std::sync::atomic::Ordering;

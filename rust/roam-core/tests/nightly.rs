@@ -1,8 +1,8 @@
 //! Long random sweeps, for a machine that has the night: `make nightly`. Ignored by `cargo test`.
 //!
-//! Every case has a number of its own from which it is made, and a failure names it. `ROAM_CASES` says how many cases
-//! a sweep has (100 000 where it is not set), `ROAM_FIRST` with which it begins (0): `ROAM_FIRST=123 ROAM_CASES=1`
-//! repeats one case.
+//! Every case has a number of its own from which it is made, and a failure names it. `ROAM_CASES`
+//! says how many cases a sweep has (100 000 where it is not set), `ROAM_FIRST` with which it begins
+//! (0): `ROAM_FIRST=123 ROAM_CASES=1` repeats one case.
 
 mod common;
 
@@ -14,7 +14,7 @@ use common::{
 use roam_core::layout::pack;
 use roam_core::optimize::{Control, optimize};
 use roam_core::plan::{Settings, Status};
-use roam_core::synthetic::Random;
+use roam_core::rng::Random;
 use roam_core::verify::verify;
 use std::panic::catch_unwind;
 use std::sync::Mutex;
@@ -43,8 +43,8 @@ fn sweep(check: impl Fn(u64, &mut Random) + Sync + std::panic::RefUnwindSafe) {
             failed.lock().expect("no panic while locked").push(format!("case {case}: {text}"));
         }
     };
-    // Not by rayon, whose threads would begin one case while they wait for the planner's tasks in another, and so on until
-    // their stacks are full.
+    // Not by rayon, whose threads would begin one case while they wait for the planner's tasks in
+    // another, and so on until their stacks are full.
     thread::scope(|scope| {
         for _ in 0..thread::available_parallelism().map_or(1, usize::from) {
             scope.spawn(work);
@@ -55,8 +55,8 @@ fn sweep(check: impl Fn(u64, &mut Random) + Sync + std::panic::RefUnwindSafe) {
     assert!(failed.is_empty(), "{} of {count} cases failed:\n{}", failed.len(), failed.join("\n"));
 }
 
-/// One graph in a hundred is too large for brute force: there the verifier and the bound must agree, and another thread pool
-/// must give the same plan.
+/// One graph in a hundred is too large for brute force: there the verifier and the bound must
+/// agree, and another thread pool must give the same plan.
 #[test]
 #[ignore = "takes minutes"]
 fn random_graphs() {
@@ -80,8 +80,9 @@ fn random_graphs() {
     });
 }
 
-/// Small graphs: the total is the least there is, order, reuse and layout together, and, but for one in a hundred, it is proved. The few
-/// graphs with very many orders are left out of the comparison.
+/// Small graphs: the total is the least there is, order, reuse and layout together, and, but for
+/// one in a hundred, it is proved. The few graphs with very many orders are left out of the
+/// comparison.
 #[test]
 #[ignore = "takes minutes"]
 fn random_totals() {
@@ -115,7 +116,8 @@ fn random_streams() {
     });
 }
 
-/// Small instances against brute force; larger ones, random and full to the brim, for what packing promises.
+/// Small instances against brute force; larger ones, random and full to the brim, for what packing
+/// promises.
 #[test]
 #[ignore = "takes minutes"]
 fn random_layouts() {

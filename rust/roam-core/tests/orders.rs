@@ -3,12 +3,10 @@
 mod common;
 
 use common::{SETTINGS, best_by_brute_force, random_graph};
-use roam_core::builder::GraphBuilder;
-use roam_core::graph::{Graph, Kind, Operator, Phase, Residency, Tensor};
-use roam_core::ids::{OperatorId, TensorId};
+use roam_core::graph::{Graph, GraphBuilder, Kind, Operator, OperatorId, Phase, Residency, Tensor, TensorId};
 use roam_core::optimize::{Control, optimize};
+use roam_core::rng::Random;
 use roam_core::stages::Prepared;
-use roam_core::synthetic::Random;
 
 /// From whatever order it starts, exact search ends at the least peak of all orders, and proves it.
 #[test]
@@ -80,7 +78,8 @@ impl Sketch {
     }
 }
 
-/// A randomly wired network (Xie et al., arXiv 1904.01569): every node reads one to three of the `near` nodes before it.
+/// A randomly wired network (Xie et al., arXiv 1904.01569): every node reads one to three of the
+/// `near` nodes before it.
 fn randomly_wired(random: &mut Random, nodes: usize, near: u64) -> Graph {
     let mut sketch = Sketch::new();
     let mut made: Vec<TensorId> = vec![sketch.call(Phase::Forward, &[], 1 + random.below(8))];
@@ -98,8 +97,9 @@ fn randomly_wired(random: &mut Random, nodes: usize, near: u64) -> Graph {
     sketch.build()
 }
 
-/// A chain of cells as architecture search makes them (Zoph et al., arXiv 1707.07012): five nodes, each the sum of
-/// two separable convolutions of earlier nodes or of the last two cells; what nothing reads is concatenated.
+/// A chain of cells as architecture search makes them (Zoph et al., arXiv 1707.07012): five nodes,
+/// each the sum of two separable convolutions of earlier nodes or of the last two cells; what
+/// nothing reads is concatenated.
 fn searched_cells(random: &mut Random, cells: usize) -> Graph {
     let mut sketch = Sketch::new();
     let mut last = [sketch.call(Phase::Forward, &[], 4), sketch.call(Phase::Forward, &[], 4)];
@@ -124,7 +124,8 @@ fn searched_cells(random: &mut Random, cells: usize) -> Graph {
     sketch.build()
 }
 
-/// How many of the graphs' best heuristic orders exact search improves. It must prove its own to be the best.
+/// How many of the graphs' best heuristic orders exact search improves. It must prove its own to be
+/// the best.
 fn improved_by_exact_search(graphs: impl Iterator<Item = Graph>) -> usize {
     let improves = |graph: &Graph| {
         let prepared = Prepared::new(graph, true);
@@ -150,8 +151,8 @@ fn exact_search_beats_all_heuristics_on_searched_cells() {
     assert!(improved >= 5, "only {improved} of 20");
 }
 
-/// Two layers, each with a weight gradient made while its activation is alive. An update makes three tensors of
-/// the weight's size.
+/// Two layers, each with a weight gradient made while its activation is alive. An update makes
+/// three tensors of the weight's size.
 fn two_updates(activation: u64, weight: u64) -> Graph {
     let mut sketch = Sketch::new();
     let first = sketch.call(Phase::Forward, &[], activation);
@@ -174,8 +175,9 @@ fn updates_wait_for_memory_only() {
         let prepared = Prepared::new(graph, false);
         prepared.order(order).expect("a known order").peak_bytes()
     };
-    // The first update finds three activations besides its gradient, and adds two weights. Once the next activation's
-    // gradient has been made, four activations and the gradient having been live, it finds two.
+    // The first update finds three activations besides its gradient, and adds two weights. Once the
+    // next activation's gradient has been made, four activations and the gradient having been live,
+    // it finds two.
     let large_activations = two_updates(10, 6);
     assert_eq!(peak(&large_activations, "eager_updates"), 3 * 10 + 3 * 6);
     assert_eq!(peak(&large_activations, "memory_aware_updates"), 4 * 10 + 6);
@@ -184,8 +186,8 @@ fn updates_wait_for_memory_only() {
     assert!(peak(&large_weights, "memory_aware_updates") <= peak(&large_weights, "eager_updates"));
 }
 
-/// A chain of operators, in any of which others may end that were begun before, and updates in chains of up to three operators that
-/// hang off it. No tensor has users in two of the chains.
+/// A chain of operators, in any of which others may end that were begun before, and updates in
+/// chains of up to three operators that hang off it. No tensor has users in two of the chains.
 fn updates_off_a_trunk(random: &mut Random, length: u32, most_updates: usize) -> Graph {
     let mut sketch = Sketch::new();
     let some = |random: &mut Random| 1 + random.below(9);
@@ -216,7 +218,8 @@ fn updates_off_a_trunk(random: &mut Random, length: u32, most_updates: usize) ->
     sketch.build()
 }
 
-/// Where each tensor has all its users in one chain, merging by hills and valleys gives the least peak of all interleavings.
+/// Where each tensor has all its users in one chain, merging by hills and valleys gives the least
+/// peak of all interleavings.
 #[test]
 fn hills_and_valleys_of_updates_are_merged_in_the_best_way() {
     let mut random = Random::new(26);
@@ -266,8 +269,8 @@ fn first_step(random: &mut Random, layers: usize) -> Graph {
     sketch.build()
 }
 
-/// In a first step state piles up outside the pool while the pool empties, so that updates should free gradients early, also where that
-/// makes the common peak higher than program order's.
+/// In a first step state piles up outside the pool while the pool empties, so that updates should
+/// free gradients early, also where that makes the common peak higher than program order's.
 #[test]
 fn updates_of_a_first_step_run_where_they_take_least_of_the_pool() {
     let mut random = Random::new(25);
@@ -286,8 +289,8 @@ fn updates_of_a_first_step_run_where_they_take_least_of_the_pool() {
     assert!(lowered >= 15, "only {lowered} of 40");
 }
 
-/// The same randomly wired block over and over, as in an inference-like or checkpointed network: nothing but its end is
-/// passed on.
+/// The same randomly wired block over and over, as in an inference-like or checkpointed network:
+/// nothing but its end is passed on.
 fn repeated_blocks(seed: u64, blocks: usize) -> Graph {
     let mut sketch = Sketch::new();
     let mut last = sketch.call(Phase::Forward, &[], 3);
@@ -327,7 +330,8 @@ fn repeated_blocks_are_solved_once() {
         if one.1 < one.0 {
             improved += 1;
             let [asked, searched] = many.2;
-            // The first block, those between and the last differ in how high the rest is, at every peak on the way down.
+            // The first block, those between and the last differ in how high the rest is, at every
+            // peak on the way down.
             assert!(asked >= 30 && asked >= 8 * searched, "{asked} asked, {searched} searched");
         }
     }

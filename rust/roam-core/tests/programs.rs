@@ -1,4 +1,5 @@
-//! Integer programs: what they say against brute force and against the search, and what becomes of bad answers.
+//! Integer programs: what they say against brute force and against the search, and what becomes of
+//! bad answers.
 
 mod common;
 
@@ -6,13 +7,14 @@ use common::buffers::{brute_force, check, full, random};
 use common::solver::{Always, Enumerate};
 use common::{SETTINGS, each_order, peaks_by_definition, random_graph};
 use roam_core::graph::Graph;
-use roam_core::json::load_graph;
-use roam_core::layout::{Buffer, Packing, pack};
+use roam_core::graph::json::load_graph;
+use roam_core::layout::pack;
 use roam_core::mip::{Outcome, Solver};
 use roam_core::optimize::{Control, OptimizeError, optimize};
+use roam_core::packing::{Buffer, Packing};
 use roam_core::plan::{BoundRoute, Exact, ExactStatus, Settings, Status};
+use roam_core::rng::Random;
 use roam_core::stages::Prepared;
-use roam_core::synthetic::Random;
 use roam_core::verify::verify;
 use std::path::Path;
 use std::sync::Arc;

@@ -1,8 +1,10 @@
-//! Packing with gaps, fixed offsets and hints: cases worked out by hand, random ones against brute force.
+//! Packing with gaps, fixed offsets and hints: cases worked out by hand, random ones against brute
+//! force.
 
-use roam_core::layout::{Buffer, Gap, Goal, Instance, PackError, Packing, Request, pack_requests};
+use roam_core::layout::{Goal, PackError, pack_requests};
 use roam_core::optimize::Control;
-use roam_core::synthetic::Random;
+use roam_core::packing::{Buffer, Gap, Instance, Packing, Request};
+use roam_core::rng::Random;
 use roam_core::synthetic::buffers::Style;
 use roam_core::verify::verify_packing;
 use std::path::Path;
@@ -27,7 +29,8 @@ fn packed(requests: &[Request]) -> Packing {
 
 #[test]
 fn a_gap_lets_another_buffer_in() {
-    // Over [0, 3) the first needs 8 bytes, but none at time 1, when the second needs 6: without the gap 14.
+    // Over [0, 3) the first needs 8 bytes, but none at time 1, when the second needs 6: without the
+    // gap 14.
     let mut requests = vec![request(0, 3, 8), request(1, 2, 6)];
     assert_eq!(packed(&requests).pool_bytes, 14);
     requests[0].gaps = vec![gap(1, 2)];
@@ -40,7 +43,8 @@ fn a_gap_lets_another_buffer_in() {
 
 #[test]
 fn a_window_keeps_its_bytes() {
-    // At time 1 the first still needs its bytes 2 to 5: the second of 3 bytes must lie above them, that of 2 fits below.
+    // At time 1 the first still needs its bytes 2 to 5: the second of 3 bytes must lie above them,
+    // that of 2 fits below.
     let mut requests = vec![request(0, 3, 8), request(1, 2, 3), request(1, 2, 2)];
     requests[0].gaps = vec![Gap { window: Some(2..5), ..gap(1, 2) }];
     let packing = packed(&requests);
@@ -59,7 +63,8 @@ fn two_whose_gaps_alternate_may_share_all_bytes() {
 
 #[test]
 fn what_is_fixed_stays() {
-    // The fixed buffer of [4, 8) leaves 4 bytes below: of the others, alive with it, one fits there, and one goes on top.
+    // The fixed buffer of [4, 8) leaves 4 bytes below: of the others, alive with it, one fits
+    // there, and one goes on top.
     let requests =
         vec![request(0, 2, 3), Request { offset: Some(4), ..request(0, 2, 4) }, request(0, 2, 4), request(2, 3, 9)];
     let packing = packed(&requests);
@@ -160,7 +165,8 @@ fn a_deadline_leaves_a_packing_and_cancelling_none() {
     assert_eq!(pack_requests(&requests, GOAL, &control), Err(PackError::Cancelled));
 }
 
-/// Lives of up to 5 times, up to 6 bytes; some with a gap or two, with and without a window, some fixed.
+/// Lives of up to 5 times, up to 6 bytes; some with a gap or two, with and without a window, some
+/// fixed.
 fn random_requests(numbers: &mut Random) -> Vec<Request> {
     let count = 2 + numbers.below(3);
     let mut requests = Vec::new();
@@ -186,7 +192,8 @@ fn random_requests(numbers: &mut Random) -> Vec<Request> {
     requests
 }
 
-/// Whether each of the other requests has an offset at which the pool ends at `most` or below, byte by byte and time by time.
+/// Whether each of the other requests has an offset at which the pool ends at `most` or below, byte
+/// by byte and time by time.
 fn fits(requests: &[Request], most: u64, taken: &mut Vec<(u64, u64)>) -> bool {
     let Some((request, others)) = requests.split_first() else { return true };
     let Buffer { lower, upper, size_bytes, alignment_bytes } = request.buffer;

@@ -1,16 +1,17 @@
-//! Plans of several streams: safe under every timing, as fast as asked for, never worse than program order.
+//! Plans of several streams: safe under every timing, as fast as asked for, never worse than
+//! program order.
 
 mod common;
 
 use common::corruptions::{Corruption, catch_each, pick};
 use common::simulator::execute;
 use common::{SETTINGS, check_streams, random_graph, speed, with_total};
-use roam_core::graph::{Graph, Residency, ReusePair};
-use roam_core::ids::{OperatorId, TensorId};
+use roam_core::graph::{Graph, OperatorId, Residency, ReusePair, TensorId};
 use roam_core::optimize::{Control, OptimizeError, optimize};
 use roam_core::plan::{Plan, Schedule, Settings, Status, StreamModel};
+use roam_core::rng::Random;
 use roam_core::stages::Prepared;
-use roam_core::synthetic::{Random, Transformer, transformer_step};
+use roam_core::synthetic::{Transformer, transformer_step};
 use roam_core::verify::verify;
 use std::sync::atomic::Ordering;
 
@@ -167,8 +168,8 @@ fn time_steps_hold_what_runs_at_once() {
     }
 }
 
-/// Everything that up to `streams` operators at once could do, whatever time they take: the least that any execution
-/// needs, and the least sum of what it needs in the pool and outside.
+/// Everything that up to `streams` operators at once could do, whatever time they take: the least
+/// that any execution needs, and the least sum of what it needs in the pool and outside.
 struct Executions<'a> {
     graph: &'a Graph,
     streams: usize,

@@ -4,11 +4,10 @@ mod common;
 
 use common::corruptions::{Corruption, catch_each, pick};
 use common::{SETTINGS, peaks_by_definition, random_graph, with_total};
-use roam_core::graph::{Graph, Residency, ReusePair};
-use roam_core::ids::{OperatorId, TensorId};
+use roam_core::graph::{Graph, OperatorId, Residency, ReusePair, TensorId};
 use roam_core::optimize::{Control, optimize};
 use roam_core::plan::{Exact, ExactReport, ExactStatus, Plan, Settings, Status};
-use roam_core::synthetic::Random;
+use roam_core::rng::Random;
 use roam_core::verify::verify;
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
@@ -254,7 +253,8 @@ fn every_corruption_is_caught() {
     });
 }
 
-/// Program order with each pool tensor in the smallest gap that holds it when it is made, from the definition.
+/// Program order with each pool tensor in the smallest gap that holds it when it is made, from the
+/// definition.
 fn allocated(graph: &Graph, plan: &Plan) -> Plan {
     let order = graph.program_order().to_vec();
     let mut offsets: Vec<Option<u64>> = plan.offsets.iter().map(|offset| offset.map(|_| 0)).collect();
@@ -297,7 +297,8 @@ fn allocated(graph: &Graph, plan: &Plan) -> Plan {
     })
 }
 
-/// What an ordinary allocator makes of program order is the most that a plan may take in all, to the byte.
+/// What an ordinary allocator makes of program order is the most that a plan may take in all, to
+/// the byte.
 #[test]
 fn a_plan_may_take_as_much_as_program_order_and_no_more() {
     let mut random = Random::new(6);

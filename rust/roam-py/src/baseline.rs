@@ -12,7 +12,8 @@ use roam_core::baseline::caching_allocator::{Event, Segments, replay};
 use roam_core::plan::Candidate;
 use roam_core::stages::{Needs, Prepared};
 
-/// What one order and one layout need by themselves, without any search: to compare with, or to show what a method does.
+/// What one order and one layout need by themselves, without any search: to compare with, or to
+/// show what a method does.
 ///
 /// The result is no plan. It may well need more than program order, and nothing can run it.
 ///
@@ -26,7 +27,7 @@ use roam_core::stages::{Needs, Prepared};
 ///         ``tree:100`` searches no leaf of more than 100 tensors); or one of another project: ``executorch``, ``tvm_size``, ``tvm_conflicts``, ``tvm_hill_climb`` or ``xla``. With
 ///         ``caching_allocator`` or ``caching_allocator_expandable`` (with expandable segments) there is no pool but PyTorch's
 ///         allocator for CUDA: ``pool_bytes`` is what it reserves in the long run for all but the persistent tensors, in
-///         program order without reuse what eager PyTorch does, and ``outside_bytes`` is 0. See docs/theory.md.
+///         program order without reuse what eager PyTorch does, and ``outside_bytes`` is 0. See docs/reference/baselines.md.
 ///     reuse: whether an output may take the memory of an input that dies, where the graph permits it.
 ///
 /// Raises:
@@ -57,13 +58,15 @@ pub(crate) fn baseline(
             outside_bytes,
         })
     })?;
-    // Names are known and nothing stops the work, so there is something unless the caching allocator cannot hold it.
+    // Names are known and nothing stops the work, so there is something unless the caching
+    // allocator cannot hold it.
     found
         .map(PyCandidate::new)
         .ok_or_else(|| unknown(py, format!("the order {order:?} cannot be laid out by {layout:?}")))
 }
 
-/// The order that one method finds: the numbers of the operators, first to last. Names as for :func:`roam.baseline`.
+/// The order that one method finds: the numbers of the operators, first to last. Names as for
+/// :func:`roam.baseline`.
 #[pyfunction]
 #[pyo3(signature = (graph, order, *, reuse = true))]
 pub(crate) fn baseline_order(
@@ -82,8 +85,9 @@ pub(crate) fn baseline_order(
     array(py, found.ok_or_else(|| unknown(py, format!("there is no order {order:?}")))?)
 }
 
-/// What PyTorch's caching allocator for CUDA reserves after each of a sequence of events, by its rules (see
-/// `roam_core::baseline::caching_allocator`): to check the simulator against a recorded sequence.
+/// What PyTorch's caching allocator for CUDA reserves after each of a sequence of events, by its
+/// rules (see `roam_core::baseline::caching_allocator`): to check the simulator against a recorded
+/// sequence.
 ///
 /// Args:
 ///     events: (id, bytes) for an allocation, (id, None) for its free.

@@ -5,17 +5,16 @@ use crate::errors::graph_error;
 use crate::graph::PyGraph;
 use crate::guard::detached;
 use pyo3::prelude::*;
-use roam_core::builder::GraphBuilder;
-use roam_core::error::Site;
-use roam_core::graph::{Operator, Region, ReusePair, Source, Tensor};
-use roam_core::ids::{OperatorId, RegionId, TensorId};
+use roam_core::graph::{
+    GraphBuilder, Operator, OperatorId, Region, RegionId, ReusePair, Site, Source, Tensor, TensorId,
+};
 
 const MAX_BYTES: u64 = i64::MAX as u64;
 
 /// Builds a graph by hand.
 ///
-/// The numbers that `tensor`, `operator` and `region` return name what was added. Operators may refer to tensors that
-/// are added later; everything is checked together by `build`.
+/// The numbers that `tensor`, `operator` and `region` return name what was added. Operators may
+/// refer to tensors that are added later; everything is checked together by `build`.
 ///
 /// Args:
 ///     name: for people.

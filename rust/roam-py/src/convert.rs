@@ -4,9 +4,7 @@ use crate::errors::graph_error;
 use numpy::PyArray1;
 use pyo3::exceptions::PyOverflowError;
 use pyo3::prelude::*;
-use roam_core::error::{GraphError, Site};
-use roam_core::ids::{OperatorId, TensorId};
-use roam_core::json::DEFAULT_MAX_BYTES;
+use roam_core::graph::{DEFAULT_MAX_BYTES, GraphError, OperatorId, Site, TensorId};
 use serde::de::value::{Error as NameError, StrDeserializer};
 use serde::de::{Deserialize, IntoDeserializer};
 

@@ -2,8 +2,7 @@
 
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
-use roam_core::graph::{Graph, Operator, Tensor};
-use roam_core::ids::{OperatorId, TensorId};
+use roam_core::graph::{Graph, Operator, OperatorId, Tensor, TensorId};
 use serde::Serialize;
 use std::hash::{Hash, Hasher};
 use std::sync::Arc;

@@ -4,7 +4,7 @@ use pyo3::IntoPyObjectExt;
 use pyo3::exceptions::PyOSError;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyType};
-use roam_core::error::{FormatError, GraphError, Site};
+use roam_core::graph::{FormatError, GraphError, Site};
 use std::path::Path;
 
 /// The classes of `roam.errors` that the bindings raise.

@@ -10,9 +10,8 @@ use pyo3::exceptions::PyIndexError;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyBytes, PyTuple, PyType};
-use roam_core::graph::Graph;
-use roam_core::ids::{OperatorId, TensorId};
-use roam_core::json::{load_graph, read_graph, save_graph, write_graph};
+use roam_core::graph::json::{load_graph, read_graph, save_graph, write_graph};
+use roam_core::graph::{Graph, OperatorId, TensorId};
 use roam_core::liveness;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -116,7 +115,8 @@ impl PyGraph {
     fn estimate(&self) -> &str {
         self.graph.estimate()
     }
-    /// The rules by which its tensors are counted where they are not a real step's, for example ``paper``; empty where they are.
+    /// The rules by which its tensors are counted where they are not a real step's, for example
+    /// ``paper``; empty where they are.
     #[getter]
     fn accounting(&self) -> &str {
         self.graph.accounting()
@@ -263,15 +263,6 @@ impl PyGraph {
         let graph = detached(py, || load_graph(&path, max_bytes_or_default(max_bytes)))?;
         Ok(Self::new(graph.map_err(|error| format_error(py, &error, Some(&path)))?))
     }
-    /// What the graph is made of, as a text for people; see `roam.report.summary`.
-    fn summary<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
-        slf.py().import("roam.report")?.call_method1("summary", (slf,))
-    }
-    /// The graph of a `torch.fx.GraphModule`; see `roam.capture.fx.graph_of`.
-    #[classmethod]
-    fn from_fx(_class: &Bound<'_, PyType>, module: &Bound<'_, PyAny>) -> PyResult<Py<Self>> {
-        graph_of(module)
-    }
     /// The canonical JSON.
     fn to_json<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
         let mut bytes = Vec::new();
@@ -306,21 +297,5 @@ impl PyGraph {
             shown("estimate", self.graph.estimate()),
             shown("accounting", self.graph.accounting())
         )
-    }
-}
-
-/// The graph of a `torch.fx.GraphModule`, by the part of the package that knows torch.
-fn graph_of(module: &Bound<'_, PyAny>) -> PyResult<Py<PyGraph>> {
-    let graph = module.py().import("roam.capture.fx")?.call_method1("graph_of", (module,))?;
-    Ok(graph.cast_into::<PyGraph>()?.unbind())
-}
-
-/// A graph as functions take it: one of the planner's, or a `torch.fx.GraphModule`.
-pub(crate) fn graph_argument(argument: &Bound<'_, PyAny>) -> PyResult<Arc<Graph>> {
-    match argument.cast::<PyGraph>() {
-        Ok(graph) => Ok(graph.get().inner().clone()),
-        // What is neither is not worth loading torch for.
-        Err(error) if !argument.hasattr("recompile")? => Err(error.into()),
-        Err(_) => Ok(graph_of(argument)?.get().inner().clone()),
     }
 }

@@ -7,7 +7,8 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 /// Runs `work` with the interpreter released; a panic becomes a `RoamError`.
 pub(crate) fn detached<T: Send>(py: Python<'_>, work: impl FnOnce() -> T + Send) -> PyResult<T> {
-    // Nothing that `work` may have left half done outlives it: it owns its results and only reads the rest.
+    // Nothing that `work` may have left half done outlives it: it owns its results and only reads
+    // the rest.
     py.detach(|| catch_unwind(AssertUnwindSafe(work))).map_err(|panic| internal_error(py, &*panic))
 }
 

@@ -1,16 +1,17 @@
 //! `roam.layout`: buffers without a graph, packed into one pool.
 
-use crate::apart::apart;
 use crate::convert::{array, to_i64};
 use crate::entries::word;
 use crate::errors::{Class, Fault, file_error, interrupted};
 use crate::guard::detached;
+use crate::worker::on_worker;
 use numpy::PyArray1;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
-use roam_core::layout::{Buffer, Gap, Goal, Instance, PackError, Packing, Request, pack_requests};
+use roam_core::layout::{Goal, PackError, pack_requests};
 use roam_core::optimize::Control;
+use roam_core::packing::{Buffer, Gap, Instance, Packing, Request};
 use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
@@ -66,7 +67,8 @@ fn per_buffer<T>(
     }
 }
 
-/// `(lower, upper)`, or `(lower, upper, first, end)` where the bytes from `first` to before `end` are needed all the same.
+/// `(lower, upper)`, or `(lower, upper, first, end)` where the bytes from `first` to before `end`
+/// are needed all the same.
 fn gap(value: &Bound<'_, PyAny>) -> PyResult<Gap> {
     let numbers = value.try_iter()?.map(|value| number(&value?, "gaps")).collect::<PyResult<Vec<_>>>()?;
     match *numbers.as_slice() {
@@ -340,7 +342,7 @@ pub(crate) fn pack(
     let goal = Goal { work, target_bytes: target_bytes.unwrap_or(0) };
     let instance = buffers.get().instance.clone();
     let (interrupt, result) =
-        apart(py, control, None, move |control| pack_requests(&instance.requests, goal, control))?;
+        on_worker(py, control, None, move |control| pack_requests(&instance.requests, goal, control))?;
     match (interrupt, result) {
         (Some(_), Ok(packing)) => Err(interrupted(py, "PackingInterrupted", PyPacking { packing })),
         (Some(interrupt), Err(_)) => Err(interrupt),

@@ -1,6 +1,5 @@
 //! The private Python module `roam._core`: thin bindings, one file per bound concept.
 
-mod apart;
 mod baseline;
 mod builder;
 mod convert;
@@ -15,6 +14,7 @@ mod routes;
 mod solver;
 mod synthetic;
 mod verify;
+mod worker;
 
 /// The planner. Use it through the package `roam`.
 #[pyo3::pymodule]

@@ -8,8 +8,8 @@ use numpy::PyArray1;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyBytes, PyDict, PyTuple, PyType};
-use roam_core::json::{load_plan, read_plan, save_plan, write_plan};
 use roam_core::optimize::Timings;
+use roam_core::plan::json::{load_plan, read_plan, save_plan, write_plan};
 use roam_core::plan::{Candidate, ExactReport, Plan, Schedule, StreamModel};
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -166,7 +166,8 @@ impl PyPlan {
         };
         Ok(self.streams.get_or_try_init(py, || array(py, values()))?.bind(py).clone())
     }
-    /// Pairs (before, after) of operators on different streams: `after` starts when `before` has completed.
+    /// Pairs (before, after) of operators on different streams: `after` starts when `before` has
+    /// completed.
     #[getter]
     fn syncs<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
         let syncs = self.plan.schedule.iter().flat_map(|schedule| &schedule.syncs);
@@ -178,7 +179,8 @@ impl PyPlan {
         let is_stepped = self.plan.settings.stream_model == StreamModel::TimeStep;
         self.plan.schedule.as_ref().filter(|_| is_stepped).map(|schedule| schedule.time_steps.clone())
     }
-    /// Seconds that the whole step takes by the model of time; None for one stream, like the next two.
+    /// Seconds that the whole step takes by the model of time; None for one stream, like the next
+    /// two.
     #[getter]
     fn makespan_s(&self) -> Option<f64> {
         self.seconds(|schedule| schedule.makespan_ns)
@@ -307,11 +309,6 @@ impl PyPlan {
     fn from_json(_class: &Bound<'_, PyType>, py: Python<'_>, data: &[u8], max_bytes: Option<u64>) -> PyResult<Self> {
         let plan = detached(py, || read_plan(data, max_bytes_or_default(max_bytes)))?;
         Ok(Self::new(plan.map_err(|error| format_error(py, &error, None))?, Vec::new()))
-    }
-
-    /// The same `torch.fx.GraphModule` with its nodes in this plan's order; see `roam.capture.fx.apply`.
-    fn apply<'py>(slf: &Bound<'py, Self>, module: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
-        slf.py().import("roam.capture.fx")?.call_method1("apply", (slf, module))
     }
 
     fn __reduce__<'py>(slf: &Bound<'py, Self>) -> PyResult<(Bound<'py, PyAny>, (Bound<'py, PyBytes>,))> {

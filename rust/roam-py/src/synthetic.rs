@@ -6,7 +6,7 @@ use crate::guard::detached;
 use crate::layout::PyBuffers;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
-use roam_core::layout::Instance;
+use roam_core::packing::Instance;
 use roam_core::synthetic::buffers::Style;
 use roam_core::synthetic::steps::Family;
 
@@ -34,7 +34,7 @@ pub(crate) fn synthetic_step(py: Python<'_>, family: &str, operators: u64) -> Py
 /// Made-up buffers; equal seeds give equal buffers.
 ///
 /// Args:
-///     style: ``wide``, ``narrow``, ``skewed``, ``training``, ``replaced`` or ``dissected`` (docs/benchmarks.md).
+///     style: ``wide``, ``narrow``, ``skewed``, ``training``, ``replaced`` or ``dissected`` (docs/benchmarks/index.md).
 ///     count: about how many.
 ///     seed: of the random numbers.
 ///

@@ -1,4 +1,6 @@
-"""Whether training scripts, written as their documentation has them, keep eager PyTorch's bits: `roam bench scripts`."""
+"""Whether training scripts, written as their documentation has them, keep eager PyTorch's bits:
+`roam bench scripts`.
+"""
 
 from __future__ import annotations
 
@@ -35,11 +37,16 @@ def benchmark(arguments: argparse.Namespace) -> Benchmark:
     chosen = [one for one in chosen if all(importlib.util.find_spec(name) for name in one.needs)]
     tasks = [
         Task(
-            {"family": one.family, "name": one.name, "after": one.after}, partial(try_script, one, arguments.time_limit)
+            {"family": one.family, "name": one.name, "after": one.after},
+            partial(try_script, one, arguments.time_limit),
         )
         for one in chosen
     ]
-    settings = {"families": arguments.family, "only": arguments.only, "time_limit_s": arguments.time_limit}
+    settings = {
+        "families": arguments.family,
+        "only": arguments.only,
+        "time_limit_s": arguments.time_limit,
+    }
     return Benchmark(
         "scripts",
         settings,
@@ -60,15 +67,26 @@ def families_table(record: Record) -> Table:
 
 def try_script(script: Script, time_limit_s: float) -> Row:
     """Run one script in a process of its own, which may crash or hang; see `child.outcome`."""
-    row: Row = {"outcome": "timed out", "code": "", "reason": f"after {time_limit_s:g} s", "plans": 0, "operators": 0}
+    row: Row = {
+        "outcome": "timed out",
+        "code": "",
+        "reason": f"after {time_limit_s:g} s",
+        "plans": 0,
+        "operators": 0,
+    }
     command = [sys.executable, "-m", "roam.bench.scripts.child", script.name]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=time_limit_s, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=time_limit_s, check=False
+        )
     except subprocess.TimeoutExpired:
         return row
     if done.returncode:
         last = (done.stderr.strip().splitlines() or [""])[-1]
-        return row | {"outcome": "crashed", "reason": f"the process ended with {done.returncode}: {last[:300]}"}
+        return row | {
+            "outcome": "crashed",
+            "reason": f"the process ended with {done.returncode}: {last[:300]}",
+        }
     try:
         found: Row = json.loads(done.stdout.strip().splitlines()[-1])
     except (ValueError, IndexError):

@@ -59,11 +59,18 @@ def cifar_classifier(wrap: Wrap) -> Any:
 @script("PyTorch tutorials: Quickstart")
 def quickstart(wrap: Wrap) -> Any:
     model = nn.Sequential(
-        nn.Flatten(), nn.Linear(28 * 28, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)
+        nn.Flatten(),
+        nn.Linear(28 * 28, 64),
+        nn.ReLU(),
+        nn.Linear(64, 64),
+        nn.ReLU(),
+        nn.Linear(64, 10),
     )
     loss_fn = nn.CrossEntropyLoss()
     optimizer = optim.SGD(model.parameters(), lr=1e-3)
-    dataset = torch.utils.data.TensorDataset(torch.randn(22, 1, 28, 28), torch.randint(0, 10, (22,)))
+    dataset = torch.utils.data.TensorDataset(
+        torch.randn(22, 1, 28, 28), torch.randint(0, 10, (22,))
+    )
     loader = torch.utils.data.DataLoader(dataset, batch_size=8, shuffle=True)
 
     @wrap
@@ -161,7 +168,9 @@ def nn_tutorial(wrap: Wrap) -> Any:
         return loss.item(), len(xb)
 
     history = [
-        loss_batch(model, functional.cross_entropy, torch.randn(n, 784), torch.randint(0, 10, (n,)), opt)
+        loss_batch(
+            model, functional.cross_entropy, torch.randn(n, 784), torch.randint(0, 10, (n,)), opt
+        )
         for n in (8, 8, 8, 3)
     ]
     return history, model, opt
@@ -250,7 +259,9 @@ def char_rnn_generator(wrap: Wrap) -> Any:
     return history, rnn
 
 
-@script("PyTorch tutorials: NLP from scratch, translation with a sequence-to-sequence network and attention")
+@script(
+    "PyTorch tutorials: NLP from scratch, translation with a sequence-to-sequence network and attention"
+)
 def seq2seq_translation(wrap: Wrap) -> Any:
     hidden_size, vocab, length = 16, 30, 6
 
@@ -286,12 +297,16 @@ def seq2seq_translation(wrap: Wrap) -> Any:
             self.out = nn.Linear(hidden_size, vocab)
             self.dropout = nn.Dropout(0.1)
 
-        def forward(self, encoder_outputs: Any, encoder_hidden: Any, target_tensor: Any = None) -> Any:
+        def forward(
+            self, encoder_outputs: Any, encoder_hidden: Any, target_tensor: Any = None
+        ) -> Any:
             decoder_input = torch.empty(encoder_outputs.size(0), 1, dtype=torch.long).fill_(0)
             decoder_hidden = encoder_hidden
             decoder_outputs = []
             for index in range(length):
-                output, decoder_hidden = self.forward_step(decoder_input, decoder_hidden, encoder_outputs)
+                output, decoder_hidden = self.forward_step(
+                    decoder_input, decoder_hidden, encoder_outputs
+                )
                 decoder_outputs.append(output)
                 if target_tensor is not None:
                     decoder_input = target_tensor[:, index].unsqueeze(1)
@@ -324,7 +339,8 @@ def seq2seq_translation(wrap: Wrap) -> Any:
         return loss.item()
 
     history = [
-        train_batch(torch.randint(0, vocab, (3, length)), torch.randint(0, vocab, (3, length))) for _ in range(4)
+        train_batch(torch.randint(0, vocab, (3, length)), torch.randint(0, vocab, (3, length)))
+        for _ in range(4)
     ]
     return history, encoder, decoder, encoder_optimizer, decoder_optimizer
 
@@ -368,7 +384,11 @@ def chatbot(wrap: Wrap) -> Any:
 
     history = []
     for _ in range(5):
-        batch = torch.randint(0, vocab, (5, 3)), torch.randint(0, vocab, (length, 3)), torch.rand(length, 3) > 0.2
+        batch = (
+            torch.randint(0, vocab, (5, 3)),
+            torch.randint(0, vocab, (length, 3)),
+            torch.rand(length, 3) > 0.2,
+        )
         history.append(train(*batch, random.random() < 0.5).item())
     return history, modules, optimizer
 
@@ -406,7 +426,11 @@ def mnist_example(wrap: Wrap) -> Any:
     for _ in range(2):
         model.train()
         for _ in range(3):
-            history.append(train_step(model, torch.randn(4, 1, 14, 14), torch.randint(0, 10, (4,)), optimizer).item())
+            history.append(
+                train_step(
+                    model, torch.randn(4, 1, 14, 14), torch.randint(0, 10, (4,)), optimizer
+                ).item()
+            )
         model.eval()
         with torch.no_grad():
             history.append(model(torch.randn(2, 1, 14, 14)).sum().item())
@@ -429,7 +453,9 @@ def word_language_model(wrap: Wrap) -> Any:
 
         def forward(self, input: Any, hidden: Any) -> Any:
             output, hidden = self.rnn(self.drop(self.encoder(input)), hidden)
-            return functional.log_softmax(self.decoder(self.drop(output)).view(-1, vocab), dim=1), hidden
+            return functional.log_softmax(
+                self.decoder(self.drop(output)).view(-1, vocab), dim=1
+            ), hidden
 
     def repackage_hidden(h: Any) -> Any:
         return h.detach() if isinstance(h, torch.Tensor) else tuple(repackage_hidden(v) for v in h)
@@ -451,7 +477,9 @@ def word_language_model(wrap: Wrap) -> Any:
 
     hidden, lr, history = (torch.zeros(2, 3, size), torch.zeros(2, 3, size)), 20.0, []
     for index in range(5):
-        loss, hidden = train_step(torch.randint(0, vocab, (7, 3)), torch.randint(0, vocab, (21,)), hidden, lr)
+        loss, hidden = train_step(
+            torch.randint(0, vocab, (7, 3)), torch.randint(0, vocab, (21,)), hidden, lr
+        )
         history.append(loss)
         if index == 3:
             lr /= 4.0
@@ -480,7 +508,9 @@ def transformer_language_model(wrap: Wrap) -> Any:
         def __init__(self) -> None:
             super().__init__()
             self.pos_encoder = PositionalEncoding()
-            self.transformer_encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(size, 2, 32, 0.2), 2)
+            self.transformer_encoder = nn.TransformerEncoder(
+                nn.TransformerEncoderLayer(size, 2, 32, 0.2), 2
+            )
             self.embedding = nn.Embedding(vocab, size)
             self.linear = nn.Linear(size, vocab)
             self.embedding.weight.data.uniform_(-0.1, 0.1)
@@ -508,7 +538,9 @@ def transformer_language_model(wrap: Wrap) -> Any:
     history = []
     for _ in range(2):
         for seq in (length, length, length - 3):
-            history.append(train_step(torch.randint(0, vocab, (seq, 2)), torch.randint(0, vocab, (2 * seq,))))
+            history.append(
+                train_step(torch.randint(0, vocab, (seq, 2)), torch.randint(0, vocab, (2 * seq,)))
+            )
         scheduler.step()
     return history, model, optimizer, scheduler
 
@@ -518,11 +550,17 @@ def time_sequence_prediction(wrap: Wrap) -> Any:
     class Sequence(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.lstm1, self.lstm2, self.linear = nn.LSTMCell(1, 9), nn.LSTMCell(9, 9), nn.Linear(9, 1)
+            self.lstm1, self.lstm2, self.linear = (
+                nn.LSTMCell(1, 9),
+                nn.LSTMCell(9, 9),
+                nn.Linear(9, 1),
+            )
 
         def forward(self, input: Any, future: int = 0) -> Any:
             outputs = []
-            h_t, c_t, h_t2, c_t2 = (torch.zeros(input.size(0), 9, dtype=torch.double) for _ in range(4))
+            h_t, c_t, h_t2, c_t2 = (
+                torch.zeros(input.size(0), 9, dtype=torch.double) for _ in range(4)
+            )
             for input_t in input.split(1, dim=1):
                 h_t, c_t = self.lstm1(input_t, (h_t, c_t))
                 h_t2, c_t2 = self.lstm2(h_t, (h_t2, c_t2))
@@ -538,7 +576,9 @@ def time_sequence_prediction(wrap: Wrap) -> Any:
     seq = Sequence().double()
     criterion = nn.MSELoss()
     optimizer = optim.Adam(seq.parameters(), lr=0.01)
-    data = torch.sin(torch.arange(12, dtype=torch.double)[None] / 3 + torch.randn(4, 1, dtype=torch.double))
+    data = torch.sin(
+        torch.arange(12, dtype=torch.double)[None] / 3 + torch.randn(4, 1, dtype=torch.double)
+    )
 
     @wrap
     def step(input: Any, target: Any) -> Any:
@@ -599,7 +639,9 @@ def spatial_transformer(wrap: Wrap) -> Any:
                 nn.Conv2d(1, 8, kernel_size=7), nn.MaxPool2d(2, stride=2), nn.ReLU(True),
                 nn.Conv2d(8, 10, kernel_size=5), nn.MaxPool2d(2, stride=2), nn.ReLU(True),
             )  # fmt: skip
-            self.fc_loc = nn.Sequential(nn.Linear(10 * 3 * 3, 32), nn.ReLU(True), nn.Linear(32, 3 * 2))
+            self.fc_loc = nn.Sequential(
+                nn.Linear(10 * 3 * 3, 32), nn.ReLU(True), nn.Linear(32, 3 * 2)
+            )
             self.fc_loc[2].weight.data.zero_()
             self.fc_loc[2].bias.data.copy_(torch.tensor([1, 0, 0, 0, 1, 0], dtype=torch.float))
 
@@ -624,7 +666,11 @@ def spatial_transformer(wrap: Wrap) -> Any:
         optimizer.step()
         return loss
 
-    return [train(torch.randn(3, 1, 28, 28), torch.randint(0, 10, (3,))) for _ in range(4)], model, optimizer
+    return (
+        [train(torch.randn(3, 1, 28, 28), torch.randint(0, 10, (3,))) for _ in range(4)],
+        model,
+        optimizer,
+    )
 
 
 @script("PyTorch examples: siamese network on MNIST")
@@ -632,7 +678,9 @@ def siamese_example(wrap: Wrap) -> Any:
     class SiameseNetwork(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.trunk = nn.Sequential(nn.Conv2d(1, 8, 3, 2), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(2))
+            self.trunk = nn.Sequential(
+                nn.Conv2d(1, 8, 3, 2), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(2)
+            )
             self.fc = nn.Sequential(nn.Linear(64, 16), nn.ReLU(inplace=True), nn.Linear(16, 1))
             self.sigmoid = nn.Sigmoid()
 
@@ -641,7 +689,9 @@ def siamese_example(wrap: Wrap) -> Any:
             return output.view(output.size()[0], -1)
 
         def forward(self, input1: Any, input2: Any) -> Any:
-            return self.sigmoid(self.fc(torch.cat((self.forward_once(input1), self.forward_once(input2)), 1)))
+            return self.sigmoid(
+                self.fc(torch.cat((self.forward_once(input1), self.forward_once(input2)), 1))
+            )
 
     model = SiameseNetwork()
     criterion = nn.BCELoss()
@@ -657,7 +707,8 @@ def siamese_example(wrap: Wrap) -> Any:
         return loss
 
     batches = [
-        (torch.randn(4, 1, 12, 12), torch.randn(4, 1, 12, 12), torch.randint(0, 2, (4,)).float()) for _ in range(4)
+        (torch.randn(4, 1, 12, 12), torch.randn(4, 1, 12, 12), torch.randint(0, 2, (4,)).float())
+        for _ in range(4)
     ]
     return [train(*batch) for batch in batches], model, optimizer
 
@@ -678,7 +729,9 @@ def forward_forward(wrap: Wrap) -> Any:
         def train_once(self, x_pos: Any, x_neg: Any) -> Any:
             g_pos = self.forward(x_pos).pow(2).mean(1)
             g_neg = self.forward(x_neg).pow(2).mean(1)
-            loss = torch.log(1 + torch.exp(torch.cat([-g_pos + self.threshold, g_neg - self.threshold]))).mean()
+            loss = torch.log(
+                1 + torch.exp(torch.cat([-g_pos + self.threshold, g_neg - self.threshold]))
+            ).mean()
             self.opt.zero_grad()
             loss.backward()
             self.opt.step()
@@ -694,10 +747,16 @@ def forward_forward(wrap: Wrap) -> Any:
             losses.append(loss)
         return losses
 
-    return [train(torch.rand(6, 20), torch.rand(6, 20)) for _ in range(4)], layers, [layer.opt for layer in layers]
+    return (
+        [train(torch.rand(6, 20), torch.rand(6, 20)) for _ in range(4)],
+        layers,
+        [layer.opt for layer in layers],
+    )
 
 
-@script("PyTorch examples: ImageNet (a step of the loop with AMP, meters and accuracy)", "torchvision")
+@script(
+    "PyTorch examples: ImageNet (a step of the loop with AMP, meters and accuracy)", "torchvision"
+)
 def imagenet_example(wrap: Wrap) -> Any:
     import torchvision
 
@@ -710,7 +769,10 @@ def imagenet_example(wrap: Wrap) -> Any:
         with torch.no_grad():
             _, pred = output.topk(max(topk), 1, True, True)
             correct = pred.t().eq(target.view(1, -1).expand_as(pred.t()))
-            return [correct[:k].reshape(-1).float().sum(0, keepdim=True).mul_(100.0 / target.size(0)) for k in topk]
+            return [
+                correct[:k].reshape(-1).float().sum(0, keepdim=True).mul_(100.0 / target.size(0))
+                for k in topk
+            ]
 
     @wrap
     def train(images: Any, target: Any) -> Any:
@@ -765,7 +827,9 @@ def transfer_learning(wrap: Wrap) -> Any:
 
 @script("PyTorch recipes: automatic mixed precision (autocast and GradScaler)")
 def amp_recipe(wrap: Wrap) -> Any:
-    net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4))
+    net = nn.Sequential(
+        nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4)
+    )
     opt = optim.SGD(net.parameters(), lr=0.001)
     scaler = torch.amp.GradScaler("cpu")
     loss_fn = nn.MSELoss()
@@ -790,7 +854,9 @@ def amp_recipe(wrap: Wrap) -> Any:
 def gradient_checkpointing(wrap: Wrap) -> Any:
     from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-    trunk = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Dropout(0.1)) for _ in range(4)))
+    trunk = nn.Sequential(
+        *(nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Dropout(0.1)) for _ in range(4))
+    )
     head = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3))
     params = [*trunk.parameters(), *head.parameters()]
     optimizer = optim.AdamW(params, lr=1e-3)
@@ -804,12 +870,19 @@ def gradient_checkpointing(wrap: Wrap) -> Any:
         optimizer.step()
         return loss
 
-    return [step(torch.randn(4, 16), torch.randint(0, 3, (4,))) for _ in range(4)], trunk, head, optimizer
+    return (
+        [step(torch.randn(4, 16), torch.randint(0, 3, (4,))) for _ in range(4)],
+        trunk,
+        head,
+        optimizer,
+    )
 
 
 @script("PyTorch tutorials: Saving memory by fusing the optimizer step into the backward pass")
 def optimizer_in_backward(wrap: Wrap) -> Any:
-    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 3))
+    model = nn.Sequential(
+        nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 3)
+    )
     optimizer_dict = {p: optim.Adam([p], foreach=False) for p in model.parameters()}
 
     def optimizer_hook(parameter: Any) -> None:
@@ -868,7 +941,11 @@ def pruning(wrap: Wrap) -> Any:
         def __init__(self) -> None:
             super().__init__()
             self.conv1, self.conv2 = nn.Conv2d(1, 6, 5), nn.Conv2d(6, 16, 5)
-            self.fc1, self.fc2, self.fc3 = nn.Linear(16 * 5 * 5, 32), nn.Linear(32, 24), nn.Linear(24, 10)
+            self.fc1, self.fc2, self.fc3 = (
+                nn.Linear(16 * 5 * 5, 32),
+                nn.Linear(32, 24),
+                nn.Linear(24, 10),
+            )
 
         def forward(self, x: Any) -> Any:
             x = functional.max_pool2d(functional.relu(self.conv1(x)), (2, 2))
@@ -945,7 +1022,9 @@ def per_sample_gradients(wrap: Wrap) -> Any:
     return [step(torch.randn(5, 8), torch.randint(0, 3, (5,))) for _ in range(4)], model, optimizer
 
 
-@script("PyTorch tutorials: Hyperparameter tuning (validation split), here with early stopping and ReduceLROnPlateau")
+@script(
+    "PyTorch tutorials: Hyperparameter tuning (validation split), here with early stopping and ReduceLROnPlateau"
+)
 def early_stopping(wrap: Wrap) -> Any:
     model = nn.Sequential(nn.Linear(5, 16), nn.ReLU(), nn.Linear(16, 1))
     optimizer = optim.Adam(model.parameters(), lr=0.05)
@@ -969,7 +1048,10 @@ def early_stopping(wrap: Wrap) -> Any:
             validation = functional.mse_loss(model(x[12:]), y[12:]).item()
         scheduler.step(validation)
         if validation < best:
-            best, saved = validation, {name: value.clone() for name, value in model.state_dict().items()}
+            best, saved = (
+                validation,
+                {name: value.clone() for name, value in model.state_dict().items()},
+            )
     assert saved is not None
     model.load_state_dict(saved)
     history.append(train(x[:12], y[:12]))

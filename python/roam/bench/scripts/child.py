@@ -1,4 +1,6 @@
-"""Runs one script eagerly and by plan, in a process of its own, and compares all that it leaves. Prints one JSON object."""
+"""Runs one script eagerly and by plan, in a process of its own, and compares all that it leaves.
+Prints one JSON object.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +14,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils import _pytree as pytree
 
 import roam
 from roam.bench.results import Row
 from roam.bench.scripts.registry import Body, Wrap, scripts
 from roam.errors import CaptureError
-from roam.kernels.trial import differ
+from roam.program.bits import differ
 from roam.runtime import Step
+from roam.torch_compat.private import pytree
 
 _SEED = 0
 
@@ -28,8 +30,9 @@ def outcome(body: Body) -> Row:
     """What came of one script.
 
     Returns:
-        ``outcome``: ``equal``; ``different``; ``refused`` by a `roam.CaptureError`; ``crashed``, where anything else was raised; ``broken``, where
-        the script fails eagerly too; with ``code``, ``reason``, ``plans`` (how many were made) and ``operators`` (of the largest).
+        ``outcome``: ``equal``; ``different``; ``refused`` by a `roam.CaptureError`; ``crashed``,
+            where anything else was raised; ``broken``, where the script fails eagerly too; with
+            ``code``, ``reason``, ``plans`` (how many were made) and ``operators`` (of the largest).
     """
     row: Row = {"outcome": "equal", "code": "", "reason": "", "plans": 0, "operators": 0}
     try:
@@ -65,7 +68,9 @@ def _left(body: Body, wrap: Wrap) -> list[tuple[str, Any]]:
     random.seed(_SEED)
     np.random.seed(_SEED)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the libraries' own, about configurations as small as these
+        warnings.simplefilter(
+            "ignore"
+        )  # the libraries' own, about configurations as small as these
         left = pytree.tree_map(_plain, body(wrap))
     left = [
         left,
@@ -94,7 +99,9 @@ def _first_different(expected: list[tuple[str, Any]], found: list[tuple[str, Any
 
 def _has_same_bits(one: Any, other: Any) -> bool:
     if not isinstance(one, torch.Tensor):
-        return type(one) is type(other) and (repr(one) == repr(other) if isinstance(one, float) else bool(one == other))
+        return type(one) is type(other) and (
+            repr(one) == repr(other) if isinstance(one, float) else bool(one == other)
+        )
     return (
         isinstance(other, torch.Tensor)
         and (one.dtype, one.shape) == (other.dtype, other.shape)

@@ -57,7 +57,9 @@ def simclr(wrap: Wrap) -> Any:
     return history, model, optimizer, scheduler
 
 
-@script("SimCLR as first published for PyTorch: negatives picked out of the matrix by boolean indexing")
+@script(
+    "SimCLR as first published for PyTorch: negatives picked out of the matrix by boolean indexing"
+)
 def simclr_boolean_index(wrap: Wrap) -> Any:
     model = _encoder()
     optimizer = torch.optim.Adam(model.parameters(), 3e-4)
@@ -89,7 +91,9 @@ def moco(wrap: Wrap) -> Any:
         def __init__(self) -> None:
             super().__init__()
             self.encoder_q, self.encoder_k = _encoder(), _encoder()
-            for param_q, param_k in zip(self.encoder_q.parameters(), self.encoder_k.parameters(), strict=True):
+            for param_q, param_k in zip(
+                self.encoder_q.parameters(), self.encoder_k.parameters(), strict=True
+            ):
                 param_k.data.copy_(param_q.data)
                 param_k.requires_grad = False
             self.register_buffer("queue", functional.normalize(torch.randn(8, 18), dim=0))
@@ -97,7 +101,9 @@ def moco(wrap: Wrap) -> Any:
 
         @torch.no_grad()
         def _momentum_update_key_encoder(self) -> None:
-            for param_q, param_k in zip(self.encoder_q.parameters(), self.encoder_k.parameters(), strict=True):
+            for param_q, param_k in zip(
+                self.encoder_q.parameters(), self.encoder_k.parameters(), strict=True
+            ):
                 param_k.data = param_k.data * 0.99 + param_q.data * (1.0 - 0.99)
 
         @torch.no_grad()
@@ -133,12 +139,19 @@ def moco(wrap: Wrap) -> Any:
 
 @script("BYOL: a target network by moving average with a cosine momentum, symmetric loss")
 def byol(wrap: Wrap) -> Any:
-    online, predictor = _encoder(), nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 8))
+    online, predictor = (
+        _encoder(),
+        nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 8)),
+    )
     target = copy.deepcopy(online).requires_grad_(False)
-    optimizer = torch.optim.SGD([*online.parameters(), *predictor.parameters()], lr=0.05, momentum=0.9)
+    optimizer = torch.optim.SGD(
+        [*online.parameters(), *predictor.parameters()], lr=0.05, momentum=0.9
+    )
 
     def loss_fn(x: Any, y: Any) -> Any:
-        return 2 - 2 * (functional.normalize(x, dim=-1, p=2) * functional.normalize(y, dim=-1, p=2)).sum(dim=-1)
+        return 2 - 2 * (
+            functional.normalize(x, dim=-1, p=2) * functional.normalize(y, dim=-1, p=2)
+        ).sum(dim=-1)
 
     @wrap
     def train_step(one: Any, two: Any, tau: float) -> Any:
@@ -159,9 +172,14 @@ def byol(wrap: Wrap) -> Any:
     return history, online, predictor, target, optimizer
 
 
-@script("DINO: centring and sharpening, multi-crop, last layer frozen at first, weight decay by schedule")
+@script(
+    "DINO: centring and sharpening, multi-crop, last layer frozen at first, weight decay by schedule"
+)
 def dino(wrap: Wrap) -> Any:
-    student, teacher = nn.Sequential(_encoder(), nn.Linear(8, 12)), nn.Sequential(_encoder(), nn.Linear(8, 12))
+    student, teacher = (
+        nn.Sequential(_encoder(), nn.Linear(8, 12)),
+        nn.Sequential(_encoder(), nn.Linear(8, 12)),
+    )
     teacher.load_state_dict(student.state_dict())
     teacher.requires_grad_(False)
 
@@ -172,7 +190,9 @@ def dino(wrap: Wrap) -> Any:
 
         def forward(self, student_output: Any, teacher_output: Any, temp: float) -> Any:
             student_out = (student_output / 0.1).chunk(3)
-            teacher_out = functional.softmax((teacher_output - self.center) / temp, dim=-1).detach().chunk(2)
+            teacher_out = (
+                functional.softmax((teacher_output - self.center) / temp, dim=-1).detach().chunk(2)
+            )
             total, terms = 0, 0
             for index, q in enumerate(teacher_out):
                 for view, s in enumerate(student_out):
@@ -210,7 +230,9 @@ def dino(wrap: Wrap) -> Any:
         for group in optimizer.param_groups:
             group["lr"] = 1e-3 * (step + 1) / 4
             group["weight_decay"] = 0.04 + 0.01 * step
-        history.append(train_step([*_views(), torch.randn(6, 3, 12, 12)], 0.99 + 0.001 * step, 0.04))
+        history.append(
+            train_step([*_views(), torch.randn(6, 3, 12, 12)], 0.99 + 0.001 * step, 0.04)
+        )
     return history, student, teacher, criterion, optimizer
 
 
@@ -254,7 +276,9 @@ def clip_from_scratch(wrap: Wrap) -> Any:
         text_features = functional.normalize(text(words), dim=-1)
         logits = logit_scale.exp() * image_features @ text_features.t()
         labels = torch.arange(len(logits))
-        loss = (functional.cross_entropy(logits, labels) + functional.cross_entropy(logits.t(), labels)) / 2
+        loss = (
+            functional.cross_entropy(logits, labels) + functional.cross_entropy(logits.t(), labels)
+        ) / 2
         loss.backward()
         optimizer.step()
         with torch.no_grad():
@@ -274,7 +298,9 @@ def clip_from_scratch(wrap: Wrap) -> Any:
 def metric_learning(wrap: Wrap) -> Any:
     model = _encoder()
     weight = nn.Parameter(torch.randn(4, 8))
-    optimizer = torch.optim.SGD([{"params": model.parameters()}, {"params": [weight], "lr": 0.1}], lr=0.01)
+    optimizer = torch.optim.SGD(
+        [{"params": model.parameters()}, {"params": [weight], "lr": 0.1}], lr=0.01
+    )
 
     @wrap
     def train_step(images: Any, labels: Any) -> Any:
@@ -285,10 +311,16 @@ def metric_learning(wrap: Wrap) -> Any:
         hardest_negative = distance.masked_fill(same, 10.0).min(dim=1).values
         triplet = functional.relu(hardest_positive - hardest_negative + 0.2).mean()
         cosine = functional.linear(embedding, functional.normalize(weight))
-        phi = cosine * math.cos(0.5) - torch.sqrt((1.0 - cosine.pow(2)).clamp(1e-6, 1)) * math.sin(0.5)
-        phi = torch.where(cosine > math.cos(math.pi - 0.5), phi, cosine - math.sin(math.pi - 0.5) * 0.5)
+        phi = cosine * math.cos(0.5) - torch.sqrt((1.0 - cosine.pow(2)).clamp(1e-6, 1)) * math.sin(
+            0.5
+        )
+        phi = torch.where(
+            cosine > math.cos(math.pi - 0.5), phi, cosine - math.sin(math.pi - 0.5) * 0.5
+        )
         onehot = torch.zeros_like(cosine).scatter_(1, labels.view(-1, 1), 1)
-        loss = triplet + functional.cross_entropy(16 * (onehot * phi + (1.0 - onehot) * cosine), labels)
+        loss = triplet + functional.cross_entropy(
+            16 * (onehot * phi + (1.0 - onehot) * cosine), labels
+        )
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -1,4 +1,6 @@
-"""Models of science and density: flows, differential equations, physics-informed networks, radiance fields."""
+"""Models of science and density: flows, differential equations, physics-informed networks, radiance
+fields.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from roam.bench.scripts.registry import Wrap, script
 functional = torch.nn.functional
 
 
-@script("RealNVP: affine coupling layers, log-determinants, a standard normal prior from torch.distributions")
+@script(
+    "RealNVP: affine coupling layers, log-determinants, a standard normal prior from torch.distributions"
+)
 def normalizing_flow(wrap: Wrap) -> Any:
     class Coupling(nn.Module):
         def __init__(self, mask: Any) -> None:
@@ -27,9 +31,13 @@ def normalizing_flow(wrap: Wrap) -> Any:
             s, t = self.s(kept) * (1 - self.mask), self.t(kept) * (1 - self.mask)
             return kept + (1 - self.mask) * (x - t) * torch.exp(-s), -s.sum(dim=1)
 
-    flow = nn.ModuleList(Coupling(torch.tensor([0.0, 1.0] if index % 2 else [1.0, 0.0])) for index in range(4))
+    flow = nn.ModuleList(
+        Coupling(torch.tensor([0.0, 1.0] if index % 2 else [1.0, 0.0])) for index in range(4)
+    )
     optimizer = torch.optim.Adam(flow.parameters(), lr=1e-3)
-    prior = torch.distributions.MultivariateNormal(torch.zeros(2), torch.eye(2), validate_args=False)
+    prior = torch.distributions.MultivariateNormal(
+        torch.zeros(2), torch.eye(2), validate_args=False
+    )
 
     @wrap
     def train_step(x: Any) -> Any:
@@ -57,7 +65,9 @@ def glow(wrap: Wrap) -> Any:
             )
             self.weight = nn.Parameter(torch.linalg.qr(torch.randn(channels, channels))[0])
             self.net = nn.Sequential(
-                nn.Conv2d(channels // 2, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, channels, 3, padding=1)
+                nn.Conv2d(channels // 2, 8, 3, padding=1),
+                nn.ReLU(),
+                nn.Conv2d(8, channels, 3, padding=1),
             )
 
         def forward(self, x: Any) -> Any:
@@ -68,7 +78,9 @@ def glow(wrap: Wrap) -> Any:
             a, b = x.chunk(2, 1)
             log_s, t = self.net(a).chunk(2, 1)
             s = torch.sigmoid(log_s + 2)
-            return torch.cat([a, (b + t) * s], 1), log_det + torch.sum(torch.log(s).view(len(x), -1), 1)
+            return torch.cat([a, (b + t) * s], 1), log_det + torch.sum(
+                torch.log(s).view(len(x), -1), 1
+            )
 
     flow = nn.ModuleList(Step(4) for _ in range(2))
     optimizer = torch.optim.Adam(flow.parameters(), lr=1e-3)
@@ -91,7 +103,9 @@ def glow(wrap: Wrap) -> Any:
     return [train_step(torch.rand(3, 1, 8, 8)) for _ in range(4)], flow, optimizer
 
 
-@script("Neural ordinary differential equations: a solver written out (RK4), backpropagated through")
+@script(
+    "Neural ordinary differential equations: a solver written out (RK4), backpropagated through"
+)
 def neural_ode(wrap: Wrap) -> Any:
     class ODEFunc(nn.Module):
         def __init__(self) -> None:
@@ -125,7 +139,11 @@ def neural_ode(wrap: Wrap) -> Any:
         optimizer.step()
         return loss
 
-    return [train_step(torch.randn(4, 1, 2), t, torch.randn(5, 4, 1, 2)) for _ in range(4)], func, optimizer
+    return (
+        [train_step(torch.randn(4, 1, 2), t, torch.randn(5, 4, 1, 2)) for _ in range(4)],
+        func,
+        optimizer,
+    )
 
 
 @script("Neural ODE with the adjoint method: a custom autograd.Function that integrates backwards")
@@ -174,11 +192,16 @@ def physics_informed(wrap: Wrap) -> Any:
     optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
 
     def derivative(y: Any, x: Any) -> Any:
-        return torch.autograd.grad(y, x, grad_outputs=torch.ones_like(y), create_graph=True, retain_graph=True)[0]
+        return torch.autograd.grad(
+            y, x, grad_outputs=torch.ones_like(y), create_graph=True, retain_graph=True
+        )[0]
 
     @wrap
     def train_step(points: Any, x_u: Any, u: Any) -> Any:
-        t, x = points[:, :1].clone().requires_grad_(True), points[:, 1:].clone().requires_grad_(True)
+        t, x = (
+            points[:, :1].clone().requires_grad_(True),
+            points[:, 1:].clone().requires_grad_(True),
+        )
         found = net(torch.cat([t, x], dim=1))
         u_t, u_x = derivative(found, t), derivative(found, x)
         u_xx = derivative(u_x, x)
@@ -189,10 +212,16 @@ def physics_informed(wrap: Wrap) -> Any:
         optimizer.step()
         return loss.item()
 
-    return [train_step(torch.rand(8, 2), torch.rand(4, 2), torch.randn(4, 1)) for _ in range(4)], net, optimizer
+    return (
+        [train_step(torch.rand(8, 2), torch.rand(4, 2), torch.randn(4, 1)) for _ in range(4)],
+        net,
+        optimizer,
+    )
 
 
-@script("NeRF: positional encoding, volume rendering, hierarchical samples, an exponential rate by hand")
+@script(
+    "NeRF: positional encoding, volume rendering, hierarchical samples, an exponential rate by hand"
+)
 def radiance_field(wrap: Wrap) -> Any:
     class NeRF(nn.Module):
         def __init__(self) -> None:
@@ -201,17 +230,25 @@ def radiance_field(wrap: Wrap) -> Any:
             self.out = nn.Linear(24, 4)
 
         def forward(self, x: Any) -> Any:
-            encoded = torch.cat([x] + [fn(2.0**i * x) for i in range(4) for fn in (torch.sin, torch.cos)], -1)
+            encoded = torch.cat(
+                [x] + [fn(2.0**i * x) for i in range(4) for fn in (torch.sin, torch.cos)], -1
+            )
             h = functional.relu(self.layers[0](encoded))
             return self.out(functional.relu(self.layers[1](torch.cat([encoded, h], -1))))
 
     coarse, fine = NeRF(), NeRF()
-    optimizer = torch.optim.Adam([*coarse.parameters(), *fine.parameters()], lr=5e-4, betas=(0.9, 0.999))
+    optimizer = torch.optim.Adam(
+        [*coarse.parameters(), *fine.parameters()], lr=5e-4, betas=(0.9, 0.999)
+    )
 
     def render(raw: Any, z: Any) -> Any:
-        dists = torch.cat([z[..., 1:] - z[..., :-1], torch.tensor([1e10]).expand(z[..., :1].shape)], -1)
+        dists = torch.cat(
+            [z[..., 1:] - z[..., :-1], torch.tensor([1e10]).expand(z[..., :1].shape)], -1
+        )
         alpha = 1.0 - torch.exp(-functional.relu(raw[..., 3]) * dists)
-        through = torch.cumprod(torch.cat([torch.ones((len(z), 1)), 1.0 - alpha + 1e-10], -1), -1)[:, :-1]
+        through = torch.cumprod(torch.cat([torch.ones((len(z), 1)), 1.0 - alpha + 1e-10], -1), -1)[
+            :, :-1
+        ]
         weights = alpha * through
         return torch.sum(weights[..., None] * torch.sigmoid(raw[..., :3]), -2), weights
 
@@ -263,14 +300,18 @@ def siren(wrap: Wrap) -> Any:
 
     net = nn.Sequential(Sine(2, 16), Sine(16, 16), nn.Linear(16, 1))
     optimizer = torch.optim.Adam(net.parameters(), lr=1e-4)
-    grid = torch.stack(torch.meshgrid(*(torch.linspace(-1, 1, 6),) * 2, indexing="ij"), -1).reshape(-1, 2)
+    grid = torch.stack(torch.meshgrid(*(torch.linspace(-1, 1, 6),) * 2, indexing="ij"), -1).reshape(
+        -1, 2
+    )
     pixels, slopes = torch.rand(36, 1), torch.rand(36, 2)
 
     @wrap
     def train_step() -> Any:
         coords = grid.clone().detach().requires_grad_(True)
         output = net(coords)
-        (gradient,) = torch.autograd.grad(output, [coords], grad_outputs=torch.ones_like(output), create_graph=True)
+        (gradient,) = torch.autograd.grad(
+            output, [coords], grad_outputs=torch.ones_like(output), create_graph=True
+        )
         loss = ((output - pixels) ** 2).mean() + 0.1 * ((gradient - slopes) ** 2).sum(-1).mean()
         optimizer.zero_grad()
         loss.backward()
@@ -314,7 +355,9 @@ def bayes_by_backprop(wrap: Wrap) -> Any:
             sigma = functional.softplus(self.rho)
             posterior = torch.distributions.Normal(self.mu, sigma)
             prior = torch.distributions.Normal(torch.zeros_like(self.mu), torch.ones_like(sigma))
-            return functional.linear(x, posterior.rsample()), torch.distributions.kl_divergence(posterior, prior).sum()
+            return functional.linear(x, posterior.rsample()), torch.distributions.kl_divergence(
+                posterior, prior
+            ).sum()
 
     first, last = BayesianLinear(4, 12), BayesianLinear(12, 1)
     optimizer = torch.optim.Adam([*first.parameters(), *last.parameters()], lr=1e-2)
@@ -329,7 +372,12 @@ def bayes_by_backprop(wrap: Wrap) -> Any:
         optimizer.step()
         return loss
 
-    return [train_step(torch.randn(8, 4), torch.randn(8, 1)) for _ in range(4)], first, last, optimizer
+    return (
+        [train_step(torch.randn(8, 4), torch.randn(8, 1)) for _ in range(4)],
+        first,
+        last,
+        optimizer,
+    )
 
 
 @script("Gaussian processes written out: Cholesky, marginal likelihood, LinearOperator-free")
@@ -344,10 +392,18 @@ def gaussian_process(wrap: Wrap) -> Any:
         kernel = log_scale.exp() * torch.exp(-0.5 * torch.cdist(x, x).pow(2) / log_length.exp())
         chol = torch.linalg.cholesky(kernel + log_noise.exp() * torch.eye(len(x)))
         alpha = torch.cholesky_solve(y[:, None], chol)
-        loss = 0.5 * (y @ alpha[:, 0]) + chol.diagonal().log().sum() + 0.5 * len(x) * math.log(2 * math.pi)
+        loss = (
+            0.5 * (y @ alpha[:, 0])
+            + chol.diagonal().log().sum()
+            + 0.5 * len(x) * math.log(2 * math.pi)
+        )
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         return loss
 
-    return [train_step() for _ in range(4)], [log_scale.data, log_noise.data, log_length.data], optimizer
+    return (
+        [train_step() for _ in range(4)],
+        [log_scale.data, log_noise.data, log_length.data],
+        optimizer,
+    )

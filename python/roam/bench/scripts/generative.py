@@ -64,7 +64,11 @@ def vq_vae(wrap: Wrap) -> Any:
 
         def forward(self, z: Any) -> Any:
             flat = z.reshape(-1, size)
-            distances = flat.pow(2).sum(1, keepdim=True) + self.embedding.pow(2).sum(1) - 2 * flat @ self.embedding.t()
+            distances = (
+                flat.pow(2).sum(1, keepdim=True)
+                + self.embedding.pow(2).sum(1)
+                - 2 * flat @ self.embedding.t()
+            )
             onehot = functional.one_hot(distances.argmin(1), codes).type_as(flat)
             quantized = (onehot @ self.embedding).view_as(z)
             if self.training:
@@ -79,7 +83,11 @@ def vq_vae(wrap: Wrap) -> Any:
             perplexity = torch.exp(-torch.sum(probs * torch.log(probs + 1e-10)))
             return z + (quantized - z).detach(), loss, perplexity
 
-    encoder, decoder, quantizer = nn.Conv2d(1, size, 4, 2, 1), nn.ConvTranspose2d(size, 1, 4, 2, 1), Quantizer()
+    encoder, decoder, quantizer = (
+        nn.Conv2d(1, size, 4, 2, 1),
+        nn.ConvTranspose2d(size, 1, 4, 2, 1),
+        Quantizer(),
+    )
     model = nn.ModuleList([encoder, quantizer, decoder])
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, amsgrad=False)
 
@@ -151,7 +159,13 @@ def dcgan(wrap: Wrap) -> Any:
         optimizer_g.step()
         return (err_real + err_fake).item(), err_g.item(), d_x
 
-    return [train(torch.randn(3, 3, 16, 16)) for _ in range(4)], net_g, net_d, optimizer_g, optimizer_d
+    return (
+        [train(torch.randn(3, 3, 16, 16)) for _ in range(4)],
+        net_g,
+        net_d,
+        optimizer_g,
+        optimizer_d,
+    )
 
 
 @script("WGAN: weights clipped after each update, the critic five times as often")
@@ -233,7 +247,10 @@ def spectral_norm_gan(wrap: Wrap) -> Any:
     def discriminator_step(real: Any, z: Any) -> Any:
         optimizer_d.zero_grad()
         optimizer_g.zero_grad()
-        loss = functional.relu(1.0 - net_d(real)).mean() + functional.relu(1.0 + net_d(net_g(z))).mean()
+        loss = (
+            functional.relu(1.0 - net_d(real)).mean()
+            + functional.relu(1.0 + net_d(net_g(z))).mean()
+        )
         loss.backward()
         optimizer_d.step()
         return loss
@@ -249,7 +266,9 @@ def spectral_norm_gan(wrap: Wrap) -> Any:
 
     history = []
     for _ in range(3):
-        history += [discriminator_step(torch.randn(3, 3, 16, 16), torch.randn(3, 8, 1, 1)) for _ in range(2)]
+        history += [
+            discriminator_step(torch.randn(3, 3, 16, 16), torch.randn(3, 8, 1, 1)) for _ in range(2)
+        ]
         history.append(generator_step(torch.randn(3, 8, 1, 1)))
         with torch.no_grad():
             history.append(net_d(net_g(torch.randn(3, 8, 1, 1))))
@@ -275,7 +294,9 @@ def stylegan(wrap: Wrap) -> Any:
             return x.view(len(z), 3, 8, 8) + 0.1 * torch.randn(len(z), 1, 8, 8)
 
     net_g = G()
-    net_d = nn.Sequential(nn.Conv2d(3, 8, 3, 2, 1), nn.LeakyReLU(0.2), nn.Flatten(), nn.Linear(128, 1))
+    net_d = nn.Sequential(
+        nn.Conv2d(3, 8, 3, 2, 1), nn.LeakyReLU(0.2), nn.Flatten(), nn.Linear(128, 1)
+    )
     ema = copy.deepcopy(net_g).eval().requires_grad_(False)
     g_optim = torch.optim.Adam(net_g.parameters(), lr=2e-3, betas=(0.0, 0.99))
     d_optim = torch.optim.Adam(net_d.parameters(), lr=2e-3, betas=(0.0, 0.99))
@@ -294,7 +315,9 @@ def stylegan(wrap: Wrap) -> Any:
     @wrap
     def regularize(real: Any) -> Any:
         real = real.detach().clone().requires_grad_(True)
-        (grad_real,) = torch.autograd.grad(outputs=net_d(real).sum(), inputs=real, create_graph=True)
+        (grad_real,) = torch.autograd.grad(
+            outputs=net_d(real).sum(), inputs=real, create_graph=True
+        )
         r1 = grad_real.pow(2).reshape(len(real), -1).sum(1).mean()
         net_d.zero_grad()
         (10 / 2 * r1 * 2).backward()
@@ -322,7 +345,9 @@ def stylegan(wrap: Wrap) -> Any:
     return history, net_g, net_d, ema, g_optim, d_optim
 
 
-@script("pix2pix and CycleGAN: two generators, cycle and identity losses, itertools.chain, a history of images")
+@script(
+    "pix2pix and CycleGAN: two generators, cycle and identity losses, itertools.chain, a history of images"
+)
 def cyclegan(wrap: Wrap) -> Any:
     import itertools
     import random
@@ -338,8 +363,12 @@ def cyclegan(wrap: Wrap) -> Any:
         )
 
     g_ab, g_ba, d_a, d_b = gen(), gen(), _discriminator(), _discriminator()
-    optimizer_g = torch.optim.Adam(itertools.chain(g_ab.parameters(), g_ba.parameters()), lr=2e-4, betas=(0.5, 0.999))
-    optimizer_d = torch.optim.Adam(itertools.chain(d_a.parameters(), d_b.parameters()), lr=2e-4, betas=(0.5, 0.999))
+    optimizer_g = torch.optim.Adam(
+        itertools.chain(g_ab.parameters(), g_ba.parameters()), lr=2e-4, betas=(0.5, 0.999)
+    )
+    optimizer_d = torch.optim.Adam(
+        itertools.chain(d_a.parameters(), d_b.parameters()), lr=2e-4, betas=(0.5, 0.999)
+    )
 
     def set_requires_grad(nets: Any, requires_grad: bool) -> None:
         for net in nets:
@@ -347,7 +376,9 @@ def cyclegan(wrap: Wrap) -> Any:
                 param.requires_grad = requires_grad
 
     def gan(prediction: Any, is_real: bool) -> Any:
-        return functional.mse_loss(prediction, torch.tensor(1.0 if is_real else 0.0).expand_as(prediction))
+        return functional.mse_loss(
+            prediction, torch.tensor(1.0 if is_real else 0.0).expand_as(prediction)
+        )
 
     @wrap
     def generators(a: Any, b: Any) -> Any:
@@ -416,7 +447,10 @@ def ddpm_from_scratch(wrap: Wrap) -> Any:
     def train_step(x0: Any) -> Any:
         t = torch.randint(0, 50, (x0.shape[0],)).long()
         noise = torch.randn_like(x0)
-        x = extract(alphas_cumprod.sqrt(), t, x0.shape) * x0 + extract((1 - alphas_cumprod).sqrt(), t, x0.shape) * noise
+        x = (
+            extract(alphas_cumprod.sqrt(), t, x0.shape) * x0
+            + extract((1 - alphas_cumprod).sqrt(), t, x0.shape) * noise
+        )
         loss = functional.smooth_l1_loss(model(x, t), noise)
         optimizer.zero_grad()
         loss.backward()
@@ -428,7 +462,9 @@ def ddpm_from_scratch(wrap: Wrap) -> Any:
     return [train_step(torch.rand(4, 1, 8, 8)) for _ in range(4)], model, ema, optimizer
 
 
-@script("Improved DDPM and min-SNR: a cosine schedule, v-prediction, weighted loss, classifier-free guidance dropout")
+@script(
+    "Improved DDPM and min-SNR: a cosine schedule, v-prediction, weighted loss, classifier-free guidance dropout"
+)
 def ddpm_weighted(wrap: Wrap) -> Any:
     model, labels = _Denoiser(), nn.Embedding(6, 8)
     optimizer = torch.optim.Adam([*model.parameters(), *labels.parameters()], lr=1e-3)
@@ -453,7 +489,12 @@ def ddpm_weighted(wrap: Wrap) -> Any:
         optimizer.step()
         return loss
 
-    return [train_step(torch.rand(4, 1, 8, 8), torch.randint(0, 5, (4,))) for _ in range(4)], model, labels, optimizer
+    return (
+        [train_step(torch.rand(4, 1, 8, 8), torch.randint(0, 5, (4,))) for _ in range(4)],
+        model,
+        labels,
+        optimizer,
+    )
 
 
 @script("Score matching and flow matching (rectified flow)")
@@ -502,4 +543,9 @@ def masked_autoencoder(wrap: Wrap) -> Any:
         optimizer.step()
         return loss
 
-    return [train_step(torch.rand(4, patches, 16)) for _ in range(4)], modules, mask_token, optimizer
+    return (
+        [train_step(torch.rand(4, patches, 16)) for _ in range(4)],
+        modules,
+        mask_token,
+        optimizer,
+    )

@@ -13,7 +13,12 @@ functional = torch.nn.functional
 
 
 def _graph() -> tuple[Any, Any, Any, Any]:
-    return torch.randn(20, 8), torch.randint(0, 20, (2, 60)), torch.randint(0, 3, (20,)), torch.rand(20) < 0.6
+    return (
+        torch.randn(20, 8),
+        torch.randint(0, 20, (2, 60)),
+        torch.randint(0, 3, (20,)),
+        torch.rand(20) < 0.6,
+    )
 
 
 def _node_classification(wrap: Wrap, make: Any) -> Any:
@@ -88,7 +93,10 @@ def gin_batches(wrap: Wrap) -> Any:
             super().__init__()
             self.convs = nn.ModuleList(
                 GINConv(
-                    nn.Sequential(nn.Linear(n, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 16)), train_eps=True
+                    nn.Sequential(
+                        nn.Linear(n, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 16)
+                    ),
+                    train_eps=True,
                 )
                 for n in (8, 16)
             )
@@ -97,12 +105,18 @@ def gin_batches(wrap: Wrap) -> Any:
         def forward(self, x: Any, edge_index: Any, batch: Any, batch_size: int) -> Any:
             for conv in self.convs:
                 x = conv(x, edge_index).relu()
-            return self.head(functional.dropout(global_add_pool(x, batch, size=batch_size), 0.5, self.training))
+            return self.head(
+                functional.dropout(global_add_pool(x, batch, size=batch_size), 0.5, self.training)
+            )
 
     model = GIN()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     graphs = [
-        Data(x=torch.randn(6, 8), edge_index=torch.randint(0, 6, (2, 14)), y=torch.randint(0, 2, (1,)))
+        Data(
+            x=torch.randn(6, 8),
+            edge_index=torch.randint(0, 6, (2, 14)),
+            y=torch.randint(0, 2, (1,)),
+        )
         for _ in range(8)
     ]
 
@@ -115,14 +129,22 @@ def gin_batches(wrap: Wrap) -> Any:
         optimizer.step()
         return loss
 
-    return [train(data) for data in DataLoader(graphs, batch_size=4, shuffle=True)], model, optimizer
+    return (
+        [train(data) for data in DataLoader(graphs, batch_size=4, shuffle=True)],
+        model,
+        optimizer,
+    )
 
 
 @script("pygcn: an adjacency matrix that is dense, dropout, nll on indices")
 def pygcn(wrap: Wrap) -> Any:
     weights = nn.ModuleList([nn.Linear(8, 16, bias=False), nn.Linear(16, 3, bias=False)])
     optimizer = torch.optim.Adam(weights.parameters(), lr=0.01, weight_decay=5e-4)
-    features, adjacency, labels = torch.randn(20, 8), torch.softmax(torch.randn(20, 20), 1), torch.randint(0, 3, (20,))
+    features, adjacency, labels = (
+        torch.randn(20, 8),
+        torch.softmax(torch.randn(20, 20), 1),
+        torch.randint(0, 3, (20,)),
+    )
     idx_train, idx_val = torch.arange(8), torch.arange(8, 14)
 
     @wrap
@@ -138,7 +160,9 @@ def pygcn(wrap: Wrap) -> Any:
     return [train() for _ in range(4)], weights, optimizer
 
 
-@script("Message passing for molecules written out: scatter_add, edge networks, set2set-like readout")
+@script(
+    "Message passing for molecules written out: scatter_add, edge networks, set2set-like readout"
+)
 def message_passing(wrap: Wrap) -> Any:
     edge_net, cell, readout = nn.Linear(4, 64), nn.GRUCell(8, 8), nn.Linear(8, 1)
     model = nn.ModuleList([edge_net, cell, readout])
@@ -164,6 +188,12 @@ def message_passing(wrap: Wrap) -> Any:
     for _ in range(4):
         graph = torch.arange(12) // 4
         history.append(
-            train(torch.randn(12, 8), torch.randint(0, 12, (2, 30)), torch.randn(30, 4), graph, torch.randn(3))
+            train(
+                torch.randn(12, 8),
+                torch.randint(0, 12, (2, 30)),
+                torch.randn(30, 4),
+                graph,
+                torch.randn(3),
+            )
         )
     return history, model, optimizer

@@ -1,4 +1,6 @@
-"""transformers, accelerate, peft and diffusers, as their examples without Trainer have it, and with it."""
+"""transformers, accelerate, peft and diffusers, as their examples without Trainer have it, and with
+it.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,14 @@ def _gpt2() -> Any:
     import transformers
 
     config = transformers.GPT2Config(
-        vocab_size=99, n_layer=2, n_embd=32, n_head=4, n_positions=64, bos_token_id=1, eos_token_id=2, use_cache=False
+        vocab_size=99,
+        n_layer=2,
+        n_embd=32,
+        n_head=4,
+        n_positions=64,
+        bos_token_id=1,
+        eos_token_id=2,
+        use_cache=False,
     )
     return transformers.GPT2LMHeadModel(config)
 
@@ -38,12 +47,20 @@ def _train(wrap: Wrap, model: Any, batches: Any, schedule: str = "linear") -> An
     named = list(model.named_parameters())
     optimizer = torch.optim.AdamW(
         [
-            {"params": [p for n, p in named if not any(nd in n for nd in no_decay)], "weight_decay": 0.1},
-            {"params": [p for n, p in named if any(nd in n for nd in no_decay)], "weight_decay": 0.0},
+            {
+                "params": [p for n, p in named if not any(nd in n for nd in no_decay)],
+                "weight_decay": 0.1,
+            },
+            {
+                "params": [p for n, p in named if any(nd in n for nd in no_decay)],
+                "weight_decay": 0.0,
+            },
         ],
         lr=5e-4,
     )
-    lr_scheduler = transformers.get_scheduler(schedule, optimizer=optimizer, num_warmup_steps=1, num_training_steps=6)
+    lr_scheduler = transformers.get_scheduler(
+        schedule, optimizer=optimizer, num_warmup_steps=1, num_training_steps=6
+    )
     model.train()
 
     @wrap
@@ -64,11 +81,21 @@ def run_clm(wrap: Wrap) -> Any:
     return _train(
         wrap,
         _gpt2(),
-        [{"input_ids": (t := _tokens()), "attention_mask": torch.ones_like(t), "labels": t.clone()} for _ in range(4)],
+        [
+            {
+                "input_ids": (t := _tokens()),
+                "attention_mask": torch.ones_like(t),
+                "labels": t.clone(),
+            }
+            for _ in range(4)
+        ],
     )
 
 
-@script("transformers examples: run_mlm_no_trainer (BERT, masking outside, padding in the batch)", "transformers")
+@script(
+    "transformers examples: run_mlm_no_trainer (BERT, masking outside, padding in the batch)",
+    "transformers",
+)
 def run_mlm(wrap: Wrap) -> Any:
     import transformers
 
@@ -77,10 +104,17 @@ def run_mlm(wrap: Wrap) -> Any:
         labels = torch.where(torch.rand(ids.shape) < 0.15, ids, -100)
         mask = torch.ones_like(ids)
         mask[1, -3:] = 0
-        return {"input_ids": ids.masked_fill(labels != -100, 3), "attention_mask": mask, "labels": labels}
+        return {
+            "input_ids": ids.masked_fill(labels != -100, 3),
+            "attention_mask": mask,
+            "labels": labels,
+        }
 
     return _train(
-        wrap, transformers.BertForMaskedLM(transformers.BertConfig(**_SMALL)), [batch() for _ in range(4)], "cosine"
+        wrap,
+        transformers.BertForMaskedLM(transformers.BertConfig(**_SMALL)),
+        [batch() for _ in range(4)],
+        "cosine",
     )
 
 
@@ -90,23 +124,42 @@ def token_classification(wrap: Wrap) -> Any:
 
     model = transformers.DistilBertForTokenClassification(
         transformers.DistilBertConfig(
-            vocab_size=99, dim=32, n_layers=2, n_heads=4, hidden_dim=64, max_position_embeddings=64, num_labels=5
+            vocab_size=99,
+            dim=32,
+            n_layers=2,
+            n_heads=4,
+            hidden_dim=64,
+            max_position_embeddings=64,
+            num_labels=5,
         )
     )
     batches = [
-        {"input_ids": (t := _tokens()), "attention_mask": torch.ones_like(t), "labels": torch.randint(0, 5, t.shape)}
+        {
+            "input_ids": (t := _tokens()),
+            "attention_mask": torch.ones_like(t),
+            "labels": torch.randint(0, 5, t.shape),
+        }
         for _ in range(4)
     ]
     return _train(wrap, model, batches)
 
 
-@script("transformers examples: text classification (GLUE), a batch of another length at the end", "transformers")
+@script(
+    "transformers examples: text classification (GLUE), a batch of another length at the end",
+    "transformers",
+)
 def text_classification(wrap: Wrap) -> Any:
     import transformers
 
-    model = transformers.RobertaForSequenceClassification(transformers.RobertaConfig(**_SMALL, num_labels=3))
+    model = transformers.RobertaForSequenceClassification(
+        transformers.RobertaConfig(**_SMALL, num_labels=3)
+    )
     batches = [
-        {"input_ids": (t := _tokens(n)), "attention_mask": torch.ones_like(t), "labels": torch.randint(0, 3, (2,))}
+        {
+            "input_ids": (t := _tokens(n)),
+            "attention_mask": torch.ones_like(t),
+            "labels": torch.randint(0, 3, (2,)),
+        }
         for n in (12, 12, 12, 9)
     ]
     return _train(wrap, model, batches)
@@ -118,11 +171,18 @@ def t5_translation(wrap: Wrap) -> Any:
 
     model = transformers.T5ForConditionalGeneration(
         transformers.T5Config(
-            vocab_size=99, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, decoder_start_token_id=0
+            vocab_size=99,
+            d_model=32,
+            d_kv=8,
+            d_ff=64,
+            num_layers=2,
+            num_heads=4,
+            decoder_start_token_id=0,
         )
     )
     batches = [
-        {"input_ids": _tokens(), "labels": _tokens(8).masked_fill(torch.rand(2, 8) < 0.2, -100)} for _ in range(4)
+        {"input_ids": _tokens(), "labels": _tokens(8).masked_fill(torch.rand(2, 8) < 0.2, -100)}
+        for _ in range(4)
     ]
     return _train(wrap, model, batches)
 
@@ -138,7 +198,10 @@ def vit_classification(wrap: Wrap) -> Any:
     return _train(
         wrap,
         model,
-        [{"pixel_values": torch.randn(2, 3, 16, 16), "labels": torch.randint(0, 3, (2,))} for _ in range(4)],
+        [
+            {"pixel_values": torch.randn(2, 3, 16, 16), "labels": torch.randint(0, 3, (2,))}
+            for _ in range(4)
+        ],
     )
 
 
@@ -184,7 +247,11 @@ def whisper(wrap: Wrap) -> Any:
         pad_token_id=0, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
     model = transformers.WhisperForConditionalGeneration(config)
-    return _train(wrap, model, [{"input_features": torch.randn(2, 8, 20), "labels": _tokens(6)} for _ in range(4)])
+    return _train(
+        wrap,
+        model,
+        [{"input_features": torch.randn(2, 8, 20), "labels": _tokens(6)} for _ in range(4)],
+    )
 
 
 @script("transformers examples: speech recognition, CTC (Wav2Vec2)", "transformers")
@@ -198,7 +265,12 @@ def wav2vec2_ctc(wrap: Wrap) -> Any:
     )  # fmt: skip
     model = transformers.Wav2Vec2ForCTC(config)
     return _train(
-        wrap, model, [{"input_values": torch.randn(2, 600), "labels": torch.randint(1, 20, (2, 5))} for _ in range(3)]
+        wrap,
+        model,
+        [
+            {"input_values": torch.randn(2, 600), "labels": torch.randint(1, 20, (2, 5))}
+            for _ in range(3)
+        ],
     )
 
 
@@ -214,7 +286,10 @@ def segformer(wrap: Wrap) -> Any:
     return _train(
         wrap,
         model,
-        [{"pixel_values": torch.randn(2, 3, 16, 16), "labels": torch.randint(0, 4, (2, 16, 16))} for _ in range(3)],
+        [
+            {"pixel_values": torch.randn(2, 3, 16, 16), "labels": torch.randint(0, 4, (2, 16, 16))}
+            for _ in range(3)
+        ],
     )
 
 
@@ -235,7 +310,11 @@ def hf_trainer(wrap: Wrap) -> Any:
     return model, trainer.optimizer
 
 
-@script("accelerate: the loop of the quick tour (prepare, backward, clip_grad_norm_)", "accelerate", "transformers")
+@script(
+    "accelerate: the loop of the quick tour (prepare, backward, clip_grad_norm_)",
+    "accelerate",
+    "transformers",
+)
 def accelerate_loop(wrap: Wrap) -> Any:
     import accelerate
 
@@ -289,10 +368,17 @@ def peft_lora(wrap: Wrap) -> Any:
     import peft
 
     config = peft.LoraConfig(
-        task_type="CAUSAL_LM", r=4, lora_alpha=8, lora_dropout=0.1, target_modules=["c_attn"], fan_in_fan_out=True
+        task_type="CAUSAL_LM",
+        r=4,
+        lora_alpha=8,
+        lora_dropout=0.1,
+        target_modules=["c_attn"],
+        fan_in_fan_out=True,
     )
     model = peft.get_peft_model(_gpt2(), config)
-    return _train(wrap, model, [{"input_ids": (t := _tokens()), "labels": t.clone()} for _ in range(4)])
+    return _train(
+        wrap, model, [{"input_ids": (t := _tokens()), "labels": t.clone()} for _ in range(4)]
+    )
 
 
 @script("diffusers: unconditional image generation (UNet2D, DDPM scheduler, EMAModel)", "diffusers")
@@ -330,12 +416,20 @@ def diffusers_unconditional(wrap: Wrap) -> Any:
     return history, model, ema.shadow_params, optimizer, lr_scheduler
 
 
-@script("diffusers: text to image (frozen text encoder and autoencoder, conditional UNet)", "diffusers", "transformers")
+@script(
+    "diffusers: text to image (frozen text encoder and autoencoder, conditional UNet)",
+    "diffusers",
+    "transformers",
+)
 def diffusers_text_to_image(wrap: Wrap) -> Any:
     import diffusers
     import transformers
 
-    text_encoder = transformers.CLIPTextModel(transformers.CLIPTextConfig(**_SMALL)).requires_grad_(False).eval()
+    text_encoder = (
+        transformers.CLIPTextModel(transformers.CLIPTextConfig(**_SMALL))
+        .requires_grad_(False)
+        .eval()
+    )
     vae = diffusers.AutoencoderKL(
         block_out_channels=(8, 8), norm_num_groups=4, latent_channels=4, sample_size=16
     ).requires_grad_(False)
@@ -347,7 +441,9 @@ def diffusers_text_to_image(wrap: Wrap) -> Any:
     def train_step(pixels: Any, ids: Any) -> Any:
         latents = vae.encode(pixels).latent_dist.sample() * 0.18215
         noise = torch.randn_like(latents)
-        timesteps = torch.randint(0, noise_scheduler.config.num_train_timesteps, (len(latents),)).long()
+        timesteps = torch.randint(
+            0, noise_scheduler.config.num_train_timesteps, (len(latents),)
+        ).long()
         noisy = noise_scheduler.add_noise(latents, noise, timesteps)
         states = text_encoder(ids, return_dict=False)[0]
         if noise_scheduler.config.prediction_type == "epsilon":
@@ -355,7 +451,9 @@ def diffusers_text_to_image(wrap: Wrap) -> Any:
         else:
             target = noise_scheduler.get_velocity(latents, noise, timesteps)
         loss = functional.mse_loss(
-            unet(noisy, timesteps, states, return_dict=False)[0].float(), target.float(), reduction="mean"
+            unet(noisy, timesteps, states, return_dict=False)[0].float(),
+            target.float(),
+            reduction="mean",
         )
         loss.backward()
         torch.nn.utils.clip_grad_norm_(unet.parameters(), 1.0)
@@ -380,9 +478,9 @@ def diffusers_controlnet(wrap: Wrap) -> Any:
     import diffusers
 
     unet = _conditional_unet().requires_grad_(False)
-    controlnet = diffusers.ControlNetModel.from_unet(unet, conditioning_embedding_out_channels=(8, 16)).requires_grad_(
-        True
-    )
+    controlnet = diffusers.ControlNetModel.from_unet(
+        unet, conditioning_embedding_out_channels=(8, 16)
+    ).requires_grad_(True)
     noise_scheduler = diffusers.DDPMScheduler(num_train_timesteps=50)
     optimizer = torch.optim.AdamW(controlnet.parameters(), lr=1e-3)
 
@@ -391,7 +489,9 @@ def diffusers_controlnet(wrap: Wrap) -> Any:
         noise = torch.randn_like(latents)
         timesteps = torch.randint(0, 50, (len(latents),)).long()
         noisy = noise_scheduler.add_noise(latents, noise, timesteps)
-        down, mid = controlnet(noisy, timesteps, encoder_hidden_states=states, controlnet_cond=image, return_dict=False)
+        down, mid = controlnet(
+            noisy, timesteps, encoder_hidden_states=states, controlnet_cond=image, return_dict=False
+        )
         found = unet(
             noisy,
             timesteps,
@@ -406,11 +506,17 @@ def diffusers_controlnet(wrap: Wrap) -> Any:
         optimizer.zero_grad(set_to_none=True)
         return loss
 
-    history = [train_step(torch.randn(2, 4, 8, 8), torch.randn(2, 7, 32), torch.randn(2, 3, 16, 16)) for _ in range(3)]
+    history = [
+        train_step(torch.randn(2, 4, 8, 8), torch.randn(2, 7, 32), torch.randn(2, 3, 16, 16))
+        for _ in range(3)
+    ]
     return history, controlnet, optimizer
 
 
-@script("trl: supervised fine-tuning written out, with packed sequences and completion masks", "transformers")
+@script(
+    "trl: supervised fine-tuning written out, with packed sequences and completion masks",
+    "transformers",
+)
 def completion_only(wrap: Wrap) -> Any:
     import transformers
 

@@ -25,11 +25,16 @@ class CausalSelfAttention(nn.Module):
         self.c_attn = nn.Linear(_SIZE, 3 * _SIZE)
         self.c_proj = nn.Linear(_SIZE, _SIZE)
         self.dropout = dropout
-        self.register_buffer("bias", torch.tril(torch.ones(_BLOCK, _BLOCK)).view(1, 1, _BLOCK, _BLOCK))
+        self.register_buffer(
+            "bias", torch.tril(torch.ones(_BLOCK, _BLOCK)).view(1, 1, _BLOCK, _BLOCK)
+        )
 
     def forward(self, x: Any) -> Any:
         batch, length, size = x.size()
-        q, k, v = (part.view(batch, length, 4, size // 4).transpose(1, 2) for part in self.c_attn(x).split(size, dim=2))
+        q, k, v = (
+            part.view(batch, length, 4, size // 4).transpose(1, 2)
+            for part in self.c_attn(x).split(size, dim=2)
+        )
         y = functional.scaled_dot_product_attention(
             q, k, v, attn_mask=None, dropout_p=self.dropout if self.training else 0, is_causal=True
         )
@@ -76,15 +81,21 @@ class GPT(nn.Module):
         if targets is None:
             return self.lm_head(x[:, [-1], :]), None
         logits = self.lm_head(x)
-        return logits, functional.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1), ignore_index=-1)
+        return logits, functional.cross_entropy(
+            logits.view(-1, logits.size(-1)), targets.view(-1), ignore_index=-1
+        )
 
-    def configure_optimizers(self, weight_decay: float, learning_rate: float) -> torch.optim.Optimizer:
+    def configure_optimizers(
+        self, weight_decay: float, learning_rate: float
+    ) -> torch.optim.Optimizer:
         params = [p for p in self.parameters() if p.requires_grad]
         groups = [
             {"params": [p for p in params if p.dim() >= 2], "weight_decay": weight_decay},
             {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
         ]
-        fused = {"fused": True} if "fused" in inspect.signature(torch.optim.AdamW).parameters else {}
+        fused = (
+            {"fused": True} if "fused" in inspect.signature(torch.optim.AdamW).parameters else {}
+        )
         return torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, 0.95), **fused)
 
 
@@ -92,7 +103,9 @@ def _tokens(batch: int = 2, length: int = _BLOCK) -> Any:
     return torch.randint(0, _VOCAB, (batch, length))
 
 
-@script("nanoGPT: train.py (micro-batches, autocast context, clipping, cosine rate by hand, scaler)")
+@script(
+    "nanoGPT: train.py (micro-batches, autocast context, clipping, cosine rate by hand, scaler)"
+)
 def nanogpt(wrap: Wrap) -> Any:
     gradient_accumulation_steps, grad_clip, max_iters = 2, 1.0, 5
     model = GPT(dropout=0.1)
@@ -177,7 +190,9 @@ def bigram_gpt(wrap: Wrap) -> Any:
         def forward(self, idx: Any, targets: Any) -> Any:
             logits = self.token_embedding_table(idx)
             batch, length, channels = logits.shape
-            return functional.cross_entropy(logits.view(batch * length, channels), targets.view(batch * length))
+            return functional.cross_entropy(
+                logits.view(batch * length, channels), targets.view(batch * length)
+            )
 
         def generate(self, idx: Any, count: int) -> Any:
             for _ in range(count):
@@ -220,7 +235,9 @@ def llama_written_out(wrap: Wrap) -> Any:
 
         def forward(self, x: Any) -> Any:
             wide = x.float()
-            return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)).type_as(x) * self.weight
+            return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)).type_as(
+                x
+            ) * self.weight
 
     def rotate(x: Any, freqs: Any) -> Any:
         pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
@@ -229,7 +246,10 @@ def llama_written_out(wrap: Wrap) -> Any:
     class Layer(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.wq, self.wo = nn.Linear(_SIZE, heads * head, bias=False), nn.Linear(heads * head, _SIZE, bias=False)
+            self.wq, self.wo = (
+                nn.Linear(_SIZE, heads * head, bias=False),
+                nn.Linear(heads * head, _SIZE, bias=False),
+            )
             self.wk, self.wv = (nn.Linear(_SIZE, kv_heads * head, bias=False) for _ in range(2))
             self.w1, self.w3 = (nn.Linear(_SIZE, 48, bias=False) for _ in range(2))
             self.w2 = nn.Linear(48, _SIZE, bias=False)
@@ -256,7 +276,9 @@ def llama_written_out(wrap: Wrap) -> Any:
             self.output = nn.Linear(_SIZE, _VOCAB, bias=False)
             freqs = 1.0 / (10000.0 ** (torch.arange(0, head, 2).float() / head))
             angles = torch.outer(torch.arange(_BLOCK), freqs)
-            self.register_buffer("freqs", torch.polar(torch.ones_like(angles), angles), persistent=False)
+            self.register_buffer(
+                "freqs", torch.polar(torch.ones_like(angles), angles), persistent=False
+            )
 
         def forward(self, tokens: Any) -> Any:
             h = self.tok_embeddings(tokens)
@@ -265,7 +287,9 @@ def llama_written_out(wrap: Wrap) -> Any:
             return self.norm(h)
 
     model = Llama()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, foreach=True)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, foreach=True
+    )
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 3))
 
     @wrap
@@ -273,7 +297,9 @@ def llama_written_out(wrap: Wrap) -> Any:
         optimizer.zero_grad()
         hidden = model(tokens)
         losses = [
-            functional.cross_entropy(model.output(part).flatten(0, 1).float(), target.flatten(), reduction="sum")
+            functional.cross_entropy(
+                model.output(part).flatten(0, 1).float(), target.flatten(), reduction="sum"
+            )
             for part, target in zip(hidden.chunk(2, dim=1), labels.chunk(2, dim=1), strict=True)
         ]
         loss = sum(losses) / labels.numel()
@@ -286,7 +312,9 @@ def llama_written_out(wrap: Wrap) -> Any:
     return [train_step(_tokens(), _tokens()) for _ in range(4)], model, optimizer, scheduler
 
 
-@script("Switch Transformer: experts by top-1 routing, with capacity by masks, and an auxiliary loss")
+@script(
+    "Switch Transformer: experts by top-1 routing, with capacity by masks, and an auxiliary loss"
+)
 def mixture_of_experts(wrap: Wrap) -> Any:
     experts, size = 4, 16
 
@@ -295,7 +323,8 @@ def mixture_of_experts(wrap: Wrap) -> Any:
             super().__init__()
             self.gate = nn.Linear(size, experts, bias=False)
             self.experts = nn.ModuleList(
-                nn.Sequential(nn.Linear(size, 32), nn.ReLU(), nn.Linear(32, size)) for _ in range(experts)
+                nn.Sequential(nn.Linear(size, 32), nn.ReLU(), nn.Linear(32, size))
+                for _ in range(experts)
             )
 
         def forward(self, x: Any) -> Any:
@@ -309,7 +338,9 @@ def mixture_of_experts(wrap: Wrap) -> Any:
             load = functional.one_hot(chosen[..., 0], experts).float().mean(dim=0)
             return out, experts * (load * probs.mean(dim=0)).sum()
 
-    model = nn.ModuleDict({"embed": nn.Embedding(_VOCAB, size), "moe": MoE(), "head": nn.Linear(size, _VOCAB)})
+    model = nn.ModuleDict(
+        {"embed": nn.Embedding(_VOCAB, size), "moe": MoE(), "head": nn.Linear(size, _VOCAB)}
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
     @wrap
@@ -322,10 +353,16 @@ def mixture_of_experts(wrap: Wrap) -> Any:
         optimizer.step()
         return loss, aux
 
-    return [train_step(_tokens().flatten(), _tokens().flatten()) for _ in range(4)], model, optimizer
+    return (
+        [train_step(_tokens().flatten(), _tokens().flatten()) for _ in range(4)],
+        model,
+        optimizer,
+    )
 
 
-@script("Mixtral as transformers first had it: tokens gathered by expert with torch.where and index_add_")
+@script(
+    "Mixtral as transformers first had it: tokens gathered by expert with torch.where and index_add_"
+)
 def mixture_of_experts_gathered(wrap: Wrap) -> Any:
     experts, size = 3, 16
     gate = nn.Linear(size, experts, bias=False)
@@ -346,7 +383,12 @@ def mixture_of_experts_gathered(wrap: Wrap) -> Any:
         optimizer.step()
         return loss
 
-    return [train_step(torch.randn(6, size), torch.randn(6, size)) for _ in range(4)], gate, mlps, optimizer
+    return (
+        [train_step(torch.randn(6, size), torch.randn(6, size)) for _ in range(4)],
+        gate,
+        mlps,
+        optimizer,
+    )
 
 
 @script("word2vec: skip-gram with negative samples")
@@ -354,12 +396,17 @@ def word2vec(wrap: Wrap) -> Any:
     class SkipGram(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.u, self.v = nn.Embedding(_VOCAB, 8, sparse=False), nn.Embedding(_VOCAB, 8, sparse=False)
+            self.u, self.v = (
+                nn.Embedding(_VOCAB, 8, sparse=False),
+                nn.Embedding(_VOCAB, 8, sparse=False),
+            )
             nn.init.uniform_(self.u.weight, -0.5 / 8, 0.5 / 8)
 
         def forward(self, pos_u: Any, pos_v: Any, neg_v: Any) -> Any:
             emb_u, emb_v, emb_neg = self.u(pos_u), self.v(pos_v), self.v(neg_v)
-            score = functional.logsigmoid(torch.clamp(torch.sum(emb_u * emb_v, dim=1), max=10, min=-10))
+            score = functional.logsigmoid(
+                torch.clamp(torch.sum(emb_u * emb_v, dim=1), max=10, min=-10)
+            )
             neg = torch.clamp(torch.bmm(emb_neg, emb_u.unsqueeze(2)).squeeze(), max=10, min=-10)
             return -torch.mean(score + torch.sum(functional.logsigmoid(-neg), dim=1))
 
@@ -377,7 +424,10 @@ def word2vec(wrap: Wrap) -> Any:
         return loss.item()
 
     return (
-        [train_step(torch.randint(0, _VOCAB, (8,)), torch.randint(0, _VOCAB, (8,))) for _ in range(4)],
+        [
+            train_step(torch.randint(0, _VOCAB, (8,)), torch.randint(0, _VOCAB, (8,)))
+            for _ in range(4)
+        ],
         model,
         optimizer,
     )
@@ -467,14 +517,18 @@ def lora_by_hand(wrap: Wrap) -> Any:
     return [train_step(_tokens(), _tokens()) for _ in range(4)], model, optimizer
 
 
-@script("Direct preference optimization: a frozen reference, log-probabilities of chosen and rejected answers")
+@script(
+    "Direct preference optimization: a frozen reference, log-probabilities of chosen and rejected answers"
+)
 def preference_optimization(wrap: Wrap) -> Any:
     policy, reference = GPT(), GPT().eval().requires_grad_(False)
     reference.load_state_dict(policy.state_dict())
     optimizer = torch.optim.RMSprop(policy.parameters(), lr=1e-3)
 
     def logps(model: Any, tokens: Any, mask: Any) -> Any:
-        hidden = model.transformer.drop(model.transformer.wte(tokens) + model.transformer.wpe.weight[: tokens.size(1)])
+        hidden = model.transformer.drop(
+            model.transformer.wte(tokens) + model.transformer.wpe.weight[: tokens.size(1)]
+        )
         for block in model.transformer.h:
             hidden = block(hidden)
         logits = model.lm_head(model.transformer.ln_f(hidden))[:, :-1]
@@ -512,7 +566,11 @@ def distillation(wrap: Wrap) -> Any:
         student_logits, label_loss = student(inputs, labels)
         soft_targets = functional.softmax(teacher_logits / temperature, dim=-1)
         soft_prob = functional.log_softmax(student_logits / temperature, dim=-1)
-        soft_loss = torch.sum(soft_targets * (soft_targets.log() - soft_prob)) / soft_prob.size()[0] * (temperature**2)
+        soft_loss = (
+            torch.sum(soft_targets * (soft_targets.log() - soft_prob))
+            / soft_prob.size()[0]
+            * (temperature**2)
+        )
         loss = weight * soft_loss + (1 - weight) * label_loss
         loss.backward()
         optimizer.step()
@@ -545,7 +603,9 @@ def master_weights(wrap: Wrap) -> Any:
     return [train_step(_tokens(), _tokens()) for _ in range(4)], model, masters, optimizer
 
 
-@script("Gradient accumulation across calls, with an update every second micro-batch and `no_sync`-like contexts")
+@script(
+    "Gradient accumulation across calls, with an update every second micro-batch and `no_sync`-like contexts"
+)
 def accumulation_across_calls(wrap: Wrap) -> Any:
     model = GPT(dropout=0.1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -560,10 +620,16 @@ def accumulation_across_calls(wrap: Wrap) -> Any:
             optimizer.zero_grad()
         return loss
 
-    return [train_step(_tokens(), _tokens(), index % 2 == 1) for index in range(6)], model, optimizer
+    return (
+        [train_step(_tokens(), _tokens(), index % 2 == 1) for index in range(6)],
+        model,
+        optimizer,
+    )
 
 
-@script("Sequence tagging with a BiLSTM and a CRF (PyTorch tutorials, the batched forward algorithm)")
+@script(
+    "Sequence tagging with a BiLSTM and a CRF (PyTorch tutorials, the batched forward algorithm)"
+)
 def bilstm_crf(wrap: Wrap) -> Any:
     tags, size = 4, 8
 
@@ -580,7 +646,10 @@ def bilstm_crf(wrap: Wrap) -> Any:
             alpha = features[:, 0]
             gold = features[:, 0].gather(1, labels[:, :1]).squeeze(1)
             for index in range(1, features.size(1)):
-                alpha = torch.logsumexp(alpha.unsqueeze(2) + self.transitions, dim=1) + features[:, index]
+                alpha = (
+                    torch.logsumexp(alpha.unsqueeze(2) + self.transitions, dim=1)
+                    + features[:, index]
+                )
                 gold = gold + self.transitions[labels[:, index - 1], labels[:, index]]
                 gold = gold + features[:, index].gather(1, labels[:, index : index + 1]).squeeze(1)
             return (torch.logsumexp(alpha, dim=1) - gold).mean()
@@ -596,4 +665,8 @@ def bilstm_crf(wrap: Wrap) -> Any:
         optimizer.step()
         return loss
 
-    return [train_step(_tokens(3, 6), torch.randint(0, tags, (3, 6))) for _ in range(4)], model, optimizer
+    return (
+        [train_step(_tokens(3, 6), torch.randint(0, tags, (3, 6))) for _ in range(4)],
+        model,
+        optimizer,
+    )

@@ -98,7 +98,10 @@ def lightning_module_by_hand(wrap: Wrap) -> Any:
 
         def configure_optimizers(self) -> Any:
             optimizer = torch.optim.Adam(self.parameters(), lr=1e-2)
-            return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1)}
+            return {
+                "optimizer": optimizer,
+                "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1),
+            }
 
     module = Module()
     found = module.configure_optimizers()
@@ -117,7 +120,9 @@ def lightning_module_by_hand(wrap: Wrap) -> Any:
     return history, module, optimizer, scheduler
 
 
-@script("einops and functional style: rearrange written as reshape, parameters in a dict, update by torch.func.grad")
+@script(
+    "einops and functional style: rearrange written as reshape, parameters in a dict, update by torch.func.grad"
+)
 def functional_style(wrap: Wrap) -> Any:
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
     params = {name: value.detach().clone() for name, value in model.named_parameters()}

@@ -27,14 +27,18 @@ def maml(wrap: Wrap) -> Any:
             for _ in range(2):
                 loss = functional.mse_loss(functional_call(model, params, (x_support,)), y_support)
                 grads = torch.autograd.grad(loss, list(params.values()), create_graph=True)
-                params = {name: p - 0.01 * g for (name, p), g in zip(params.items(), grads, strict=True)}
+                params = {
+                    name: p - 0.01 * g for (name, p), g in zip(params.items(), grads, strict=True)
+                }
             outer = outer + functional.mse_loss(functional_call(model, params, (x_query,)), y_query)
         outer = outer / len(tasks)
         outer.backward()
         optimizer.step()
         return outer
 
-    history = [train_step([tuple(torch.randn(5, 1) for _ in range(4)) for _ in range(3)]) for _ in range(3)]
+    history = [
+        train_step([tuple(torch.randn(5, 1) for _ in range(4)) for _ in range(3)]) for _ in range(3)
+    ]
     return history, model, optimizer
 
 
@@ -83,13 +87,17 @@ def reptile(wrap: Wrap) -> Any:
         history += [train_on_batch(torch.randn(5, 1), torch.randn(5, 1)) for _ in range(3)]
         after = model.state_dict()
         step = 0.1 * (1 - iteration / 3)
-        model.load_state_dict({name: before[name] + (after[name] - before[name]) * step for name in before})
+        model.load_state_dict(
+            {name: before[name] + (after[name] - before[name]) * step for name in before}
+        )
     return history, model
 
 
 @script("Prototypical networks: class means, squared distances, accuracy")
 def prototypical_networks(wrap: Wrap) -> Any:
-    encoder = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten())
+    encoder = nn.Sequential(
+        nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()
+    )
     optimizer = torch.optim.Adam(encoder.parameters(), lr=1e-3)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
 

@@ -1,8 +1,10 @@
-"""Training scripts, each as the documentation of its library or the tutorial has it, in a size that trains in seconds.
+"""Training scripts, each as the documentation of its library or the tutorial has it, in a size that
+trains in seconds.
 
-A script is a function that builds its own data, model and optimizer, and takes one argument: `wrap`, which is put around its step
-functions. It is `roam.compile`, or the identity for the eager run; nothing else differs. It returns everything that a user
-could look at afterwards: what the steps returned, modules, optimizers, schedulers, scalers.
+A script is a function that builds its own data, model and optimizer, and takes one argument:
+`wrap`, which is put around its step functions. It is `roam.compile`, or the identity for the eager
+run; nothing else differs. It returns everything that a user could look at afterwards: what the
+steps returned, modules, optimizers, schedulers, scalers.
 """
 
 from __future__ import annotations

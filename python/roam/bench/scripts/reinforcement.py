@@ -1,4 +1,6 @@
-"""Reinforcement learning: acting outside of the step, learning inside; environments are made of random numbers."""
+"""Reinforcement learning: acting outside of the step, learning inside; environments are made of
+random numbers.
+"""
 
 from __future__ import annotations
 
@@ -58,22 +60,34 @@ def dqn(wrap: Wrap) -> Any:
         state = torch.randn(1, _STATE)
         with torch.no_grad():
             action = (
-                policy_net(state).max(1).indices.view(1, 1) if random.random() > 0.3 else torch.randint(0, 2, (1, 1))
+                policy_net(state).max(1).indices.view(1, 1)
+                if random.random() > 0.3
+                else torch.randint(0, 2, (1, 1))
             )
-        memory.append((state, action, torch.rand(1), torch.randn(1, _STATE), torch.tensor([step % 5 == 0])))
+        memory.append(
+            (state, action, torch.rand(1), torch.randn(1, _STATE), torch.tensor([step % 5 == 0]))
+        )
         if len(memory) >= 8:
-            history.append(optimize_model(*(torch.cat(part) for part in zip(*random.sample(memory, 8), strict=True))))
+            history.append(
+                optimize_model(
+                    *(torch.cat(part) for part in zip(*random.sample(memory, 8), strict=True))
+                )
+            )
     return history, policy_net, target_net, optimizer
 
 
-@script("DQN as the tutorial has it: values of the states that are not final, picked by a boolean mask")
+@script(
+    "DQN as the tutorial has it: values of the states that are not final, picked by a boolean mask"
+)
 def dqn_boolean_mask(wrap: Wrap) -> Any:
     policy_net = _mlp(_ACTIONS)
     target_net = copy.deepcopy(policy_net)
     optimizer = torch.optim.AdamW(policy_net.parameters(), lr=1e-3)
 
     @wrap
-    def optimize_model(state: Any, action: Any, reward: Any, non_final_next: Any, non_final_mask: Any) -> Any:
+    def optimize_model(
+        state: Any, action: Any, reward: Any, non_final_next: Any, non_final_mask: Any
+    ) -> Any:
         values = policy_net(state).gather(1, action)
         next_values = torch.zeros(8)
         with torch.no_grad():
@@ -89,7 +103,11 @@ def dqn_boolean_mask(wrap: Wrap) -> Any:
         mask = torch.tensor([True] * 6 + [False] * 2)
         history.append(
             optimize_model(
-                torch.randn(8, _STATE), torch.randint(0, 2, (8, 1)), torch.rand(8), torch.randn(6, _STATE), mask
+                torch.randn(8, _STATE),
+                torch.randint(0, 2, (8, 1)),
+                torch.rand(8),
+                torch.randn(6, _STATE),
+                mask,
             )
         )
     return history, policy_net, optimizer
@@ -97,12 +115,16 @@ def dqn_boolean_mask(wrap: Wrap) -> Any:
 
 @script("PyTorch examples: REINFORCE")
 def reinforce(wrap: Wrap) -> Any:
-    policy = nn.Sequential(nn.Linear(_STATE, 16), nn.Dropout(p=0.6), nn.ReLU(), nn.Linear(16, _ACTIONS))
+    policy = nn.Sequential(
+        nn.Linear(_STATE, 16), nn.Dropout(p=0.6), nn.ReLU(), nn.Linear(16, _ACTIONS)
+    )
     optimizer = torch.optim.Adam(policy.parameters(), lr=1e-2)
 
     @wrap
     def finish_episode(states: Any, actions: Any, returns: Any) -> Any:
-        log_probs = torch.distributions.Categorical(logits=policy(states), validate_args=False).log_prob(actions)
+        log_probs = torch.distributions.Categorical(
+            logits=policy(states), validate_args=False
+        ).log_prob(actions)
         policy_loss = (-log_probs * returns).sum()
         optimizer.zero_grad()
         policy_loss.backward()
@@ -154,7 +176,11 @@ def actor_critic(wrap: Wrap) -> Any:
     history = []
     for _ in range(3):
         states = torch.randn(6, _STATE)
-        history.append(finish_episode(states, torch.randint(0, 2, (6,)), _returns([random.random() for _ in range(6)])))
+        history.append(
+            finish_episode(
+                states, torch.randint(0, 2, (6,)), _returns([random.random() for _ in range(6)])
+            )
+        )
     return history, model, optimizer
 
 
@@ -215,7 +241,9 @@ def ppo(wrap: Wrap) -> Any:
     optimizer = torch.optim.Adam(agent.parameters(), lr=2.5e-4, eps=1e-5)
 
     @wrap
-    def update(obs: Any, actions: Any, logprobs: Any, advantages: Any, returns: Any, values: Any) -> Any:
+    def update(
+        obs: Any, actions: Any, logprobs: Any, advantages: Any, returns: Any, values: Any
+    ) -> Any:
         _, newlogprob, entropy, newvalue = agent.get_action_and_value(obs, actions.long())
         logratio = newlogprob - logprobs
         ratio = logratio.exp()
@@ -223,7 +251,9 @@ def ppo(wrap: Wrap) -> Any:
             approx_kl = ((ratio - 1) - logratio).mean()
             clipfrac = ((ratio - 1.0).abs() > 0.2).float().mean().item()
         advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
-        pg_loss = torch.max(-advantages * ratio, -advantages * torch.clamp(ratio, 1 - 0.2, 1 + 0.2)).mean()
+        pg_loss = torch.max(
+            -advantages * ratio, -advantages * torch.clamp(ratio, 1 - 0.2, 1 + 0.2)
+        ).mean()
         newvalue = newvalue.view(-1)
         clipped = values + torch.clamp(newvalue - values, -0.2, 0.2)
         v_loss = 0.5 * torch.max((newvalue - returns) ** 2, (clipped - returns) ** 2).mean()
@@ -255,7 +285,9 @@ def ppo(wrap: Wrap) -> Any:
     return history, agent, optimizer
 
 
-@script("CleanRL: SAC (reparametrized tanh policy, twin critics, learned temperature, soft targets)")
+@script(
+    "CleanRL: SAC (reparametrized tanh policy, twin critics, learned temperature, soft targets)"
+)
 def sac(wrap: Wrap) -> Any:
     actor, q1, q2 = _mlp(4), _mlp(1, _STATE + 2), _mlp(1, _STATE + 2)
     q1_target, q2_target = copy.deepcopy(q1), copy.deepcopy(q2)
@@ -282,7 +314,9 @@ def sac(wrap: Wrap) -> Any:
             lowest = torch.min(q1_target(following), q2_target(following)) - alpha * next_log_pi
             wanted = rewards + (1 - dones) * 0.99 * lowest.view(-1)
         now = torch.cat([obs, actions], 1)
-        q_loss = functional.mse_loss(q1(now).view(-1), wanted) + functional.mse_loss(q2(now).view(-1), wanted)
+        q_loss = functional.mse_loss(q1(now).view(-1), wanted) + functional.mse_loss(
+            q2(now).view(-1), wanted
+        )
         q_optimizer.zero_grad()
         q_loss.backward()
         q_optimizer.step()
@@ -326,13 +360,17 @@ def td3(wrap: Wrap) -> Any:
         def __init__(self) -> None:
             self.total_it = 0
 
-        def train(self, state: Any, action: Any, next_state: Any, reward: Any, not_done: Any) -> Any:
+        def train(
+            self, state: Any, action: Any, next_state: Any, reward: Any, not_done: Any
+        ) -> Any:
             self.total_it += 1
             with torch.no_grad():
                 noise = (torch.randn_like(action) * 0.2).clamp(-0.5, 0.5)
                 next_action = (actor_target(next_state) + noise).clamp(-1, 1)
                 joined = torch.cat([next_state, next_action], 1)
-                target_q = reward + not_done * 0.99 * torch.min(critic_target[0](joined), critic_target[1](joined))
+                target_q = reward + not_done * 0.99 * torch.min(
+                    critic_target[0](joined), critic_target[1](joined)
+                )
             now = torch.cat([state, action], 1)
             critic_loss = sum(functional.mse_loss(one(now), target_q) for one in critic)
             critic_optimizer.zero_grad()
@@ -352,7 +390,13 @@ def td3(wrap: Wrap) -> Any:
     train = wrap(agent.train)
 
     def batch() -> Any:
-        return torch.randn(8, _STATE), torch.rand(8, 2), torch.randn(8, _STATE), torch.rand(8, 1), torch.ones(8, 1)
+        return (
+            torch.randn(8, _STATE),
+            torch.rand(8, 2),
+            torch.randn(8, _STATE),
+            torch.rand(8, 1),
+            torch.ones(8, 1),
+        )
 
     return (
         [train(*batch()) for _ in range(6)],

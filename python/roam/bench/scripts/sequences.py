@@ -13,17 +13,26 @@ from roam.bench.scripts.registry import Wrap, script
 functional = torch.nn.functional
 
 
-@script("Speech recognition with CTC: spectrogram, residual convolutions, bidirectional GRU, OneCycle")
+@script(
+    "Speech recognition with CTC: spectrogram, residual convolutions, bidirectional GRU, OneCycle"
+)
 def speech_ctc(wrap: Wrap) -> Any:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.cnn, self.norm = nn.Conv2d(1, 4, 3, stride=2, padding=1), nn.LayerNorm(17)
-            self.fc, self.gru = nn.Linear(4 * 17, 16), nn.GRU(16, 16, batch_first=True, bidirectional=True)
+            self.fc, self.gru = (
+                nn.Linear(4 * 17, 16),
+                nn.GRU(16, 16, batch_first=True, bidirectional=True),
+            )
             self.classifier = nn.Linear(32, 12)
 
         def forward(self, wave: Any) -> Any:
-            spec = torch.stft(wave, 64, 32, window=torch.hann_window(64), return_complex=True).abs().pow(2)
+            spec = (
+                torch.stft(wave, 64, 32, window=torch.hann_window(64), return_complex=True)
+                .abs()
+                .pow(2)
+            )
             x = torch.log1p(spec).unsqueeze(1)
             x = functional.gelu(self.norm(self.cnn(x).transpose(2, 3)).transpose(2, 3))
             x = x.flatten(1, 2).transpose(1, 2)
@@ -33,7 +42,9 @@ def speech_ctc(wrap: Wrap) -> Any:
     model = Model()
     criterion = nn.CTCLoss(blank=0)
     optimizer = torch.optim.AdamW(model.parameters(), 5e-4)
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=5e-4, steps_per_epoch=4, epochs=1)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, max_lr=5e-4, steps_per_epoch=4, epochs=1
+    )
 
     @wrap
     def train_step(wave: Any, labels: Any, input_lengths: Any, label_lengths: Any) -> Any:
@@ -47,7 +58,10 @@ def speech_ctc(wrap: Wrap) -> Any:
 
     history = [
         train_step(
-            torch.randn(3, 640), torch.randint(1, 12, (3, 4)), torch.tensor([11, 11, 10]), torch.tensor([4, 3, 2])
+            torch.randn(3, 640),
+            torch.randint(1, 12, (3, 4)),
+            torch.tensor([11, 11, 10]),
+            torch.tensor([4, 3, 2]),
         )
         for _ in range(3)
     ]
@@ -64,13 +78,19 @@ def rnn_transducer(wrap: Wrap) -> Any:
     def transducer_loss(log_probs: Any, labels: Any) -> Any:
         frames, count = log_probs.shape[1], labels.shape[1]
         blank = log_probs[..., 0]
-        emit = log_probs[:, :, :count].gather(3, labels[:, None, :, None].expand(-1, frames, -1, 1)).squeeze(3)
+        emit = (
+            log_probs[:, :, :count]
+            .gather(3, labels[:, None, :, None].expand(-1, frames, -1, 1))
+            .squeeze(3)
+        )
         rows = []
         for t in range(frames):
             row = [rows[t - 1][0] + blank[:, t - 1, 0] if t else torch.zeros(len(labels))]
             for u in range(1, count + 1):
                 stay = row[u - 1] + emit[:, t, u - 1]
-                row.append(torch.logaddexp(rows[t - 1][u] + blank[:, t - 1, u], stay) if t else stay)
+                row.append(
+                    torch.logaddexp(rows[t - 1][u] + blank[:, t - 1, u], stay) if t else stay
+                )
             rows.append(row)
         return -(rows[-1][-1] + blank[:, -1, -1]).mean()
 
@@ -85,7 +105,11 @@ def rnn_transducer(wrap: Wrap) -> Any:
         optimizer.step()
         return loss
 
-    return [train_step(torch.randn(2, 5, 6), torch.randint(1, 10, (2, 3))) for _ in range(3)], modules, optimizer
+    return (
+        [train_step(torch.randn(2, 5, 6), torch.randint(1, 10, (2, 3))) for _ in range(3)],
+        modules,
+        optimizer,
+    )
 
 
 @script("Deep knowledge tracing: an LSTM, the loss at answered questions by a boolean mask")
@@ -135,7 +159,8 @@ def packed_sequences(wrap: Wrap) -> Any:
         return loss
 
     history = [
-        train_step(torch.randint(0, 20, (3, 6)), torch.tensor([6, 4, 3]), torch.randint(0, 2, (3,))) for _ in range(3)
+        train_step(torch.randint(0, 20, (3, 6)), torch.tensor([6, 4, 3]), torch.randint(0, 2, (3,)))
+        for _ in range(3)
     ]
     return history, modules, optimizer
 
@@ -156,15 +181,19 @@ def deepar(wrap: Wrap) -> Any:
             _, (hidden, state) = cell(inputs[t].unsqueeze(0), (hidden, state))
             joined = hidden.permute(1, 2, 0).contiguous().view(batch, -1)
             scale = functional.softplus(sigma(joined)).squeeze(1)
-            likelihood = torch.distributions.normal.Normal(mu(joined).squeeze(1), scale, validate_args=False).log_prob(
-                labels[t]
-            )
+            likelihood = torch.distributions.normal.Normal(
+                mu(joined).squeeze(1), scale, validate_args=False
+            ).log_prob(labels[t])
             loss += -torch.mean(likelihood)
         loss.backward()
         optimizer.step()
         return loss.item() / len(inputs)
 
-    return [train_step(torch.randn(5, 4, 3), torch.randn(5, 4)) for _ in range(3)], modules, optimizer
+    return (
+        [train_step(torch.randn(5, 4, 3), torch.randn(5, 4)) for _ in range(3)],
+        modules,
+        optimizer,
+    )
 
 
 @script("N-BEATS: residual blocks with a basis, symmetric percentage error")
@@ -174,8 +203,12 @@ def n_beats(wrap: Wrap) -> Any:
             super().__init__()
             self.net = nn.Sequential(nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU())
             self.theta_b, self.theta_f = nn.Linear(16, 3, bias=False), nn.Linear(16, 3, bias=False)
-            self.register_buffer("back", torch.stack([(torch.arange(12) / 12) ** i for i in range(3)]))
-            self.register_buffer("fore", torch.stack([(torch.arange(4) / 4) ** i for i in range(3)]))
+            self.register_buffer(
+                "back", torch.stack([(torch.arange(12) / 12) ** i for i in range(3)])
+            )
+            self.register_buffer(
+                "fore", torch.stack([(torch.arange(4) / 4) ** i for i in range(3)])
+            )
 
         def forward(self, x: Any) -> Any:
             h = self.net(x)
@@ -205,14 +238,19 @@ def n_beats(wrap: Wrap) -> Any:
 def temporal_convolutions(wrap: Wrap) -> Any:
     from torch.nn.utils.parametrizations import weight_norm
 
-    convs = nn.ModuleList(weight_norm(nn.Conv1d(2 if i == 0 else 8, 8, 3, dilation=2**i)) for i in range(3))
+    convs = nn.ModuleList(
+        weight_norm(nn.Conv1d(2 if i == 0 else 8, 8, 3, dilation=2**i)) for i in range(3)
+    )
     out = nn.Linear(8, 3)
     optimizer = torch.optim.AdamW([*convs.parameters(), *out.parameters()], lr=1e-3)
     quantiles = torch.tensor([0.1, 0.5, 0.9])
 
     @wrap
     def train_step(x: Any, y: Any) -> Any:
-        mean, std = x.mean(-1, keepdim=True), torch.sqrt(x.var(-1, keepdim=True, unbiased=False) + 1e-5)
+        mean, std = (
+            x.mean(-1, keepdim=True),
+            torch.sqrt(x.var(-1, keepdim=True, unbiased=False) + 1e-5),
+        )
         h = (x - mean) / std
         for index, conv in enumerate(convs):
             h = functional.dropout(functional.relu(conv(functional.pad(h, (2 * 2**index, 0)))), 0.1)
@@ -224,7 +262,12 @@ def temporal_convolutions(wrap: Wrap) -> Any:
         optimizer.step()
         return loss
 
-    return [train_step(torch.randn(4, 2, 16), torch.randn(4)) for _ in range(4)], convs, out, optimizer
+    return (
+        [train_step(torch.randn(4, 2, 16), torch.randn(4)) for _ in range(4)],
+        convs,
+        out,
+        optimizer,
+    )
 
 
 @script(
@@ -237,8 +280,12 @@ def temporal_blocks(wrap: Wrap) -> Any:
         def __init__(self, inputs: int, outputs: int, dilation: int) -> None:
             super().__init__()
             self.padding = 2 * dilation
-            self.conv1 = weight_norm(nn.Conv1d(inputs, outputs, 3, padding=self.padding, dilation=dilation))
-            self.conv2 = weight_norm(nn.Conv1d(outputs, outputs, 3, padding=self.padding, dilation=dilation))
+            self.conv1 = weight_norm(
+                nn.Conv1d(inputs, outputs, 3, padding=self.padding, dilation=dilation)
+            )
+            self.conv2 = weight_norm(
+                nn.Conv1d(outputs, outputs, 3, padding=self.padding, dilation=dilation)
+            )
             self.downsample = nn.Conv1d(inputs, outputs, 1) if inputs != outputs else None
             for conv in (self.conv1, self.conv2):
                 conv.weight.data.normal_(0, 0.01)
@@ -246,7 +293,9 @@ def temporal_blocks(wrap: Wrap) -> Any:
         def forward(self, x: Any) -> Any:
             out = x
             for conv in (self.conv1, self.conv2):
-                out = functional.dropout(functional.relu(conv(out)[:, :, : -self.padding]), 0.2, self.training)
+                out = functional.dropout(
+                    functional.relu(conv(out)[:, :, : -self.padding]), 0.2, self.training
+                )
             return functional.relu(out + (x if self.downsample is None else self.downsample(x)))
 
     model = nn.Sequential(TemporalBlock(2, 8, 1), TemporalBlock(8, 8, 2), TemporalBlock(8, 8, 4))
@@ -289,7 +338,9 @@ def state_spaces(wrap: Wrap) -> Any:
         length = x.shape[1]
         time = torch.arange(length)[:, None]
         kernel = c * torch.exp(-time * torch.exp(log_a) * functional.softplus(step)) * b
-        spectrum = torch.fft.rfft(x, n=2 * length, dim=1) * torch.fft.rfft(kernel, n=2 * length, dim=0)
+        spectrum = torch.fft.rfft(x, n=2 * length, dim=1) * torch.fft.rfft(
+            kernel, n=2 * length, dim=0
+        )
         h = torch.fft.irfft(spectrum, n=2 * length, dim=1)[:, :length]
         state, states = torch.zeros(len(x), size), []
         for t in range(length):

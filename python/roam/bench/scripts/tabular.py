@@ -40,7 +40,10 @@ def matrix_factorization(wrap: Wrap) -> Any:
         optimizer.step()
         return loss
 
-    batches = [(torch.randint(0, 15, (8,)), torch.randint(0, 25, (8,)), torch.rand(8) * 5) for _ in range(4)]
+    batches = [
+        (torch.randint(0, 15, (8,)), torch.randint(0, 25, (8,)), torch.rand(8) * 5)
+        for _ in range(4)
+    ]
     return [train_step(*batch) for batch in batches], model, optimizer
 
 
@@ -49,7 +52,9 @@ def tab_transformer(wrap: Wrap) -> Any:
     sizes = (5, 7, 4)
     offsets = torch.tensor([0, 5, 12])
     embed = nn.Embedding(sum(sizes), 16)
-    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 4, 32, batch_first=True, activation="gelu"), 2)
+    encoder = nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(16, 4, 32, batch_first=True, activation="gelu"), 2
+    )
     norm, head = nn.BatchNorm1d(3), nn.Sequential(nn.Linear(51, 16), nn.SELU(), nn.Linear(16, 1))
     modules = nn.ModuleList([embed, encoder, norm, head])
     optimizer = torch.optim.AdamW(modules.parameters(), lr=1e-3)
@@ -87,7 +92,9 @@ def dlrm(wrap: Wrap) -> Any:
     @wrap
     def train_step(dense: Any, indices: Any, offsets: Any, y: Any) -> Any:
         x = bottom(dense)
-        features = torch.stack([x, *(bag(one, offsets) for bag, one in zip(bags, indices, strict=True))], dim=1)
+        features = torch.stack(
+            [x, *(bag(one, offsets) for bag, one in zip(bags, indices, strict=True))], dim=1
+        )
         pairs = torch.bmm(features, features.transpose(1, 2))
         rows, columns = torch.tril_indices(4, 4, offset=-1)
         loss = functional.binary_cross_entropy_with_logits(
@@ -109,7 +116,9 @@ def dlrm(wrap: Wrap) -> Any:
     return [train_step(*batch()) for _ in range(4)], modules, optimizer
 
 
-@script("Denoising and sparse autoencoders: noise in the step, a penalty on mean activations, k sparse by topk")
+@script(
+    "Denoising and sparse autoencoders: noise in the step, a penalty on mean activations, k sparse by topk"
+)
 def sparse_autoencoder(wrap: Wrap) -> Any:
     encoder, decoder = nn.Linear(16, 32), nn.Linear(32, 16)
     optimizer = torch.optim.Adam([*encoder.parameters(), *decoder.parameters()], lr=1e-2)
@@ -148,7 +157,10 @@ def survival(wrap: Wrap) -> Any:
         return loss
 
     return (
-        [train_step(torch.randn(8, 5), torch.rand(8), (torch.rand(8) > 0.3).float()) for _ in range(4)],
+        [
+            train_step(torch.randn(8, 5), torch.rand(8), (torch.rand(8) > 0.3).float())
+            for _ in range(4)
+        ],
         model,
         optimizer,
     )

@@ -1,4 +1,6 @@
-"""What training recipes add to a loop: averages, sharpness, several losses, groups, regularizers."""
+"""What training recipes add to a loop: averages, sharpness, several losses, groups,
+regularizers.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ def _batch() -> tuple[Any, Any]:
 @script("Sharpness-aware minimization: the optimizer of the reference implementation, two passes")
 def sharpness_aware(wrap: Wrap) -> Any:
     class SAM(torch.optim.Optimizer):
-        def __init__(self, params: Any, base_optimizer: Any, rho: float = 0.05, **kwargs: Any) -> None:
+        def __init__(
+            self, params: Any, base_optimizer: Any, rho: float = 0.05, **kwargs: Any
+        ) -> None:
             super().__init__(params, dict(rho=rho, **kwargs))
             self.base_optimizer = base_optimizer(self.param_groups, **kwargs)
             self.param_groups = self.base_optimizer.param_groups
@@ -57,7 +61,12 @@ def sharpness_aware(wrap: Wrap) -> Any:
         def _grad_norm(self) -> Any:
             return torch.norm(
                 torch.stack(
-                    [p.grad.norm(p=2) for group in self.param_groups for p in group["params"] if p.grad is not None]
+                    [
+                        p.grad.norm(p=2)
+                        for group in self.param_groups
+                        for p in group["params"]
+                        if p.grad is not None
+                    ]
                 ),
                 p=2,
             )
@@ -115,14 +124,19 @@ def gradnorm(wrap: Wrap) -> Any:
     @wrap
     def train_step(x: Any, ys: Any) -> Any:
         h = torch.relu(trunk(x))
-        losses = torch.stack([functional.mse_loss(head(h), y) for head, y in zip(heads, ys, strict=True)])
+        losses = torch.stack(
+            [functional.mse_loss(head(h), y) for head, y in zip(heads, ys, strict=True)]
+        )
         optimizer.zero_grad()
         weighted = weights * losses
         weighted.sum().backward(retain_graph=True)
         weights.grad = None
         norms = torch.stack(
             [
-                torch.norm(torch.autograd.grad(one, trunk.weight, retain_graph=True, create_graph=True)[0], 2)
+                torch.norm(
+                    torch.autograd.grad(one, trunk.weight, retain_graph=True, create_graph=True)[0],
+                    2,
+                )
                 for one in weighted
             ]
         )
@@ -178,7 +192,12 @@ def pcgrad(wrap: Wrap) -> Any:
         optimizer.step()
         return torch.stack(losses)
 
-    return [train_step(torch.randn(6, 8), torch.randn(2, 6, 1)) for _ in range(4)], trunk, heads, optimizer
+    return (
+        [train_step(torch.randn(6, 8), torch.randn(2, 6, 1)) for _ in range(4)],
+        trunk,
+        heads,
+        optimizer,
+    )
 
 
 @script("Multi-task learning with learned uncertainties (Kendall and Gal)")
@@ -192,14 +211,23 @@ def uncertainty_weighting(wrap: Wrap) -> Any:
     @wrap
     def train_step(x: Any, value: Any, label: Any) -> Any:
         h = torch.relu(trunk(x))
-        losses = functional.mse_loss(regress(h), value), functional.cross_entropy(classify(h), label)
-        loss = sum(torch.exp(-log_var) * one + log_var for log_var, one in zip(log_vars, losses, strict=True))
+        losses = (
+            functional.mse_loss(regress(h), value),
+            functional.cross_entropy(classify(h), label),
+        )
+        loss = sum(
+            torch.exp(-log_var) * one + log_var
+            for log_var, one in zip(log_vars, losses, strict=True)
+        )
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         return loss
 
-    history = [train_step(torch.randn(6, 8), torch.randn(6, 1), torch.randint(0, 3, (6,))) for _ in range(4)]
+    history = [
+        train_step(torch.randn(6, 8), torch.randn(6, 1), torch.randint(0, 3, (6,)))
+        for _ in range(4)
+    ]
     return history, trunk, log_vars.data, optimizer
 
 
@@ -208,14 +236,18 @@ def ema_shadow(wrap: Wrap) -> Any:
     class EMA:
         def __init__(self, model: Any, decay: float) -> None:
             self.model, self.decay = model, decay
-            self.shadow = {name: p.data.clone() for name, p in model.named_parameters() if p.requires_grad}
+            self.shadow = {
+                name: p.data.clone() for name, p in model.named_parameters() if p.requires_grad
+            }
             self.backup: dict[str, Any] = {}
 
         def update(self) -> None:
             for name, p in self.model.named_parameters():
                 if p.requires_grad:
                     assert name in self.shadow
-                    self.shadow[name] = ((1.0 - self.decay) * p.data + self.decay * self.shadow[name]).clone()
+                    self.shadow[name] = (
+                        (1.0 - self.decay) * p.data + self.decay * self.shadow[name]
+                    ).clone()
 
         def apply_shadow(self) -> None:
             for name, p in self.model.named_parameters():
@@ -252,7 +284,9 @@ def ema_shadow(wrap: Wrap) -> Any:
     return history, model, ema.shadow, optimizer
 
 
-@script("Mean teacher and FixMatch: pseudo-labels over a threshold as a mask, consistency ramp-up by a float")
+@script(
+    "Mean teacher and FixMatch: pseudo-labels over a threshold as a mask, consistency ramp-up by a float"
+)
 def fixmatch(wrap: Wrap) -> Any:
     model = _net()
     teacher = copy.deepcopy(model).requires_grad_(False)
@@ -268,7 +302,9 @@ def fixmatch(wrap: Wrap) -> Any:
         max_probs, targets = torch.max(pseudo, dim=-1)
         mask = max_probs.ge(0.4).float()
         loss_u = (functional.cross_entropy(logits_strong, targets, reduction="none") * mask).mean()
-        consistency = functional.mse_loss(torch.softmax(logits_weak, -1), torch.softmax(teacher(weak), -1))
+        consistency = functional.mse_loss(
+            torch.softmax(logits_weak, -1), torch.softmax(teacher(weak), -1)
+        )
         loss = loss_x + loss_u + weight * consistency
         optimizer.zero_grad()
         loss.backward()
@@ -278,7 +314,9 @@ def fixmatch(wrap: Wrap) -> Any:
                 mean.mul_(0.99).add_(now, alpha=0.01)
         return loss, mask.mean()
 
-    history = [train_step(*_batch(), torch.randn(6, 8), torch.randn(6, 8), 0.1 * step) for step in range(4)]
+    history = [
+        train_step(*_batch(), torch.randn(6, 8), torch.randn(6, 8), 0.1 * step) for step in range(4)
+    ]
     return history, model, teacher, optimizer
 
 
@@ -324,8 +362,13 @@ def skip_nonfinite(wrap: Wrap) -> Any:
 
 @script("fastai: layer-wise rates, gradual unfreezing, one-cycle, gradient clipping by value")
 def gradual_unfreezing(wrap: Wrap) -> Any:
-    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 3))
-    groups = [{"params": layer.parameters(), "lr": 1e-3 * 2.6**index} for index, layer in enumerate(model[::2])]
+    model = nn.Sequential(
+        nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 3)
+    )
+    groups = [
+        {"params": layer.parameters(), "lr": 1e-3 * 2.6**index}
+        for index, layer in enumerate(model[::2])
+    ]
     optimizer = torch.optim.AdamW(groups)
 
     @wrap
@@ -345,7 +388,9 @@ def gradual_unfreezing(wrap: Wrap) -> Any:
     return history, model, optimizer
 
 
-@script("Deep equilibrium models: a fixed point without gradients, one step with, a hook that solves backwards")
+@script(
+    "Deep equilibrium models: a fixed point without gradients, one step with, a hook that solves backwards"
+)
 def deep_equilibrium(wrap: Wrap) -> Any:
     cell, head = nn.Linear(16, 8), nn.Linear(8, 3)
     optimizer = torch.optim.Adam([*cell.parameters(), *head.parameters()], lr=1e-2)

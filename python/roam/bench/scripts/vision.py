@@ -65,7 +65,9 @@ def detr(wrap: Wrap) -> Any:
     class Detr(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.backbone = nn.Sequential(nn.Conv2d(3, size, 7, 4), nn.ReLU(), nn.Conv2d(size, size, 3, 2))
+            self.backbone = nn.Sequential(
+                nn.Conv2d(3, size, 7, 4), nn.ReLU(), nn.Conv2d(size, size, 3, 2)
+            )
             self.transformer = nn.Transformer(size, 2, 1, 1, 32, dropout=0.1)
             self.query_pos = nn.Parameter(torch.rand(queries, size))
             self.pos = nn.Parameter(torch.rand(100, size))
@@ -74,13 +76,20 @@ def detr(wrap: Wrap) -> Any:
         def forward(self, x: Any) -> Any:
             h = self.backbone(x).flatten(2).permute(2, 0, 1)
             h = self.transformer(
-                self.pos[: h.shape[0]].unsqueeze(1) + 0.1 * h, self.query_pos.unsqueeze(1).repeat(1, h.shape[1], 1)
+                self.pos[: h.shape[0]].unsqueeze(1) + 0.1 * h,
+                self.query_pos.unsqueeze(1).repeat(1, h.shape[1], 1),
             )
-            return self.linear_class(h).transpose(0, 1), self.linear_bbox(h).sigmoid().transpose(0, 1)
+            return self.linear_class(h).transpose(0, 1), self.linear_bbox(h).sigmoid().transpose(
+                0, 1
+            )
 
     model = Detr()
     optimizer = torch.optim.AdamW(
-        [{"params": model.transformer.parameters()}, {"params": model.backbone.parameters(), "lr": 1e-5}], lr=1e-4
+        [
+            {"params": model.transformer.parameters()},
+            {"params": model.backbone.parameters(), "lr": 1e-5},
+        ],
+        lr=1e-4,
     )
     weight = torch.ones(classes + 1)
     weight[-1] = 0.1
@@ -123,7 +132,9 @@ def detr(wrap: Wrap) -> Any:
     return history, model, optimizer
 
 
-@script("torchvision references: segmentation (FCN, auxiliary loss, polynomial rate)", "torchvision")
+@script(
+    "torchvision references: segmentation (FCN, auxiliary loss, polynomial rate)", "torchvision"
+)
 def fcn_segmentation(wrap: Wrap) -> Any:
     import torchvision
 
@@ -140,7 +151,10 @@ def fcn_segmentation(wrap: Wrap) -> Any:
     scheduler = torch.optim.lr_scheduler.PolynomialLR(optimizer, total_iters=10, power=0.9)
 
     def criterion(inputs: Any, target: Any) -> Any:
-        losses = {name: functional.cross_entropy(x, target, ignore_index=255) for name, x in inputs.items()}
+        losses = {
+            name: functional.cross_entropy(x, target, ignore_index=255)
+            for name, x in inputs.items()
+        }
         return losses["out"] + 0.5 * losses["aux"] if len(losses) > 1 else losses["out"]
 
     @wrap
@@ -152,14 +166,20 @@ def fcn_segmentation(wrap: Wrap) -> Any:
         scheduler.step()
         return loss.item()
 
-    history = [train_step(torch.randn(2, 3, 32, 32), torch.randint(0, 4, (2, 32, 32))) for _ in range(2)]
+    history = [
+        train_step(torch.randn(2, 3, 32, 32), torch.randint(0, 4, (2, 32, 32))) for _ in range(2)
+    ]
     return history, model, optimizer, scheduler
 
 
 @script("U-Net (biomedical segmentation): skip connections, Dice and cross-entropy")
 def unet_dice(wrap: Wrap) -> Any:
     def double(before: int, after: int) -> nn.Module:
-        layers = [nn.Conv2d(before, after, 3, padding=1, bias=False), nn.BatchNorm2d(after), nn.ReLU(inplace=True)]
+        layers = [
+            nn.Conv2d(before, after, 3, padding=1, bias=False),
+            nn.BatchNorm2d(after),
+            nn.ReLU(inplace=True),
+        ]
         return nn.Sequential(*layers, nn.Conv2d(after, after, 3, padding=1), nn.ReLU(inplace=True))
 
     class UNet(nn.Module):
@@ -167,7 +187,10 @@ def unet_dice(wrap: Wrap) -> Any:
             super().__init__()
             self.inc, self.down, self.bottom = double(3, 8), double(8, 16), double(16, 16)
             self.up1, self.conv1 = nn.ConvTranspose2d(16, 16, 2, stride=2), double(32, 8)
-            self.up2, self.conv2 = nn.Upsample(scale_factor=2, mode="bilinear", align_corners=True), double(16, 8)
+            self.up2, self.conv2 = (
+                nn.Upsample(scale_factor=2, mode="bilinear", align_corners=True),
+                double(16, 8),
+            )
             self.outc = nn.Conv2d(8, 3, 1)
 
         def forward(self, x: Any) -> Any:
@@ -186,7 +209,9 @@ def unet_dice(wrap: Wrap) -> Any:
         return 1 - ((inter + 1e-6) / (sets + 1e-6)).mean()
 
     model = UNet().to(memory_format=torch.channels_last)
-    optimizer = torch.optim.RMSprop(model.parameters(), lr=1e-4, weight_decay=1e-8, momentum=0.9, foreach=True)
+    optimizer = torch.optim.RMSprop(
+        model.parameters(), lr=1e-4, weight_decay=1e-8, momentum=0.9, foreach=True
+    )
     grad_scaler = torch.amp.GradScaler("cpu", enabled=False)
 
     @wrap
@@ -194,7 +219,9 @@ def unet_dice(wrap: Wrap) -> Any:
         images = images.to(dtype=torch.float32, memory_format=torch.channels_last)
         with torch.autocast("cpu", enabled=False):
             masks_pred = model(images)
-            loss = functional.cross_entropy(masks_pred, true_masks) + dice_loss(masks_pred, true_masks)
+            loss = functional.cross_entropy(masks_pred, true_masks) + dice_loss(
+                masks_pred, true_masks
+            )
         optimizer.zero_grad(set_to_none=True)
         grad_scaler.scale(loss).backward()
         grad_scaler.unscale_(optimizer)
@@ -203,7 +230,11 @@ def unet_dice(wrap: Wrap) -> Any:
         grad_scaler.update()
         return loss.item()
 
-    return [train_step(torch.rand(2, 3, 16, 16), torch.randint(0, 3, (2, 16, 16))) for _ in range(3)], model, optimizer
+    return (
+        [train_step(torch.rand(2, 3, 16, 16), torch.randint(0, 3, (2, 16, 16))) for _ in range(3)],
+        model,
+        optimizer,
+    )
 
 
 @script("timm: train.py (mixup, model EMA, adaptive clipping, cosine schedule by updates)", "timm")
@@ -216,12 +247,19 @@ def timm_train(wrap: Wrap) -> Any:
     from timm.utils import ModelEmaV3, dispatch_clip_grad
 
     model = timm.create_model(
-        "vit_tiny_patch16_224", img_size=32, patch_size=8, depth=2, num_classes=5, drop_path_rate=0.1
+        "vit_tiny_patch16_224",
+        img_size=32,
+        patch_size=8,
+        depth=2,
+        num_classes=5,
+        drop_path_rate=0.1,
     )
     model_ema = ModelEmaV3(model, decay=0.99)
     mixup = Mixup(mixup_alpha=0.8, cutmix_alpha=1.0, num_classes=5)
     optimizer = create_optimizer_v2(model, opt="adamw", lr=1e-3, weight_decay=0.05)
-    scheduler = CosineLRScheduler(optimizer, t_initial=10, warmup_t=2, warmup_lr_init=1e-5, t_in_epochs=False)
+    scheduler = CosineLRScheduler(
+        optimizer, t_initial=10, warmup_t=2, warmup_lr_init=1e-5, t_in_epochs=False
+    )
     loss_fn = SoftTargetCrossEntropy()
 
     @wrap
@@ -243,7 +281,9 @@ def timm_train(wrap: Wrap) -> Any:
     return history, model, model_ema, optimizer
 
 
-@script("timm: ResNet with its own optimizer (LAMB), EMA inside of the step, label smoothing", "timm")
+@script(
+    "timm: ResNet with its own optimizer (LAMB), EMA inside of the step, label smoothing", "timm"
+)
 def timm_lamb_ema(wrap: Wrap) -> Any:
     import timm
     from timm.optim import Lamb
@@ -263,13 +303,23 @@ def timm_lamb_ema(wrap: Wrap) -> Any:
         ema.update(model)
         return loss
 
-    return [train_step(torch.randn(2, 3, 32, 32), torch.randint(0, 5, (2,))) for _ in range(3)], model, ema, optimizer
+    return (
+        [train_step(torch.randn(2, 3, 32, 32), torch.randint(0, 5, (2,))) for _ in range(3)],
+        model,
+        ema,
+        optimizer,
+    )
 
 
 @script("Mixup and CutMix in the step, with a random permutation and a drawn share")
 def mixup_in_step(wrap: Wrap) -> Any:
     model = nn.Sequential(
-        nn.Conv2d(3, 8, 3, 2), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(32, 5)
+        nn.Conv2d(3, 8, 3, 2),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(2),
+        nn.Flatten(),
+        nn.Linear(32, 5),
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True)
     beta = torch.distributions.Beta(torch.tensor(1.0), torch.tensor(1.0), validate_args=False)
@@ -280,16 +330,24 @@ def mixup_in_step(wrap: Wrap) -> Any:
         index = torch.randperm(x.size(0))
         mixed = share * x + (1 - share) * x[index]
         output = model(mixed)
-        loss = share * functional.cross_entropy(output, y) + (1 - share) * functional.cross_entropy(output, y[index])
+        loss = share * functional.cross_entropy(output, y) + (1 - share) * functional.cross_entropy(
+            output, y[index]
+        )
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         return loss
 
-    return [train_step(torch.randn(6, 3, 12, 12), torch.randint(0, 5, (6,))) for _ in range(4)], model, optimizer
+    return (
+        [train_step(torch.randn(6, 3, 12, 12), torch.randint(0, 5, (6,))) for _ in range(4)],
+        model,
+        optimizer,
+    )
 
 
-@script("Quantization-aware training: fake quantization with a straight-through estimator and a moving range")
+@script(
+    "Quantization-aware training: fake quantization with a straight-through estimator and a moving range"
+)
 def quantization_aware(wrap: Wrap) -> Any:
     class FakeQuantize(nn.Module):
         def __init__(self) -> None:
@@ -305,7 +363,9 @@ def quantization_aware(wrap: Wrap) -> Any:
             quantized = ((x - self.low) / scale).round().clamp(0, 255) * scale + self.low
             return x + (quantized - x).detach()
 
-    model = nn.Sequential(nn.Linear(8, 16), FakeQuantize(), nn.ReLU(), FakeQuantize(), nn.Linear(16, 3))
+    model = nn.Sequential(
+        nn.Linear(8, 16), FakeQuantize(), nn.ReLU(), FakeQuantize(), nn.Linear(16, 3)
+    )
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
 
     @wrap
@@ -316,7 +376,11 @@ def quantization_aware(wrap: Wrap) -> Any:
         optimizer.step()
         return loss
 
-    return [train_step(torch.randn(6, 8), torch.randint(0, 3, (6,))) for _ in range(4)], model, optimizer
+    return (
+        [train_step(torch.randn(6, 8), torch.randint(0, 3, (6,))) for _ in range(4)],
+        model,
+        optimizer,
+    )
 
 
 @script("PyTorch: eager quantization-aware training (prepare_qat, observers)")
@@ -324,7 +388,11 @@ def prepare_qat(wrap: Wrap) -> Any:
     from torch.ao import quantization
 
     model = nn.Sequential(
-        quantization.QuantStub(), nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3), quantization.DeQuantStub()
+        quantization.QuantStub(),
+        nn.Linear(8, 16),
+        nn.ReLU(),
+        nn.Linear(16, 3),
+        quantization.DeQuantStub(),
     )
     model.train()
     model.qconfig = quantization.get_default_qat_qconfig("x86")  # type: ignore[assignment]
@@ -339,7 +407,11 @@ def prepare_qat(wrap: Wrap) -> Any:
         optimizer.step()
         return loss
 
-    return [train_step(torch.randn(6, 8), torch.randint(0, 3, (6,))) for _ in range(4)], model, optimizer
+    return (
+        [train_step(torch.randn(6, 8), torch.randint(0, 3, (6,))) for _ in range(4)],
+        model,
+        optimizer,
+    )
 
 
 @script("PyTorch documentation: stochastic weight averaging (AveragedModel, SWALR, update_bn)")
@@ -391,7 +463,11 @@ def adversarial_training(wrap: Wrap) -> Any:
         optimizer.step()
         return loss, adversarial
 
-    return [train_step(torch.rand(4, 1, 12, 12), torch.randint(0, 10, (4,))) for _ in range(4)], model, optimizer
+    return (
+        [train_step(torch.rand(4, 1, 12, 12), torch.randint(0, 10, (4,))) for _ in range(4)],
+        model,
+        optimizer,
+    )
 
 
 @script("PyTorch tutorials: Neural style transfer (LBFGS replaced by Adam on the image)")

@@ -1,8 +1,10 @@
-"""The whole graph as one integer program, after MODeL: what planning by a solver alone comes to, for comparison.
+"""The whole graph as one integer program, after MODeL: what planning by a solver alone comes to,
+for comparison.
 
-The programs are those of Steiner et al., "MODeL: Memory Optimizations for Deep Learning" (ICML 2023; as OLLA, arXiv 2210.12924; code
-facebookresearch/MODel_opt): first when every operator runs, then where every tensor lies. docs/theory.md has both in formulas, and what is done here to
-make them stronger. Nothing of roam's planner is used.
+The programs are those of Steiner et al., "MODeL: Memory Optimizations for Deep Learning" (ICML
+2023; as OLLA, arXiv 2210.12924; code facebookresearch/MODel_opt): first when every operator runs,
+then where every tensor lies. docs/explanation/integer-programs.md has both in formulas, and what is
+done here to make them stronger. Nothing of roam's planner is used.
 """
 
 from roam.bench.whole_program.baseline import Solution, WholeProgram, whole_program

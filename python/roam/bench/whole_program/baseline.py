@@ -1,4 +1,4 @@
-"""Both programs, one after the other, and what came of them."""
+"""Solves both programs, one after the other, and reports the result."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from roam.bench.whole_program.start import start as first_schedule
 T = TypeVar("T")
 Status = Literal["optimal", "feasible", "no_solution", "failed", "too_large"]
 
-#: Larger programs are refused. With two thirds of these, a solver took one gibibyte within a minute and had not solved the first relaxation.
+# : Larger programs are refused. With two thirds of these, a solver took one gibibyte within a
+# minute and had not solved the first relaxation.
 MAX_COLUMNS = 300_000
 #: How far a bound may be above the next whole number for want of precision, in units.
 _TOLERANCE = 1e-4
@@ -31,14 +32,17 @@ _TOLERANCE = 1e-4
 class Solution:
     """What came of one program.
 
-    ``status`` is ``optimal`` (nothing takes less, by the solver or because the bound is met without one), ``feasible`` (the time was up with something better than the start),
-    ``no_solution`` (the time was up before the solver had found anything better than the start, which stands), ``failed`` (the solver
-    broke down, see `reason`; the start stands) or ``too_large`` (not attempted).
+    ``status`` is ``optimal`` (nothing takes less, by the solver or because the bound is met without
+    one), ``feasible`` (the time was up with something better than the start), ``no_solution`` (the
+    time was up before the solver had found anything better than the start, which stands),
+    ``failed`` (the solver broke down, see `reason`; the start stands) or ``too_large`` (not
+    attempted).
     """
 
     status: Status
     columns: int
-    """Columns of the program; 0 where the start met the bound and there was none to solve. A lower bound of them where it was too large."""
+    """Columns of the program; 0 where the start met the bound and there was none to solve. A lower
+    bound of them where it was too large."""
     rows: int
     bound_bytes: int
     """Nothing takes less, by this program: other constraints, or another order, may."""
@@ -51,9 +55,11 @@ class Solution:
 
 @dataclass(frozen=True)
 class WholeProgram:
-    """An order and a layout by integer programs alone. Bytes without persistent tensors; nothing is reused.
+    """An order and a layout by integer programs alone. Bytes without persistent tensors; nothing is
+    reused.
 
-    Where the first program was too large there is no order, and where either was there is no layout.
+    Where the first program was too large there is no order, and where either was there is no
+    layout.
     """
 
     ordering: Solution
@@ -65,7 +71,8 @@ class WholeProgram:
     offsets: dict[int, int] | None
     """Offset in the pool per step-local tensor of some size, by its number."""
     peak_bytes: int | None
-    """Most live bytes over the steps. With several streams all that a step's operators touch coexists."""
+    """Most live bytes over the steps. With several streams all that a step's operators touch
+    coexists."""
     pool_bytes: int | None
     outside_bytes: int | None
     """Most live bytes over the steps of what is not in the pool, workspace included."""
@@ -100,9 +107,12 @@ def whole_program(
         graph: the step.
         solver: ``cbc`` through python-mip, or ``highs`` through highspy.
         time_limit_s: for the solver, in each of the two programs.
-        streams: 1, one operator at a step; or None, MODeL's own: as many operators at a step as one likes, and hardly more steps than the longest chain has.
-        start: with one stream, an order to start from where it is better than program order and LESCEA's; that of several streams, for example.
-        early_updates: whether weight updates have to run early, as MODeL has them: a smaller program that may not hold the best order.
+        streams: 1, one operator at a step; or None, MODeL's own: as many operators at a step as one
+            likes, and hardly more steps than the longest chain has.
+        start: with one stream, an order to start from where it is better than program order and
+            LESCEA's; that of several streams, for example.
+        early_updates: whether weight updates have to run early, as MODeL has them: a smaller
+            program that may not hold the best order.
         threads: of the solver.
         max_columns: larger programs are not attempted.
 
@@ -124,7 +134,9 @@ def whole_program(
     began = time.perf_counter()
     pool, outside = problem.profile(step_of)
     positions = graph.positions.tolist()
-    order = sorted(range(problem.count), key=lambda operator: (step_of[operator], positions[operator]))
+    order = sorted(
+        range(problem.count), key=lambda operator: (step_of[operator], positions[operator])
+    )
     blocks = _blocks(problem, step_of)
     addresses, offsets = _lay_out(blocks, max(pool, default=0), ask, max_columns, began)
     return WholeProgram(
@@ -140,7 +152,11 @@ def whole_program(
 
 
 def _order(
-    problem: Problem, known: Sequence[int] | None, ask: Callable[[Program], Answer], max_columns: int, began: float
+    problem: Problem,
+    known: Sequence[int] | None,
+    ask: Callable[[Program], Answer],
+    max_columns: int,
+    began: float,
 ) -> tuple[Solution, list[int] | None]:
     """The first program: the step of every operator."""
     columns = 1 + sum(last - first for first, last in zip(problem.first, problem.last, strict=True))
@@ -162,9 +178,15 @@ def _order(
 
 
 def _lay_out(
-    blocks: Sequence[Block], floor: int, ask: Callable[[Program], Answer], max_columns: int, began: float
+    blocks: Sequence[Block],
+    floor: int,
+    ask: Callable[[Program], Answer],
+    max_columns: int,
+    began: float,
 ) -> tuple[Solution, dict[int, int] | None]:
-    """The second program: an offset for every block. Nested long lives are placed beforehand where the program would be too large without."""
+    """The second program: an offset for every block. Nested long lives are placed beforehand where
+    the program would be too large without.
+    """
     plain, placed = layout.greedy(blocks, {}), layout.pyramid(blocks)
     stacked = layout.greedy(blocks, placed)
     best = min(plain, stacked, key=lambda offsets: layout.pool_bytes(blocks, offsets))
@@ -179,7 +201,13 @@ def _lay_out(
         return _too_large(columns, began, floor, size), None
     stated = LayoutProgram(blocks, first, placed_first, floor)
     answer = ask(stated.program)
-    found = _better(best, answer, stated.offsets, partial(layout.is_layout, blocks), partial(layout.pool_bytes, blocks))
+    found = _better(
+        best,
+        answer,
+        stated.offsets,
+        partial(layout.is_layout, blocks),
+        partial(layout.pool_bytes, blocks),
+    )
     if placed_first:
         # What is proved with some tensors in place says nothing of other layouts.
         answer = replace(answer, bound=None, finished=False)
@@ -198,7 +226,11 @@ def _blocks(problem: Problem, step_of: Sequence[int]) -> list[Block]:
     for held in problem.held:
         if held.in_pool:
             alignment = max(graph.alignment_bytes, graph.tensor(held.tensor).alignment_bytes)
-            blocks.append(Block(held.tensor, held.size_bytes, alignment, *held.lifetime(step_of, problem.steps)))
+            blocks.append(
+                Block(
+                    held.tensor, held.size_bytes, alignment, *held.lifetime(step_of, problem.steps)
+                )
+            )
     return blocks
 
 
@@ -230,7 +262,9 @@ def _solution(
     if answer.failure and status != "optimal":
         status = "failed"
     seconds = time.perf_counter() - began
-    return Solution(status, len(program.lower), len(program.ends), bound, first, seconds, answer.failure)
+    return Solution(
+        status, len(program.lower), len(program.ends), bound, first, seconds, answer.failure
+    )
 
 
 def _too_large(columns: int, began: float, floor: int = 0, first: int = 0) -> Solution:

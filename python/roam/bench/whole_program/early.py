@@ -1,4 +1,6 @@
-"""Weight updates that have to run early: constraints that shrink MODeL's program, and may cost it the best order."""
+"""Weight updates that have to run early: constraints that shrink MODeL's program, and may cost it
+the best order.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +11,11 @@ from roam.bench.whole_program.problem import Problem
 def early_updates(graph: roam.Graph) -> list[tuple[int, int]]:
     """Pairs (update, anchor): the update is to run before the anchor.
 
-    An update is an operator that nobody waits for and that uses a persistent tensor. Its level is the length of the longest chain before it. Its anchor is,
-    among what follows from its own inputs' makers, their makers and so on (the nearest that have any), the operator beyond the update's level with the longest chain
-    behind it. Constraints so go from lower to higher levels only: they contradict none, and lengthen no longest chain.
+    An update is an operator that nobody waits for and that uses a persistent tensor. Its level is
+    the length of the longest chain before it. Its anchor is, among what follows from its own
+    inputs' makers, their makers and so on (the nearest that have any), the operator beyond the
+    update's level with the longest chain behind it. Constraints so go from lower to higher levels
+    only: they contradict none, and lengthen no longest chain.
     """
     problem = Problem(graph, None)
     above, below = problem.first, [problem.steps - 1 - last for last in problem.last]
@@ -27,7 +31,11 @@ def early_updates(graph: roam.Graph) -> list[tuple[int, int]]:
 
 
 def _anchor(
-    graph: roam.Graph, update: int, above: list[int], below: list[int], followers: list[tuple[int, ...]]
+    graph: roam.Graph,
+    update: int,
+    above: list[int],
+    below: list[int],
+    followers: list[tuple[int, ...]],
 ) -> int | None:
     sources = {update}
     while sources:
@@ -39,7 +47,9 @@ def _anchor(
     return None
 
 
-def _beyond(sources: set[int], level: int, above: list[int], followers: list[tuple[int, ...]]) -> set[int]:
+def _beyond(
+    sources: set[int], level: int, above: list[int], followers: list[tuple[int, ...]]
+) -> set[int]:
     """The first operators beyond the level on every way from the sources."""
     found: set[int] = set()
     seen: set[int] = set()

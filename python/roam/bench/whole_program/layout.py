@@ -30,19 +30,26 @@ def pool_bytes(blocks: Sequence[Block], offsets: Mapping[int, int]) -> int:
 
 
 def pyramid(blocks: Sequence[Block]) -> dict[int, int]:
-    """Offsets of nested lifetimes: the longest at the bottom, on it the longest of those within its life, and so on."""
+    """Offsets of nested lifetimes: the longest at the bottom, on it the longest of those within its
+    life, and so on.
+    """
     offsets: dict[int, int] = {}
     inside, top = list(blocks), 0
     while inside:
         longest = max(inside, key=lambda block: block.end - block.begin)
         offsets[longest.tensor] = _aligned(top, longest.alignment_bytes)
         top = offsets[longest.tensor] + longest.size_bytes
-        inside = [b for b in inside if b is not longest and longest.begin <= b.begin and b.end <= longest.end]
+        inside = [
+            b
+            for b in inside
+            if b is not longest and longest.begin <= b.begin and b.end <= longest.end
+        ]
     return offsets
 
 
 def greedy(blocks: Sequence[Block], placed: Mapping[int, int]) -> dict[int, int]:
-    """The best of three: the largest, the longest-lived, or the largest by size times life first, each at the lowest offset that is free during its life.
+    """The best of three: the largest, the longest-lived, or the largest by size times life first,
+    each at the lowest offset that is free during its life.
 
     `placed` ones are where they are.
     """
@@ -55,41 +62,65 @@ def greedy(blocks: Sequence[Block], placed: Mapping[int, int]) -> dict[int, int]
     return min(layouts, key=lambda offsets: pool_bytes(blocks, offsets))
 
 
-def _lowest_first(blocks: Sequence[Block], placed: Mapping[int, int], rank: Callable[[Block], int]) -> dict[int, int]:
+def _lowest_first(
+    blocks: Sequence[Block], placed: Mapping[int, int], rank: Callable[[Block], int]
+) -> dict[int, int]:
     offsets = dict(placed)
     there = [block for block in blocks if block.tensor in placed]
     for block in sorted(blocks, key=lambda block: (-rank(block), block.begin, block.tensor)):
         if block.tensor in offsets:
             continue
         lowest = 0
-        for other in sorted((o for o in there if o.meets(block)), key=lambda other: offsets[other.tensor]):
+        for other in sorted(
+            (o for o in there if o.meets(block)), key=lambda other: offsets[other.tensor]
+        ):
             if lowest + block.size_bytes <= offsets[other.tensor]:
                 break
-            lowest = max(lowest, _aligned(offsets[other.tensor] + other.size_bytes, block.alignment_bytes))
+            lowest = max(
+                lowest, _aligned(offsets[other.tensor] + other.size_bytes, block.alignment_bytes)
+            )
         offsets[block.tensor] = lowest
         there.append(block)
     return offsets
 
 
 class LayoutProgram:
-    """An address per block, and for every two blocks that meet, and are not both placed already, which lies below.
+    """An address per block, and for every two blocks that meet, and are not both placed already,
+    which lies below.
 
     Args:
         start: offsets to start from, which have the `placed` ones where they are to stay.
     """
 
     def __init__(
-        self, blocks: Sequence[Block], start: Mapping[int, int], placed: Mapping[int, int], floor_bytes: int
+        self,
+        blocks: Sequence[Block],
+        start: Mapping[int, int],
+        placed: Mapping[int, int],
+        floor_bytes: int,
     ) -> None:
         self.blocks = blocks
         self._placed = placed
         self._start = start
         self.program = Program()
-        self.unit = math.gcd(*(number for block in blocks for number in (block.size_bytes, block.alignment_bytes))) or 1
+        self.unit = (
+            math.gcd(
+                *(
+                    number
+                    for block in blocks
+                    for number in (block.size_bytes, block.alignment_bytes)
+                )
+            )
+            or 1
+        )
         self._highest = pool_bytes(blocks, start) // self.unit
-        self._pool = self.program.column(floor_bytes // self.unit, self._highest, self._highest, integer=False, cost=1)
+        self._pool = self.program.column(
+            floor_bytes // self.unit, self._highest, self._highest, integer=False, cost=1
+        )
         self._addresses = [self._address(block) for block in blocks]
-        self._below = {(one, other): self._either(one, other) for one, other in meeting(blocks, placed)}
+        self._below = {
+            (one, other): self._either(one, other) for one, other in meeting(blocks, placed)
+        }
         for number in range(len(blocks)):
             top = self._top(number)
             top.add(self._pool, -1)
@@ -125,7 +156,9 @@ class LayoutProgram:
         return below
 
     def offsets(self, values: Sequence[float]) -> dict[int, int]:
-        """Offsets by a solution's values: of these only what lies below what is taken, and every block sinks as far as that lets it."""
+        """Offsets by a solution's values: of these only what lies below what is taken, and every
+        block sinks as far as that lets it.
+        """
         lower: list[list[int]] = [[] for _ in self.blocks]
         for (one, other), below in self._below.items():
             first, second = (one, other) if values[below] > 0.5 else (other, one)
@@ -133,16 +166,22 @@ class LayoutProgram:
         for one, other in _pairs(self.blocks):
             ones = self.blocks[one].tensor, self.blocks[other].tensor
             if all(tensor in self._placed for tensor in ones):
-                first, second = (one, other) if self._placed[ones[0]] < self._placed[ones[1]] else (other, one)
+                first, second = (
+                    (one, other) if self._placed[ones[0]] < self._placed[ones[1]] else (other, one)
+                )
                 lower[second].append(first)
         found: dict[int, int] = {}
         addresses = [
-            values[column] * self._step(block) for column, block in zip(self._addresses, self.blocks, strict=True)
+            values[column] * self._step(block)
+            for column, block in zip(self._addresses, self.blocks, strict=True)
         ]
         for number in sorted(range(len(self.blocks)), key=lambda number: addresses[number]):
             block = self.blocks[number]
             under = (self.blocks[one] for one in lower[number])
-            ground = max((found[one.tensor] + one.size_bytes for one in under if one.tensor in found), default=0)
+            ground = max(
+                (found[one.tensor] + one.size_bytes for one in under if one.tensor in found),
+                default=0,
+            )
             found[block.tensor] = _aligned(ground, block.alignment_bytes)
         return found
 

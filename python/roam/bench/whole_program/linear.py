@@ -46,7 +46,8 @@ class Sum:
 
 @dataclass
 class Program:
-    """The least of `cost` over all values that keep bounds and rows; each row a sum that compares with 0.
+    """The least of `cost` over all values that keep bounds and rows; each row a sum that compares
+    with 0.
 
     Columns and rows are kept as flat lists: row r has the entries from `ends[r - 1]` to `ends[r]`.
     """
@@ -72,7 +73,9 @@ class Program:
         return len(self.lower) - 1
 
     def row(self, terms: Sum, sense: Sense) -> None:
-        """Demands that the sum is at most, at least or just 0; a sum without columns is known to be."""
+        """Demands that the sum is at most, at least or just 0; a sum without columns is known to
+        be.
+        """
         kept = [(column, factor) for column, factor in terms.terms.items() if factor]
         if not kept:
             return
@@ -85,7 +88,10 @@ class Program:
     def admits(self, values: Iterable[int]) -> bool:
         """Whether values, one per column, keep every bound and row."""
         values = list(values)
-        if not all(low <= value <= high for low, value, high in zip(self.lower, values, self.upper, strict=True)):
+        if not all(
+            low <= value <= high
+            for low, value, high in zip(self.lower, values, self.upper, strict=True)
+        ):
             return False
         begin = 0
         for end, sense, limit in zip(self.ends, self.senses, self.limits, strict=True):

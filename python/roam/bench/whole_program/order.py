@@ -12,10 +12,13 @@ from roam.bench.whole_program.problem import Held, Problem
 class OrderProgram:
     """The program for a problem, with a schedule to start from.
 
-    Its create variables are kept as their running sums: done(v, t) = 1 if v has run by step t. See docs/theory.md.
+    Its create variables are kept as their running sums: done(v, t) = 1 if v has run by step t. See
+    docs/explanation/integer-programs.md.
     """
 
-    def __init__(self, problem: Problem, step_of: Sequence[int], floor_bytes: int, peak_bytes: int) -> None:
+    def __init__(
+        self, problem: Problem, step_of: Sequence[int], floor_bytes: int, peak_bytes: int
+    ) -> None:
         self.problem = problem
         self._start = step_of
         self.program = Program()
@@ -94,7 +97,11 @@ class OrderProgram:
         """Adds to every step what the tensor takes there."""
         size = held.size_bytes // self.unit
         begin = 0 if held.creator is None else self.problem.first[held.creator]
-        end = self.problem.steps if held.stays else max((self.problem.last[user] for user in held.users), default=begin)
+        end = (
+            self.problem.steps
+            if held.stays
+            else max((self.problem.last[user] for user in held.users), default=begin)
+        )
         if not held.users and not held.stays:
             end = begin if held.creator is None else self.problem.last[held.creator]
         for step in range(begin, min(end, self.problem.steps - 1) + 1):
@@ -106,7 +113,9 @@ class OrderProgram:
                 live[step].add(made, size)
             elif not used:
                 live[step].add(made, size)
-                live[step].add(ZERO if held.creator is None else self.done(held.creator, step - 1), -size)
+                live[step].add(
+                    ZERO if held.creator is None else self.done(held.creator, step - 1), -size
+                )
             elif len(open_ones) == 1:
                 live[step].add(made, size)
                 live[step].add(open_ones[0], -size)
@@ -132,4 +141,6 @@ class OrderProgram:
 
     def _step(self, operator: int, values: Sequence[float]) -> int:
         first, last, column = self._spans[operator]
-        return next((step for step in range(first, last) if values[column + step - first] > 0.5), last)
+        return next(
+            (step for step in range(first, last) if values[column + step - first] > 0.5), last
+        )

@@ -1,4 +1,4 @@
-"""What a graph asks of a schedule, in the terms of time steps."""
+"""A graph's constraints in terms of time steps, as both programs use them."""
 
 from __future__ import annotations
 
@@ -40,15 +40,18 @@ class Held:
 class Problem:
     """Ordering constraints, bytes, and the steps at which every operator may run.
 
-    With one stream there is a step for each operator, and one operator runs at each. With `streams=None` any number of operators may run at a step
-    (all that they touch coexists), and there are hardly more steps than operators in the longest chain. At least one runs at the first step, where all that
-    enters is live, used or not.
+    With one stream there is a step for each operator, and one operator runs at each. With
+    `streams=None` any number of operators may run at a step (all that they touch coexists), and
+    there are hardly more steps than operators in the longest chain. At least one runs at the first
+    step, where all that enters is live, used or not.
 
     Args:
         extra: further constraints, as pairs (before, after).
     """
 
-    def __init__(self, graph: roam.Graph, streams: Streams, extra: Sequence[tuple[int, int]] = ()) -> None:
+    def __init__(
+        self, graph: roam.Graph, streams: Streams, extra: Sequence[tuple[int, int]] = ()
+    ) -> None:
         self.graph = graph
         self.streams = streams
         self.count = graph.num_operators
@@ -72,7 +75,11 @@ class Problem:
         self.held = self._held()
 
     def _direct(self, operators: set[int]) -> list[int]:
-        return sorted(one for one in operators if not any(self.ancestors[other] >> one & 1 for other in operators))
+        return sorted(
+            one
+            for one in operators
+            if not any(self.ancestors[other] >> one & 1 for other in operators)
+        )
 
     def _spans(self) -> tuple[int, list[int], list[int]]:
         """How many steps there are, and the earliest and the latest step of every operator."""
@@ -83,7 +90,9 @@ class Problem:
             steps = self.count
         else:
             for operator in self.sorted:
-                up[operator] = max((up[earlier] + 1 for earlier in self.before[operator]), default=0)
+                up[operator] = max(
+                    (up[earlier] + 1 for earlier in self.before[operator]), default=0
+                )
             for operator in reversed(self.sorted):
                 for earlier in self.before[operator]:
                     down[earlier] = max(down[earlier], down[operator] + 1)
@@ -92,19 +101,24 @@ class Problem:
 
     def _held(self) -> list[Held]:
         held = []
-        for tensor, size in zip(self.graph.tensors, self.graph.tensor_counted_bytes.tolist(), strict=True):
+        for tensor, size in zip(
+            self.graph.tensors, self.graph.tensor_counted_bytes.tolist(), strict=True
+        ):
             if size == 0 or tensor.residency == "persistent" or self.steps == 0:
                 continue
             users = self.graph.users(tensor.id)
-            last = tuple(one for one in users if not any(self.ancestors[other] >> one & 1 for other in users))
+            last = tuple(
+                one for one in users if not any(self.ancestors[other] >> one & 1 for other in users)
+            )
             creator = self.graph.creator(tensor.id)
             stays, in_pool = tensor.residency == "leaves", tensor.residency == "step_local"
             held.append(Held(tensor.id, size, creator, last, stays, in_pool))
         return held
 
     def floor_bytes(self) -> int:
-        """No schedule has a lower peak: what an operator touches, and what must have been made before it and is needed after it, all coexists; so does all
-        that enters, and all that leaves.
+        """No schedule has a lower peak: what an operator touches, and what must have been made
+        before it and is needed after it, all coexists; so does all that enters, and all that
+        leaves.
         """
         everything = (1 << self.count) - 1
         needs: list[int] = list(self.workspaces)
@@ -124,10 +138,16 @@ class Problem:
         return max(*needs, entering, leaving)
 
     def keeps(self, step_of: Sequence[int]) -> bool:
-        """Whether a schedule is one: every operator within the steps and after those that it must follow, the first at the first step."""
+        """Whether a schedule is one: every operator within the steps and after those that it must
+        follow, the first at the first step.
+        """
         in_range = all(0 <= step < self.steps for step in step_of)
         distinct = self.streams is None or len(set(step_of)) == self.count
-        after = all(step_of[one] < step_of[other] for other in range(self.count) for one in self.before[other])
+        after = all(
+            step_of[one] < step_of[other]
+            for other in range(self.count)
+            for one in self.before[other]
+        )
         return in_range and distinct and after and min(step_of, default=0) == 0
 
     def profile(self, step_of: Sequence[int]) -> tuple[list[int], list[int]]:
@@ -155,7 +175,9 @@ def _sorted(before: Sequence[set[int]], positions: Sequence[int]) -> list[int]:
         for earlier in operators:
             after[earlier].append(operator)
     open_ones = [len(operators) for operators in before]
-    ready = sorted((one for one, count in enumerate(open_ones) if count == 0), key=lambda one: -positions[one])
+    ready = sorted(
+        (one for one, count in enumerate(open_ones) if count == 0), key=lambda one: -positions[one]
+    )
     found = []
     while ready:
         found.append(ready.pop())

@@ -1,7 +1,8 @@
-"""Solves one large program by CBC or HiGHS under a time limit: a script that runs in a process of its own, as `roam/exact/child.py` does.
+"""Solves one large program by CBC or HiGHS under a time limit: a script that runs in a process of
+its own, as `roam/exact/child.py` does.
 
-The question has the fields of `linear.Program`, ``solver``, ``seconds`` and ``threads``; the answer is ``{"solved": {...}}`` with the fields of
-`linear.Answer`, or as in `child.py`.
+The question has the fields of `linear.Program`, ``solver``, ``seconds`` and ``threads``; the answer
+is ``{"solved": {...}}`` with the fields of `linear.Answer`, or as in `child.py`.
 """
 
 from __future__ import annotations
@@ -24,19 +25,29 @@ def _cbc(question: dict[str, Any]) -> dict[str, Any]:
     import mip
 
     begin = 0
-    for end, sense, limit in zip(question["ends"], question["senses"], question["limits"], strict=True):
+    for end, sense, limit in zip(
+        question["ends"], question["senses"], question["limits"], strict=True
+    ):
         entries = range(begin, end)
-        terms = [columns[question["at"][i]] for i in entries], [float(question["factors"][i]) for i in entries]
+        terms = (
+            [columns[question["at"][i]] for i in entries],
+            [float(question["factors"][i]) for i in entries],
+        )
         model.add_constr(mip.LinExpr(*terms, -limit, sense))
         begin = end
     model.max_mip_gap_abs = GAP
     model.threads = question["threads"]
     status = model.optimize(max_seconds=question["seconds"])
     finished = status == mip.OptimizationStatus.OPTIMAL
-    if not finished and status not in (mip.OptimizationStatus.FEASIBLE, mip.OptimizationStatus.NO_SOLUTION_FOUND):
+    if not finished and status not in (
+        mip.OptimizationStatus.FEASIBLE,
+        mip.OptimizationStatus.NO_SOLUTION_FOUND,
+    ):
         return {"failed": f"CBC ended with {status.name.lower()}"}
     values = [column.x for column in columns] if model.num_solutions else None
-    return {"solved": {"values": values, "bound": known(model.objective_bound), "finished": finished}}
+    return {
+        "solved": {"values": values, "bound": known(model.objective_bound), "finished": finished}
+    }
 
 
 def _highs(question: dict[str, Any]) -> dict[str, Any]:
@@ -79,7 +90,9 @@ def _highs(question: dict[str, Any]) -> dict[str, Any]:
     found = highs.getInfo()
     has_values = found.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
     values = list(highs.getSolution().col_value) if has_values else None
-    return {"solved": {"values": values, "bound": known(found.mip_dual_bound), "finished": finished}}
+    return {
+        "solved": {"values": values, "bound": known(found.mip_dual_bound), "finished": finished}
+    }
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Schedules to begin with, made without a solver."""
+"""Schedules from which the solver starts, made without it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ from roam.bench.whole_program.problem import Problem
 def start(problem: Problem, known: Sequence[int] | None = None) -> list[int]:
     """The step of every operator in the best schedule that costs next to nothing to find.
 
-    One stream: program order, LESCEA's, or the one that the caller knows. Several: every operator as early, or as late, as it can run.
+    One stream: program order, LESCEA's, or the one that the caller knows. Several: every operator
+    as early, or as late, as it can run.
     """
     if problem.streams == 1:
-        orders = [_program_order(problem), lescea(problem)] + ([] if known is None else [list(known)])
+        orders = [_program_order(problem), lescea(problem)] + (
+            [] if known is None else [list(known)]
+        )
         schedules = [steps for steps in map(_steps, orders) if problem.keeps(steps)]
     else:
         idle = min(problem.last, default=0)
@@ -23,8 +26,8 @@ def start(problem: Problem, known: Sequence[int] | None = None) -> list[int]:
 
 
 def lescea(problem: Problem) -> list[int]:
-    """The list scheduler that the ROAM paper compares with: of the ready operators that keep to the peak so far the one that leaves least live, else
-    the one that has least live while it runs.
+    """The list scheduler that the ROAM paper compares with: of the ready operators that keep to the
+    peak so far the one that leaves least live, else the one that has least live while it runs.
     """
     uses = [len(held.users) for held in problem.held]
     touched: list[list[int]] = [[] for _ in range(problem.count)]
@@ -48,8 +51,12 @@ def lescea(problem: Problem) -> list[int]:
     def change(operator: int) -> tuple[int, int]:
         """Live bytes while it runs, and after it."""
         during = live + sum(problem.held[number].size_bytes for number in made[operator])
-        dying = [n for n in touched[operator] if uses[n] == 1] + [n for n in made[operator] if uses[n] == 0]
-        freed = sum(problem.held[number].size_bytes for number in dying if not problem.held[number].stays)
+        dying = [n for n in touched[operator] if uses[n] == 1] + [
+            n for n in made[operator] if uses[n] == 0
+        ]
+        freed = sum(
+            problem.held[number].size_bytes for number in dying if not problem.held[number].stays
+        )
         return during + problem.workspaces[operator], during - freed
 
     def cost(operator: int) -> tuple[bool, int, int]:
@@ -80,7 +87,9 @@ def _program_order(problem: Problem) -> list[int]:
         for earlier in operators:
             after[earlier].append(operator)
     open_ones = [len(operators) for operators in problem.before]
-    ready = [(positions[operator], operator) for operator, count in enumerate(open_ones) if count == 0]
+    ready = [
+        (positions[operator], operator) for operator, count in enumerate(open_ones) if count == 0
+    ]
     heapq.heapify(ready)
     order = []
     while ready:

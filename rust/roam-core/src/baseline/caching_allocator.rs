@@ -1,7 +1,9 @@
-//! PyTorch's caching allocator for CUDA (`c10/cuda/CUDACachingAllocator.cpp`) with default settings, or with
-//! `expandable_segments`: what it reserves for a sequence of allocations and frees on one stream.
+//! PyTorch's caching allocator for CUDA (`c10/cuda/CUDACachingAllocator.cpp`) with default
+//! settings, or with `expandable_segments`: what it reserves for a sequence of allocations and
+//! frees on one stream.
 //!
-//! Memory pressure never happens here: nothing cached is given back, and no allocation is tried again.
+//! Memory pressure never happens here: nothing cached is given back, and no allocation is tried
+//! again.
 
 use std::collections::{BTreeSet, HashMap};
 use thiserror::Error;
@@ -11,7 +13,8 @@ const MIB: u64 = 1 << 20;
 const SMALLEST: u64 = 512;
 /// The largest request that the small pool serves.
 const SMALL: u64 = MIB;
-/// A segment of the small pool; segments of the large one, made for one request, are a multiple of this.
+/// A segment of the small pool; segments of the large one, made for one request, are a multiple of
+/// this.
 const SMALL_SEGMENT: u64 = 2 * MIB;
 /// A segment for requests below [`LARGE`]; what expandable segments of the large pool grow by.
 const LARGE_SEGMENT: u64 = 20 * MIB;
@@ -23,7 +26,8 @@ const LARGE: u64 = 10 * MIB;
 pub enum Segments {
     /// One `cudaMalloc` per segment, never resized.
     Fixed,
-    /// One segment per pool that grows page by page: 2 MiB in the small pool, 20 MiB in the large one.
+    /// One segment per pool that grows page by page: 2 MiB in the small pool, 20 MiB in the large
+    /// one.
     Expandable,
 }
 
@@ -78,7 +82,8 @@ pub fn replay(events: &[Event], segments: Segments) -> Result<Vec<u64>, TraceErr
 pub struct CachingAllocator {
     small: Pool,
     large: Pool,
-    /// Per id in use: whether the small pool serves it, and its block. `None` where it has no bytes.
+    /// Per id in use: whether the small pool serves it, and its block. `None` where it has no
+    /// bytes.
     in_use: HashMap<u64, Option<(bool, usize)>>,
 }
 
@@ -177,8 +182,8 @@ impl Pool {
         block
     }
 
-    /// The smallest free block that fits, of equals the one with the lowest address. The last block of an expandable
-    /// segment counts as large as it can become, so it comes after all others.
+    /// The smallest free block that fits, of equals the one with the lowest address. The last block
+    /// of an expandable segment counts as large as it can become, so it comes after all others.
     fn best_fit(&self, size: u64) -> Option<usize> {
         let mut fits = self.free.range((size, 0, 0)..).map(|&(_, _, block)| block);
         let best = fits.next()?;
@@ -290,8 +295,8 @@ impl Pool {
 mod tests {
     use super::*;
 
-    /// Bytes reserved after a sequence in which positive numbers allocate so many bytes and negative ones free what the event
-    /// of that number, counted from 1, allocated.
+    /// Bytes reserved after a sequence in which positive numbers allocate so many bytes and
+    /// negative ones free what the event of that number, counted from 1, allocated.
     fn reserved(segments: Segments, sequence: &[i64]) -> u64 {
         let event = |(id, &bytes): (u64, &i64)| match u64::try_from(bytes) {
             Ok(size_bytes) => Event::Alloc { id, size_bytes },
@@ -328,10 +333,12 @@ mod tests {
 
     #[test]
     fn a_rest_of_more_than_1_mib_is_split_off() {
-        // 12 MiB are free. 11 leave 1 MiB, which stays unused; half a KiB less leaves enough for the next request.
+        // 12 MiB are free. 11 leave 1 MiB, which stays unused; half a KiB less leaves enough for
+        // the next request.
         assert_eq!(reserved(Segments::Fixed, &[12 * M, -1, 11 * M, M + 1]), 32 * MIB);
         assert_eq!(reserved(Segments::Fixed, &[12 * M, -1, 11 * M - 512, M + 1]), 12 * MIB);
-        // Expandable segments split off any rest. 19 and 1 MiB, the second by 512 bytes too large for the small pool.
+        // Expandable segments split off any rest. 19 and 1 MiB, the second by 512 bytes too large
+        // for the small pool.
         assert_eq!(reserved(Segments::Expandable, &[19 * M - 512, M + 1]), 20 * MIB);
     }
 
@@ -339,8 +346,9 @@ mod tests {
     fn the_smallest_block_that_fits_is_taken_and_of_equals_the_lowest() {
         // 14 and 12 MiB are free. 12 go to the 12, so 14 find their place again.
         assert_eq!(reserved(Segments::Fixed, &[14 * M, 12 * M, -1, -2, 12 * M, 14 * M]), 26 * MIB);
-        // Of 6, 2, 6 and 2 MiB in a segment of 16 the 6 are freed, the second first. 4 MiB go to the first; with the 2 beside them
-        // freed, 10 MiB are in one piece, for 4 and 6. Had the 4 gone to the second, only 8 would be.
+        // Of 6, 2, 6 and 2 MiB in a segment of 16 the 6 are freed, the second first. 4 MiB go to
+        // the first; with the 2 beside them freed, 10 MiB are in one piece, for 4 and 6. Had the 4
+        // gone to the second, only 8 would be.
         let filled = [16 * M, -1, 6 * M, 2 * M, 6 * M, 2 * M];
         let freed = [-5, -3, 4 * M, -4, 4 * M, 6 * M];
         assert_eq!(reserved(Segments::Fixed, &[&filled[..], &freed[..]].concat()), 16 * MIB);
@@ -363,7 +371,8 @@ mod tests {
     fn expandable_segments_grow_by_pages() {
         assert_eq!(reserved(Segments::Expandable, &[1]), 2 * MIB);
         assert_eq!(reserved(Segments::Expandable, &[1, M, M]), 4 * MIB);
-        // 18 MiB are free at the end, so 12 more are mapped: one page. Fixed segments are 20 and 30 MiB.
+        // 18 MiB are free at the end, so 12 more are mapped: one page. Fixed segments are 20 and 30
+        // MiB.
         assert_eq!(reserved(Segments::Expandable, &[2 * M, 30 * M]), 40 * MIB);
         assert_eq!(reserved(Segments::Fixed, &[2 * M, 30 * M]), 50 * MIB);
         assert_eq!(reserved(Segments::Expandable, &[2 * M, 38 * M + 1]), 60 * MIB);
@@ -371,7 +380,8 @@ mod tests {
 
     #[test]
     fn the_end_of_an_expandable_segment_is_taken_last() {
-        // 5 MiB are free in the middle and 2 at the end. 2 go to the middle, so that 5 need another page.
+        // 5 MiB are free in the middle and 2 at the end. 2 go to the middle, so that 5 need another
+        // page.
         let filled = [5 * M, 15 * M, 18 * M, -1, 2 * M];
         assert_eq!(reserved(Segments::Expandable, &filled), 40 * MIB);
         assert_eq!(reserved(Segments::Expandable, &[&filled[..], &[5 * M]].concat()), 60 * MIB);

@@ -1,15 +1,17 @@
-//! What eager PyTorch reserves on CUDA when it runs a step in a given order, by the [`caching_allocator`] alone.
+//! What eager PyTorch reserves on CUDA when it runs a step in a given order, by the
+//! [`caching_allocator`] alone.
 //!
 //! [`caching_allocator`]: super::caching_allocator
 
 use super::caching_allocator::{CachingAllocator, Event, Segments, TraceError};
 use crate::liveness::Profile;
-use crate::problem::{NONE, Op, Problem, Ten};
+use crate::problem::{Index, NONE, Op, Problem, Ten};
 
 /// A training loop keeps its cache from step to step; more often the step is not repeated.
 const MOST_REPEATS: usize = 3;
 
-/// Most bytes reserved for all that is not persistent, workspace included. The step is repeated until it reserves no more.
+/// Most bytes reserved for all that is not persistent, workspace included. The step is repeated
+/// until it reserves no more.
 ///
 /// Persistent tensors are left out, and with them what their segments have to spare, either way.
 pub(super) fn reserved_bytes(
@@ -33,28 +35,29 @@ pub(super) fn reserved_bytes(
     Ok(reserved)
 }
 
-/// The step's allocations and frees: what enters comes first; an operator's outputs come before its workspace; when it has
-/// run, first its workspace goes and then what it was the last to use. An output that takes an input's memory asks for none.
+/// The step's allocations and frees: what enters comes first; an operator's outputs come before its
+/// workspace; when it has run, first its workspace goes and then what it was the last to use. An
+/// output that takes an input's memory asks for none.
 fn events(problem: &Problem, order: &[Op], profile: &Profile) -> Vec<Event> {
-    let tensors = 0..problem.tensors.len() as Ten;
+    let tensors = problem.tensor_ranks();
     let mut holder: Vec<Ten> = tensors.clone().collect();
     let mut passed_on = vec![false; holder.len()];
     for &(input, output) in &profile.pairs {
-        holder[output as usize] = holder[input as usize];
-        passed_on[input as usize] = true;
+        holder[output.index()] = holder[input.index()];
+        passed_on[input.index()] = true;
     }
     let mut dying: Vec<Vec<Ten>> = vec![Vec::new(); order.len()];
-    for tensor in tensors.clone().filter(|&tensor| !passed_on[tensor as usize]) {
-        if let Some(last) = profile.lifetimes.end[tensor as usize].checked_sub(1) {
-            dying[last as usize].push(holder[tensor as usize]);
+    for tensor in tensors.clone().filter(|&tensor| !passed_on[tensor.index()]) {
+        if let Some(last) = profile.lifetimes.end[tensor.index()].checked_sub(1) {
+            dying[last as usize].push(holder[tensor.index()]);
         }
     }
-    let alloc = |tensor: Ten| Event::Alloc { id: tensor.into(), size_bytes: problem.size(tensor) };
-    let is_own = |tensor: &Ten| holder[*tensor as usize] == *tensor;
-    let workspace_id = tensors.len() as u64;
-    let mut events = Vec::with_capacity(2 * (tensors.len() + order.len()));
+    let alloc = |tensor: Ten| Event::Alloc { id: tensor.index() as u64, size_bytes: problem.size(tensor) };
+    let is_own = |tensor: &Ten| holder[tensor.index()] == *tensor;
+    let workspace_id = problem.tensors.len() as u64;
+    let mut events = Vec::with_capacity(2 * (problem.tensors.len() + order.len()));
     if !order.is_empty() {
-        events.extend(tensors.filter(|&tensor| problem.tensors[tensor as usize].creator == NONE).map(alloc));
+        events.extend(tensors.filter(|&tensor| problem.tensors[tensor.index()].creator == NONE).map(alloc));
     }
     for (&op, dying) in order.iter().zip(&dying) {
         events.extend(problem.creates.row(op).iter().copied().filter(is_own).map(alloc));
@@ -63,7 +66,7 @@ fn events(problem: &Problem, order: &[Op], profile: &Profile) -> Vec<Event> {
             events.push(Event::Alloc { id: workspace_id, size_bytes });
             events.push(Event::Free { id: workspace_id });
         }
-        events.extend(dying.iter().map(|&holder| Event::Free { id: holder.into() }));
+        events.extend(dying.iter().map(|&holder| Event::Free { id: holder.index() as u64 }));
     }
     events
 }

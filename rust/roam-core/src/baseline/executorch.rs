@@ -1,8 +1,10 @@
-//! ExecuTorch's `greedy` (`exir/memory_planning.py`): shared objects, each as large as the first block put into it.
+//! ExecuTorch's `greedy` (`exir/memory_planning.py`): shared objects, each as large as the first
+//! block put into it.
 //!
-//! Largest blocks first. A block goes to the bottom of the first object in which nothing lives when it does; else into the
-//! first object that has room for it above all that lives when it does; else into an object of its own. Objects lie one
-//! after another. Of equally large blocks ExecuTorch's sequence is that of a Python set; here it is that of creation.
+//! Largest blocks first. A block goes to the bottom of the first object in which nothing lives when
+//! it does; else into the first object that has room for it above all that lives when it does; else
+//! into an object of its own. Objects lie one after another. Of equally large blocks ExecuTorch's
+//! sequence is that of a Python set; here it is that of creation.
 
 use crate::graph::round_up;
 use crate::layout::blocks::{Block, Blocks};
@@ -95,14 +97,16 @@ mod tests {
 
     #[test]
     fn idle_objects_are_shared_from_the_bottom() {
-        // 10 makes an object. 6 meets it at time 1, and 10 + 6 do not fit: another. 4 finds the first one idle. 3 meets both at
-        // time 1 and fits above neither: a third object, after 10 and 6.
+        // 10 makes an object. 6 meets it at time 1, and 10 + 6 do not fit: another. 4 finds the
+        // first one idle. 3 meets both at time 1 and fits above neither: a third object, after 10
+        // and 6.
         assert_eq!(offsets(&[(10, 0, 2), (6, 1, 3), (4, 2, 4), (3, 1, 2)]), [0, 10, 0, 16]);
     }
 
     #[test]
     fn what_lives_at_once_is_stacked_while_it_fits() {
-        // In the object of 10, idle from time 1: the first 4 at its bottom, the second above it; 3 meets only the first.
+        // In the object of 10, idle from time 1: the first 4 at its bottom, the second above it; 3
+        // meets only the first.
         assert_eq!(offsets(&[(10, 0, 1), (4, 1, 3), (4, 1, 2), (3, 2, 3)]), [0, 0, 4, 4]);
         // 7 does not fit above 4.
         assert_eq!(offsets(&[(10, 0, 1), (7, 1, 3), (4, 1, 2)]), [0, 0, 10]);
@@ -110,8 +114,8 @@ mod tests {
 
     #[test]
     fn a_later_object_that_is_idle_comes_before_an_earlier_one_with_room() {
-        // 9 lies in the object of 10 from time 1; 5 meets 9 and makes an object of its own. 1 meets 9 alone: it would fit above
-        // it, but the other object is idle.
+        // 9 lies in the object of 10 from time 1; 5 meets 9 and makes an object of its own. 1 meets
+        // 9 alone: it would fit above it, but the other object is idle.
         assert_eq!(offsets(&[(10, 0, 1), (9, 1, 3), (5, 1, 2), (1, 2, 3)]), [0, 0, 10, 10]);
     }
 }

@@ -1,7 +1,8 @@
-//! Inductor's `topological_sort_bfs`: first in, first out. Of the ready operators the one whose predecessors ran earliest
-//! goes next: the ascending lists of their steps are compared like words; ties go to the earlier program position.
+//! Inductor's `topological_sort_bfs`: first in, first out. Of the ready operators the one whose
+//! predecessors ran earliest goes next: the ascending lists of their steps are compared like words;
+//! ties go to the earlier program position.
 
-use super::waiting;
+use super::ready::waiting;
 use crate::problem::{Op, Problem};
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;

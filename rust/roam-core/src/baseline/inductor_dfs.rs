@@ -1,8 +1,9 @@
-//! Inductor's `topological_sort_dfs`: every operator runs as late as its turn or a successor's need allows. Turns, and
-//! predecessors that are fetched first, go by ascending bytes that an operator reads or creates (persistent tensors, which
-//! Inductor cannot free either, do not count); ties go to the earlier program position.
+//! Inductor's `topological_sort_dfs`: every operator runs as late as its turn or a successor's need
+//! allows. Turns, and predecessors that are fetched first, go by ascending bytes that an operator
+//! reads or creates (persistent tensors, which Inductor cannot free either, do not count); ties go
+//! to the earlier program position.
 
-use super::created_bytes;
+use super::ready::created_bytes;
 use crate::problem::{Op, Problem};
 
 pub(super) fn order(problem: &Problem) -> Vec<Op> {

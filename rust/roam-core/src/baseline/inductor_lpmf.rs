@@ -1,14 +1,16 @@
-//! Inductor's `topological_sort_lpmf`, least peak memory first: list scheduling against the most live bytes so far, which
-//! begin as what enters the step or as all that leaves it, whichever is more.
+//! Inductor's `topological_sort_lpmf`, least peak memory first: list scheduling that keeps to the
+//! most live bytes so far. These begin as all that enters the step or all that leaves it, whichever
+//! is more.
 //!
-//! Among the ready operators whose outputs keep within those bytes, the one that leaves the fewest goes next; where there is
-//! none, the one with the smallest outputs, of these the one that leaves the fewest. Ties go to the earlier program position.
-//! This is LESCEA but for its start, its second key, and for workspace and reuse, of which Inductor's has none. Inductor's
+//! Among the ready operators whose outputs keep within those bytes, the one that leaves the fewest
+//! goes next; where there is none, the one with the smallest outputs, of these the one that leaves
+//! the fewest. Ties go to the earlier program position. This differs from LESCEA in its start, in
+//! its second key, and in that workspace and reuse do not count. Inductor's
 //! `size_threshold_for_succ_based_strategy` is off, as it is by default.
 
-use super::{created_bytes, waiting};
+use super::ready::{created_bytes, waiting};
 use crate::graph::Residency;
-use crate::problem::{NONE, Op, Problem};
+use crate::problem::{Index, NONE, Op, Problem, Ten};
 use crate::segment_tree::Tournament;
 
 pub(super) fn order(problem: &Problem) -> Vec<Op> {
@@ -56,7 +58,7 @@ impl<'a> Live<'a> {
         let mut freed = vec![0; problem.len()];
         let (mut enters, mut leaves) = (0, 0);
         for (tensor, item) in problem.tensors.iter().enumerate() {
-            let users = problem.users.row(tensor as u32);
+            let users = problem.users.row(Ten::at(tensor));
             match (item.residency, users) {
                 (Residency::Leaves, _) => leaves += item.size,
                 (_, []) if item.creator != NONE => freed[item.creator as usize] += item.size,
@@ -67,7 +69,7 @@ impl<'a> Live<'a> {
                 enters += item.size;
             }
         }
-        let users_left = (0..problem.tensors.len() as u32).map(|tensor| problem.users.row(tensor).len()).collect();
+        let users_left = problem.tensor_ranks().map(|tensor| problem.users.row(tensor).len()).collect();
         let done = vec![false; problem.len()];
         Live { problem, created, freed, users_left, done, now: enters, most: enters.max(leaves) }
     }
@@ -91,9 +93,9 @@ impl<'a> Live<'a> {
         self.now -= self.freed[op as usize];
         let mut last_users = Vec::new();
         for &tensor in problem.uses.row(op) {
-            self.users_left[tensor as usize] -= 1;
-            let item = &problem.tensors[tensor as usize];
-            if self.users_left[tensor as usize] == 1 && item.residency != Residency::Leaves {
+            self.users_left[tensor.index()] -= 1;
+            let item = &problem.tensors[tensor.index()];
+            if self.users_left[tensor.index()] == 1 && item.residency != Residency::Leaves {
                 let users = problem.users.row(tensor).iter();
                 for &last in users.filter(|&&user| !self.done[user as usize]) {
                     self.freed[last as usize] += item.size;
@@ -135,7 +137,8 @@ impl Ready {
         self.changes.put(self.rank_of[op as usize], (change, op));
     }
 
-    /// The operator that goes next where `room` bytes can be added for nothing; it is ready no more.
+    /// The operator that goes next where `room` bytes can be added for nothing; it is ready no
+    /// more.
     fn take_best(&mut self, room: u64) -> Option<Op> {
         let smallest = self.ranked[self.changes.first()?].0;
         let ranks = |least: u64, most: u64| {

@@ -1,7 +1,8 @@
-//! TVM's unified static memory planner (`src/tir/usmp/algo/greedy.cc`): `greedy_by_size` and `greedy_by_conflicts`.
+//! TVM's unified static memory planner (`src/tir/usmp/algo/greedy.cc`): `greedy_by_size` and
+//! `greedy_by_conflicts`.
 //!
-//! Each block, in sequence, lies on top of all that was placed before and lives when it does; gaps below are not looked for.
-//! Where TVM's sequence goes on by name, ours goes on by creation.
+//! Each block, in sequence, lies on top of all that was placed before and lives when it does; gaps
+//! below are not looked for. Where TVM's sequence goes on by name, ours goes on by creation.
 
 use crate::graph::round_up;
 use crate::layout::blocks::{Block, Blocks};
@@ -57,7 +58,8 @@ pub(super) fn stack(blocks: &Blocks, sequence: &[u32]) -> Vec<u64> {
 
 /// The highest end of a block per time: a segment tree.
 struct Tops {
-    /// What the blocks reach that cover all of a node's times, and what any block reaches that touches one of them.
+    /// What the blocks reach that cover all of a node's times, and what any block reaches that
+    /// touches one of them.
     cover: Vec<u64>,
     touch: Vec<u64>,
     tree: SegmentTree,
@@ -72,12 +74,12 @@ impl Tops {
     /// The highest end at any of the block's times.
     fn highest(&self, block: &Block) -> u64 {
         let over = self.tree.ends(block.times()).map(|node| self.cover[node]);
-        let within = self.tree.parts(block.times()).map(|node| self.touch[node]);
+        let within = self.tree.cover(block.times()).map(|node| self.touch[node]);
         over.chain(within).max().unwrap_or(0)
     }
 
     fn raise(&mut self, block: &Block, end: u64) {
-        for node in self.tree.parts(block.times()) {
+        for node in self.tree.cover(block.times()) {
             self.cover[node] = self.cover[node].max(end);
             self.touch[node] = self.touch[node].max(end);
         }

@@ -1,23 +1,26 @@
-//! TVM's `hill_climb` (`src/tir/usmp/algo/hill_climb.cc`): a sequence of blocks, each at the lowest offset that is free when
-//! it lives, improved by swaps.
+//! TVM's `hill_climb` (`src/tir/usmp/algo/hill_climb.cc`): a sequence of blocks, each at the lowest
+//! offset that is free when it lives, improved by swaps.
 //!
-//! It begins with the sequence of `greedy_by_size`. An attempt swaps two blocks: one that meets a block at the very top and
-//! was placed before it, and another such, or, three times in four, one that meets a neighbour of that block and was placed
-//! before this neighbour. A smaller pool is kept, a larger one with a small chance, else the swap is undone. It ends after
-//! 500 attempts, or once no pool can be smaller.
+//! It begins with the sequence of `greedy_by_size`. An attempt swaps two blocks: one that meets a
+//! block at the very top and was placed before it, and another such, or, three times in four, one
+//! that meets a neighbour of that block and was placed before this neighbour. A smaller pool is
+//! kept, a larger one with a small chance, else the swap is undone. It ends after 500 attempts, or
+//! once no pool can be smaller.
 //!
-//! What differs: the random numbers, which are the same on every machine; every neighbour is as likely to bring a neighbour of
-//! its own, where TVM prefers those with many; an attempt that finds no two blocks leaves everything as it is; the best of all
-//! attempts counts, where TVM takes the last one kept; and on large graphs [`WORK`] ends the attempts.
+//! What differs: the random numbers, which are the same on every machine; every neighbour is as
+//! likely to bring a neighbour of its own, where TVM prefers those with many; an attempt that finds
+//! no two blocks leaves everything as it is; the best of all attempts counts, where TVM takes the
+//! last one kept; and on large graphs [`WORK`] ends the attempts.
 
 use super::tvm;
 use crate::layout::blocks::Blocks;
-use crate::layout::gaps::Gaps;
-use crate::synthetic::Random;
+use crate::layout::heuristics::gaps::Gaps;
+use crate::rng::Random;
 
 const ATTEMPTS: u64 = 500;
 
-/// How many blocks may be placed before no further attempt begins: 500 attempts for up to 8 000 blocks.
+/// How many blocks may be placed before no further attempt begins: 500 attempts for up to 8 000
+/// blocks.
 const WORK: u64 = 4_000_000;
 
 /// From this attempt on no larger pool is kept: it would have to be larger by more than itself.
@@ -72,7 +75,8 @@ impl<'a> Climb<'a> {
         Climb { blocks, sequence, turn, random: Random::new(0), work: 0 }
     }
 
-    /// Offsets of the blocks in the present sequence; `None` where a block would end at `limit` or beyond.
+    /// Offsets of the blocks in the present sequence; `None` where a block would end at `limit` or
+    /// beyond.
     fn lay_out(&mut self, limit: u64) -> Option<Vec<u64>> {
         let mut offsets = vec![0; self.blocks.all.len()];
         let mut gaps = Gaps::new(self.blocks.times);
@@ -142,7 +146,7 @@ impl<'a> Climb<'a> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::baseline::tests::random_blocks;
+    use crate::baseline::methods::tests::random_blocks;
 
     #[test]
     fn swaps_lead_to_smaller_pools_and_never_to_larger_ones() {

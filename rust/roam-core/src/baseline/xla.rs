@@ -1,9 +1,11 @@
-//! XLA's heaps (`xla/service/heap_simulator/heap_simulator.cc`): the best of several `GlobalDecreasingSizeBestFitHeap`s, as
-//! `ChooseBestHeapAlgorithm` takes it.
+//! XLA's heaps (`xla/service/heap_simulator/heap_simulator.cc`): the best of several
+//! `GlobalDecreasingSizeBestFitHeap`s, as `ChooseBestHeapAlgorithm` takes it.
 //!
-//! Blocks go by size (`kSpatial`), by lifetime (`kTemporal`) or by their product (`kSpatialTemporal`), each into the smallest
-//! gap that fits for its life (`kBestFit`), of equals the lowest, or into the lowest (`kLowestOffset`). By default XLA tries
-//! best fit by size and by lifetime; with its packing search all six, as here. As in XLA, lifetimes count allocations and frees.
+//! Blocks go by size (`kSpatial`), by lifetime (`kTemporal`) or by their product
+//! (`kSpatialTemporal`), each into the smallest gap that fits for its life (`kBestFit`), of equals
+//! the lowest, or into the lowest (`kLowestOffset`). By default XLA tries best fit by size and by
+//! lifetime; with its packing search all six, as here. As in XLA, lifetimes count allocations and
+//! frees.
 
 use crate::graph::round_up;
 use crate::layout::blocks::{Block, Blocks};
@@ -37,8 +39,8 @@ pub(super) fn place(blocks: &Blocks) -> Vec<u64> {
     best.unwrap_or_default()
 }
 
-/// Allocations and frees from each block's allocation to its free. At every time the new blocks are allocated, then those
-/// that it was the last time of are freed.
+/// Allocations and frees from each block's allocation to its free. At every time the new blocks are
+/// allocated, then those that it was the last time of are freed.
 fn lifetimes(blocks: &Blocks) -> Vec<u64> {
     let mut events: Vec<(u32, bool, usize)> = Vec::with_capacity(2 * blocks.all.len());
     for (at, block) in blocks.all.iter().enumerate() {
@@ -115,7 +117,8 @@ mod tests {
 
     #[test]
     fn gaps_begin_at_aligned_offsets() {
-        // The gap from 3 to 12 has 8 aligned bytes, that from 15 to 24 as many; of equals the lowest.
+        // The gap from 3 to 12 has 8 aligned bytes, that from 15 to 24 as many; of equals the
+        // lowest.
         let mut all =
             vec![block(3, 0, 2), block(9, 0, 1), block(3, 0, 2), block(9, 0, 1), block(1, 0, 2), block(8, 1, 2)];
         all[5].alignment = 4;

@@ -1,9 +1,19 @@
 //! What is laid out: tensors that share memory by reuse, merged into one block.
 
-use super::Layout;
 use crate::liveness::Profile;
-use crate::problem::{NONE, Problem};
+use crate::problem::{Index, NONE, Problem, Ten};
 use std::ops::Range;
+
+/// Where every pool tensor lies.
+#[derive(Clone, Debug)]
+pub(crate) struct Layout {
+    /// How it was found.
+    pub(crate) method: &'static str,
+    /// Largest offset plus size.
+    pub(crate) pool_bytes: u64,
+    /// Per tensor of the problem; 0 for tensors outside the pool.
+    pub(crate) offsets: Vec<u64>,
+}
 
 /// A piece of memory held over a half-open interval of times.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -28,8 +38,8 @@ impl Block {
 
 /// All blocks of an order, in a sequence that depends on positions and sizes alone.
 ///
-/// Times are ranks of the steps at which some block begins: two blocks overlap in steps just when
-/// they overlap in ranks, since of two that overlap one holds the other's beginning.
+/// Times are ranks of the steps at which some block begins: two blocks overlap in steps exactly if
+/// they overlap in ranks, since of two that overlap one is alive when the other begins.
 #[derive(Clone, Debug)]
 pub(crate) struct Blocks {
     pub(crate) all: Vec<Block>,
@@ -42,14 +52,14 @@ pub(crate) struct Blocks {
 impl Blocks {
     pub(crate) fn new(problem: &Problem, profile: &Profile) -> Self {
         let lifetimes = &profile.lifetimes;
-        let mut takes_over = vec![NONE; problem.tensors.len()];
+        let mut takes_over = vec![Ten::NONE; problem.tensors.len()];
         for &(input, output) in &profile.pairs {
-            takes_over[output as usize] = input;
+            takes_over[output.index()] = input;
         }
         let mut block_of = vec![NONE; problem.tensors.len()];
         let mut all: Vec<Block> = Vec::new();
         for (tensor, item) in problem.tensors.iter().enumerate() {
-            if item.in_pool() && takes_over[tensor] == NONE {
+            if item.in_pool() && takes_over[tensor] == Ten::NONE {
                 block_of[tensor] = all.len() as u32;
                 all.push(Block {
                     size: item.size,
@@ -61,14 +71,14 @@ impl Blocks {
         }
         // Pairs come in execution order, so an input's block is known before its output asks.
         for &(input, output) in &profile.pairs {
-            let at = block_of[input as usize];
+            let at = block_of[input.index()];
             if at == NONE {
                 continue; // Both outside the pool.
             }
-            block_of[output as usize] = at;
+            block_of[output.index()] = at;
             let block = &mut all[at as usize];
-            block.alignment = block.alignment.max(problem.tensors[output as usize].alignment);
-            block.end = lifetimes.end[output as usize];
+            block.alignment = block.alignment.max(problem.tensors[output.index()].alignment);
+            block.end = lifetimes.end[output.index()];
         }
         let times = rank(&mut all);
         Blocks { all, times, block_of }
@@ -117,7 +127,8 @@ impl Blocks {
         pairs.sum()
     }
 
-    /// What the pool of some smallest layout is a multiple of; `None` where alignment can leave gaps.
+    /// What the pool of some smallest layout is a multiple of; `None` where alignment can leave
+    /// gaps.
     ///
     /// Where every size is a multiple of every alignment, pushing blocks down as far as they go
     /// makes each offset a sum of sizes.
@@ -174,8 +185,8 @@ fn rank(all: &mut [Block]) -> u32 {
     starts.len() as u32
 }
 
-/// In a list in which what is open names itself and all else a later number: the first open number from this one on.
-/// Shortens the way for the next time.
+/// In a list in which what is open names itself and all else a later number: the first open number
+/// from this one on. Shortens the way for the next time.
 pub(crate) fn first_open(open: &mut [u32], from: u32) -> u32 {
     let mut found = from;
     while open[found as usize] != found {

@@ -1,32 +1,32 @@
 //! The best layout so far, and what a better one has to keep below.
 
-use super::blocks::Blocks;
+use crate::layout::blocks::Blocks;
 use crate::plan::BoundRoute;
 
 /// What all searches for a layout of the same blocks share.
 #[derive(Clone, Debug)]
-pub(super) struct Incumbent<'a> {
-    pub(super) blocks: &'a Blocks,
+pub(crate) struct Incumbent<'a> {
+    pub(crate) blocks: &'a Blocks,
     /// Most bytes held at any time, or more where a search has refuted less.
-    pub(super) floor: u64,
+    pub(crate) floor: u64,
     /// How the floor was proved.
-    pub(super) route: BoundRoute,
+    pub(crate) route: BoundRoute,
     /// Only a smaller pool than this is of use.
-    pub(super) limit: u64,
+    pub(crate) limit: u64,
     /// A pool of this size is small enough, whatever the floor; 0 where only the smallest is.
-    pub(super) target: u64,
+    pub(crate) target: u64,
     /// What found it, and its offsets per block. Its pool is the limit.
-    pub(super) found: Option<(&'static str, Vec<u64>)>,
+    pub(crate) found: Option<(&'static str, Vec<u64>)>,
 }
 
 impl<'a> Incumbent<'a> {
     /// Nothing found yet.
-    pub(super) fn new(blocks: &'a Blocks, limit: u64) -> Self {
+    pub(crate) fn new(blocks: &'a Blocks, limit: u64) -> Self {
         Incumbent { blocks, floor: blocks.floor(), route: BoundRoute::Floor, limit, target: 0, found: None }
     }
 
     /// Takes the offsets if they are better.
-    pub(super) fn offer(&mut self, method: &'static str, offsets: Vec<u64>) {
+    pub(crate) fn offer(&mut self, method: &'static str, offsets: Vec<u64>) {
         let pool_bytes = self.blocks.pool_bytes(&offsets);
         if pool_bytes < self.limit {
             self.limit = pool_bytes;
@@ -34,20 +34,21 @@ impl<'a> Incumbent<'a> {
         }
     }
 
-    /// No layout takes `capacity` or less, and none between two multiples of `unit` is the smallest.
-    pub(super) fn refute(&mut self, capacity: u64, unit: u64) {
+    /// No layout takes `capacity` or less, and none between two multiples of `unit` is the
+    /// smallest.
+    pub(crate) fn refute(&mut self, capacity: u64, unit: u64) {
         self.raise((capacity / unit + 1) * unit, BoundRoute::Exhaustive);
     }
 
     /// No layout takes less than `floor`.
-    pub(super) fn raise(&mut self, floor: u64, route: BoundRoute) {
+    pub(crate) fn raise(&mut self, floor: u64, route: BoundRoute) {
         if floor > self.floor {
             (self.floor, self.route) = (floor, route);
         }
     }
 
     /// Whether nothing better is possible, or asked for.
-    pub(super) fn is_done(&self) -> bool {
+    pub(crate) fn is_done(&self) -> bool {
         self.limit <= self.floor.max(self.target)
     }
 }

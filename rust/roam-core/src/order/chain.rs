@@ -1,9 +1,11 @@
 //! A chain of cuts: an order that passes the least down-set at many of its peaks.
 //!
-//! A split (see [`super::refine`]) mends one peak and may raise another. Where many are as high, as in steps that sum the gradients of
-//! micro-batches, it gains nothing. Here the operators at the peaks keep their sequence, and each of them is cut with those before it on
-//! the near side and those behind it on the far side. Such cuts are nested (docs/theory.md), so that one order passes all of them. It has other peaks;
-//! their operators join the chain in the places that they have in the order begun with, until it is low enough, or as high as that.
+//! A split (see [`super::refine`]) mends one peak and may raise another. Where many are as high, as
+//! in steps that sum the gradients of micro-batches, it gains nothing. Here the operators at the
+//! peaks keep their sequence (the chain), and at each of them a cut is made in which those before
+//! it have run and those after it have not. Such cuts are nested (docs/explanation/theory.md), so
+//! one order passes all of them. It has other peaks. Their operators join the chain, in the places
+//! that they have in the first order, until the new order is low enough, or as high as the first.
 
 use super::refine::{Aim, Ordered};
 use crate::bound::{self, Cut, Side};
@@ -62,7 +64,8 @@ pub(super) fn chain(
     Ok(best)
 }
 
-/// Of each run of steps with more than `goal` live bytes the operator that touches the most, as it is the one that needs them most.
+/// Of each run of steps with more than `goal` live bytes the operator that touches the most, as it
+/// is the one that needs them most.
 fn peaks(problem: &Problem, ordered: &Ordered, goal: u64) -> Vec<Op> {
     let Ordered { order, profile } = ordered;
     let steps: Vec<usize> = (0..order.len()).collect();
@@ -80,7 +83,8 @@ struct Stretch<'a> {
     chained: &'a [Op],
 }
 
-/// The order, each of `chained`, which are some, behind the least down-set that their sequence permits; all else in its old sequence.
+/// The order in which each operator of `chained` (at least one) runs right after the least down-set
+/// that their sequence permits; all else keeps its old sequence.
 fn pass(
     problem: &Problem,
     order: &[Op],
@@ -108,7 +112,8 @@ fn pass(
     Ok(order)
 }
 
-/// The stretch's operators with the middle one of its chain behind the cut, the place of that, and what was looked at.
+/// The stretch's operators with the middle one of its chain behind the cut, the place of that, and
+/// what was looked at.
 fn divide(
     problem: &Problem,
     order: &[Op],
@@ -134,11 +139,9 @@ fn divide(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::builder::GraphBuilder;
-    use crate::graph::{Kind, Operator, Phase, Residency, Tensor};
-    use crate::ids::TensorId;
+    use crate::graph::{GraphBuilder, Kind, Operator, Phase, Residency, Tensor, TensorId};
     use crate::liveness::Profile;
-    use crate::synthetic::Random;
+    use crate::rng::Random;
 
     /// Eight operators that each make a tensor and read up to two earlier ones.
     fn random_problem(random: &mut Random) -> Problem {
@@ -160,19 +163,6 @@ mod tests {
         Problem::new(&builder.build().expect("valid by construction"), false)
     }
 
-    fn orders(problem: &Problem, order: &mut Vec<Op>, see: &mut impl FnMut(&[Op])) {
-        if order.len() == problem.len() {
-            see(order);
-        }
-        for op in 0..problem.len() as Op {
-            if !order.contains(&op) && problem.predecessors.row(op).iter().all(|before| order.contains(before)) {
-                order.push(op);
-                orders(problem, order, see);
-                order.pop();
-            }
-        }
-    }
-
     #[test]
     fn chained_operators_have_the_least_that_their_sequence_permits() {
         let mut random = Random::new(17);
@@ -185,7 +175,7 @@ mod tests {
             }
             several += u32::from(chained.len() > 1);
             let mut least = vec![u64::MAX; problem.len()];
-            orders(&problem, &mut Vec::new(), &mut |order| {
+            problem.for_each_order(&mut |order| {
                 if order.iter().filter(|op| chained.contains(op)).is_sorted() {
                     for (&op, &live) in order.iter().zip(&Profile::new(&problem, order).live) {
                         least[op as usize] = live.min(least[op as usize]);
@@ -212,7 +202,7 @@ mod tests {
             let problem = random_problem(&mut random);
             let start = Ordered::new(&problem, problem.program_order());
             let mut least = u64::MAX;
-            orders(&problem, &mut Vec::new(), &mut |order| least = least.min(Profile::new(&problem, order).peak));
+            problem.for_each_order(&mut |order| least = least.min(Profile::new(&problem, order).peak));
             let (aim, mut work) = (Aim { problem: &problem, limit: None }, u64::MAX);
             let found = chain(aim, &start, least, Choice::Smallest, &mut work, &Watch::default());
             let found = found.expect("not stopped");

@@ -6,8 +6,7 @@
 //! their intermediate results, it is a heuristic. Updates go right after the last operator of the
 //! other phases that they wait for.
 
-use super::STRIDE;
-use crate::control::{Stop, Watch};
+use crate::control::{STRIDE, Stop, Watch};
 use crate::problem::{Op, Problem};
 use std::cmp::Reverse;
 

@@ -1,15 +1,16 @@
 //! Exact search for an order of a window below a budget: over down-sets, depth first.
 //!
-//! A state is the set of operators that have run; only states that are reached with all live bytes within the budget are
-//! looked at, and none twice. Live bytes over states are submodular, so a state from which another is reached that
-//! fewer (or as many) bytes cross need not be left in any other way, once the other is made the least between the two:
-//! the search *commits* to it. Running an operator that adds nothing to the live bytes is the simplest case.
-//! docs/theory.md has the proofs, with reuse. The search can also begin at the end of the window and undo operators:
-//! often one direction meets the contradiction at once, and the other late.
+//! A state is the set of operators that have run; only states that are reached with all live bytes
+//! within the budget are looked at, and none twice. Let the search reach, from one state, another
+//! that no more bytes cross. Live bytes over states are submodular, so the first state need only be
+//! left towards the least state between the two: the search *commits* to it. Running an operator
+//! that adds nothing to the live bytes is the simplest case. docs/explanation/theory.md has the
+//! proofs, with reuse. The search can also begin at the end of the window and undo operators: often
+//! one direction finds at once that there is no sequence, and the other late.
 
 use super::window::{Set, Window};
+use crate::bound::flow::{self, INFINITE, Network};
 use crate::control::{Stop, Watch};
-use crate::flow::{self, INFINITE, Network};
 use std::collections::HashSet;
 
 /// What a search found out.
@@ -17,7 +18,8 @@ use std::collections::HashSet;
 pub(super) enum Answer {
     /// A sequence of the window's operators within the budget.
     Order(Vec<usize>),
-    /// There is none: every sequence has a step of at least this many live bytes, more than the budget.
+    /// There is none: every sequence has a step of at least this many live bytes, more than the
+    /// budget.
     AtLeast(u64),
     /// The work was used up.
     Unknown,
@@ -27,8 +29,8 @@ pub(super) enum Answer {
 const FIRST_ATTEMPT: u64 = 50_000;
 const GROWTH: u64 = 4;
 
-/// Looks for a sequence of the window's operators with at most `budget` live bytes at every step, forwards and
-/// backwards by turns with growing effort. The work done is taken off `work`.
+/// Looks for a sequence of the window's operators with at most `budget` live bytes at every step,
+/// forwards and backwards by turns with growing effort. The work done is taken off `work`.
 pub(super) fn within(window: &Window, budget: u64, work: &mut u64, watch: &Watch) -> Result<Answer, Stop> {
     let mut share = FIRST_ATTEMPT;
     while *work > 0 {
@@ -58,14 +60,15 @@ fn one_way(window: &Window, forward: bool, budget: u64, work: &mut u64, watch: &
     answer
 }
 
-/// A state on the way, with what can be done next, best last.
+/// A state on the current path, with the moves that are still to be tried, the best last.
 struct Frame {
     done: Set,
     bytes: u64,
     moves: Vec<(u64, usize)>,
-    /// Length of the way that leads here.
+    /// Length of the path that leads here.
     depth: usize,
-    /// States that this one has been committed to from: it is left within the budget just if they are.
+    /// States from which the search has committed to this one: the window can be finished from this
+    /// one within the budget exactly if it can be from them.
     stands_for: Vec<Set>,
 }
 
@@ -156,14 +159,16 @@ impl Search<'_> {
             }
         }
         self.work = self.work.saturating_sub(window.len() as u64);
-        // Of equals the one that comes first in the present sequence, seen in the direction of the search.
+        // Of equals the one that comes first in the present sequence, seen in the direction of the
+        // search.
         let forward = self.forward;
         moves.sort_unstable_by(|a, b| b.0.cmp(&a.0).then(if forward { b.1.cmp(&a.1) } else { a.1.cmp(&b.1) }));
         Frame { done, bytes, moves, depth, stands_for: Vec::new() }
     }
 
-    /// Commits to the least state between `state` and the first one on the stack that no fewer bytes cross, as often
-    /// as there is one. Returns the state to go on from; `None` where the work was used up.
+    /// Commits to the least state between `state` and the first one on the stack that no fewer
+    /// bytes cross, as often as there is one. Returns the state to go on from; `None` where the
+    /// work was used up.
     fn commit(
         &mut self,
         mut state: Set,
@@ -202,7 +207,8 @@ impl Search<'_> {
                 debug_assert!(at == least && at_bytes <= bytes);
                 (state, bytes) = (least, at_bytes);
             }
-            // States left half explored may be on the new way too; the first one stands or falls with the new one.
+            // States left half explored may be on the new way too; the first one stands or falls
+            // with the new one.
             for frame in stack.drain(first + 1..) {
                 for half_explored in frame.stands_for.iter().chain([&frame.done]) {
                     self.seen.remove(half_explored);
@@ -218,8 +224,8 @@ impl Search<'_> {
         }
     }
 
-    /// Of all states between two, one of which contains the other, the one nearest to `to` that the fewest bytes cross: a
-    /// minimum cut. `None` where the work was used up.
+    /// Of all states between two, one of which contains the other, the one nearest to `to` that the
+    /// fewest bytes cross: a minimum cut. `None` where the work was used up.
     fn least_between(&mut self, from: &Set, to: &Set, watch: &Watch) -> Result<Option<Set>, Stop> {
         let window = self.window;
         let (smaller, larger) = if self.forward { (from, to) } else { (to, from) };
@@ -260,7 +266,8 @@ impl Search<'_> {
             }
         }
         let flow = network.solve(&mut self.work, watch)?;
-        // The farthest from where the search comes from, so that it moves even where both ends are the least.
+        // The farthest from where the search comes from, so that it moves even where both ends are
+        // the least.
         Ok(flow.is_complete.then(|| flow.sides()).map(|[smallest, largest]| {
             let done = if self.forward { largest } else { smallest };
             let mut least = smaller.clone();
@@ -273,14 +280,13 @@ impl Search<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::builder::GraphBuilder;
-    use crate::graph::{Kind, Operator, Phase, Residency, ReusePair, Tensor};
-    use crate::ids::TensorId;
+    use crate::graph::{GraphBuilder, Kind, Operator, Phase, Residency, ReusePair, Tensor, TensorId};
     use crate::liveness::Profile;
     use crate::problem::{Op, Problem};
-    use crate::synthetic::Random;
+    use crate::rng::Random;
 
-    /// Operators that each make one or two tensors and read some earlier ones, whose memory they may reuse.
+    /// Operators that each make one or two tensors and read some earlier ones, whose memory they
+    /// may reuse.
     fn random_problem(random: &mut Random, count: u64) -> Problem {
         let mut builder = GraphBuilder::new("random", "cpu", 1);
         let mut present: Vec<(TensorId, u64)> = Vec::new();
@@ -344,7 +350,8 @@ mod tests {
             let problem = random_problem(&mut random, count);
             with_reuse += u32::from(!problem.reuse.is_empty());
             let count = count as usize;
-            // The whole order, or seven of its steps; what comes before plays no part in the peak of the window.
+            // The whole order, or seven of its steps; what comes before plays no part in the peak
+            // of the window.
             let start = count.saturating_sub(7);
             let mut order = problem.program_order();
             let profile = Profile::new(&problem, &order);

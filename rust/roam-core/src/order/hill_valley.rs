@@ -1,31 +1,32 @@
 //! Weight updates merged into the other phases by hills and valleys.
 //!
-//! The other phases, in the order given, are a chain of operators, the trunk; every update is a chain that hangs off
-//! it where its gradients are ready. Such a tree of chains has a best merge (Liu, "An application of generalized tree pebbling
-//! to sparse matrix factorization", 1987; with time reversed; Kayaaslan, Lambert, Marchal and Ucar, "Scheduling series-parallel
-//! task graphs to minimize peak memory", 2018). docs/theory.md has the proof and says what it leaves out.
+//! The other phases, in the order given, are a chain of operators, the trunk; every update is a
+//! chain that hangs off it where its gradients are ready. Such a tree of chains has a best merge
+//! (Liu, "An application of generalized tree pebbling to sparse matrix factorization", 1987; with
+//! time reversed; Kayaaslan, Lambert, Marchal and Ucar, "Scheduling series-parallel task graphs to
+//! minimize peak memory", 2018). docs/explanation/theory.md has the proof and says what it leaves
+//! out.
 
-use super::STRIDE;
-use super::parts::{Parts, SHARED};
 use super::updates::{by_place, eager_in};
-use crate::control::{Stop, Watch};
+use crate::control::{STRIDE, Stop, Watch};
 use crate::graph::Residency;
 use crate::liveness::Profile;
-use crate::problem::{NONE, Op, Problem};
+use crate::problem::{Index, NONE, Op, Problem};
+use crate::update_phase::{SHARED, Updates};
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
 
 /// The order given, with the updates where they raise its peak the least. O(n log n).
 pub(super) fn hill_valley(problem: &Problem, base: &[Op], watch: &Watch) -> Result<Vec<Op>, Stop> {
-    let parts = Parts::thrifty(problem);
+    let updates = Updates::thrifty(problem);
     // What an operator adds and frees is counted as if updates ran at once.
-    let costs = costs(problem, &eager_in(problem, &parts, base, watch)?);
-    let trunk: Vec<Op> = base.iter().copied().filter(|&op| !parts.contain(op)).collect();
+    let costs = costs(problem, &eager_in(problem, &updates, base, watch)?);
+    let trunk: Vec<Op> = base.iter().copied().filter(|&op| !updates.contain(op)).collect();
     // The updates by the operator that makes them ready.
-    let mut waits_for = parts.waits_for.clone();
-    let mut released: Vec<(usize, u32)> = Vec::with_capacity(parts.members.len());
+    let mut waits_for = updates.waits_for.clone();
+    let mut released: Vec<(usize, u32)> = Vec::with_capacity(updates.members.len());
     for (place, &op) in trunk.iter().enumerate() {
-        parts.ready_after(problem, op, &mut waits_for, |part| released.push((place, part)));
+        updates.ready_after(problem, op, &mut waits_for, |update| released.push((place, update)));
     }
     let mut next = vec![NONE; problem.len()];
     let mut merged = Chain::default();
@@ -33,10 +34,10 @@ pub(super) fn hill_valley(problem: &Problem, base: &[Op], watch: &Watch) -> Resu
         if place % STRIDE == 0 {
             watch.check()?;
         }
-        while let Some(&(_, part)) = released.last().filter(|&&(since, _)| since == place) {
+        while let Some(&(_, update)) = released.last().filter(|&&(since, _)| since == place) {
             released.pop();
             let mut branch = Chain::default();
-            for &op in parts.members[part as usize].iter().rev() {
+            for &op in updates.members[update as usize].iter().rev() {
                 branch.prepend(costs[op as usize], &mut next);
             }
             merged.merge(branch);
@@ -57,11 +58,11 @@ pub(super) fn hill_valley(problem: &Problem, base: &[Op], watch: &Watch) -> Resu
         }
     }
     // What several updates share runs right before the first of them.
-    for op in (0..problem.len() as Op).rev().filter(|&op| parts.of[op as usize] == SHARED) {
+    for op in (0..problem.len() as Op).rev().filter(|&op| updates.of[op as usize] == SHARED) {
         let first = problem.successors.row(op).iter().map(|&next| places[next as usize]).min();
         places[op as usize] = first.unwrap_or(NONE);
     }
-    Ok(by_place(problem, |op| (places[op as usize], parts.of[op as usize] != SHARED)))
+    Ok(by_place(problem, |op| (places[op as usize], updates.of[op as usize] != SHARED)))
 }
 
 /// Operators that run one right after another.
@@ -76,8 +77,8 @@ struct Segment {
 }
 
 impl Segment {
-    /// Of segments that may run in any order those with the smaller rank go first: those that free, the lowest hill first; then
-    /// those that add, the highest hill above the valley first.
+    /// Of segments that may run in any order those with the smaller rank go first: those that free,
+    /// the lowest hill first; then those that add, the highest hill above the valley first.
     fn rank(&self) -> (bool, i64) {
         if self.change <= 0 { (false, self.hill) } else { (true, self.change - self.hill) }
     }
@@ -126,7 +127,8 @@ impl Chain {
     }
 }
 
-/// Per operator its segment: what it adds while it runs and once it has run in the order given, reuse counted.
+/// Per operator its segment: what it adds while it runs and once it has run in the order given,
+/// reuse counted.
 fn costs(problem: &Problem, order: &[Op]) -> Vec<Segment> {
     let profile = Profile::new(problem, order);
     let own = |op: Op| Segment { hill: problem.transient(op) as i64, change: 0, first: op, last: op };
@@ -142,7 +144,7 @@ fn costs(problem: &Problem, order: &[Op]) -> Vec<Segment> {
         }
     }
     for &(input, output) in &profile.pairs {
-        costs[problem.tensors[output as usize].creator as usize].hill -= problem.size(input) as i64;
+        costs[problem.tensors[output.index()].creator as usize].hill -= problem.size(input) as i64;
     }
     costs
 }

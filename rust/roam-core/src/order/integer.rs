@@ -1,12 +1,15 @@
 //! The order of a window as an integer program.
 //!
-//! After the create and preserve variables of MODeL (Steiner et al., "MODeL: memory optimizations for deep learning",
-//! ICML 2023) and ROAM (Shu et al., arXiv 2310.19295, section 4), in cumulative form: *done* says per operator and
-//! step whether the operator has run by then (the sum of its create variables), between the first step at which it can
-//! run and the last. A tensor is held while its creator is done and not all of its users were before. docs/theory.md has the rows.
+//! After the create and preserve variables of MODeL (Steiner et al., "MODeL: memory optimizations
+//! for deep learning", ICML 2023) and ROAM (Shu et al., arXiv 2310.19295, section 4), in cumulative
+//! form: *done* says per operator and step whether the operator has run by then (the sum of its
+//! create variables), between the first step at which it can run and the last. A tensor is held
+//! while its creator is done and not all of its users were before.
+//! docs/explanation/integer-programs.md has the rows.
 
 use super::window::{Set, Window};
 use crate::mip::{Column, Program, Sense, common_divisor};
+use crate::problem::{Index, Ten};
 use std::collections::BTreeMap;
 
 /// A number that is known, or a column.
@@ -52,14 +55,14 @@ pub(super) struct OrderProgram {
     pub(super) program: Program,
     /// The window's present sequence as values of the columns.
     pub(super) start: Vec<i64>,
-    /// Per operator its first and its last possible step, and the column that says that it is done by the first one;
-    /// the columns of the steps up to before the last one follow.
+    /// Per operator its first and its last possible step, and the column that says that it is done
+    /// by the first one; the columns of the steps up to before the last one follow.
     span: Vec<(usize, usize, usize)>,
 }
 
 impl OrderProgram {
-    /// The program whose cost is the window's peak, or `floor` where that is higher; `None` where it would have more than
-    /// `most` entries, or numbers that a solver cannot hold.
+    /// The program whose cost is the window's peak, or `floor` where that is higher; `None` where
+    /// it would have more than `most` entries, or numbers that a solver cannot hold.
     pub(super) fn new(window: Window, floor: u64, most: u64) -> Option<Self> {
         let count = window.len();
         let (ancestors, descendants) = (window.closure(true), window.closure(false));
@@ -234,17 +237,17 @@ impl OrderProgram {
         if !(first..=last).contains(&step) {
             return Some(());
         }
-        let mut by_tensor: BTreeMap<(bool, u32), Sum> = BTreeMap::new();
+        let mut by_tensor: BTreeMap<(bool, Ten), Sum> = BTreeMap::new();
         // In the present sequence every operator runs at its own number.
         let matched = if step == op { self.window.matching(op, &self.window.prefix(op)) } else { Vec::new() };
         for (input, output) in self.window.permissions(op).to_vec() {
-            let users = self.window.tensors[input as usize].users.clone();
+            let users = self.window.tensors[input.index()].users.clone();
             // The input can never die here if another user must come later.
             if users.iter().any(|user| descendants[op].contains(user)) {
                 continue;
             }
             let saved = self.unknown(false, matched.contains(&(input, output)));
-            live.add(saved, -self.units(self.window.tensors[input as usize].size)?);
+            live.add(saved, -self.units(self.window.tensors[input.index()].size)?);
             for user in users.iter().filter(|&user| user != op && !ancestors[op].contains(user)) {
                 let mut sum = Sum::default();
                 sum.add(saved, 1);
@@ -258,7 +261,8 @@ impl OrderProgram {
                 by_tensor.entry(tensor).or_default().add(saved, 1);
             }
         }
-        // Each input and each output is in one pair at most, and in none while another operator runs.
+        // Each input and each output is in one pair at most, and in none while another operator
+        // runs.
         for mut sum in by_tensor.into_values() {
             sum.add(self.done(op, step), -1);
             sum.add(self.done_before(op, step), 1);

@@ -9,11 +9,10 @@
 //! are ranked by it once; a tournament tree over the ranks holds how each ready operator would
 //! change the live bytes. "Keeps within the peak" is a prefix of the ranks.
 
-use super::STRIDE;
-use crate::control::{Stop, Watch};
+use crate::control::{STRIDE, Stop, Watch};
 use crate::graph::Residency;
 use crate::liveness::largest_matching;
-use crate::problem::{Op, Problem, Ten};
+use crate::problem::{Index, Op, Problem, Ten};
 use crate::segment_tree::Tournament;
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -119,7 +118,8 @@ struct Front<'a> {
     waiting: Vec<u32>,
     /// Whether the operator has become ready.
     entered: Vec<bool>,
-    /// Users yet to run, per tensor: how many, and their ids xor-ed (the id itself once one is left).
+    /// Users yet to run, per tensor: how many, and their ids xor-ed (the id itself once one is
+    /// left).
     users_left: Vec<(u32, u32)>,
     /// How each operator would change the live bytes if it ran now.
     delta: Vec<i64>,
@@ -132,7 +132,8 @@ struct Front<'a> {
 
 impl<'a> Front<'a> {
     fn new(problem: &'a Problem, ceiling: u64) -> Self {
-        let users_left: Vec<(u32, u32)> = (0..problem.tensors.len() as u32)
+        let users_left: Vec<(u32, u32)> = problem
+            .tensor_ranks()
             .map(|tensor| {
                 let users = problem.users.row(tensor);
                 (users.len() as u32, users.iter().fold(0, |all, user| all ^ user))
@@ -177,7 +178,7 @@ impl<'a> Front<'a> {
         if self.most_saved.is_empty() || self.most_saved[op as usize] == 0 {
             0
         } else {
-            saving(self.problem, op, |input| self.users_left[input as usize].0 == 1)
+            saving(self.problem, op, |input| self.users_left[input.index()].0 == 1)
         }
     }
 
@@ -196,11 +197,11 @@ impl<'a> Front<'a> {
         self.live = self.live.wrapping_add_signed(self.delta[op as usize]);
         self.ready.remove(op);
         for &tensor in self.problem.uses.row(op) {
-            let (left, ids) = &mut self.users_left[tensor as usize];
+            let (left, ids) = &mut self.users_left[tensor.index()];
             *left -= 1;
             *ids ^= op;
             let (left, last) = (*left, *ids);
-            let item = &self.problem.tensors[tensor as usize];
+            let item = &self.problem.tensors[tensor.index()];
             if left == 1 && item.residency != Residency::Leaves {
                 self.delta[last as usize] -= item.size as i64;
                 if self.entered[last as usize] {

@@ -1,8 +1,9 @@
 //! Exact search where it counts: in the stretch of an order that holds its peak.
 //!
-//! The stretch is first the trunk's segment around the peak, then more segments around that, up to the whole segment of
-//! the graph: what lies between two operators that have the same place in every order. As long as a sequence with a lower peak is
-//! found, the search goes on at the new peak. Where the whole segment has none, its peak bounds all orders.
+//! The stretch is first the trunk's segment around the peak, then more segments around that, up to
+//! the whole segment of the graph: what lies between two operators that have the same place in
+//! every order. As long as a sequence with a lower peak is found, the search goes on at the new
+//! peak. Where the whole segment has none, its peak bounds all orders.
 
 use super::exact::{self, Answer};
 use super::refine::{Aim, Ordered};
@@ -15,7 +16,8 @@ use crate::problem::{Op, Problem};
 use std::collections::HashMap;
 use std::ops::Range;
 
-/// Work granted to all searches for one order; an operator looked at, or an arc of a cut, is one unit.
+/// Work granted to all searches for one order; an operator looked at, or an arc of a cut, is one
+/// unit.
 const WORK: u64 = 20_000_000;
 /// Windows are not made larger than this.
 const MOST_OPERATORS: usize = 1024;
@@ -23,7 +25,8 @@ const MOST_OPERATORS: usize = 1024;
 /// A window's shape, the floor and the peak, counted from the bytes that cross its beginning.
 type Question = (Shape, [i128; 2]);
 
-/// What windows asked for. Windows of one shape that ask the same have the same answer, which is searched for once.
+/// What windows asked for. Windows of one shape that ask the same have the same answer, which is
+/// searched for once.
 #[derive(Default)]
 pub(crate) struct Answers {
     /// The sequence found, and the bytes proved, counted as in the question.
@@ -60,7 +63,8 @@ impl Answers {
     }
 }
 
-/// A stretch of an order, with its peak, of which the search could not tell whether another sequence has a lower one.
+/// A stretch of an order, with its peak, of which the search could not tell whether another
+/// sequence has a lower one.
 #[derive(Clone, Debug)]
 pub(crate) struct Open {
     pub(super) range: Range<usize>,
@@ -75,8 +79,8 @@ impl Open {
     }
 }
 
-/// Lowers the peak of an order as far as the work allows, and says where it gave up. What is proved about all orders goes
-/// into `bounds`.
+/// Lowers the peak of an order as far as the work allows, and says where it gave up. What is proved
+/// about all orders goes into `bounds`.
 pub(crate) fn lower_peaks(
     aim: Aim,
     mut best: Ordered,
@@ -165,7 +169,7 @@ fn improve(
     }
 }
 
-/// The steps from behind the `reach`-th cut before `step` up to the `reach`-th cut from there on.
+/// The steps from after the `reach`-th cut before `step` up to the `reach`-th cut after it.
 fn around(step: usize, reach: usize, cuts: &[Op], step_of: &[usize]) -> Range<usize> {
     // Cuts keep their order in every order.
     let next = cuts.partition_point(|&cut| step_of[cut as usize] < step);

@@ -1,17 +1,21 @@
-//! Orders on trial for one problem, and what is proved about all of its orders: cheap orders, refinement of the
-//! best, a bound, and exact search where the two still differ.
+//! The candidate orders of one problem, and what is proved about all of its orders: simple orders,
+//! refinement of the best, a lower bound, and exact search where the lowest peak and the bound
+//! still differ.
 
 use super::chain::{self, Choice};
+use super::method::Method;
 use super::peaks::{Answers, Open, lower_peaks};
 use super::programs::lower_by_programs;
 use super::refine::{Aim, Ordered, probe_peaks, rounds, split, stage};
-use super::{FittingUpdates, Method, is_within, update_parts};
+use super::updates::FittingUpdates;
 use crate::bound::{Bounds, Limit};
 use crate::control::{Stop, Watch};
 use crate::exact::ExactTier;
 use crate::liveness::Profile;
 use crate::plan::BoundRoute;
 use crate::problem::{Op, Problem};
+use crate::tolerance::is_within;
+use crate::update_phase::updates_of;
 use rayon::prelude::*;
 use std::sync::Arc;
 
@@ -32,8 +36,8 @@ const MOST_SEARCHES: usize = 4;
 /// Operators before which updates may have to run.
 const MOST_NEEDIEST: usize = 4;
 
-/// The order with updates as soon as they fit under a limit, the lowest that bisection between `floor` and its peak finds to hold; `None`
-/// where none lowers the peak.
+/// The order with updates as soon as they fit under a limit, the lowest that bisection between
+/// `floor` and its peak finds to hold; `None` where none lowers the peak.
 fn lowest_fitting(problem: &Problem, start: &Ordered, floor: u64, watch: &Watch) -> Result<Option<Vec<Op>>, Stop> {
     let (mut low, mut lowest) = (floor, start.profile.peak);
     let mut best = None;
@@ -76,7 +80,8 @@ pub(crate) struct Portfolio {
     pub(crate) trials: Vec<Trial>,
     /// What is proved about all orders within the limit.
     pub(crate) bounds: Bounds,
-    /// Per operator the fewest bytes that are live while it runs in any order seen, within the limit or not.
+    /// Per operator the fewest bytes that are live while it runs in any order seen, within the
+    /// limit or not.
     least_live: Vec<u64>,
     /// The order of which the search could not tell whether its peak can be lowered, and where.
     open: Option<(Ordered, Open)>,
@@ -149,8 +154,8 @@ impl Portfolio {
         Ok(())
     }
 
-    /// Lets the updates of the best orders run as soon as they fit under the lowest limit that this finds. Says whether the best order of
-    /// all is a new one.
+    /// Lets the updates of the best orders run as soon as they fit under the lowest limit that this
+    /// finds. Says whether the best order of all is a new one.
     pub(crate) fn fit_updates(&mut self, most: usize, watch: &Watch) -> Result<bool, Stop> {
         let before = self.lowest_peak();
         if before <= self.bounds.best().0 || !self.problem.is_update.contains(&true) {
@@ -211,8 +216,8 @@ impl Portfolio {
         Ok(())
     }
 
-    /// Cuts at the operators where every order on trial is high, then at updates of which one must be the first, or come after what needs
-    /// the most while they wait.
+    /// Cuts at the operators where every order on trial is high, then at updates of which one must
+    /// be the first, or come after what needs the most while they wait.
     pub(crate) fn prove(&mut self, watch: &Watch) -> Result<(), Stop> {
         self.bounds.inspect(&self.problem, &self.least_live, watch)?;
         let Some(&best) = self.ranking().first() else { return Ok(()) };
@@ -221,11 +226,12 @@ impl Portfolio {
             return Ok(());
         }
         let neediest = FittingUpdates::new(&self.problem, &self.trials[best].ordered.order).neediest(MOST_NEEDIEST);
-        self.bounds.compare_firsts(&self.problem, &update_parts(&self.problem), &neediest, peak, watch)
+        self.bounds.bound_first_of_set(&self.problem, &updates_of(&self.problem), &neediest, peak, watch)
     }
 
-    /// A bound of what orders need in the pool that never have more than `most` live: together `more` times the pool and `all` times all that is live
-    /// have a peak, of which `all * most` may be the rest. Names an operator that reaches it.
+    /// A bound of what orders need in the pool that never have more than `most` live: together
+    /// `more` times the pool and `all` times all that is live have a peak, of which `all * most`
+    /// may be the rest. Names an operator that reaches it.
     pub(crate) fn bound_pool(
         &self,
         most: u64,
@@ -261,7 +267,7 @@ impl Portfolio {
     pub(crate) fn chain(&mut self, watch: &Watch) -> Result<(), Stop> {
         let mut bases = self.ranking();
         bases.dedup_by_key(|at| self.trials[*at].ordered.profile.peak);
-        let mut work = chain::WORK;
+        let mut work = self.problem.share_if_large(chain::WORK);
         for at in bases.into_iter().take(MOST_CHAINED) {
             for choice in [Choice::Smallest, Choice::Largest] {
                 let mut next = Some(self.trials[at].ordered.clone());
@@ -278,8 +284,8 @@ impl Portfolio {
         Ok(())
     }
 
-    /// Where no order meets the bound: exact search in the stretch that holds the lowest peak, as long as moving updates then leaves
-    /// another.
+    /// Where no order meets the bound: exact search in the stretch that holds the lowest peak, as
+    /// long as moving updates then leaves another.
     pub(crate) fn search(&mut self, watch: &Watch) -> Result<(), Stop> {
         for _ in 0..MOST_SEARCHES {
             self.search_once(watch)?;
@@ -327,13 +333,12 @@ impl Portfolio {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::builder::GraphBuilder;
-    use crate::graph::{Kind, Operator, Phase, Residency, Tensor};
-    use crate::ids::TensorId;
-    use crate::problem::Part;
-    use crate::synthetic::Random;
+    use crate::graph::{GraphBuilder, Kind, Operator, Phase, Residency, Tensor, TensorId};
+    use crate::problem::Scope;
+    use crate::rng::Random;
 
-    /// Layers with an activation and a gradient each; updates free the gradients and make state outside the pool.
+    /// Layers with an activation and a gradient each; updates free the gradients and make state
+    /// outside the pool.
     fn first_step(random: &mut Random) -> crate::graph::Graph {
         let mut builder = GraphBuilder::new("", "cpu", 1);
         let tensor = |builder: &mut GraphBuilder, size_bytes, residency| {
@@ -368,19 +373,6 @@ mod tests {
         builder.build().expect("valid")
     }
 
-    fn orders(problem: &Problem, order: &mut Vec<Op>, see: &mut impl FnMut(&[Op])) {
-        if order.len() == problem.len() {
-            see(order);
-        }
-        for op in 0..problem.len() as Op {
-            if !order.contains(&op) && problem.predecessors.row(op).iter().all(|before| order.contains(before)) {
-                order.push(op);
-                orders(problem, order, see);
-                order.pop();
-            }
-        }
-    }
-
     #[test]
     fn under_a_limit_the_pool_needs_no_less_than_its_weighted_bound() {
         let mut random = Random::new(12);
@@ -392,7 +384,7 @@ mod tests {
             whole.find(&watch).expect("not stopped");
             let program = Profile::new(&whole.problem, &whole.problem.program_order());
             let (mut least, mut least_of_all) = (u64::MAX, u64::MAX);
-            orders(&whole.problem, &mut Vec::new(), &mut |order| {
+            whole.problem.for_each_order(&mut |order| {
                 let profile = Profile::new(&whole.problem, order);
                 least_of_all = least_of_all.min(profile.pool_peak);
                 if profile.peak <= program.peak {
@@ -405,7 +397,7 @@ mod tests {
                 assert!(bytes <= least, "{bytes} > {least} by {more} and {all}");
                 bytes
             });
-            let mut pool = Portfolio::new(Problem::of(&graph, Part::Pool, false), None);
+            let mut pool = Portfolio::new(Problem::of(&graph, Scope::Pool, false), None);
             pool.find(&watch).expect("not stopped");
             pool.prove(&watch).expect("not stopped");
             let bound = bounds.into_iter().max().unwrap_or(0);

@@ -1,7 +1,7 @@
-//! Integer programs for the stretch of an order that holds its peak, where the search in [`super::peaks`] gave up.
+//! Integer programs for the stretch of an order that holds its peak, where the search in
+//! [`super::peaks`] gave up.
 
 use super::integer::OrderProgram;
-use super::is_within;
 use super::peaks::Open;
 use super::refine::Ordered;
 use super::window::Window;
@@ -10,6 +10,7 @@ use crate::control::{Stop, Watch};
 use crate::exact::{ExactTier, MOST_ENTRIES};
 use crate::plan::BoundRoute;
 use crate::problem::Problem;
+use crate::tolerance::is_within;
 use std::ops::Range;
 
 /// How often the peak may be lowered; it is nearly always at its least after the first time.
@@ -18,11 +19,12 @@ const MOST_ROUNDS: usize = 4;
 const MOST_LENGTHS: usize = 32;
 /// Stretches of fewer operators are left to the search.
 const FEWEST_OPERATORS: usize = 8;
-/// And those that are less than this part of what it left open: they hardly ever hold the answer, and take as long as any.
+/// And those that are less than this part of what it left open: they hardly ever hold the answer,
+/// and take as long as any.
 const FEWEST_PART: usize = 8;
 
-/// Lowers the peak of an order in and around the stretch that a search left open. What is proved about all orders goes
-/// into `bounds`.
+/// Lowers the peak of an order in and around the stretch that a search left open. What is proved
+/// about all orders goes into `bounds`.
 pub(crate) fn lower_by_programs(
     problem: &Problem,
     mut best: Ordered,
@@ -134,7 +136,8 @@ fn height(ordered: &Ordered) -> (u64, usize) {
     (peak, ordered.profile.live.iter().filter(|&&live| live == peak).count())
 }
 
-/// The whole stretch, then ever smaller ones: per length the step in their middle, and in their last and first quarter.
+/// The whole stretch, then ever smaller ones: per length the step in their middle, and in their
+/// last and first quarter.
 fn stretches(whole: &Range<usize>, step: usize) -> impl Iterator<Item = Vec<Range<usize>>> {
     let whole = whole.clone();
     let lengths = std::iter::successors(Some(whole.len()), |&length| Some(length * 5 / 6));

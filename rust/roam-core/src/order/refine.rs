@@ -1,22 +1,23 @@
 //! Peak-driven refinement: let the order pass the minimum cut at its peak.
 //!
-//! The cut at an operator says what to have done when the operator runs, so that as few bytes as
-//! can be are live then. Two ways to use it:
+//! The cut at an operator says which operators should have run before it, so that the fewest bytes
+//! are live when it runs. Two ways to use it:
 //!
-//! - *split* an order: run what the cut says first, then the operator, then the others, each part in its old
-//!   order. This is as good as can be at that operator; it is kept where the whole becomes better.
+//! - *split* an order: run what the cut says first, then the operator, then the others, each part
+//!   in its old order. At that operator no order has fewer live bytes; the new order is kept if it
+//!   is better as a whole.
 //! - *stage* the list scheduler: let it begin anew, but not pass the operator before the cut's set
 //!   is done, nor anything else before the operator. The new schedule's peak gives the next cut,
 //!   within the stages made so far, and so on.
 //!
-//! docs/theory.md shows that both respect every constraint.
+//! docs/explanation/theory.md shows that both respect every constraint.
 
-use super::is_within;
 use super::list::{self, Preference, Start};
 use crate::bound::{self, Bounds, Cut, Limit, Target};
 use crate::control::{Stop, Watch};
 use crate::liveness::Profile;
 use crate::problem::{Op, Problem};
+use crate::tolerance::is_within;
 use std::cmp::Reverse;
 
 /// Splits tried on one order; each makes one cut and two profiles.
@@ -28,7 +29,7 @@ const MOST_PROBED: usize = 16;
 /// Operators looked at, over all rounds; very large graphs get fewer rounds.
 const WORK: usize = 500_000;
 
-/// How many rounds of work in proportion to the problem are affordable.
+/// How many rounds are affordable, where one round's work grows with the problem.
 pub(super) fn rounds(problem: &Problem, most: usize) -> usize {
     (WORK / problem.len().max(1)).clamp(1, most)
 }
@@ -80,7 +81,7 @@ impl Ordered {
         Ok((cut.bytes < self.profile.peak).then_some((op, cut)))
     }
 
-    /// What holds of orders with a lower peak, within the limit.
+    /// What is known of orders with a lower peak, within the limit.
     fn probe(
         &self,
         problem: &Problem,
@@ -93,7 +94,8 @@ impl Ordered {
         bound::probe(problem, limit, op, &self.order, target, &mut bounds.probe_work, watch)
     }
 
-    /// The best order that passes one of the cut's sets right before the operator, if it is better than this one.
+    /// The best order that passes one of the cut's sets right before the operator, if it is better
+    /// than this one.
     fn split_at(&self, aim: &Aim, op: Op, cut: &Cut, bound: u64) -> Option<Ordered> {
         let parted = cut.done.iter().map(|done| {
             let first = self.order.iter().filter(|&&other| done[other as usize]);
@@ -105,7 +107,8 @@ impl Ordered {
     }
 }
 
-/// Splits the order at its peaks as long as it becomes better. The cuts go into `bounds`, which hold within the limit only.
+/// Splits the order at its peaks as long as it becomes better. The cuts go into `bounds`, which
+/// hold within the limit only.
 pub(crate) fn split(aim: Aim, mut best: Ordered, bounds: &mut Bounds, watch: &Watch) -> Result<Ordered, Stop> {
     for _ in 0..rounds(aim.problem, MOST_SPLITS) {
         let Some((op, cut)) = best.cut(&aim, bounds, watch)? else { break };
@@ -124,7 +127,8 @@ pub(crate) fn split(aim: Aim, mut best: Ordered, bounds: &mut Bounds, watch: &Wa
     Ok(best)
 }
 
-/// Probes operators that lie far apart at the order's peak, with falling targets, and splits the order there as long as it becomes better. What is proved goes into `bounds`.
+/// Probes operators that lie far apart at the order's peak, with falling targets, and splits the
+/// order there as long as it becomes better. What is proved goes into `bounds`.
 pub(crate) fn probe_peaks(aim: Aim, mut best: Ordered, bounds: &mut Bounds, watch: &Watch) -> Result<Ordered, Stop> {
     let mut left = rounds(aim.problem, MOST_PROBED);
     'orders: loop {
@@ -176,10 +180,15 @@ pub(crate) fn stage(aim: Aim, bounds: &mut Bounds, watch: &Watch) -> Result<Opti
                 }
             }
             let Some(found) = found else { break };
-            if best.as_ref().is_none_or(|best| found.score(bound) < best.score(bound)) && aim.allows(&found.order) {
+            let is_better = best.as_ref().is_none_or(|best| found.score(bound) < best.score(bound));
+            if is_better && aim.allows(&found.order) {
                 best = Some(found.clone());
             }
             let Some((op, cut)) = found.cut(&aim, bounds, watch)? else { return Ok(best) };
+            // Where stages lead nowhere, the next ones seldom do.
+            if problem.is_large() && !is_better && bounds.best().0 == bound {
+                break;
+            }
             let Some(done) = cut.done.get(which) else { break };
             if !insert(&mut stages, op, done) {
                 break;

@@ -1,13 +1,12 @@
-//! List scheduling from the step's end backwards: every operator as late as it pays.
+//! List scheduling from the step's end backwards.
 //!
 //! Seen backwards, a tensor comes to life at its last use and dies at its creation. Of the
 //! operators whose successors have all been placed, take the one before which the fewest bytes are
 //! live; ties go to the one that needs the least while it runs, then to the later program position.
 
-use super::STRIDE;
-use crate::control::{Stop, Watch};
+use crate::control::{STRIDE, Stop, Watch};
 use crate::graph::Residency;
-use crate::problem::{Op, Problem};
+use crate::problem::{Index, Op, Problem};
 use std::cmp::Reverse;
 use std::collections::BTreeSet;
 
@@ -22,14 +21,14 @@ pub(super) fn reversed(problem: &Problem, watch: &Watch) -> Result<Vec<Op>, Stop
         .map(|op| {
             let (mut delta, mut added) = (0i64, problem.workspace[op as usize]);
             for &tensor in problem.uses.row(op) {
-                if !live[tensor as usize] {
+                if !live[tensor.index()] {
                     delta += problem.size(tensor) as i64;
                     added += problem.size(tensor);
                 }
             }
             for &tensor in problem.creates.row(op) {
                 // A tensor with users is live before its creator's turn comes, seen backwards.
-                if live[tensor as usize] || !problem.users.row(tensor).is_empty() {
+                if live[tensor.index()] || !problem.users.row(tensor).is_empty() {
                     delta -= problem.size(tensor) as i64;
                 } else {
                     added += problem.size(tensor);
@@ -51,7 +50,7 @@ pub(super) fn reversed(problem: &Problem, watch: &Watch) -> Result<Vec<Op>, Stop
         }
         order.push(op);
         for &tensor in problem.uses.row(op) {
-            if std::mem::replace(&mut live[tensor as usize], true) {
+            if std::mem::replace(&mut live[tensor.index()], true) {
                 continue;
             }
             // From here on the tensor costs its other users nothing.

@@ -1,13 +1,15 @@
 //! Independent segments: where every order is in the same state.
 //!
-//! An operator is *memory-insensitive* (Shu et al., arXiv 2310.19295, section 4) if every other operator must run
-//! before it or after it. It has the same place in every order, so what runs before it and what runs after it can be
-//! ordered on their own, and the peak is the larger of the two.
+//! An operator is *memory-insensitive* (Shu et al., arXiv 2310.19295, section 4) if every other
+//! operator must run before it or after it. It has the same place in every order, so what runs
+//! before it and what runs after it can be ordered on their own, and the peak is the larger of the
+//! two.
 //!
-//! Training steps have hardly any such operator, because weight gradients and their updates hang off the
-//! backward pass and may wait as long as they like. So operators are first set *aside* that are not on the *trunk*: the
-//! trunk is all that lies between the two ends of the longest chain of operators outside the update phase. What hangs
-//! off the trunk (or into it, as constants do) is thus found by structure alone.
+//! Training steps have hardly any such operator, because weight gradients and their updates hang
+//! off the backward pass and may wait as long as they like. So segments are looked for on the
+//! *trunk* only; all other operators are set *aside*. The trunk is all that lies on a path between
+//! the two ends of the longest chain of operators outside the update phase. (In
+//! [`super::hill_valley`] a trunk is all operators outside the updates.)
 
 use crate::problem::{NONE, Op, Problem};
 
@@ -21,17 +23,18 @@ pub(super) fn insensitive_on_trunk(problem: &Problem) -> Vec<Op> {
     cuts(problem, &trunk(problem))
 }
 
-/// The operators inside that are comparable with all others inside, in program order; ways between operators inside
-/// must stay inside. Takes time linear in operators and constraints.
+/// The operators inside that are comparable with all others inside, in program order; ways between
+/// operators inside must stay inside. Takes time linear in operators and constraints.
 ///
-/// Program order is topological, so what must run before an operator lies before it there. All that lies before `op`
-/// must run before it just if nothing but `op` ends what lies up to it: if each earlier operator has a
-/// successor not behind `op`. In the same way for what lies behind.
+/// Program order is topological, so what must run before an operator lies before it there. All that
+/// lies before `op` must run before it just if nothing but `op` ends what lies up to it: if each
+/// earlier operator has a successor not behind `op`. In the same way for what lies behind.
 fn cuts(problem: &Problem, inside: &[bool]) -> Vec<Op> {
     let count = problem.len();
     let first_after = |op: Op| problem.successors.row(op).iter().copied().filter(|&o| inside[o as usize]).min();
     let last_before = |op: Op| problem.predecessors.row(op).iter().copied().filter(|&o| inside[o as usize]).max();
-    // The farthest place that an operator behind `op` must wait for; `None` where one waits for nothing.
+    // The farthest place that an operator behind `op` must wait for; `None` where one waits for
+    // nothing.
     let mut waits_for = vec![Some(NONE); count];
     let mut least = Some(NONE);
     for op in (0..count as Op).rev().filter(|&op| inside[op as usize]) {
@@ -53,8 +56,8 @@ fn cuts(problem: &Problem, inside: &[bool]) -> Vec<Op> {
     cuts
 }
 
-/// All operators on a way from the first to the last of the longest chain outside the update phase, these included.
-/// Ways between two of them stay among them.
+/// All operators on a way from the first to the last of the longest chain outside the update phase,
+/// these included. Ways between two of them stay among them.
 fn trunk(problem: &Problem) -> Vec<bool> {
     let count = problem.len();
     let mut depth = vec![0u32; count];
@@ -97,12 +100,12 @@ fn trunk(problem: &Problem) -> Vec<bool> {
 mod tests {
     use super::*;
     use crate::graph::{Operator, Phase};
-    use crate::synthetic::Random;
+    use crate::rng::Random;
 
     /// Operators without tensors, ordered by random control edges.
     fn random_problem(random: &mut Random) -> Problem {
         let count = 1 + random.below(24);
-        let mut builder = crate::builder::GraphBuilder::new("random", "cpu", 1);
+        let mut builder = crate::graph::GraphBuilder::new("random", "cpu", 1);
         for position in 0..count {
             let operator =
                 Operator::new("", position as u32, if random.once_in(4) { Phase::Update } else { Phase::Forward });
@@ -112,7 +115,7 @@ mod tests {
         for after in 1..count {
             for _ in 0..random.below(4) {
                 let before = after - 1 - random.below(near).min(after - 1);
-                let id = |at: u64| crate::ids::OperatorId(at as u32);
+                let id = |at: u64| crate::graph::OperatorId(at as u32);
                 builder.control(id(before), id(after));
             }
         }

@@ -1,9 +1,10 @@
-//! A stretch of an order, whose operators may be put in any other sequence while all before and after it stays.
+//! A stretch of an order, whose operators may be put in any other sequence while all before and
+//! after it stays.
 //!
 //! Operators are numbered by their place in the stretch. A state is the set of those that have run.
 
 use crate::liveness::{Profile, largest_matching};
-use crate::problem::{NONE, Op, Problem, Ten};
+use crate::problem::{Index, NONE, Op, Problem, Ten};
 use std::collections::BTreeMap;
 use std::ops::Range;
 
@@ -87,17 +88,20 @@ pub(super) struct Window {
     pub(super) uses: Vec<Vec<usize>>,
     /// Per operator its outputs and workspace.
     transient: Vec<u64>,
-    /// Per operator the permitted pairs whose input can die there: the input's number in the window, the output's rank.
+    /// Per operator the permitted pairs whose input can die there: the input's number in the
+    /// window, the output's rank.
     permissions: Vec<Vec<(Ten, Ten)>>,
     /// Bytes that cross the window's beginning and its end.
     pub(super) first_bytes: u64,
     pub(super) last_bytes: u64,
-    /// Bytes of entering tensors without use: live during the first step alone, and only if the window begins there.
+    /// Bytes of entering tensors without use: live during the first step alone, and only if the
+    /// window begins there.
     pub(super) unused_bytes: u64,
 }
 
-/// All of a window that decides which of its sequences have which live bytes, apart from the bytes that are live all the
-/// time. Windows of one shape, as repeated layers make them, have the same solutions.
+/// All of a window that decides which of its sequences have which live bytes, apart from the bytes
+/// that are live all the time. Windows of one shape, as repeated layers make them, have the same
+/// solutions.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Shape {
     before: Vec<Set>,
@@ -142,7 +146,7 @@ impl Window {
             ops: Vec::new(),
         };
         for (tensor, item) in problem.tensors.iter().enumerate() {
-            let users = problem.users.row(tensor as Ten);
+            let users = problem.users.row(Ten::at(tensor));
             let leaves = item.residency == crate::graph::Residency::Leaves;
             if users.is_empty() && !leaves {
                 if item.creator == NONE && range.start == 0 {
@@ -158,11 +162,11 @@ impl Window {
         let mut numbers: BTreeMap<Ten, usize> = BTreeMap::new();
         for (at, &op) in ops.iter().enumerate() {
             for &tensor in problem.creates.row(op).iter().chain(problem.uses.row(op)) {
-                let item = &problem.tensors[tensor as usize];
+                let item = &problem.tensors[tensor.index()];
                 let users = problem.users.row(tensor);
                 let creator = place.get(&item.creator).copied();
                 let stays = item.residency == crate::graph::Residency::Leaves
-                    || profile.lifetimes.end[tensor as usize] as usize > range.end;
+                    || profile.lifetimes.end[tensor.index()] as usize > range.end;
                 if (stays && creator.is_none()) || (!stays && users.is_empty()) {
                     continue;
                 }
@@ -175,7 +179,7 @@ impl Window {
             }
             for &(_, input, output) in problem.permissions(op) {
                 if let Some(&number) = numbers.get(&input).filter(|&&number| !window.tensors[number].stays) {
-                    window.permissions[at].push((number as Ten, output));
+                    window.permissions[at].push((Ten::at(number), output));
                 }
             }
         }
@@ -223,8 +227,8 @@ impl Window {
 
     pub(super) fn shape(&self) -> Shape {
         let from_first = |pairs: &Vec<(Ten, Ten)>| {
-            let first = pairs.iter().map(|&(_, output)| output).min().unwrap_or(0);
-            pairs.iter().map(|&(input, output)| (input, output - first)).collect()
+            let first = pairs.iter().map(|&(_, output)| output.index()).min().unwrap_or(0);
+            pairs.iter().map(|&(input, output)| (input, Ten::at(output.index() - first))).collect()
         };
         Shape {
             before: self.before.clone(),
@@ -264,12 +268,14 @@ impl Window {
         done.contains(op) && !self.after[op].meets(done)
     }
 
-    /// What it costs to run `op` in the state `done`, which `bytes` cross; beyond is the state after it.
+    /// What it costs to run `op` in the state `done`, which `bytes` cross; beyond is the state
+    /// after it.
     pub(super) fn run(&self, op: usize, done: &Set, bytes: u64) -> Cost {
         Cost { during: self.during(op, done, bytes), beyond: bytes + self.born(op) - self.dying(op, done) }
     }
 
-    /// What it costs that `op` ran last before a state which `bytes` cross; `done` and beyond are the state before it.
+    /// What it costs that `op` ran last before a state which `bytes` cross; `done` and beyond are
+    /// the state before it.
     pub(super) fn undo(&self, op: usize, done: &Set, bytes: u64) -> Cost {
         let before = bytes + self.dying(op, done) - self.born(op);
         Cost { during: self.during(op, done, before), beyond: before }
@@ -291,14 +297,14 @@ impl Window {
     pub(super) fn matching(&self, op: usize, done: &Set) -> Vec<(Ten, Ten)> {
         let pairs: Vec<(Ten, Ten)> = self.permissions[op]
             .iter()
-            .filter(|&&(input, _)| self.tensors[input as usize].users.lacks_only(done, op))
+            .filter(|&&(input, _)| self.tensors[input.index()].users.lacks_only(done, op))
             .copied()
             .collect();
         largest_matching(&pairs)
     }
 
     fn during(&self, op: usize, done: &Set, bytes: u64) -> u64 {
-        let saved: u64 = self.matching(op, done).iter().map(|&(input, _)| self.tensors[input as usize].size).sum();
+        let saved: u64 = self.matching(op, done).iter().map(|&(input, _)| self.tensors[input.index()].size).sum();
         let is_first = self.unused_bytes > 0 && done.iter().next().is_none();
         bytes + self.transient[op] - saved + if is_first { self.unused_bytes } else { 0 }
     }

@@ -1,5 +1,5 @@
 //! Live bytes over the steps of an order: adds to a range of steps, asks for the most in one, in
-//! logarithmic time (a segment tree whose sums wait at the nodes).
+//! logarithmic time (a segment tree with lazy sums).
 
 use crate::segment_tree::SegmentTree;
 
@@ -30,7 +30,7 @@ impl Headroom {
         if from >= to || bytes == 0 {
             return;
         }
-        for node in self.tree.parts(from..to) {
+        for node in self.tree.cover(from..to) {
             self.most[node] += bytes;
             self.added[node] += bytes;
         }
@@ -47,7 +47,8 @@ impl Headroom {
         if from >= to {
             return 0;
         }
-        // What is found so far on the left and on the right, without what waits above the two edges.
+        // What is found so far on the left and on the right, without what waits above the two
+        // edges.
         let (mut begin, mut end) = (self.tree.leaf(from), self.tree.leaf(to));
         let (mut left, mut right) = (None::<i64>, None::<i64>);
         let (mut above_left, mut above_right) = (begin, end - 1);
@@ -80,7 +81,7 @@ impl Headroom {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::synthetic::Random;
+    use crate::rng::Random;
 
     #[test]
     fn ranges_are_as_in_a_plain_list() {

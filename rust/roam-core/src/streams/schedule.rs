@@ -8,11 +8,11 @@
 //! never gets stuck. Whether the ceiling is kept exactly is measured afterwards.
 
 use super::headroom::Headroom;
-use crate::control::{Stop, Watch};
+use crate::control::{STRIDE, Stop, Watch};
 use crate::cost;
 use crate::graph::Residency;
-use crate::order::{Ordered, STRIDE};
-use crate::problem::{Op, Problem, Ten, step_by_operator};
+use crate::order::Ordered;
+use crate::problem::{Index, Op, Problem, Ten, step_by_operator};
 use std::cmp::Reverse;
 use std::collections::{BTreeSet, BinaryHeap};
 
@@ -146,7 +146,8 @@ impl Task<'_> {
                     idle.remove(&stream);
                     running.push(Reverse((end, op)));
                 }
-                // Whatever waits, waits for something that runs: alone, the next in turn always starts.
+                // Whatever waits, waits for something that runs: alone, the next in turn always
+                // starts.
                 None => match running.peek() {
                     Some(&Reverse((end, _))) => now = end,
                     None => unreachable!("nothing runs and nothing can start"),
@@ -164,8 +165,8 @@ impl Task<'_> {
         }
     }
 
-    /// An idle stream: that of the predecessor which completed last, so that there is nothing to wait for, or
-    /// the first.
+    /// An idle stream: that of the predecessor which completed last, so that there is nothing to
+    /// wait for, or the first.
     fn stream_for(&self, op: Op, idle: &BTreeSet<u32>, timed: &Timed) -> u32 {
         let before = self.problem.predecessors.row(op).iter().copied();
         let latest = before.max_by_key(|&before| (timed.end[before as usize], timed.start[before as usize], before));
@@ -174,7 +175,8 @@ impl Task<'_> {
     }
 }
 
-/// What would be live if the operators that have not been started ran one after another in the base order.
+/// What would be live if the operators that have not been started ran one after another in the base
+/// order.
 struct Memory<'a> {
     problem: &'a Problem,
     base: &'a [Op],
@@ -189,7 +191,8 @@ struct Memory<'a> {
     users: Vec<Vec<u32>>,
     /// Per tensor the users that have not been started.
     users_left: Vec<u32>,
-    /// What running operators hold although the steps ahead do not count it any more, and per operator its part.
+    /// What running operators hold although the steps ahead do not count it any more, and per
+    /// operator its part.
     held: i64,
     held_by: Vec<i64>,
 }
@@ -197,7 +200,8 @@ struct Memory<'a> {
 impl<'a> Memory<'a> {
     fn new(problem: &'a Problem, base: &'a Ordered, ceiling: u64) -> Self {
         let turn = step_by_operator(&base.order);
-        let users: Vec<Vec<u32>> = (0..problem.tensors.len() as Ten)
+        let users: Vec<Vec<u32>> = problem
+            .tensor_ranks()
             .map(|tensor| {
                 let mut turns: Vec<u32> = problem.users.row(tensor).iter().map(|&op| turn[op as usize]).collect();
                 turns.sort_unstable();
@@ -242,7 +246,7 @@ impl<'a> Memory<'a> {
         self.ahead.add(turn, turn + 1, -held);
         for &tensor in self.problem.creates.row(op) {
             let size = self.problem.size(tensor) as i64;
-            if self.users[tensor as usize].is_empty() && !self.stays(tensor) {
+            if self.users[tensor.index()].is_empty() && !self.stays(tensor) {
                 held += size;
                 self.ahead.add(turn, turn + 1, -size);
             } else {
@@ -252,8 +256,8 @@ impl<'a> Memory<'a> {
         self.started[op as usize] = true;
         for &tensor in self.problem.uses.row(op) {
             let (size, stays) = (self.problem.size(tensor) as i64, self.stays(tensor));
-            self.users_left[tensor as usize] -= 1;
-            let users = &mut self.users[tensor as usize];
+            self.users_left[tensor.index()] -= 1;
+            let users = &mut self.users[tensor.index()];
             let last = users.last().copied().unwrap_or(0) as usize;
             while users.last().is_some_and(|&turn| self.started[self.base[turn as usize] as usize]) {
                 users.pop();
@@ -282,6 +286,6 @@ impl<'a> Memory<'a> {
 
     /// Whether the tensor outlives the step.
     fn stays(&self, tensor: Ten) -> bool {
-        self.problem.tensors[tensor as usize].residency == Residency::Leaves
+        self.problem.tensors[tensor.index()].residency == Residency::Leaves
     }
 }

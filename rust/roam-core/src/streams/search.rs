@@ -1,7 +1,8 @@
 //! The search over base orders, preferences and ceilings.
 
+use super::outcome::{Found, Input, Recipe, Single, Tried, speed};
 use super::schedule::{self, Preference, Task, Timed};
-use super::{Found, Input, Recipe, Single, Tried, speed, syncs, windows};
+use super::{syncs, windows};
 use crate::control::{Stop, Watch};
 use crate::cost;
 use crate::layout::{self, Layout};
@@ -13,7 +14,7 @@ use rayon::prelude::*;
 const HALVINGS: usize = 8;
 /// Base orders that are scheduled.
 const BASES: usize = 3;
-/// One part in so many of the time is not worth more memory.
+/// A saving of 1 / `NEARLY` of the time is not worth more memory.
 pub(super) const NEARLY: u64 = 20;
 /// How many comparisons the search for a better layout of the best schedule may make.
 const SEARCH_WORK: u64 = 50_000_000;
@@ -69,7 +70,8 @@ impl<'a> Search<'a> {
         self.finish(problem, timed, layout.clone(), ordered.profile.pairs.clone())
     }
 
-    /// All base orders by all preferences, each under the lowest ceilings under which plans are as fast as asked for.
+    /// All base orders by all preferences, each under the lowest ceilings under which plans are as
+    /// fast as asked for.
     pub(super) fn try_at_speed(&self, speed: f64) -> Result<Vec<Tried>, Stop> {
         self.on_all_flavours(&|flavour| self.leanest(flavour, |makespan_ns| self.speed(makespan_ns) >= speed))
     }
@@ -114,8 +116,9 @@ impl<'a> Search<'a> {
         self.try_ceilings(flavour, [flavour.lowest, flavour.highest], is_slow)
     }
 
-    /// Halves the stretch between two ceilings, on the side that `wants_more` points to, unless an end decides it. It is
-    /// told what came of a ceiling, nothing where that took more than program order.
+    /// Halves the stretch between two ceilings, on the side that `wants_more` points to, unless an
+    /// end decides it. It is told what came of a ceiling, nothing where that took more than program
+    /// order.
     fn try_ceilings(
         &self,
         flavour: &Flavour,
@@ -152,7 +155,8 @@ impl<'a> Search<'a> {
         Ok(tried)
     }
 
-    /// The plan of a recipe with the windows that it was laid out by; `None` where it takes more than program order.
+    /// The plan of a recipe with the windows that it was laid out by; `None` where it takes more
+    /// than program order.
     fn make(&self, recipe: Recipe, watch: &Watch) -> Result<Option<(Timed, Found)>, Stop> {
         let problem = self.input.problem;
         let timed = self.schedule(recipe, watch)?;
@@ -180,7 +184,8 @@ impl<'a> Search<'a> {
         task.schedule(recipe.ceiling, watch)
     }
 
-    /// The plan of a recipe that has been tried, its layout searched for longer; and whether a deadline ended that.
+    /// The plan of a recipe that has been tried, its layout searched for longer; and whether a
+    /// deadline ended that.
     pub(super) fn make_again(&self, recipe: Recipe) -> Result<(Found, bool), Stop> {
         let made = self.make(recipe, &self.watch.patient())?;
         let Some((timed, mut found)) = made else { unreachable!("a recipe gives the same plan again") };
@@ -191,7 +196,8 @@ impl<'a> Search<'a> {
         }
     }
 
-    /// Looks for a smaller layout of a schedule, or for one of the same size that asks for less waiting.
+    /// Looks for a smaller layout of a schedule, or for one of the same size that asks for less
+    /// waiting.
     fn lay_out_again(&self, timed: &Timed, found: &mut Found) -> Result<(), Stop> {
         let problem = self.input.problem;
         let profile = windows::profile(problem, timed);
@@ -217,8 +223,8 @@ impl<'a> Search<'a> {
         Ok(())
     }
 
-    /// Whether a plan that takes less has not lost what the other one was chosen for: other bytes are shared,
-    /// so other waits are made.
+    /// Whether a plan that takes less has not lost what the other one was chosen for: other bytes
+    /// are shared, so other waits are made.
     fn is_as_good(&self, better: &Found, found: &Found) -> bool {
         match self.input.settings.speed {
             Some(_) => self.is_fast_enough(better.schedule.makespan_ns),
@@ -279,7 +285,7 @@ impl<'a> Search<'a> {
                 schedule.makespan_ns = longest.into_iter().fold(0, cost::after);
                 schedule.time_steps = self.by_id(&steps);
                 let profile = windows::profile_with(problem, &timed, pairs);
-                let outside_bytes = profile.outside_peak;
+                let outside_bytes = profile.unpooled_peak;
                 (profile, outside_bytes)
             }
         };

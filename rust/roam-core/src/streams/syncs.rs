@@ -7,7 +7,7 @@
 use super::schedule::Timed;
 use crate::cost;
 use crate::graph::Residency;
-use crate::problem::{NONE, Op, Problem, Rows, Ten, step_by_operator};
+use crate::problem::{Index, NONE, Op, Problem, Rows, Ten, step_by_operator};
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, VecDeque};
 
@@ -75,8 +75,8 @@ impl<'a> Clocks<'a> {
         2 * self.place[op as usize] as usize + 1
     }
 
-    /// The first state of the stream in which so many operators of each stream are known to have completed; one
-    /// more than the last where there is none.
+    /// The first state of the stream in which so many operators of each stream are known to have
+    /// completed; one more than the last where there is none.
     fn first_state_past(&self, stream: usize, needs: &[u32]) -> usize {
         let lane = &self.lanes[stream];
         let lacks = |op: &Op| self.clock(*op).iter().zip(needs).any(|(has, need)| has < need);
@@ -93,7 +93,7 @@ impl<'a> Clocks<'a> {
     /// The last uses of a tensor; its creation where it has none.
     fn finishers<'p>(problem: &'p Problem, tensor: Ten) -> impl Iterator<Item = Op> + 'p {
         let users = problem.users.row(tensor);
-        let creator = Some(problem.tensors[tensor as usize].creator).filter(|&op| users.is_empty() && op != NONE);
+        let creator = Some(problem.tensors[tensor.index()].creator).filter(|&op| users.is_empty() && op != NONE);
         users.iter().copied().chain(creator)
     }
 }
@@ -107,8 +107,8 @@ pub(super) struct Syncs<'a> {
 /// The waits from which every constraint follows and everything that sharing bytes asks for: that
 /// a tensor's last uses have completed when another one takes its bytes.
 ///
-/// A wait that follows from stream order and other waits is left out; of several the latest is kept.
-/// `offsets` are per tensor of the problem.
+/// A wait that follows from stream order and other waits is left out; of several the latest is
+/// kept. `offsets` are per tensor of the problem.
 pub(super) fn syncs<'a>(problem: &Problem, timed: &'a Timed, streams: u32, offsets: &[u64]) -> Syncs<'a> {
     let mut clocks = Clocks::new(timed, streams);
     let memory = displaced(problem, &timed.order, offsets);
@@ -150,17 +150,17 @@ pub(super) fn syncs<'a>(problem: &Problem, timed: &'a Timed, streams: u32, offse
 
 /// Per operator the tensors whose bytes its outputs take, each byte's last holder only: who held it
 /// before has been waited for already. An input that is reused by an output is listed too.
-fn displaced(problem: &Problem, order: &[Op], offsets: &[u64]) -> Rows {
+fn displaced(problem: &Problem, order: &[Op], offsets: &[u64]) -> Rows<Op, Ten> {
     let mut rows: Vec<Vec<Ten>> = vec![Vec::new(); problem.len()];
     // Disjoint spans by start: their end and holder.
     let mut held: BTreeMap<u64, (u64, Ten)> = BTreeMap::new();
     for &op in order {
         for &tensor in problem.creates.row(op) {
-            let item = &problem.tensors[tensor as usize];
+            let item = &problem.tensors[tensor.index()];
             if !item.in_pool() {
                 continue;
             }
-            let (from, to) = (offsets[tensor as usize], offsets[tensor as usize] + item.size);
+            let (from, to) = (offsets[tensor.index()], offsets[tensor.index()] + item.size);
             // What reaches into the span from below is cut there.
             let below = held.range(..from).next_back().map(|(&start, &span)| (start, span));
             if let Some((start, (end, holder))) = below.filter(|&(_, (end, _))| end > from) {
@@ -202,11 +202,12 @@ impl Syncs<'_> {
 
     /// No timing lets more than this be live outside the pool.
     ///
-    /// A stream passes through states: state 2i + 1 while its operator i runs, 2i + 2 once that has completed. What an
-    /// operator makes or needs outside the pool is charged to its stream, from its own state to the first one in
-    /// which every last use is known to have completed; what enters is charged to the stream of its last use by
-    /// launch. So each stream holds a known sum in each state, and two streams can be in two states at once only
-    /// where neither has yet to reach what the other one has waited for.
+    /// A stream passes through states: state 2i + 1 while its operator i runs, 2i + 2 once that has
+    /// completed. What an operator makes or needs outside the pool is charged to its stream, from
+    /// its own state to the first one in which every last use is known to have completed; what
+    /// enters is charged to the stream of its last use by launch. So each stream holds a known sum
+    /// in each state, and two streams can be in two states at once only where neither has yet to
+    /// reach what the other one has waited for.
     pub(super) fn outside_bytes(&self, problem: &Problem, order: &[Op]) -> u64 {
         let streams = 0..self.clocks.streams;
         let held = self.held(problem, order);
@@ -236,7 +237,7 @@ impl Syncs<'_> {
         for (tensor, item) in problem.tensors.iter().enumerate().filter(|(_, item)| !item.in_pool()) {
             let Some(mut last) = order.first().copied() else { break };
             needs.fill(0);
-            let mut finishers = Clocks::finishers(problem, tensor as Ten).peekable();
+            let mut finishers = Clocks::finishers(problem, Ten::at(tensor)).peekable();
             if finishers.peek().is_none() {
                 clocks.require(&mut needs, last); // Enters and is not used: gone after the first operator.
             }
@@ -273,12 +274,14 @@ impl Syncs<'_> {
     fn most_beside(&self, anchor: usize, other: usize, held: &[u64]) -> Vec<u64> {
         let clocks = &self.clocks;
         let (mine, theirs) = (&clocks.lanes[anchor], &clocks.lanes[other]);
-        // A window over `held` whose two ends only move forward, with its falling maxima in a queue.
+        // A window over `held` whose two ends only move forward, with its falling maxima in a
+        // queue.
         let mut queue: VecDeque<usize> = VecDeque::new();
         let mut next = 0;
         (0..held_states(mine))
             .map(|state| {
-                // The other stream has completed all that had to precede what the anchor has started last,
+                // The other stream has completed all that had to precede what the anchor has
+                // started last,
                 let started = state.div_ceil(2).checked_sub(1).map(|at| mine[at]);
                 let least = 2 * started.map_or(0, |op| clocks.completed(op, other) as usize);
                 // and started nothing that follows what the anchor has not completed.

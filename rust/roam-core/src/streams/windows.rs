@@ -6,12 +6,12 @@
 use super::schedule::Timed;
 use crate::graph::Residency;
 use crate::liveness::{Lifetimes, Profile, largest_matching};
-use crate::problem::{NONE, Op, Problem, Ten, step_by_operator};
+use crate::problem::{Index, NONE, Op, Problem, Ten, step_by_operator};
 
 /// The lifetimes of a timed schedule; whatever may be reused by its times is reused.
 ///
-/// Times may be those of the model, or time steps. An operator precedes another one where it has completed when
-/// that one starts and was launched before it.
+/// Times may be those of the model, or time steps. An operator precedes another one where it has
+/// completed when that one starts and was launched before it.
 pub(super) fn profile(problem: &Problem, timed: &Timed) -> Profile {
     let starts = Starts::new(timed);
     let mut pairs = Vec::new();
@@ -43,37 +43,38 @@ pub(super) fn profile_with(problem: &Problem, timed: &Timed, pairs: Vec<(Ten, Te
 
 fn measure(problem: &Problem, timed: &Timed, starts: &Starts, mut pairs: Vec<(Ten, Ten)>) -> Profile {
     // Outside the pool no stream waits for another one's last use of the input.
-    pairs.retain(|&(input, _)| problem.tensors[input as usize].in_pool());
+    pairs.retain(|&(input, _)| problem.tensors[input.index()].in_pool());
     let count = timed.order.len();
     let lifetimes = starts.lifetimes(problem, timed);
-    // Changes at each start; wrapping, since a sum that is exact modulo 2^64 and below 2^63 is exact.
+    // Changes at each start; wrapping, since a sum that is exact modulo 2^64 and below 2^63 is
+    // exact.
     let mut pool = vec![0u64; count + 1];
-    let mut outside = vec![0u64; count + 1];
+    let mut unpooled = vec![0u64; count + 1];
     let add = |changes: &mut [u64], from: u32, to: u32, bytes: u64| {
         changes[from as usize] = changes[from as usize].wrapping_add(bytes);
         changes[to as usize] = changes[to as usize].wrapping_sub(bytes);
     };
     for (tensor, item) in problem.tensors.iter().enumerate() {
-        let changes = if item.in_pool() { &mut pool } else { &mut outside };
+        let changes = if item.in_pool() { &mut pool } else { &mut unpooled };
         add(changes, lifetimes.start[tensor], lifetimes.end[tensor], item.size);
     }
     for &(input, output) in &pairs {
-        let (from, to) = (lifetimes.start[output as usize], lifetimes.end[input as usize]);
+        let (from, to) = (lifetimes.start[output.index()], lifetimes.end[input.index()]);
         add(&mut pool, to, from, problem.size(input));
     }
     for op in 0..count as Op {
-        add(&mut outside, starts.rank[op as usize], starts.done(timed, op), problem.workspace[op as usize]);
+        add(&mut unpooled, starts.rank[op as usize], starts.done(timed, op), problem.workspace[op as usize]);
     }
     let mut profile =
-        Profile { lifetimes, live: Vec::with_capacity(count), pairs, peak: 0, pool_peak: 0, outside_peak: 0 };
+        Profile { lifetimes, live: Vec::with_capacity(count), pairs, peak: 0, pool_peak: 0, unpooled_peak: 0 };
     let (mut in_pool, mut beside) = (0u64, 0u64);
     for rank in 0..count {
         in_pool = in_pool.wrapping_add(pool[rank]);
-        beside = beside.wrapping_add(outside[rank]);
+        beside = beside.wrapping_add(unpooled[rank]);
         profile.live.push(in_pool + beside);
         profile.peak = profile.peak.max(in_pool + beside);
         profile.pool_peak = profile.pool_peak.max(in_pool);
-        profile.outside_peak = profile.outside_peak.max(beside);
+        profile.unpooled_peak = profile.unpooled_peak.max(beside);
     }
     profile
 }
@@ -107,7 +108,7 @@ impl Starts {
         for (tensor, item) in problem.tensors.iter().enumerate() {
             let from = if item.creator == NONE { 0 } else { self.rank[item.creator as usize] };
             start.push(from);
-            let users = problem.users.row(tensor as Ten).iter().map(|&user| self.done(timed, user)).max();
+            let users = problem.users.row(Ten::at(tensor)).iter().map(|&user| self.done(timed, user)).max();
             let unused = || if item.creator == NONE { first } else { self.done(timed, item.creator) };
             end.push(match item.residency {
                 Residency::Leaves => count,

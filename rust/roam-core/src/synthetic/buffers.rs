@@ -1,7 +1,7 @@
 //! Made-up layout problems: bare buffers in several styles, easy and hard to pack.
 
-use super::Random;
-use crate::layout::Buffer;
+use crate::packing::Buffer;
+use crate::rng::Random;
 
 /// How the lifetimes and sizes of made-up buffers come about.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -10,16 +10,19 @@ pub enum Style {
     Wide,
     /// As `Wide`, with lifetimes so short that some fifty buffers are alive at a time.
     Narrow,
-    /// As `Wide`, with few large and many small sizes, few long and many short lifetimes, each over several
-    /// orders of magnitude.
+    /// As `Wide`, with few large and many small sizes, few long and many short lifetimes, each over
+    /// several orders of magnitude.
     Skewed,
-    /// A training step: activations freed in the reverse of the sequence in which they were made, short-lived
-    /// temporaries of all sizes between, and gradients that wait for one update at the end.
+    /// A training step: activations freed in the reverse of the sequence in which they were made,
+    /// short-lived temporaries of all sizes between, and gradients that wait for one update at the
+    /// end.
     Training,
-    /// As many bytes at every time: again and again two of the alive buffers give way to two others of together the same size. Nothing
-    /// may be wasted anywhere, and whether a packing without waste exists is not known.
+    /// As many bytes at every time: again and again two of the alive buffers give way to two others
+    /// of together the same size. Nothing may be wasted anywhere, and whether a packing without
+    /// waste exists is not known.
     Replaced,
-    /// A rectangle of bytes and times cut into pieces: a packing without any waste exists, and only such a one meets the bound.
+    /// A rectangle of bytes and times cut into pieces: a packing without any waste exists, and only
+    /// such a one meets the bound.
     Dissected,
 }
 
@@ -89,7 +92,8 @@ fn skewed(random: &mut Random, count: u64) -> Vec<Buffer> {
         .collect()
 }
 
-/// Layers of 10 buffers: of each, 2 activations, 2 temporaries in the forward and 4 in the backward pass, 2 gradients.
+/// Layers of 10 buffers: of each, 2 activations, 2 temporaries in the forward and 4 in the backward
+/// pass, 2 gradients.
 fn training(random: &mut Random, count: u64) -> Vec<Buffer> {
     let layers = count / 10;
     let end = 20 * layers;
@@ -136,7 +140,8 @@ fn replaced(random: &mut Random, count: u64, alive: u64) -> Vec<Buffer> {
     buffers
 }
 
-/// Pieces are cut in two, the largest first, at a random place across their longer side, until there are enough.
+/// Pieces are cut in two, the largest first, at a random place across their longer side, until
+/// there are enough.
 fn dissected(random: &mut Random, count: u64) -> Vec<Buffer> {
     let side = 1 << 20;
     // Area and, for a fixed sequence among equals, number; times and units.

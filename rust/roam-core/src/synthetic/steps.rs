@@ -1,13 +1,13 @@
-//! Made-up training steps of any size, and graphs of operators that are no training step, in families.
+//! Made-up training steps of any size, and graphs of operators that are no training step, in
+//! families.
 
-use super::{Random, Transformer, transformer_step};
-use crate::builder::GraphBuilder;
-use crate::error::GraphError;
-use crate::graph::{Graph, Kind, Operator, Phase, Residency, Tensor};
-use crate::ids::TensorId;
+use super::{Transformer, transformer_step};
+use crate::graph::{Graph, GraphBuilder, GraphError, Kind, Operator, Phase, Residency, Tensor, TensorId};
+use crate::rng::Random;
 
-/// What a made-up graph looks like. The first three are training steps with updates at the end, with AdamW in the first and with
-/// momentum in the others; the rest are operators without phases, shaped as no trunk or layer helps the planner.
+/// What a made-up graph looks like. The first three are training steps with updates at the end,
+/// with AdamW in the first and with momentum in the others; the rest are operators without phases,
+/// shaped as no trunk or layer helps the planner.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Family {
     /// A transformer of as many layers as it takes.

@@ -1,9 +1,10 @@
 //! Whether what a plan says of integer programs goes with its figures.
 
-use super::PlanViolation;
+use super::violation::PlanViolation;
 use crate::plan::{Exact, ExactReport, ExactStatus, Plan};
 
-/// The status follows from what was asked for, from the counts, and from whether the plan meets its bound.
+/// The status follows from what was asked for, from the counts, and from whether the plan meets its
+/// bound.
 pub(super) fn check(plan: &Plan) -> Result<(), PlanViolation> {
     let ExactReport { status, programs, gains, failed, timed_out, ref reason } = plan.exact;
     let lost = u64::from(failed) + u64::from(timed_out);

@@ -1,6 +1,6 @@
 //! Checks a packing against what was requested. Shares no code with the packer.
 
-use crate::layout::{Packing, Request};
+use crate::packing::{Packing, Request};
 use std::collections::BTreeMap;
 use thiserror::Error;
 
@@ -107,8 +107,9 @@ struct Event {
     to: u64,
 }
 
-/// Checks that every buffer lies where it may, that no two need a byte at the same time, and that the packing claims nothing that is
-/// not so. The bound is not proved again, only not contradicted. Near-linear.
+/// Checks that every buffer lies where it may, that no two need a byte at the same time, and that
+/// the packing claims nothing that is not so. The bound is not proved again, only not contradicted.
+/// Near-linear.
 ///
 /// # Errors
 /// The first [`PackingViolation`] found.
@@ -210,10 +211,12 @@ fn sweep(events: Vec<Event>) -> Result<u64, PackingViolation> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::layout::{Buffer, Gap, Goal, pack_requests};
+    use crate::layout::{Goal, pack_requests};
     use crate::optimize::Control;
+    use crate::packing::{Buffer, Gap};
 
-    /// Two buffers of 4 bytes over [0, 4), the first of which needs only its upper half in [1, 2), and is fixed at 0.
+    /// Two buffers of 4 bytes over [0, 4), the first of which needs only its upper half in [1, 2),
+    /// and is fixed at 0.
     fn problem() -> (Vec<Request>, Packing) {
         let buffer = Buffer { lower: 0, upper: 4, size_bytes: 4, alignment_bytes: 2 };
         let gap = Gap { lower: 1, upper: 2, window: Some(2..4) };

@@ -1,13 +1,13 @@
 //! What program order takes when an ordinary allocator lays it out, which no plan may exceed.
 
-use super::{Lives, tensors};
-use crate::graph::{Graph, Residency, round_up};
-use crate::ids::TensorId;
+use super::lives::{Lives, tensors};
+use crate::graph::{Graph, Residency, TensorId, round_up};
 use std::cmp::Reverse;
 use std::collections::BTreeSet;
 
-/// Bytes of a pool in which each tensor lies in the smallest gap that holds it when it is made, the lowest of equals, and the largest
-/// of those made at one step goes first. `lives` is of one operator a step, without reuse.
+/// Bytes of a pool in which each tensor lies in the smallest gap that holds it when it is made, the
+/// lowest of equals, and the largest of those made at one step goes first. `lives` is of one
+/// operator a step, without reuse.
 pub(super) fn allocated_bytes(graph: &Graph, lives: &Lives) -> u64 {
     let is_pooled = |id: &TensorId| graph.tensor(*id).residency == Residency::StepLocal && graph.counted_bytes(*id) > 0;
     let made = |id: TensorId| {

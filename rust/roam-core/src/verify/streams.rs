@@ -1,17 +1,19 @@
-//! Plans of several streams: everything is proved from what happens before what, under every timing.
+//! Plans of several streams: everything is proved from what happens before what, under every
+//! timing.
 //!
-//! An operator has completed before another one starts, whatever time either takes, just where that
+//! An operator has completed before another one starts, whatever time either takes, exactly if that
 //! follows from the order of each stream and from the waits. Two tensors may share bytes only if
-//! every last use of one has completed before the other's creator starts (docs/theory.md). Plans in
-//! the time-step model are checked by time steps instead, as that model has it; nothing may run them.
+//! every last use of one has completed before the other's creator starts
+//! (docs/explanation/streams.md). Plans in the time-step model are checked by time steps instead,
+//! as that model has it; nothing may run them.
 
-use super::{
-    Lives, Pairs, Peaks, PlanViolation, check_constraints, check_figures, check_offsets, check_overlaps, check_reuse,
-    expect, name, outside, site, tensors,
-};
+use super::checks::{check_constraints, check_figures, check_offsets, check_overlaps, check_reuse, expect};
+use super::happens_before::{Ends, Knowledge, is_past};
+use super::lives::{Lives, Pairs, Peaks, name, site, tensors};
+use super::unpooled;
+use super::violation::PlanViolation;
 use crate::cost;
-use crate::graph::{Graph, Residency};
-use crate::ids::{OperatorId, TensorId};
+use crate::graph::{Graph, OperatorId, Residency, TensorId};
 use crate::plan::{Plan, Schedule, StreamModel};
 use std::collections::BTreeMap;
 
@@ -50,7 +52,8 @@ fn check_length(list: &'static str, expected: usize, found: usize) -> Result<(),
     if found == expected { Ok(()) } else { Err(PlanViolation::ScheduleCount { list, expected, found }) }
 }
 
-/// Per operator what it waits for; a wait goes back in the order of launching, so none can wait for ever.
+/// Per operator what it waits for; a wait goes back in the order of launching, so none can wait for
+/// ever.
 fn waits(graph: &Graph, schedule: &Schedule, launch: &[usize]) -> Result<Vec<Vec<OperatorId>>, PlanViolation> {
     let mut waits = vec![Vec::new(); launch.len()];
     for &(before, after) in &schedule.syncs {
@@ -64,92 +67,6 @@ fn waits(graph: &Graph, schedule: &Schedule, launch: &[usize]) -> Result<Vec<Vec
         waits[after.index()].push(before);
     }
     Ok(waits)
-}
-
-/// What has completed when an operator starts: per stream how many of its operators.
-pub(super) struct Knowledge {
-    pub(super) streams: usize,
-    /// Per operator its stream, and how many of that stream come before it.
-    pub(super) lane: Vec<(usize, u32)>,
-    /// Per operator and stream.
-    known: Vec<u32>,
-    /// The operators of each stream.
-    pub(super) lanes: Vec<Vec<OperatorId>>,
-}
-
-impl Knowledge {
-    fn new(plan: &Plan, schedule: &Schedule, waits: &[Vec<OperatorId>]) -> Self {
-        let streams = plan.settings.streams as usize;
-        let mut lanes: Vec<Vec<OperatorId>> = vec![Vec::new(); streams];
-        let mut lane = vec![(0, 0); plan.order.len()];
-        let mut known = vec![0u32; plan.order.len() * streams];
-        for &id in &plan.order {
-            let stream = schedule.streams[id.index()] as usize;
-            lane[id.index()] = (stream, lanes[stream].len() as u32);
-            // What is waited for was launched before, so its own knowledge is complete.
-            for &before in waits[id.index()].iter().chain(lanes[stream].last()) {
-                let (of, place) = lane[before.index()];
-                for other in 0..streams {
-                    let through = known[before.index() * streams + other].max(if other == of { place + 1 } else { 0 });
-                    let own = &mut known[id.index() * streams + other];
-                    *own = through.max(*own);
-                }
-            }
-            lanes[stream].push(id);
-        }
-        Knowledge { streams, lane, known, lanes }
-    }
-
-    /// When the operator starts.
-    pub(super) fn at(&self, id: OperatorId) -> &[u32] {
-        &self.known[id.index() * self.streams..(id.index() + 1) * self.streams]
-    }
-
-    fn runs_before(&self, first: OperatorId, second: OperatorId) -> bool {
-        let (stream, place) = self.lane[first.index()];
-        self.at(second)[stream] > place
-    }
-}
-
-/// Per tensor and stream: how many of the stream's operators must have completed for the tensor to be dead.
-pub(super) struct Ends {
-    streams: usize,
-    needs: Vec<u32>,
-}
-
-impl Ends {
-    fn new(graph: &Graph, plan: &Plan, knowledge: &Knowledge) -> Self {
-        let streams = knowledge.streams;
-        let mut ends = Ends { streams, needs: vec![0; graph.tensors().len() * streams] };
-        let mut require = |tensor: TensorId, id: OperatorId| {
-            let (stream, place) = knowledge.lane[id.index()];
-            let need = &mut ends.needs[tensor.index() * streams + stream];
-            *need = (place + 1).max(*need);
-        };
-        for (operator, index) in graph.operators().iter().zip(0..) {
-            for &tensor in operator.creates.iter().chain(&operator.reads).chain(&operator.mutates) {
-                require(tensor, OperatorId(index));
-            }
-        }
-        // What enters and is never used is gone once the first operator has completed.
-        for tensor in tensors(graph).filter(|&tensor| graph.tensor(tensor).residency == Residency::Enters) {
-            if ends.of(tensor).iter().all(|&need| need == 0) {
-                if let Some(&first) = plan.order.first() {
-                    let (stream, _) = knowledge.lane[first.index()];
-                    ends.needs[tensor.index() * streams + stream] = 1;
-                }
-            }
-        }
-        ends
-    }
-
-    pub(super) fn of(&self, tensor: TensorId) -> &[u32] {
-        &self.needs[tensor.index() * self.streams..(tensor.index() + 1) * self.streams]
-    }
-}
-
-pub(super) fn is_past(known: &[u32], needs: &[u32]) -> bool {
-    known.iter().zip(needs).all(|(known, need)| known >= need)
 }
 
 /// Returns the makespan.
@@ -168,13 +85,13 @@ fn verify_under_every_timing(
     check_shared_bytes(graph, plan, &knowledge, &ends, &pairs)?;
     let times = times(graph, plan, &knowledge, waits);
     let mut peaks = peaks_by_times(graph, plan, &times, &pairs);
-    peaks.outside = outside::bytes(graph, plan, &knowledge, &ends);
+    peaks.unpooled = unpooled::bytes(graph, plan, &knowledge, &ends);
     check_figures(graph, plan, peaks)?;
     Ok(times.iter().map(|&(_, end)| end).max().unwrap_or(0))
 }
 
-/// In the order of launching, every new tensor is compared with the last holders of its bytes. Who held them before
-/// was dead when those came, so it need not be looked at.
+/// In the order of launching, every new tensor is compared with the last holders of its bytes. Who
+/// held them before was dead when those came, so it need not be looked at.
 fn check_shared_bytes(
     graph: &Graph,
     plan: &Plan,
@@ -230,8 +147,8 @@ fn times(graph: &Graph, plan: &Plan, knowledge: &Knowledge, waits: &[Vec<Operato
     times
 }
 
-/// What is live when operators start, by the model's times; of those that start at once the first launched counts
-/// as first.
+/// What is live when operators start, by the model's times; of those that start at once the first
+/// launched counts as first.
 fn peaks_by_times(graph: &Graph, plan: &Plan, times: &[(u64, u64)], pairs: &Pairs) -> Peaks {
     let mut starts = plan.order.clone();
     starts.sort_by_key(|id| times[id.index()].0);
@@ -291,14 +208,14 @@ fn peaks_by_times(graph: &Graph, plan: &Plan, times: &[(u64, u64)], pairs: &Pair
         beside[place[index]].0 += workspace;
         beside[gone].1 += workspace;
     }
-    let (mut in_pool, mut outside) = (0, 0);
+    let (mut in_pool, mut unpooled) = (0, 0);
     let mut peaks = Peaks::default();
     for at in 0..starts.len() {
         in_pool = in_pool + pool[at].0 - pool[at].1;
-        outside = outside + beside[at].0 - beside[at].1;
+        unpooled = unpooled + beside[at].0 - beside[at].1;
         peaks.pool = in_pool.max(peaks.pool);
-        peaks.outside = outside.max(peaks.outside);
-        peaks.whole = (in_pool + outside).max(peaks.whole);
+        peaks.unpooled = unpooled.max(peaks.unpooled);
+        peaks.whole = (in_pool + unpooled).max(peaks.whole);
     }
     peaks
 }
@@ -307,7 +224,8 @@ fn peaks_by_times(graph: &Graph, plan: &Plan, times: &[(u64, u64)], pairs: &Pair
 fn verify_by_time_steps(graph: &Graph, plan: &Plan, schedule: &Schedule) -> Result<u64, PlanViolation> {
     check_length("time_steps", graph.operators().len(), schedule.time_steps.len())?;
     let step: Vec<usize> = schedule.time_steps.iter().map(|&step| step as usize).collect();
-    // In the plan's order steps never fall and never leave one out; no stream runs two operators in one.
+    // In the plan's order steps never fall and never leave one out; no stream runs two operators in
+    // one.
     let mut busy = vec![None; plan.settings.streams as usize];
     let mut longest: Vec<u64> = Vec::new();
     for &id in &plan.order {

@@ -1,6 +1,6 @@
 //! What can be wrong with a plan.
 
-use crate::error::Site;
+use crate::graph::Site;
 use crate::plan::{ExactReport, Status};
 use thiserror::Error;
 
@@ -19,7 +19,8 @@ pub enum PlanViolation {
     /// The plan passes off an estimate as exact, or gives other reasons for being one.
     #[error("the plan does not say what the graph says of what its figures may be wrong about")]
     Estimate,
-    /// A number of streams that cannot be, or that does not go with the plan's schedule or its lack.
+    /// A number of streams that cannot be, or that does not go with the plan's schedule or its
+    /// lack.
     #[error("a plan for {streams} streams cannot be, or has no schedule, or one that is not for so many")]
     Streams {
         /// Streams in the plan's settings.
@@ -45,8 +46,8 @@ pub enum PlanViolation {
         /// How many there are.
         streams: u32,
     },
-    /// An operator waits for one of its own stream, or for one that is launched later: that would never end, or
-    /// not be a wait at all.
+    /// An operator waits for one of its own stream, or for one that is launched later: that would
+    /// never end, or not be a wait at all.
     #[error("{site} waits for {before}, which is on its own stream or launched later")]
     SyncInvalid {
         /// The operator that waits.
@@ -54,7 +55,8 @@ pub enum PlanViolation {
         /// What it waits for.
         before: Box<Site>,
     },
-    /// Time steps that do not follow the order, that leave one out, or in which a stream runs two operators.
+    /// Time steps that do not follow the order, that leave one out, or in which a stream runs two
+    /// operators.
     #[error("{site} cannot run in time step {time_step}")]
     TimeStep {
         /// The operator.
@@ -264,8 +266,9 @@ pub enum PlanViolation {
     },
     /// What the plan says of integer programs contradicts itself, the settings or the figures.
     #[error(
-        "{report:?} of integer programs does not go with the settings, or not with a total of {total_bytes} and its lower \
-         bound {total_lower_bound_bytes}"
+        "what the plan says of integer programs, {:?} ({} stated, {} gains, {} failed, {} timed out), contradicts its settings, its \
+         counts, or its total of {total_bytes} with the lower bound {total_lower_bound_bytes}",
+        report.status, report.programs, report.gains, report.failed, report.timed_out
     )]
     Exact {
         /// What the plan says.

@@ -1,7 +1,7 @@
 //! Bare layout problems: made at random, checked, solved by brute force.
 
-use roam_core::layout::{Buffer, Packing};
-use roam_core::synthetic::Random;
+use roam_core::packing::{Buffer, Packing};
+use roam_core::rng::Random;
 
 /// No two buffers share a byte at any time, and the figures are what they claim to be.
 pub(crate) fn check(buffers: &[Buffer], packing: &Packing) {
@@ -32,9 +32,9 @@ pub(crate) fn live_bytes(buffers: &[Buffer]) -> u64 {
     buffers.iter().map(|buffer| at(buffer.lower)).max().unwrap_or(0)
 }
 
-/// The smallest pool below `limit`, or `limit`. Some sequence, each buffer at the lowest offset that
-/// it can have and none below the one before, makes it: take the buffers of a smallest packing whose
-/// offsets have the least sum, in the sequence of their offsets.
+/// The smallest pool below `limit`, or `limit`. Some sequence, each buffer at the lowest offset
+/// that it can have and none below the one before, makes it: take the buffers of a smallest packing
+/// whose offsets have the least sum, in the sequence of their offsets.
 pub(crate) fn brute_force(buffers: &[Buffer], limit: u64) -> u64 {
     fn extend(buffers: &[Buffer], placed: &mut Vec<(usize, u64)>, top: u64, best: &mut u64) {
         if top >= *best {
@@ -112,7 +112,8 @@ pub(crate) fn random(
         .collect()
 }
 
-/// Four to seven buffers, each with an alignment of its own: some are empty, and sizes seldom fill what alignment parts.
+/// Four to seven buffers, each with an alignment of its own: some are empty, and sizes seldom fill
+/// what alignment parts.
 pub(crate) fn mixed(random: &mut Random) -> Vec<Buffer> {
     let (count, horizon, sizes) = (4 + random.below(4), 3 + random.below(7), 2 + random.below(12));
     let most = 1 + random.below(5);

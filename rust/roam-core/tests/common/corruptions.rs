@@ -2,11 +2,11 @@
 
 use roam_core::graph::Graph;
 use roam_core::plan::Plan;
-use roam_core::synthetic::Random;
+use roam_core::rng::Random;
 use roam_core::verify::verify;
 
-/// A corrupted copy of the plan and the codes by which it may be refused; `None` where the plan offers no way to go
-/// wrong like this.
+/// A corrupted copy of the plan and the codes by which it may be refused; `None` where the plan
+/// offers no way to go wrong like this.
 pub(crate) type Corruption = fn(&Graph, &Plan, &mut Random) -> Option<(Plan, &'static [&'static str])>;
 
 /// One of the list, if there is any.
@@ -14,7 +14,8 @@ pub(crate) fn pick<T: Copy>(list: &[T], random: &mut Random) -> Option<T> {
     if list.is_empty() { None } else { Some(list[random.below(list.len() as u64) as usize]) }
 }
 
-/// Corrupts each of the plans in every way there is. All must be refused, and each way be tried at least so many times.
+/// Corrupts each of the plans in every way there is. All must be refused, and each way be tried at
+/// least so many times.
 pub(crate) fn catch_each(
     corruptions: &[(&str, Corruption)],
     least: usize,

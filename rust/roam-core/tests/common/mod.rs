@@ -8,14 +8,14 @@ pub(crate) mod corruptions;
 pub(crate) mod simulator;
 pub(crate) mod solver;
 
-use roam_core::builder::GraphBuilder;
-use roam_core::graph::{Graph, Kind, Operator, Phase, Residency, ReusePair, Sequence, Tensor};
-use roam_core::ids::{OperatorId, TensorId};
-use roam_core::layout::Buffer;
+use roam_core::graph::{
+    Graph, GraphBuilder, Kind, Operator, OperatorId, Phase, Residency, ReusePair, Sequence, Tensor, TensorId,
+};
 use roam_core::optimize::{Control, optimize};
+use roam_core::packing::Buffer;
 use roam_core::plan::{ExactReport, ExactStatus, Plan, Settings, Status};
+use roam_core::rng::Random;
 use roam_core::stages::Prepared;
-use roam_core::synthetic::Random;
 use roam_core::verify::verify;
 use std::collections::HashMap;
 
@@ -159,8 +159,8 @@ pub(crate) fn best_by_brute_force(graph: &Graph, reuse: bool) -> u64 {
     best
 }
 
-/// The least pool and bytes outside it together, of all orders, all choices of reuse and all layouts, if that is less than `below`;
-/// else `below`.
+/// The least pool and bytes outside it together, of all orders, all choices of reuse and all
+/// layouts, if that is less than `below`; else `below`.
 pub(crate) fn least_total_by_brute_force(graph: &Graph, reuse: bool, below: u64) -> u64 {
     let mut totals = Totals { graph, reuse, best: below, order: Vec::new(), pairs: Vec::new() };
     totals.extend(Peaks::default());
@@ -240,7 +240,8 @@ impl Totals<'_> {
         Peaks { whole: now.pool + now.outside, ..now }
     }
 
-    /// The pool's tensors in the present order, with one buffer for those that take each other's memory.
+    /// The pool's tensors in the present order, with one buffer for those that take each other's
+    /// memory.
     fn buffers(&self) -> Vec<Buffer> {
         let graph = self.graph;
         let step = |id: OperatorId| self.order.iter().position(|&other| other == id).expect("a permutation") as u64;
@@ -329,8 +330,8 @@ pub(crate) fn speed(plan: &Plan) -> f64 {
     if schedule.makespan_ns == 0 { 1.0 } else { schedule.serial_ns as f64 / schedule.makespan_ns as f64 }
 }
 
-/// Plans a graph for several streams: valid, never worse than program order, never below its bounds, and without a fault
-/// in twenty executions.
+/// Plans a graph for several streams: valid, never worse than program order, never below its
+/// bounds, and without a fault in twenty executions.
 pub(crate) fn check_streams(graph: &Graph, settings: &Settings, random: &mut Random) -> Plan {
     let plan = optimize(graph, settings, &Control::default()).expect("a plan");
     verify(graph, &plan).expect("valid");
@@ -349,8 +350,9 @@ pub(crate) fn check_streams(graph: &Graph, settings: &Settings, random: &mut Ran
     plan
 }
 
-/// A step that sums gradients over micro-batches: every one of them makes its gradient of each weight in one or two pieces, which are added in place,
-/// and adds the result to the first one's, in place or not; then every weight is updated. All tensors are step-local.
+/// A step that sums gradients over micro-batches: every one of them makes its gradient of each
+/// weight in one or two pieces, which are added in place, and adds the result to the first one's,
+/// in place or not; then every weight is updated. All tensors are step-local.
 pub(crate) fn accumulating_graph(random: &mut Random) -> Graph {
     fn tensor(builder: &mut GraphBuilder, size_bytes: u64) -> TensorId {
         let (name, kind, residency) = (String::new(), Kind::Temporary, Residency::StepLocal);
@@ -405,8 +407,8 @@ pub(crate) fn accumulating_graph(random: &mut Random) -> Graph {
     builder.build().expect("valid by construction")
 }
 
-/// A step whose activations are freed one after the other; beside them pieces of gradients wait, of which each gradient is made and used up by two operators
-/// that nothing else waits for.
+/// A step whose activations are freed one after the other; beside them pieces of gradients wait, of
+/// which each gradient is made and used up by two operators that nothing else waits for.
 pub(crate) fn pending_graph(random: &mut Random) -> Graph {
     let mut builder = GraphBuilder::new("pending", "cpu", 1);
     let tensor = |builder: &mut GraphBuilder, size_bytes: u64| {
@@ -435,8 +437,8 @@ pub(crate) fn pending_graph(random: &mut Random) -> Graph {
     builder.build().expect("valid by construction")
 }
 
-/// The lowest peak of all orders of a graph without reuse whose tensors are all step-local: over all sets of operators that can have run, the
-/// least of the most live bytes on the way.
+/// The lowest peak of all orders of a graph without reuse whose tensors are all step-local: over
+/// all sets of operators that can have run, the least of the most live bytes on the way.
 pub(crate) fn least_peak_over_sets(graph: &Graph) -> u64 {
     let count = graph.operators().len();
     let bit = |id: OperatorId| 1usize << id.index();

@@ -1,10 +1,10 @@
-//! Executes plans of several streams as a device would, under random timings: every stream is a queue that runs its
-//! operators one after another, and an operator waits for what the plan's waits name and for nothing else.
+//! Executes plans of several streams as a device would, under random timings: every stream is a
+//! queue that runs its operators one after another, and an operator waits for what the plan's waits
+//! name and for nothing else.
 
-use roam_core::graph::{Graph, Residency};
-use roam_core::ids::{OperatorId, TensorId};
+use roam_core::graph::{Graph, OperatorId, Residency, TensorId};
 use roam_core::plan::Plan;
-use roam_core::synthetic::Random;
+use roam_core::rng::Random;
 use std::collections::BTreeMap;
 
 /// What went wrong in one execution.
@@ -66,7 +66,8 @@ fn check_memory(graph: &Graph, plan: &Plan, start: &[u64], end: &[u64]) -> Resul
             Residency::Leaves => hold(created, last + 1, graph.counted_bytes(id)),
             Residency::StepLocal if graph.counted_bytes(id) > 0 => {
                 events.push((created, true, id));
-                // A tensor whose memory is taken over hands it on when the operator that does so starts.
+                // A tensor whose memory is taken over hands it on when the operator that does so
+                // starts.
                 let heir = plan.reuse.iter().find(|pair| pair.input == id).and_then(|pair| graph.creator(pair.output));
                 events.push((heir.map_or(dead, |heir| start[heir.index()]), false, id));
                 if let Some(heir) = heir {

@@ -1,0 +1,1 @@
+"""Captures for CUDA on a machine that has none, as an estimate."""

@@ -1,0 +1,1 @@
+"""Graphs that other tools made, turned into roam's: those of AOTAutograd, and `fx` graphs."""

@@ -1,0 +1,304 @@
+"""`fx` graphs: an `fx.GraphModule` becomes the planner's graph, and is put into the order of a
+plan.
+
+For other people's pipelines, such as those built on `make_fx` or AOTAutograd, in which planning is
+one pass of many.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from roam._core import Graph, GraphBuilder, Plan, verify
+from roam.capture.frontends.aot import GraphInput, NodePlaces, replay
+from roam.capture.tracing.fake_cache import FakeKernels
+from roam.capture.tracing.fake_mode import new_mode
+from roam.capture.tracing.recorder import Recorder
+from roam.errors import CaptureError, PlanError
+from roam.program.ir import Program, Ref
+from roam.program.lower import device_of, kinds_of
+from roam.torch_compat.private import FakeTensorMode, c_pointer, disable_current_modes, pytree
+
+
+def graph_of(module: Any) -> Graph:
+    """The planner's graph of an `fx.GraphModule`: one operator for each node that calls a kernel.
+
+    Args:
+        module: nodes are placeholders, attributes and calls of operators, as `make_fx` and
+            AOTAutograd produce them, and placeholders have a tensor or number in ``meta["val"]``.
+            Shapes are numbers. Nothing is computed.
+
+    Returns:
+        A graph in which placeholders and attributes are persistent, and results leave the step.
+
+    Raises:
+        CaptureError: a node that is none of these, or that cannot be planned exactly.
+        TypeError: it is no `fx.GraphModule`.
+    """
+    return _Lowered.of(module).graph
+
+
+def apply(plan: Plan, module: Any) -> Any:
+    """The same module with its nodes in a plan's order, so that values are freed as the plan says.
+
+    The module's code drops each value after its last use; so its peak is that of the plan's order
+    wherever memory does not fragment. The plan's pool is not applied: kernels get their memory from
+    PyTorch's allocator.
+
+    Args:
+        plan: of `graph_of` of the same module, for one stream.
+        module: is changed, and recompiled.
+
+    Raises:
+        PlanError: the plan is not one of this module's.
+    """
+    lowered = _Lowered.of(module)
+    verify(lowered.graph, plan)
+    if len(set(plan.streams.tolist())) > 1:
+        raise PlanError(
+            "a module's nodes run on one stream, and the plan has several; plan with streams=1",
+            code="streams",
+        )
+    nodes = module.graph
+    for node in lowered.in_order(plan.order.tolist()):
+        nodes.output_node().prepend(node)
+    nodes.lint()
+    module.recompile()
+    return module
+
+
+@dataclass(frozen=True, slots=True)
+class _Lowered:
+    """A module's nodes and the graph of those that call kernels."""
+
+    nodes: list[Node]
+    """All but the output, in program order."""
+    operators: list[Node]
+    """By the operator's number."""
+    graph: Graph
+
+    @classmethod
+    def of(cls, module: Any) -> _Lowered:
+        if not isinstance(module, GraphModule):
+            raise TypeError(
+                f"a roam.Graph or a torch.fx.GraphModule is wanted, not a {type(module).__name__}"
+            )
+        program, spans = _record(module)
+        operators = [node for node, span in spans.items() if span]
+        nodes = [node for node in module.graph.nodes if node.op != "output"]
+        return cls(nodes, operators, _lower(program, spans, type(module).__name__))
+
+    def in_order(self, order: list[int]) -> Iterator[Node]:
+        """All nodes; those that call no kernel come as soon as they can, and hold no memory of
+        their own.
+        """
+        numbered = set(self.operators)
+        waits = {node: len(node.all_input_nodes) for node in self.nodes}
+        done: set[Node] = set()
+
+        def settled(first: Node) -> Iterator[Node]:
+            ready = deque([first])
+            while ready:
+                node = ready.popleft()
+                done.add(node)
+                yield node
+                for user in node.users:
+                    if user in waits:
+                        waits[user] -= 1
+                        if not waits[user] and user not in numbered:
+                            ready.append(user)
+
+        for node in self.nodes:
+            if not node.all_input_nodes and node not in numbered:
+                yield from settled(node)
+        for number in order:
+            yield from settled(self.operators[number])
+
+
+def _record(module: GraphModule) -> tuple[Program, dict[Node, range]]:
+    places = NodePlaces(_phase)
+    recorder = Recorder(places, [], FakeKernels())
+    values: dict[Node, Any] = {}
+    with torch.inference_mode(False), torch.no_grad(), disable_current_modes():
+        stand_ins = _StandIns(new_mode())
+        for index, node in enumerate(module.graph.nodes):
+            if node.op == "placeholder":
+                if "val" not in node.meta:
+                    raise CaptureError(
+                        f"{node.name} has no example value in meta['val']; trace the module with "
+                        "make_fx(..., tracing_mode='fake')",
+                        code="fx_metadata",
+                    )
+                value = values[node] = stand_ins.of(node.meta["val"], node.name)
+                kind = "input"
+            elif node.op == "get_attr":
+                attribute: Any = functools.reduce(getattr, str(node.target).split("."), module)
+                value = values[node] = stand_ins.of(attribute, str(node.target))
+                kind = "parameter" if isinstance(attribute, torch.nn.Parameter) else "buffer"
+            elif node.op in ("call_function", "output"):
+                continue
+            else:
+                raise CaptureError(
+                    f"{node.name} is a {node.op} node; trace the module with make_fx first, so that it calls operators",
+                    code="fx_node",
+                )
+            if isinstance(value, torch.Tensor) and recorder.slot_of(value) is None:
+                recorder.add_owned(GraphInput(index, node.name, kind), value, node.name)  # type: ignore[arg-type]
+        spans = replay(module, stand_ins.mode, recorder, places, values)
+    program = recorder.program
+    results = pytree.tree_leaves(module.graph.output_node().args[0])
+    returned = [values[item] for item in results if isinstance(item, Node)]
+    leaves = [
+        Ref(recorder.leaving(value, "the result"))
+        for value in returned
+        if isinstance(value, torch.Tensor)
+    ]
+    program.result = leaves, None
+    return program, spans
+
+
+class _StandIns:
+    """Fake tensors of one mode for those of others and for real ones, sharing memory as they do."""
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        self.mode = mode
+        self._bases: dict[int, torch.Tensor] = {}
+        self._made: dict[int, tuple[Any, torch.Tensor]] = {}
+
+    def of(self, value: Any, name: str) -> Any:
+        if not isinstance(value, torch.Tensor):
+            if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+                _refuse_symbols(name)
+            return value
+        if any(
+            not isinstance(size, int)
+            for size in (*value.shape, *value.stride(), value.storage_offset())
+        ):
+            _refuse_symbols(name)
+        if value.layout is not torch.strided:
+            raise CaptureError(
+                f"{name} has layout {value.layout}; only strided tensors are planned: use dense "
+                "tensors",
+                code="layout",
+            )
+        if id(value) not in self._made:
+            storage = value.untyped_storage()
+            with self.mode:
+                base = self._bases.get(c_pointer(storage))
+                if base is None:
+                    base = torch.empty(storage.nbytes(), dtype=torch.uint8, device=value.device)
+                    self._bases[c_pointer(storage)] = base
+                whole = base[: base.numel() // value.itemsize * value.itemsize].view(value.dtype)
+                view = whole.as_strided(value.shape, value.stride(), value.storage_offset())
+            self._made[id(value)] = value, view
+        return self._made[id(value)][1]
+
+
+def _refuse_symbols(name: str) -> None:
+    raise CaptureError(
+        f"the shape of {name} is symbolic, and a plan is for shapes that are numbers; trace with "
+        "example inputs of fixed shapes",
+        code="fx_symbolic",
+    )
+
+
+def _phase(node: Node | None) -> str:
+    """Where tracers say so: `make_fx` and AOTAutograd mark what autograd's engine ran."""
+    if node is None:
+        return "forward"
+    is_backward = (
+        node.meta.get("autograd_backward") or node.meta.get("partitioner_tag") == "is_backward"
+    )
+    return "backward" if is_backward else "forward"
+
+
+def _lower(program: Program, spans: dict[Node, range], name: str) -> Graph:
+    device = device_of(program)
+    builder = GraphBuilder(name, device.type)
+    operators = {
+        node: number for number, node in enumerate(node for node, span in spans.items() if span)
+    }
+    owner = {index: number for node, number in operators.items() for index in spans[node]}
+    made: dict[int, list[int]] = {number: [] for number in operators.values()}
+    used_by: dict[int, set[int]] = {}
+    for index, call in enumerate(program.calls):
+        for slot in call.refs():
+            used_by.setdefault(program.storage_of(slot), set()).add(owner[index])
+    leaving = program.leaving()
+    tensors: dict[int, int] = {}
+    inner_bytes = dict.fromkeys(operators.values(), 0)
+    for number, (storage, kind) in enumerate(
+        zip(program.storages, kinds_of(program, program.leaving()), strict=True)
+    ):
+        maker = owner.get(storage.creator)
+        if maker is not None and _is_inner(number, maker, used_by, leaving):
+            inner_bytes[maker] += storage.size_bytes
+            continue
+        residency = (
+            "persistent" if maker is None else "leaves" if number in leaving else "step_local"
+        )
+        tensors[number] = builder.tensor(
+            storage.name, storage.size_bytes, kind=kind, residency=residency
+        )
+        if maker is not None:
+            made[maker].append(tensors[number])
+    waits = _waits(operators, list(spans))
+    for node, number in operators.items():
+        calls = [program.calls[index] for index in spans[node]]
+        touched = {program.storage_of(slot) for call in calls for slot in call.refs()}
+        mutated = {program.storage_of(slot) for call in calls for slot in call.mutates}
+        creates = made[number]
+        changed = [
+            tensors[s] for s in sorted(mutated & tensors.keys()) if tensors[s] not in creates
+        ]
+        reads = [
+            tensors[s]
+            for s in sorted((touched - mutated) & tensors.keys())
+            if tensors[s] not in creates
+        ]
+        source = calls[0].source
+        builder.operator(
+            calls[0].name if len(calls) == 1 else str(node.target),
+            reads=reads,
+            creates=creates,
+            mutates=changed,
+            workspace_bytes=inner_bytes[number],
+            phase=calls[0].phase,
+            sequence="random" if any(call.random for call in calls) else None,
+            module=source.module,
+            file=source.file,
+            line=source.line,
+        )
+        for before in waits[node]:
+            builder.control(before, number)
+    return builder.build()
+
+
+def _is_inner(storage: int, maker: int, used_by: dict[int, set[int]], leaving: set[int]) -> bool:
+    """Whether a node uses a storage for itself alone: another of its calls does, and no other
+    node.
+    """
+    return storage not in leaving and used_by.get(storage) == {maker}
+
+
+def _waits(operators: dict[Node, int], nodes: list[Node]) -> dict[Node, list[int]]:
+    """For each node the operators whose results it is given, be it through nodes that call no
+    kernel.
+    """
+    waits: dict[Node, list[int]] = {}
+    for node in nodes:
+        found: dict[int, None] = {}
+        for given in node.all_input_nodes:
+            if given in operators:
+                found[operators[given]] = None
+            else:
+                found.update(dict.fromkeys(waits.get(given, ())))
+        waits[node] = list(found)
+    return waits

@@ -1,0 +1,154 @@
+"""Branches: conditions on values that a step computes, where both answers let the step go on.
+
+`if norm > limit: ...`, or an optimizer that projects an update by an angle. A plan holds for one
+answer to each, which its runs check before they change anything (`capture/tracing/conditions.py`,
+`program/early_checks.py`). No fake tensor knows them. So they are looked up while the user's own
+function runs (`watching`), at the line that asks, and given to the next trace. Where no run has
+been watched, or one that went another way, an answer is guessed: such a plan is as exact as any
+other, and of no use where the guess is wrong.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from roam.capture.tracing.conditions import finite_answer, idle_answer
+from roam.capture.tracing.rng import watched
+from roam.capture.tracing.source_location import user_place
+from roam.torch_compat.patches import replaced
+
+_ASKING = (
+    "item",
+    "__bool__",
+    "__int__",
+    "__float__",
+    "__index__",
+    "is_nonzero",
+    "equal",
+    "allclose",
+)
+"""Methods of tensors, and functions of PyTorch's, by which the value of a tensor reaches Python."""
+_MOST_GUESSES = 1024
+"""A loop that no guess ends has more."""
+
+Place = tuple[str, int]
+
+
+class Seen:
+    """The values of tensors that reached Python in one run of the user's function, by the line that
+    asked.
+    """
+
+    def __init__(self) -> None:
+        self.values: dict[Place, list[Any]] = {}
+
+    def note(self, value: Any) -> None:
+        """Notes a value that reaches the line that runs now."""
+        self.values.setdefault(user_place(), []).append(value)
+
+
+_watching: list[Seen] = []
+_replaced = ExitStack()
+
+
+@contextmanager
+def watching(seen: Seen) -> Iterator[None]:
+    """In the block, notes what reaches Python. Nothing runs otherwise than ever: a dispatch mode
+    would change what autograd does.
+
+    What other threads ask for meanwhile is noted too: it can make a plan useless, but not wrong.
+    """
+    # A capture puts stand-ins in the same places. It may come in the block, but not while these are
+    # put there or taken away.
+    with watched:
+        if not _watching:
+            functions = [
+                (holder, name, getattr(holder, name, None))
+                for holder in (torch.Tensor, torch)
+                for name in _ASKING
+            ]
+            _replaced.enter_context(
+                replaced(
+                    (holder, name, _noting(function))
+                    for holder, name, function in functions
+                    if function is not None
+                )
+            )
+        _watching.append(seen)
+    try:
+        yield
+    finally:
+        with watched:
+            _watching.remove(seen)
+            if not _watching:
+                _replaced.close()
+
+
+def _noting(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        value = function(*args, **kwargs)
+        if type(value) in (bool, int, float):
+            for seen in tuple(_watching):
+                seen.note(value)
+        return value
+
+    return call
+
+
+class Answers:
+    """What one capture takes for answers.
+
+    Args:
+        known: the first ones, in the order in which the step's code asks.
+        seen: what a run saw that gave these; None where none was watched.
+
+    Attributes:
+        guessed: whether an answer has had to be guessed.
+    """
+
+    def __init__(self, known: tuple[bool, ...] = (), seen: Seen | None = None) -> None:
+        self.known = known
+        self.seen = seen
+        self.guessed = False
+
+    def replay(self) -> Replay:
+        """For one trace."""
+        return Replay(self)
+
+
+class Replay:
+    """Gives a trace what a watched run saw, in the same order."""
+
+    def __init__(self, answers: Answers) -> None:
+        self._answers = answers
+        self._values = (
+            {}
+            if answers.seen is None
+            else {place: iter(at) for place, at in answers.seen.values.items()}
+        )
+        self._asked = self._guessed = 0
+
+    def value(self) -> Any:
+        """The next value that reached the line that runs now; None where none is known."""
+        values = self._values.get(user_place()) if self._values else None
+        return None if values is None else next(values, None)
+
+    def answer(self, seen: bool | None) -> bool | None:
+        """The answer to the next question, of which the watched run has `seen` one; None where too
+        many have been guessed.
+        """
+        place, self._asked = self._asked, self._asked + 1
+        if place < len(self._answers.known):
+            return self._answers.known[place]
+        answer = finite_answer() if seen is None else seen
+        if answer is None:
+            self._answers.guessed = True
+            self._guessed += 1
+            answer = idle_answer() if self._guessed <= _MOST_GUESSES else None
+        return answer

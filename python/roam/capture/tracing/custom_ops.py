@@ -1,0 +1,78 @@
+"""Custom operators of the user or of a library, registered with `torch.library` or in C++.
+
+They are recorded by their schemas, like PyTorch's own. What a schema cannot say is refused here;
+what it says wrongly, the first run finds.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from roam.program.operators import is_foreign
+from roam.state.trace_context import TraceContext
+from roam.torch_compat.private import OpOverload, schema_of
+
+_ONLY_MARKS = frozenset({"profiler", "prim"})
+"""Operators that compute nothing: marks in a profile, questions about metadata."""
+_COLLECTIVES = frozenset(
+    {
+        "c10d",
+        "c10d_functional",
+        "_c10d_functional",
+        "_c10d_functional_autograd",
+        "fsdp",
+        "symm_mem",
+        "_dtensor",
+    }
+)
+_OF_OBJECTS = (
+    *("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"),
+    *("send_object_list", "recv_object_list"),
+)
+
+
+def collective_stand_ins(trace: TraceContext) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
+    """(holder, name, function) for each collective that begins with something else than its
+    operator.
+    """
+
+    def refusing(name: str) -> Callable[..., Any]:
+        return lambda *_, **__: trace.refuse_collective(f"torch.distributed.{name}")
+
+    for module in map(sys.modules.get, ("torch.distributed", "torch.distributed.distributed_c10d")):
+        for name in _OF_OBJECTS:
+            if hasattr(module, name):
+                yield module, name, refusing(name)
+
+
+def is_mark(func: OpOverload) -> bool:
+    """Whether an operator computes nothing."""
+    return func.namespace in _ONLY_MARKS
+
+
+def is_collective(func: OpOverload) -> bool:
+    """Whether an operator brings processes together."""
+    return func.namespace in _COLLECTIVES
+
+
+@functools.cache
+def refusal(func: OpOverload) -> str | None:
+    """Why an operator of others cannot be captured; None where it can."""
+    if not is_foreign(func):
+        return None
+    schema = schema_of(func)
+    results = [str(result.type) for result in schema.returns]
+    if results != ["List[Tensor]"] and not {"Tensor", "Optional[Tensor]"}.issuperset(results):
+        return (
+            "it returns something else than tensors, which a plan would keep as it was at "
+            "capture; let it return tensors"
+        )
+    if not results and not any(argument.is_write for argument in schema.arguments):
+        return (
+            "it returns nothing and changes no argument, so no plan can know what it does; declare "
+            "what it changes, or call it outside of the step"
+        )
+    return None

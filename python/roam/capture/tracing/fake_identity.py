@@ -1,0 +1,220 @@
+"""Hides how a fake tensor differs from the one that it stands for: identity, class, and what only
+real memory has.
+
+The user's code gets eager PyTorch's answers, or is refused. Libraries' own code, which keeps books
+by identity, sees fakes as what they are.
+"""
+
+from __future__ import annotations
+
+import builtins
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NoReturn
+
+import torch
+
+from roam.capture.tracing.source_location import is_user_code
+from roam.torch_compat.patches import Replacement, globals_added, replaced
+from roam.torch_compat.private import HOOKS, FakeTensor
+
+_identity, _hash, _type = id, hash, type
+Refuse = Callable[..., NoReturn]
+
+_REAL_MEMORY = (
+    (FakeTensor, "_version", "how often a tensor was written to"),
+    (FakeTensor, "_cdata", "the address of a tensor"),
+    (torch.UntypedStorage, "_cdata", "the address of a storage"),
+    (torch.UntypedStorage, "device", "the device of a storage, which is its tensor's,"),
+)
+
+
+class Identities:
+    """The identities of the tensors that fakes stand for."""
+
+    def __init__(self) -> None:
+        self._real: dict[int, torch.Tensor] = {}
+        self._stack = ExitStack()
+
+    def enter(self) -> None:
+        """From now on a fake has the hash of its tensor, in whatever set or dictionary it is
+        put.
+        """
+        real = self._real
+
+        def hashed(fake: Any) -> int:
+            return _identity(real.get(_identity(fake), fake))
+
+        self._stack.enter_context(replaced([(FakeTensor, "__hash__", hashed)]))
+
+    def leave(self) -> None:
+        """Fakes have their own hash again."""
+        self._stack.close()
+        self._real.clear()
+
+    def add(self, fake: torch.Tensor, real: torch.Tensor) -> None:
+        """Notes what a fake stands for."""
+        self._real[_identity(fake)] = real
+
+    def of(self, fake: Any) -> Any:
+        """The tensor that a fake stands for, or None for one that the step made."""
+        return self._real.get(_identity(fake))
+
+    @contextmanager
+    def asked(self, globals_of_users: Iterable[dict[str, Any]], refuse: Refuse) -> Iterator[None]:
+        """While the step runs: its code is told the identities and the classes of the tensors that
+        fakes stand for.
+        """
+
+        def fixed(value: Any) -> int:
+            real = self.of(value)
+            if real is None:
+                return _identity(value)  # the step made it, as it does at every run
+            if not (isinstance(real, torch.nn.Parameter) or (real.requires_grad and real.is_leaf)):
+                refuse(
+                    "the step asks for the identity (id or hash) of a tensor, which may be "
+                    "another tensor at the next call; compare tensors with `is`, or use names as "
+                    "keys",
+                    code="identity",
+                )
+            return _identity(real)
+
+        def identity(value: Any, /) -> int:
+            return (
+                fixed(value)
+                if _type(value) is FakeTensor and _asked_by_user()
+                else _identity(value)
+            )
+
+        def hashed(value: Any, /) -> int:
+            return fixed(value) if _type(value) is FakeTensor and _asked_by_user() else _hash(value)
+
+        def refusing(function: Callable[..., Any], what: str) -> Callable[..., Any]:
+            def asked(*args: Any, **kwargs: Any) -> Any:
+                if args and _type(args[0]) is FakeTensor and _asked_by_user():
+                    refuse(
+                        f"the step calls {what} while a fake tensor stands for the real one; leave "
+                        "it out of the step",
+                        code="identity",
+                    )
+                return function(*args, **kwargs)
+
+            return asked
+
+        def attribute(kind: type, name: str, what: str) -> property:
+            original = getattr(kind, name)
+
+            def read(holder: Any) -> Any:
+                if _asked_by_user():
+                    refuse(
+                        f"the step reads {what} ({name}), which a fake tensor does not have; leave "
+                        "it out of the step",
+                        code="identity",
+                    )
+                return original.__get__(holder)
+
+            return property(read)
+
+        def attributes(tensor: Any) -> Any:
+            if _asked_by_user():
+                refuse(
+                    "the step asks for all attributes of a tensor at once; ask for each by its "
+                    "name, as in getattr(x, name, None)",
+                    code="identity",
+                )
+            return _plain_attributes.__get__(tensor)
+
+        def handed_out(*_: object, **__: object) -> None:
+            refuse(
+                "the step saves, pickles or copies a tensor or a module; do that outside of the "
+                "step, and use x.clone() within it",
+                code="pickled",
+            )
+
+        replacements: list[Replacement] = [(builtins, "id", identity), (builtins, "hash", hashed)]
+        for name in ("vars", "dir"):
+            replacements.append(
+                (builtins, name, refusing(getattr(builtins, name), f"{name}(tensor)"))
+            )
+        for name in ("getrefcount", "getsizeof"):
+            replacements.append((sys, name, refusing(getattr(sys, name), f"sys.{name}(tensor)")))
+        replacements += [
+            (FakeTensor, name, handed_out)
+            for name in ("__reduce_ex__", "__deepcopy__", "__dlpack__")
+        ]
+        replacements.append((torch.utils.dlpack, "to_dlpack", handed_out))
+        replacements += [
+            (kind, name, attribute(kind, name, what)) for kind, name, what in _REAL_MEMORY
+        ]
+        replacements.append((FakeTensor, "__class__", property(self.class_of)))
+        replacements.append((FakeTensor, "__dict__", property(attributes)))
+        with (
+            globals_added(globals_of_users, "type", _type_stand_in(self.class_of)),
+            replaced(replacements),
+        ):
+            yield
+
+    def class_of(self, fake: Any) -> type:
+        """The class of the tensor that a fake stands for, or would be."""
+        real = self.of(fake)
+        if real is not None:
+            return _type(real)
+        return torch.nn.Parameter if getattr(fake, "_is_param", False) else torch.Tensor
+
+
+_OF_FAKES: set[str] = {"_roam_mark", "_roam_slot", "_is_param", "_is_buffer"}
+"""What fakes have for themselves."""
+
+
+def hooks_on(tensor: Any) -> list[int]:
+    """The hooks on a tensor's gradient, by their own numbers."""
+    return [number for name in HOOKS for number in getattr(tensor, name) or ()]
+
+
+def own_attributes(fake: FakeTensor) -> dict[str, Any]:
+    """What the user's code has noted on a tensor."""
+    if "fake_mode" not in _OF_FAKES:
+        _OF_FAKES.update(
+            vars(FakeTensor(fake.fake_mode, torch.empty(0, device="meta"), fake.fake_device))
+        )
+    return {name: value for name, value in vars(fake).items() if name not in _OF_FAKES}
+
+
+def is_parameter(fake: Any) -> bool:
+    """Whether a fake stands for a `torch.nn.Parameter`."""
+    return bool(getattr(fake, "_is_param", False))
+
+
+_plain_attributes: Any = torch.Tensor.__dict__["__dict__"]
+
+
+def _type_stand_in(class_of: Callable[[Any], type]) -> Any:
+    """What the user's code has for `type` while it runs: the same, but for fakes."""
+
+    class Asking(type):
+        def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+            if len(args) != 1 or kwargs:
+                return _type(*args, **kwargs)
+            kind = _type(args[0])
+            if kind is FakeTensor:
+                return class_of(args[0])
+            return cls if kind is _type else kind
+
+        def __instancecheck__(cls, value: Any) -> bool:
+            return isinstance(value, _type)
+
+        def __subclasscheck__(cls, value: Any) -> bool:
+            return issubclass(value, _type)
+
+        def __eq__(cls, other: object) -> bool:
+            return other is cls or other is _type
+
+        def __hash__(cls) -> int:
+            return _hash(_type)
+
+    return Asking("type", (type,), {})
+
+
+def _asked_by_user() -> bool:
+    return is_user_code(sys._getframe(2).f_code)

@@ -1,0 +1,180 @@
+"""Fake tensors: shapes, strides and storages without memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from roam.capture.cuda_estimate import absent
+from roam.capture.tracing.imports import clear_fakes, imports_leave
+from roam.errors import CaptureError
+from roam.torch_compat.patches import Replacement, replaced
+from roam.torch_compat.private import (
+    DataDependentOutputException,
+    DeviceContext,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    TorchDispatchMode,
+    base_name,
+    c_pointer,
+    disable_current_modes,
+    function_modes,
+    pytree,
+    schema_of,
+)
+
+
+def new_mode() -> FakeTensorMode:
+    """A fake mode as capture wants it: without symbolic shapes, so that every size is a number."""
+    return FakeTensorMode(shape_env=None, static_shapes=True)
+
+
+@contextmanager
+def fake(device: str = "cpu") -> Iterator[None]:
+    """Builds models without memory: tensors made inside have sizes and no data.
+
+    Such a model can be given to `roam.capture`; it cannot be run. Modules that are first imported
+    inside are executed as if the block were not there, and what `functools.lru_cache` keeps of
+    fakes is dropped.
+
+    Args:
+        device: where the tensors would be, ``"cpu"`` or ``"cuda"``.
+
+    On a machine without a CUDA device, what is captured for ``"cuda"`` is an estimate, and says so
+    (`Graph.estimate`).
+
+    Raises:
+        CaptureError: for ``"cuda"`` with a PyTorch that was not built for it.
+
+    Example:
+        >>> import torch, roam
+        >>> with roam.fake():
+        ...     model = torch.nn.Linear(10_000, 10_000)
+    """
+    inside, around = torch.device(device), _default_device()
+    # It draws again until no value is too large, which nobody can tell of fakes.
+    replacements: list[Replacement] = [
+        (torch.nn.init, "_no_grad_trunc_normal_", lambda tensor, *_, **__: tensor)
+    ]
+    if absent.is_absent(inside):
+        absent.prepare()
+        replacements += absent.PRESENT
+    plain = [(holder, name, getattr(holder, name)) for holder, name, _ in replacements]
+
+    @contextmanager
+    def outside() -> Iterator[None]:
+        with replaced(plain), around if inside == _default_device() else nullcontext():
+            yield
+
+    try:
+        with imports_leave(outside), replaced(replacements), new_mode(), Known(), inside:
+            yield
+    finally:
+        clear_fakes()
+
+
+def _default_device() -> torch.device:
+    """As `torch.get_default_device`, which asks CUDA for its current device."""
+    modes = reversed(function_modes())
+    return next((mode.device for mode in modes if type(mode) is DeviceContext), torch.device("cpu"))
+
+
+class Known(TorchDispatchMode):
+    """Knows the values of small tensors that are made of nothing but numbers, for constructors that
+    read them: `torch.linspace(0, rate, depth).tolist()`. Enter it inside of a fake mode.
+
+    The same operators run on real tensors on the CPU beside the fakes; nothing is known of what is
+    random or uninitialized.
+    """
+
+    MOST_ELEMENTS = 4096
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._lost: dict[int, torch.UntypedStorage] = {}
+        """Storages of real tensors whose fakes were written to with what is not known."""
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        given = [
+            leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)
+        ]
+        are_known = all(self._real(tensor) is not None for tensor in given)
+        if func is torch.ops.aten._local_scalar_dense.default and are_known:
+            with disable_current_modes():
+                return self._real(given[0]).item()
+        try:
+            result = func(*args, **kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            if not are_known:
+                raise
+            real = self._run(func, args, kwargs)
+            device = given[0].device
+            result = pytree.tree_map_only(
+                torch.Tensor,
+                lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=device),
+                real,
+            )
+        made = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        is_small = all(tensor.numel() <= self.MOST_ELEMENTS for tensor in (*given, *made))
+        if are_known and is_small and not _is_arbitrary(func):
+            for fake, real in zip(
+                made, pytree.tree_leaves(self._run(func, args, kwargs)), strict=True
+            ):
+                fake._roam_known = real  # type: ignore[attr-defined]
+        elif schema_of(func).is_mutable:
+            for tensor in [real for real in map(self._real, given) if real is not None]:
+                storage = tensor.untyped_storage()
+                self._lost[c_pointer(storage)] = storage
+        return result
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The results of a kernel on real tensors."""
+        with disable_current_modes():
+            args, kwargs = pytree.tree_map_only(torch.Tensor, self._real, (args, kwargs))
+            return func(*args, **({**kwargs, "device": "cpu"} if "device" in kwargs else kwargs))
+
+    def _real(self, tensor: torch.Tensor) -> Any:
+        """The value of a fake tensor; None where it is not known."""
+        real = getattr(tensor, "_roam_known", None) if isinstance(tensor, FakeTensor) else tensor
+        return None if real is None or c_pointer(real.untyped_storage()) in self._lost else real
+
+
+def _is_arbitrary(func: Any) -> bool:
+    """Whether results of a kernel do not hang on its arguments alone."""
+    is_random = torch.Tag.nondeterministic_seeded in func.tags
+    return (
+        is_random
+        or func.namespace != "aten"
+        or "empty" in base_name(func)
+        or base_name(func) == "resize_"
+    )
+
+
+def mode_of(tensors: list[torch.Tensor]) -> FakeTensorMode:
+    """The mode that the tensors' fakes belong to, or a new one where all are real.
+
+    Raises:
+        CaptureError: where they come from different modes, or from one with symbolic shapes.
+    """
+    modes = {id(t.fake_mode): t.fake_mode for t in tensors if isinstance(t, FakeTensor)}
+    if not modes:
+        return new_mode()
+    if len(modes) > 1:
+        raise CaptureError(
+            "the step's fake tensors come from different fake modes; build model and batch in one "
+            "block `with roam.fake():`",
+            code="fake_modes",
+        )  # fmt: skip
+    (mode,) = modes.values()
+    return mode

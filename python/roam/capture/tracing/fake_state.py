@@ -1,0 +1,597 @@
+"""The fake state of one capture: the user's own objects with fake tensors in the place of real
+ones.
+
+The step's function runs unmodified on unmodified modules and optimizers, so what it touches must
+hold fakes while it is traced. `FakeState` finds every owner, puts fakes in, and says after a trace
+what the step left in each owner.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+import torch
+
+from roam.capture.cuda_estimate.absent import is_absent, prepare
+from roam.capture.tracing.branch_answers import Answers
+from roam.capture.tracing.fake_cache import FakeKernels, Remembered
+from roam.capture.tracing.fake_identity import Identities
+from roam.capture.tracing.fake_mode import mode_of
+from roam.capture.tracing.fake_tensors import Maker
+from roam.capture.tracing.gradient_history import Refuse, is_ended, with_history
+from roam.capture.tracing.recorder import Recorder
+from roam.errors import CaptureError
+from roam.program.ir import Source, TensorMeta
+from roam.state.arguments import Taker
+from roam.state.cached_results import Results
+from roam.state.code_guards import Reliance
+from roam.state.containers import FrozenSpace, SetSpace, Space, TensorKeyedSpace
+from roam.state.discovery import Reach
+from roam.state.equality import MISSING, is_plain
+from roam.state.references import (
+    ArgumentOwner,
+    Owner,
+    PlaceOwner,
+    RateOwner,
+    StateOwner,
+    gradient_owners,
+    number_owners,
+    rate_owners,
+    scaler_owners,
+    state_owners,
+)
+from roam.state.snapshot import Made
+from roam.torch_compat.private import (
+    HOOKS,
+    FakeTensor,
+    FakeTensorMode,
+    flat_weights_of,
+    is_of_dynamo,
+    parameters_of,
+    pytree,
+    set_flat_weights,
+)
+
+_UNCAPTURED = {
+    torch.optim.LBFGS: "it runs the step again, as often as the loss says, and the plan would have to hang on the loss",
+    torch.optim.SparseAdam: "it is for sparse gradients, whose sizes depend on data",
+}
+_CLASSES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor)
+
+
+class FakeState:
+    """Owners of everything the step can reach, and the fakes in them."""
+
+    def __init__(
+        self,
+        reach: Reach,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        changing: set[str] | None = None,
+        *,
+        taker: Taker | None = None,
+        asks_kernels: bool = False,
+        remembered: Remembered | None = None,
+        reliance: Reliance | None = None,
+        answers: Answers | None = None,
+    ) -> None:
+        """The fake state of a call.
+
+        Args:
+            reach, args, kwargs: what the step can get at, and its arguments.
+            changing: paths of Python numbers that the step keeps and changes, which are live; more
+                may come.
+            taker: takes the arguments apart.
+            asks_kernels: whether real kernels may be run for what fake ones do not know, where the
+                step is of real tensors.
+            remembered: what kernels made of fake tensors before.
+            reliance: gets what the step relies on without holding it.
+            answers: what to take for granted where its code goes on either way.
+        """
+        self.reach = reach
+        self.answers = Answers() if answers is None else answers
+        self.reliance = Reliance() if reliance is None else reliance
+        self.changing = set() if changing is None else changing
+        self.optimizers: list[torch.optim.Optimizer] = [
+            optimizer for _, optimizer in reach.optimizers
+        ]
+        self.taker = Taker() if taker is None else taker
+        self.taken = self.taker.take(args, kwargs)
+        self.leaves = self.taken.leaves
+        paths = self.taken.paths(lambda path: f"argument {pytree.keystr(path)}", args, kwargs)
+        self.arguments = [ArgumentOwner(index, path) for index, path in enumerate(paths)]
+        self.places = list(_places(reach))
+        """Owners whose tensors exist before any step: parameters, buffers, the user's own."""
+        self.parameters = [
+            owner for owner in self.places if not owner.tied and _is_trained(owner.get())
+        ]
+        """Owners of what may have a gradient and an optimizer's state from step to step."""
+        rates = [
+            owner for path, optimizer in reach.optimizers for owner in rate_owners(optimizer, path)
+        ]
+        # An optimizer around another, such as SAM, has its groups.
+        self.rates = list({owner.place(): owner for owner in reversed(rates)}.values())[::-1]
+        self.numbers = list(number_owners(reach, self.changing))
+        """Owners of the numbers that the step keeps and changes outside of optimizers' state; some
+        may hold none yet."""
+        self._check()
+        tensors = [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
+        tensors += [owner.get() for owner in self.owners()]
+        self._historic = {
+            id(tensor): owner.path
+            for owner, tensor in (
+                *zip(self.arguments, self.leaves, strict=True),
+                *_held(self.owners()),
+            )
+            if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None
+        }
+        """By identity, the paths of the tensors that have a gradient history from before the step.
+        """
+        self.lacks_device = any(is_absent(tensor.device) for tensor in tensors)
+        """Whether it is of fakes on a device that the machine does not have."""
+        if self.lacks_device:
+            prepare()
+        self.refuse: Callable[..., NoReturn] = _refuse_nowhere
+        """Refuses what the step does now; of the trace that runs."""
+        self.mode: FakeTensorMode = mode_of(tensors)
+        self.made: Made = _makes_nothing
+        """What the last trace knows of the tensors that it has made."""
+        are_real = not any(isinstance(tensor, FakeTensor) for tensor in tensors)
+        self.kernels = FakeKernels(asks=asks_kernels and are_real, remembered=remembered)
+        self.maker = Maker()
+        self.identities = Identities()
+        self.results: dict[int, tuple[torch.Tensor, Any]] = {}
+        """By identity, the tensors that functions with a cache keep, each with its fake; there is
+        no way to put the fakes in their place."""
+        self._fakes: dict[int, tuple[Any, Any]] = {}
+        self._numbers: dict[str, Any] = {
+            owner.path: tensor
+            for owner in self.owners()
+            if owner.kind != "parameter"
+            and ((tensor := owner.get()).numel() == 1 or isinstance(owner, PlaceOwner))
+        }
+
+    def number_of(self, owner: Any) -> Any:
+        """What an owner holds where a plan begins, a tensor of one number or of a place: as found,
+        or as made by the first step.
+        """
+        number = self._numbers.get(owner.path, MISSING)
+        return number() if callable(number) else number
+
+    def note_numbers(self, recorder: Recorder) -> None:
+        """Notes the numbers that a traced step makes for the next."""
+        program = recorder.program
+        for owner, slot in program.rebinds:
+            meta = program.slots[slot]
+            if (
+                meta is None
+                or meta.shape
+                or not isinstance(owner, StateOwner)
+                or owner.path in self._numbers
+            ):
+                continue
+            if (number := recorder.made_number(slot)) is not None:
+                self._numbers[owner.path] = functools.cache(
+                    functools.partial(_tensor, number, meta)
+                )
+
+    def owners(self) -> Iterator[Owner]:
+        """Every owner that holds a tensor now, each tensor once; state and gradients included."""
+        yield from (owner for owner in self.places if not owner.tied)
+        yield from state_owners(self.reach, self.parameters)
+        yield from scaler_owners(self.reach)
+        yield from gradient_owners([owner for owner in self.places if not owner.tied])
+
+    def enter(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Puts fakes in place of all real tensors; the step's arguments with fakes. A `Snapshot`
+        undoes it.
+        """
+        self.identities.enter()
+        states = [(optimizer, list(optimizer.state.items())) for optimizer in self.optimizers]
+        # All places are read before any is written.
+        owners: list[Owner] = [*self.places, *scaler_owners(self.reach)]
+        for owner, tensor in [(owner, owner.get()) for owner in owners]:
+            owner.set(self._fake(tensor))
+        for _, module in self.reach.modules:
+            if isinstance(module, torch.nn.RNNBase):
+                self._renew_weights(module)
+        for place in self.reach.places:
+            if isinstance(place.space, TensorKeyedSpace):
+                place.space.exchange(self._fake)
+            self._exchange_references(place.space)
+        for optimizer, entries in states:
+            optimizer.state.clear()
+            for parameter, entry in entries:
+                optimizer.state[self._fake(parameter)] = {
+                    key: self._fake(value) for key, value in entry.items()
+                }
+        leaves = [self._fake(leaf) for leaf in self.leaves]
+        self.results = {
+            id(real): (real, self._fake(real))
+            for real in Results(self.reach.caches).tensors
+            if _is_result(real)
+        }
+        self.forget_values()
+        return self.taken.put(leaves)
+
+    def globals_of_users(self) -> list[dict[str, Any]]:
+        """The globals of the user's functions, and of the modules in which the classes of the
+        step's modules are.
+        """
+        modules = {type(module).__module__ for _, module in self.reach.modules}
+        found = [
+            vars(sys.modules[name])
+            for name in modules
+            if name in sys.modules and not name.startswith("torch.")
+        ]
+        return [*found, *self.reach.code.values()]
+
+    def fakes(self) -> list[tuple[Any, Any]]:
+        """Every tensor that has a fake, with its fake."""
+        return list(self._fakes.values())
+
+    def leave(self) -> None:
+        """Lets go of the fakes. One and its gradient, which knows the recorder, hold each other
+        where Python cannot see it.
+        """
+        for _, fake in self._fakes.values():
+            if isinstance(fake, torch.Tensor):
+                fake.grad = None
+        self._fakes.clear()
+        self.results.clear()
+        self.kernels.forget_fakes()
+        self.maker.forget()
+        self.identities.leave()
+        # They know the recorder of the last trace, which knows this fake state: without them both
+        # go at once, and with them all of the trace.
+        self.refuse, self.made = _refuse_nowhere, _makes_nothing
+
+    def _renew_weights(self, layer: Any) -> None:
+        """What a recurrent layer keeps of its weights, of their fakes (`RecurrentSpace`)."""
+        held = {**layer.__dict__, **parameters_of(layer)}
+        weights = [
+            held.get(name, self._fake(old))
+            for name, old in zip(*flat_weights_of(layer), strict=True)
+        ]
+        references = [None if weight is None else weakref.ref(weight) for weight in weights]
+        set_flat_weights(layer, weights, references)
+
+    def _exchange_references(self, space: Space) -> None:
+        """Weak references to tensors, such as recurrent layers keep to their weights."""
+        for key, value in space.items():
+            if _refers_to_tensor(key) or (
+                _refers_to_tensor(value) and not _is_exchanged(space, value)
+            ):
+                refuse(
+                    space.label(key),
+                    "refers weakly to a tensor; keep the tensor itself, in a list or as a key of an ordinary dictionary",
+                    code="identity",
+                )
+            if _refers_to_tensor(value):
+                space.set(key, weakref.ref(self._fake(value())))
+
+    def forget_values(self) -> None:
+        """A fake made from a literal remembers its value, and `.item()` would answer with it for
+        ever.
+        """
+        for owner in self.owners():
+            owner.get().constant = None
+
+    def entries(self) -> dict[RateOwner, None]:
+        """The entries of optimizers' groups, in their order."""
+        return {
+            RateOwner(
+                optimizer,
+                number,
+                f"{path}.param_groups[{number}][{key!r}]",
+                key,
+                kind="optimizer_state",
+            ): None
+            for path, optimizer in self.reach.optimizers
+            for number, group in enumerate(optimizer.param_groups)
+            for key in group
+        }
+
+    def state_elsewhere(self) -> tuple[Any, ...]:
+        """What the optimizers' state holds for others than parameters."""
+        states: list[dict[Any, Any]] = [optimizer.state for optimizer in self.optimizers]
+        others = [
+            item
+            for state in states
+            for item in state.items()
+            if not isinstance(item[0], torch.Tensor)
+        ]
+        return tuple(
+            (key, tuple(entry.items()) if isinstance(entry, dict) else entry)
+            for key, entry in others
+        )
+
+    def tuples(self) -> list[FrozenSpace]:
+        """The tuples and frozen sets that the step can reach."""
+        return [place.space for place in self.reach.places if isinstance(place.space, FrozenSpace)]
+
+    def signature(self) -> tuple[tuple[str, Any], ...]:
+        """What exists between steps now, with metadata: it tells a first step from a steady one."""
+        return tuple((owner.path, describe(owner.get())) for owner in self.owners())
+
+    def _fake(self, tensor: Any) -> Any:
+        """The one fake for a tensor; views that share a storage get fakes that share one."""
+        if not isinstance(tensor, torch.Tensor):
+            return tensor
+        if id(tensor) in self._fakes:
+            return self._fakes[id(tensor)][1]
+        path = self._historic.get(id(tensor))
+        if isinstance(tensor, FakeTensor) and path is None:
+            return tensor
+        gradient = _gradient_of(tensor)
+        if path is not None:
+            found = tensor.detach()
+            found = with_history(
+                found if isinstance(found, FakeTensor) else self.mode.from_tensor(found),
+                self._refuse_history(path),
+            )
+        else:
+            tensor.grad = None  # faked apart, so that it too has one fake
+            try:
+                plain = self.maker.plain(self.mode, tensor)
+                found = self.mode.from_tensor(tensor) if plain is None else plain
+            finally:
+                tensor.grad = gradient
+        found.__dict__.update(
+            tensor.__dict__
+        )  # what the user noted on it, such as a scale of its own
+        for name in HOOKS:
+            if hooks := getattr(tensor, name):
+                setattr(found, name, hooks)
+        self._fakes[id(tensor)] = tensor, found
+        self.identities.add(found, tensor)
+        if gradient is not None:
+            found.grad = self._fake(gradient)
+        return found
+
+    def _refuse_history(self, path: str) -> Refuse:
+        """Refuses that a backward pass of the step's goes on into the history of the tensor at a
+        path.
+        """
+
+        def refuse(source: Source | None = None) -> NoReturn:
+            self.refuse(
+                f"{path} has a gradient history from before the step, and a backward pass of the "
+                f"step would go on into it; detach {path} here, as in x.detach(), or calculate it "
+                "in the step",
+                code="outer_history",
+                source=source,
+            )
+
+        return refuse
+
+    def has_histories(self) -> bool:
+        """Whether any tensor has a gradient history from before the step."""
+        return bool(self._historic) or any(
+            owner.get().grad_fn is not None for owner in self.owners()
+        )
+
+    def end_histories(self, before: dict[int, Any]) -> None:
+        """After a trace: what the step keeps has no more history than where the next trace begins,
+        at the state that guards expect.
+
+        Args:
+            before: per place what it held before the trace.
+        """
+        ended: dict[
+            int, tuple[torch.Tensor, torch.Tensor]
+        ] = {}  # places that hold one tensor go on to do so
+        for owner in self.places:
+            tensor = owner.get()
+            if (
+                isinstance(tensor, torch.Tensor)
+                and tensor.grad_fn is not None
+                and tensor is not before[id(owner)]
+            ):
+                if id(tensor) not in ended:
+                    other = tensor.detach()
+                    if before[id(owner)].grad_fn is not None:
+                        other = with_history(other, self._refuse_history(owner.path))
+                    ended[id(tensor)] = tensor, other
+                owner.set(ended[id(tensor)][1])
+                continue
+            gradient = _gradient_of(tensor) if isinstance(tensor, torch.Tensor) else None
+            if gradient is not None and gradient.grad_fn is not None and not is_ended(gradient):
+                # of backward(create_graph=True)
+                tensor.grad = with_history(
+                    gradient.detach(), self._refuse_history(f"{owner.path}.grad")
+                )
+
+    def _check(self) -> None:
+        """Refuses what the fakes could not stand for."""
+        for path, module in self.reach.modules:
+            if is_of_dynamo(type(module).__module__):
+                refuse(
+                    path,
+                    "is wrapped by torch.compile; pass the module itself",
+                    code="compiled_module",
+                )
+            if isinstance(module, torch.nn.RNNBase) and any(
+                p.device.type != "cpu" for p in module.parameters()
+            ):
+                refuse(
+                    path,
+                    f"is a {type(module).__name__} that is not on the CPU, and recurrent layers are "
+                    "captured on the CPU only; run the model there, or use torch.compile(model, "
+                    "backend='roam')",
+                    code="recurrent_layer",
+                )
+            if isinstance(module, torch.jit.ScriptModule):
+                refuse(
+                    path, "is a TorchScript module; pass the Python module", code="script_module"
+                )
+        for place in self.places:
+            if not place.space.takes_others or not _keeps_order(place.space):
+                refuse(
+                    place.path,
+                    "cannot be replaced where it is; keep it in a list or as an attribute",
+                    code="wrapped_place",
+                )
+        for owner in self.owners():
+            _check_tensor(owner.get(), owner.path)
+        for leaf, argument in zip(self.leaves, self.arguments, strict=True):
+            if isinstance(leaf, torch.Tensor) and not isinstance(leaf, torch.nn.Parameter):
+                _check_tensor(leaf, argument.path)
+                if vars(leaf) and not isinstance(leaf, FakeTensor):
+                    refuse(
+                        argument.path,
+                        "has attributes of its own, which are not captured; keep what they say in "
+                        "a dictionary",
+                        code="tensor_attribute",
+                    )
+                if any(getattr(leaf, name) for name in HOOKS):
+                    refuse(
+                        argument.path,
+                        "has hooks on its gradient; register them in the step, and remove them there",
+                        code="argument_gradient",
+                    )
+        for path, optimizer in self.reach.optimizers:
+            for kind, reason in _UNCAPTURED.items():
+                if isinstance(optimizer, kind):
+                    refuse(
+                        path,
+                        f"is {kind.__name__}, which is not captured: {reason}",
+                        code="optimizer",
+                    )
+            for group in optimizer.param_groups:
+                if group.get("differentiable"):
+                    refuse(
+                        path,
+                        f"is {type(optimizer).__name__}(differentiable=True), whose update is part "
+                        "of autograd's graph, which is not captured; leave differentiable out",
+                        code="optimizer_form",
+                    )
+            for entry in optimizer.state.values():
+                if not all(
+                    type(value) in (list, dict) or is_plain(value)
+                    for value in entry.values()
+                    if isinstance(value, (list, tuple, dict))
+                ):
+                    refuse(
+                        path,
+                        "keeps tensors in tuples in its state; keep them in lists",
+                        code="nested_state",
+                    )
+
+
+def _keeps_order(space: Space) -> bool:
+    """Whether a set made of the same elements in their order has them in that order."""
+    if not isinstance(space, SetSpace) and not (
+        isinstance(space, FrozenSpace) and isinstance(space.now(), frozenset)
+    ):
+        return True
+    elements = [element for _, element in space.items()]
+    return all(map(operator.is_, set(elements), elements))
+
+
+def _held(owners: Iterator[Owner]) -> Iterator[tuple[Owner, torch.Tensor]]:
+    return ((owner, owner.get()) for owner in owners)
+
+
+def _gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    # Asking a tensor that is no leaf for its gradient warns.
+    return tensor.grad if tensor.is_leaf else None
+
+
+def _makes_nothing(_: Any) -> None:
+    """What no trace knows of a tensor."""
+
+
+def _refuse_nowhere(message: str, *, code: str) -> NoReturn:
+    raise CaptureError(message, code=code)
+
+
+def _tensor(number: Callable[[], Any], meta: TensorMeta) -> Any:
+    value = number()
+    device = "cpu" if is_absent(meta.device) else meta.device
+    return MISSING if value is None else torch.tensor(value, dtype=meta.dtype, device=device)
+
+
+def _refers_to_tensor(value: Any) -> bool:
+    return issubclass(type(value), weakref.ref) and issubclass(type(value()), torch.Tensor)
+
+
+def _is_exchanged(space: Space, reference: Any) -> bool:
+    """Whether another weak reference can take the place of this one."""
+    return (
+        type(reference) is weakref.ref and space.takes_others and not isinstance(space, FrozenSpace)
+    )
+
+
+def describe(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What a plan depends on of a tensor that it does not own."""
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
+
+
+def _places(reach: Reach) -> Iterator[PlaceOwner]:
+    seen: set[int] = set()
+    times: dict[str, int] = {}
+    for slot in reach.slots:
+        if slot.kind in ("argument", "state"):
+            continue
+        # Keys of dictionaries that have no text share a path.
+        times[slot.path] = number = times.get(slot.path, 0) + 1
+        path = slot.path if number == 1 else f"{slot.path} ({number})"
+        kind = "parameter" if isinstance(slot.tensor, torch.nn.Parameter) else "buffer"
+        yield PlaceOwner(slot.space, slot.key, path, kind, id(slot.tensor) in seen)
+        seen.add(id(slot.tensor))
+
+
+def _is_result(tensor: torch.Tensor) -> bool:
+    return (
+        type(tensor) is torch.Tensor and not tensor.requires_grad and tensor.layout is torch.strided
+    )
+
+
+def _is_trained(tensor: torch.Tensor) -> bool:
+    """Whether a gradient may be computed for a tensor from before the step; it need not be called a
+    parameter.
+    """
+    return isinstance(tensor, torch.nn.Parameter) or (tensor.is_leaf and tensor.requires_grad)
+
+
+def _check_tensor(tensor: Any, path: str) -> None:
+    if type(tensor) not in _CLASSES:
+        refuse(
+            path,
+            f"is a {type(tensor).__name__}; tensor subclasses are not captured: use plain tensors",
+            code="subclass",
+        )
+    if tensor.layout is not torch.strided:
+        refuse(
+            path,
+            f"has layout {tensor.layout}; only strided tensors are captured: use dense tensors",
+            code="layout",
+        )
+    if not isinstance(tensor, FakeTensor) and any(
+        isinstance(value, torch.Tensor) for value in vars(tensor).values()
+    ):
+        refuse(
+            path,
+            "has attributes that hold tensors; keep those elsewhere, for example as buffers",
+            code="tensor_attribute",
+        )
+    if tensor.grad_fn is not None and tensor.retains_grad:
+        refuse(
+            path,
+            "has a gradient history from before the step and keeps its gradient, by retain_grad(); "
+            "detach it",
+            code="outer_history",
+        )
+
+
+def refuse(path: str, fault: str, *, code: str) -> NoReturn:
+    """Refuses what the step reaches at `path`."""
+    error = CaptureError(f"{path} {fault}", code=code)
+    error.path = path
+    raise error

@@ -1,0 +1,68 @@
+"""Blocks in which tensors are fake and PyTorch is patched, and the modules and caches that outlive
+such a block.
+
+Modules outlive the block in which they are first imported, with the tensors that they make and what
+they find PyTorch to be. So they are executed as if the block were not there. Caches of functions
+are cleared where they hold fakes.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import threading
+from collections.abc import Callable, Container, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from importlib.machinery import ExtensionFileLoader, SourceFileLoader, SourcelessFileLoader
+from types import ModuleType
+from typing import Any, Final
+from zipimport import zipimporter
+
+from roam.state.cached_results import tensors_in
+from roam.torch_compat.patches import replaced
+from roam.torch_compat.private import FakeTensor, disable_current_modes
+
+_LOADERS: Final[tuple[Any, ...]] = (
+    SourceFileLoader,
+    SourcelessFileLoader,
+    ExtensionFileLoader,
+    zipimporter,
+)
+
+
+@contextmanager
+def imports_leave(outside: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+    """Executes the modules that this thread imports in the block without dispatch modes, and in
+    `outside()`.
+    """
+    thread = threading.get_ident()
+
+    def left(execute: Callable[[Any, ModuleType], None]) -> Callable[[Any, ModuleType], None]:
+        @functools.wraps(execute)
+        def exec_module(loader: Any, module: ModuleType) -> None:
+            if threading.get_ident() != thread:
+                execute(loader, module)
+                return
+            with disable_current_modes(), outside():
+                execute(loader, module)
+
+        return exec_module
+
+    with disable_current_modes():
+        pass  # it imports what it needs
+    with replaced((loader, "exec_module", left(loader.exec_module)) for loader in _LOADERS):
+        yield
+
+
+def clear_fakes(others: Container[int] = ()) -> None:
+    """Clears every `functools.lru_cache` that holds a fake tensor; `others` by their identity are
+    none of its concern.
+    """
+    for cache in gc.get_objects():
+        if (
+            type(cache) is functools._lru_cache_wrapper
+            and id(cache) not in others
+            and cache.cache_info().currsize
+            and any(type(tensor) is FakeTensor for tensor in tensors_in(cache))
+        ):
+            cache.cache_clear()

@@ -1,0 +1,170 @@
+"""Corrects fake kernels whose results are known to differ from the real ones'; the first real run
+of a step finds those that are not known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from roam.kernels.recurrent import ASKED, asked
+from roam.program.ir import Call
+from roam.torch_compat.private import (
+    current_node,
+    function_transform,
+    schema_of,
+    suggest_memory_format,
+)
+
+aten = torch.ops.aten
+
+# Losses whose CPU kernels write the unreduced loss into the result's storage first and never give
+# the rest of it back.
+_REDUCED_LOSSES = {
+    aten.mse_loss.default,
+    aten.smooth_l1_loss.default,
+    aten.soft_margin_loss.default,
+    aten.binary_cross_entropy.default,
+}
+_BAGS = {aten._embedding_bag.default, aten._embedding_bag_forward_only.default}
+# Nodes of autograd that spread a gradient over equal elements: on real tensors they ask for a value
+# on the way.
+_SPREAD_EVENLY = {"MaxBackward1", "MinBackward1", "MedianBackward0", "NanmedianBackward0"}
+# Kernels of the CPU that make their result as large as their argument and then give it its shape.
+_UNFOLDED = {aten.im2col.default, aten.col2im.default}
+_OVERSIZED = _REDUCED_LOSSES | _BAGS | _UNFOLDED
+
+
+def as_real(func: Any, args: Any, result: Any) -> Any:
+    """The results as the real kernel lays them out, where the fake one is known not to."""
+    if func in ASKED:
+        return tuple(
+            None
+            if real is None
+            else torch.empty_strided(
+                real.shape, real.stride(), dtype=real.dtype, device=real.device
+            )
+            for real in asked(func, args)
+        )
+    correct = _CORRECTIONS.get(func)
+    return result if correct is None else correct(args, result)
+
+
+def _batch_norm(args: Any, result: Any) -> Any:
+    if args[0].device.type != "cpu":
+        return result
+    output, *statistics = result
+    is_plain = args[0].is_contiguous()
+    output = _in_format(
+        output, torch.contiguous_format if is_plain else suggest_memory_format(args[0])
+    )
+    is_mixed = any(t is not None and t.dtype is not args[0].dtype for t in args[1:5])
+    if is_mixed and args[5]:
+        statistics = [statistic.float() for statistic in statistics]
+    return output, *statistics
+
+
+def _batch_norm_backward(args: Any, result: Any) -> Any:
+    if args[0].device.type != "cpu" or result[0] is None:
+        return result
+    formats = [suggest_memory_format(tensor) for tensor in args[:2]]
+    is_plain = formats[0] is formats[1] and args[0].is_contiguous() and args[1].is_contiguous()
+    return _in_format(result[0], torch.contiguous_format if is_plain else formats[1]), *result[1:]
+
+
+def _layer_norm(args: Any, result: Any) -> Any:
+    if args[0].device.type != "cpu" or args[2] is None or args[2].dtype is args[0].dtype:
+        return result
+    output, *statistics = result
+    return output, *(statistic.to(args[2].dtype) for statistic in statistics)
+
+
+def _layer_norm_backward(args: Any, result: Any) -> Any:
+    if args[0].device.type != "cpu" or result[0] is None:
+        return result
+    return result[0].contiguous(), *result[1:]
+
+
+def _multilabel_margin_loss(args: Any, result: Any) -> Any:
+    return (result[0].new_empty(()), result[1]) if args[0].dim() < 2 and args[2] == 0 else result
+
+
+def _window(args: Any, result: Any) -> Any:
+    """A periodic one is all but the last element of one that is longer."""
+    is_periodic = len(args) < 2 or args[1]
+    return result.new_empty(len(result) + 1)[:-1] if is_periodic and len(result) > 1 else result
+
+
+_CORRECTIONS: dict[Any, Callable[[Any, Any], Any]] = {
+    **{
+        getattr(getattr(aten, f"{name}_window"), overload): _window
+        for name in ("bartlett", "blackman", "hamming", "hann", "kaiser")
+        for overload in getattr(aten, f"{name}_window").overloads()
+        if not overload.endswith("out")
+    },
+    aten.native_batch_norm.default: _batch_norm,
+    aten.native_batch_norm_backward.default: _batch_norm_backward,
+    aten.native_layer_norm.default: _layer_norm,
+    aten.native_layer_norm_backward.default: _layer_norm_backward,
+    aten.multilabel_margin_loss_forward.default: _multilabel_margin_loss,
+}
+
+
+def _in_format(fake: Any, memory_format: torch.memory_format) -> Any:
+    """A fake tensor, or another with the strides of the format, which other shapes' formats leave
+    open.
+    """
+    like = torch.empty(
+        fake.shape, dtype=fake.dtype, device=fake.fake_device, memory_format=memory_format
+    )
+    return fake if fake.stride() == like.stride() else like
+
+
+def without_masked(call: Call, args: Any, kwargs: Any, results: Any) -> Any:
+    """The results that an `output_mask` asks for; fake kernels make the others too, real ones need
+    not.
+    """
+    for position, argument in enumerate(schema_of(call.target).arguments):
+        if argument.name == "output_mask":
+            mask = args[position] if position < len(args) else kwargs.get("output_mask")
+            if mask is not None and len(mask) == len(results):
+                return [
+                    result if wanted else None for wanted, result in zip(mask, results, strict=True)
+                ]
+    return results
+
+
+def bytes_at_least(func: Any, tensors: list[Any], position: int, result: Any) -> int:
+    """Bytes of the storage of a result for which a CPU kernel takes more than it then fills; 0 for
+    any other.
+    """
+    if func not in _OVERSIZED or tensors[0].device.type != "cpu":
+        return 0
+    item_bytes = int(tensors[0].element_size())
+    if func in _REDUCED_LOSSES:
+        return int(torch.broadcast_shapes(tensors[0].shape, tensors[1].shape).numel()) * item_bytes
+    if func in _UNFOLDED:
+        return int(tensors[0].numel()) * item_bytes
+    if position == 1 and result.numel():
+        return (int(result.numel()) + 1) * int(
+            result.element_size()
+        )  # it counts one past the last bag
+    return 0
+
+
+def is_spread(func: Any, args: Any) -> bool:
+    """Whether a call is the last of a gradient that autograd spreads over equal elements: on the
+    CPU, real tensors are filled where the mask is, and only fakes are multiplied with it, which
+    gives other signs of zero.
+    """
+    if (
+        func is not aten.mul.Tensor
+        or args[0].dtype is not torch.bool
+        or args[0].fake_device.type != "cpu"
+    ):
+        return False
+    node: Any = current_node()
+    is_transformed = function_transform() is not None  # then real tensors are multiplied, too
+    return node is not None and node.name() in _SPREAD_EVENLY and not is_transformed

@@ -1,0 +1,110 @@
+"""Multi-tensor and fused updates: one call for many tensors, recorded as one call for each.
+
+A `torch._foreach_*` or `torch._fused_*` call updates all parameters at once, so every gradient
+would have to be alive at once. Split, each gradient dies as soon as its own update ran. The bits
+stay: on the CPU a multi-tensor kernel is a loop over its lists, which is run here so that the trace
+sees what it calls; on other devices a call is split where each part goes the way that the whole
+goes, and stays whole elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from roam.program.ir import extents, is_dense
+from roam.state.trace_context import TraceContext
+from roam.torch_compat.private import base_name, run_composite
+
+FUSED = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
+"""Functions of torch that update all parameters by one kernel, in which each element's update is
+its own affair."""
+
+
+def is_multi_tensor(func: Any) -> bool:
+    """Whether an operator is one of `torch._foreach_*`."""
+    return bool(base_name(func).startswith("_foreach_"))
+
+
+def runs_by_loop(args: tuple[Any, ...]) -> bool:
+    """Whether a multi-tensor call on these arguments is a loop over its lists."""
+    return all(tensor.device.type == "cpu" for tensors in _tensor_lists(args) for tensor in tensors)
+
+
+def looped(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Runs a multi-tensor kernel's loop, whose calls go through the dispatcher one by one."""
+    return run_composite(func, *args, is_implicit=False, **kwargs)
+
+
+def splits(args: tuple[Any, ...]) -> bool:
+    """Whether each part of a multi-tensor call on an accelerator takes the fast way that the whole
+    takes.
+
+    There the whole goes the fast way only if all of its tensors do: of one floating dtype, on one
+    device, dense, and at each place of the lists of one shape and strides.
+    """
+    lists = _tensor_lists(args)
+    first = lists[0][0]
+    return (
+        all(
+            isinstance(argument, (list, tuple, int, float, torch.SymFloat, torch.SymInt))
+            for argument in args
+        )
+        and first.dtype.is_floating_point
+        and all(len(tensors) == len(lists[0]) for tensors in lists)
+        and all(
+            t.dtype is first.dtype and t.device == first.device and _is_dense(t)
+            for ts in lists
+            for t in ts
+        )
+        and all(len({(t.shape, t.stride()) for t in at}) == 1 for at in zip(*lists, strict=True))
+    )
+
+
+def parts(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """The arguments of a call on lists for one place of the lists after the other."""
+    count = max(len(argument) for argument in args if isinstance(argument, (list, tuple)))
+
+    def at(argument: Any, place: int) -> Any:
+        is_whole = not isinstance(argument, (list, tuple)) or len(argument) != count
+        return argument if is_whole else [argument[place]]
+
+    for place in range(count):
+        yield (
+            tuple(at(argument, place) for argument in args),
+            {key: at(kwargs[key], place) for key in kwargs},
+        )
+
+
+def fused_stand_in(trace: TraceContext, name: str) -> Any:
+    """Records a fused update, whose numbers C++ would take as plain floats only."""
+    packet = getattr(torch.ops.aten, name)
+
+    def update(*args: Any, **kwargs: Any) -> None:
+        if kwargs.get("grad_scale") is not None or kwargs.get("found_inf") is not None:
+            trace.refuse(
+                "a fused optimizer that takes the loss scale itself is not captured; unscale the gradients before",
+                code="scaler", op=str(packet),
+            )  # fmt: skip
+        has_tensor_rate = isinstance(kwargs["lr"], torch.Tensor)
+        made = list(parts(args, kwargs))
+        for part, keywords in made:
+            trace.effect(packet.tensor_lr if has_tensor_rate else packet.default, part, keywords)
+        trace.note_split(name, len(made))
+
+    return update
+
+
+def _tensor_lists(args: tuple[Any, ...]) -> list[list[torch.Tensor]]:
+    lists = (
+        list(argument) for argument in args if isinstance(argument, (list, tuple)) and argument
+    )
+    return [tensors for tensors in lists if isinstance(tensors[0], torch.Tensor)]
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    return is_dense(sorted(extents(tensor.shape, tensor.stride())))

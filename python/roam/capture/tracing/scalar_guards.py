@@ -1,0 +1,231 @@
+"""Questions: conditions on numbers that change from step to step.
+
+Where a step's code asks about such a number (a step count, a rate, a flag of the batch), a plan
+holds for one answer. What the number comes from is cut out of the recording as a `Question`, which
+every call asks again before anything runs; another answer means another plan.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from roam.program.ir import Call, Program, Question, Source, substitute
+from roam.state.containers import RATE_KEYS
+from roam.state.references import ArgumentOwner, PlaceOwner, RateOwner, StateOwner
+
+CHANCE = "turn off the option by which chance decides what runs (such as layerdrop=0.0), or draw before the step and pass in what was drawn"
+"""What to do about random numbers that reach Python."""
+
+
+def may_be_asked(owner: Any, program: Program, slot: int) -> bool:
+    """Whether a question may look at what an owner holds when a step begins: a tensor of the batch,
+    a single number, or a tensor that may decide shapes.
+    """
+    meta = program.slots[slot]
+    if isinstance(owner, ArgumentOwner):
+        return meta is not None and owner.kind == "input"
+    is_number = meta is None or math.prod(meta.shape) == 1
+    is_owned = isinstance(owner, (RateOwner, StateOwner, PlaceOwner)) and owner.kind != "parameter"
+    return (is_number and is_owned) or may_decide(owner, program, slot)
+
+
+def may_decide(owner: Any, program: Program, slot: int) -> bool:
+    """Whether what an owner holds when a step begins may decide shapes and numbers in Python:
+    integers and booleans of the batch, or in a buffer. Floating-point data is another at every
+    call, and so would the plan be.
+    """
+    meta = program.slots[slot]
+    is_discrete = meta is not None and not (meta.dtype.is_floating_point or meta.dtype.is_complex)
+    return (
+        is_discrete and isinstance(owner, (ArgumentOwner, PlaceOwner)) and owner.kind != "parameter"
+    )
+
+
+def may_be_fixed(owner: Any, program: Program, slot: int) -> bool:
+    """Whether a plan may hold for one value of what an owner holds: of what may decide shapes, or
+    of a number that seldom changes, which a learning rate does at every step.
+    """
+    return (isinstance(owner, RateOwner) and owner.key not in RATE_KEYS) or may_decide(
+        owner, program, slot
+    )
+
+
+def may_be_tabled(owner: Any, program: Program, slot: int) -> bool:
+    """Whether what a step makes once may come from what an owner holds: a buffer, which is there
+    when it is made.
+    """
+    return isinstance(owner, PlaceOwner) and owner.kind != "parameter"
+
+
+class Slices:
+    """Finds the calls of a growing recording that a value comes from."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self.held: list[tuple[torch.Tensor, int]] = []
+        """(value, slot): tensors for whose values the program holds."""
+        self._seen = 0
+        self._makers: dict[int, int] = {}
+        self._writers: dict[int, list[int]] = {}
+
+    def question(
+        self,
+        slot: int,
+        owners: dict[int, Any],
+        may_ask: Callable[[Any, int], bool],
+        source: Source,
+        asked: Call | None = None,
+    ) -> Question | None:
+        """What a slot's value comes from; None where it hangs on what may not be asked.
+
+        Args:
+            slot: the value, as it is now.
+            owners: per slot the owner of what is there before the step.
+            may_ask: whether an owner's slot may be looked at.
+            source: whose question it is.
+            asked: a call that is not in the recording and gives the value, from values as they are
+                now.
+        """
+        program = self._program
+        constants = {number: tensor for tensor, number in (*program.constants, *self.held)}
+        self._look()
+        calls: set[int] = set()
+        until: dict[int, int] = {}
+        open_slots = [
+            (number, len(program.calls)) for number in ([slot] if asked is None else asked.refs())
+        ]
+        while open_slots:
+            number, end = open_slots.pop()
+            if until.get(number, -1) >= end:
+                continue
+            until[number] = end
+            behind = (
+                [self._makers[number]] if number in self._makers and number not in constants else []
+            )
+            if not behind and number not in constants and not may_ask(owners.get(number), number):
+                return None
+            behind += [
+                index for index in self._writers.get(program.storage_of(number), ()) if index < end
+            ]
+            for index in set(behind) - calls:
+                call = program.calls[index]
+                if call.random or call.skip_if is not None:
+                    return None
+                calls.add(index)
+                open_slots += [(argument, index) for argument in call.refs()]
+        chosen = [replace(program.calls[index]) for index in self._ordered(calls)]
+        if asked is not None:
+            chosen.append(asked)
+        inputs = sorted(number for number in until if number in owners)
+        changed = self._changed(chosen, inputs)
+        if changed is None:
+            return None
+        used = [(tensor, number) for number, tensor in constants.items() if number in until]
+        return Question(
+            chosen,
+            inputs,
+            changed,
+            used,
+            slot,
+            source,
+            [tuple(owners[number] for number in inputs)],
+        )
+
+    def is_drawn(self, slot: int) -> bool:
+        """Whether a value comes from random numbers, and from nothing that is there before the
+        step.
+        """
+        self._look()
+        seen, open_slots, draws = set[int](), [slot], False
+        while open_slots:
+            number = open_slots.pop()
+            index = self._makers.get(number)
+            if index is None and all(number != constant for _, constant in self._program.constants):
+                return False
+            if index is not None and index not in seen:
+                seen.add(index)
+                draws = draws or self._program.calls[index].random
+                open_slots += self._program.calls[index].refs()
+        return draws
+
+    def _ordered(self, calls: set[int]) -> list[int]:
+        """Calls in program order, but first those that many questions share: arithmetic on numbers
+        alone.
+        """
+        shared: set[int] = set()
+        for index in sorted(calls):
+            behind = self._program.calls[index].refs()
+            if all(
+                self._program.slots[slot] is None and self._makers.get(slot) in {None, *shared}
+                for slot in behind
+            ):
+                shared.add(index)
+        return sorted(calls, key=lambda index: (index not in shared, index))
+
+    def _look(self) -> None:
+        """Takes in the calls that have come since."""
+        for index in range(self._seen, len(self._program.calls)):
+            call = self._program.calls[index]
+            self._makers.update((slot, index) for slot in call.outputs if slot is not None)
+            for storage in {self._program.storage_of(slot) for slot in call.mutates}:
+                self._writers.setdefault(storage, []).append(index)
+        self._seen = len(self._program.calls)
+
+    def _changed(self, calls: list[Call], inputs: list[int]) -> frozenset[int] | None:
+        """Inputs that the calls write to, on copies when asked; None where they share memory or are
+        no mere numbers.
+        """
+        written = {self._program.storage_of(slot) for call in calls for slot in call.mutates}
+        changed = [slot for slot in inputs if self._program.storage_of(slot) in written]
+        is_copied = len({self._program.storage_of(slot) for slot in changed}) == len(
+            changed
+        ) and all(
+            math.prod(meta.shape) == 1
+            for slot in changed
+            if (meta := self._program.slots[slot]) is not None
+        )
+        return frozenset(changed) if is_copied else None
+
+
+def add_question(
+    program: Program, forms: dict[str, Question], question: Question, answer: Any
+) -> None:
+    """Has a program ask a question; one that it asks already of other numbers is asked of these
+    too.
+
+    Args:
+        forms: the program's questions by what they ask and the answer; gets this one.
+    """
+    form = f"{_form(question)} {type(answer)} {answer!r}"
+    known = forms.get(form)
+    if known is None:
+        forms[form] = question
+        program.questions.append((question, answer))
+    else:
+        known.askers.extend(asker for asker in question.askers if asker not in known.askers)
+
+
+def _form(question: Question) -> tuple[Any, ...]:
+    """Shown alike for questions that run the same calls, whatever the numbers of their slots."""
+    numbers: dict[int, int] = {}
+
+    def number(slot: int) -> int:
+        return numbers.setdefault(slot, len(numbers))
+
+    calls = [
+        (
+            call.target,
+            repr(substitute((call.args, call.kwargs), lambda ref: f"slot {number(ref.slot)}")),
+            [s if s is None else number(s) for s in call.outputs],
+        )
+        for call in question.calls
+    ]
+    return (
+        calls, [number(slot) for slot in question.inputs], sorted(number(slot) for slot in question.changed),
+        {number(slot): id(tensor) for tensor, slot in question.constants}, number(question.slot),
+    )  # fmt: skip

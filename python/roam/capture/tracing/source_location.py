@@ -1,0 +1,188 @@
+"""Reads phase, module path and user line of an operator from the Python stack.
+
+The stack is walked once per operator, from the inside out, up to the frame that called the user's
+step. What a code object means is decided once and remembered.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import sysconfig
+from types import CodeType, FrameType
+from typing import Any, Final
+
+import torch
+
+from roam.own_code import is_own_file, shown_file
+from roam.program.ir import Source
+from roam.torch_compat.private import current_node, next_sequence_number, sequence_number
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_STANDARD = sysconfig.get_path("stdlib") + os.sep
+_UPDATE_FILES = (_TORCH + "optim" + os.sep, os.path.join(_TORCH, "nn", "utils", "clip_grad.py"))
+_SCALER_FILE = os.path.join(_TORCH, "amp", "grad_scaler.py")
+_SCALER_UPDATES = ("unscale_", "step", "update")
+_AUTOGRAD_FILES = tuple(
+    os.path.join(_TORCH, "autograd", name) for name in ("__init__.py", "graph.py")
+)
+_LOSS_NAMES = ("loss", "cross_entropy", "nll", "kl_div")
+
+# Bits of what a code object is.
+_USER, _MODULE, _BACKWARD, _UPDATE, _LOSS, _OURS = 1, 2, 4, 8, 16, 32
+
+
+def _classify(code: CodeType) -> int:
+    file, name = code.co_filename, code.co_name
+    bits = 0
+    if file.startswith(_TORCH):
+        if file.startswith(_UPDATE_FILES) or (file == _SCALER_FILE and name in _SCALER_UPDATES):
+            bits |= _UPDATE
+        if name in ("backward", "_engine_run_backward") and file.startswith(_AUTOGRAD_FILES):
+            bits |= _BACKWARD
+    elif is_own_file(file):
+        bits |= _OURS
+    elif not file.startswith("<") and not _is_standard(file):
+        bits |= _USER
+    if name == "forward" and code.co_argcount and code.co_varnames[0] == "self":
+        bits |= _MODULE
+    lowered = name.lower()
+    if any(part in lowered for part in _LOSS_NAMES) or file.endswith(
+        os.path.join("modules", "loss.py")
+    ):
+        bits |= _LOSS
+    return bits
+
+
+_bits: Final[dict[int, tuple[int, CodeType]]] = {}
+"""What code is, by its identity: the hash of code is that of all that is in it, made anew each
+time. It is kept, and so is its identity."""
+_identity = id  # what the step's code has for it while it is traced is another function
+
+
+def _bits_of(code: CodeType) -> int:
+    known = _bits.get(_identity(code))
+    if known is None:
+        known = _bits[_identity(code)] = _classify(code), code
+    return known[0]
+
+
+def is_user_code(code: CodeType) -> bool:
+    """Whether code is neither PyTorch's, nor the standard library's, nor roam's own."""
+    return bool(_bits_of(code) & _USER)
+
+
+def _is_standard(file: str) -> bool:
+    return file.startswith(_STANDARD) and "-packages" + os.sep not in file
+
+
+class Frames:
+    """One capture's view of the stack."""
+
+    def __init__(self, module_names: dict[int, str], code: dict[CodeType, dict[str, Any]]) -> None:
+        """A view of nothing yet.
+
+        Args:
+            module_names: dotted path by id of each module that the step can reach.
+            code: gets all code that runs around operators, each with its globals.
+        """
+        self._code = code
+        self._module_names = module_names
+        self._bits: dict[int, int] = {}
+        """Of code whose globals are noted, by its identity."""
+        self._forward_sources: dict[int, Source] = {}
+        self.root: CodeType | None = None
+        """The code of the function that calls the step; the walk ends there."""
+
+    def here(self) -> tuple[str, Source]:
+        """Phase and source of the operator that is being dispatched now."""
+        frame: FrameType | None = sys._getframe(1)
+        bits_seen = 0
+        user: FrameType | None = None
+        new: list[FrameType] = []
+        module = ""
+        while frame is not None and frame.f_code is not self.root:
+            code = frame.f_code
+            bits = self._bits.get(_identity(code))
+            if bits is None:
+                bits = self._bits[_identity(code)] = _bits_of(code)
+                new.append(frame)
+            if bits & _OURS:
+                new.clear()  # what capture calls is no part of the step
+            elif bits:
+                if frame.f_back is not None and frame.f_back.f_code is self.root:
+                    bits &= ~_LOSS  # the step itself is not its loss, whatever the user calls it
+                if bits_seen & (_BACKWARD | _UPDATE):
+                    bits &= ~(
+                        _BACKWARD | _UPDATE
+                    )  # an optimizer in a gradient hook, a backward pass in a closure: the inner one
+                bits_seen |= bits
+                if bits & _USER and user is None:
+                    user = frame
+                if bits & _MODULE and not module:
+                    module = self._module_names.get(id(_first_local(frame)), "")
+            frame = frame.f_back
+        for seen in new:
+            if frame is None:  # outside of the step
+                del self._bits[_identity(seen.f_code)]
+            else:
+                self._code.setdefault(seen.f_code, seen.f_globals)
+        source = (
+            Source(module, shown_path(user.f_code.co_filename), user.f_lineno)
+            if user is not None
+            else Source()
+        )
+        if bits_seen & _BACKWARD:
+            node: Any = current_node()  # None between the nodes, whatever the stub says
+            return "backward", (None if node is None else self.made_by(node)) or source
+        if bits_seen & _UPDATE:
+            return "update", source
+        if torch.is_grad_enabled():
+            # The autograd node of this operator, if it has one, was numbered just before the kernel
+            # was reached.
+            self._forward_sources.setdefault(next_sequence_number() - 1, source)
+        return ("loss" if bits_seen & _LOSS else "forward"), source
+
+    def made_by(self, node: Any) -> Source | None:
+        """Where the operator of one of autograd's nodes was run; None where it was not in the
+        step.
+        """
+        return self._forward_sources.get(sequence_number(node))
+
+
+def is_torch_file(file: str) -> bool:
+    """Whether a file is PyTorch's."""
+    return file.startswith(_TORCH)
+
+
+def user_place() -> tuple[str, int]:
+    """File and line of the user's code that is running now."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not is_user_code(frame.f_code):
+        frame = frame.f_back
+    return ("", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
+
+
+def is_run_by(folder: str) -> bool:
+    """Whether code of a folder is running now."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not frame.f_code.co_filename.startswith(folder):
+        frame = frame.f_back
+    return frame is not None
+
+
+@functools.cache
+def shown_path(file: str) -> str:
+    """The user's own files in full; an installed package's from the package on, the same on every
+    machine.
+    """
+    for folder in ("site-packages", "dist-packages"):
+        before, separator, after = file.rpartition(os.sep + folder + os.sep)
+        if separator:
+            return after
+    return shown_file(file)
+
+
+def _first_local(frame: FrameType) -> Any:
+    return frame.f_locals.get("self")

@@ -1,0 +1,1076 @@
+"""Runs the user's step once on fake tensors and records it: one `Program` per trace."""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import operator
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import PackedSequence
+
+from roam.capture.cuda_estimate.absent import PRESENT
+from roam.capture.tracing import custom_ops, multi_tensor
+from roam.capture.tracing.fake_cache import tensors_in
+from roam.capture.tracing.fake_identity import hooks_on, is_parameter, own_attributes
+from roam.capture.tracing.fake_state import FakeState
+from roam.capture.tracing.grad_scaler import check_skippable, check_updated, scaler_stand_ins
+from roam.capture.tracing.gradient_history import VIEW, give_history, watched_engine
+from roam.capture.tracing.imports import imports_leave
+from roam.capture.tracing.recorder import Recorder
+from roam.capture.tracing.rng import Watch, stand_ins
+from roam.capture.tracing.scalar_guards import may_be_asked
+from roam.capture.tracing.source_location import Frames, is_torch_file, shown_path
+from roam.errors import CaptureError
+from roam.interrupts import interrupts_allowed
+from roam.own_code import is_own_file
+from roam.program.ir import History, HostCall, Program, Ref
+from roam.state.attribute_reads import ReadMore
+from roam.state.autograd_hooks import node_stand_in
+from roam.state.containers import FrozenSpace
+from roam.state.equality import MISSING, is_plain, same
+from roam.state.live_scalars import as_live, number_stand_ins
+from roam.state.references import (
+    ArgumentOwner,
+    AttributeOwner,
+    EntryOwner,
+    GradientOwner,
+    Owner,
+    PlaceOwner,
+    RateOwner,
+    Skeleton,
+    StateOwner,
+    as_tuple,
+    state_owners,
+)
+from roam.torch_compat.patches import SCHEDULERS, Replacement, replaced
+from roam.torch_compat.private import (
+    C_NN,
+    VF,
+    C,
+    DataDependentOutputException,
+    FakeTensor,
+    dispatch_modes,
+    foreach_types,
+    is_of_dynamo,
+    is_view,
+    pytree,
+    set_step_called,
+    was_step_called,
+)
+
+
+def trace(
+    fake_state: FakeState,
+    step: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    live_arguments: bool,
+    live_numbers: bool = True,
+) -> Program:
+    """One recorded run on fake state, which is left as the step leaves it.
+
+    Args:
+        fake_state: entered, with its fakes in place.
+        step: the user's function.
+        args, kwargs: its arguments with fakes.
+        live_arguments: whether float arguments are live numbers; where a float decides something in
+            Python it cannot be.
+        live_numbers: whether numbers of optimizers' groups are live, and those that the step keeps
+            outside of optimizers' state. If not, it changes them.
+
+    Raises:
+        CaptureError: whatever cannot be captured exactly, with operator and user line.
+    """
+    frames = Frames(
+        {id(module): path for path, module in fake_state.reach.modules}, fake_state.reliance.code
+    )
+    frames.root = _run.__code__
+    watch = Watch(generator for _, generator in fake_state.reach.generators)
+    recorder = Recorder(
+        frames,
+        fake_state.leaves,
+        fake_state.kernels,
+        watch,
+        fake_state.number_of,
+        fake_state.results,
+        fake_state.answers.replay(),
+    )
+    before: list[tuple[Owner, Any]] = [(owner, owner.get()) for owner in fake_state.owners()]
+    tied = [(owner, owner.get()) for owner in fake_state.places if owner.tied]
+    state = [
+        (owner, owner.get())
+        for owner in state_owners(fake_state.reach, fake_state.parameters, plain=True)
+    ]
+    numbers = [(owner, number) for owner, number in state if owner.path in fake_state.changing]
+    plain = [(owner, value) for owner, value in state if owner.path not in fake_state.changing]
+    kept = [(owner, owner.get()) for owner in fake_state.numbers]
+    held: list[tuple[StateOwner | PlaceOwner, Any]] = [*numbers, *(kept if live_numbers else ())]
+    placed = {id(owner): owner.get() for owner in fake_state.places}
+    fake_state.refuse = recorder.refuse
+    elsewhere = fake_state.state_elsewhere()
+    rates = [owner.get() for owner in fake_state.rates]
+    entries = fake_state.entries()
+    originals: list[_Original] = []
+    received: _Received = []
+    try:
+        for owner, tensor in before:
+            recorder.add_owned(owner, tensor, owner.path)
+        args, kwargs, received = _own_arguments(fake_state, recorder, args, kwargs, live_arguments)
+        originals += [_Original(tensor, slot) for tensor, slot in recorder.given()]
+        for rate_owner in fake_state.rates:
+            rate_owner.set(
+                (recorder.add_number if live_numbers else recorder.add_plain)(
+                    rate_owner, rate_owner.get()
+                )
+            )
+        for number_owner, number in held:
+            if number is not None:
+                number_owner.set(recorder.add_number(number_owner, number))
+        for optimizer in fake_state.optimizers:
+            set_step_called(optimizer, False)
+        with ExitStack() as stack:
+            stack.enter_context(_watched(fake_state, recorder, frames))
+            # In the thread of the step, where its lines can be seen, on whatever device.
+            stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+            if fake_state.lacks_device:
+                stack.enter_context(replaced(PRESENT))
+            stack.enter_context(imports_leave(_not_tracing))
+            stack.enter_context(fake_state.mode)
+            stack.enter_context(recorder)
+            given = fake_state.taker.take(args, kwargs)
+            result = _run(recorder, step, args, kwargs)
+        taken = fake_state.taker.take(args, kwargs)
+        if taken.spec != given.spec or not all(map(operator.is_, taken.leaves, given.leaves)):
+            raise ArgumentsChange
+        for owner, _ in before:
+            if isinstance(owner, PlaceOwner) and owner.get() is MISSING:
+                raise CaptureError(
+                    f"the step removes {owner.path}; assign another value instead",
+                    code="owner_removed",
+                )
+        _check_tuples(fake_state, (args, kwargs, result))
+        if not same(elsewhere, fake_state.state_elsewhere()):
+            raise CaptureError(
+                "the step keeps optimizer state that belongs to no parameter; keep one entry for "
+                "each parameter",
+                code="optimizer_state",
+            )
+        recorder.finish()
+        check_updated(fake_state)
+        _results(fake_state, recorder, result)
+        _keep_lists(plain)
+        _endings(fake_state, recorder, before)
+        _argument_endings(recorder, received)
+        _original_endings(fake_state, recorder, originals)
+        _tied_endings(recorder, before, tied)
+        _plain_endings(fake_state, recorder, plain, {owner.path for owner, _ in numbers})
+        _rate_endings(fake_state, recorder)
+        _entry_endings(fake_state, recorder, entries)
+        _attribute_endings(fake_state, recorder, (args, kwargs), result)
+        _number_endings(
+            fake_state, recorder, {owner.path for owner, number in kept if number is not None}
+        )
+        recorder.note_assigned()
+        check_skippable(recorder.program)
+        fake_state.note_numbers(recorder)
+        fake_state.made = recorder.made_tensor
+        fake_state.end_histories(placed)
+        return recorder.program
+    finally:
+        watch.restore()
+        recorder.close()
+        for one in originals:
+            one.restore()
+        for _, tensor, gradient in received:
+            tensor.grad = gradient
+        for rate_owner, rate in zip(fake_state.rates, rates, strict=True):
+            rate_owner.set(rate)
+        for number_owner, number in held:
+            number_owner.set(number)
+        for entry in fake_state.entries().keys() - entries.keys():
+            entry.optimizer.param_groups[entry.group].pop(entry.key, None)
+        fake_state.forget_values()
+
+
+_state = threading.local()
+_SCHEDULED = frozenset({"lr", "momentum", "betas"})
+"""What PyTorch's own schedulers change in a group."""
+_TWO_WAYS = "the step sets a learning rate itself and steps a scheduler of the same optimizer; do one of them outside of the step"
+
+
+def is_tracing() -> bool:
+    """Whether this thread runs a user's step on fake tensors now."""
+    return getattr(_state, "is_tracing", False)
+
+
+@contextmanager
+def _not_tracing() -> Iterator[None]:
+    """Leaves the trace for a while: nothing stands in for PyTorch's functions."""
+    _state.is_tracing = False
+    try:
+        yield
+    finally:
+        _state.is_tracing = True
+
+
+def _run(
+    recorder: Recorder, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    _state.is_tracing = True
+    try:
+        with interrupts_allowed():
+            return step(*args, **kwargs)
+    except CaptureError:
+        raise
+    except DataDependentOutputException as error:
+        raise CaptureError(
+            f"{error.func} at {user_line(error)}: its result depends on data and reached Python; "
+            "use a form that stays on tensors, such as torch.where",
+            code="data_dependent", operator=str(error.func), source=user_line(error),
+        ) from error  # fmt: skip
+    except Exception as error:
+        line = user_line(error)
+        if is_of_dynamo(type(error).__module__):
+            raise CaptureError(
+                f"the step calls a function at {line} that torch.compile has compiled; call the plain function, or compile the "
+                "step by torch.compile alone",
+                code="compiled_function", source=line,
+            ) from error  # fmt: skip
+        raise CaptureError(
+            f"the step raised {type(error).__name__} at {line} when it was run on fake tensors: {error}",
+            code="step_raised", source=line,
+        ) from error  # fmt: skip
+    finally:
+        _state.is_tracing = False
+
+
+def user_line(error: BaseException) -> str:
+    """``file:line`` of the innermost frame of an exception that is the user's own code."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not (
+            frame.filename.startswith("<")
+            or is_torch_file(frame.filename)
+            or is_own_file(frame.filename)
+        ):
+            return f"{shown_path(frame.filename)}:{frame.lineno}"
+    return "unknown line"
+
+
+class _Original:
+    """A tensor from before the step, as it is then. Guards see to it that every call finds it so,
+    and so does every trace.
+    """
+
+    __slots__ = ("flag", "history", "hooks", "keeps_gradient", "notes", "slot", "tensor")
+
+    def __init__(self, tensor: FakeTensor, slot: int) -> None:
+        self.tensor = tensor
+        self.slot = slot
+        self.flag = tensor.requires_grad
+        self.history: Any = tensor.grad_fn
+        self.keeps_gradient = tensor.retains_grad
+        self.hooks = hooks_on(tensor)
+        self.notes = own_attributes(tensor)
+
+    def is_detached(self) -> bool:
+        """Whether the step has taken its history away in place, and given it nothing instead."""
+        tensor = self.tensor
+        return (
+            self.history is not None
+            and tensor.is_leaf
+            and not tensor.requires_grad
+            and tensor.grad is None
+        )
+
+    def has_other_flag(self) -> bool:
+        """Whether the step has left another `requires_grad`; a history is none of the tensor's
+        own.
+        """
+        return (
+            self.history is None
+            and self.tensor.is_leaf
+            and self.tensor.requires_grad is not self.flag
+        )
+
+    def restore(self) -> None:
+        if self.is_detached():
+            give_history(self.tensor, self.history.refuse)
+        elif self.has_other_flag():
+            self.tensor.requires_grad_(self.flag)
+
+
+_Received = list[tuple[ArgumentOwner, FakeTensor, Any]]
+"""Arguments, each with its gradient from before the step."""
+
+
+def _own_arguments(
+    fake_state: FakeState,
+    recorder: Recorder,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    live: bool,
+) -> tuple[tuple[Any, ...], dict[str, Any], _Received]:
+    """The arguments with live numbers, and those of them that are tensors which nothing else of the
+    step's holds.
+    """
+    taken = fake_state.taker.take(args, kwargs)
+    leaves = list(taken.leaves)
+    received: _Received = []
+    for position, (leaf, owner) in enumerate(zip(leaves, fake_state.arguments, strict=True)):
+        if isinstance(leaf, FakeTensor):
+            if recorder.slot_of(leaf) is None:
+                recorder.add_owned(owner, leaf, owner.path)
+                if leaf.is_leaf:
+                    received.append((owner, leaf, leaf.grad))
+        elif live and type(leaf) is float:
+            leaves[position] = recorder.add_live(owner, owner.path)
+    for owner, _, gradient in received:
+        if gradient is not None and recorder.slot_of(gradient) is None:
+            recorder.add_owned(owner.gradient, gradient, owner.gradient.path)
+    given = taken.put(leaves)
+    return *pytree.tree_map_only(
+        PackedSequence, recorder.with_values, given, is_leaf=_is_packed
+    ), received
+
+
+def _is_packed(value: Any) -> bool:
+    return isinstance(value, PackedSequence)
+
+
+@contextmanager
+def _watched(fake_state: FakeState, recorder: Recorder, frames: Frames) -> Iterator[None]:
+    """Stands in for what acts on Python state that no operator shows."""
+
+    def shown(tensor: Any, *_: object, **__: object) -> str:
+        if recorder.slot_of(tensor) is None or not _called_by_user():
+            return object.__repr__(tensor)
+        recorder.refuse(
+            "the step prints a tensor, whose value does not exist during capture; "
+            "return it, and print it outside of the step",
+            code="value_reached_python",
+        )
+
+    def address(of: Callable[[Any], int]) -> Callable[[Any], int]:
+        def asked(holder: Any) -> int:
+            if _called_by_user():
+                recorder.refuse(
+                    "the step asks for a tensor's address, which differs from run to run; compare "
+                    "tensors with `is`, or use names as keys",
+                    code="address",
+                )
+            return of(holder)
+
+        return asked
+
+    def scripted(call: Callable[..., Any]) -> Callable[..., Any]:
+        def called(function: Any, *args: Any, **kwargs: Any) -> Any:
+            result = call(function, *args, **kwargs)
+            # Code on sizes and positions is the same however it is run.
+            if any(map(_is_floating, tensors_in((args, kwargs)))) and any(
+                map(_is_floating, tensors_in(result))
+            ):
+                recorder.refuse(
+                    f"TorchScript's {function.name} runs by other kernels once it has been called a few times; call the plain "
+                    "function, or set PYTORCH_JIT=0 in the environment",
+                    code="script_function",
+                )
+            return result
+
+        return called
+
+    plain_item = torch.Tensor.item
+
+    def item(tensor: Any) -> Any:
+        return as_live(plain_item(tensor))
+
+    plain_truth = torch.Tensor.__bool__
+
+    def truth(tensor: Any) -> bool:
+        # A number's truth is asked of in C++, past whoever would record it.
+        is_number = tensor.dtype is not torch.bool and tensor.numel() == 1
+        return plain_truth(tensor != 0 if is_number else tensor)
+
+    plain_cross_entropy = C_NN.cross_entropy_loss
+
+    def cross_entropy(
+        input: Any,
+        target: Any,
+        weight: Any = None,
+        reduction: int = 1,
+        ignored: Any = -100,
+        smoothing: float = 0.0,
+    ) -> Any:
+        if weight is not None and smoothing and reduction == 1 and not target.is_floating_point():
+            is_ignored = recorder.slot_of(target.eq(ignored).any())
+            if is_ignored is None or recorder.known_value(is_ignored, may_be_asked) is not False:
+                recorder.refuse(
+                    "the mean of a weighted cross-entropy with label smoothing is made of other "
+                    "kernels on real tensors than on fake ones, by how many targets are ignored; "
+                    "take reduction='sum' and divide",
+                    code="hidden_branch",
+                )
+        return plain_cross_entropy(input, target, weight, reduction, ignored, smoothing)
+
+    plain_ctc_loss = torch.ctc_loss
+
+    def ctc_loss(
+        log_probs: Any, targets: Any, inputs: Any, lengths: Any, *options: Any, **named: Any
+    ) -> Any:
+        if not isinstance(
+            lengths, torch.Tensor
+        ):  # code in C++ would make it one, by writing to real memory
+            inputs, lengths = torch.tensor(inputs), torch.tensor(lengths)
+        return plain_ctc_loss(log_probs, targets, inputs, lengths, *options, **named)
+
+    replacements: list[Replacement] = [(FakeTensor, "data", _data(recorder))]
+
+    def replace(holder: Any, name: str, stand_in: Callable[..., Any]) -> None:
+        original = getattr(holder, name, None) or getattr(builtins, name)
+        replacements.append((holder, name, _in_trace(recorder, original, stand_in)))
+
+    with ExitStack() as stack:
+        replace(torch.Tensor, "item", item)
+        replace(torch.Tensor, "__bool__", truth)
+        for holder in (torch.Tensor, torch.UntypedStorage):
+            replace(holder, "data_ptr", address(holder.data_ptr))
+        replace(C_NN, "cross_entropy_loss", cross_entropy)
+        replace(torch, "ctc_loss", ctc_loss)
+        replace(
+            VF, "_pad_packed_sequence", functools.partial(recorder.padded, VF._pad_packed_sequence)
+        )
+        for kind in (C.ScriptFunction, C.ScriptMethod):
+            replace(kind, "__call__", scripted(kind.__call__))
+        replace(C, "_will_engine_execute_node", node_stand_in(fake_state.fakes()))
+        if fake_state.has_histories():
+            replace(
+                torch.autograd,
+                "_engine_run_backward",
+                watched_engine(recorder.is_original, frames.made_by),
+            )
+        for holder, name, stand_in in scaler_stand_ins(fake_state, recorder):
+            replace(holder, name, stand_in)
+        for holder, name, stand_in in number_stand_ins(recorder):
+            replace(holder, name, stand_in)
+        for holder, name, stand_in in fake_state.reliance.stand_ins(
+            lambda reason: recorder.refuse(reason, code="moved")
+        ):
+            replace(holder, name, stand_in)
+        for holder, name, stand_in in custom_ops.collective_stand_ins(recorder):
+            replace(holder, name, stand_in)
+        for name in multi_tensor.FUSED:
+            replace(torch, name, multi_tensor.fused_stand_in(recorder, name))
+        for name in ("torch.optim.optimizer", "torch.utils._foreach_utils"):
+            # Where PyTorch chooses the form, a fake tensor is as good as a real one.
+            module = sys.modules[name]
+            types = [*foreach_types(module), FakeTensor]
+            replacements.append((module, "_foreach_supported_types", types))
+        transformers = sys.modules.get("transformers.utils.import_utils")
+        if hasattr(transformers, "is_fake_tensor"):
+            # It would take other attention masks, hence other kernels, than on real tensors.
+            replace(transformers, "is_fake_tensor", lambda _: False)
+        for holder, name, stand_in in stand_ins(recorder, fake_state.mode):
+            replace(holder, name, stand_in)
+        for name in ("__repr__", "__str__", "__format__"):
+            replace(torch.Tensor, name, shown)
+        stack.enter_context(replaced(replacements))
+        stack.enter_context(
+            fake_state.identities.asked(fake_state.globals_of_users(), recorder.refuse)
+        )
+        for path, scheduler in fake_state.reach.schedulers:
+            stack.enter_context(_scheduler(fake_state, recorder, path, scheduler))
+        stack.enter_context(fake_state.reach.reads.watching())
+        yield
+
+
+def _in_trace(
+    recorder: Recorder, original: Callable[..., Any], stand_in: Callable[..., Any]
+) -> Callable[..., Any]:
+    """The stand-in for the thread that traces, and for autograd's in its service; other threads
+    keep the original.
+    """
+
+    @functools.wraps(original)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        is_ours = is_tracing() or recorder in dispatch_modes()
+        return (stand_in if is_ours else original)(*args, **kwargs)
+
+    return function
+
+
+def _data(recorder: Recorder) -> property:
+    """The property `data` of fakes: PyTorch's own, but the recorder sees each assignment."""
+    plain: Any = FakeTensor.data
+    return property(plain.__get__, _in_trace(recorder, plain.__set__, recorder.assign))
+
+
+def _is_floating(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _called_by_user() -> bool:
+    """Whether the code that shows a tensor is the user's, not torch's own messages."""
+    frame = sys._getframe(3)  # past the stand-in and its wrapper
+    return not is_torch_file(frame.f_code.co_filename)
+
+
+@contextmanager
+def _scheduler(
+    fake_state: FakeState, recorder: Recorder, path: str, scheduler: Any
+) -> Iterator[None]:
+    """A scheduler's `step` inside the user's step is run for real after each run, on the real
+    optimizer.
+
+    Until then nobody can know the next rate, so whoever asks for it is refused.
+    """
+    rates = [owner for owner in fake_state.rates if _may_change(scheduler, owner)]
+
+    def step(*arguments: Any, **keywords: Any) -> None:
+        if any(isinstance(group["lr"], torch.Tensor) for group in scheduler.optimizer.param_groups):
+            recorder.refuse(
+                f"{path}.step() inside of the step sets a learning rate that is a tensor; call it outside of the step",
+                code="tensor_rate",
+            )
+        if not all(
+            recorder.is_as_given(owner) or recorder.is_unknown(owner.get()) for owner in rates
+        ):
+            recorder.refuse(_TWO_WAYS, code="unknown_number")
+        if torch.is_grad_enabled() and any(
+            isinstance(a, torch.Tensor) and a.requires_grad for a in arguments
+        ):
+            arguments = tuple(a.detach() if isinstance(a, torch.Tensor) else a for a in arguments)
+        recorder.program.after.append(
+            HostCall(
+                scheduler,
+                path,
+                recorder.references((arguments, keywords), f"{path}.step()"),
+                len(recorder.program.calls),
+            )
+        )
+        for owner in rates:
+            owner.set(recorder.unknown(f"{owner.path} after {path}.step()"))
+
+    def last_rates() -> list[Any]:
+        return [owner.get() for owner in rates if owner.key == "lr"]
+
+    unknown = recorder.unknown(f"{path}'s own counters")
+    names = [name for name in ("last_epoch", "_step_count", "_last_lr") if name in vars(scheduler)]
+    replacements = [(scheduler, "step", step), (scheduler, "get_last_lr", last_rates)]
+    with replaced([*replacements, *((scheduler, name, unknown) for name in names)], of=SCHEDULERS):
+        held = dict(vars(scheduler))
+        yield
+        if held.keys() != vars(scheduler).keys() or any(
+            not same(held[key], now) for key, now in vars(scheduler).items()
+        ):
+            raise CaptureError(
+                f"the step changes attributes of {path} itself, not by its step(); change them "
+                "outside of the step",
+                code="moved",
+            )
+
+
+def _may_change(scheduler: Any, owner: RateOwner) -> bool:
+    """Whether a scheduler's step may give a number of a group another value."""
+    is_own = type(scheduler).__module__ == torch.optim.lr_scheduler.__name__
+    group = owner.optimizer.param_groups[owner.group]
+    is_scheduled = any(group is scheduled for scheduled in scheduler.optimizer.param_groups)
+    return is_scheduled and (owner.key in _SCHEDULED or not is_own)
+
+
+def _results(fake_state: FakeState, recorder: Recorder, result: Any) -> None:
+    """What the step returns: tensors and live numbers by slot, plain values as they are."""
+    leaves, spec = pytree.tree_flatten(result, is_leaf=lambda value: type(value) is torch.Size)
+    references, histories = list[Any](), list[History]()
+    for leaf in leaves:
+        history: History = "none"
+        if isinstance(leaf, torch.Tensor):
+            references.append(Ref(recorder.leaving(leaf, "the step's result")))
+            if not recorder.is_original(leaf):
+                history = _result_history(recorder, leaf)
+        elif (slot := recorder.slot_of(leaf)) is not None:
+            references.append(Ref(slot))
+        elif is_plain(leaf):
+            references.append(leaf)
+        else:
+            raise CaptureError(
+                f"the step returns a {type(leaf).__name__}; it may return tensors, numbers and the containers that "
+                "torch.utils._pytree knows",
+                code="result",
+            )
+        histories.append(history)
+    recorder.program.result = (references, spec)
+    recorder.program.histories = histories
+
+
+def _result_history(recorder: Recorder, tensor: torch.Tensor) -> History:
+    """How autograd sees a tensor that the step makes and returns."""
+    if is_parameter(tensor) or (tensor.is_leaf and tensor.grad is not None):
+        raise CaptureError(
+            "the step returns a parameter that it makes, or a tensor with a gradient; return "
+            "x.detach(), and the gradient as another result",
+            code="result",
+        )
+    if tensor.requires_grad and not tensor.is_leaf:
+        return recorder.history_of(tensor)
+    return "leaf" if tensor.requires_grad else "none"
+
+
+def _endings(fake_state: FakeState, recorder: Recorder, before: list[tuple[Owner, Any]]) -> None:
+    """What each owner holds after the step, where that is another tensor than before."""
+    program = recorder.program
+    program.stepped = [
+        optimizer for optimizer in fake_state.optimizers if was_step_called(optimizer)
+    ]
+    held = {owner.path: tensor for owner, tensor in before}
+    now = {owner.path: owner for owner in fake_state.owners()}
+    for owner, tensor in before:
+        recorder.leaving(tensor, owner.path)
+    for path, owner in now.items():
+        tensor = owner.get()
+        if held.get(path) is tensor:
+            continue
+        _check_replaceable(recorder, owner, tensor)
+        if tensor.grad_fn is not None and not recorder.is_original(tensor):
+            program.historic[path] = recorder.history_of(tensor)
+        program.rebinds.append((owner, recorder.leaving(tensor, path)))
+    for owner, _ in before:
+        if owner.path not in now:
+            if isinstance(owner, GradientOwner):
+                program.dropped.append(owner)
+            else:
+                raise CaptureError(
+                    f"the step removes {owner.path}; assign another value instead",
+                    code="owner_removed",
+                )
+    # A gradient that was not there may well matter when it is.
+    program.absent += [
+        GradientOwner(parameter, path)
+        for parameter in fake_state.parameters
+        if (path := f"{parameter.path}.grad") not in held and path not in now
+    ]
+
+
+def _check_tuples(fake_state: FakeState, outside: Any) -> None:
+    """Refuses what a run, which puts tuples together anew, would leave otherwise: which places, and
+    which parts of the step's arguments and result, hold one and the same.
+    """
+    held = {id(container) for container in _containers(outside)}
+    for space in fake_state.tuples():
+        if not space.is_in_all_places():
+            error = CaptureError(
+                f"the step puts another tuple in one of several places that hold {space.path}",
+                code="moved",
+            )
+            error.settles = True
+            raise error
+        if id(space.now()) in held and space.places:
+            raise CaptureError(
+                f"the step puts one tuple at {space.path} and in another place, or returns it; "
+                "give each place a tuple of its own",
+                code="moved",
+            )
+        held.add(id(space.now()))
+
+
+def _tied_endings(
+    recorder: Recorder, before: list[tuple[Owner, Any]], tied: list[tuple[PlaceOwner, torch.Tensor]]
+) -> None:
+    """What the step puts in one of several places that hold one tensor. The next step finds two
+    tensors.
+    """
+    first = {id(tensor): owner for owner, tensor in reversed(before)}
+    for owner, tensor in tied:
+        now = owner.get()
+        if now is not tensor:
+            if not isinstance(now, torch.Tensor):
+                raise CaptureError(
+                    f"the step removes {owner.path}; assign another value instead",
+                    code="owner_removed",
+                )
+            _check_replaceable(recorder, owner, now)
+            place = AttributeOwner(owner.space, owner.key, owner.path)
+            recorder.program.rebinds.append((place, recorder.leaving(now, owner.path)))
+            if now.grad_fn is not None and not recorder.is_original(now):
+                recorder.program.historic[owner.path] = recorder.history_of(now)
+        if now is first[id(tensor)].get():
+            continue
+        recorder.program.unsettled = CaptureError(
+            f"{owner.path} and another place hold one tensor before the step and two after it, so "
+            "the steady step can be captured only when the first has run; roam.compile does so, "
+            "and capture(step='first') captures the first",
+            code="unsettled",
+        )
+
+
+def _check_replaceable(recorder: Recorder, owner: Owner, tensor: torch.Tensor) -> None:
+    """Refuses another tensor in a parameter's place or in a frozen set, and one that requires a
+    gradient itself.
+    """
+    if (
+        isinstance(owner, PlaceOwner)
+        and isinstance(owner.space, FrozenSpace)
+        and not isinstance(owner.space.now(), tuple)
+    ):
+        raise CaptureError(
+            f"the step puts another tensor at {owner.path}, in a frozen set; keep it in a list",
+            code="moved",
+        )
+    if not isinstance(owner, (StateOwner, GradientOwner)) and owner.kind == "parameter":
+        raise CaptureError(
+            f"the step puts another tensor in the place of the parameter {owner.path}; write into "
+            "the parameter under torch.no_grad(), as in p.copy_(...)",
+            code="parameter_replaced",
+        )
+    check_no_leaf(tensor, owner.path, is_new=not recorder.is_original(tensor))
+
+
+def _original_endings(
+    fake_state: FakeState, recorder: Recorder, originals: list[_Original]
+) -> None:
+    """What the step leaves on tensors from before it, beside values."""
+    owners = {slot: owner for owner, slot in recorder.program.owned}
+    for one in originals:
+        if one.is_detached():
+            if is_view(fake_state.identities.of(one.tensor)):
+                raise CaptureError(f"{owners[one.slot].path} {VIEW}", code="outer_history")
+            recorder.program.detached.append(one.slot)
+        elif one.tensor.grad_fn is not one.history:
+            raise CaptureError(
+                f"{owners[one.slot].path} would have a gradient history of this step afterwards, "
+                "and a plan keeps none; detach what the step writes into it, or write under "
+                "torch.no_grad()",
+                code="outer_history",
+            )
+        if one.tensor.retains_grad is not one.keeps_gradient and one.history is not None:
+            raise CaptureError(
+                f"the step calls retain_grad() on {owners[one.slot].path}, which keeps no gradient "
+                "after a captured step; leave it out, or detach the tensor",
+                code="moved",
+            )
+        if hooks_on(one.tensor) != one.hooks:
+            raise CaptureError(
+                f"the step leaves hooks on {owners[one.slot].path}; remove them in the step "
+                "itself, or add them outside of it",
+                code="moved",
+            )
+        notes = own_attributes(one.tensor)
+        for name in one.notes | notes:
+            if not same(one.notes.get(name, MISSING), notes.get(name, MISSING)):
+                raise CaptureError(
+                    f"the step sets the attribute {name!r} of {owners[one.slot].path}, which a "
+                    "captured step would not do; set it outside of the step, or keep what it says "
+                    "in a dictionary",
+                    code="tensor_attribute",
+                )
+        if one.has_other_flag():
+            if owners[one.slot].kind in ("optimizer_state", "gradient"):
+                raise CaptureError(
+                    f"the step changes requires_grad of {owners[one.slot].path}, which a captured "
+                    "step would not do; leave it as it is",
+                    code="moved",
+                )
+            recorder.program.flags.append((one.slot, not one.flag))
+
+
+def _argument_endings(recorder: Recorder, received: _Received) -> None:
+    """What the gradients of arguments are after the step."""
+    program = recorder.program
+    for owner, tensor, before in received:
+        gradient = tensor.grad if tensor.is_leaf else None
+        if gradient is before:
+            continue
+        if gradient is None:
+            program.dropped.append(owner.gradient)
+        else:
+            check_no_leaf(gradient, owner.gradient.path)
+            if gradient.grad_fn is not None:
+                program.historic[owner.gradient.path] = recorder.history_of(gradient)
+            program.rebinds.append(
+                (owner.gradient, recorder.leaving(gradient, owner.gradient.path))
+            )
+
+
+def check_no_leaf(tensor: torch.Tensor, path: str, *, is_new: bool = True) -> None:
+    """Refuses what a run by a plan would leave a plain tensor without `requires_grad`."""
+    if (tensor.requires_grad and tensor.is_leaf) or (is_new and is_parameter(tensor)):
+        raise CaptureError(
+            f"the step puts a parameter, or another leaf that requires a gradient, at {path}; "
+            "write into the tensor there under torch.no_grad(), as in x.copy_(...)",
+            code="parameter_replaced",
+        )
+
+
+def _rate_endings(fake_state: FakeState, recorder: Recorder) -> None:
+    """What the step puts in the place of learning rates."""
+    program = recorder.program
+    for owner in fake_state.rates:
+        rate = owner.get()
+        if recorder.is_as_given(owner) or recorder.is_unknown(rate):
+            continue
+        if any(_may_change(host_call.scheduler, owner) for host_call in program.after):
+            raise CaptureError(f"{owner.path}: {_TWO_WAYS}", code="unknown_number")
+        if (slot := recorder.slot_of(rate)) is not None and not isinstance(rate, torch.Tensor):
+            program.rebinds.append((owner, slot))
+        elif type(rate) in (float, int):
+            program.plain_state.append((owner, rate))
+        else:
+            raise CaptureError(
+                f"the step makes {owner.path} a {type(rate).__name__}; set a float", code="rate"
+            )
+
+
+def _entry_endings(
+    fake_state: FakeState, recorder: Recorder, before: dict[RateOwner, None]
+) -> None:
+    """What the step adds to optimizers' groups, such as a step count of the whole group."""
+    program = recorder.program
+    for owner in [owner for owner in fake_state.entries() if owner not in before]:
+        value = owner.get()
+        if isinstance(value, torch.Tensor):
+            program.rebinds.append((owner, recorder.leaving(value, owner.path)))
+        elif (slot := recorder.slot_of(value)) is not None:
+            program.rebinds.append((owner, slot))
+        elif is_plain(value):
+            program.plain_state.append((owner, value))
+        else:
+            raise CaptureError(
+                f"the step makes {owner.path}, a {type(value).__name__}, which a plan cannot make; "
+                "keep numbers and tensors there",
+                code="moved",
+            )
+        program.absent.append(owner)
+        program.state_order.append(owner)
+        program.unsettled = CaptureError(
+            f"the step makes {owner.path}, so the steady step can be captured only when the first has run; roam.compile does "
+            'so, and capture(step="first") captures the first',
+            code="unsettled",
+        )
+
+
+def _number_endings(fake_state: FakeState, recorder: Recorder, given: set[str]) -> None:
+    """What the step puts in the place of the numbers that it keeps, of which those at `given` were
+    there before.
+    """
+    for owner in fake_state.numbers:
+        number = owner.get()
+        if (slot := recorder.slot_of(number)) is not None and not isinstance(number, torch.Tensor):
+            if not recorder.is_as_given(owner):
+                recorder.program.rebinds.append((owner, slot))
+        elif type(number) in (int, float) or (number is None and owner.path in given):
+            recorder.program.plain_state.append((owner, number))
+        elif number is not None:
+            raise CaptureError(
+                f"the step makes {owner.path} a {type(number).__name__}, which was a number "
+                "before; keep a number there",
+                code="moved",
+            )
+
+
+def _attribute_endings(
+    fake_state: FakeState, recorder: Recorder, arguments: Any, result: Any
+) -> None:
+    """What the step sets of attributes before it looks at them.
+
+    Raises:
+        ReadMore: where something is not made of tensors, numbers and plain values; from then on it
+            counts as looked at.
+    """
+    program = recorder.program
+    shared = {
+        id(place.space.holder)
+        for place in fake_state.reach.places
+        if hasattr(place.space, "holder")
+    }
+    shared |= {id(container) for container in _containers((arguments, result))}
+    for space, name, key in fake_state.reach.overwritten:
+        owner = AttributeOwner(space, name, space.label(name))
+        value = owner.get()
+        if value is MISSING:
+            continue  # a property, which has set something else
+        skeleton, entries = _nest(recorder, owner, value, shared)
+        if skeleton is MISSING:
+            fake_state.reach.reads.keep(key, name)
+            raise ReadMore
+        program.overwritten.append(owner)
+        if not entries or entries[0][0] is not owner:
+            program.plain_state.append(
+                (owner, skeleton if is_plain(skeleton) else Skeleton(skeleton))
+            )
+        program.rebinds += entries
+
+
+def _containers(value: Any) -> Iterator[Any]:
+    """All lists, tuples and dictionaries in a nest."""
+    if isinstance(value, (list, tuple, dict)):
+        yield value
+        for part in dict.values(value) if isinstance(value, dict) else value:
+            yield from _containers(part)
+
+
+def _nest(
+    recorder: Recorder,
+    owner: AttributeOwner,
+    value: Any,
+    shared: set[int],
+    keys: tuple[Any, ...] = (),
+    path: str = "",
+) -> tuple[Any, list[tuple[Any, int]]]:
+    """What the step has put in a place, without tensors and live numbers, and these with their
+    owners; `MISSING` where a run could not put the like there: other objects, or containers that
+    somebody else holds too.
+    """
+    path = path or owner.path
+    place = EntryOwner(owner, keys, path) if keys else owner
+    if isinstance(value, torch.Tensor):
+        left, is_original = recorder.leaving(value, path), recorder.is_original(value)
+        if not is_original and (is_parameter(value) or (value.is_leaf and value.requires_grad)):
+            return MISSING, []
+        if value.grad_fn is not None and not is_original:
+            recorder.program.historic[path] = recorder.history_of(value)
+        return None, [(place, left)]
+    if (slot := recorder.slot_of(value)) is not None:
+        return None, [(place, slot)]
+    if is_plain(value):
+        return value, []
+    is_tuple = type(value) is tuple or (
+        hasattr(type(value), "_make") and not hasattr(value, "__dict__")
+    )
+    if not (type(value) in (list, dict) or is_tuple) or (id(value) in shared and value != ()):
+        return MISSING, []
+    shared.add(id(value))
+    found: list[tuple[Any, int]] = []
+    parts: dict[Any, Any] = {}
+    for key, part in value.items() if type(value) is dict else enumerate(value):
+        if not is_plain(key):
+            return MISSING, []
+        parts[key], entries = _nest(recorder, owner, part, shared, (*keys, key), f"{path}[{key!r}]")
+        if parts[key] is MISSING:
+            return MISSING, []
+        found += entries
+    if type(value) is dict:
+        return parts, found
+    return (as_tuple(type(value), parts.values()) if is_tuple else list(parts.values())), found
+
+
+def _keep_lists(before: list[tuple[StateOwner, Any]]) -> None:
+    """Where the step puts other lists and dictionaries of the same form in the place of those that
+    an optimizer's state holds, puts what is in them into those.
+    """
+    lists = [(owner, held, owner.get()) for owner, held in before if type(held) in (list, dict)]
+    if len({id(now) for _, _, now in lists}) == len(lists):
+        for owner, held, now in lists:
+            if now is not held and _is_alike(held, now):
+                _refill(held, now)
+                owner.set(held)
+
+
+def _is_alike(held: Any, now: Any) -> bool:
+    if type(held) is not type(now):
+        return False
+    if type(held) is list:
+        return len(held) == len(now) and all(map(_is_alike, held, now))
+    if type(held) is dict:
+        return list(held) == list(now) and all(map(_is_alike, held.values(), now.values()))
+    return isinstance(held, torch.Tensor) or same(held, now)
+
+
+def _refill(held: Any, now: Any) -> None:
+    for key, value in list(now.items() if type(now) is dict else enumerate(now)):
+        if type(value) in (list, dict):
+            _refill(held[key], value)
+        else:
+            held[key] = value
+
+
+def _plain_endings(
+    fake_state: FakeState, recorder: Recorder, before: list[tuple[Any, Any]], live: set[str]
+) -> None:
+    """What the step leaves in optimizer state beside tensors.
+
+    Args:
+        before: (owner, value) of what was there and is no live number.
+        live: paths of the live numbers.
+
+    Raises:
+        NumbersChange: where other numbers than the live ones differ from those before.
+    """
+    recorder.program.plain_before = before
+    known = {owner.path: value for owner, value in before}
+    changed, made = set(), list[tuple[StateOwner, Callable[[], Any] | None]]()
+    for owner in state_owners(fake_state.reach, fake_state.parameters, plain=True):
+        value = owner.get()
+        if (slot := recorder.slot_of(value)) is not None and owner.path in known:
+            changed.add(owner.path)
+        elif slot is not None:
+            recorder.program.rebinds.append((owner, slot))
+            if owner.path not in live:
+                made.append((owner, recorder.made_number(slot)))
+        elif owner.path in known and value is known[owner.path]:
+            continue
+        elif not is_plain(value):
+            error = CaptureError(
+                f"{owner.path} is a {type(value).__name__}, which no plan can hold; keep each "
+                "tensor or number under a key of its own",
+                code="optimizer_state",
+            )
+            error.settles = type(value) in (list, dict)
+            raise error
+        elif owner.path not in known and owner.path not in live:
+            recorder.program.plain_state.append((owner, value))
+            recorder.program.absent.append(owner)
+        elif owner.path in known and same(known[owner.path], value):
+            continue
+        elif type(value) in (int, float) and type(value) is type(known.get(owner.path)):
+            changed.add(owner.path)
+        else:
+            raise CaptureError(
+                f"{owner.path} is something else after each step, and no number that the step "
+                "calculates from the one before; keep tensors and numbers there",
+                code="optimizer_state",
+            )
+    if changed:
+        raise NumbersChange(changed)
+    for owner, calculate in made:
+        number = None if calculate is None else calculate()
+        if number is None:
+            recorder.program.unsettled = CaptureError(
+                f"the first step makes {owner.path}, a Python number, from weights or data, and "
+                "the next step uses it; roam.compile captures that step when the first has run. "
+                "To capture both at once, keep it a tensor",
+                code="unsettled",
+            )
+        else:
+            owner.set(number)
+            fake_state.changing.add(owner.path)
+        recorder.program.absent.append(owner)
+    if recorder.program.plain_state or made:
+        recorder.program.state_order = list(
+            state_owners(fake_state.reach, fake_state.parameters, plain=None)
+        )
+
+
+class NumbersChange(Exception):
+    """A step changes Python numbers that its optimizer's state holds: they have to be live."""
+
+    def __init__(self, paths: set[str]) -> None:
+        super().__init__()
+        self.paths = paths
+
+
+class ArgumentsChange(Exception):
+    """A step changes a container among its arguments, or an object that has been taken apart."""
+
+    def refusal(self) -> CaptureError:
+        """What to raise where no such object is."""
+        return CaptureError(
+            "the step changes a list or dictionary among its arguments, which a captured step would not do again; let it work on a "
+            "copy",
+            code="moved",
+        )

@@ -1,0 +1,136 @@
+"""The planner's surface, completed by what needs the rest of the package: FX graphs and reports.
+
+`roam._core` knows neither torch nor reports. What needs them is here: :func:`optimize`, and methods
+that are attached to the classes of `roam._core` when `roam` is imported. Each loads what it needs
+when it is called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal
+
+from roam import _core
+from roam._core import Graph, Plan
+
+if TYPE_CHECKING:
+    from torch.fx import GraphModule
+
+
+def optimize(
+    graph: Graph | GraphModule,
+    streams: int = 1,
+    reuse: bool = True,
+    time_limit_s: float | None = None,
+    exact: Literal["off", "auto", "required"] | str = "auto",
+    progress: Callable[[str, float], Any] | None = None,
+    *,
+    speed: float | None = None,
+    stream_model: Literal["happens_before", "time_step"] | str = "happens_before",
+    enough_bytes: int = 0,
+    worth_bytes: int = 0,
+) -> Plan:
+    """Finds an execution order and a memory layout that use little memory, and proves how little is
+    possible.
+
+    The same graph and settings give the same plan on any number of threads, unless the time limit
+    cuts the search short. No plan is worse than program order. Other Python threads run meanwhile.
+    Ctrl-C ends the search: :class:`roam.PlanningInterrupted`, a ``KeyboardInterrupt``, brings the
+    best plan so far.
+
+    Args:
+        graph: what to plan: a graph, or a `torch.fx.GraphModule` (see `Graph.from_fx`).
+        streams: how many operators may run at once, from 1 to 64.
+        reuse: whether an output may take the memory of an input that dies, where the graph permits
+            it.
+        time_limit_s: wall-clock limit in seconds; at its end the best plan so far is returned, with
+            status ``timed_out``. No limit where None.
+        exact: whether integer programs are solved where that can lower the total or raise the
+            bound, by CBC in processes of their own: ``auto`` (where CBC can be used; the plan says
+            so if not), ``required`` (an error where it cannot, or fails on every program) or
+            ``off``.
+        progress: called on the calling thread with the stage that begins and the share of the work
+            done, in [0, 1]. What it raises ends planning and is raised here.
+        speed: with several streams, how many times as fast as one stream the plan must be, by the
+            model of time. Of the plans found that are, and that take no more bytes than program
+            order, it is the one with the fewest. Where None, those count that are at most five
+            percent slower than the fastest.
+        stream_model: ``happens_before``, whose plans are safe under every timing, or ``time_step``,
+            the model of the literature, for comparison: its plans must not be run.
+        enough_bytes: the search ends once a plan takes no more than this in all, persistent tensors
+            included.
+        worth_bytes: the search ends where it is proved that no plan takes so many bytes less than
+            the best so far.
+
+    Raises:
+        PlanError: the graph cannot be planned as asked; code ``speed_target`` where no plan that
+            was found is as fast as asked for and takes no more bytes than program order.
+        PlanningInterrupted: Ctrl-C; its ``plan`` is the best so far. A second Ctrl-C is a plain
+            ``KeyboardInterrupt``.
+        ValueError: an argument makes no sense.
+    """
+    # What is neither is not worth loading torch for: the planner refuses it.
+    if not isinstance(graph, Graph) and hasattr(graph, "recompile"):
+        graph = Graph.from_fx(graph)
+    return _core.optimize(
+        graph,  # type: ignore[arg-type]
+        streams,
+        reuse,
+        time_limit_s,
+        exact,
+        progress,
+        speed=speed,
+        stream_model=stream_model,
+        enough_bytes=enough_bytes,
+        worth_bytes=worth_bytes,
+    )
+
+
+def _summary(self: Graph) -> str:
+    """What the graph is made of, for people.
+
+    Operators by phase, bytes by kind, what keeps its order, and at which barrier gradients wait for
+    each other.
+    """
+    from roam.report import summary
+
+    return summary(self)
+
+
+def _from_fx(cls: type[Graph], module: GraphModule) -> Graph:
+    """The graph of a `torch.fx.GraphModule`, one operator for each node that calls a kernel.
+
+    Placeholders and attributes are persistent, and results leave the step. Nothing is computed.
+
+    Raises:
+        CaptureError: a node that cannot be planned exactly, or metadata that are missing or
+            symbolic.
+    """
+    from roam.capture.frontends.fx import graph_of
+
+    return graph_of(module)
+
+
+def _apply(self: Plan, module: GraphModule) -> GraphModule:
+    """The same `torch.fx.GraphModule` with its nodes in this plan's order, recompiled.
+
+    It drops each value after its last use. The pool is not applied: kernels get their memory from
+    PyTorch's allocator.
+
+    Raises:
+        PlanError: the plan is not one of this module's, or is for several streams.
+    """
+    from roam.capture.frontends.fx import apply
+
+    return apply(self, module)  # type: ignore[no-any-return]
+
+
+def _attach(owner: type, name: str, method: Callable[..., Any], *, to_class: bool = False) -> None:
+    """Makes the function a method of a class of `roam._core`, whose stub declares it."""
+    method.__name__, method.__qualname__ = name, f"{owner.__name__}.{name}"
+    setattr(owner, name, classmethod(method) if to_class else method)
+
+
+_attach(Graph, "summary", _summary)
+_attach(Graph, "from_fx", _from_fx, to_class=True)
+_attach(Plan, "apply", _apply)

@@ -1,0 +1,37 @@
+"""Checks and branches in a run: the step's code asks about a value that the step computes, and the
+plan assumes one answer.
+
+What the answer is, only a run can tell. So a run asks as soon as it can, and where the answer is
+another one, what was written until then is put back and the user's own function runs in the plan's
+place. A wrong guess costs time, but no bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+
+class CheckFailed(Exception):
+    """A check of the step's code does not pass."""
+
+
+def check(
+    value: Any, expected: bool, copies: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
+) -> None:
+    """Raises `CheckFailed` where a value is not as a plan takes for granted, with what the run has
+    written to put back.
+
+    Args:
+        value: what the code asks about.
+        expected: its truth.
+        copies: what has been written to, each with a copy from before.
+    """
+    if bool(value) is not expected:
+        for tensor, copy in copies:
+            tensor.copy_(copy)
+        raise CheckFailed(
+            "the step's code asks about a value, and the answer is not the one that the plan is for"
+        )

@@ -1,0 +1,412 @@
+"""Compares the programs that two traces recorded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import fields, replace
+from itertools import combinations_with_replacement
+from operator import attrgetter
+from typing import Any
+
+import torch
+
+from roam.program.bits import differ
+from roam.program.ir import Call, Program, Question, Ref, substitute
+from roam.state.equality import same
+from roam.state.references import ArgumentOwner, Skeleton
+from roam.torch_compat.private import OpOverload
+
+_besides_arguments = attrgetter(
+    *(item.name for item in fields(Call) if item.compare and item.name not in ("args", "kwargs"))
+)
+_MOST_SIZES = 4
+"""Sizes that may change at once; where more do, the numbers that they change explain too much."""
+
+
+def difference(first: Program, second: Program) -> str | None:
+    """None where two traces are the same program, else the first thing that differs, for the user
+    to read.
+    """
+    for one, other in zip(first.calls, second.calls, strict=False):
+        if one != other and not _are_resized([one], [other], set()):  # equality knows no NaN
+            return f"{one.name} at {one.source} became {other.name} at {other.source}"
+    if len(first.calls) != len(second.calls):
+        longer = max(first.calls, second.calls, key=len)
+        call = longer[min(len(first.calls), len(second.calls))]
+        return f"{call.name} at {call.source} ran in one trace and not in the other"
+    for what, one_value, other_value in (
+        ("tensors", first.slots, second.slots),
+        ("storages", _blocks(first), _blocks(second)),
+        ("owners", _paths(first.owned), _paths(second.owned)),
+        ("state left behind", _paths(first.rebinds), _paths(second.rebinds)),
+        ("changes of requires_grad", first.flags, second.flags),
+        ("histories ended in place", first.detached, second.detached),
+        ("histories", _histories(first), _histories(second)),
+        ("results' structures", first.result[1], second.result[1]),
+        ("schedulers", [h.path for h in first.after], [h.path for h in second.after]),
+    ):
+        if one_value != other_value:
+            return f"the {what} differ"
+    if not _same_values(first.plain_state, second.plain_state):
+        return "the plain values left behind differ"
+    if not _is_resized(first.result[0], second.result[0], set()):
+        return "the results differ"
+    if not _same_constants(first.constants, second.constants):
+        return "a tensor written out in the step's code has other values"
+    return None
+
+
+def is_resized(known: Program, program: Program) -> bool:
+    """Whether a program is another one for arguments of other sizes: the same calls on the same
+    slots, with the same values.
+
+    Where a whole number is another one, it has to follow from the sizes of arguments that changed,
+    or be one that a tensor has which an earlier call made. So what two traces showed of the first,
+    that nothing unseen decides what the step does or calculates, one trace shows of the second.
+    """
+    sizes = _changed_sizes(known, program)
+    return (
+        known.unsettled is program.unsettled is None
+        and _calls_are_resized(known, program, sizes)
+        and _kinds(known) == _kinds(program)
+        and [storage.creator for storage in known.storages] == [storage.creator for storage in program.storages]
+        and known.entering == program.entering
+        and _paths(known.owned) == _paths(program.owned)
+        and _paths(known.rebinds) == _paths(program.rebinds)
+        and (known.flags, known.detached) == (program.flags, program.detached)
+        and _histories(known) == _histories(program)
+        and known.result[1] == program.result[1]
+        and _is_resized(known.result[0], program.result[0], sizes)
+        and _same_values(known.plain_state, program.plain_state)
+        and _same_values(known.plain_before, program.plain_before)
+        and _same_decisions(known, program)
+        and _same_questions(known, program, sizes)
+        and _same_constants(known.constants, program.constants)
+        and known.split == program.split
+        and known.skippable == program.skippable
+        and len(known.after) == len(program.after)
+        and all(
+            (one.path, one.position) == (two.path, two.position) and _is_resized(one.arguments, two.arguments, sizes)
+            for one, two in zip(known.after, program.after, strict=True)
+        )
+    )  # fmt: skip
+
+
+def share(program: Program, earlier: Program) -> None:
+    """Puts calls, tensors and storages of an earlier program in the place of equal ones, for
+    whoever knows something about these.
+
+    A step's update, say, is the same for every shape of its batch. What is shared is never written
+    to.
+    """
+    pairs = zip(program.calls, earlier.calls, strict=False)
+    for index, (call, known) in enumerate(pairs):
+        if call is not known and (call._known_equal is known or _is_equal(call, known)):
+            program.calls[index] = call._known_equal = known
+    for values, others in ((program.slots, earlier.slots), (program.storages, earlier.storages)):
+        shared: list[Any] = [
+            known if value == known else value for value, known in zip(values, others, strict=False)
+        ]
+        values[: len(shared)] = shared
+
+
+def _is_equal(one: Call, two: Call) -> bool:
+    """Whether two calls are the same to the last bit of their numbers."""
+    return (
+        one.target is two.target
+        and one.outputs == two.outputs
+        and _is_same_nest(one.args, two.args)
+        and _is_same_nest(one.kwargs, two.kwargs)
+        and _besides_arguments(one) == _besides_arguments(two)
+    )
+
+
+def _is_same_nest(one: Any, two: Any) -> bool:
+    if one is two:
+        return True
+    kind = type(one)
+    if kind is not type(two):
+        return False
+    if kind is tuple or kind is list:
+        return len(one) == len(two) and all(map(_is_same_nest, one, two))
+    if kind is dict:
+        return list(one) == list(two) and all(map(_is_same_nest, one.values(), two.values()))
+    return bool(one == two) if kind is Ref else same(one, two)
+
+
+def _histories(program: Program) -> list[tuple[str, Any]]:
+    """How autograd sees the results, and what owners hold afterwards."""
+    named = [*(("", history) for history in program.histories), *program.historic.items()]
+    return [
+        (path, history if isinstance(history, str) else [owner.path for owner in history])
+        for path, history in named
+    ]
+
+
+def _changed_sizes(known: Program, program: Program) -> set[tuple[int, int]]:
+    """What each size of an argument that is another one became, and what products of up to three of
+    them did.
+    """
+    changed = set()
+    for (_, one), (owner, two) in zip(known.owned, program.owned, strict=False):
+        old, new = known.slots[one], program.slots[two]
+        if isinstance(owner, ArgumentOwner) and old is not None and new is not None:
+            changed |= {
+                pair for pair in zip(old.shape, new.shape, strict=False) if pair[0] != pair[1]
+            }
+    products = {
+        (math.prod(old for old, _ in chosen), math.prod(new for _, new in chosen))
+        for count in (1, 2, 3)
+        for chosen in combinations_with_replacement(sorted(changed)[:_MOST_SIZES], count)
+    }
+    return {(old, new) for old, new in products if old and old != new}
+
+
+def _calls_are_resized(known: Program, program: Program, sizes: set[tuple[int, int]]) -> bool:
+    """Whether the calls are the same, each with numbers that follow from the sizes of arguments and
+    of what the calls before it made.
+    """
+    if len(known.calls) != len(program.calls) or len(known.slots) != len(program.slots):
+        return False
+    seen: set[tuple[object, object]] = set()
+    made: set[tuple[int, int]] = set()
+    for one, two in zip(known.calls, program.calls, strict=True):
+        if one is not two and not _are_resized([one], [two], sizes, made):
+            return False
+        for slot in one.outputs:
+            old, new = (None, None) if slot is None else (known.slots[slot], program.slots[slot])
+            if (
+                old is not None
+                and new is not None
+                and old.shape != new.shape
+                and (old.shape, new.shape) not in seen
+            ):
+                seen.add((old.shape, new.shape))
+                made |= _resized(old.shape, new.shape)
+    return True
+
+
+def _resized(old: Sequence[int], new: Sequence[int]) -> set[tuple[int, int]]:
+    """What each size of a tensor that is another one became, and what products of neighbouring ones
+    did.
+    """
+    if len(old) != len(new):
+        return set()
+    ends = range(1, len(old) + 1)
+    runs = [
+        (math.prod(old[start:end]), math.prod(new[start:end]))
+        for end in ends
+        for start in range(end)
+    ]
+    return {(before, after) for before, after in runs if before != after}
+
+
+def _are_resized(
+    known: Sequence[Call],
+    calls: Sequence[Call],
+    sizes: set[tuple[int, int]],
+    made: Collection[tuple[int, int]] = (),
+) -> bool:
+    return len(known) == len(calls) and all(
+        one is two
+        or _besides_arguments(one) == _besides_arguments(two)
+        and _is_resized(one.args, two.args, sizes, made)
+        and _is_resized(one.kwargs, two.kwargs, sizes, made)
+        for one, two in zip(known, calls, strict=True)
+    )
+
+
+def _is_resized(
+    known: Any, value: Any, sizes: set[tuple[int, int]], made: Collection[tuple[int, int]] = ()
+) -> bool:
+    """Whether a nest is another one but for its sizes; `made` has numbers as they are, and no
+    multiples of them.
+    """
+    kind = type(known)
+    if kind is not type(value):
+        return False
+    if kind is Ref:
+        return bool(known == value)
+    if kind is tuple or kind is list or kind is torch.Size:
+        return len(known) == len(value) and all(
+            _is_resized(*pair, sizes, made) for pair in zip(known, value, strict=True)
+        )
+    if kind is dict:
+        return known.keys() == value.keys() and all(
+            _is_resized(known[key], value[key], sizes, made) for key in value
+        )
+    return same(known, value) or (
+        kind is int and ((known, value) in made or _follows(known, value, sizes))
+    )
+
+
+def _follows(old: int, new: int, sizes: set[tuple[int, int]]) -> bool:
+    """Whether a number is the same multiple of sizes that changed as before, or lies one beside it
+    as the last index does.
+    """
+    return any(
+        (old - beside) % size == 0 and (old - beside) // size * resized == new - beside
+        for beside in (0, -1, 1)
+        for size, resized in sizes
+    )
+
+
+def _kinds(program: Program) -> list[Any]:
+    """All of each slot but its sizes."""
+    return [
+        None if meta is None else (len(meta.shape), meta.dtype, meta.device, meta.storage)
+        for meta in program.slots
+    ]
+
+
+def _same_values(known: list[tuple[Any, Any]], others: list[tuple[Any, Any]]) -> bool:
+    return len(known) == len(others) and all(
+        one.path == two.path and _is_resized(_nest(old), _nest(new), set())
+        for (one, old), (two, new) in zip(known, others, strict=True)
+    )
+
+
+def _nest(value: Any) -> Any:
+    return value.nest if isinstance(value, Skeleton) else value
+
+
+def _same_decisions(known: Program, program: Program) -> bool:
+    return len(known.decisions) == len(program.decisions) and all(
+        one.path == two.path and old == new
+        for (one, *old), (two, *new) in zip(known.decisions, program.decisions, strict=True)
+    )
+
+
+def _same_questions(known: Program, program: Program, sizes: set[tuple[int, int]]) -> bool:
+    return len(known.questions) == len(program.questions) and all(
+        same(old, new) and _is_same_question(_numbered(one), _numbered(two), sizes)
+        for (one, old), (two, new) in zip(known.questions, program.questions, strict=True)
+    )
+
+
+def _is_same_question(one: Question, two: Question, sizes: set[tuple[int, int]]) -> bool:
+    return (
+        (one.inputs, one.changed, one.slot) == (two.inputs, two.changed, two.slot)
+        and _are_resized(one.calls, two.calls, sizes)
+        and _same_constants(one.constants, two.constants)
+        and [[owner.path for owner in owners] for owners in one.askers]
+        == [[owner.path for owner in owners] for owners in two.askers]
+    )
+
+
+def _numbered(question: Question) -> Question:
+    """A question with its slots numbered as they come. Those of the recording count what was there
+    before the step, gradients too.
+    """
+    numbers: dict[int, int] = {}
+
+    def number(slot: int) -> int:
+        return numbers.setdefault(slot, len(numbers))
+
+    def renamed(value: Any) -> Any:
+        return substitute(value, lambda ref: Ref(number(ref.slot)))
+
+    calls = [
+        replace(
+            call,
+            args=renamed(call.args),
+            kwargs=renamed(call.kwargs),
+            outputs=tuple(None if slot is None else number(slot) for slot in call.outputs),
+            mutates=tuple(map(number, call.mutates)),
+        )
+        for call in question.calls
+    ]
+    return replace(
+        question,
+        calls=calls,
+        inputs=list(map(number, question.inputs)),
+        changed=frozenset(map(number, question.changed)),
+        constants=[(tensor, number(slot)) for tensor, slot in question.constants],
+        slot=number(question.slot),
+    )
+
+
+def asks_the_same(first: Program, second: Program) -> bool:
+    """Whether two programs take the same for granted of numbers, and ask the same questions."""
+    return _same_decisions(first, second) and _same_questions(first, second, set())
+
+
+def agrees(live: Program, plain: Program) -> bool:
+    """Whether a trace with live numbers runs the kernels of one with plain numbers, on the same
+    values but for those.
+
+    Code that asks for the very type of a number (`type(x) is float`) may take another way with a
+    live one.
+    """
+    kernels, others = (
+        [call for call in program.calls if isinstance(call.target, OpOverload)]
+        for program in (live, plain)
+    )
+    if len(kernels) != len(others):
+        return False
+    literals = set()
+    for one, other in zip(kernels, others, strict=True):
+        if _makes_tensor_of_number(live, one) and (slot := _literal(plain, other)) is not None:
+            literals.add(slot)
+        elif one.target is not other.target or not _fits(
+            live, (one.args, one.kwargs), (other.args, other.kwargs)
+        ):
+            return False
+    constants = [constant for constant in plain.constants if constant[1] not in literals]
+    return _fits(live, live.result[0], plain.result[0]) and _same_constants(
+        live.constants, constants
+    )
+
+
+def _makes_tensor_of_number(program: Program, call: Call) -> bool:
+    """Whether a call is `torch.tensor(x)` of a live number."""
+    return call.target is torch.ops.aten.full.default and any(
+        program.slots[slot] is None for slot in call.refs()
+    )
+
+
+def _literal(program: Program, call: Call) -> int | None:
+    """The constant of which a call is `torch.tensor(x)` of a plain number."""
+    slots = {slot for tensor, slot in program.constants if not tensor.shape}
+    return (
+        next(iter(slots & set(call.refs())), None)
+        if call.target is torch.ops.aten.clone.default
+        else None
+    )
+
+
+def _fits(program: Program, value: Any, plain: Any) -> bool:
+    if isinstance(value, Ref):
+        return isinstance(plain, Ref) or (
+            program.slots[value.slot] is None and type(plain) in (int, float)
+        )
+    if type(value) is not type(plain):
+        return False
+    if isinstance(value, (tuple, list)):
+        return len(value) == len(plain) and all(
+            _fits(program, *pair) for pair in zip(value, plain, strict=True)
+        )
+    if isinstance(value, dict):
+        return value.keys() == plain.keys() and all(
+            _fits(program, value[key], plain[key]) for key in value
+        )
+    return same(value, plain)
+
+
+def _same_constants(
+    first: list[tuple[torch.Tensor, int]], second: list[tuple[torch.Tensor, int]]
+) -> bool:
+    return len(first) == len(second) and all(
+        one.dtype == other.dtype and not differ([one], [other])
+        for (one, _), (other, _) in zip(first, second, strict=True)
+    )
+
+
+def _paths(bindings: list[tuple[Any, int]]) -> list[tuple[str, int]]:
+    return [(owner.path, slot) for owner, slot in bindings]
+
+
+def _blocks(program: Program) -> list[tuple[int, int]]:
+    """Storages without their names, which count the calls that were recorded before."""
+    return [(storage.size_bytes, storage.creator) for storage in program.storages]

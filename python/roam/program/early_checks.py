@@ -1,0 +1,202 @@
+"""Puts checks before what a step changes, so that a run in which one fails leaves no mark.
+
+A step's code may ask about one parameter's gradient when it has updated others already. What the
+answer comes from does not hang on those updates, so it may be asked earlier: what a branch needs is
+moved before all changes of what exists before the step that it does not need. What it does need and
+what changes something (running statistics in the forward pass, an average that the answer is made
+of) is done before it, and a copy of what was there is kept until the last check.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+
+from roam.program.checks import check
+from roam.program.ir import Call, Program, Ref, Storage, TensorMeta, extents, is_dense
+from roam.program.passes import reordered
+
+
+def checks_first(program: Program) -> Program:
+    """The program with every branch before what it does not need and what changes something from
+    before the step.
+
+    Checks keep their order, and the rest is moved no more than that takes. A program that needs no
+    change is returned as it is.
+    """
+    if not any(call.is_check for call in program.calls):
+        return program
+    return _with_copies(program, _order(program))
+
+
+def _order(program: Program) -> list[int]:
+    """Numbers of the calls in their new order."""
+    calls = program.calls
+    branches = [index for index, call in enumerate(calls) if call.is_branch]
+    if not branches:
+        return list(range(len(calls)))
+    needs = _needs(program)
+    needed = set(branches)
+    for index in range(branches[-1], -1, -1):
+        if index in needed:
+            needed |= needs[index]
+    late: set[int] = set()
+    for index in range(branches[-1]):
+        if index not in needed and (
+            _changes(program, calls[index]) or not late.isdisjoint(needs[index])
+        ):
+            late.add(index)
+    if not late:
+        return list(range(len(calls)))
+    # Of what only comes later, and need not, nothing is done before a branch: it would be kept
+    # until the last one is there.
+    early = [
+        index
+        for index in range(branches[-1] + 1)
+        if index in needed or index < branches[0] and index not in late
+    ]
+    is_early = set(early)
+    return early + [index for index in range(len(calls)) if index not in is_early]
+
+
+def _changes(program: Program, call: Call) -> set[int]:
+    """Storages from before the step that a call writes to."""
+    written = map(program.storage_of, call.mutates)
+    return {storage for storage in written if program.storages[storage].creator < 0}
+
+
+def _needs(program: Program) -> list[set[int]]:
+    """Per call, the earlier ones that it has to come after, whatever the order."""
+    makers: dict[int, int] = {}
+    writers: dict[int, int] = {}
+    readers: dict[int, set[int]] = {}
+    drawn: int | None = None
+    found = []
+    for index, call in enumerate(program.calls):
+        slots = call.refs()
+        needs = {makers[slot] for slot in slots if slot in makers}
+        used = {storage for storage in map(program.storage_of, slots) if storage >= 0}
+        needs.update(writers[storage] for storage in used if storage in writers)
+        written = set(map(program.storage_of, call.mutates))
+        for storage in written:
+            needs |= readers.pop(storage, set())
+            writers[storage] = index
+        for storage in used - written:
+            readers.setdefault(storage, set()).add(index)
+        if call.random:
+            needs |= {drawn} if drawn is not None else set()
+            drawn = index
+        makers.update((slot, index) for slot in call.outputs if slot is not None)
+        found.append(needs - {index})
+    return found
+
+
+def _with_copies(program: Program, order: list[int]) -> Program:
+    """The program in an order, with copies of what is written to before a check, for the check to
+    put back.
+    """
+    written: dict[int, int] = {}  # per storage from before the step, the first place at which it is
+    for place, index in enumerate(order):
+        for storage in _changes(program, program.calls[index]):
+            written.setdefault(storage, place)
+    last_branch = max(
+        (place for place, index in enumerate(order) if program.calls[index].is_branch), default=-1
+    )
+    last_check = max(place for place, index in enumerate(order) if program.calls[index].is_check)
+    owned: dict[int, list[int]] = {}
+    trained = set()
+    for owner, slot in program.owned:
+        owned.setdefault(program.storage_of(slot), []).append(slot)
+        if owner.kind in ("parameter", "optimizer_state"):
+            trained.add(program.storage_of(slot))
+    result = replace(
+        program,
+        calls=list(program.calls),
+        slots=list(program.slots),
+        storages=list(program.storages),
+    )
+    copies: dict[int, list[tuple[Ref, Ref]]] = {}  # per place of the first write
+    inserted: dict[int, list[int]] = {}
+    for storage, place in written.items():
+        # An error that comes when all has been updated says so; no copy is kept for that.
+        if place < (last_branch if storage in trained else last_check):
+            pairs = [
+                _add_copy(result, slot, order[place])
+                for slot in _writable(program, owned.get(storage, ()))
+            ]
+            copies.setdefault(place, []).extend((Ref(slot), Ref(copy)) for slot, copy, _ in pairs)
+            inserted.setdefault(place, []).extend(index for _, _, index in pairs)
+    if not copies and order == list(range(len(program.calls))):
+        return program
+    full: list[int] = []
+    held: list[tuple[Ref, Ref]] = []
+    for place, index in enumerate(order):
+        call = program.calls[index]
+        full += inserted.get(place, ())
+        held += copies.get(place, ())
+        if call.is_check and held:
+            result.calls[index] = _holding(result, call, list(held))
+        full.append(index)
+    return reordered(result, full)
+
+
+def _holding(program: Program, call: Call, copies: list[tuple[Ref, Ref]]) -> Call:
+    """A check that puts back what was written to where it fails."""
+    if call.target is check:
+        return replace(call, args=(*call.args[:2], copies))
+    meta = program.slots[call.args[0].slot]
+    if (
+        meta is None or meta.device.type != "cpu"
+    ):  # an asynchronous assertion ends the process's use of the device
+        return call
+    return replace(
+        call, target=check, args=(call.args[0], True, copies), kwargs={}, outputs=(None,)
+    )
+
+
+def _writable(program: Program, slots: Sequence[int]) -> Iterator[int]:
+    """Of the tensors in one storage those to copy: one that fills it, or else all."""
+    whole = next((slot for slot in slots if program.covers(slot)), None)
+    for slot in slots if whole is None else (whole,):
+        meta = program.slots[slot]
+        if meta is not None and all(stride for stride, _ in extents(meta.shape, meta.stride)):
+            yield slot
+
+
+def _add_copy(program: Program, slot: int, writer: int) -> tuple[int, int, int]:
+    """Adds a copy of a tensor to a program: the tensor's slot, the copy's, and the number of the
+    call that makes it.
+    """
+    meta = program.slots[slot]
+    assert meta is not None
+    index, copy, storage = len(program.calls), len(program.slots), len(program.storages)
+    contiguous = tuple(torch.empty(meta.shape, device="meta").stride())
+    is_kept = is_dense(sorted(extents(meta.shape, meta.stride)))
+    kwargs = {"memory_format": torch.preserve_format if is_kept else torch.contiguous_format}
+    program.slots.append(
+        TensorMeta(
+            meta.shape, meta.stride if is_kept else contiguous, 0, meta.dtype, meta.device, storage
+        )
+    )
+    size_bytes = meta.dtype.itemsize * torch.Size(meta.shape).numel()
+    program.storages.append(
+        Storage(size_bytes, index, f"copy of {program.storages[meta.storage].name}")
+    )
+    source = program.calls[writer]
+    program.calls.append(
+        Call(
+            torch.ops.aten.clone.default,
+            (Ref(slot),),
+            kwargs,
+            (copy,),
+            False,
+            source.phase,
+            source.source,
+        )
+    )
+    return slot, copy, index
+
+
+__all__ = ["checks_first"]

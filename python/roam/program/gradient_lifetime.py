@@ -1,0 +1,88 @@
+"""Decides which gradients outlive a step."""
+
+from __future__ import annotations
+
+import functools
+import operator
+
+from roam.program.ir import Program
+from roam.state.references import (
+    ArgumentOwner,
+    AttributeOwner,
+    EntryOwner,
+    GradientOwner,
+    PlaceOwner,
+)
+
+
+def settle_gradients(program: Program, carried: set[str], keep_grads: bool) -> None:
+    """Lets those gradients outlive the step that the next step looks at, that no optimizer has used
+    up, or all where the caller wants so.
+    """
+    owned = {owner.path for owner, _ in program.owned}
+    used_up = set() if keep_grads else _used_up(program)
+    rebinds = []
+    for owner, slot in program.rebinds:
+        is_gradient = isinstance(owner, GradientOwner)
+        if not is_gradient or owner.path not in used_up or owner.path in carried:
+            rebinds.append((owner, slot))
+        if is_gradient and owner.path not in owned and owner.path not in carried:
+            program.dropped.append(owner)
+        elif isinstance(owner, (ArgumentOwner, AttributeOwner, EntryOwner)):
+            continue  # guarded with the arguments, or it may hold anything before
+        elif owner.path not in owned and program.slots[slot] is not None:
+            program.absent.append(owner)
+    program.rebinds = rebinds
+
+
+def _used_up(program: Program) -> set[str]:
+    """Paths of the gradients, as they are after the step, from which it has changed their
+    parameter.
+    """
+    assigned = dict(program.assigned())
+    parameters = {
+        owner.path: {program.storage_of(slot), program.storage_of(assigned.get(slot, slot))}
+        for owner, slot in program.owned
+        if isinstance(owner, PlaceOwner)
+    }
+    gradients = [
+        (owner, program.storage_of(slot))
+        for owner, slot in program.rebinds
+        if isinstance(owner, GradientOwner)
+    ]
+    bits = {storage: 1 << number for number, (_, storage) in enumerate(gradients)}
+    updated: dict[int, int] = {}
+    for owner, storage in gradients:
+        for parameter in parameters[owner.parameter.path]:
+            updated[parameter] = updated.get(parameter, 0) | bits[storage]
+    place_of = functools.partial(_place, program)
+    reached: dict[
+        int, int
+    ] = {}  # per storage, or number as -1 - slot, the gradients that its value comes from
+    used = 0
+    for index, call in enumerate(program.calls):
+        sources = {place: reached.get(place, 0) for place in map(place_of, call.refs())}
+        everything = functools.reduce(operator.or_, sources.values(), 0)
+        made = [
+            slot for slot in call.outputs if slot is not None and _is_made(program, slot, index)
+        ]
+        changed = [place_of(slot) for slot in (*call.mutates, *made)]
+        for place in changed:
+            reached[place] = reached.get(place, 0) | everything | bits.get(place, 0)
+            used &= ~bits.get(place, 0)  # a gradient that is written to again is another one
+        for place in changed:  # fused updates name the gradients that they use up as written to
+            if place in updated:
+                others = (mask for other, mask in sources.items() if other != place)
+                used |= updated[place] & functools.reduce(operator.or_, others, 0)
+    return {owner.path for owner, storage in gradients if used & bits[storage]}
+
+
+def _place(program: Program, slot: int) -> int:
+    storage = program.storage_of(slot)
+    return storage if storage >= 0 else -1 - slot
+
+
+def _is_made(program: Program, slot: int, index: int) -> bool:
+    """Whether a call makes a value, and no view of one."""
+    storage = program.storage_of(slot)
+    return storage < 0 or program.storages[storage].creator == index

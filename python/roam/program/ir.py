@@ -1,0 +1,476 @@
+"""What capture records: a flat list of calls over numbered values.
+
+A `Program` is to the runtime what the graph is to the planner: call `i` of the program is operator
+`i` of the graph. Values live in numbered slots; a slot is a tensor (possibly a view) or a live
+number. Nothing here runs anything.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from roam.torch_compat.private import BelowAutograd, FakeTensor, OpOverload
+
+History = Literal["none", "leaf"] | tuple[Any, ...]
+"""How autograd sees a tensor: as a plain one or one from before the step, as a leaf that requires a
+gradient, as made from such, of which it gives the owners of those from before the step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """Stands for the value of a slot inside a call's arguments or a program's results."""
+
+    slot: int
+
+
+ref_to = functools.cache(Ref)
+"""The one `Ref` of a slot, so that calls which are alike are quick to tell."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a call comes from: dotted module path, the user's file and line ('' and 0 where
+    unknown).
+    """
+
+    module: str = ""
+    file: str = ""
+    line: int = 0
+
+    def __str__(self) -> str:
+        place = f"{self.file}:{self.line}" if self.file else "unknown line"
+        return f"{place} in {self.module}" if self.module else place
+
+
+@dataclass(frozen=True, slots=True)
+class TensorMeta:
+    """A tensor value: what the first run is checked against."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    device: torch.device
+    storage: int
+    """Number of its storage in `Program.storages`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """A memory block: the planner's tensor. Size in bytes."""
+
+    size_bytes: int
+    creator: int
+    """The call that makes it, or -1 where it exists before the step."""
+    name: str
+
+
+@dataclass(slots=True)
+class Call:
+    """One call of one kernel, or of one Python operator on live numbers."""
+
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outputs: tuple[int | None, ...]
+    """Slots of the results in order; None for a result that is one of the arguments, or nothing."""
+    returns_sequence: bool
+    phase: str
+    source: Source
+    mutates: tuple[int, ...] = ()
+    """Slots of the arguments whose memory it changes."""
+    random: bool = False
+    skip_if: int | None = None
+    """Slot of a live number: where it is not zero, a run leaves the call out."""
+    is_check: bool = False
+    """Whether it only raises an error or does not; what comes after it and changes what is there
+    before the step waits for it."""
+    is_branch: bool = False
+    """Whether it is a check of an answer to which the step's code goes on either way."""
+    _known_refs: tuple[Any, Any, int | None, tuple[int, ...]] | None = field(
+        default=None, init=False, repr=False, compare=False
+    )
+    """The arguments and the number that `refs` last looked at, and what it found."""
+    _known_renamed: Call | None = field(default=None, init=False, repr=False, compare=False)
+    """What `renamed` last made of it."""
+    _known_adding: Call | None = field(default=None, init=False, repr=False, compare=False)
+    """What it is where it adds into its first argument."""
+    _known_equal: Call | None = field(default=None, init=False, repr=False, compare=False)
+    """Another that it has been found to be equal to."""
+    _known_placed: tuple[list[Any], Any] | None = field(
+        default=None, init=False, repr=False, compare=False
+    )
+    """What `placed_calls` last looked at, and what it found."""
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        """What to call. An operator of others may have a kernel of its own for autograd, whose
+        doings were recorded one by one; a run goes past it.
+        """
+        if isinstance(self.target, OpOverload) and self.target.namespace not in ("aten", "roam"):
+            return _below_autograd(self.target)
+        return self.target  # type: ignore[no-any-return]
+
+    @property
+    def name(self) -> str:
+        """`aten.add.Tensor` for a kernel, `torch.random.set_rng_state` for a function of PyTorch's,
+        `roam.assign_data` for one of roam's, `float.truediv` for arithmetic on live numbers.
+        """
+        if isinstance(self.target, OpOverload):
+            return _name_of(self.target)
+        module = str(self.target.__module__)
+        is_own = self.is_check or self.target is assign_data
+        owner = "roam" if is_own else module if module.startswith("torch.") else "float"
+        return f"{owner}.{self.target.__name__}"
+
+    def refs(self) -> tuple[int, ...]:
+        """Slots of all that the call needs: its arguments, nested ones included, and the number
+        that may leave it out.
+        """
+        known = self._known_refs
+        if (
+            known is not None
+            and known[0] is self.args
+            and known[1] is self.kwargs
+            and known[2] == self.skip_if
+        ):
+            return known[3]
+        found: list[int] = []
+        _collect(self.args, found)
+        if self.kwargs:
+            _collect(self.kwargs, found)
+        if self.skip_if is not None:
+            found.append(self.skip_if)
+        self._known_refs = self.args, self.kwargs, self.skip_if, tuple(found)
+        return self._known_refs[3]
+
+    def renamed(self, name: Callable[[int], int]) -> Call:
+        """The same call on other slots; asked again for the same ones, the very object, and itself
+        where they are its own.
+
+        So what is found out about the calls of one program holds for those of another that was
+        rewritten alike.
+        """
+        used = self.refs()
+        refs = tuple([name(slot) for slot in used])
+        outputs = tuple([None if slot is None else name(slot) for slot in self.outputs])
+        if refs == used and outputs == self.outputs:
+            return self
+        known = self._known_renamed
+        if known is not None and known.refs() == refs and known.outputs == outputs:
+            return known
+        names = dict(zip(used, refs, strict=True))
+
+        def new(ref: Ref) -> Ref:
+            return ref_to(names[ref.slot])
+
+        # `replace` takes several times as long.
+        self._known_renamed = Call(
+            self.target, substitute(self.args, new) if used else self.args,
+            substitute(self.kwargs, new) if self.kwargs and used else self.kwargs, outputs, self.returns_sequence, self.phase,
+            self.source, tuple([name(slot) for slot in self.mutates]), self.random,
+            None if self.skip_if is None else name(self.skip_if), self.is_check, self.is_branch,
+        )  # fmt: skip
+        return self._known_renamed
+
+    def run(self, values: dict[int, Any]) -> Any:
+        """Runs the call on the values of its slots and puts its results among them."""
+        result = self.function(
+            *substitute(self.args, lambda ref: values[ref.slot]),
+            **substitute(self.kwargs, lambda ref: values[ref.slot]),
+        )
+        for slot, value in zip(
+            self.outputs, result if self.returns_sequence else (result,), strict=True
+        ):
+            if slot is not None:
+                values[slot] = value
+        return result
+
+
+def assign_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
+    """Gives a tensor other data, as in `p.data = x`: it shares the memory of `data` from then on,
+    and its old memory stays with whoever else holds it.
+    """
+    tensor.data = data
+
+
+@dataclass(frozen=True, slots=True)
+class HostCall:
+    """A scheduler's `step`, called inside the user's step and run for real after each run."""
+
+    scheduler: Any
+    path: str
+    arguments: Any
+    """(args, kwargs) with a Ref for every tensor and live number."""
+    position: int
+    """How many calls came before it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A question about values that are there before the step, which decides what the step does.
+
+    Its slots are numbered as in the recording; it is run apart from the program, before it.
+    """
+
+    calls: list[Call]
+    inputs: list[int]
+    """Slots of the values that it looks at."""
+    changed: frozenset[int]
+    """Those that its calls write to, and do to copies: of numbers alone."""
+    constants: list[tuple[torch.Tensor, int]]
+    slot: int
+    source: Source
+    askers: list[tuple[Any, ...]]
+    """Per asker the owners of its inputs."""
+
+    def ask(self, values: list[Any]) -> Any:
+        """The answer for values of the inputs; None where one is fake or not there and nobody can
+        say.
+        """
+        value = self.value(values)
+        return value.item() if isinstance(value, torch.Tensor) else value
+
+    def value(self, values: list[Any]) -> Any:
+        """As `ask`, a tensor where it is one."""
+        if any(
+            isinstance(value, FakeTensor) or not isinstance(value, (torch.Tensor, float, int))
+            for value in values
+        ):
+            return None
+        given = zip(self.inputs, values, strict=True)
+        known = {slot: value.clone() if slot in self.changed else value for slot, value in given}
+        known.update((slot, tensor.clone()) for tensor, slot in self.constants)
+        with torch.no_grad():
+            for call in self.calls:
+                call.run(known)
+        return known[self.slot]
+
+    def has_other_answer(self, answer: Any, lookup: Callable[[Any], Any]) -> bool:
+        """Whether any asker gets another answer now; `lookup` gives an owner's value. Equal numbers
+        are asked about once.
+        """
+        asked = set()
+        for owners in self.askers:
+            values = [lookup(owner) for owner in owners]
+            key = tuple(_number(value) for value in values)
+            if key not in asked and not self._is_answered(values, answer):
+                return True
+            asked.add(key)
+        return False
+
+    def _is_answered(self, values: list[Any], answer: Any) -> bool:
+        try:
+            return is_same_answer(self.ask(values), answer)
+        except Exception:  # noqa: BLE001 - values that the step's kernels do not take; the step itself raises it when it is captured
+            return False
+
+
+def is_same_answer(one: Any, other: Any) -> bool:
+    """Whether two answers have the same type and the same bits."""
+    return type(one) is type(other) and repr(one) == repr(other)
+
+
+def _number(value: Any) -> object:
+    """Equal for values that no question tells apart."""
+    if not isinstance(value, torch.Tensor):
+        return repr(value)
+    return (value.dtype, value.shape, repr(value.item())) if value.numel() == 1 else id(value)
+
+
+@dataclass(slots=True)
+class Program:
+    """A captured step."""
+
+    calls: list[Call] = field(default_factory=list)
+    slots: list[TensorMeta | None] = field(default_factory=list)
+    """Per slot: the tensor's meta, or None for a live number."""
+    storages: list[Storage] = field(default_factory=list)
+    owned: list[tuple[Any, int]] = field(default_factory=list)
+    """(owner, slot): values that are looked up from their owners at every call."""
+    constants: list[tuple[torch.Tensor, int]] = field(default_factory=list)
+    """(real tensor, slot): literal tensors of the user's code."""
+    entering: set[int] = field(default_factory=set)
+    """Storages from before the step that nobody else holds: they die at their last use."""
+    result: Any = None
+    """The step's result: (leaves, pytree spec), each leaf a Ref or a plain constant."""
+    histories: list[History] = field(default_factory=list)
+    """Per leaf of the result, how autograd sees it."""
+    historic: dict[str, History] = field(default_factory=dict)
+    """By the path of the owner among `rebinds`, how autograd sees tensors that are made from such
+    as require a gradient."""
+    rebinds: list[tuple[Any, int]] = field(default_factory=list)
+    """(owner, slot): owners that hold another tensor or live number after the step than before."""
+    flags: list[tuple[int, bool]] = field(default_factory=list)
+    """(slot, flag): tensors from before the step whose `requires_grad` it leaves changed, and to
+    what."""
+    detached: list[int] = field(default_factory=list)
+    """Slots of tensors from before the step whose gradient history it ends in place."""
+    dropped: list[Any] = field(default_factory=list)
+    """Owners of gradients from before the step that are gone after it."""
+    absent: list[Any] = field(default_factory=list)
+    """Owners that must hold nothing before the step: what this program makes, another variant
+    finds."""
+    plain_state: list[tuple[Any, Any]] = field(default_factory=list)
+    """(owner, value): what an optimizer's state, rates and overwritten attributes are after the
+    step, where that is neither tensor nor live number. Of a nest with tensors in it a `Skeleton`,
+    whose entries are rebound."""
+    state_order: list[Any] = field(default_factory=list)
+    """Owners of all state after the step, in its own order, where `plain_state` adds to it."""
+    reshaped: list[tuple[Any, tuple[Any, ...]]] = field(default_factory=list)
+    """(owner, (shape, strides, offset)): arguments whose shape the step changes in place."""
+    overwritten: list[Any] = field(default_factory=list)
+    """Owners of attributes that the step sets before it looks at them, in order."""
+    plain_before: list[tuple[Any, Any]] = field(default_factory=list)
+    """(owner, value): what an optimizer's state must hold before the step beside tensors."""
+    decisions: list[tuple[Any, Callable[..., bool], tuple[float, ...], bool]] = field(
+        default_factory=list
+    )
+    """(owner, comparison, constants, answer): what the step's code asked of live numbers."""
+    questions: list[tuple[Question, Any]] = field(default_factory=list)
+    """(question about what is there before the step, its answer at capture)."""
+    stepped: list[Any] = field(default_factory=list)
+    """Optimizers whose `step` the user's step calls."""
+    skippable: list[tuple[Any, int]] = field(default_factory=list)
+    """(optimizer, slot of a live number): its calls have this number for `Call.skip_if`, and leave
+    its state as it was."""
+    split: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Per multi-tensor or fused kernel: how many calls of it the step makes, and of how many calls
+    they became."""
+    guessed: list[str] = field(default_factory=list)
+    """Kernels of which fake ones alone say how their results lie in memory, though real ones may
+    lay them out otherwise."""
+    after: list[HostCall] = field(default_factory=list)
+    """Schedulers to step after the run, in this order."""
+    unsettled: Exception | None = None
+    """Why the step after this one can be captured only when this one has run: it finds what only a
+    run can tell."""
+
+    @property
+    def answers(self) -> tuple[bool, ...]:
+        """What it takes for granted where the step's code goes on either way, in the order in which
+        the code asks.
+        """
+        return tuple(call.args[1] for call in self.calls if call.is_branch)
+
+    def persists(self, storage: int) -> bool:
+        """Whether a storage exists before the step and after it."""
+        return self.storages[storage].creator < 0 and storage not in self.entering
+
+    def storage_of(self, slot: int) -> int:
+        """Number of the storage that a slot's tensor is in; -1 for a live number."""
+        meta = self.slots[slot]
+        return -1 if meta is None else meta.storage
+
+    def outgoing(self) -> set[int]:
+        """Slots whose values outlive the step: results, what owners hold afterwards, data that is
+        assigned to tensors, schedulers' arguments, what was left out.
+        """
+        outgoing = set(refs(self.result[0])) | {
+            slot for _, slot in (*self.rebinds, *self.skippable)
+        }
+        outgoing.update(slot for host_call in self.after for slot in refs(host_call.arguments))
+        outgoing.update(data for _, data in self.assigned())
+        return outgoing
+
+    def assigned(self) -> list[tuple[int, int]]:
+        """(slot of a tensor from before the step, slot of its data afterwards), where that is other
+        memory or another view.
+        """
+        return [
+            (call.args[0].slot, call.args[1].slot)
+            for call in self.calls
+            if call.target is assign_data
+        ]
+
+    def leaving(self) -> set[int]:
+        """Storages that the step makes and that outlive it."""
+        made = {self.storage_of(slot) for slot in self.outgoing()}
+        return {number for number in made if number >= 0 and self.storages[number].creator >= 0}
+
+    def covers(self, slot: int) -> bool:
+        """Whether a tensor fills its whole storage, each byte once, in some order of its
+        dimensions.
+        """
+        meta = self.slots[slot]
+        if meta is None:
+            return False
+        size_bytes = math.prod(meta.shape) * meta.dtype.itemsize
+        is_whole = meta.offset == 0 and size_bytes == self.storages[meta.storage].size_bytes
+        return is_whole and is_dense(sorted(extents(meta.shape, meta.stride)))
+
+
+@functools.cache
+def _name_of(operator: OpOverload) -> str:
+    return str(operator)
+
+
+@functools.cache
+def _below_autograd(operator: OpOverload) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with BelowAutograd():
+            return operator(*args, **kwargs)
+
+    return run
+
+
+def extents(shape: Sequence[int], strides: Sequence[int]) -> list[tuple[int, int]]:
+    """(stride, size) of the dimensions that have more or less than one element."""
+    return [(stride, size) for stride, size in zip(strides, shape, strict=True) if size != 1]
+
+
+def is_dense(extents: Iterable[tuple[int, int]]) -> bool:
+    """Whether (stride, size), innermost first, leave no gap."""
+    expected = 1
+    for stride, size in extents:
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def refs(value: Any) -> list[int]:
+    """Slots of every `Ref` in a nest of tuples, lists and dicts."""
+    found: list[int] = []
+    _collect(value, found)
+    return found
+
+
+def _collect(value: Any, found: list[int]) -> None:
+    kind = type(value)
+    if kind is Ref:
+        found.append(value.slot)
+    elif kind is dict:
+        for item in value.values():
+            _collect(item, found)
+    elif kind is tuple or kind is list:
+        for item in value:
+            # Most are slots and plain values, which need no call of their own.
+            kind = type(item)
+            if kind is Ref:
+                found.append(item.slot)
+            elif kind in _HOLDERS:
+                _collect(item, found)
+
+
+_HOLDERS = frozenset({Ref, dict, tuple, list})
+
+
+def substitute(value: Any, function: Callable[[Ref], Any]) -> Any:
+    """The nest with every `Ref` replaced."""
+    kind = type(value)
+    if kind is Ref:
+        return function(value)
+    if kind is tuple or kind is list:
+        return kind(
+            [substitute(item, function) if type(item) in _HOLDERS else item for item in value]
+        )
+    if kind is dict:
+        return {key: substitute(item, function) for key, item in value.items()}
+    return value

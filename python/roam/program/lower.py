@@ -1,0 +1,369 @@
+"""Lowers a recorded program to the planner's graph: call `i` becomes operator `i`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Literal, Protocol
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+from roam._core import Graph, GraphBuilder
+from roam.program.ir import Call, Program, Ref, substitute
+from roam.program.operators import is_ours
+
+
+class WritesResults(Protocol):
+    """What the planner has to know of a call whose kernel can write its results where a plan wants
+    them.
+    """
+
+    @property
+    def in_place(self) -> tuple[tuple[int, int], ...]:
+        """(slot of an argument, slot of a result): if it dies in the call, the argument may give
+        its memory to the result.
+        """
+
+    @property
+    def workspace_bytes(self) -> int:
+        """What the kernel takes while it runs."""
+
+    @property
+    def by_rows(self) -> bool:
+        """Whether it computes pieces and copies them, which is for a plan to choose."""
+
+
+Residency = Literal["persistent", "enters", "leaves", "unpooled", "step_local"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Operator:
+    """What one call is in every graph of its program."""
+
+    name: str
+    reads: list[int]
+    mutates: list[int]
+    creates: list[int]
+    waits: list[int]
+    """Calls that it comes after and shares no memory with."""
+    flops: int
+
+
+class Lowering:
+    """A program, ready to become graphs that differ in where its results lie.
+
+    A storage becomes a tensor, whatever number of views it has. A view or a live number has no
+    memory of its own: its operator creates nothing, and a control edge leads from it to each
+    operator that uses it.
+
+    Args:
+        program: the program.
+        placed: per call, what `placed_calls` says of it.
+        name: the graphs' name.
+        device: the graphs' device.
+        workspaces: per call, the bytes that its kernel takes beyond its results while it runs,
+            where that is known.
+        notes: what to say of the graphs to people.
+        estimate: what the graphs may be wrong about; empty where they are exact.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        placed: Sequence[WritesResults | None],
+        *,
+        name: str,
+        device: str,
+        workspaces: Mapping[int, int] | None = None,
+        notes: Sequence[tuple[str, str]] = (),
+        estimate: str = "",
+    ) -> None:
+        self.program = program
+        self.placed = placed
+        self._name, self._device, self._notes, self._estimate = name, device, notes, estimate
+        self._workspaces = workspaces or {}
+        self._sizes = [storage.size_bytes for storage in program.storages]
+        self._leaving = program.leaving()
+        self._kinds = kinds_of(program, self._leaving)
+        self.operators = list(_operators(program))
+        self._controls = [*_waiting_updates(program), *_first_checks(program)]
+        # Who gets a tensor that is not PyTorch's operator may do with its memory what it likes:
+        # hand it to NumPy, after which it cannot be resized, or read from the start of the storage
+        # instead of the tensor's, as `torch.set_rng_state` does.
+        self._given_away = {
+            program.storage_of(slot)
+            for call in program.calls
+            if not is_ours(call.target) and not call.is_check
+            for slot in call.refs()
+        }
+
+    def graph(
+        self,
+        *,
+        copied_in: Container[int] | None = None,
+        pool: bool = True,
+        order: Sequence[int] | None = None,
+    ) -> Graph:
+        """One graph.
+
+        Args:
+            copied_in: calls that compute into memory of their own and whose results are then copied
+                into the pool; what other calls make whose kernels cannot write there stays outside
+                of it. None: as if every kernel could.
+            pool: whether there is a pool. If not, all that is made and dies in the step lies
+                outside of it.
+            order: numbers of the calls, in an order that they may run in; then they may run in no
+                other.
+        """
+        program = self.program
+        rank = None if order is None else {number: place for place, number in enumerate(order)}
+        builder = GraphBuilder(self._name, device=self._device)
+        if self._estimate:
+            builder.estimate(self._estimate)
+        for topic, text in self._notes:
+            builder.note(topic, text)
+        residencies = self.residencies(copied_in, pool)
+        for storage, kind, residency in zip(
+            program.storages, self._kinds, residencies, strict=True
+        ):
+            builder.tensor(storage.name, storage.size_bytes, kind=kind, residency=residency)
+        for index, (call, operator) in enumerate(zip(program.calls, self.operators, strict=True)):
+            source = call.source
+            copied = self._copied(index, copied_in, residencies)
+            pairs = self._reuse(index, copied)
+            builder.operator(
+                operator.name,
+                reads=operator.reads,
+                creates=operator.creates,
+                mutates=operator.mutates,
+                workspace_bytes=self._workspace_bytes(index, copied),
+                reuse=[pair for pair in pairs if residencies[pair[0]] == residencies[pair[1]]],
+                phase=call.phase,
+                sequence="random" if call.random else None,
+                module=source.module,
+                file=source.file,
+                line=source.line,
+                flops=operator.flops,
+                position=None if rank is None else rank[index],
+            )
+            for maker in operator.waits:
+                builder.control(maker, index)
+        for before, after in (*self._controls, *pairwise(order or ())):
+            builder.control(before, after)
+        return builder.build()
+
+    def residencies(self, copied_in: Container[int] | None, pool: bool) -> list[Residency]:
+        """Where each storage lies; see `graph`."""
+        program, placed = self.program, self.placed
+        residencies: list[Residency] = []
+        for number, storage in enumerate(program.storages):
+            if storage.creator < 0:
+                residencies.append("persistent" if program.persists(number) else "enters")
+            elif number in self._leaving:
+                residencies.append("leaves")
+            elif (
+                pool
+                and number not in self._given_away
+                and (
+                    copied_in is None
+                    or _is_written(placed[storage.creator])
+                    or storage.creator in copied_in
+                )
+            ):
+                residencies.append("step_local")
+            else:
+                residencies.append("unpooled")
+        return residencies
+
+    def workspaces(
+        self, copied_in: Container[int] | None, residencies: Sequence[Residency]
+    ) -> list[int]:
+        """Per call, what it takes beyond its results while it runs, copies that are made of them
+        included.
+        """
+        calls = range(len(self.operators))
+        return [
+            self._workspace_bytes(index, self._copied(index, copied_in, residencies))
+            for index in calls
+        ]
+
+    def _copied(
+        self, index: int, copied_in: Container[int] | None, residencies: Sequence[Residency]
+    ) -> list[int]:
+        """What a call makes that is copied into the pool."""
+        if copied_in is None or index not in copied_in:
+            return []
+        return [
+            number
+            for number in self.operators[index].creates
+            if residencies[number] == "step_local"
+        ]
+
+    def _workspace_bytes(self, index: int, copied: Sequence[int]) -> int:
+        at = self._run_as(index, copied)
+        own = sum(self._sizes[number] for number in copied) if at is None else at.workspace_bytes
+        return own + self._workspaces.get(index, 0)
+
+    def _run_as(self, index: int, copied: Sequence[int]) -> WritesResults | None:
+        """How a call's kernel writes where the plan wants; None if it runs in the ordinary way."""
+        at = self.placed[index]
+        return None if at is not None and at.by_rows and not copied else at
+
+    def _reuse(self, index: int, copied: Sequence[int]) -> list[tuple[int, int]]:
+        """(storage read, storage made): which results may take an argument's memory if that dies in
+        the call.
+        """
+        at = self._run_as(index, copied)
+        if at is not None:
+            # A tensor that is passed twice is one argument's memory.
+            storage_of = self.program.storage_of
+            return list(
+                dict.fromkeys((storage_of(old), storage_of(new)) for old, new in at.in_place)
+            )
+        # When a result is copied to its place, the arguments have been used.
+        size, reads = self._sizes, self.operators[index].reads
+        return [(old, new) for old in reads for new in copied if size[old] == size[new] > 0]
+
+
+def _operators(program: Program) -> Iterator[_Operator]:
+    creates: list[list[int]] = [[] for _ in program.calls]
+    for number, storage in enumerate(program.storages):
+        if storage.creator >= 0:
+            creates[storage.creator].append(number)
+    storages = [-1 if meta is None else meta.storage for meta in program.slots]
+    makers: dict[int, int] = {}
+    for index, call in enumerate(program.calls):
+        used = call.refs()
+        mutated = dict.fromkeys([storages[slot] for slot in call.mutates])
+        touched = dict.fromkeys([storages[slot] for slot in used if storages[slot] >= 0])
+        yield _Operator(
+            call.name,
+            reads=[number for number in touched if number not in mutated],
+            mutates=list(mutated),
+            creates=creates[index],
+            waits=list(dict.fromkeys([makers[slot] for slot in used if slot in makers])),
+            flops=_flops(program, call),
+        )
+        for slot in call.outputs:
+            if slot is not None and storages[slot] not in creates[index]:
+                makers[slot] = index
+
+
+def _flops(program: Program, call: Call) -> int:
+    """Floating-point operations by PyTorch's own formulas; 0 where there is none, as for pointwise
+    operators.
+    """
+    formula = _formula(call.target)
+    if formula is None:
+        return 0
+
+    def shape(slot: int | None) -> tuple[int, ...] | None:
+        meta = None if slot is None else program.slots[slot]
+        return None if meta is None else meta.shape
+
+    def shape_of(ref: Ref) -> tuple[int, ...] | None:
+        return shape(ref.slot)
+
+    shapes = tuple(shape(slot) for slot in call.outputs)
+    made = shapes if call.returns_sequence else shapes[0]
+    try:
+        return int(
+            formula(
+                *substitute(call.args, shape_of), **substitute(call.kwargs, shape_of), out_val=made
+            )
+        )
+    except AssertionError:  # a form of the kernel that the formula does not know
+        return 0
+
+
+@functools.cache
+def _formula(target: Any) -> Any:
+    """PyTorch's own for an operator; None where there is none."""
+    return flop_registry.get(getattr(target, "overloadpacket", None))
+
+
+def _waiting_updates(program: Program) -> Iterator[tuple[int, int]]:
+    """(call, later call): no update starts before the backward pass does, so that a failure in the
+    forward pass leaves them all undone.
+
+    This costs no memory: what an update needs and frees, its gradient, comes later still.
+    """
+    begins = next(
+        (index for index, call in enumerate(program.calls) if call.phase == "backward"), None
+    )
+    if begins is None:
+        return
+    persistent = {number for number, storage in enumerate(program.storages) if storage.creator < 0}
+    for index in range(begins + 1, len(program.calls)):
+        call = program.calls[index]
+        if call.phase == "update" and any(
+            program.storage_of(slot) in persistent for slot in call.mutates
+        ):
+            yield begins, index
+
+
+def _first_checks(program: Program) -> Iterator[tuple[int, int]]:
+    """(call, later call): nothing that exists before the step is changed before a check that comes
+    first in the program; checks keep their order.
+    """
+    check = -1
+    for index, call in enumerate(program.calls):
+        changed = map(program.storage_of, call.mutates)
+        if check >= 0 and (
+            call.is_check or any(program.storages[number].creator < 0 for number in changed)
+        ):
+            yield check, index
+        if call.is_check:
+            check = index
+
+
+def _is_written(placed: WritesResults | None) -> bool:
+    """Whether a kernel writes where a plan wants it, without a copy."""
+    return placed is not None and not placed.by_rows
+
+
+def kinds_of(program: Program, leaving: Iterable[int]) -> list[str]:
+    """The kind of each storage; `leaving` are those that the step makes and that outlive it."""
+    kinds = ["temporary"] * len(program.storages)
+    backward = [call for call in program.calls if call.phase == "backward"]
+    used_in_backward = {program.storage_of(slot) for call in backward for slot in call.refs()}
+    for number, storage in enumerate(program.storages):
+        is_used = storage.creator >= 0 and number in used_in_backward
+        if is_used and program.calls[storage.creator].phase in ("forward", "loss"):
+            kinds[number] = "activation"
+    for call in program.calls:
+        if call.phase == "update":
+            for slot in call.refs():
+                number = program.storage_of(slot)
+                creator = program.storages[number].creator if number >= 0 else -1
+                if creator >= 0 and program.calls[creator].phase == "backward":
+                    kinds[number] = "gradient"
+    for number in leaving:
+        kinds[number] = "output"
+    for owner, slot in program.rebinds:
+        if program.slots[slot] is not None:
+            kinds[program.storage_of(slot)] = owner.kind
+    owned = {slot: owner.kind for owner, slot in program.owned if program.slots[slot] is not None}
+    for tensor, data in program.assigned():
+        kinds[program.storage_of(data)] = owned[tensor]
+    for slot, kind in owned.items():
+        kinds[program.storage_of(slot)] = kind
+    for _, slot in program.constants:
+        kinds[program.storage_of(slot)] = "buffer"
+    return kinds
+
+
+def device_of(program: Program) -> torch.device:
+    """The device that most of the step's bytes are on."""
+    sizes: dict[torch.device, int] = {}
+    seen: set[int] = set()
+    for meta in program.slots:
+        if meta is not None and meta.storage not in seen:
+            seen.add(meta.storage)
+            sizes[meta.device] = (
+                sizes.get(meta.device, 0) + program.storages[meta.storage].size_bytes
+            )
+    return max(sizes, key=lambda device: sizes[device]) if sizes else torch.device("cpu")

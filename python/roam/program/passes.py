@@ -1,0 +1,344 @@
+"""Rewrites of a recorded program that change neither results nor what eager PyTorch does."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from roam.program.ir import (
+    Call,
+    HostCall,
+    Program,
+    Ref,
+    Storage,
+    TensorMeta,
+    assign_data,
+    ref_to,
+    substitute,
+)
+from roam.state.references import GradientOwner, StateOwner
+
+aten = torch.ops.aten
+
+
+def accumulate_in_place(program: Program) -> None:
+    """Adds a gradient into one that dies there, as autograd's engine does.
+
+    The engine adds the second gradient of a tensor into the first where nobody else holds it. Under
+    a fake mode it takes the other branch and makes a third tensor, which eager never has. The sum
+    has the same bits either way.
+    """
+    last_use = _last_uses(program)
+    kept = {program.storage_of(slot) for slot in program.outgoing()}
+    views: dict[int, list[int]] = {}
+    for slot, meta in enumerate(program.slots):
+        if meta is not None:
+            views.setdefault(meta.storage, []).append(slot)
+    replaced: dict[int, int] = {}
+    for index, call in enumerate(program.calls):
+        if replaced and not replaced.keys().isdisjoint(call.refs()):
+            call = program.calls[index] = call.renamed(lambda slot: replaced.get(slot, slot))
+        if (
+            call.phase != "backward"
+            or call.target is not aten.add.Tensor
+            or call.kwargs
+            or len(call.args) != 2
+        ):
+            continue
+        left, right = call.args
+        if not isinstance(left, Ref) or not isinstance(right, Ref):
+            continue
+        (out,) = call.outputs
+        old, new, sum_ = program.slots[left.slot], program.slots[right.slot], program.slots[out]  # type: ignore[index]
+        if old is None or new is None or sum_ is None:
+            continue
+        is_ours = program.storages[old.storage].creator >= 0 and old.storage not in kept
+        is_same = (old.shape, old.stride, old.dtype) == (
+            sum_.shape,
+            sum_.stride,
+            sum_.dtype,
+        ) and new.shape == old.shape
+        if (
+            is_ours and is_same and new.storage != old.storage and last_use[old.storage] == index
+            and program.covers(left.slot)
+        ):  # fmt: skip
+            program.calls[index] = _adding(call, left.slot)
+            replaced[out] = left.slot  # type: ignore[index]
+            # Whatever used the sum's storage uses the old gradient's from here on.
+            last_use[old.storage] = last_use[sum_.storage]
+            if sum_.storage in kept:
+                kept.add(old.storage)
+            for slot in views.pop(sum_.storage):
+                program.slots[slot] = replace(program.slots[slot], storage=old.storage)  # type: ignore[type-var]
+                views[old.storage].append(slot)
+    _redirect_results(program, replaced)
+
+
+def prune(program: Program) -> Program:
+    """The program without calls whose results nobody uses and gradients that it only drops; slots
+    numbered anew.
+
+    A program of which nothing can be left out is returned as it is.
+    """
+    needed = program.outgoing()
+    # Storages whose contents matter later: those that persist, and those of needed values.
+    matters = {number for number, storage in enumerate(program.storages) if storage.creator < 0}
+    matters.update(program.storage_of(slot) for slot in needed)
+    calls: list[Call] = []
+    positions: list[int] = []
+    for index in range(len(program.calls) - 1, -1, -1):
+        call = program.calls[index]
+        has_effect = (
+            call.random
+            or call.is_check
+            or not call.outputs
+            or any(program.storage_of(slot) in matters for slot in call.mutates)
+        )
+        if not has_effect and needed.isdisjoint(call.outputs):
+            continue
+        calls.append(call)
+        positions.append(index)
+        for slot in call.refs():
+            needed.add(slot)
+            matters.add(program.storage_of(slot))
+    calls.reverse()
+    moved = {old: new for new, old in enumerate(reversed(positions))}
+    owned = [
+        (owner, slot)
+        for owner, slot in program.owned
+        if slot in needed
+        or not isinstance(owner, GradientOwner)
+        and program.slots[slot] is not None
+    ]
+    constants = [(tensor, slot) for tensor, slot in program.constants if slot in needed]
+    if _is_all(program, calls, owned, constants):
+        return program
+    return _renumber(program, calls, moved, owned, constants)
+
+
+def assign_early(program: Program) -> Program:
+    """The program with data assigned to tensors from before the step as soon as nothing uses their
+    old data any more, and no check is left; the old data then dies there, as in eager PyTorch,
+    where nothing else of the step's holds it.
+
+    The calls name the data and not the tensor, so when it gets the data matters for memory alone.
+    """
+    assigned = dict(program.assigned())
+    if not assigned:
+        return program
+    makers: dict[int, int] = {}
+    last_use: dict[int, int] = {}
+    last_check = -1
+    places: list[tuple[int, bool]] = []
+    for index, call in enumerate(program.calls):
+        if call.target is assign_data:
+            tensor, data = call.refs()
+            places.append(
+                (max(last_use.get(program.storage_of(tensor), -1), makers[data], last_check), True)
+            )
+            continue
+        places.append((index, False))
+        last_check = index if call.is_check else last_check
+        made = [slot for slot in call.outputs if slot is not None]
+        makers.update((slot, index) for slot in made)
+        last_use.update((program.storage_of(slot), index) for slot in (*call.refs(), *made))
+    order = sorted(range(len(program.calls)), key=places.__getitem__)
+    held = {program.storage_of(slot) for slot in program.outgoing()}
+    held.update(program.storage_of(slot) for _, slot in program.owned if slot not in assigned)
+    program.entering = {program.storage_of(slot) for slot in assigned} - held
+    calls = [program.calls[index] for index in order]
+    moved = {old: new for new, old in enumerate(order)}
+    return _renumber(program, calls, moved, program.owned, program.constants)
+
+
+def renumbered(program: Program) -> Program:
+    """The same program with its slots in the order in which `prune` numbers them."""
+    return _renumber(
+        program,
+        program.calls,
+        {index: index for index in range(len(program.calls))},
+        program.owned,
+        program.constants,
+    )
+
+
+def _is_all(program: Program, calls: list[Call], owned: list[Any], constants: list[Any]) -> bool:
+    """Whether these are all that a program has, and it numbers nothing else, with what is there
+    before the step first.
+    """
+    first = [slot for _, slot in (*owned, *constants)]
+    if first != list(range(len(first))):  # a recording comes by constants in its midst
+        return False
+    if (len(calls), len(owned), len(constants)) != (
+        len(program.calls),
+        len(program.owned),
+        len(program.constants),
+    ):
+        return False
+    numbered = set(first)
+    for call in calls:
+        numbered.update(slot for slot in call.outputs if slot is not None)
+    storages = {meta.storage for meta in program.slots if meta is not None}
+    return len(numbered) == len(program.slots) and len(storages) == len(program.storages)
+
+
+def reordered(program: Program, order: Sequence[int]) -> Program:
+    """The same program with its calls in another order; `order` has their numbers."""
+    moved = {old: new for new, old in enumerate(order)}
+    return _renumber(
+        program, [program.calls[old] for old in order], moved, program.owned, program.constants
+    )
+
+
+def with_state(
+    first: Program, later: Program, paths: Collection[str] | None = None
+) -> Program | None:
+    """A first step as it is where the state that it makes is there already; None where a later one
+    finds other things there.
+
+    If it is the later step, then all but the making has been traced twice.
+
+    Args:
+        first: the first step.
+        later: the later one.
+        paths: of what it makes and the later one finds; None: of the optimizers' state.
+    """
+    made = {
+        owner.path: slot
+        for owner, slot in first.rebinds
+        if (isinstance(owner, StateOwner) if paths is None else owner.path in paths)
+        and first.slots[slot] is not None
+    }
+    there = made | {owner.path: slot for owner, slot in first.owned}
+    if there.keys() != {owner.path for owner, _ in later.owned}:
+        return None
+    state = set(made.values())
+    kept = [index for index, call in enumerate(first.calls) if not _only_makes(call, state)]
+    calls = [first.calls[index] for index in kept]
+    used = {slot for call in calls for slot in call.refs()} | first.outgoing()
+    storages = list(first.storages)
+    for path, slot in made.items():
+        storages[first.storage_of(slot)] = replace(
+            storages[first.storage_of(slot)], creator=-1, name=path
+        )
+    return _renumber(
+        replace(
+            first,
+            storages=storages,
+            rebinds=[(o, slot) for o, slot in first.rebinds if o.path not in made],
+        ),
+        calls,
+        {old: new for new, old in enumerate(kept)},
+        [(owner, there[owner.path]) for owner, _ in later.owned],
+        [(tensor, slot) for tensor, slot in first.constants if slot in used],
+    )
+
+
+def _only_makes(call: Call, state: set[int]) -> bool:
+    """Whether a call makes such state and does nothing else."""
+    return (
+        bool(call.outputs)
+        and state.issuperset(call.outputs)
+        and not call.mutates
+        and not call.random
+    )
+
+
+def _renumber(
+    program: Program,
+    calls: list[Call],
+    moved: dict[int, int],
+    owned: list[Any],
+    constants: list[Any],
+) -> Program:
+    slots: dict[int, int] = {}
+    storages: dict[int, int] = {}
+    result = Program()
+
+    def slot_of(old: int) -> int:
+        new = slots.get(old)
+        if new is None:
+            new = slots[old] = len(result.slots)
+            result.slots.append(_meta(program.slots[old]))
+        return new
+
+    def _meta(meta: TensorMeta | None) -> TensorMeta | None:
+        if meta is None:
+            return None
+        if meta.storage not in storages:
+            storages[meta.storage] = len(result.storages)
+            storage = program.storages[meta.storage]
+            creator = moved[storage.creator] if storage.creator >= 0 else -1
+            result.storages.append(Storage(storage.size_bytes, creator, storage.name))
+        if storages[meta.storage] == meta.storage:
+            return meta
+        # `replace` takes several times as long.
+        return TensorMeta(
+            meta.shape, meta.stride, meta.offset, meta.dtype, meta.device, storages[meta.storage]
+        )
+
+    def renamed(value: Any) -> Any:
+        return substitute(value, lambda ref: ref_to(slot_of(ref.slot)))
+
+    result.owned = [(owner, slot_of(slot)) for owner, slot in owned]
+    result.constants = [(tensor, slot_of(slot)) for tensor, slot in constants]
+    result.entering = {storages[number] for number in program.entering if number in storages}
+    result.calls = [call.renamed(slot_of) for call in calls]
+    leaves, spec = program.result
+    result.result = ([renamed(leaf) for leaf in leaves], spec)
+    result.histories, result.historic = program.histories, program.historic
+    result.rebinds = [(owner, slot_of(slot)) for owner, slot in program.rebinds]
+    result.flags = [(slot_of(slot), flag) for slot, flag in program.flags]
+    result.detached = [slot_of(slot) for slot in program.detached]
+    result.dropped = list(program.dropped)
+    result.absent = list(program.absent)
+    result.plain_state = list(program.plain_state)
+    result.state_order = list(program.state_order)
+    result.reshaped = list(program.reshaped)
+    result.overwritten = list(program.overwritten)
+    result.decisions = list(program.decisions)
+    result.plain_before = list(program.plain_before)
+    result.questions = list(program.questions)
+    result.split = program.split
+    result.unsettled = program.unsettled
+    result.stepped = list(program.stepped)
+    result.skippable = [(optimizer, slot_of(slot)) for optimizer, slot in program.skippable]
+    result.after = [
+        HostCall(h.scheduler, h.path, renamed(h.arguments), h.position) for h in program.after
+    ]
+    return result
+
+
+def _last_uses(program: Program) -> dict[int, int]:
+    """The last call that touches each storage."""
+    uses: dict[int, int] = {}
+    for index, call in enumerate(program.calls):
+        for slot in (*call.refs(), *(slot for slot in call.outputs if slot is not None)):
+            uses[program.storage_of(slot)] = index
+    return uses
+
+
+def _adding(call: Call, slot: int) -> Call:
+    """The sum of two gradients, written into the first."""
+    known = call._known_adding
+    if known is None:
+        known = call._known_adding = replace(
+            call, target=aten.add_.Tensor, mutates=(slot,), outputs=(None,)
+        )
+    return known
+
+
+def _redirect_results(program: Program, replaced: dict[int, int]) -> None:
+    def new(ref: Ref) -> Ref:
+        return Ref(replaced.get(ref.slot, ref.slot))
+
+    leaves, spec = program.result
+    program.result = (substitute(leaves, new), spec)
+    program.rebinds = [(owner, replaced.get(slot, slot)) for owner, slot in program.rebinds]
+    program.after = [
+        HostCall(h.scheduler, h.path, substitute(h.arguments, new), h.position)
+        for h in program.after
+    ]

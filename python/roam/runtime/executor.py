@@ -1,0 +1,243 @@
+"""Executes a program by a plan, out of a static pool or of the ordinary allocator.
+
+The first run of a plan goes through `Executor.run_checked`, call by call, and compares every result
+with what capture said; later ones run the plan's text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from roam._core import Plan
+from roam.kernels.calls import Placed
+from roam.kernels.substitutes import UNINITIALIZED
+from roam.program.bits import differ
+from roam.program.ir import Call, Program, substitute
+from roam.runtime.bindings import POISON, Bindings
+from roam.runtime.codegen import GeneratedSource
+from roam.runtime.divergence import PlannedValues
+from roam.runtime.first_run import Check
+from roam.runtime.pool import Pool
+from roam.runtime.streams import Streams
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Where a run stopped."""
+
+    step: int
+    """Place in the plan's order of the call that raised."""
+    call: Call
+
+
+class Executor:
+    """One program by one plan.
+
+    Args:
+        program: the program.
+        placed: per call, what `placed_calls` says of it.
+        plan: a plan of the program's graph.
+        streams: the device's streams, where the plan is for several. The first run uses one, in
+            launch order, which is one of the timings that the plan allows.
+        pool: where the plan's offsets are; None: every tensor comes from the ordinary allocator,
+            and only the plan's order and reuse count.
+        poison: whether to fill every range of the pool as soon as its tensor dies, so that whoever
+            still reads it is found out.
+        proven: whether tests have established, with this very PyTorch, that the placed kernels give
+            the ordinary bits. If not, the first run compares them, and what differs is run as ever
+            from then on.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        placed: Sequence[Placed | None],
+        plan: Plan,
+        *,
+        pool: Pool | None = None,
+        streams: Streams | None = None,
+        poison: bool = False,
+        proven: bool = True,
+    ) -> None:
+        self.program = program
+        self.bindings = Bindings(program, placed, plan, pool=pool, poison=poison)
+        self.generated: GeneratedSource | None = None
+        """What later runs run; there after the first that left out no call, and so has checked them
+        all."""
+        self._plan = plan
+        self._streams = streams
+        self._proven = proven
+        self._watcher: PlannedValues | None = None
+
+    def watch(self, watcher: PlannedValues | None) -> None:
+        """From now on the watcher notes what each call makes; None: no more."""
+        self._watcher = watcher
+        if self.generated is not None:
+            self.generated = GeneratedSource(self.bindings, self._plan, self._streams, watcher)
+
+    def held(self) -> AbstractContextManager[None]:
+        """Around a run: keeps the pool, if there is one, with as many bytes as the plan needs; see
+        `Pool.held`.
+        """
+        pool = self.bindings.pool
+        return nullcontext() if pool is None else pool.held(self.bindings.pool_bytes)
+
+    def run(self, inputs: list[Any]) -> tuple[Any, list[Any], list[Any], list[Any]]:
+        """What `Bindings.outgoing` says; None for what was left out.
+
+        `run_checked` comes first; both run inside `held`.
+
+        Args:
+            inputs: values of `Program.owned`, then of `Program.constants`, in their order. The list
+                is emptied, so that what nobody else holds is gone after its last use.
+        """
+        assert self.generated is not None, "the first run is checked"
+        with nullcontext() if self._streams is None else self._streams.entered():
+            return self.generated.run(inputs)
+
+    def run_checked(self, inputs: list[Any]) -> tuple[Any, list[Any], list[Any], list[Any]]:
+        """As `run`, comparing shape, strides, dtype, device and storage of every result with the
+        program.
+
+        Raises:
+            ExecutionError: where a kernel does on real tensors what it did not do on fake ones.
+        """
+        bindings = self.bindings
+        check = Check(self.program)
+        bindings.bind()
+        values: dict[int, Any] = {
+            **bindings.views,
+            **dict(zip(bindings.input_slots(), inputs, strict=True)),
+        }
+        inputs.clear()
+        for slot in bindings.input_slots():
+            check.note(slot, values[slot])
+        if bindings.poison:
+            bindings.range(None).fill_(POISON)
+        is_complete = True
+        for step, index in enumerate(bindings.order):
+            call = self.program.calls[index]
+            try:
+                if call.skip_if is None or not values[call.skip_if]:
+                    self._run_one(index, call, values, check)
+                    if self._watcher is not None:
+                        self._watcher.note(
+                            index, [values[slot] for slot in self._watcher.slots(index)]
+                        )
+                else:
+                    is_complete = False
+            except BaseException as error:
+                error._roam_failure = Failure(step, call)  # type: ignore[attr-defined]
+                raise
+            for storage, slots in bindings.dying[step].items():
+                if storage not in bindings.offsets:
+                    for slot in slots:
+                        values.pop(slot, None)
+                elif bindings.is_poisoned(storage, index):
+                    bindings.range(storage).fill_(POISON)
+        if is_complete:
+            self.generated = GeneratedSource(bindings, self._plan, self._streams, self._watcher)
+        values.update((slot, None) for slot in bindings.perhaps_missing() if slot not in values)
+        return bindings.outgoing(lambda ref: values[ref.slot])
+
+    def _run_one(self, index: int, call: Call, values: dict[int, Any], check: Check) -> None:
+        way = self.bindings.way(index)
+        check.before(
+            call,
+            values,
+            {self.bindings.taken.get(storage, -1) for storage in self.bindings.made(index)},
+        )
+        if way == "write":
+            self._write(index, call, values, check)
+            return
+        held = {
+            slot: self.bindings.views[slot] for slot in call.outputs if slot in self.bindings.views
+        }
+        if way == "view" and call.target is torch.ops.aten.as_strided.default:
+            return  # it counts from where the storage begins, which is another one
+        call.run(values)
+        check.after(index, call, values, held)
+        for slot, place in held.items():
+            if way == "copy_in":
+                place.copy_(values[slot])
+            values[slot] = place
+
+    def _write(self, index: int, call: Call, values: dict[int, Any], check: Check) -> None:
+        """Runs a call by its placed kernel, and sees to it that the results are where they were
+        wanted.
+        """
+        outs = []
+        for slot in call.outputs:
+            old = self.bindings.donor(index, slot)  # type: ignore[arg-type]
+            if slot not in self.bindings.views:
+                values[slot] = self.bindings.empty(slot) if old is None else values[old]  # type: ignore[index, arg-type]
+                check.note(slot, values[slot])  # type: ignore[index, arg-type]
+            outs.append(values[slot])  # type: ignore[index]
+        places = [(out.data_ptr(), out.shape, out.stride()) for out in outs]
+        args, kwargs = (
+            substitute(item, lambda ref: values[ref.slot]) for item in (call.args, call.kwargs)
+        )
+        expected = None if self._proven else self._as_ever(call, args, kwargs)
+        function, args, kwargs = self.bindings.placement(index).call(args, kwargs, outs)
+        function(*args, **kwargs)
+        if [(out.data_ptr(), out.shape, out.stride()) for out in outs] != places:
+            check.differs(call, "its kernel did not keep the memory that it was given")
+        check.unchanged(call)
+        if expected is not None and differ(outs, expected):
+            self.bindings.refused.add(index)
+            for out, result in zip(outs, expected, strict=True):
+                out.copy_(result)
+
+    def _as_ever(self, call: Call, args: Any, kwargs: Any) -> tuple[torch.Tensor, ...] | None:
+        """What the call returns by itself, the random generator put back."""
+        if call.target.name() in UNINITIALIZED:
+            return None
+        devices = {
+            meta.device
+            for slot in call.outputs
+            if slot is not None and (meta := self.program.slots[slot])
+        }
+        with torch.random.fork_rng(
+            [device for device in devices if device.type == "cuda"], enabled=call.random
+        ):
+            result = call.target(*args, **kwargs)
+        return tuple(result) if call.returns_sequence else (result,)
+
+    def failure(self, error: BaseException) -> Failure | None:
+        """Which call an exception from `run` or `run_checked` comes from; None if from none."""
+        known: Failure | None = getattr(error, "_roam_failure", None)
+        if known is not None:
+            return known
+        trace: TracebackType | None = error.__traceback__
+        while trace is not None:
+            if self.generated is not None and trace.tb_frame.f_code is self.generated.code:
+                step = self.generated.steps[trace.tb_lineno or 0]
+                if step >= 0:
+                    return Failure(step, self.program.calls[self.bindings.order[step]])
+            trace = trace.tb_next
+        return None
+
+    def changed_before(self, failure: Failure) -> list[str]:
+        """Paths of the owners that the calls up to and with the failing one write to."""
+        storage_of = self.program.storage_of
+        owners = {storage_of(slot): owner.path for owner, slot in self._owned_tensors()}
+        changed: dict[str, None] = {}
+        for index in self.bindings.order[: failure.step + 1]:
+            for slot in self.program.calls[index].mutates:
+                path = owners.get(self.program.slots[slot].storage)  # type: ignore[union-attr]
+                if path is not None:
+                    changed[path] = None
+        return list(changed)
+
+    def _owned_tensors(self) -> list[tuple[Any, int]]:
+        return [
+            (owner, slot)
+            for owner, slot in self.program.owned
+            if self.program.slots[slot] is not None
+        ]

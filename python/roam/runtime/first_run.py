@@ -1,0 +1,168 @@
+"""Compares the first run of a plan, call by call, with what capture said."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any, NoReturn
+
+import torch
+
+from roam.errors import ExecutionError
+from roam.program.bits import differ
+from roam.program.ir import Call, Program, TensorMeta
+from roam.program.operators import is_foreign
+from roam.torch_compat.private import OpOverload, c_pointer, version_of
+
+
+class Check:
+    """Holds a first run against the program: nothing may differ from what was captured under fake
+    tensors.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._storages: dict[int, int] = {}
+        self._versions: list[tuple[torch.Tensor, int]] = []
+        self._contents: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._generator: torch.Tensor | None = None
+
+    def note(self, slot: int, value: Any) -> None:
+        """Notes the storage of a value that is not checked itself."""
+        meta = self._program.slots[slot]
+        if meta is not None:
+            self._storages[meta.storage] = c_pointer(value.untyped_storage())
+
+    def before(self, call: Call, values: dict[int, Any], changed: Collection[int]) -> None:
+        """Notes the state that a call may not change: all arguments but those it mutates and the
+        storages `changed`.
+        """
+        changed = {*changed, *(self._program.storage_of(slot) for slot in call.mutates)}
+        self._versions = [
+            (values[slot], version_of(values[slot]))
+            for slot in call.refs()
+            if self._program.slots[slot] is not None
+            and self._program.storage_of(slot) not in changed
+            and not values[slot].is_inference()  # those have no version
+        ]
+        # A kernel of others may write past the versions.
+        kept = (
+            {tensor.data_ptr(): tensor for tensor, _ in self._versions}
+            if is_foreign(call.target)
+            else {}
+        )
+        self._contents = [(tensor, tensor.clone()) for tensor in kept.values()]
+        if call.random:
+            self._generator = None
+        elif self._generator is None:  # else the call before has left it as it was
+            self._generator = torch.get_rng_state()
+
+    def unchanged(self, call: Call) -> None:
+        """Compares what the call may not change with what was noted before it."""
+        for tensor, version in self._versions:
+            if version_of(tensor) != version:
+                self.differs(call, "it wrote to an argument that its schema does not name")
+        if any(differ([tensor], [content]) for tensor, content in self._contents):
+            self.differs(call, "it wrote to an argument that its schema does not name")
+        is_kernel = isinstance(
+            call.target, OpOverload
+        )  # others are Python's arithmetic, which draws nothing
+        if (
+            is_kernel
+            and self._generator is not None
+            and not torch.equal(self._generator, torch.get_rng_state())
+        ):
+            self.differs(call, "it drew random numbers and does not say so")
+
+    def after(
+        self, index: int, call: Call, values: dict[int, Any], bound: dict[int, torch.Tensor]
+    ) -> None:
+        """Compares the results; views of the pool with those that are `bound`."""
+        self.unchanged(call)
+        made = {meta.storage for slot in bound if (meta := self._program.slots[slot]) is not None}
+        made = {storage for storage in made if self._program.storages[storage].creator == index}
+        for slot in call.outputs:
+            meta = self._program.slots[slot] if slot is not None else None
+            if slot is None or meta is None:
+                continue
+            value = values[slot]
+            if slot in bound and meta.storage not in made:
+                if value.numel() and _place(value) != _place(bound[slot]):
+                    self.differs(call, "its result is not the view that it was at capture")
+                continue
+            if not _is_as_captured(meta, value):
+                for what, expected, actual in _metadata(meta, value):
+                    if expected != actual:
+                        self.differs(
+                            call, f"its result's {what} is {actual}, and was {expected} at capture"
+                        )
+            storage = value.untyped_storage()
+            if (
+                meta.storage in self._storages
+                and self._program.storages[meta.storage].creator != index
+            ):
+                if self._storages[meta.storage] != c_pointer(storage):
+                    self.differs(call, "its result is a copy, and was a view at capture")
+                continue
+            if storage.nbytes() != self._program.storages[meta.storage].size_bytes:
+                size = self._program.storages[meta.storage].size_bytes
+                self.differs(
+                    call, f"its result takes {storage.nbytes()} bytes, and took {size} at capture"
+                )
+            if any(
+                c_pointer(storage) == c_pointer(argument.untyped_storage())
+                for argument in _argument_tensors(call, values)
+            ):
+                self.differs(call, "its result is a view, and had memory of its own at capture")
+            self._storages[meta.storage] = c_pointer(storage)
+
+    def differs(self, call: Call, what: str) -> NoReturn:
+        """Refuses to go on."""
+        remedy = (
+            "; let its fake kernel (`register_fake`) say what the real one does"
+            if is_foreign(call.target)
+            else ""
+        )
+        raise ExecutionError(
+            f"{call.name} at {call.source}: {what}; the plan cannot be trusted{remedy}",
+            code="differs_from_capture", operator=call.name, source=str(call.source),
+        )  # fmt: skip
+
+
+def _argument_tensors(call: Call, values: dict[int, Any]) -> list[torch.Tensor]:
+    return [values[slot] for slot in call.refs() if isinstance(values.get(slot), torch.Tensor)]
+
+
+def _is_as_captured(meta: TensorMeta, value: torch.Tensor) -> bool:
+    """Whether all is the same, what has no meaning included."""
+    layout = value.shape, value.stride(), value.storage_offset(), value.dtype
+    return (
+        layout == (meta.shape, meta.stride, meta.offset, meta.dtype)
+        and value.device.type == meta.device.type
+    )
+
+
+def _metadata(meta: TensorMeta, value: torch.Tensor) -> list[tuple[str, Any, Any]]:
+    compared = [
+        ("shape", meta.shape, tuple(value.shape)),
+        ("dtype", meta.dtype, value.dtype),
+        ("device", meta.device.type, value.device.type),
+    ]
+    if value.numel():
+        # A dimension of one element has no meaningful stride.
+        large = [dimension for dimension, size in enumerate(meta.shape) if size != 1]
+        strides = tuple(meta.stride[d] for d in large if d < value.dim())
+        compared.append(
+            ("strides", strides, tuple(value.stride(d) for d in large if d < value.dim()))
+        )
+        compared.append(("storage offset", meta.offset, value.storage_offset()))
+    return compared
+
+
+def _place(tensor: torch.Tensor) -> tuple[int, torch.dtype, list[tuple[int, int]]]:
+    """Where its elements are."""
+    extents = zip(tensor.shape, tensor.stride(), strict=True)
+    return (
+        tensor.data_ptr(),
+        tensor.dtype,
+        [(size, stride) for size, stride in extents if size != 1],
+    )

@@ -1,0 +1,198 @@
+"""What a compiled step takes of memory: by plan, and as measured."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from roam.program.ir import Call, Program, Ref, Source, Storage, TensorMeta
+from roam.report.table import columns, format_bytes
+from roam.runtime.strategy import Choice
+
+
+@dataclass(frozen=True, slots=True)
+class KeptPlan:
+    """What one kind of calls costs whose plans are kept.
+
+    Attributes:
+        arguments: the arguments that it was captured from.
+        reason: why it was captured.
+        seconds: what capture and planning took.
+        total_bytes: what a step by its plan takes, as in `StepMemory`.
+        pool_bytes: its pool, of which there is one for all plans, as large as the largest; 0
+            without one.
+        host_bytes: Python objects that are kept for it alone.
+    """
+
+    arguments: str
+    reason: str
+    seconds: float
+    total_bytes: int
+    pool_bytes: int
+    host_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class KeptPlans:
+    """All plans that a compiled step keeps, the most recently used first, and for how many kinds of
+    calls it may.
+    """
+
+    plans: tuple[KeptPlan, ...]
+    most: int
+
+    @property
+    def host_bytes(self) -> int:
+        """Python objects that are kept for all of them."""
+        return sum(plan.host_bytes for plan in self.plans)
+
+    def __str__(self) -> str:
+        """A table, a plan a line."""
+        rows = [
+            (
+                plan.arguments, f"{plan.seconds:.2f} s", f"{format_bytes(plan.total_bytes)} a step",
+                f"{format_bytes(plan.host_bytes)} kept", plan.reason,
+            )
+            for plan in self.plans
+        ]  # fmt: skip
+        end = f"{len(rows)} of at most {self.most} kept, with {format_bytes(self.host_bytes)} of Python objects"
+        return f"{columns(rows, right=(1, 2, 3))}\n{end}\n" if rows else f"{end}\n"
+
+
+_ENTERED = (list, tuple, dict, set, frozenset, Call, Program, Ref, Source, Storage, TensorMeta)
+_COUNTED = (*_ENTERED, str, bytes, int, float)
+
+
+def host_bytes(values: Iterable[Any], seen: set[int]) -> int:
+    """Bytes of the Python objects that programs and plans are made of, as far as they are in none
+    that was `seen` before.
+    """
+    left, total = list(values), 0
+    while left:
+        value = left.pop()
+        if id(value) in seen or type(value) not in _COUNTED:
+            continue
+        seen.add(id(value))
+        total += sys.getsizeof(value)
+        if type(value) in _ENTERED:
+            left += gc.get_referents(value)
+    return total
+
+
+@dataclass(frozen=True, slots=True)
+class StepMemory:
+    """The memory of one step by one plan, in bytes.
+
+    Attributes:
+        uses_pool: whether planned tensors lie in the static pool.
+        persistent_bytes: parameters, buffers, optimizer state, the batch: what exists before and
+            after.
+        pool_bytes: the pool; 0 without one.
+        outside_bytes: the most that is alive at once outside of the pool, with what copies into the
+            pool need meanwhile.
+        kernel_bytes: the most that one kernel allocates for itself while it runs, which the totals
+            contain; None where that could not be found out.
+        run_bytes: what a run needs: the larger total of the first step, where one makes the
+            optimizer's state, and of later ones.
+        program_order_bytes: the total of the same operators in eager PyTorch's order, by plan.
+        totals: the planned total of each way of running that was considered; the first is that with
+            PyTorch's allocator.
+        measured_bytes: the most that was allocated at once in one step; None until
+            `Step.measured`.
+        workspace_bytes: the part of it that kernels allocated for themselves; None on CUDA.
+        eager_measured_bytes: the same when the user's own function runs; None until
+            `Step.measured_eagerly`.
+        eager_workspace_bytes: the part of it that kernels allocated for themselves; None on CUDA.
+    """
+
+    uses_pool: bool
+    persistent_bytes: int
+    pool_bytes: int
+    outside_bytes: int
+    kernel_bytes: int | None
+    run_bytes: int
+    program_order_bytes: int
+    totals: tuple[tuple[str, int], ...]
+    measured_bytes: int | None = None
+    workspace_bytes: int | None = None
+    eager_measured_bytes: int | None = None
+    eager_workspace_bytes: int | None = None
+
+    @classmethod
+    def planned(cls, choice: Choice) -> StepMemory:
+        """What a choice promises; nothing is measured yet."""
+        plan = choice.plan
+        pool_bytes = plan.pool_bytes if choice.uses_pool else 0
+        return cls(
+            uses_pool=choice.uses_pool,
+            persistent_bytes=plan.persistent_bytes,
+            pool_bytes=pool_bytes,
+            outside_bytes=choice.total_bytes - plan.persistent_bytes - pool_bytes,
+            kernel_bytes=choice.kernel_bytes,
+            run_bytes=choice.total_bytes,
+            program_order_bytes=choice.eager_bytes,
+            totals=choice.totals,
+        )
+
+    @property
+    def total_bytes(self) -> int:
+        """What the step takes by plan: persistent + pool + outside."""
+        return self.persistent_bytes + self.pool_bytes + self.outside_bytes
+
+    def __str__(self) -> str:
+        """A table, a figure a line."""
+        rows = [
+            (
+                "persistent",
+                self.persistent_bytes,
+                "parameters, buffers, optimizer state, the batch",
+            ),
+            (
+                "pool",
+                self.pool_bytes,
+                "one static block" if self.uses_pool else "none: PyTorch's allocator",
+            ),
+            ("outside", self.outside_bytes, "the most alive at once outside of the pool"),
+            ("total", self.total_bytes, "persistent + pool + outside"),
+            (
+                "run",
+                self.run_bytes,
+                "what a run needs: the larger total of the first step and of later ones",
+            ),
+            (
+                "one kernel",
+                self.kernel_bytes,
+                "the most that one kernel allocates for itself while it runs",
+            ),
+            (
+                "program order",
+                self.program_order_bytes,
+                "the total in eager PyTorch's order, by plan",
+            ),
+            ("measured", self.measured_bytes, "the most allocated at once in a step by the plan"),
+            (
+                "in kernels",
+                self.workspace_bytes,
+                "the part of it that kernels allocated for themselves",
+            ),
+            (
+                "eager",
+                self.eager_measured_bytes,
+                "the most allocated at once in a step of eager PyTorch",
+            ),
+            (
+                "in kernels",
+                self.eager_workspace_bytes,
+                "the part of it that kernels allocated for themselves",
+            ),
+        ]
+        known = [
+            (label, f"{size:,}", format_bytes(size), note)
+            for label, size, note in rows
+            if size is not None
+        ]
+        tried = [(f"by {name}", f"{size:,}", format_bytes(size)) for name, size in self.totals]
+        return "\n\n".join(columns(block, right=(1, 2)) for block in (known, tried)) + "\n"

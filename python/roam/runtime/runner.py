@@ -1,0 +1,489 @@
+"""Runs one variant of a captured step by its plan, on the user's own tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from roam.capture.step import Variant
+from roam.capture.tracing.gradient_history import VIEW, Histories
+from roam.capture.tracing.rng import watched
+from roam.errors import ExecutionError
+from roam.interrupts import interrupts_wait
+from roam.kernels.table import is_proven
+from roam.program.checks import CheckFailed
+from roam.program.ir import Call, Program, TensorMeta
+from roam.runtime.divergence import PlannedValues
+from roam.runtime.executor import Executor, Failure
+from roam.runtime.log import logger
+from roam.runtime.memory_profiler import MemoryTrace, measure_peak
+from roam.runtime.memory_report import StepMemory
+from roam.runtime.pool import Pool
+from roam.runtime.strategy import Choice, Options, choose
+from roam.runtime.streams import CudaStreams
+from roam.runtime.timings import Timings
+from roam.state.arguments import Taker
+from roam.state.equality import MISSING, same, show
+from roam.state.references import (
+    ArgumentOwner,
+    GradientOwner,
+    RateOwner,
+    ScalerOwner,
+    Skeleton,
+    StateOwner,
+)
+from roam.torch_compat.private import (
+    DisableTorchFunction,
+    c_pointer,
+    is_view,
+    pytree,
+    set_step_called,
+    version_of,
+)
+
+
+class PartialUpdate(Exception):
+    """A run failed after it had written to the user's tensors."""
+
+    def __init__(self, error: ExecutionError, owners: list[tuple[Any, Any, int]]) -> None:
+        super().__init__(str(error))
+        self.error = error
+        self.owners = owners
+
+
+class Declined(Exception):
+    """A check in the step's code does not pass. All is as it was before the run.
+
+    `answers`: the first ones that the step's code gets at branches; none where it is no branch.
+    """
+
+    def __init__(self, message: str, answers: tuple[bool, ...] = ()) -> None:
+        super().__init__(message)
+        self.answers = answers
+
+
+class Runner:
+    """Runs one variant of a captured step by its plan."""
+
+    def __init__(
+        self,
+        variant: Variant,
+        options: Options,
+        timings: Timings,
+        *,
+        taker: Taker,
+        is_real: bool = True,
+        earlier: Sequence[Choice] = (),
+        enough_bytes: int = 0,
+    ) -> None:
+        if options.streams > 1 and variant.device.type != "cuda":
+            raise ExecutionError(
+                f"several streams need CUDA, and the step runs on {variant.device.type}; leave "
+                "streams= out",
+                code="streams",
+            )
+        self.name = variant.name
+        self._taker = taker
+        choice = self.choice = choose(
+            variant,
+            pool=options.pool,
+            time_limit_s=options.time_limit_s,
+            streams=options.streams,
+            is_real=is_real,
+            earlier=earlier,
+            enough_bytes=enough_bytes,
+            timings=timings,
+        )
+        program = self._program = choice.program
+        self.plan = choice.plan
+        self.memory = StepMemory.planned(choice)
+        logger.info("%s: %s", self.name, choice)
+        self._device = variant.device
+        self._pool = Pool.of(variant.device) if choice.uses_pool else None
+        streams = None
+        if len(set(self.plan.streams.tolist())) > 1:
+            streams = CudaStreams(variant.device, options.streams, len(self.plan.syncs))
+        self._executor = Executor(
+            program,
+            choice.placed,
+            self.plan,
+            pool=self._pool,
+            streams=streams,
+            poison=options.poison,
+            proven=is_proven(variant.device.type),
+        )
+        self._owners = [owner for owner, _ in program.owned]
+        # Gradients that a run uses up are kept until it is done: it may fail, and be tried again.
+        used = {owner.path for owner in self._owners}
+        self._consumed = [
+            owner
+            for owner in program.dropped
+            if owner.path in used or isinstance(owner, ArgumentOwner)
+        ]
+        self._ignored = [owner for owner in program.dropped if owner not in self._consumed]
+        places = {slot: place for place, (_, slot) in enumerate(program.owned)}
+        self._historic = [
+            (place, program.historic[owner.path])
+            for place, (owner, _) in enumerate(program.rebinds)
+            if owner.path in program.historic
+        ]
+        histories = [*program.histories, *program.historic.values()]
+        self._sources = {
+            owner.path: owner
+            for history in histories
+            if history != "leaf" and history != "none"
+            for owner in history
+        }
+        self._flags = [(places[slot], flag) for slot, flag in program.flags]
+        self._detached = [places[slot] for slot in program.detached]
+        self._has_checks = any(call.is_check for call in program.calls)
+        self._answers = program.answers
+        self._live_state = [
+            (owner, _expected(program.slots[slot]))
+            for owner, slot in program.owned
+            if isinstance(owner, (StateOwner, ScalerOwner, GradientOwner))
+            and program.slots[slot] is not None
+        ]
+        owned = [program.slots[slot] for _, slot in program.owned]
+        self._sharing = _pattern([meta.storage for meta in owned if meta is not None])
+        self._generators = list(_generators(program))
+        self._draws = any(call.random for call in program.calls)
+        self._devices = {meta.device.type for meta in program.slots if meta is not None}
+
+    def state_failure(self) -> str | None:
+        """None where optimizer state and gradients are as this variant finds them, else what is
+        not.
+        """
+        for owner, expected in self._live_state:
+            tensor = owner.get()
+            if tensor is MISSING:
+                return f"{owner.path} does not exist yet"
+            if (tensor.shape, tensor.dtype, tensor.device, tensor.stride()) != expected:
+                return f"{owner.path} has another shape, dtype, device or strides than before"
+        for owner in self._program.absent:
+            if owner.get() is not MISSING:
+                return f"{owner.path} exists already"
+        for owner, comparison, constants, answer in self._program.decisions:
+            number = owner.get()
+            if (
+                not isinstance(number, (float, int))
+                or bool(comparison(number, *constants)) is not answer
+            ):
+                return (
+                    f"{owner.path} is {show(number)} now, with which the step does something else"
+                )
+        for owner, value in self._program.plain_before:
+            if not same(value, owner.get()):
+                return f"{owner.path} changed from {show(value)} to {show(owner.get())}"
+        return None
+
+    def branch_failure(self, known: tuple[bool, ...]) -> str | None:
+        """None where this variant may be for a call whose first answers to branches are known."""
+        return (
+            None if self._answers[: len(known)] == known else "a branch on a value goes another way"
+        )
+
+    def answer_failure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+        """None where numbers and the arguments' values decide as they did at capture, else which
+        question has another answer.
+        """
+        if not self._program.questions:
+            return None
+        leaves = self._taker.take(args, kwargs).leaves
+
+        with self._kernels_alone():
+            for question, answer in self._program.questions:
+                if question.has_other_answer(answer, lambda owner: _found(owner, leaves)):
+                    return f"{question.source} asks about values that change, and the answer is another one"
+        return None
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        program = self._program
+        leaves = self._taker.take(args, kwargs).leaves
+        inputs = [_found(owner, leaves) for owner in self._owners]
+        self._check_inputs(inputs)
+        flagged = [(inputs[place], flag) for place, flag in self._flags]
+        sources = {path: _found(owner, leaves) for path, owner in self._sources.items()}
+        detached = [inputs[place] for place in self._detached]
+        inputs += [tensor for tensor, _ in program.constants]
+        kept = [(owner, owner.get()) for owner in self._ignored] if self._has_checks else []
+        self._drop_ignored()
+        # Not as tensors: those would count as memory of the step.
+        drawn = [generator.get_state().numpy().tobytes() for generator in self._generators]
+        with interrupts_wait():
+            with self._undisturbed(), self._executor.held(), self._kernels_alone():
+                try:
+                    run = (
+                        self._executor.run_checked
+                        if self._executor.generated is None
+                        else self._executor.run
+                    )
+                    result, rebinds, after, skips = run(inputs)
+                except Exception as error:
+                    failure = self._failed(error, drawn)
+                    for owner, gradient in kept if isinstance(failure, Declined) else ():
+                        owner.set(None if gradient is MISSING else gradient)
+                    if failure is error:
+                        raise
+                    raise failure from error
+                histories = Histories(sources)
+                for place, history in self._historic:
+                    rebinds[place] = histories.of(rebinds[place], history)
+                result = histories.all(result, program.histories)
+                self._leave(leaves, rebinds, _skipped(program, skips))
+                for owner, layout in program.reshaped:
+                    leaves[owner.index].as_strided_(*layout)
+                for tensor, flag in flagged:
+                    tensor.requires_grad_(flag)
+                for tensor in detached:
+                    tensor.detach_()
+            for host_call, (arguments, keywords) in zip(program.after, after, strict=True):
+                host_call.scheduler.step(*arguments, **keywords)
+        return pytree.tree_unflatten(result, program.result[1])
+
+    def _undisturbed(self) -> AbstractContextManager[Any]:
+        """Around a run: others neither draw random numbers nor watch who does, where this run does
+        either.
+        """
+        return watched if self._draws or self._executor.generated is None else nullcontext()
+
+    def _leave(self, leaves: list[Any], rebinds: list[Any], skipped: set[int]) -> None:
+        """Puts where they belong what outlives the step, but for the state of optimizers that were
+        skipped.
+        """
+        program = self._program
+        for owner in self._consumed:
+            if isinstance(owner, ArgumentOwner):
+                owner.put(leaves, None)
+            else:
+                owner.set(None)
+        new = [owner for owner in program.overwritten if owner.get() is MISSING]
+        for owner, value in program.plain_state:
+            owner.set(value.build() if isinstance(value, Skeleton) else value)
+        for (owner, _), value in zip(program.rebinds, rebinds, strict=True):
+            if isinstance(owner, ArgumentOwner):
+                owner.put(leaves, value)
+            elif not isinstance(owner, StateOwner) or id(owner.optimizer) not in skipped:
+                owner.set(value)
+        for owner in (*program.state_order, *new):
+            owner.put_last()
+        for optimizer in program.stepped:
+            if id(optimizer) not in skipped:
+                set_step_called(optimizer, True)  # what a scheduler looks for
+
+    @contextmanager
+    def watched(self) -> Iterator[PlannedValues]:
+        """In the block, runs note what each call made."""
+        values = PlannedValues(self._program)
+        self._executor.watch(values)
+        try:
+            yield values
+        finally:
+            self._executor.watch(None)
+
+    def measured(self, work: Callable[[], Any]) -> Any:
+        """The result of a run by the plan; `memory` then tells what it took."""
+        # What a run does before anything else, and what outlasts it, is not its own.
+        self._drop_ignored()
+        with self._executor.held():
+            held_bytes = 0 if self._pool is None else self._pool.nbytes
+        trace = measure_peak(work, device=self._device.type)
+        known_bytes = max(self._entering_bytes() - (trace.unseen_freed_bytes or 0), 0)
+        self.memory = replace(
+            self.memory,
+            measured_bytes=self.memory.persistent_bytes
+            + held_bytes
+            + known_bytes
+            + trace.peak_bytes,
+            workspace_bytes=_workspace(trace),
+        )
+        return trace.value
+
+    def measured_eagerly(self, work: Callable[[], Any]) -> Any:
+        """The result of an eager run of the same step; `memory` then tells what it took."""
+        # Gradients that the last step left are no part of the plan, and eager PyTorch keeps them
+        # until the step drops them.
+        left = [owner.get() for owner in self._ignored]
+        left_bytes = sum(
+            gradient.untyped_storage().nbytes() for gradient in left if gradient is not MISSING
+        )
+        left_bytes += self._entering_bytes()
+        del left
+        trace = measure_peak(work, device=self._device.type)
+        known_bytes = max(left_bytes - (trace.unseen_freed_bytes or 0), 0)
+        self.memory = replace(
+            self.memory,
+            eager_measured_bytes=self.memory.persistent_bytes + known_bytes + trace.peak_bytes,
+            eager_workspace_bytes=_workspace(trace),
+        )
+        return trace.value
+
+    def _entering_bytes(self) -> int:
+        """Memory from before the step that dies in it, since its tensors are given other data."""
+        return sum(self._program.storages[number].size_bytes for number in self._program.entering)
+
+    def _drop_ignored(self) -> None:
+        for owner in self._ignored:
+            owner.parameter.get().grad = None
+
+    def held(self) -> list[Any]:
+        """The largest of the Python objects that it is made of."""
+        bindings, text = self._executor.bindings, self._executor.generated
+        held = [
+            self._program,
+            self.choice.placed,
+            bindings.order,
+            bindings.dying,
+            bindings.offsets,
+            bindings.views,
+        ]
+        return held if text is None else [*held, text.source, text.steps]
+
+    def release(self) -> None:
+        """Gives the pool back until the next run."""
+        if self._pool is not None:
+            self._pool.release()
+
+    def _check_inputs(self, inputs: list[Any]) -> None:
+        """The last look before anything is changed."""
+        storages = []
+        for owner, value in zip(self._owners, inputs, strict=True):
+            if isinstance(value, torch.Tensor):
+                storages.append(c_pointer(value.untyped_storage()))
+            elif isinstance(owner, RateOwner) and (
+                type(value) is bool or not isinstance(value, (float, int))
+            ):
+                raise ExecutionError(
+                    f"{owner.path} is a {type(value).__name__}, not a float", code="rate"
+                )
+        for place in self._detached:
+            if is_view(inputs[place]):
+                raise ExecutionError(f"{self._owners[place].path} {VIEW}", code="failed")
+        if _pattern(storages) != self._sharing:
+            raise ExecutionError(
+                "tensors of the step share memory in another way than at capture; tie or untie "
+                "weights before the first call",
+                code="sharing",
+            )
+
+    @contextmanager
+    def _kernels_alone(self) -> Iterator[None]:
+        """The program holds its own backward pass and its own casts: autograd, autocast and
+        function modes stay out.
+        """
+        with ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(DisableTorchFunction())  # modes around the call have been recorded
+            for device in self._devices:
+                if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+                    stack.enter_context(torch.autocast(device, enabled=False))
+            yield
+
+    def _failed(self, error: Exception, drawn: list[bytes]) -> Exception:
+        """What to raise for an error of a run."""
+        failure = self._executor.failure(error)
+        if failure is None:
+            return error
+        changed = self._executor.changed_before(failure)
+        if isinstance(error, CheckFailed):
+            restored = self._restored_by(failure.call)
+            changed = [path for path in changed if path not in restored]
+        where = f"{failure.call.name} at {failure.call.source}"
+        if not changed:
+            for generator, state in zip(self._generators, drawn, strict=True):
+                generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+            if failure.call.is_branch:
+                place = sum(call.is_branch for call in self._program.calls[: self._number(failure)])
+                answers = (*self._answers[:place], not self._answers[place])
+                return Declined(
+                    f"a branch at {failure.call.source} goes the other way than the plan", answers
+                )
+            if failure.call.is_check:
+                return Declined(f"a check at {failure.call.source} does not pass")
+            left = self._executor.bindings.order[failure.step + 1 :]
+            if any(
+                self._program.calls[index].is_branch for index in left
+            ):  # maybe on a way that the step does not go
+                return Declined(f"{where} failed: {error}")
+            if isinstance(error, ExecutionError):
+                return error
+            return ExecutionError(
+                f"{where} failed: {error}. Nothing had been updated yet; fix the cause and call "
+                "the step again", code="failed", operator=failure.call.name,
+                source=str(failure.call.source),
+            )  # fmt: skip
+        owners = [
+            (owner, owner.get())
+            for owner in self._owners
+            if owner.path in set(changed) and not isinstance(owner, ArgumentOwner)
+        ]
+        partial = ExecutionError(
+            f"{where} failed: {error}. Already updated, perhaps in part: {listed(changed)}",
+            code="torn", operator=failure.call.name, source=str(failure.call.source),
+        )  # fmt: skip
+        partial.__cause__ = error
+        return PartialUpdate(
+            partial, [(owner, tensor, version_of(tensor)) for owner, tensor in owners]
+        )
+
+    def _number(self, failure: Failure) -> int:
+        """The number of the call that a run stopped at."""
+        return self._executor.bindings.order[failure.step]
+
+    def _restored_by(self, call: Call) -> set[str]:
+        """Paths of what a check has put back."""
+        program = self._program
+        copies = call.args[2] if len(call.args) > 2 else ()
+        storages = {program.storage_of(original.slot) for original, _ in copies}
+        return {owner.path for owner, slot in program.owned if program.storage_of(slot) in storages}
+
+
+def _found(owner: Any, leaves: list[Any]) -> Any:
+    """What an owner holds at a call with these flattened arguments."""
+    return owner.find(leaves) if isinstance(owner, ArgumentOwner) else owner.get()
+
+
+def _skipped(program: Program, numbers: list[Any]) -> set[int]:
+    """Identities of the optimizers of which every step was left out."""
+    steps = [
+        (id(optimizer), number)
+        for (optimizer, _), number in zip(program.skippable, numbers, strict=True)
+    ]
+    return {optimizer for optimizer, _ in steps} - {
+        optimizer for optimizer, number in steps if not number
+    }
+
+
+def _generators(program: Program) -> Iterator[torch.Generator]:
+    """PyTorch's own random generator, and those that calls are given."""
+    given = {
+        id(value): value for call in program.calls for value in (*call.args, *call.kwargs.values())
+    }
+    yield torch.default_generator
+    yield from (value for value in given.values() if isinstance(value, torch.Generator))
+
+
+def _workspace(trace: MemoryTrace) -> int | None:
+    without = trace.peak_without_workspace_bytes
+    return None if without is None else trace.peak_bytes - without
+
+
+def _expected(meta: TensorMeta | None) -> tuple[Any, ...]:
+    assert meta is not None, "state is made of tensors"
+    return torch.Size(meta.shape), meta.dtype, meta.device, meta.stride
+
+
+def _pattern(storages: list[int]) -> list[int]:
+    """For each storage, the place of the first that is the same."""
+    first: dict[int, int] = {}
+    return [first.setdefault(storage, place) for place, storage in enumerate(storages)]
+
+
+def listed(paths: list[str], most: int = 4) -> str:
+    """Paths for a message, no more than a few of them."""
+    shown = ", ".join(paths[:most])
+    return shown if len(paths) <= most else f"{shown} and {len(paths) - most} more"

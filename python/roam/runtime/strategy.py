@@ -1,0 +1,479 @@
+"""Chooses how a captured step runs: out of a pool or out of the ordinary allocator, and which
+results are copied into the pool.
+
+Everything is decided by planned totals: persistent tensors, the pool, what lives outside it and
+what copies need meanwhile.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Container, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from roam import _core
+from roam._core import Graph, Plan
+from roam.capture.step import Variant
+from roam.errors import GraphError, PlanError
+from roam.garbage import collections_wait
+from roam.kernels.calls import Placed, copyable_calls, placed_calls
+from roam.kernels.fusion import fused
+from roam.kernels.workspace import known, workspaces
+from roam.program.ir import Program
+from roam.program.lower import Lowering
+from roam.runtime.estimate import Estimator
+from roam.runtime.timings import Timings
+
+MAX_PLANS = 64
+"""Kinds of calls of one step or graph for which plans are kept unless the caller says otherwise."""
+WORTH = 0.02
+"""What the pool may cost, as a share of the total: it has no fragmentation, and its addresses and
+size are known before."""
+_NEAR = 0.001
+"""Totals that differ by no more than this share are alike: then the plan is taken that has the most
+in the pool."""
+_MOST_LANDINGS = 4
+_LOOSER = 0.01
+"""By how much a plan in the order of another may take more of program order's bytes than that one
+does, if it is more than nothing that anybody notices."""
+_MUCH = 0.01
+"""The share of what a step makes that is worth a plan."""
+_MOST_POOLED = 4
+"""Plans with a pool; the estimates by which they are chosen are seldom wrong by more than
+`_MARGIN`."""
+_MARGIN = 0.02
+_UNNOTICED_BYTES = 2**20
+"""Nobody waits for a plan that takes so little less."""
+_MOST_KNOWN = 64
+"""Plans that are kept for equal graphs."""
+
+
+_OF_ORDER = (
+    "order", "offsets", "reuse", "peak_bytes", "pool_peak_bytes", "pool_bytes", "outside_bytes", "total_bytes", "candidates",
+)  # fmt: skip
+"""What a plan says that hangs on nothing but its order and layout."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How plans are made and run; see `roam.compile`."""
+
+    time_limit_s: float | None = None
+    pool: bool | None = None
+    poison: bool = False
+    streams: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """How a step runs.
+
+    Attributes:
+        program: the step, with pairs of calls as one where that takes less memory.
+        placed: per call of it, how its kernel can write where a plan wants.
+        graph: the step, with the residencies that this way of running gives its tensors.
+        plan: a plan of `graph`, verified.
+        uses_pool: whether planned tensors lie in a pool; if not, all come from the ordinary
+            allocator.
+        eager_graph: the step as it was captured, with what its kernels take for themselves, as if
+            every kernel could write where a plan wants.
+        eager_bytes: the most memory that the step takes as eager PyTorch orders it.
+        kernel_bytes: the most that one kernel of it takes for itself while it runs; None where
+            nobody could tell, and no plan knows.
+        copied_in: with a pool, the calls whose results are copied into it.
+        is_searched: whether the plan's order was searched for; if not, it is that of another plan
+            of the same calls.
+        totals: what each way that was tried comes to, in bytes; the first is the ordinary
+            allocator's, where that was tried.
+    """
+
+    program: Program
+    placed: list[Placed | None]
+    graph: Graph
+    plan: Plan
+    uses_pool: bool
+    eager_graph: Graph
+    eager_bytes: int
+    kernel_bytes: int | None
+    copied_in: frozenset[int] = frozenset()
+    is_searched: bool = True
+    totals: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def total_bytes(self) -> int:
+        """The most memory that the step takes by plan."""
+        return self.plan.total_bytes
+
+    @property
+    def share(self) -> float:
+        """What the step takes beside what persists, of what it takes in program order."""
+        persistent_bytes = self.plan.persistent_bytes
+        return (self.total_bytes - persistent_bytes) / max(self.eager_bytes - persistent_bytes, 1)
+
+    @property
+    def made_bytes(self) -> int:
+        """All that the step makes, one result after another."""
+        return sum(storage.size_bytes for storage in self.program.storages if storage.creator >= 0)
+
+    @property
+    def pooled_bytes(self) -> int:
+        """How much of `made_bytes` lies in the pool."""
+        places = zip(self.program.storages, self.plan.offsets, strict=True)
+        return (
+            sum(storage.size_bytes for storage, offset in places if offset >= 0)
+            if self.uses_pool
+            else 0
+        )
+
+    def __str__(self) -> str:
+        """One honest line: planned, program order, lower bound."""
+        persistent_bytes = self.plan.persistent_bytes
+        planned, program_order, least, beside = (
+            size_bytes / 2**20
+            for size_bytes in (
+                self.total_bytes - persistent_bytes, self.eager_bytes - persistent_bytes,
+                self.plan.total_lower_bound_bytes - persistent_bytes, persistent_bytes,
+            )
+        )  # fmt: skip
+        return (
+            f"{planned:.1f} MiB by plan, {'with' if self.uses_pool else 'without'} a pool; "
+            f"{program_order:.1f} MiB in program order; at least {least:.1f} MiB in any plan; "
+            f"parameters, state and batch not counted: {beside:.1f} MiB"
+        )
+
+
+def is_disabled() -> bool:
+    """Whether the environment says ``ROAM_DISABLE=1``: nothing is planned then."""
+    return os.environ.get("ROAM_DISABLE", "0") not in ("", "0")
+
+
+def choose(
+    variant: Variant,
+    *,
+    pool: bool | None,
+    time_limit_s: float | None,
+    streams: int = 1,
+    is_real: bool = True,
+    earlier: Iterable[Choice] = (),
+    enough_bytes: int = 0,
+    timings: Timings | None = None,
+) -> Choice:
+    """The way of the least total.
+
+    Args:
+        variant: a captured step.
+        pool: whether to use a pool; None: where that costs next to nothing, see `WORTH`.
+        time_limit_s: limit for all planning together, in seconds. The first plan is always made.
+        streams: how many operators may run at once; more than one need a pool, whose layout is safe
+            under every timing.
+        is_real: whether the step is of real tensors, so that kernels may be run to find out what
+            they take for themselves.
+        earlier: choices of the same step for other sizes. Where one has the same calls, its way and
+            its order are tried first, and nothing is searched if they do as well as they did.
+        enough_bytes: a total that the process needs anyway: no search goes on below it.
+        timings: what this takes is added to it.
+    """
+    timings = timings or Timings()
+    with collections_wait(), timings.running(timings.plan):
+        return _Chooser(variant, time_limit_s, streams, enough_bytes, timings).choose(
+            pool, is_real, earlier
+        )
+
+
+class _Chooser:
+    """Makes the plans of one step, with the effort that they are worth."""
+
+    def __init__(
+        self,
+        variant: Variant,
+        time_limit_s: float | None,
+        streams: int,
+        enough_bytes: int,
+        timings: Timings,
+    ) -> None:
+        self._variant = variant
+        self._deadline = None if time_limit_s is None else time.monotonic() + time_limit_s
+        self._streams = streams
+        self._enough_bytes = enough_bytes
+        self._timings = timings
+
+    def choose(self, pool: bool | None, is_real: bool, earlier: Iterable[Choice]) -> Choice:
+        variant = self._variant
+        program, placed = variant.program, variant.placed
+        taken = self._workspaces(program, placed) if is_real else None
+        kernel_bytes = None if taken is None else max(taken.values(), default=0)
+        eager_graph = self._eager_graph(taken)
+        eager_bytes = (
+            eager_graph.persistent_bytes + _core.baseline(eager_graph, reuse=False).peak_bytes
+        )
+        if (joined := fused(program, variant.device)) is not program:
+            program, placed = joined, placed_calls(joined, variant.device)
+            taken = self._workspaces(program, placed) if taken else taken
+        lowering = self._lowering(program, placed, taken)
+        made = partial(
+            Choice,
+            program,
+            placed,
+            eager_graph=eager_graph,
+            eager_bytes=eager_bytes,
+            kernel_bytes=kernel_bytes,
+        )
+        alike = [
+            one for one in earlier if one.is_searched and _has_same_calls(one.program, program)
+        ]
+        like = min(
+            alike, key=lambda one: abs(math.log(one.eager_bytes / eager_bytes)), default=None
+        )
+        if (
+            like is not None
+            and self._streams == 1
+            and (again := self._as_before(like, lowering, made)) is not None
+        ):
+            return again
+        graph = lowering.graph(pool=False)
+        plan = self._planned(graph, self._enough_bytes)
+        ordinary = made(graph, plan, False)
+        most = (
+            eager_bytes if self._streams > 1 else min(plan.total_bytes * (1 + WORTH), eager_bytes)
+        )
+        names, pooled = ["allocator"], list[Choice]()
+        for name, copied_in in (
+            self._copy_choices(ordinary, lowering, most, pool) if pool is not False else ()
+        ):
+            if (
+                self._deadline is not None
+                and time.monotonic() > self._deadline
+                and (pooled or pool is None)
+            ):
+                break
+            graph = lowering.graph(copied_in=copied_in)
+            enough_bytes = max(self._enough_bytes, _alike(ordinary.total_bytes))
+            pooled.append(
+                made(graph, self._planned(graph, enough_bytes), True, copied_in=copied_in)
+            )
+            names.append(name)
+            if self._streams > 1 or pooled[-1].total_bytes <= enough_bytes:
+                break
+        best = _best(pooled, variant.runs_once) if pooled else ordinary
+        if pool is None and best.total_bytes > most:
+            best = ordinary
+        totals = zip(names, [choice.total_bytes for choice in (ordinary, *pooled)], strict=True)
+        return replace(best, totals=tuple(totals))
+
+    def _as_before(
+        self, like: Choice, lowering: Lowering, made: Callable[..., Choice]
+    ) -> Choice | None:
+        """The same calls for other sizes, run in the same way and order; None where that takes more
+        than it did there.
+        """
+        how: dict[str, Any] = {"copied_in": like.copied_in} if like.uses_pool else {"pool": False}
+        order = [int(index) for index in like.plan.order]
+        try:
+            ordered = lowering.graph(**how, order=order)
+        except (
+            GraphError
+        ):  # views and copies, say, lie otherwise, and the order is none of this step's
+            return None
+        graph = lowering.graph(**how)
+        plan = _transferred(self._planned(ordered, self._enough_bytes), graph)
+        if plan is None:
+            return None
+        choice = made(graph, plan, like.uses_pool)
+        choice = replace(choice, copied_in=like.copied_in, is_searched=False)
+        is_copyable = (
+            like.copied_in
+            <= copyable_calls(choice.program, choice.placed, self._variant.device).keys()
+        )
+        if (
+            not is_copyable
+            or choice.total_bytes > choice.eager_bytes
+            or not _is_alike(choice, like)
+        ):
+            return None
+        name = "earlier order with a pool" if like.uses_pool else "earlier order with the allocator"
+        return replace(choice, totals=((name, choice.total_bytes),))
+
+    def _eager_graph(self, taken: dict[int, int] | None) -> Graph:
+        """The step as it was written, with what its kernels take for themselves where that is
+        known.
+        """
+        variant, program, placed = self._variant, self._variant.program, self._variant.placed
+        if variant.as_written is not program:
+            program, placed = variant.as_written, placed_calls(variant.as_written, variant.device)
+            taken = self._workspaces(program, placed) if taken else taken
+        elif not taken:
+            return variant.graph
+        return self._lowering(program, placed, taken).graph()
+
+    def _workspaces(self, program: Program, placed: list[Placed | None]) -> dict[int, int] | None:
+        before = known()
+        with self._timings.running(self._timings.kernels):
+            taken = workspaces(program, placed, self._variant.device, self._deadline)
+        self._timings.kernels.count += known() - before
+        return taken
+
+    def _lowering(
+        self, program: Program, placed: list[Placed | None], taken: dict[int, int] | None
+    ) -> Lowering:
+        variant = self._variant
+        return Lowering(
+            program,
+            placed,
+            name=variant.name,
+            device=variant.device.type,
+            workspaces=taken,
+            estimate=variant.estimate,
+        )
+
+    def _planned(self, graph: Graph, enough_bytes: int) -> Plan:
+        """A plan of a graph, verified; of equal graphs the same."""
+        worth_bytes = int(max(_UNNOTICED_BYTES, _NEAR * graph.persistent_bytes))
+        key = graph.digest, self._streams, enough_bytes, worth_bytes
+        plan = _known.get(key) if self._deadline is None else None
+        if plan is None:
+            left = None if self._deadline is None else max(self._deadline - time.monotonic(), 0.0)
+            plan = _core.optimize(
+                graph,
+                self._streams,
+                exact="off",
+                time_limit_s=left,
+                enough_bytes=enough_bytes,
+                worth_bytes=worth_bytes,
+            )
+            self._timings.plan.count += 1
+            if self._deadline is None:
+                _remember(key, plan)
+        _core.verify(graph, plan)
+        return plan
+
+    def _copy_choices(
+        self, ordinary: Choice, lowering: Lowering, most: float, pool: bool | None
+    ) -> list[tuple[str, frozenset[int]]]:
+        """The ways with a pool that are worth a plan, the most promising first, as the order of the
+        plan without a pool has it.
+        """
+        copy_choices = list(_copy_choices(ordinary, self._variant.device))
+        if self._streams > 1:
+            return copy_choices[-1:]
+        estimator = Estimator(lowering, ordinary.plan)
+        alike = max(self._enough_bytes, _alike(ordinary.total_bytes))
+        ranked = []
+        for name, copied_in in copy_choices:
+            estimate = estimator.of(copied_in)
+            # Of those that are alike, the one with the most in the pool; of a first step, the
+            # smallest pool. See `_best`.
+            rank = estimate.pool_bytes if self._variant.runs_once else -estimate.pooled_bytes
+            ranked.append((max(estimate.total_bytes, alike), rank, name, copied_in))
+        ranked.sort(key=lambda one: one[:2])
+        least = ranked[0][0]
+        limit = (least if pool else min(least, most)) * (1 + _MARGIN)
+        near = [one for one in ranked[:_MOST_POOLED] if one[0] <= limit]
+        return [(name, copied_in) for _, _, name, copied_in in sorted(near, key=lambda one: one[1])]
+
+
+_known: OrderedDict[tuple[Any, ...], Plan] = OrderedDict()
+
+
+def _remember(key: tuple[Any, ...], plan: Plan) -> None:
+    _known[key] = plan
+    if len(_known) > _MOST_KNOWN:
+        _known.popitem(last=False)
+
+
+def _is_alike(choice: Choice, like: Choice) -> bool:
+    """Whether a plan takes no more of program order's bytes than the one whose order it has, or so
+    little more that nobody notices.
+    """
+    in_step_bytes = choice.eager_bytes - choice.plan.persistent_bytes
+    unnoticed_bytes = min(_UNNOTICED_BYTES, WORTH * choice.total_bytes)
+    return (choice.share - like.share) * in_step_bytes <= max(
+        _LOOSER * in_step_bytes, unnoticed_bytes
+    )
+
+
+def _alike(total_bytes: int) -> int:
+    """The most that is as good as a total."""
+    return int(total_bytes * (1 + _NEAR))
+
+
+def _has_same_calls(one: Program, other: Program) -> bool:
+    return len(one.calls) == len(other.calls) and all(
+        call.target is same.target for call, same in zip(one.calls, other.calls, strict=True)
+    )
+
+
+def _transferred(ordered: Plan, graph: Graph) -> Plan | None:
+    """Use a plan (without integer programs) of a graph that permits one order for the graph that
+    permits others.
+
+    None where program order is better, or where the verifier refuses it: tensors that share memory
+    in another way than before ask for another order. The bound is one that takes no time to prove.
+    """
+    plan = json.loads(_core.optimize(graph, exact="off", time_limit_s=0.0).to_json())
+    found = json.loads(ordered.to_json())
+    plan |= {key: found[key] for key in _OF_ORDER}
+    plan["settings"] = found["settings"]
+    plan["exact"] = found["exact"]
+    plan["status"] = (
+        "optimal" if plan["total_bytes"] == plan["total_lower_bound_bytes"] else "feasible"
+    )
+    transferred = Plan.from_json(json.dumps(plan).encode())
+    try:
+        _core.verify(graph, transferred)
+    except PlanError:
+        return None
+    return transferred
+
+
+def _best(pooled: list[Choice], runs_once: bool) -> Choice:
+    """Of the plans whose totals are next to the least, the one with the most in the pool; for a
+    first step, with the smallest pool, which later steps keep.
+    """
+    least = min(choice.total_bytes for choice in pooled)
+    near = [choice for choice in pooled if choice.total_bytes <= least * (1 + _NEAR)]
+    if runs_once:
+        return min(near, key=lambda choice: choice.plan.pool_bytes)
+    return max(near, key=lambda choice: (choice.pooled_bytes, -choice.total_bytes))
+
+
+def _copy_choices(choice: Choice, device: torch.device) -> Iterator[tuple[str, frozenset[int]]]:
+    """Which calls' results are copied into the pool: all, all but those of one operator, those
+    whose copies need little, or none.
+
+    Outside of the pool there is room for some, beside the worst of what copies and kernels need.
+    """
+    program = choice.program
+    if sizes := copyable_calls(program, choice.placed, device):
+        yield "pool, copying in all results that are not made there", frozenset(sizes)
+        for name in _telling(choice, sizes):
+            calls = frozenset(index for index in sizes if program.calls[index].name != name)
+            yield f"pool, copying in all but those of {name}", calls
+        steps = sorted(set(sizes.values()))
+        parts = reversed(range(_MOST_LANDINGS - 1))
+        for most in dict.fromkeys(
+            steps[(len(steps) - 1) * part // (_MOST_LANDINGS - 1)] for part in parts
+        ):
+            calls = frozenset(index for index, size in sizes.items() if size <= most)
+            yield f"pool, copying in results of up to {most:,} bytes at a time", calls
+    yield "pool", frozenset()
+
+
+def _telling(choice: Choice, calls: Container[int]) -> list[str]:
+    """Operators whose results are much of what is made, those of less before those of more."""
+    made: Counter[str] = Counter()
+    for storage in choice.program.storages:
+        if storage.creator in calls:
+            made[choice.program.calls[storage.creator].name] += storage.size_bytes
+    return [
+        name
+        for name, size in reversed(made.most_common(_MOST_LANDINGS))
+        if size >= _MUCH * choice.made_bytes
+    ]

@@ -1,0 +1,6 @@
+"""The Python state that a step reads and changes: found, kept, guarded and put back. Knows nothing
+of programs and plans.
+
+discovery (what the step can get at, as containers) -> references (where tensors live) -> snapshot,
+guards
+"""

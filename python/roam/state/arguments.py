@@ -1,0 +1,313 @@
+"""Arguments: a call's arguments taken apart to tensors, plain values and what is compared by
+identity.
+
+`torch.utils._pytree` takes containers apart. Objects of the user's classes, such as a batch of
+graphs or a dataclass, it does not; those of which another one has come at a later call are taken
+apart here.
+"""
+
+from __future__ import annotations
+
+import functools
+import struct
+import types
+import weakref
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+
+from roam.state.containers import (
+    FrozenSpace,
+    MappingSpace,
+    Place,
+    SequenceSpace,
+    SlotsSpace,
+    Space,
+    slots_of,
+)
+from roam.state.equality import attributes_of, is_plain
+from roam.state.library_code import is_opaque
+from roam.torch_compat.private import pytree
+
+_HEAP_TYPE: Final = 1 << 9
+_POINTER: Final = struct.calcsize("P")
+_DICTIONARIES: Final = (dict, OrderedDict, defaultdict)
+_MOST_VALUES: Final = 5_000
+"""What an object holds that is a batch; with more it is rather a data set."""
+_TRAINED: Final = (
+    torch.nn.Module,
+    torch.optim.Optimizer,
+    torch.optim.lr_scheduler.LRScheduler,
+    torch.amp.GradScaler,
+)
+_NO_BATCHES: Final = (
+    *_TRAINED,
+    torch.Tensor,
+    type,
+    dict,
+    list,
+    tuple,
+    set,
+    frozenset,
+    deque,
+    BaseException,
+)
+
+
+def is_object(value: Any) -> bool:
+    """Whether a value is an object that may be taken apart: of a class written in Python that is
+    none of PyTorch's machinery.
+    """
+    kind = type(value)
+    if kind is types.SimpleNamespace:
+        return True
+    return (
+        not issubclass(kind, _NO_BATCHES)
+        and not is_opaque(kind)
+        and not is_plain(value)
+        and bool(kind.__flags__ & _HEAP_TYPE)
+        and _is_all_python(kind)  # type: ignore[arg-type]
+    )
+
+
+@functools.cache
+def _is_all_python(kind: type) -> bool:
+    """Whether objects of a class hold nothing beside attributes and slots."""
+    fields = sum(
+        type(field) is types.MemberDescriptorType or name in ("__dict__", "__weakref__")
+        for base in kind.__mro__
+        for name, field in vars(base).items()
+    )
+    return kind.__basicsize__ <= object.__basicsize__ + _POINTER * fields
+
+
+class _NoBatch(Exception):
+    """An object is too large for a batch, or holds what is trained."""
+
+
+class Parts:
+    """What an object is made of.
+
+    Attributes:
+        shape: equal for two objects that differ in their parts alone.
+        places: of the parts, in order.
+        spaces: all that hold parts.
+    """
+
+    def __init__(self, value: Any, path: str = "") -> None:
+        self.value = value
+        self.places: list[Place] = []
+        self.spaces: list[Space] = []
+        self._seen: dict[int, int] = {}
+        self.shape = self._opened(value, path, None)
+
+    @classmethod
+    def again(cls, value: Any) -> Parts:
+        """Those of an object that has been taken apart at another place: none."""
+        parts = cls.__new__(cls)
+        parts.value, parts.shape, parts.places, parts.spaces = value, None, [], []
+        return parts
+
+    def values(self) -> list[Any]:
+        """The parts."""
+        return [space.get(key) for space, key in self.places]
+
+    def paths(self) -> list[str]:
+        """How a reader would write each."""
+        return [space.label(key) for space, key in self.places]
+
+    def _entered(self, value: Any, path: str, place: Place) -> Any:
+        kind = type(value)
+        if kind is weakref.ref and id(value()) in self._seen:
+            return "a weak reference", self._seen[id(value())]
+        is_container = (
+            kind in _DICTIONARIES
+            or kind is list
+            or (isinstance(value, tuple) and not is_plain(value))
+        )
+        if not (is_container or is_object(value)):
+            self.places.append(place)
+            if len(self.places) > _MOST_VALUES or issubclass(kind, _TRAINED):
+                raise _NoBatch
+            return None
+        return self._opened(value, path, place)
+
+    def _opened(self, value: Any, path: str, place: Place | None) -> Any:
+        if id(value) in self._seen:
+            return "again", self._seen[id(value)]
+        self._seen[id(value)] = len(self._seen)
+        kind = type(value)
+        if kind in _DICTIONARIES:
+            shown = _keys_of(path)
+            return (
+                kind,
+                getattr(value, "default_factory", None),
+                self._of(MappingSpace(value, path, label=shown)),
+            )
+        if kind is list:
+            return kind, self._of(SequenceSpace(value, path, label=_keys_of(path)))
+        if isinstance(value, tuple):
+            places = [] if place is None else [place]
+            return kind, self._of(FrozenSpace(value, path, places, label=_keys_of(path)))
+        found: list[Any] = [kind]
+        attributes = attributes_of(value)
+        if type(attributes) is dict:
+            found.append(
+                self._of(MappingSpace(attributes, path, label=lambda name: f"{path}.{name}"))
+            )
+        if slots := slots_of(kind):
+            found.append(
+                self._of(SlotsSpace(value, slots, path, label=lambda name: f"{path}.{name}"))
+            )
+        return tuple(found)
+
+    def _of(self, space: Space) -> tuple[Any, ...]:
+        self.spaces.append(space)
+        return tuple(
+            (key, self._entered(value, space.label(key), (space, key)))
+            for key, value in space.items()
+        )
+
+
+def _keys_of(path: str) -> Callable[[Any], str]:
+    return lambda key: f"{path}[{key!r}]" if type(key) in (str, int) else f"{path}[...]"
+
+
+def parts_of(value: Any, path: str = "") -> Parts | None:
+    """What an object is made of; None for one that is no batch: it holds too much, or what is
+    trained.
+    """
+    try:
+        return Parts(value, path)
+    except _NoBatch:
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """The arguments of a call, taken apart."""
+
+    leaves: list[Any]
+    spec: Any
+    """Equal for calls that differ in their leaves alone."""
+    plain_spec: Any
+    """As `torch.utils._pytree` has it, with objects for leaves."""
+    objects: dict[int, Parts]
+    """Per leaf of `plain_spec` that is an object, its parts."""
+
+    def put(self, leaves: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments with other leaves: new containers, but the same objects, with the leaves
+        put in them.
+        """
+        remaining = iter(leaves)
+        outer = []
+        for index in range(self.plain_spec.num_leaves):
+            parts = self.objects.get(index)
+            if parts is None:
+                outer.append(next(remaining))
+                continue
+            for (space, key), old in zip(parts.places, parts.values(), strict=True):
+                if (new := next(remaining)) is not old:
+                    space.set(key, new)
+            outer.append(parts.value)
+        return pytree.tree_unflatten(outer, self.plain_spec)  # type: ignore[no-any-return]
+
+    def paths(
+        self, shown: Callable[[Any], str], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> list[str]:
+        """How a reader would write each leaf; `shown` writes a path of `torch.utils._pytree`."""
+        found: list[str] = []
+        for index, (keys, _) in enumerate(pytree.tree_flatten_with_path((args, kwargs))[0]):
+            parts = self.objects.get(index)
+            found += (
+                [shown(keys)] if parts is None else [shown(keys) + path for path in parts.paths()]
+            )
+        return found
+
+
+Opened = frozenset[tuple[str, type]]
+"""Paths of arguments, each with the class of the object there."""
+
+
+@dataclass(slots=True)
+class Taker:
+    """Takes calls' arguments apart.
+
+    Attributes:
+        opened: which of the objects among them.
+        opens_no_more: whether what it does not take apart stays as it is.
+    """
+
+    opened: Opened = frozenset()
+    opens_no_more: bool = False
+    _last: dict[str, Any] = field(default_factory=dict)
+
+    def take(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Taken:
+        """The arguments of a call, taken apart."""
+        if not self.opened:
+            leaves, spec = pytree.tree_flatten((args, kwargs))
+            return Taken(leaves, spec, spec, {})
+        leaves_and_paths, spec = pytree.tree_flatten_with_path((args, kwargs))
+        found: list[Any] = []
+        objects: dict[int, Parts] = {}
+        shapes: list[Any] = []
+        first: dict[int, int] = {}
+        for index, (keys, leaf) in enumerate(leaves_and_paths):
+            if id(leaf) in first:
+                parts, shape = Parts.again(leaf), ("again", first[id(leaf)])
+            elif is_opened(self.opened, keys, leaf) and (opened := parts_of(leaf)) is not None:
+                parts, shape = opened, opened.shape
+                first[id(leaf)] = index
+            else:
+                found.append(leaf)
+                shapes.append(None)
+                continue
+            objects[index] = parts
+            found += parts.values()
+            shapes.append(shape)
+        return Taken(found, (spec, shapes), spec, objects)
+
+    def learning(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Taker:
+        """A taker that takes apart those objects too in whose place another one was at the last
+        call that it was asked about.
+        """
+        if self.opens_no_more:
+            return self
+        leaves, _ = pytree.tree_flatten_with_path((args, kwargs))
+        objects = {
+            pytree.keystr(keys): leaf
+            for keys, leaf in leaves
+            if is_object(leaf) and not is_opened(self.opened, keys, leaf)
+        }
+        others = {
+            (path, type(leaf))
+            for path, leaf in objects.items()
+            if type(self._last.get(path)) is type(leaf)
+            and self._last[path] is not leaf
+            and parts_of(leaf) is not None
+        }
+        return Taker(self.opened | others, False, objects)
+
+
+def is_opened(opened: Opened, keys: Any, value: Any) -> bool:
+    """Whether an argument at a path of `torch.utils._pytree` is taken apart."""
+    return bool(opened) and (pytree.keystr(keys), type(value)) in opened
+
+
+def live_floats(taken: Taken, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Collection[int]:
+    """Places among the leaves of floats that are arguments, or in containers among them; those in
+    objects are values.
+    """
+    found, place = [], 0
+    for index, leaf in enumerate(pytree.tree_leaves((args, kwargs))):
+        parts = taken.objects.get(index)
+        if parts is None and type(leaf) is float:
+            found.append(place)
+        place += 1 if parts is None else len(parts.places)
+    return found
+
+
+__all__ = ["Opened", "Parts", "Taken", "Taker", "live_floats", "parts_of"]

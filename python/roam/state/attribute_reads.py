@@ -1,0 +1,392 @@
+"""Reads: which attributes of the user's own objects a step reads, or sets before it reads them.
+
+While the step is traced, the classes of the objects that it reaches note every attribute that is
+asked for, whether it is there or not. What was not asked for cannot matter, and need be neither
+compared from call to call nor faked. Where a read could pass by unnoticed, the whole object counts
+as read.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import threading
+from collections.abc import Callable, Iterator, Set
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+
+from roam.errors import CaptureError
+from roam.state.equality import attributes_of
+from roam.state.library_code import is_library
+from roam.torch_compat.patches import methods_added, replaced
+
+Edge = tuple[int | None, str]
+"""A way from one value to others: an object, by its key, and an attribute; or None and a method of
+an object's class."""
+
+# Asking for one of these hands out all attributes.
+_ALL: Final = frozenset(
+    {
+        "__dict__",
+        "__dir__",
+        "__getattr__",
+        "__getattribute__",
+        "__getstate__",
+        "__reduce__",
+        "__reduce_ex__",
+    }
+)
+# Functions that ask for `__dict__` for the sake of one name, which has been noted just before.
+_ONE_NAME: Final = frozenset(
+    function.__code__
+    for function in (
+        functools.cached_property.__get__,
+        torch.nn.Module.__getattr__,
+        torch.nn.Module.__setattr__,
+    )
+)
+# What code names that reads or writes attributes behind the back of the object's class.
+_BEHIND: Final = frozenset(
+    {
+        "__delattr__",
+        "__delete__",
+        "__get__",
+        "__getattribute__",
+        "__getstate__",
+        "__set__",
+        "__setattr__",
+    }
+)
+# What code names that may take functions from a class by names that it makes up.
+_BY_COMPUTED_NAME: Final = frozenset(
+    {"attrgetter", "dir", "getattr", "getmembers", "methodcaller", "vars"}
+)
+# A step that reads other attributes in every trace.
+_MOST_BEGINNINGS: Final = 16
+_MOST_FUNCTIONS: Final = 100
+_HEAP_TYPE: Final = 1 << 9
+_IMMUTABLE_TYPE: Final = 1 << 8
+
+
+class ReadMore(Exception):
+    """The step looks at more than was known when its trace began, which has to begin again."""
+
+
+class Reads:
+    """What is known of the attributes that one step looks at; it grows with every trace.
+
+    A walk over the step's state asks it what to enter. The first walks enter everything that is not
+    `deferred`; when the step has been traced, walks enter what it has read (`is_narrow`). With
+    `everything`, all attributes count as read.
+    """
+
+    def __init__(self, *, everything: bool = False) -> None:
+        self.is_narrow = False
+        self.is_traced = False
+        self.everything = everything
+        self._noted: set[Edge] = set()
+        self._overwritten: dict[Edge, None] = {}
+        """What every trace has set before it looked at it, in order."""
+        self._set_now: set[Edge] = set()
+        self._names: set[str] = set()
+        self._whole: set[int] = set()
+        self._held: set[int] = set()
+        """Those of `_whole` of which no trace has read all: something that a walk met holds their
+        dictionary."""
+        self._deferred: set[Edge] = set()
+        self._known_before: tuple[frozenset[Edge], frozenset[int], frozenset[Edge]] = (
+            frozenset(),
+            frozenset(),
+            frozenset(),
+        )
+        self._reached: set[int] = set()
+        self._keys: dict[int, int] = {}
+        self._kept: list[object] = []  # alive, so that no id is used twice
+        self._classes: dict[type, tuple[Callable[..., None], Callable[..., None]]] = {}
+        """How each sets and deletes attributes of its own accord."""
+        self._has_more = False
+        self._beginnings = 0
+        self.functions: list[tuple[str, Any]] = []
+        """(path, function) of the user's functions that only a trace told of."""
+
+    # -- for the walk
+
+    def begin(self) -> None:
+        """Before a walk: what is read from now on and not known yet is news to it."""
+        self._known_before = (
+            frozenset(self._noted),
+            frozenset(self._whole),
+            frozenset(self._overwritten),
+        )
+        self._reached = set()
+        self._has_more = False
+
+    def key_of(self, value: object, attributes: dict[str, Any] | None) -> int | None:
+        """The key of an object whose reads are noted; None where they cannot be. Objects that share
+        a ``__dict__`` share a key.
+        """
+        if self.everything or not is_watchable(type(value)):
+            return None
+        holder = value if attributes is None else attributes
+        if id(value) not in self._keys:
+            self._keys[id(value)] = id(holder)
+            self._kept += (value, holder)
+            self._classes[type(value)] = type(value).__setattr__, type(value).__delattr__
+        self._reached.add(id(holder))
+        return id(holder)
+
+    def is_noted(self, value: object) -> bool:
+        """Whether `key_of` gave this object a key."""
+        return not self.everything and id(value) in self._keys
+
+    def names_of(self, key: int | None) -> set[str] | None:
+        """The attributes that a narrow walk enters; None where it is all of them."""
+        if key is None or not self.is_narrow or key in self._whole:
+            return None
+        return {name for holder, name in self._noted if holder == key}
+
+    def overwritten(self, key: int | None) -> list[str]:
+        """The attributes of an object that the step sets before it looks at them, in order; for a
+        narrow walk.
+        """
+        if key is None or not self.is_narrow or self.everything or key in self._whole:
+            return []
+        return [name for holder, name in self._overwritten if holder == key]
+
+    def overwrites(self) -> bool:
+        """Whether there are any."""
+        return any(key not in self._whole for key, _ in self._overwritten)
+
+    def keep(self, key: int, name: str) -> None:
+        """Has an attribute count as looked at, since what the step sets there cannot be set
+        again.
+        """
+        self._noted.add((key, name))
+        self._overwritten.pop((key, name), None)
+
+    def has(self, edge: Edge) -> bool:
+        """Whether the step has looked at what an edge leads to."""
+        key, name = edge
+        if key is None:
+            return name in self._names or (name.startswith("__") and name.endswith("__"))
+        return edge in self._noted or key in self._whole
+
+    def takes_whole(self, holder: int) -> bool:
+        """Whether the attributes of an object all count as read from now on, since something holds
+        their dictionary itself.
+        """
+        if self.everything or holder not in self._reached or holder in self._whole:
+            return False
+        self._whole.add(holder)
+        self._held.add(holder)
+        return True
+
+    def narrow(self) -> Reads:
+        """From now on walks enter what has been read."""
+        self.is_narrow = True
+        return self
+
+    def is_deferred(self, edge: Edge) -> bool:
+        """Whether a walk leaves out what an edge leads to."""
+        return edge in self._deferred and not self.has(edge)
+
+    def defer(self, edge: Edge | None) -> bool:
+        """Leaves out of the next walk what cannot be captured, unless the step looks at it; whether
+        it could be left out.
+        """
+        if edge is None or self.everything or edge in self._deferred or self.has(edge):
+            return False
+        self._deferred.add(edge)
+        return True
+
+    def gives_up(self, name: str, names: Set[str]) -> bool:
+        """Whether all counts as read from now on, since a function's code names a way around what
+        notes it.
+        """
+        if self.everything or name in _BEHIND or not names & _BEHIND:
+            return False
+        self.everything = True
+        return True
+
+    def takes_by_computed_name(self, names: Set[str]) -> bool:
+        """Whether code may take functions from a class by names that it makes up."""
+        return bool(names & _BY_COMPUTED_NAME)
+
+    def has_strays(self) -> bool:
+        """After a narrow walk: whether the step has looked at objects that it did not come by."""
+        read = {key for key, _ in (*self._noted, *self._overwritten)} | (self._whole - self._held)
+        return not read <= self._reached
+
+    # -- for the trace
+
+    def check(self) -> None:
+        """After a trace, whether it ended or failed.
+
+        Raises:
+            ReadMore: if the step looked at something that the walk had left out.
+        """
+        if self._has_more:
+            self._beginnings += self.is_narrow
+            self.everything = self.everything or self._beginnings > _MOST_BEGINNINGS
+            raise ReadMore
+
+    def add_functions(self, found: list[tuple[str, Any]]) -> None:
+        """After a trace, with the user's functions that it ran and that the walk had not come to.
+
+        Raises:
+            ReadMore: if there are new ones. Those that every trace makes anew are not looked for
+                without end.
+        """
+        known = {id(function) for _, function in self.functions}
+        new = [entry for entry in found if id(entry[1]) not in known]
+        if new and len(self.functions) < _MOST_FUNCTIONS:
+            self.functions += new
+            raise ReadMore
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Notes what is read and set of the objects that the walks have met, by this thread and
+        those that it starts.
+        """
+        if self.everything:
+            yield
+            return
+        self.is_traced = True
+        self._set_now = set()
+        others = frozenset(sys._current_frames()) - {threading.get_ident()}
+        plain_check: Any = inspect._check_instance  # type: ignore[attr-defined]
+
+        def check_instance(value: Any, name: str) -> Any:
+            self._note(value, "__dict__", others)
+            return plain_check(value, name)
+
+        methods = (
+            (kind, name, method)
+            for kind in self._classes
+            for name, method in self._methods(kind, others)
+        )
+        with methods_added(methods), replaced([(inspect, "_check_instance", check_instance)]):
+            yield
+
+    def _methods(
+        self, kind: type, others: frozenset[int]
+    ) -> Iterator[tuple[str, Callable[..., Any]]]:
+        """What a class is given for the time of a trace."""
+        read, (write, delete), note = object.__getattribute__, self._classes[kind], self._note
+
+        def __getattribute__(self: Any, name: str) -> Any:
+            note(self, name, others)
+            return read(self, name)
+
+        def __setattr__(self: Any, name: str, value: Any) -> None:
+            note(self, name, others, is_set=True)
+            write(self, name, value)
+
+        def __delattr__(self: Any, name: str) -> None:
+            note(self, name, others, is_deleted=True)
+            delete(self, name)
+
+        yield "__getattribute__", __getattribute__
+        yield "__setattr__", __setattr__
+        yield "__delattr__", __delattr__
+
+    def _note(
+        self,
+        value: object,
+        name: str,
+        others: frozenset[int],
+        *,
+        is_set: bool = False,
+        is_deleted: bool = False,
+    ) -> None:
+        if threading.get_ident() in others:
+            return
+        key = self._keys.get(id(value))
+        if key is None:  # made by the step, perhaps with the dictionary of another
+            attributes = attributes_of(value)
+            key = id(value if attributes is None else attributes)
+            if key not in self._reached:
+                return
+        is_all = name in _ALL
+        if is_all and sys._getframe(2).f_code in _ONE_NAME:
+            return
+        if is_all:
+            is_new = self._is_whole_new(key)
+            self._whole.add(key)
+            self._held.discard(key)
+        elif (key, name) in self._set_now and not is_deleted:
+            return
+        elif is_set and (key, name) not in self._noted and key not in self._whole:
+            is_new = self._is_set_new(key, name)
+            self._overwritten[key, name] = None
+            self._set_now.add((key, name))
+            self._names.add(name)
+        else:
+            is_new = self._is_new(key, name)
+            self._noted.add((key, name))
+            self._overwritten.pop((key, name), None)
+            self._names.add(name)
+        if is_new:
+            self._has_more = True
+            raise CaptureError(
+                f"the step looks at {name}, which nothing has reached yet", code="moved"
+            )
+
+    def _is_new(self, key: int, name: str) -> bool:
+        edge, (noted, whole, _) = (key, name), self._known_before
+        if not self.is_narrow:
+            return (edge in self._deferred and edge not in noted and key not in whole) or (
+                (None, name) in self._deferred and name not in {known for _, known in noted}
+            )
+        if key not in self._reached and edge in noted:
+            self.everything = True  # got at in a way that no walk goes
+        return key not in self._reached or (edge not in noted and key not in whole)
+
+    def _is_set_new(self, key: int, name: str) -> bool:
+        noted, _, overwritten = self._known_before
+        if not self.is_narrow:
+            return (None, name) in self._deferred and name not in {
+                known for _, known in (*noted, *overwritten)
+            }
+        if key not in self._reached and (key, name) in overwritten:
+            self.everything = True
+        return key not in self._reached or (key, name) not in overwritten
+
+    def _is_whole_new(self, key: int) -> bool:
+        whole = self._known_before[1]
+        if not self.is_narrow:
+            return key not in whole and any(holder == key for holder, _ in self._deferred)
+        if key not in self._reached and key in whole:
+            self.everything = True
+        return key not in self._reached or key not in whole
+
+
+def is_watchable(kind: type) -> bool:
+    """Whether a class can tell what is read of its objects: one written in Python that leaves
+    reading and setting to Python, or to `torch.nn.Module`. Modules of libraries are taken as a
+    whole.
+    """
+    flags = kind.__flags__
+    if not flags & _HEAP_TYPE or flags & _IMMUTABLE_TYPE:
+        return False
+    if any(_definer(type(kind), name) is not type for name in ("__setattr__", "__delattr__")):
+        return False  # a class that guards its own attributes
+    is_module = issubclass(kind, torch.nn.Module)
+    if is_module and is_library(kind.__module__):
+        return False
+    setters = (object, torch.nn.Module) if is_module else (object,)
+    return _definer(kind, "__getattribute__") is object and all(
+        _definer(kind, name) in setters for name in ("__setattr__", "__delattr__")
+    )
+
+
+def _definer(kind: type, name: str) -> type:
+    mro: tuple[type, ...] = type.__dict__["__mro__"].__get__(kind)
+    return next(base for base in mro if name in _dictionary_of(base))
+
+
+def _dictionary_of(kind: type) -> Any:
+    return type.__dict__["__dict__"].__get__(kind)

@@ -1,0 +1,81 @@
+"""Tensors that functions with a `functools.lru_cache` keep: tables of positions, rotations,
+masks.
+"""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import torch
+
+
+def tensors_in(cache: Any) -> list[torch.Tensor]:
+    """The tensors in the results that a function keeps, and in containers among them."""
+    found: dict[int, torch.Tensor] = {}
+    seen = {id(cache.__dict__)}
+    waiting = gc.get_referents(cache)
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, torch.Tensor):
+            found[id(value)] = value
+        elif id(value) not in seen and (
+            type(value).__name__ == "_lru_list_elem" or isinstance(value, (dict, list, tuple))
+        ):
+            seen.add(id(value))
+            waiting += gc.get_referents(value)
+    return list(found.values())
+
+
+def keys_of(cache: Any) -> list[Any]:
+    """What a function keeps results for."""
+    return list(_table(cache) or ())
+
+
+def forget_others(cache: Any, keys: list[Any]) -> None:
+    """Has a function keep results for these alone, of those that it keeps."""
+    table, known = _table(cache), set(map(id, keys))
+    if table is None:
+        cache.cache_clear()
+        return
+    for key in [key for key in table if id(key) not in known]:
+        del table[key]  # which leaves the rest of such a cache as it is
+
+
+def _table(cache: Any) -> dict[Any, Any] | None:
+    """The dictionary in which it keeps them."""
+    size = cache.cache_info().currsize
+    found = [
+        held
+        for held in gc.get_referents(cache)
+        if type(held) is dict and held is not cache.__dict__ and len(held) == size
+    ]
+    if cache.cache_info().maxsize is not None:  # its results may be dictionaries too
+        found = [
+            held
+            for held in found
+            if all(type(value).__name__ == "_lru_list_elem" for value in held.values())
+        ]
+    return found[0] if len(found) == 1 else None
+
+
+class Results:
+    """The tensors that such functions keep now, and those functions."""
+
+    def __init__(self, caches: list[tuple[str, Any]]) -> None:
+        kept = [(path, cache, tensors_in(cache)) for path, cache in caches]
+        self._kept = [(path, cache, tensors) for path, cache, tensors in kept if tensors]
+        self.tensors = [tensor for _, _, tensors in self._kept for tensor in tensors]
+
+    def failure(self) -> str | None:
+        """None while all of them are kept, else where one is not."""
+        for path, cache, tensors in self._kept:
+            if not {id(tensor) for tensor in tensors} <= {
+                id(tensor) for tensor in tensors_in(cache)
+            }:
+                return f"{path} keeps other results than before"
+        return None
+
+    def is_among(self, other: Results) -> bool:
+        """Whether another keeps all of these."""
+        return {id(tensor) for tensor in self.tensors} <= {id(tensor) for tensor in other.tensors}

@@ -1,0 +1,277 @@
+"""Guards of what a traced step used but does not hold: the libraries' code that it ran, and
+environment variables.
+
+Somebody may replace a function of a module's, a method of a class, or a variable of the environment
+between two calls. The trace tells what it went through, and a guard compares that, and no more, at
+every call.
+"""
+
+from __future__ import annotations
+
+import gc
+import operator
+import os
+import types
+from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
+from typing import Any, Final
+
+import torch
+
+from roam.state.discovery import Reach
+from roam.state.equality import MISSING, show
+from roam.state.library_code import is_library
+
+_FUNCTIONS: Final = (
+    types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.MethodDescriptorType, types.WrapperDescriptorType,
+    staticmethod, classmethod, property,
+)  # fmt: skip
+_CODE: Final = (*_FUNCTIONS, type, types.ModuleType)
+_SEARCHED: Final = 4
+"""How many names deep a function is looked for in modules: `torch.nn.functional.relu`."""
+Names = dict[str, Any]
+
+
+class Reliance:
+    """What traces went through. `settled` when they are over, and everything is in place again;
+    from then on `failure` compares.
+    """
+
+    def __init__(self) -> None:
+        self.code: dict[types.CodeType, Names] = {}
+        """Code that ran around operators, each with its globals."""
+        self._looked_at = 0
+        self._variables: dict[Any, Any] = {}
+        self._environment: dict[Any, Any] | None = None
+        self._holders: list[tuple[str, Mapping[str, Any], tuple[str, ...]]] = []
+        self._classes: list[type] = []
+        self._objects: list[tuple[str, Any]] = []
+
+    # -- while tracing
+
+    def stand_ins(
+        self, refuse: Callable[[str], Any]
+    ) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
+        """(holder, name, function) for each function that reads or changes the environment;
+        `refuse` is for changes.
+        """
+        kind = type(os.environ)
+        read, iterate, count = kind.__getitem__, kind.__iter__, kind.__len__
+
+        def reading(environment: Any, key: Any) -> Any:
+            if isinstance(key, (str, bytes)):
+                name = environment.encodekey(key)
+                self._variables[name] = environment._data.get(name, MISSING)
+            return read(environment, key)
+
+        def all_of(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+            def reading_all(environment: Any) -> Any:
+                self._environment = dict(environment._data)
+                return function(environment)
+
+            return reading_all
+
+        def changing(*_: object) -> None:
+            refuse(
+                "the step sets an environment variable, which a captured step would not do again; "
+                "set it outside of the step"
+            )
+
+        yield kind, "__getitem__", reading
+        yield kind, "__iter__", all_of(iterate)
+        yield kind, "__len__", all_of(count)
+        yield kind, "__setitem__", changing
+        yield kind, "__delitem__", changing
+
+    def unreached(self, reach: Reach) -> list[tuple[str, types.FunctionType]]:
+        """The user's functions that ran, or that a library's code names, and that were not found by
+        the walk over what the step reaches.
+
+        Somebody put them in the place of a library's, or code looked them up by a computed name.
+        """
+        if len(self.code) == self._looked_at:
+            return []
+        self._looked_at = len(self.code)
+        known = set(chain.from_iterable(map(_nested, reach.code)))
+        ran = [
+            code
+            for code, names in self.code.items()
+            if code not in known and not is_library(names.get("__name__"))
+        ]
+        found: dict[int, tuple[str, types.FunctionType]] = {}
+        if ran:
+            for function in gc.get_referrers(*ran):
+                if type(function) is types.FunctionType:
+                    found[id(function)] = function.__qualname__, function
+        for path, holder, name in self._library_places():
+            function = holder.get(name)
+            if type(function) is not types.FunctionType or function.__code__ in known:
+                continue
+            if not is_library(function.__globals__.get("__name__")):
+                found[id(function)] = f"{path}.{name}", function
+        return list(found.values())
+
+    def _library_places(self) -> Iterator[tuple[str, Mapping[str, Any], str]]:
+        for code, names in self.code.items():
+            for path, holder, name in _named(code, names):
+                if is_library(holder.get("__name__")):
+                    yield path, holder, name
+        for kind in (*_classes_around(self.code), torch.Tensor):
+            if is_library(kind.__module__):
+                yield from ((kind.__qualname__, vars(kind), name) for name in _function_names(kind))
+
+    # -- between calls
+
+    def settled(self, reach: Reach) -> Reliance:
+        """Notes what all of it is now; itself."""
+        holders: dict[int, tuple[str, Mapping[str, Any], dict[str, None]]] = {}
+
+        def note(path: str, holder: Mapping[str, Any], identity: int, name: str) -> None:
+            holders.setdefault(identity, (path, holder, {}))[2][name] = None
+
+        for code, names in self.code.items():
+            for path, holder, name in _named(code, names):
+                note(path, holder, id(holder), name)
+        self._classes = list(
+            dict.fromkeys(chain(_classes_of(reach), _classes_around(self.code), (torch.Tensor,)))
+        )
+        for kind in self._classes:
+            for name in _function_names(kind):
+                note(kind.__qualname__, vars(kind), id(kind), name)
+        self._holders = [(path, holder, tuple(names)) for path, holder, names in holders.values()]
+        self._places = [(identity, tuple(names)) for identity, (_, _, names) in holders.items()]
+        self._getters = [(_getter(names), holder) for _, holder, names in self._holders]
+        self._expected = [holder[name] for _, holder, names in self._holders for name in names]
+        self._tables = [vars(kind) for kind in self._classes]
+        self._sizes = list(map(len, self._tables))
+        self._names = list(map(_function_names, self._classes))
+        self._objects = [*reach.modules, *reach.optimizers]
+        self._kinds = [type(value) for _, value in self._objects]
+        self._just_objects = [value for _, value in self._objects]
+        self.code = {}
+        return self
+
+    def covers(self, other: Reliance) -> bool:
+        """Whether all that another compares is compared with the same here, and perhaps more: a
+        first step goes through more.
+        """
+        values = self._values()
+        return (
+            all(values.get(place, MISSING) is value for place, value in other._values().items())
+            and set(other._classes) <= set(self._classes)
+            and list(map(id, self._just_objects)) == list(map(id, other._just_objects))
+            and self._kinds == other._kinds
+            and self._variables.items() >= other._variables.items()
+            and other._environment in (None, self._environment)
+        )
+
+    def _values(self) -> dict[tuple[int, str], Any]:
+        """What was found under each name of each holder."""
+        places = ((identity, name) for identity, names in self._places for name in names)
+        return dict(zip(places, self._expected, strict=True))
+
+    def failure(self) -> str | None:
+        """None while all of it is the same, else what is not."""
+        try:
+            is_same = all(
+                map(
+                    operator.is_,
+                    chain.from_iterable([get(holder) for get, holder in self._getters]),
+                    self._expected,
+                )
+            )
+        except KeyError:
+            is_same = False
+        if not is_same:
+            return self._replaced()
+        if list(map(len, self._tables)) != self._sizes:
+            for kind, names in zip(self._classes, self._names, strict=True):
+                if added := [name for name in _function_names(kind) if name not in names]:
+                    return f"{kind.__qualname__}.{added[0]} changed from nothing to a function"
+            self._sizes = list(map(len, self._tables))
+        if list(map(type, self._just_objects)) != self._kinds:
+            for (path, value), kind in zip(self._objects, self._kinds, strict=True):
+                if type(value) is not kind:
+                    return f"the class of {path} changed from {show(kind)} to {show(type(value))}"
+        return self._environment_failure()
+
+    def _replaced(self) -> str:
+        expected = iter(self._expected)
+        for path, holder, names in self._holders:
+            for name in names:
+                before, now = next(expected), holder.get(name, MISSING)
+                if now is not before:
+                    return f"{path}.{name} changed from {show(before)} to {show(now)}"
+        return "functions of a library were replaced while they were compared"
+
+    def _environment_failure(self) -> str | None:
+        data = os.environ._data  # type: ignore[attr-defined]
+        if self._environment is not None and data != self._environment:
+            return "the environment variables changed, and the step reads all of them"
+        for name, expected in self._variables.items():
+            if (now := data.get(name, MISSING)) != expected:
+                return f"the environment variable {os.fsdecode(name)} changed from {show(expected)} to {show(now)}"
+        return None
+
+
+def _getter(names: tuple[str, ...]) -> Callable[[Any], tuple[Any, ...]]:
+    if len(names) == 1:
+        (name,) = names
+        return lambda holder: (holder[name],)
+    return operator.itemgetter(*names)
+
+
+def _named(code: types.CodeType, names: Names) -> Iterator[tuple[str, Names, str]]:
+    """(path, holder, name) of each function, class and module that code could take from its
+    globals, and from modules among them.
+    """
+    found = list(_names_in(code))
+    waiting, seen = [(str(names.get("__name__")), names, 0)], {id(names)}
+    while waiting:
+        path, holder, depth = waiting.pop()
+        for name in found:
+            value = holder.get(name)
+            if not isinstance(value, _CODE):
+                continue
+            yield path, holder, name
+            if (
+                isinstance(value, types.ModuleType)
+                and depth < _SEARCHED
+                and id(value.__dict__) not in seen
+            ):
+                seen.add(id(value.__dict__))
+                waiting.append((value.__name__, value.__dict__, depth + 1))
+
+
+def _names_in(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names_in(constant)
+
+
+def _classes_of(reach: Reach) -> Iterator[type]:
+    for _, value in chain(reach.modules, reach.optimizers):
+        yield from type(value).__mro__[:-1]
+
+
+def _classes_around(code: dict[types.CodeType, Names]) -> Iterator[type]:
+    """The classes whose methods ran, where the code says (from Python 3.11 on)."""
+    for one, names in code.items():
+        value: Any = names
+        for name in getattr(one, "co_qualname", "").split(".")[:-1]:
+            value = (value if isinstance(value, dict) else vars(value)).get(name)
+            if not isinstance(value, type):
+                break
+            yield value
+
+
+def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _nested(constant)
+
+
+def _function_names(kind: type) -> list[str]:
+    return [name for name, value in vars(kind).items() if isinstance(value, _FUNCTIONS)]

@@ -1,0 +1,957 @@
+"""Reach: everything that a training step can get at, found by one walk that runs none of the user's
+code.
+
+The walk starts at the user's function and its arguments and goes through closures, bound objects,
+partials, the globals that code names, classes, containers, modules and optimizers. Library packages
+are not entered: their functions and classes are taken to stay as they are. Modules that the user
+wrote himself are entered name by name, as his functions use them.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+import inspect
+import random
+import sys
+import threading
+import types
+import weakref
+from array import array
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, Final, Literal, get_args
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from roam.errors import CaptureError
+from roam.own_code import is_compiled_step
+from roam.state.arguments import parts_of
+from roam.state.attribute_reads import Edge, Reads
+from roam.state.containers import (
+    ArraySpace,
+    AttributesSpace,
+    BytesSpace,
+    CellSpace,
+    ClassSpace,
+    DefaultsSpace,
+    FrozenSpace,
+    FunctionSpace,
+    MappingSpace,
+    NamesSpace,
+    OptimizerSpace,
+    PartialSpace,
+    ProxySpace,
+    RecurrentSpace,
+    ScalerSpace,
+    SequenceSpace,
+    SetSpace,
+    SlotsSpace,
+    Space,
+    TensorKeyedSpace,
+    VariableSpace,
+    is_under,
+    slots_of,
+)
+from roam.state.equality import MISSING, attributes_of, is_numpy_array, is_plain
+from roam.state.global_state import surrounding_code
+from roam.state.library_code import is_library, is_opaque, names_of
+from roam.torch_compat.private import HOOKS, FakeTensor, pytree
+
+# Methods that no step runs on an object that it has been given ready-made.
+_NOT_IN_STEP: Final = frozenset(
+    {
+        "__init__",
+        "__post_init__",
+        "__new__",
+        "__init_subclass__",
+        "__del__",
+        "__repr__",
+        "__str__",
+        "extra_repr",
+    }
+)
+_SCHEDULERS: Final = (
+    torch.optim.lr_scheduler.LRScheduler,
+    torch.optim.lr_scheduler.ReduceLROnPlateau,
+)
+_ENTERED: Final = (
+    torch.autocast, torch.no_grad, torch.enable_grad, torch.set_grad_enabled, torch.inference_mode
+)  # fmt: skip
+"""Contexts of PyTorch's that a script may make once and enter in every step."""
+_WHILE_ENTERED: Final = frozenset(
+    {"prev", "prev_cache_enabled", "prev_fastdtype", "_inference_mode_context"}
+)
+"""What they keep from entering to leaving, for themselves alone."""
+_MOST_SPACES: Final = 1_000_000
+# An attribute that holds more than this is left out until the step looks at it: data sets, replay
+# buffers.
+_MOST_UNREAD: Final = 50_000
+_MOST_UNREAD_BYTES: Final = 1 << 24
+"""Where a tensor keeps the hooks on its gradient."""
+
+TensorKind = Literal["parameter", "buffer", "group", "state", "loose", "argument"]
+_KEYS: Final[type] = type({}.keys())
+_VALUES: Final[type] = type({}.values())
+_ITEMS: Final[type] = type({}.items())
+_RANKS: Final = {kind: rank for rank, kind in enumerate(get_args(TensorKind))}
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A place that holds a tensor.
+
+    Attributes:
+        path: how a reader would write it.
+        tensor: what was found there.
+        space: the holder; ``slot.space.get(slot.key)`` is the tensor of now,
+            ``slot.space.set(slot.key, t)`` puts another.
+        kind: ``parameter`` and ``buffer`` of a module, ``group`` and ``state`` of an optimizer,
+            ``argument`` among the call's arguments, ``loose`` anywhere else.
+    """
+
+    path: str
+    tensor: torch.Tensor
+    space: Space
+    key: Any
+    kind: TensorKind
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A space and how it is treated: `guarded` ones must stay as they are from step to step, the
+    others are live state.
+    """
+
+    space: Space
+    guarded: bool
+
+
+def _index(path: str) -> Callable[[Any], str]:
+    return lambda key: f"{path}[{key!r}]" if type(key) in (str, int) else f"{path}[...]"
+
+
+def _child(path: str) -> Callable[[Any], str]:
+    """Names of a module's children, parameters and buffers, and of an object's attributes."""
+
+    def label(key: Any) -> str:
+        if type(key) is not str:
+            return f"{path}[...]"
+        return f"{path}[{key}]" if key.isdigit() else f"{path}.{key}"
+
+    return label
+
+
+class Reach:
+    """What one call of a training step can reach.
+
+    Every list is in the order of the walk: the arguments first, then the function; breadth first;
+    the same program gives the same order. Each entry comes with its path.
+
+    Attributes:
+        modules: all modules, submodules too.
+        optimizers, schedulers, scalers, generators: likewise; schedulers are torch's learning rate
+            schedulers, scalers are ``torch.amp.GradScaler``, generators are ``torch.Generator``.
+        random_sources: ``random.Random`` and NumPy generators that the step holds.
+        iterators: iterators and generators that the step holds; what they have left cannot be put
+            back.
+        caches: functions with a `functools.lru_cache`.
+        slots: every place that holds a tensor; `parameters`, `buffers` and `tensors` select from
+            them.
+        places: every space, guarded or live.
+        objects: objects of classes written in Python whose attributes are places.
+        overwritten: (space, name, key of its object) of attributes that the step sets before it
+            looks at them.
+        edges: for the path of a tensor, module, optimizer, iterator, ..., the last attribute on the
+            way to it, by which it can be left out (`Reads.defer`).
+        reads: what is known of the attributes that the step looks at.
+        code: that of all functions entered, each with its globals.
+    """
+
+    def __init__(self, reads: Reads) -> None:
+        self.reads = reads
+        self.edges: dict[str, Edge | None] = {}
+        self.modules: list[tuple[str, torch.nn.Module]] = []
+        self.optimizers: list[tuple[str, torch.optim.Optimizer]] = []
+        self.schedulers: list[tuple[str, Any]] = []
+        self.scalers: list[tuple[str, Any]] = []
+        self.generators: list[tuple[str, torch.Generator]] = []
+        self.random_sources: list[tuple[str, Any]] = []
+        self.iterators: list[tuple[str, Any]] = []
+        self.caches: list[tuple[str, Any]] = []
+        self.slots: list[Slot] = []
+        self.places: list[Place] = []
+        self.objects: list[tuple[str, Any]] = []
+        self.overwritten: list[tuple[Space, str, int]] = []
+        self.code: dict[types.CodeType, dict[str, Any]] = {}
+
+    @classmethod
+    def of(
+        cls,
+        train_step: Callable[..., Any],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+        reads: Reads | None = None,
+        opened: Collection[int] = (),
+    ) -> Reach:
+        """Walk everything that ``train_step(*args, **kwargs)`` can reach.
+
+        Args:
+            reads: what is known of the attributes that it looks at; without, all count as looked
+                at.
+            opened: identities of the arguments that are taken apart (`arguments.Taker`).
+
+        Raises:
+            CaptureError: if there is so much of it that guarding it would cost more than the step.
+        """
+        reads = Reads(everything=True) if reads is None else reads
+        while True:
+            reach = cls(reads)
+            walk = _Walk(reach, opened)
+            try:
+                walk.run(train_step, args, kwargs or {})
+                break
+            except _LeftOut:
+                pass
+            finally:
+                vars(walk).clear()  # PyTorch's own walk over the arguments keeps it, in a cycle
+        # Where several places hold one tensor, its module's name says most.
+        reach.slots.sort(key=lambda slot: _RANKS[slot.kind])
+        return reach
+
+    @property
+    def parameters(self) -> list[Slot]:
+        """Parameters in their modules; a tied one once for each module that holds it."""
+        return [slot for slot in self.slots if slot.kind == "parameter"]
+
+    @property
+    def buffers(self) -> list[Slot]:
+        """Buffers in their modules."""
+        return [slot for slot in self.slots if slot.kind == "buffer"]
+
+    @property
+    def tensors(self) -> list[Slot]:
+        """Loose tensors, each once: in closures, globals, containers and attributes, and known by
+        no module, optimizer or argument.
+        """
+        owned = {id(slot.tensor) for slot in self.slots if slot.kind != "loose"}
+        loose: list[Slot] = []
+        for slot in self.slots:
+            if slot.kind == "loose" and id(slot.tensor) not in owned:
+                owned.add(id(slot.tensor))
+                loose.append(slot)
+        return loose
+
+    def edge_to(self, path: str) -> Edge | None:
+        """By which attribute the value at a path, or what holds it, can be left out."""
+        return next(
+            (
+                self.edges[known]
+                for known in sorted(self.edges, key=len, reverse=True)
+                if is_under(path, (known,))
+            ),
+            None,
+        )
+
+    def faked(self) -> list[Any]:
+        """What a trace puts fakes and live numbers in, or runs in another way: equal for two walks
+        where a trace would not differ.
+        """
+        entered = (self.modules, self.optimizers, self.schedulers, self.scalers, self.generators)
+        return [
+            *((path, id(value)) for found in entered for path, value in found),
+            *((slot.path, id(slot.tensor), slot.kind) for slot in self.slots),
+        ]
+
+    def may_be_narrower(self) -> bool:
+        """Whether some of that is behind attributes that the step has not looked at, as far as is
+        known now.
+        """
+        if self.reads.is_narrow or self.reads.everything or not self.reads.is_traced:
+            return False
+        if self.reads.overwrites():
+            return True
+        edges = (edge for edge in self.edges.values() if edge is not None)
+        return not all(
+            self.reads.has(edge) or self.reads.has((edge[0], "_modules")) for edge in edges
+        )
+
+
+class _LeftOut(Exception):
+    """The walk has met something to leave out, and begins again."""
+
+
+class _Walk:
+    """One breadth-first walk. Guarded state goes first: what both guarded and live state hold is
+    guarded.
+    """
+
+    def __init__(self, reach: Reach, opened: Collection[int]) -> None:
+        self.reach = reach
+        self.opened = opened
+        self.seen: dict[int, object] = {}  # keeps what it names alive, so that no id is used twice
+        self.guarded: deque[_Item] = deque()
+        self.optimizers: deque[_Item] = deque()  # after the modules whose parameters they name
+        self.live: deque[_Item] = deque()
+        self.is_guarding = True
+        self.root_globals: object = None
+        self.reads = reach.reads
+        self.edge: Edge | None = None  # the last attribute on the way to what is being entered
+        self.weights: Counter[Edge] = Counter()  # how many values are behind an edge
+        self.held: defaultdict[str, list[_Item]] = defaultdict(
+            list
+        )  # methods that nothing has named so far
+        self.held_modules: list[_Item] = []
+        self.named: set[str] = set()  # attributes that code names
+        self.is_held = True
+        self.frozen: defaultdict[int, list[tuple[Space, Any]]] = defaultdict(
+            list
+        )  # places of tuples and frozen sets
+        self.classes: set[int] = set()  # those whose attributes have been entered
+
+    def run(
+        self, train_step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self.reads.begin()
+        self._arguments(train_step, args, kwargs)
+        self._root(train_step)
+        for path, value in chain(surrounding_code(), self.reads.functions):
+            self._enqueue(value, path)
+        while self.guarded or self.optimizers or self.live or self._enter_modules():
+            self.is_guarding = bool(self.guarded or self.optimizers)
+            if not self.guarded and self.optimizers:
+                value, path, self.edge = self.optimizers.popleft()
+                self._optimizer(value, path)
+                continue
+            value, path, self.edge = (self.guarded or self.live).popleft()
+            self._visit(value, path)
+            if len(self.reach.places) > _MOST_SPACES:
+                raise CaptureError(
+                    f"the step reaches more than {_MOST_SPACES} objects (at {path}), which are too "
+                    "many to guard; pass it less, or close over less",
+                    code="reach",
+                )
+
+    def _weigh(self, count: int, most: int = _MOST_UNREAD) -> None:
+        """Leaves an attribute out that holds too much to be entered before the step has looked at
+        it.
+        """
+        if self.edge is not None:
+            self.weights[self.edge] += -(-count * _MOST_UNREAD // most)
+            if self.weights[self.edge] > _MOST_UNREAD and self.reads.defer(self.edge):
+                raise _LeftOut
+
+    # -- roots
+
+    def _arguments(
+        self, train_step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        for name, value in _bind(train_step, args, kwargs):
+            self._argument(value, name)
+
+    def _argument(self, argument: Any, name: str) -> None:
+        """Enter an argument. Containers that `torch.utils._pytree` knows are new at every call: a
+        snapshot restores them, but guards look at their leaves only, through `ArgGuard`.
+        """
+
+        def restore_later(node: Any) -> bool:
+            if isinstance(node, (dict, list, deque)) and self._is_new(node):
+                space = MappingSpace if isinstance(node, dict) else SequenceSpace
+                self._place(space(node, name, label=_index(name)), guarded=False)  # type: ignore[arg-type]
+            return False
+
+        leaves, _ = pytree.tree_flatten_with_path(argument, is_leaf=restore_later)
+        self.edge = None
+        for keys, leaf in leaves:
+            path = name + pytree.keystr(keys)
+            parts = parts_of(leaf, path) if id(leaf) in self.opened else None
+            if parts is None:
+                self._given(leaf, path)
+                continue
+            for space in parts.spaces:
+                self._place(space, guarded=False)
+            for value, where in zip(parts.values(), parts.paths(), strict=True):
+                self._given(value, where)
+            self._class_of(leaf)
+
+    def _given(self, value: Any, path: str) -> None:
+        if issubclass(type(value), torch.Tensor):
+            self._slot(Slot(path, value, SequenceSpace((value,), path), 0, "argument"))
+        else:
+            self._enqueue(value, path)
+
+    def _root(self, step: Any) -> None:
+        """Enter the user's function, whichever package it is from."""
+        if isinstance(step, functools.partial):
+            self._is_new(step)
+            self._partial(step, "partial", self._root)
+        elif isinstance(step, types.MethodType):
+            self._is_new(step)
+            self._enqueue(step.__self__, "self")
+            self._root(step.__func__)
+        elif isinstance(step, types.FunctionType):
+            self.root_globals = step.__globals__
+            if self._is_new(step):
+                self._function(step, step.__name__, is_root=True)
+        else:
+            self._enqueue(step, "train_step")
+
+    # -- the walk
+
+    def _is_new(self, value: object) -> bool:
+        if id(value) in self.seen:
+            return False
+        self.seen[id(value)] = value
+        return True
+
+    def _place(self, space: Space, guarded: bool | None = None) -> None:
+        self.reach.places.append(Place(space, self.is_guarding if guarded is None else guarded))
+
+    def _enqueue(self, value: Any, path: str, place: tuple[Space, Any] | None = None) -> None:
+        if value is not MISSING and not is_plain(value):
+            if place is not None and issubclass(type(value), (tuple, frozenset)):
+                self.frozen[id(value)].append(place)
+            (self.guarded if self.is_guarding else self.live).append((value, path, self.edge))
+
+    def _slot(self, slot: Slot) -> None:
+        self.reach.slots.append(slot)
+        self.reach.edges.setdefault(slot.path, self.edge)
+
+    def _fill(
+        self,
+        space: Space,
+        kind: TensorKind = "loose",
+        guarded: bool | None = None,
+        owner: int | None = None,
+    ) -> None:
+        """Record a space, its tensors, and what is to be entered from it. `owner`: the key of the
+        object whose attributes these are, where what is read of it is noted.
+        """
+        self._place(space, guarded)
+        items = space.items()
+        self._weigh(len(items))
+        outer = self.edge
+        for key, value in items:
+            if owner is not None:
+                self.edge = (owner, key)
+                if self.reads.is_deferred(self.edge):
+                    continue
+            if issubclass(type(value), torch.Tensor):
+                self._tensor(value, space, key, kind)
+            elif isinstance(space, RecurrentSpace) and key in space.CACHES:
+                self._place(SequenceSpace(value, space.label(key)), guarded=False)
+            else:
+                self._enqueue(value, space.label(key), (space, key))
+        self.edge = outer
+
+    def _tensor(self, value: torch.Tensor, space: Space, key: Any, kind: TensorKind) -> None:
+        """Record a tensor and what was noted on it."""
+        self._slot(Slot(space.label(key), value, space, key, kind))
+        if value.__dict__ and not isinstance(value, FakeTensor) and self._is_new(value.__dict__):
+            self._fill(
+                MappingSpace(value.__dict__, space.label(key), label=_child(space.label(key)))
+            )
+        self._hooks(value, space.label(key))
+
+    def _hooks(self, tensor: torch.Tensor, path: str) -> None:
+        """Enter the hooks on a tensor's gradient."""
+        for name in HOOKS:
+            hooks = getattr(tensor, name)
+            if hooks and self._is_new(hooks):
+                self._fill(MappingSpace(hooks, f"{path}.{name}"))
+
+    def _list(self, found: list[tuple[str, Any]], value: Any, path: str) -> None:
+        found.append((path, value))
+        self.reach.edges.setdefault(path, self.edge)
+
+    def _visit(self, value: Any, path: str) -> None:
+        kind = type(value)
+        if kind is dict and self.reads.takes_whole(id(value)):
+            raise _LeftOut
+        if not self._is_new(value):
+            return
+        if issubclass(kind, torch.nn.Module):
+            self._module(value, path)
+        elif issubclass(kind, torch.optim.Optimizer) and _holds_groups(value):
+            self.optimizers.append((value, path, self.edge))
+        elif issubclass(kind, _SCHEDULERS):
+            self._list(self.reach.schedulers, value, path)
+            self._live_object(value, path)
+        elif issubclass(kind, torch.amp.GradScaler):
+            self._list(self.reach.scalers, value, path)
+            self._place(ScalerSpace(value, path), guarded=True)
+            self._live_object(value, path)
+        elif issubclass(kind, torch.Generator):
+            self._list(self.reach.generators, value, path)
+        elif issubclass(kind, random.Random) or _is_numpy_generator(kind):
+            self._list(self.reach.random_sources, value, path)
+        elif kind is types.FunctionType:
+            if not is_library(value.__globals__.get("__name__")):
+                self._function(value, path)
+            else:  # a library's decorator, or hook, around a function of the user's
+                for part in (getattr(value, "__wrapped__", None), *_closed_over(value)):
+                    self._enqueue(part, path)
+        elif kind is types.MethodType:
+            self._enqueue(value.__self__, f"{path}.__self__")
+            self._enqueue(value.__func__, path)
+        elif issubclass(kind, functools.partial):
+            self._partial(value, path, lambda function: self._enqueue(function, f"{path}.func"))
+        elif issubclass(kind, type):
+            self._class(value, path)
+        elif issubclass(kind, dict):
+            if any(issubclass(type(key), torch.Tensor) for key in dict.__iter__(value)):
+                self._fill(TensorKeyedSpace(value, path))
+            else:
+                self._fill(MappingSpace(value, path, label=_index(path)))
+            for key in dict.__iter__(value):
+                if not issubclass(type(key), torch.Tensor):
+                    self._enqueue(key, f"{path}.keys()")
+            self._attributes(value, path)
+            self._enqueue(kind, kind.__qualname__)
+        elif issubclass(
+            kind, (weakref.WeakSet, weakref.WeakKeyDictionary, weakref.WeakValueDictionary)
+        ):
+            self._enqueue(value.data, path)
+        elif issubclass(kind, WeakIdKeyDictionary):
+            if any(issubclass(type(key), torch.Tensor) for key in value.keys()):  # noqa: SIM118 - it iterates over nothing else
+                raise CaptureError(
+                    f"{path} has tensors for keys by their identity, and the fake tensors of "
+                    "capture have other identities; keep it in an ordinary dictionary",
+                    code="identity",
+                )
+        elif issubclass(kind, (list, deque)):
+            self._fill(SequenceSpace(value, path, label=_index(path)))
+            self._attributes(value, path)
+            self._enqueue(kind, kind.__qualname__)
+        elif issubclass(kind, tuple):
+            self._fill(FrozenSpace(value, path, self.frozen[id(value)], label=_index(path)))
+            self._attributes(value, path)
+            self._enqueue(kind, kind.__qualname__)
+        elif issubclass(kind, frozenset):
+            self._fill(
+                FrozenSpace(value, path, self.frozen[id(value)], label=lambda key: f"{path}{{...}}")
+            )
+            self._enqueue(kind, kind.__qualname__)
+        elif issubclass(kind, set):
+            self._fill(SetSpace(value, path, label=lambda key: f"{path}{{...}}"))
+            self._enqueue(kind, kind.__qualname__)
+        elif is_numpy_array(value):
+            if not value.dtype.hasobject:
+                self._weigh(value.nbytes, _MOST_UNREAD_BYTES)
+                self._place(ArraySpace(value, path))
+        elif issubclass(kind, types.ModuleType):
+            self.held_modules.append((value, path, self.edge))
+        elif kind is types.CodeType:
+            pass
+        elif issubclass(kind, (bytearray, array)):
+            self._place(BytesSpace(value, path))
+        elif kind is memoryview:
+            self._enqueue(value.obj, f"{path}.obj")
+        elif kind is contextvars.ContextVar:
+            self._fill(VariableSpace(value, path))
+        elif kind in (_KEYS, _VALUES, _ITEMS):
+            self._enqueue(value.mapping, f"{path}.mapping")
+        elif issubclass(kind, threading.local):
+            self._fill(MappingSpace(value.__dict__, path, label=_child(path)))
+        elif issubclass(kind, (types.BuiltinFunctionType, types.MethodWrapperType)):
+            self._enqueue(value.__self__, f"{path}.__self__")
+        elif issubclass(kind, weakref.ref):
+            if not issubclass(type(value()), torch.Tensor):
+                self._enqueue(value(), f"{path}()")
+        elif issubclass(kind, (property, staticmethod, classmethod, functools.cached_property)):
+            self._descriptor(value, path)
+        elif kind is functools._lru_cache_wrapper:
+            self._list(self.reach.caches, value, path)
+            self._enqueue(value.__wrapped__, path)
+        elif is_compiled_step(kind):
+            self._enqueue(
+                value.__wrapped__, path
+            )  # a compiled step inside of another is the user's function
+        elif kind in (types.MappingProxyType, contextvars.Context):
+            self._fill(ProxySpace(value, path, label=_index(path)))
+        elif _is_iterator(kind):
+            self._list(self.reach.iterators, value, path)
+        elif issubclass(kind, torch.autograd.graph.Node):
+            if self.reads.defer(self.edge):
+                raise _LeftOut
+            raise CaptureError(
+                f"{path} is a node of autograd's graph (grad_fn) from before the step; put hooks "
+                "on tensors, not on nodes",
+                code="autograd_node",
+            )
+        elif not is_opaque(kind):
+            self._attributes(value, path)
+            self._class_of(value)
+
+    def _module(self, module: torch.nn.Module, path: str) -> None:
+        self._list(self.reach.modules, module, path)
+        holders = {"_parameters": "parameter", "_buffers": "buffer", "_modules": "loose"}
+        attributes = object.__getattribute__(module, "__dict__")
+        key = self.reads.key_of(module, attributes)
+        names = self.reads.names_of(key)
+        for name, kind in holders.items():
+            holder = attributes.get(name)
+            if isinstance(holder, dict) and self._is_new(holder):
+                space = MappingSpace(holder, path, label=_child(path))
+                if name != "_modules" or key is None or self.reads.has((key, name)):
+                    self._fill(space, kind)  # type: ignore[arg-type]
+                else:
+                    self._children(space, key, names)
+        if self.is_guarding:
+            self.reach.objects.append((path, module))
+        if isinstance(module, torch.nn.RNNBase):
+            self._fill(RecurrentSpace(attributes, path, label=_child(path)), owner=key)
+        else:
+            self._names(attributes, path, key, None if names is None else names | holders.keys())
+        self._class_of(module)
+
+    def _children(self, space: Space, key: int, names: set[str] | None) -> None:
+        """The modules in a module whose code asks for them by name: those that it has asked for, or
+        all before its trace.
+        """
+        self._place(space)
+        outer = self.edge
+        for name, child in space.items():
+            self.edge = (key, name)
+            if (names is None or name in names) and not self.reads.is_deferred(self.edge):
+                self._enqueue(child, space.label(name))
+        self.edge = outer
+
+    def _optimizer(self, optimizer: torch.optim.Optimizer, path: str) -> None:
+        """Guard hyper-parameters through the optimizer, and keep every holder for the snapshot."""
+        self._list(self.reach.optimizers, optimizer, path)
+        seen = OptimizerSpace(optimizer, path)
+        self._place(seen, guarded=True)
+        attributes = optimizer.__dict__
+        held = MappingSpace(attributes, path, label=_child(path))
+        self._place(held, guarded=False)
+        for name, value in attributes.items():
+            if name not in ("state", "param_groups", "defaults"):
+                self._enqueue(value, f"{path}.{name}", (held, name))
+        groups = f"{path}.param_groups"
+        self._place(
+            SequenceSpace(optimizer.param_groups, groups, label=_index(groups)), guarded=False
+        )
+        paths = {
+            id(slot.tensor): slot.path
+            for slot in reversed(self.reach.slots)
+            if slot.kind == "parameter"
+        }
+        for number, group in enumerate(optimizer.param_groups):
+            where = f"{groups}[{number}]"
+            self._place(MappingSpace(group, where, label=_index(where)), guarded=False)
+            for key, value in group.items():
+                if isinstance(value, torch.Tensor):
+                    self._tensor(value, seen, (number, key), "group")
+                elif key != "params" and isinstance(value, (tuple, list)) and _holds_tensors(value):
+                    for index, part in enumerate(value):
+                        if isinstance(part, torch.Tensor):
+                            self._tensor(part, seen, (number, key, index), "group")
+                else:
+                    self._enqueue(value, seen.label((number, key)))
+            parameters = f"{where}['params']"
+            if isinstance(group["params"], list) and self._is_new(group["params"]):
+                self._fill(
+                    SequenceSpace(group["params"], parameters, label=_index(parameters)),
+                    "group",
+                    guarded=False,
+                )
+        self._state(optimizer.state, f"{path}.state", paths)
+        if type(optimizer).__module__ and not is_library(type(optimizer).__module__):
+            self._enqueue(type(optimizer), type(optimizer).__qualname__)
+
+    def _state(self, state: dict[Any, Any], path: str, paths: dict[int, str]) -> None:
+        def label(key: Any) -> str:
+            return f"{path}[{paths.get(id(key), '...')}]"
+
+        self._place(MappingSpace(state, path, label=label), guarded=False)
+        for key, entry in state.items():
+            if isinstance(entry, dict) and self._is_new(entry):
+                nested = [
+                    (name, value) for name, value in entry.items() if type(value) in (list, dict)
+                ]
+                self.guarded.extend(
+                    (value, f"{label(key)}[{name!r}]", self.edge) for name, value in nested
+                )
+                self._fill_live(MappingSpace(entry, label(key), label=_index(label(key))), "state")
+
+    def _fill_live(self, space: Space, kind: TensorKind) -> None:
+        was, self.is_guarding = self.is_guarding, False
+        self._fill(space, kind)
+        self.is_guarding = was
+
+    def _live_object(self, value: object, path: str) -> None:
+        """A scheduler or a scaler: its attributes move from step to step; its optimizer is entered
+        as one.
+        """
+        attributes = value.__dict__
+        self._fill_live(MappingSpace(attributes, path, label=_child(path)), "state")
+        for name, part in attributes.items():
+            if isinstance(part, torch.optim.Optimizer):
+                self.guarded.append((part, f"{path}.{name}", self.edge))
+
+    def _partial(
+        self, value: functools.partial[Any], path: str, enter: Callable[[Any], None]
+    ) -> None:
+        self._fill(PartialSpace(value, path))
+        self._fill(
+            MappingSpace(value.keywords, f"{path}.keywords", label=_index(f"{path}.keywords"))
+        )
+        if value.__dict__:
+            self._fill(MappingSpace(value.__dict__, path, label=_child(path)))
+        enter(value.func)
+
+    def _function(self, function: types.FunctionType, path: str, is_root: bool = False) -> None:
+        of = "" if is_root else f" of {function.__qualname__}"
+        self._place(FunctionSpace(function, path))
+        self.reach.code[function.__code__] = function.__globals__
+        code, defaults = function.__code__, function.__defaults__ or ()
+        names = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
+        if not is_plain(defaults):
+            self._fill(
+                DefaultsSpace(function, path, label=lambda index: f"default {names[index]}{of}")
+            )
+        if function.__kwdefaults__:
+            self._fill(
+                MappingSpace(
+                    function.__kwdefaults__, path, label=lambda name: f"default {name}{of}"
+                )
+            )
+        for name, cell in zip(
+            function.__code__.co_freevars, function.__closure__ or (), strict=True
+        ):
+            if self._is_new(cell):
+                self._fill(CellSpace(cell, name, f"closure {name}{of}"))
+        if function.__dict__:
+            self._fill(MappingSpace(function.__dict__, path, label=_child(path)))
+        self._globals(function, is_root)
+
+    def _globals(self, function: types.FunctionType, is_root: bool) -> None:
+        names, attributes = names_of(function.__code__)
+        is_used = self.edge is None or self.reads.is_narrow  # what is behind attributes need not be
+        if is_used and self.reads.gives_up(function.__name__, attributes):
+            raise _LeftOut
+        self.is_held = self.is_held and not self.reads.takes_by_computed_name({*names, *attributes})
+        self._release(attributes if self.is_held else list(self.held))
+        holder = function.__globals__
+        if names:
+            prefix = "" if holder is self.root_globals else f"{holder.get('__name__')}."
+            self._fill(
+                NamesSpace(
+                    holder, names, f"global {prefix}", label=lambda name: f"global {prefix}{name}"
+                )
+            )
+        for name in names:
+            self._user_module(holder.get(name), f"global {name}", attributes)
+
+    def _enter_modules(self) -> bool:
+        """Enters modules that the user wrote, and that his objects hold, by the names that his code
+        could take from them.
+        """
+        held, self.held_modules = self.held_modules, []
+        for module, path, self.edge in held:
+            self._user_module(module, path, frozenset(self.named))
+        return bool(self.guarded or self.optimizers or self.live)
+
+    def _user_module(self, module: Any, path: str, attributes: frozenset[str]) -> None:
+        """Enter a module that the user wrote by the names that his code could take from it."""
+        if not isinstance(module, types.ModuleType) or is_library(module.__name__):
+            return
+        names = sorted(name for name in attributes if name in module.__dict__)
+        if names:
+            self._fill(NamesSpace(module.__dict__, names, path, label=_child(path)))
+        for name in names:
+            part = module.__dict__[name]
+            if isinstance(part, types.ModuleType) and self._is_new(part):
+                self._user_module(part, f"{path}.{name}", attributes)
+
+    def _class_of(self, value: Any) -> None:
+        """Enter an object's class. Where it is noted what is read of the object, a method is
+        entered once something names it.
+        """
+        kind = type(value)
+        if not self.reads.is_noted(value):
+            self._enqueue(kind, kind.__qualname__)
+            return
+        for base in type.__dict__["__mro__"].__get__(kind):
+            if not is_library(base.__module__) and id(base) not in self.classes:
+                self._class_space(base, base.__qualname__, is_held=True)
+
+    def _class(self, value: type, path: str) -> None:
+        """Enter a class of the user's, and those it is derived from: its attributes, and what its
+        methods name.
+        """
+        if is_library(value.__module__):
+            return
+        self._class_space(value, path)
+        for base in type.__dict__["__mro__"].__get__(value)[1:]:
+            if not is_library(base.__module__):
+                self._enqueue(base, base.__qualname__)
+
+    def _class_space(self, base: type, path: str, is_held: bool = False) -> None:
+        space = ClassSpace(base, path, label=_child(path))
+        if id(base) not in self.classes:
+            self.classes.add(id(base))
+            self._place(space)
+        outer = self.edge
+        for name, item in space.items():
+            if name in _NOT_IN_STEP:
+                continue
+            if issubclass(type(item), torch.Tensor):
+                self._slot(Slot(space.label(name), item, space, name, "loose"))
+                continue
+            is_method = is_held and (
+                type(item) is types.FunctionType
+                or issubclass(type(item), (property, staticmethod, classmethod))
+            )
+            self.edge = (None, name) if is_method else outer
+            if not is_method or name in self.named or self.reads.has((None, name)):
+                self._enqueue(item, space.label(name), (space, name))
+            elif self.reads.is_narrow and self.is_held:
+                self.held[name].append((item, space.label(name), self.edge))
+            elif not self.reads.is_deferred((None, name)):
+                self._enqueue(item, space.label(name), (space, name))
+        self.edge = outer
+
+    def _release(self, names: Iterable[str]) -> None:
+        """Enters the methods that code names."""
+        self.named.update(names)
+        for name in [name for name in names if name in self.held]:
+            self.guarded.extend(self.held.pop(name))
+
+    def _descriptor(self, value: Any, path: str) -> None:
+        """Enter the functions behind a property or a method that is not an ordinary one."""
+        for name in ("fget", "fset", "func", "__func__"):
+            part = getattr(value, name, None)
+            if part is not None:
+                self._enqueue(part, path)
+
+    def _attributes(self, value: object, path: str) -> None:
+        """Enter an object through its ``__dict__`` and ``__slots__``."""
+        attributes = attributes_of(value)
+        if issubclass(type(value), _ENTERED):
+            between = [name for name in attributes if name not in _WHILE_ENTERED]
+            self._fill(NamesSpace(attributes, between, path, label=_child(path)))
+            return
+        is_mere_container = type(value).__module__ in ("builtins", "collections") and not attributes
+        has_dictionary = type(attributes) is dict and not is_mere_container
+        slots = {
+            name: slot
+            for name, slot in slots_of(type(value)).items()
+            if not is_library(slot.__objclass__.__module__)
+        }
+        if not has_dictionary and not slots:
+            return
+        key = self.reads.key_of(value, attributes if has_dictionary else None)
+        names = self.reads.names_of(key)
+        if has_dictionary and self.is_guarding:
+            self.reach.objects.append((path, value))
+        if has_dictionary and self._is_new(attributes):
+            self._names(attributes, path, key, names)
+        if slots and names is not None:
+            names |= _slots_of_super(type(value))
+            self._overwritten(
+                SlotsSpace(value, slots, path, label=_child(path)), key, slots.keys() - names
+            )
+            slots = {name: slot for name, slot in slots.items() if name in names}
+        if slots:
+            self._fill(SlotsSpace(value, slots, path, label=_child(path)), owner=key)
+
+    def _names(
+        self, attributes: dict[str, Any], path: str, key: int | None, names: set[str] | None
+    ) -> None:
+        """Enter an object's ``__dict__``: all of it, or these names."""
+        whole = MappingSpace(attributes, path, label=_child(path))
+        if names is None:
+            self._fill(whole, owner=key)
+        else:
+            self._overwritten(whole, key, None)
+            self._fill(
+                AttributesSpace(attributes, sorted(names), path, label=_child(path)), owner=key
+            )
+
+    def _overwritten(self, space: Space, key: int | None, names: Collection[str] | None) -> None:
+        """Notes what the step sets in an object before it looks at it; the snapshot keeps all of
+        the space.
+        """
+        self._place(space, guarded=False)
+        for name in self.reads.overwritten(key):
+            if names is None or name in names:
+                assert key is not None, "its reads are noted"
+                self.reach.overwritten.append((space, name, key))
+
+
+def _slots_of_super(kind: type) -> frozenset[str]:
+    """Names after which code may ask `super()`, which reads slots unseen."""
+    methods = [
+        method
+        for base in kind.__mro__
+        for method in vars(base).values()
+        if type(method) is types.FunctionType
+    ]
+    named = [names_of(method.__code__) for method in methods]
+    return frozenset().union(*(attributes for names, attributes in named if "super" in names))
+
+
+_Item = tuple[Any, str, Edge | None]
+
+
+def _bind(
+    train_step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[tuple[str, Any]]:
+    """The arguments of a call under the names that the function gives them."""
+    try:
+        signature = inspect.signature(train_step)
+        bound = signature.bind(*args, **kwargs).arguments
+    except (TypeError, ValueError):
+        yield from ((f"args[{position}]", value) for position, value in enumerate(args))
+        yield from kwargs.items()
+        return
+    for name, value in bound.items():
+        kind = signature.parameters[name].kind
+        if kind is inspect.Parameter.VAR_POSITIONAL:
+            yield from ((f"{name}[{position}]", item) for position, item in enumerate(value))
+        elif kind is inspect.Parameter.VAR_KEYWORD:
+            yield from value.items()
+        else:
+            yield name, value
+
+
+def _closed_over(function: types.FunctionType) -> Iterator[Any]:
+    """The functions that a function closes over."""
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):  # an empty cell
+            if isinstance(
+                cell.cell_contents, (types.FunctionType, types.MethodType, functools.partial)
+            ):
+                yield cell.cell_contents
+
+
+def _holds_groups(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer holds groups and state itself; one that wraps another, such as
+    accelerate's, passes on what is asked of it.
+    """
+    return "param_groups" in vars(optimizer)
+
+
+def _is_iterator(kind: type) -> bool:
+    """Whether objects of this class hand out values one by one and forget them."""
+    if kind in (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType):
+        return True
+    is_builtin = kind.__module__ in ("builtins", "itertools", "_io", "collections")
+    return is_builtin and "__next__" in vars(kind) and not issubclass(kind, OrderedDict)
+
+
+def _holds_tensors(values: Iterable[object]) -> bool:
+    return any(isinstance(value, torch.Tensor) for value in values)
+
+
+def _is_numpy_generator(kind: type) -> bool:
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and issubclass(
+        kind, (numpy.random.Generator, numpy.random.RandomState)
+    )

@@ -1,0 +1,168 @@
+"""How guards compare and show Python values without ever running the user's ``==``, ``hash`` or
+``repr``.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+import sys
+import types
+from typing import Any, Final
+
+import torch
+
+
+class _Missing:
+    """Stands for an entry that is not there."""
+
+    def __repr__(self) -> str:
+        return "nothing"
+
+
+MISSING: Final = _Missing()
+
+
+def attributes_of(value: object) -> Any:
+    """The ``__dict__`` of an object; None where it has none."""
+    try:
+        return object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return None
+
+
+# Immutable values whose own `==` is exact and runs no user code. Floats and complex numbers are
+# apart: they are compared by bits, so that nan equals nan and 0.0 differs from -0.0.
+_EXACT: Final = frozenset(
+    {
+        bool,
+        int,
+        str,
+        bytes,
+        type(None),
+        type(Ellipsis),
+        type(NotImplemented),
+        range,
+        torch.dtype,
+        torch.device,
+        torch.layout,
+        torch.memory_format,
+    }
+)
+_SEQUENCES: Final = frozenset({tuple, torch.Size})
+_SHOWN_CHARACTERS: Final = 80
+
+
+def _is_numpy(kind: type, name: str) -> bool:
+    """Whether `kind` is a class of NumPy's, without importing NumPy."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and issubclass(kind, getattr(numpy, name))
+
+
+def is_numpy_scalar(value: object) -> bool:
+    """Whether `value` is a NumPy scalar."""
+    return _is_numpy(type(value), "generic")
+
+
+def is_numpy_array(value: object) -> bool:
+    """Whether `value` is a NumPy array."""
+    return _is_numpy(type(value), "ndarray")
+
+
+def is_hashed_by_value(kind: type) -> bool:
+    """Whether the values of a type are immutable, and equal and hashed alike just where they are
+    the same.
+    """
+    return kind in _EXACT
+
+
+def is_plain(value: object) -> bool:
+    """Whether `value` is immutable all through and is compared by value: numbers, strings, dtypes,
+    tuples of them, ...
+    """
+    kind = type(value)
+    if kind in _EXACT or kind is float or kind is complex:
+        return True
+    if kind in _SEQUENCES or kind is frozenset:
+        return all(map(is_plain, value))  # type: ignore[call-overload]
+    if kind is slice:
+        return is_plain((value.start, value.stop, value.step))  # type: ignore[attr-defined]
+    return issubclass(kind, enum.Enum) or is_numpy_scalar(value)
+
+
+def same(expected: Any, value: Any) -> bool:
+    """Whether two values are the same to a program that may not change: plain ones by exact type
+    and value (floats by bits), tuples element by element, everything else by identity.
+    """
+    if expected is value:
+        return True
+    kind = type(expected)
+    if kind is not type(value):
+        return False
+    if kind in _EXACT:
+        return bool(expected == value)
+    if kind is float:
+        return struct.pack("d", expected) == struct.pack("d", value)
+    if kind is complex:
+        return struct.pack("dd", expected.real, expected.imag) == struct.pack(
+            "dd", value.real, value.imag
+        )
+    if issubclass(kind, tuple):
+        return len(expected) == len(value) and all(map(same, expected, value))
+    if kind is slice:
+        return same(
+            (expected.start, expected.stop, expected.step), (value.start, value.stop, value.step)
+        )
+    if kind is frozenset:
+        return same_elements(expected, value)
+    if is_numpy_scalar(expected):
+        return bool(expected.dtype == value.dtype) and expected.tobytes() == value.tobytes()
+    return False
+
+
+def same_elements(expected: Any, value: Any) -> bool:
+    """Whether two sets hold the same elements: plain ones by type and value, others by identity."""
+    if len(expected) != len(value):
+        return False
+    if set(map(id, expected)) == set(map(id, value)):
+        return True
+    return _element_keys(expected) == _element_keys(value)
+
+
+def _element_keys(elements: Any) -> set[object]:
+    """Hashable stand-ins for the elements of a set, so that no element's own hash or `==` runs."""
+    return {_element_key(element) for element in elements}
+
+
+def _element_key(element: Any) -> object:
+    kind = type(element)
+    if kind is float:
+        return kind, struct.pack("d", element)
+    if kind is complex:
+        return kind, struct.pack("dd", element.real, element.imag)
+    if kind in _SEQUENCES:
+        return kind, tuple(map(_element_key, element))
+    if kind is frozenset:
+        return kind, frozenset(map(_element_key, element))
+    if kind in _EXACT:
+        return kind, element
+    if is_numpy_scalar(element):
+        return kind, str(element.dtype), element.tobytes()
+    return kind, id(element)
+
+
+def show(value: object) -> str:
+    """A short text for a value in a message; the user's own ``repr`` is never called."""
+    if value is MISSING:
+        return "nothing"
+    kind = type(value)
+    if is_plain(value):
+        text = f"{kind.__name__}.{value._name_}" if issubclass(kind, enum.Enum) else repr(value)  # type: ignore[attr-defined]
+        return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 3] + "..."
+    if issubclass(kind, torch.Tensor):
+        return f"a tensor {tuple(value.shape)}"  # type: ignore[attr-defined]
+    if issubclass(kind, tuple):
+        return "(" + ", ".join(map(show, value)) + ")"  # type: ignore[call-overload]
+    if issubclass(kind, type) or kind is types.FunctionType or kind is types.BuiltinFunctionType:
+        return value.__qualname__  # type: ignore[attr-defined,no-any-return]
+    return f"a {kind.__qualname__} object"

@@ -1,0 +1,75 @@
+"""PyTorch's own switches around a capture: a step may change them while it runs, and has to change
+them back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from roam.state.equality import same, show
+from roam.state.global_state import AMBIENT
+from roam.torch_compat.private import set_fill_uninitialized, set_grad_enabled
+
+
+def _set_autocast(device: str) -> Callable[[Any], None]:
+    def write(value: Any) -> None:
+        torch.set_autocast_enabled(device, value is not False)
+        if value is not False:
+            torch.set_autocast_dtype(device, value)
+
+    return write
+
+
+def _set_deterministic(found: tuple[bool, ...]) -> None:
+    is_on, only_warns, fills = found
+    torch.use_deterministic_algorithms(is_on, warn_only=only_warns)
+    set_fill_uninitialized(fills)
+
+
+_WRITE: dict[str, Callable[[Any], Any]] = {
+    "gradient mode": set_grad_enabled,
+    "autocast on cpu": _set_autocast("cpu"),
+    "autocast on cuda": _set_autocast("cuda"),
+    "autocast cache": torch.set_autocast_cache_enabled,
+    "default dtype": torch.set_default_dtype,
+    "default device": torch.set_default_device,
+    "deterministic mode": _set_deterministic,
+    "float32 matmul precision": torch.set_float32_matmul_precision,
+}
+"""How those are set that a function sets; the others end with the block that sets them."""
+
+
+class Switches:
+    """How they all are now."""
+
+    def __init__(self) -> None:
+        self._found = [(name, read, read()) for name, read in AMBIENT]
+        self._nesting = _autocast_nesting()
+
+    def moved(self) -> str | None:
+        """None while all are as they were, else what is not."""
+        for name, read, found in self._found:
+            if not same(found, read()):
+                return f"PyTorch's {name} changed from {show(found)} to {show(read())}"
+        return None
+
+    def restore(self) -> None:
+        """Puts back what a function sets."""
+        for name, read, found in self._found:
+            if name in _WRITE and not same(found, read()):
+                _WRITE[name](found)
+        while _autocast_nesting() > self._nesting:
+            torch.autocast_decrement_nesting()
+        if self._nesting == 0:
+            torch.clear_autocast_cache()  # it may hold casts of fake weights
+
+
+def _autocast_nesting() -> int:
+    """How many blocks of autocast are open; the outermost one clears its cache of casts at its
+    end.
+    """
+    torch.autocast_increment_nesting()
+    return int(torch.autocast_decrement_nesting())

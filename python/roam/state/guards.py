@@ -1,0 +1,627 @@
+"""Guards: whether a step's Python state is still what capture saw.
+
+A captured step has every Python value that it met frozen into it: which branch was taken, the
+probability of a dropout, the number of layers in a list. `Guards` notices when such a value is
+another one now, in well under a millisecond; `ArgGuard` does so for the arguments of a call, where
+new tensors of the same kind are fine.
+
+Plain values are compared by exact type and value, floats by their bits; containers by their
+entries; everything else by identity. Tensors that are not parameters are compared by their
+metadata, so that an owner may replace them. Not guarded, because a compiled step reads them anew at
+every call: learning rates, schedulers, optimizer state, loss scales, gradients.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Collection, Hashable, Sequence
+from itertools import chain, repeat
+from typing import Any, Final
+
+import torch
+
+from roam.state.arguments import Taker
+from roam.state.autograd_hooks import NodeHooks, leaves_of
+from roam.state.cached_results import Results
+from roam.state.code_guards import Reliance
+from roam.state.containers import (
+    ArraySpace,
+    Items,
+    MappingSpace,
+    NamesSpace,
+    SequenceSpace,
+    SetSpace,
+    Space,
+    is_under,
+)
+from roam.state.discovery import Reach
+from roam.state.equality import (
+    MISSING,
+    is_hashed_by_value,
+    is_numpy_array,
+    is_plain,
+    same,
+    same_elements,
+    show,
+)
+from roam.state.global_state import AMBIENT
+from roam.torch_compat.private import c_pointer, gradient_hooks_of, hooks_of, pytree
+
+# Holders that many quick comparisons may go through at once: exact types, whose iteration runs
+# nobody's code.
+_QUICK_HOLDERS: Final = frozenset({dict, OrderedDict, defaultdict, list, deque})
+
+
+_LIVE: Final = object()
+"""Stands for a live float among the arguments."""
+
+
+class _AnyTensor:
+    """Stands for a tensor whose owner may replace it; its metadata is checked apart."""
+
+
+class _TupleOf:
+    """Stands for a tuple with such tensors, whose owner may replace it by another."""
+
+    __slots__ = ("entries", "kind")
+
+    def __init__(self, kind: type, entries: list[Any]) -> None:
+        self.kind = kind
+        self.entries = entries
+
+
+def _expected(value: Any) -> Any:
+    if issubclass(type(value), torch.Tensor):
+        return value if _is_fixed(value) else _AnyTensor
+    if issubclass(type(value), tuple):
+        entries = list(map(_expected, tuple.__iter__(value)))
+        if any(map(_may_change, entries)):
+            return _TupleOf(type(value), entries)
+    return value
+
+
+def _may_change(expected: Any) -> bool:
+    return expected is _AnyTensor or type(expected) is _TupleOf
+
+
+def _is_as_expected(expected: Any, value: Any) -> bool:
+    """Whether a value, or what is expected elsewhere, is what is expected."""
+    if expected is _AnyTensor:
+        return value is _AnyTensor or issubclass(type(value), torch.Tensor)
+    if type(expected) is _TupleOf:
+        kind, entries = (
+            (value.kind, value.entries) if type(value) is _TupleOf else (type(value), value)
+        )
+        return (
+            kind is expected.kind
+            and len(entries) == len(expected.entries)
+            and all(map(_is_as_expected, expected.entries, entries))
+        )
+    return same(expected, value)
+
+
+class Guards:
+    """A flat list of checks over the state that a step reaches.
+
+    The usual case, nothing changed, is decided by a few passes over all containers at once that
+    compare sizes and the identities of keys and values. Only where those differ is a container
+    looked at entry by entry. Objects, modules and parameters that the guards compare by identity
+    are kept alive by them; tensors that may be replaced are not.
+
+    Args:
+        reach: the state, as it is now.
+        ignore: paths that may change, each with everything beneath it, such as ``"self.history"``.
+        reliance: what the step relies on beside, settled.
+        results: what functions with a cache keep, where not what they keep now.
+    """
+
+    def __init__(
+        self,
+        reach: Reach,
+        ignore: Collection[str] = (),
+        reliance: Reliance | None = None,
+        results: Results | None = None,
+    ) -> None:
+        ignored = tuple(ignore)
+        checks = [
+            _SpaceCheck(place.space, ignored)
+            for place in reach.places
+            if place.guarded
+            and not place.space.is_immutable
+            and not is_under(place.space.path, ignored)
+        ]
+        self._bulk = _Bulk([check for check in checks if check.is_quick])
+        self._single = [check for check in checks if not check.is_quick]
+        self._fixed: list[tuple[str, torch.Tensor, tuple[Any, ...]]] = []
+        self._replaceable: list[tuple[str, Space, Any, tuple[Any, ...]]] = []
+        seen: set[int] = set()
+        for slot in reach.slots:
+            if slot.kind in ("argument", "state") or is_under(slot.path, ignored):
+                continue
+            if _is_fixed(slot.tensor) or (slot.kind == "group" and type(slot.key) is int):
+                if id(slot.tensor) not in seen:
+                    seen.add(id(slot.tensor))
+                    self._fixed.append((slot.path, slot.tensor, _metadata(slot.tensor)))
+            else:
+                self._replaceable.append((slot.path, slot.space, slot.key, _metadata(slot.tensor)))
+        self._storages = self._storage_list()
+        self._aliasing = _pattern(self._storages)
+        self._optimizers = [optimizer for _, optimizer in reach.optimizers]
+        self._shared_groups = self._group_pattern()
+        self._first_places = _first_places(self._storages)
+        self._ambient = [(name, read, read()) for name, read in AMBIENT]
+        self._nodes = NodeHooks(leaves_of(slot for slot in reach.slots if slot.kind != "argument"))
+        self._objects = [
+            (path, value) for path, value in reach.objects if not is_under(path, ignored)
+        ]
+        self._shapes = self._shapes_now()
+        self._reliance = Reliance().settled(reach) if reliance is None else reliance
+        self._results = Results(reach.caches) if results is None else results
+
+    def failure(self) -> str | None:
+        """None while everything is as it was, else the first difference: its path, the old value
+        and the new one.
+        """
+        for name, read, expected in self._ambient:
+            if read() != expected:
+                return f"PyTorch's {name} changed from {show(expected)} to {show(read())}"
+        return (
+            self._object_failure()
+            or self._bulk.failure()
+            or self._single_failure()
+            or self._tensor_failure()
+            or self._nodes.failure()
+            or self._reliance.failure()
+            or self._results.failure()
+        )
+
+    def sizes(self) -> tuple[int, int, int]:
+        """How many values in Python, tensors' metadata and switches of PyTorch are compared."""
+        values = sum(
+            not issubclass(type(value), torch.Tensor)
+            for check in self._checks()
+            for _, value in check.expected
+        )
+        return values, len(self._fixed) + len(self._replaceable), len(self._ambient)
+
+    def storage_indices(self) -> dict[int, int]:
+        """The storages of all guarded tensors, as they were when `failure` last found nothing, each
+        with the place of its first tensor in a fixed order.
+        """
+        return self._first_places
+
+    def stands_for(self, other: Guards) -> bool:
+        """Whether these compare the same holders and tensors with the same values as other guards,
+        and no less beside.
+        """
+        checks, others = self._checks(), other._checks()
+        return (
+            len(checks) == len(others)
+            and all(map(_SpaceCheck.expects_the_same, checks, others))
+            and len(self._fixed) == len(other._fixed)
+            and all(
+                one is two and old == new
+                for (_, one, old), (_, two, new) in zip(self._fixed, other._fixed, strict=True)
+            )
+            and len(self._replaceable) == len(other._replaceable)
+            and all(
+                _holder(one) is _holder(two) and same(key, other_key) and old == new
+                for (_, one, key, old), (_, two, other_key, new) in zip(
+                    self._replaceable, other._replaceable, strict=True
+                )
+            )
+            and self._aliasing == other._aliasing
+            and self._shared_groups == other._shared_groups
+            and len(self._shapes) == len(other._shapes)
+            and all(map(operator.is_, self._shapes, other._shapes))
+            and self._nodes.watches_the_same(other._nodes)
+            and self._reliance.covers(other._reliance)
+            and other._results.is_among(self._results)
+            and all(same(old, new) for (*_, old), (*_, new) in zip(self._ambient, other._ambient, strict=True))
+        )  # fmt: skip
+
+    def _checks(self) -> list[_SpaceCheck]:
+        return [*self._bulk.checks, *self._bulk.named, *self._single]
+
+    def _shapes_now(self) -> list[Any]:
+        """The class and the dictionary of each object, which both may be exchanged."""
+        values = [value for _, value in self._objects]
+        return [*map(type, values), *map(object.__getattribute__, values, repeat("__dict__"))]
+
+    def _object_failure(self) -> str | None:
+        now = self._shapes_now()
+        if all(map(operator.is_, now, self._shapes)):
+            return None
+        for (path, _), kind, expected in zip(self._objects, now, self._shapes, strict=False):
+            if kind is not expected:
+                return f"the class of {path} changed from {show(expected)} to {show(kind)}"
+        return "an object that the step reads has another __dict__ than before"
+
+    def _single_failure(self) -> str | None:
+        for check in self._single:
+            reason = check.failure()
+            if reason is not None:
+                return reason
+        return None
+
+    def _tensor_failure(self) -> str | None:
+        if len(self._optimizers) > 1 and self._group_pattern() != self._shared_groups:
+            return "the optimizers share groups in another way than before"
+        for path, tensor, expected in self._fixed:
+            if _metadata(tensor) != expected:
+                return _metadata_change(path, expected, _metadata(tensor))
+        for path, space, key, expected in self._replaceable:
+            value = space.get(key)
+            if not issubclass(type(value), torch.Tensor):
+                return f"{path} changed from a tensor to {show(value)}"
+            if _metadata(value) != expected:
+                return _metadata_change(path, expected, _metadata(value))
+        storages = self._storage_list()
+        if storages != self._storages:
+            if _pattern(storages) != self._aliasing:
+                return "the tensors that the step reaches share memory in another way than before"
+            self._storages = storages
+            self._first_places = _first_places(storages)
+        return None
+
+    def _group_pattern(self) -> list[int]:
+        """Which optimizers have groups in common, as one around another has."""
+        return _pattern(
+            [id(group) for optimizer in self._optimizers for group in optimizer.param_groups]
+        )
+
+    def _storage_list(self) -> list[int]:
+        """An identity of the memory of each guarded tensor."""
+        storages = [_storage(tensor) for _, tensor, _ in self._fixed]
+        storages += [_storage(space.get(key)) for _, space, key, _ in self._replaceable]
+        return storages
+
+
+class _SpaceCheck:
+    """The expected contents of one space."""
+
+    __slots__ = ("expected", "ignored", "is_quick", "space")
+
+    def __init__(self, space: Space, ignored: tuple[str, ...]) -> None:
+        self.space = space
+        self.ignored = ignored
+        self.expected: Items = []
+        self.rebase()
+        if isinstance(space, SetSpace):
+            self.is_quick = type(space.holder) is set and not self.expected
+        else:
+            # Tensors that are replaced at every step would fail the quick comparison at every step.
+            self.is_quick = (
+                isinstance(space, (MappingSpace, NamesSpace, SequenceSpace))
+                and type(space.holder) in _QUICK_HOLDERS
+                and not any(_may_change(value) for _, value in self.expected)
+                and not (
+                    ignored and any(is_under(space.label(key), ignored) for key, _ in self.expected)
+                )
+            )
+
+    def rebase(self) -> None:
+        """Expect what is there now."""
+        self.expected = [(key, _expected(value)) for key, value in self.space.items()]
+
+    def failure(self) -> str | None:
+        space, items = self.space, self.space.items()
+        if isinstance(space, SetSpace):
+            if same_elements([key for key, _ in self.expected], [key for key, _ in items]):
+                return None
+            return f"{space.path} holds other elements than before"
+        for (key, value), (old, expected) in zip(items, self.expected, strict=False):
+            if not same(old, key):
+                break
+            if not self._is_same(key, expected, value):
+                return f"{space.label(key)} changed from {_show(expected)} to {show(value)}"
+        else:
+            if len(items) == len(self.expected):
+                return None
+        return self._key_change(items)
+
+    def expects_the_same(self, other: _SpaceCheck) -> bool:
+        """Whether another check compares the same holder with the same contents, but for what
+        either lets change.
+        """
+        return (
+            type(self.space) is type(other.space)
+            and _holder(self.space) is _holder(other.space)
+            and self.ignored == other.ignored
+            and len(self.expected) == len(other.expected)
+            and all(
+                same(key, other_key)
+                and self._is_same(key, value, other_value)
+                and other._is_same(key, other_value, value)
+                for (key, value), (other_key, other_value) in zip(
+                    self.expected, other.expected, strict=True
+                )
+            )
+        )
+
+    def _is_same(self, key: Any, expected: Any, value: Any) -> bool:
+        if _is_as_expected(expected, value):
+            return True
+        if self.space.is_live(key, expected, value):
+            return True
+        return bool(self.ignored) and is_under(self.space.label(key), self.ignored)
+
+    def _key_change(self, items: Items) -> str:
+        space = self.space
+        if isinstance(space, SequenceSpace):
+            return f"{space.path} changed from {len(self.expected)} to {len(items)} entries"
+        for key, value in items:
+            if not any(same(old, key) for old, _ in self.expected):
+                return f"{space.label(key)} changed from nothing to {show(value)}"
+        for old, expected in self.expected:
+            if not any(same(old, key) for key, _ in items):
+                return f"{space.label(old)} changed from {_show(expected)} to nothing"
+        return f"the entries of {space.path} changed their order"
+
+
+class _Bulk:
+    """Many space checks in a few passes."""
+
+    def __init__(self, checks: list[_SpaceCheck]) -> None:
+        self.named = [check for check in checks if isinstance(check.space, NamesSpace)]
+        self._namespaces = [check.space.holder for check in self.named for _ in check.expected]  # type: ignore[attr-defined]
+        self._names = [name for check in self.named for name, _ in check.expected]
+        self.checks = checks = [
+            check for check in checks if not isinstance(check.space, NamesSpace)
+        ]
+        self._holders: list[Any] = [check.space.holder for check in checks]  # type: ignore[attr-defined]
+        # Views show the dictionary of now, however often it changes.
+        self._values = [
+            holder.values() if isinstance(holder, dict) else holder for holder in self._holders
+        ]
+        self._dictionaries = [holder for holder in self._holders if isinstance(holder, dict)]
+        self._expect()
+
+    def _expect(self) -> None:
+        self._sizes = [len(check.expected) for check in self.checks]
+        self._expected = [value for check in self.checks for _, value in check.expected]
+        self._keys = [
+            key
+            for check in self.checks
+            if isinstance(check.space, MappingSpace)
+            for key, _ in check.expected
+        ]
+        self._expected_named = [value for check in self.named for _, value in check.expected]
+
+    def failure(self) -> str | None:
+        if (
+            list(map(len, self._holders)) == self._sizes
+            and all(map(operator.is_, chain.from_iterable(self._values), self._expected))
+            and all(map(operator.is_, chain.from_iterable(self._dictionaries), self._keys))
+            and all(
+                map(
+                    operator.is_,
+                    map(dict.get, self._namespaces, self._names, repeat(MISSING)),
+                    self._expected_named,
+                )
+            )
+        ):
+            return None
+        for check in (*self.checks, *self.named):
+            items = check.space.items()
+            if len(items) != len(check.expected) or not all(
+                key is old and value is expected
+                for (key, value), (old, expected) in zip(items, check.expected, strict=True)
+            ):
+                reason = check.failure()
+                if reason is not None:
+                    return reason
+                check.rebase()
+        self._expect()
+        return None
+
+
+class ArgGuard:
+    """Whether a call's arguments fit a captured step: the same structure, tensors of the same
+    metadata that share memory in the same way, equal plain values, the same models, optimizers and
+    other objects. Tensors themselves may be new at every call.
+
+    Args:
+        args: the positional arguments of the captured call.
+        kwargs: its keyword arguments.
+        guards: the state's guards; where given, an argument that shares memory with a parameter,
+            buffer or loose tensor must do so again, and no other may.
+        live: places among the flattened arguments of floats that the step reads anew at every call.
+        received: places of the tensors that are the call's own, with their gradients, and in no
+            other place of the step's.
+        taker: takes the arguments apart.
+    """
+
+    def __init__(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        guards: Guards | None = None,
+        live: Collection[int] = (),
+        received: Collection[int] = (),
+        taker: Taker | None = None,
+    ) -> None:
+        self._guards = guards
+        self.taker = Taker() if taker is None else taker
+        taken = self.taker.take(args, kwargs)
+        self._spec = taken.spec
+        self._leaves = [
+            (path, _LIVE if index in live else _leaf(value, index in received))
+            for index, (path, value) in enumerate(
+                zip(taken.paths(_argument_path, args, kwargs), taken.leaves, strict=True)
+            )
+        ]
+        self._aliasing = self._alias(taken.leaves)
+
+    def __str__(self) -> str:
+        """The tensors among the arguments, and the plain values."""
+        shown = [
+            f"{path} {tuple(expected.metadata[2])}"
+            if isinstance(expected, _Leaf)
+            else f"{path} {show(expected)}"
+            for path, expected in self._leaves
+            if isinstance(expected, _Leaf) or is_plain(expected)
+        ]
+        return ", ".join(shown) or "no tensors"
+
+    def described(self) -> list[tuple[str, bool]]:
+        """How a reader would write each of the flattened arguments, and whether it is a tensor."""
+        return [(path, isinstance(expected, _Leaf)) for path, expected in self._leaves]
+
+    def failure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+        """None where the plan of the captured call fits this one too, else the first difference.
+        The state's guards are asked first: by what they found, an argument shares memory with the
+        state or not.
+        """
+        taken = self.taker.take(args, kwargs)
+        leaves = taken.leaves
+        if taken.spec != self._spec:
+            return "the arguments have another structure than before"
+        for (path, expected), value in zip(self._leaves, leaves, strict=True):
+            if isinstance(expected, _Leaf):
+                if not issubclass(type(value), torch.Tensor):
+                    return f"{path} changed from a tensor to {show(value)}"
+                if _metadata(value) != expected.metadata:
+                    return _metadata_change(path, expected.metadata, _metadata(value))
+                if expected.is_received and _gradient(value) != expected.gradient:
+                    return (
+                        f"{path} has a gradient and had none before, or the other way round, or a "
+                        "gradient of another kind"
+                    )
+            elif expected is _LIVE:
+                if type(value) is not float:
+                    return f"{path} changed from a float to {show(value)}"
+            elif not same(expected, _leaf(value)):
+                return f"{path} changed from {show(expected)} to {show(value)}"
+        if self._alias(leaves) != self._aliasing:
+            return "the arguments share memory, with one another or with the step's state, in another way than before"
+        return None
+
+    def _alias(self, leaves: list[Any]) -> tuple[list[int], list[int]]:
+        storages = [_storage(leaf) for leaf in leaves if issubclass(type(leaf), torch.Tensor)]
+        owned = self._guards.storage_indices() if self._guards else {}
+        return _pattern(storages), [owned.get(storage, -1) for storage in storages]
+
+
+def argument_key(leaves: Sequence[Any]) -> tuple[Hashable, ...]:
+    """The same for the flattened arguments of any two calls that one `ArgGuard` passes, and other
+    wherever it is cheap to tell that none does.
+    """
+    return tuple(map(_leaf_key, leaves))
+
+
+def _leaf_key(value: Any) -> Hashable:
+    kind = type(value)
+    if issubclass(kind, torch.Tensor):
+        return _metadata(value)
+    if is_hashed_by_value(kind):
+        return kind, value
+    if is_plain(value) or issubclass(kind, tuple) or is_numpy_array(value):
+        return (kind,)  # a float may be live, and the others take long to compare
+    return kind, id(value)
+
+
+class _Leaf:
+    """What is expected of a tensor among the arguments."""
+
+    __slots__ = ("gradient", "is_received", "metadata")
+
+    def __init__(self, tensor: torch.Tensor, is_received: bool) -> None:
+        self.metadata = _metadata(tensor)
+        self.gradient = _gradient(tensor)
+        self.is_received = is_received
+
+
+def _gradient(tensor: torch.Tensor) -> tuple[Any, ...] | None:
+    gradient = tensor.grad if tensor.is_leaf else None
+    return None if gradient is None else _metadata(gradient)
+
+
+def _leaf(value: Any, is_received: bool = False) -> Any:
+    """What to expect of an argument: an array's contents would be frozen into the step, so they
+    count as a plain value.
+    """
+    if issubclass(type(value), torch.Tensor):
+        return _Leaf(value, is_received)
+    if is_numpy_array(value) and not value.dtype.hasobject:
+        return tuple(ArraySpace(value, "").items())
+    return value
+
+
+def _argument_path(path: tuple[Any, ...]) -> str:
+    is_keyword, rest = path[0].idx == 1, path[1:]
+    if is_keyword:
+        return f"{rest[0].key}{pytree.keystr(rest[1:])}"
+    return f"args{pytree.keystr(rest)}"
+
+
+def _is_fixed(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is itself part of what was captured: gradients are accumulated in it,
+    optimizers hold it.
+    """
+    return issubclass(type(tensor), torch.nn.Parameter) or (tensor.requires_grad and tensor.is_leaf)
+
+
+def _metadata(tensor: torch.Tensor) -> tuple[Any, ...]:
+    hooks, post_hooks = hooks_of(tensor), gradient_hooks_of(tensor)
+    is_strided = tensor.layout is torch.strided
+    return (
+        type(tensor),
+        tensor.dtype,
+        tensor.shape,
+        tensor.stride() if is_strided else tensor.layout,
+        tensor.storage_offset() if is_strided else 0,
+        tensor.device,
+        tensor.requires_grad,
+        tensor.is_leaf,
+        tensor.retains_grad,
+        tensor.is_conj() or tensor.is_neg(),
+        tensor.is_inference(),
+        len(tensor.__dict__),
+        len(hooks) if hooks else 0,
+        len(post_hooks) if post_hooks else 0,
+    )
+
+
+_METADATA: Final = (
+    "type", "dtype", "shape", "strides", "storage offset", "device", "requires_grad", "is_leaf", "retains_grad", "conjugate or negative bit", "inference mode", "attributes", "gradient hooks", "gradient hooks"
+)  # fmt: skip
+
+
+def _metadata_change(path: str, expected: tuple[Any, ...], actual: tuple[Any, ...]) -> str:
+    what, old, new = next(
+        item for item in zip(_METADATA, expected, actual, strict=True) if item[1] != item[2]
+    )
+    return f"the {what} of {path} changed from {show(old)} to {show(new)}"
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    """An identity of a tensor's memory, unique among those alive; tensors without a storage of
+    their own stand for themselves.
+    """
+    try:
+        return int(c_pointer(tensor.untyped_storage()))
+    except (NotImplementedError, RuntimeError):
+        return id(tensor)
+
+
+def _holder(space: Space) -> Any:
+    return space.holder  # type: ignore[attr-defined]
+
+
+def _first_places(storages: list[int]) -> dict[int, int]:
+    """Each storage with its first place."""
+    return {storage: len(storages) - 1 - place for place, storage in enumerate(reversed(storages))}
+
+
+def _pattern(storages: list[int]) -> list[int]:
+    """For each, the place of the first that is the same."""
+    first: dict[int, int] = {}
+    return [first.setdefault(storage, index) for index, storage in enumerate(storages)]
+
+
+def _show(expected: Any) -> str:
+    if type(expected) is _TupleOf:
+        return f"({', '.join(map(_show, expected.entries))})"
+    return "a tensor" if expected is _AnyTensor else show(expected)

@@ -1,0 +1,129 @@
+"""Origins: whose code a function, class or object is from, and what code names."""
+
+from __future__ import annotations
+
+import dis
+import functools
+import sys
+import types
+from typing import Final
+
+from roam.own_code import is_own_module
+
+# Packages whose functions and classes are not entered, beside the standard library: they are taken
+# to stay as they are.
+_LIBRARIES: Final = (
+    *(
+        "torch",
+        "torchvision",
+        "torchaudio",
+        "torchgen",
+        "functorch",
+        "triton",
+        "numpy",
+        "scipy",
+        "pandas",
+        "sklearn",
+    ),
+    *(
+        "transformers",
+        "tokenizers",
+        "safetensors",
+        "huggingface_hub",
+        "accelerate",
+        "datasets",
+        "matplotlib",
+        "PIL",
+        "typing_extensions",
+    ),
+    *("pytest", "_pytest", "hypothesis", "mip", "cffi"),
+)
+# Packages whose objects only watch a training run: their attributes change at every step, and no
+# result depends on them.
+_WATCHERS: Final = (
+    *(
+        "tqdm",
+        "wandb",
+        "tensorboard",
+        "tensorboardX",
+        "mlflow",
+        "rich",
+        "loguru",
+        "pytest",
+        "_pytest",
+        "hypothesis",
+    ),
+    *("torch.utils.tensorboard", "torch.profiler", "torch.autograd.profiler"),
+)
+# Standard library modules whose objects are mere holders of attributes.
+_HOLDERS: Final = frozenset({"builtins", "types", "argparse", "collections", "queue", "weakref"})
+# Standard library modules whose functions make classes for others, with their own name for the
+# class's module.
+_MAKERS: Final = frozenset({"abc", "types"})
+_STANDARD: Final = frozenset(sys.stdlib_module_names)
+
+
+@functools.cache
+def _is_in(module: str, packages: tuple[str, ...]) -> bool:
+    return any(module == package or module.startswith(package + ".") for package in packages)
+
+
+def _is_standard(module: str) -> bool:
+    return module.partition(".")[0] in _STANDARD
+
+
+def is_library(module: object) -> bool:
+    """Whether a module's name is one of the standard library, of PyTorch or of another known
+    library.
+    """
+    return type(module) is str and (
+        _is_standard(module)
+        or _is_in(module, _LIBRARIES)
+        or _is_in(module, _WATCHERS)
+        or is_own_module(module)
+    )
+
+
+def is_opaque(kind: type) -> bool:
+    """Whether objects of a class hold nothing that a step's results could depend on, as far as roam
+    can know: locks, loggers, progress bars. A library's other objects, such as configurations, hold
+    values of the user's and are entered.
+    """
+    module = _home_of(kind)
+    return type(module) is str and (
+        (_is_standard(module) and module not in _HOLDERS and module != "__main__")
+        or _is_in(module, _WATCHERS)
+    )
+
+
+def _home_of(kind: type) -> object:
+    """The module that a class is from. One that is made as the program runs has the name of the
+    module that makes classes.
+    """
+    for base in type.__dict__["__mro__"].__get__(kind):
+        if (
+            base.__module__ not in _MAKERS
+            or getattr(sys.modules.get(base.__module__), base.__qualname__, None) is base
+        ):
+            return base.__module__
+    return kind.__module__
+
+
+@functools.cache
+def names_of(code: types.CodeType) -> tuple[tuple[str, ...], frozenset[str]]:
+    """The globals that code and the functions inside it name, in order, and every attribute that
+    they name.
+    """
+    names: dict[str, None] = {}
+    attributes: set[str] = set()
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"):
+            names[instruction.argval] = None
+        elif "ATTR" in instruction.opname or "METHOD" in instruction.opname:
+            attributes.add(instruction.argval)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            inner, inner_attributes = names_of(constant)
+            names.update(dict.fromkeys(inner))
+            attributes |= inner_attributes
+    return tuple(names), frozenset(attributes)

@@ -1,0 +1,340 @@
+"""Live numbers: Python numbers that change from step to step and must never be frozen at capture.
+
+A learning rate, an optimizer's step count, a loss scale: during capture each is a `LiveFloat` or
+`LiveInt`, whose arithmetic is recorded as calls of Python's own operators, in the order in which
+the user's code makes them, so that a run gives the very bits of eager. Any use that would bring the
+value itself into Python (`float(x)`, `if x > 1`, `print(x)`) raises `CaptureError`: what the value
+decides at capture would be decided for ever.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+import torch
+
+from roam.state.trace_context import TraceContext
+
+
+class LiveNode:
+    """What C++ carries through a kernel's arguments in place of the number; see
+    `torch.SymFloat.node`.
+    """
+
+    __slots__ = ("is_integer_value", "origin", "slot", "trace")
+
+    def __init__(self, trace: TraceContext, slot: int, is_integer_value: bool, origin: str) -> None:
+        self.trace = trace
+        self.slot = slot
+        self.is_integer_value = is_integer_value
+        self.origin = origin
+
+    def is_int(self) -> bool:
+        return self.is_integer_value
+
+    def is_float(self) -> bool:
+        return not self.is_integer_value
+
+    def is_bool(self) -> bool:
+        return False
+
+    def is_nested_int(self) -> bool:
+        return False
+
+    def is_symbolic(self) -> bool:
+        return True
+
+    def is_constant(self) -> bool:
+        return False
+
+    def has_hint(self) -> bool:
+        return False
+
+    def maybe_as_int(self) -> None:
+        return None
+
+    def maybe_as_float(self) -> None:
+        return None
+
+    def _value(self, *_: object) -> Any:
+        """The number itself, where it depends on nothing but constants written in the step and what
+        a plan may hold for; otherwise refused.
+        """
+        known = self.trace.fixed_value(self.slot)
+        return self._reached_python() if known is None else known
+
+    def decide(self, function: Callable[..., bool], live: Any, others: tuple[Any, ...]) -> bool:
+        """A comparison: answered where a plan can hold on to the answer, otherwise refused."""
+        if all(type(other) in (int, float) for other in others):
+            answer = self.trace.decided(self.slot, function, others)
+            if answer is not None:
+                return answer
+        if not all(isinstance(other, _NUMBERS) for other in others):
+            return bool(function(self._value(), *others))
+        answer = self.trace.branch(function, (live, *others))
+        return bool(self._reached_python() if answer is None else answer)
+
+    def to_numpy(self) -> NoReturn:
+        """NumPy would do arithmetic of its own with the number."""
+        self.trace.refuse(
+            f"the step gives {self.origin} to NumPy, where capture cannot follow it; use Python's "
+            "numbers or tensors",
+            code="value_reached_python",
+        )
+
+    def _reached_python(self, *_: object) -> NoReturn:
+        self.trace.refuse(
+            f"the value of {self.origin} is used in Python, and a plan would keep what it was at "
+            f"capture; {self.trace.remedy(self.slot)}",
+            code="value_reached_python",
+        )
+
+    def wrap_int(self, number: int) -> FixedNode:
+        """Code in C++ is about to calculate with the number."""
+        self._value()
+        return FixedNode(number)
+
+    guard_int = guard_float = int_ = _value
+    guard_bool = bool_ = expect_true = guard_size_oblivious = guard_or_false = guard_or_true = (
+        statically_known_true
+    ) = _reached_python
+    wrap_float = wrap_bool = _reached_python
+    str = _graph_repr = _reached_python
+
+
+class FixedNode:
+    """A number that a plan holds for, as code in C++ calculates with it."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def is_int(self) -> bool:
+        return type(self.value) is int
+
+    def is_float(self) -> bool:
+        return type(self.value) is float
+
+    def is_bool(self) -> bool:
+        return type(self.value) is bool
+
+    def is_nested_int(self) -> bool:
+        return False
+
+    def is_symbolic(self) -> bool:
+        return False
+
+    def is_constant(self) -> bool:
+        return True
+
+    def has_hint(self) -> bool:
+        return True
+
+    def _value(self, *_: object) -> Any:
+        return self.value
+
+    def wrap_int(self, number: int) -> FixedNode:
+        return FixedNode(number)
+
+    guard_int = guard_float = guard_bool = guard_size_oblivious = guard_or_false = guard_or_true = (
+        _value
+    )
+    int_ = bool_ = expect_true = expect_size = statically_known_true = maybe_as_int = _value
+    wrap_float = wrap_bool = wrap_int
+
+    def clone(self) -> FixedNode:
+        return self
+
+
+def _calculated(function: Callable[..., Any]) -> Callable[..., FixedNode]:
+    """What code in C++ does with a number that a plan may hold for."""
+
+    def method(self: Any, *others: Any) -> FixedNode:
+        return FixedNode(function(self._value(), *(other._value() for other in others)))
+
+    return method
+
+
+for _name, _function in {
+    **{name: getattr(operator, name) for name in ("add", "sub", "mul", "mod", "neg", "eq", "ne", "lt", "le", "gt", "ge")},
+    "floordiv": operator.floordiv, "int_floordiv": operator.floordiv, "sym_min": min, "sym_max": max,
+    "sym_not": operator.not_, "sym_and": lambda one, other: one and other, "sym_or": lambda one, other: one or other,
+}.items():  # fmt: skip
+    for _kind in (LiveNode, FixedNode):
+        setattr(_kind, _name, _calculated(_function))
+
+
+_NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
+MATH: dict[str, Callable[..., float]] = {
+    name: getattr(math, name)
+    for name in (
+        "sqrt",
+        "exp",
+        "expm1",
+        "log",
+        "log1p",
+        "log2",
+        "log10",
+        "pow",
+        "sin",
+        "cos",
+        "tan",
+        "tanh",
+        "hypot",
+    )
+}
+"""Functions of Python's own that always give floats."""
+
+_QUESTIONS: dict[str, Callable[[Any], bool]] = {
+    name: getattr(math, name) for name in ("isfinite", "isnan", "isinf")
+}
+
+
+def _binary(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    def method(self: Any, other: Any) -> Any:
+        if not isinstance(other, _NUMBERS):
+            return NotImplemented
+        return self.node.trace.scalar_call(function, (self, other))
+
+    return method
+
+
+def _reflected(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    def method(self: Any, other: Any) -> Any:
+        if not isinstance(other, _NUMBERS):
+            return NotImplemented
+        return self.node.trace.scalar_call(function, (other, self))
+
+    return method
+
+
+def _unary(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def method(self: Any) -> Any:
+        return self.node.trace.scalar_call(function, (self,))
+
+    return method
+
+
+def _of_value(function: Any) -> Callable[..., Any]:
+    """What can only be answered with the number itself."""
+
+    def method(self: Any, *others: Any) -> Any:
+        return function(self.node._value(), *others)
+
+    return method
+
+
+def _comparison(function: Any) -> Callable[..., bool]:
+    def method(self: Any, *others: Any) -> bool:
+        if any(isinstance(other, torch.Tensor) for other in others):
+            return NotImplemented  # type: ignore[no-any-return]
+        return bool(self.node.decide(function, self, others))
+
+    return method
+
+
+_ARITHMETIC: dict[str, Callable[..., Any]] = {
+    **{
+        f"__{name}__": _binary(getattr(operator, name))
+        for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
+    },
+    **{
+        f"__r{name}__": _reflected(getattr(operator, name))
+        for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
+    },
+    "__array__": lambda self, *_, **__: self.node.to_numpy(),
+    "__copy__": lambda self: self,
+    "__deepcopy__": lambda self, _: self,
+    "__neg__": _unary(operator.neg),
+    "__pos__": _unary(operator.pos),
+    "__abs__": _unary(operator.abs),
+    "__sym_float__": _unary(float),
+    "__sym_sqrt__": _unary(math.sqrt),
+    **{
+        f"__{name}__": _of_value(function)
+        for name, function in {
+            "float": float, "int": int, "index": operator.index, "trunc": math.trunc, "round": round,
+            "floor": math.floor, "ceil": math.ceil, "hash": hash, "repr": repr, "str": str, "format": format,
+        }.items()
+    },
+    **{
+        f"__{name}__": _comparison(function)
+        for name, function in {
+            "bool": bool, "eq": operator.eq, "ne": operator.ne, "lt": operator.lt, "le": operator.le,
+            "gt": operator.gt, "ge": operator.ge,
+        }.items()
+    },
+}  # fmt: skip
+
+# `isinstance(lr, float)` must say what it says of the number itself.
+LiveFloat: Any = type(
+    "LiveFloat", (torch.SymFloat,), _ARITHMETIC | {"__class__": property(lambda self: float)}
+)
+LiveInt: Any = type(
+    "LiveInt", (torch.SymInt,), _ARITHMETIC | {"__class__": property(lambda self: int)}
+)
+
+
+def number_stand_ins(trace: TraceContext) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
+    """(holder, name, stand-in) of the functions that would bring a live number to Python: they are
+    recorded like arithmetic.
+    """
+
+    def of_numbers(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            is_live = (
+                len(args) > int(function in (max, min)) and not kwargs and any(map(_is_live, args))
+            )
+            return trace.scalar_call(function, args) if is_live else function(*args, **kwargs)
+
+        return call
+
+    def to_tensor(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(data: Any, *args: Any, **kwargs: Any) -> Any:
+            if not _is_live(data) or args or kwargs.keys() - {"dtype", "device"}:
+                return function(data, *args, **kwargs)
+            dtype = torch.get_default_dtype() if isinstance(data, torch.SymFloat) else torch.int64
+            return torch.full((), data, **{"dtype": dtype, **kwargs})
+
+        return call
+
+    def asking(function: Callable[..., bool], original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(value: Any, *args: Any, **kwargs: Any) -> Any:
+            number: Any = (
+                value.item() if isinstance(value, torch.Tensor) and value.dim() == 0 else value
+            )
+            return (
+                number.node.decide(function, number, ())
+                if _is_live(number)
+                else original(value, *args, **kwargs)
+            )
+
+        return call
+
+    for name, function in MATH.items():
+        yield math, name, of_numbers(function)
+    for holder in filter(None, (math, sys.modules.get("numpy"))):
+        for name, question in _QUESTIONS.items():
+            yield holder, name, asking(question, getattr(holder, name))
+    for module in ("torch.optim._adafactor", "torch.optim.asgd"):
+        yield sys.modules[module], "max", of_numbers(max)
+        yield sys.modules[module], "min", of_numbers(min)
+    for name in ("tensor", "as_tensor"):
+        yield torch, name, to_tensor(getattr(torch, name))
+
+
+def _is_live(value: Any) -> bool:
+    return isinstance(getattr(value, "node", None), LiveNode)
+
+
+def as_live(number: Any) -> Any:
+    """A live number that came back from C++ as torch's plain class gets its arithmetic back."""
+    node: Any = getattr(number, "node", None)
+    if isinstance(node, LiveNode) and isinstance(number, (torch.SymFloat, torch.SymInt)):
+        return (LiveInt if node.is_integer_value else LiveFloat)(node)
+    return number

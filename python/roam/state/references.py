@@ -1,0 +1,319 @@
+"""Owners: where a step's tensors live between calls.
+
+A plan never keeps a tensor of the user's. It keeps the tensor's owner (a module's table, an
+optimizer's state, a list) and looks the tensor up at every call, so `load_state_dict`, checkpoints
+and evaluation between steps just work. During capture every owner holds a fake tensor in the real
+one's place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from roam.state.containers import MappingSpace, Space, is_live_number
+from roam.state.discovery import Reach
+from roam.state.equality import MISSING
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlaceOwner:
+    """A place that the step's function can reach: a module's table, an attribute, a closure cell, a
+    global, a list.
+    """
+
+    space: Space
+    key: Any
+    path: str
+    kind: str
+    tied: bool
+    """Whether an earlier place holds the same tensor; that one is asked at run time."""
+
+    def get(self) -> Any:
+        return self.space.get(self.key)
+
+    def set(self, value: Any) -> None:
+        self.space.set(self.key, value)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttributeOwner:
+    """An attribute that the step sets before it looks at it, so that what it holds before does not
+    matter.
+    """
+
+    space: Space
+    key: str
+    path: str
+    kind: str = "output"
+
+    def get(self) -> Any:
+        return self.space.get(self.key)
+
+    def set(self, value: Any) -> None:
+        self.space.set(self.key, value)
+
+    def put_last(self) -> None:
+        """Makes it the last of its object's attributes."""
+        if isinstance(self.space, MappingSpace):
+            self.space.holder[self.key] = self.space.holder.pop(self.key)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EntryOwner:
+    """An entry of a list, tuple or dictionary, however deep, that another owner holds. In a tuple's
+    place a new one is put.
+    """
+
+    owner: AttributeOwner
+    keys: tuple[Any, ...]
+    path: str
+    kind: str = "output"
+
+    def get(self) -> Any:
+        held = self.owner.get()
+        for key in self.keys:
+            held = held[key]
+        return held
+
+    def set(self, value: Any) -> None:
+        self.owner.set(_with_entry(self.owner.get(), self.keys, value))
+
+
+def _with_entry(held: Any, keys: tuple[Any, ...], value: Any) -> Any:
+    if not keys:
+        return value
+    key, entry = keys[0], _with_entry(held[keys[0]], keys[1:], value)
+    if isinstance(held, tuple):
+        return as_tuple(type(held), (*held[:key], entry, *held[key + 1 :]))
+    held[key] = entry
+    return held
+
+
+def as_tuple(kind: type, entries: Iterable[Any]) -> Any:
+    """A tuple of a class, such as a named one, without running its constructor."""
+    return tuple.__new__(kind, entries)
+
+
+@dataclass(frozen=True, slots=True)
+class Skeleton:
+    """A nest of lists, tuples and dictionaries that a step makes, with None where tensors and live
+    numbers will be.
+    """
+
+    nest: Any
+
+    def build(self) -> Any:
+        """A new one."""
+        return _copied(self.nest)
+
+
+def _copied(nest: Any) -> Any:
+    if type(nest) is list:
+        return list(map(_copied, nest))
+    if isinstance(nest, tuple):
+        return as_tuple(type(nest), map(_copied, nest))
+    if type(nest) is dict:
+        return {key: _copied(value) for key, value in nest.items()}
+    return nest
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StateOwner:
+    """One tensor of an optimizer's state. `load_state_dict` replaces these, so nothing but the way
+    to them is kept.
+    """
+
+    optimizer: torch.optim.Optimizer
+    parameter: PlaceOwner
+    key: str
+    path: str
+    kind: str = "optimizer_state"
+
+    def get(self) -> Any:
+        entry = self.optimizer.state.get(self.parameter.get())
+        return MISSING if entry is None else entry.get(self.key, MISSING)
+
+    def set(self, value: Any) -> None:
+        self.optimizer.state[self.parameter.get()][self.key] = value
+
+    def put_last(self) -> None:
+        """Makes it the last of its parameter's entries."""
+        entry = self.optimizer.state[self.parameter.get()]
+        entry[self.key] = entry.pop(self.key)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GradientOwner:
+    """A parameter's `.grad`."""
+
+    parameter: PlaceOwner
+    path: str
+    kind: str = "gradient"
+
+    def get(self) -> Any:
+        gradient = self.parameter.get().grad
+        return MISSING if gradient is None else gradient
+
+    def set(self, value: Any) -> None:
+        self.parameter.get().grad = value
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ScalerOwner:
+    """The scale or the growth tracker of a gradient scaler, which it makes when it is first
+    used.
+    """
+
+    scaler: torch.amp.GradScaler
+    key: str
+    path: str
+    kind: str = "optimizer_state"
+
+    def get(self) -> Any:
+        tensor = getattr(self.scaler, self.key, None)
+        return MISSING if tensor is None else tensor
+
+    def set(self, value: Any) -> None:
+        setattr(self.scaler, self.key, value)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ArgumentOwner:
+    """The call's own argument, by its place among the flattened arguments: a tensor of the batch,
+    or a live float. Or the `.grad` of such a tensor.
+    """
+
+    index: int
+    path: str
+    kind: str = "input"
+
+    @property
+    def gradient(self) -> ArgumentOwner:
+        """The owner of its gradient."""
+        return ArgumentOwner(self.index, f"{self.path}.grad", "gradient")
+
+    def find(self, leaves: Sequence[Any]) -> Any:
+        """Its value among a call's flattened arguments."""
+        return leaves[self.index].grad if self.kind == "gradient" else leaves[self.index]
+
+    def put(self, leaves: Sequence[Any], value: Any) -> None:
+        """Gives a call's argument another gradient, or None."""
+        leaves[self.index].grad = value
+
+
+@dataclass(frozen=True, slots=True)
+class RateOwner:
+    """An entry of an optimizer's group, or a part of one: the learning rate, a weight decay, one of
+    the betas.
+    """
+
+    optimizer: torch.optim.Optimizer
+    group: int
+    path: str
+    key: str
+    index: int | None = None
+    """Its place where the group's entry is a tuple, such as the betas."""
+    kind: str = "live"
+
+    def get(self) -> Any:
+        entry = self.optimizer.param_groups[self.group].get(self.key, MISSING)
+        if self.index is None:
+            return entry
+        return (
+            entry[self.index]
+            if isinstance(entry, (tuple, list)) and self.index < len(entry)
+            else MISSING
+        )
+
+    def set(self, value: Any) -> None:
+        group = self.optimizer.param_groups[self.group]
+        if self.index is not None:
+            entry = group[self.key]
+            value = type(entry)([*entry[: self.index], value, *entry[self.index + 1 :]])
+        group[self.key] = value
+
+    def place(self) -> tuple[Any, ...]:
+        """Equal for owners of the same number, whichever optimizer has the group."""
+        return id(self.optimizer.param_groups[self.group]), self.key, self.index
+
+    def put_last(self) -> None:
+        """Makes it the last of its group's entries."""
+        group = self.optimizer.param_groups[self.group]
+        group[self.key] = group.pop(self.key)
+
+
+def rate_owners(optimizer: torch.optim.Optimizer, path: str) -> Iterator[RateOwner]:
+    """The live numbers of an optimizer's groups."""
+    for number, group in enumerate(optimizer.param_groups):
+        for key in sorted(group):
+            value, where = group[key], f"{path}.param_groups[{number}][{key!r}]"
+            if is_live_number(key, value):
+                yield RateOwner(optimizer, number, where, key)
+            elif type(value) in (tuple, list):
+                for index, part in enumerate(value):
+                    if is_live_number(key, part):
+                        yield RateOwner(optimizer, number, f"{where}[{index}]", key, index)
+
+
+def number_owners(reach: Reach, paths: Collection[str]) -> Iterator[PlaceOwner]:
+    """The numbers at these paths that the step keeps in Python, outside of optimizers' state, or
+    the None in their place.
+    """
+    found: dict[str, list[PlaceOwner]] = {}
+    for place in reach.places:
+        space = place.space
+        for key, value in space.items() if paths and place.guarded else ():
+            if (path := space.label(key)) in paths:
+                is_number = value is None or type(value) in (int, float)
+                found.setdefault(path, []).append(
+                    PlaceOwner(space, key, path, "live" if is_number else "", tied=False)
+                )
+    # Keys without a text of their own share a path, and nobody could tell which of them is meant.
+    yield from (owners[0] for owners in found.values() if len(owners) == 1 and owners[0].kind)
+
+
+Owner = PlaceOwner | StateOwner | ScalerOwner | GradientOwner
+"""What holds a tensor between calls."""
+
+
+def state_owners(
+    reach: Reach, parameters: list[PlaceOwner], *, plain: bool | None = False
+) -> Iterator[StateOwner]:
+    """What the optimizers' state holds now, in its own order: tensors, or with `plain` everything
+    else, or for None both.
+
+    State of parameters that have been replaced and that no group holds any more is none of the
+    step's.
+    """
+    owners = {id(owner.get()): owner for owner in parameters}
+    for path, optimizer in reach.optimizers:
+        for parameter, entry in optimizer.state.items():
+            owner = owners.get(id(parameter))
+            if owner is None:
+                continue
+            for key, value in entry.items():
+                if plain is None or isinstance(value, torch.Tensor) is not plain:
+                    yield StateOwner(optimizer, owner, key, f"{path}.state[{owner.path}][{key!r}]")
+
+
+def scaler_owners(reach: Reach) -> Iterator[ScalerOwner]:
+    """What the gradient scalers hold now."""
+    for path, scaler in reach.scalers:
+        for key in ("_scale", "_growth_tracker"):
+            owner = ScalerOwner(scaler, key, f"{path}.{key}")
+            if owner.get() is not MISSING:
+                yield owner
+
+
+def gradient_owners(places: list[PlaceOwner]) -> Iterator[GradientOwner]:
+    """The gradients that exist now."""
+    for owner in places:
+        tensor = (
+            owner.get()
+        )  # a step may have removed it, and asking one that is no leaf for its gradient warns
+        if isinstance(tensor, torch.Tensor) and tensor.is_leaf and tensor.grad is not None:
+            yield GradientOwner(owner, f"{owner.path}.grad")

@@ -1,0 +1,1 @@
+"""PyTorch's private side: what roam uses and changes of it."""

@@ -1,0 +1,269 @@
+"""Patches: attributes of PyTorch and Python that are replaced for as long as a block runs.
+
+`PATCHES` lists every one, with its reason. `replaced` is the only way to make one: it refuses what
+is not listed, and takes every one away again, also after an exception or Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import gc
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, Final, NamedTuple
+from unittest import mock
+
+from roam.interrupts import interrupts_wait
+
+
+class Patch(NamedTuple):
+    """Attributes of one object that are replaced for one reason."""
+
+    holder: str
+    """Dotted path of the object; in angle brackets for objects that depend on the step."""
+    names: tuple[str, ...]
+    reason: str
+    without: str
+    """What breaks without it."""
+    optional: bool = False
+    """Whether the holder, or an attribute of it, need not be there: a module that nobody has
+    imported."""
+
+
+_IDENTITY = "the user's code gets the identities and classes of the tensors that fakes stand for"
+_NO_IDENTITY = (
+    "a table keyed by parameters is found empty, or `type(x) is Parameter` goes another way"
+)
+_REAL = "what only real memory has is refused, at the user's line"
+_NO_REAL = "a plan freezes an address or a counter of a fake tensor"
+_VALUE = "the value of a tensor reaches Python: answered by what a run has shown, or refused"
+_NO_VALUE = "a value is frozen into the plan, or PyTorch's own error names no remedy"
+_GENERATOR = "what reads, seeds and sets random generators is recorded as calls"
+_NO_GENERATOR = "checkpointing draws another mask when it computes anew"
+_NUMBER = "arithmetic on numbers that change from step to step is recorded"
+_NO_NUMBER = "a learning rate or step count is frozen as it was at capture"
+_OPTIMIZER = "updates of all parameters at once are recorded as one call for each"
+_NO_OPTIMIZER = "all gradients are alive at once, or PyTorch chooses other kernels for fakes than for real tensors"
+_SCALER = "gradient scalers skip updates by a number that a run knows"
+_NO_SCALER = "whether an update is skipped is frozen as it was at capture"
+_COLLECTIVE = "collectives that begin with pickling are refused by name"
+_NO_COLLECTIVE = "processes wait for each other while one of them captures"
+
+PATCHES: Final = (
+    # Values and memory of tensors.
+    Patch("torch.Tensor", ("item", "__bool__", "__int__", "__float__", "__index__", "is_nonzero", "equal", "allclose"),
+          _VALUE, _NO_VALUE),
+    Patch("torch", ("is_nonzero", "equal", "allclose"), _VALUE, _NO_VALUE),
+    Patch("torch.Tensor", ("__repr__", "__str__", "__format__"), "printing a tensor shows its values", _NO_VALUE),
+    Patch("torch.Tensor", ("data_ptr",), _REAL, _NO_REAL),
+    Patch("torch.UntypedStorage", ("data_ptr", "_cdata", "device"), _REAL, _NO_REAL),
+    Patch("torch._subclasses.fake_tensor.FakeTensor", ("_version", "_cdata"), _REAL, _NO_REAL),
+    Patch("torch._subclasses.fake_tensor.FakeTensor", ("data",), "`x.data = y` is recorded",
+          "no operator shows the assignment, and a plan leaves the old memory in place"),
+    Patch("torch._subclasses.fake_tensor.FakeTensor", ("__new__",), "notes whether a capture's fakes are all gone",
+          "caches of functions are searched after every capture, or fakes stay in them"),
+    # Identity.
+    Patch("torch._subclasses.fake_tensor.FakeTensor", ("__hash__", "__class__", "__dict__"), _IDENTITY, _NO_IDENTITY),
+    Patch("torch._subclasses.fake_tensor.FakeTensor", ("__reduce_ex__", "__deepcopy__", "__dlpack__"),
+          "pickling and copying fakes is refused", "a fake tensor leaves the step in a file or a copy"),
+    Patch("torch.utils.dlpack", ("to_dlpack",), "handing a fake's memory to others is refused", _NO_REAL),
+    Patch("builtins", ("id", "hash", "vars", "dir"), _IDENTITY, _NO_IDENTITY),
+    Patch("sys", ("getrefcount", "getsizeof"), _IDENTITY, _NO_IDENTITY),
+    Patch("<globals of the user's functions>", ("type",), _IDENTITY, _NO_IDENTITY),
+    # Kernels that PyTorch chooses by what a fake tensor cannot tell.
+    Patch("torch._C._nn", ("cross_entropy_loss",), "by the number of ignored targets, C++ chooses other kernels",
+          "the plan divides by another number than the eager step"),
+    Patch("torch", ("ctc_loss",), "C++ writes lengths given as lists to real memory", "PyTorch reads a fake's memory"),
+    Patch("torch._VF", ("_pad_packed_sequence",), "its shape is read from values that a plan holds for",
+          "PyTorch reads a fake's memory"),
+    Patch("torch._C.ScriptFunction", ("__call__",), "TorchScript runs other kernels once it has optimized itself",
+          "the second run of a plan differs from eager's"),
+    Patch("torch._C.ScriptMethod", ("__call__",), "TorchScript runs other kernels once it has optimized itself",
+          "the second run of a plan differs from eager's"),
+    Patch("transformers.utils.import_utils", ("is_fake_tensor",), "it takes other attention masks for fake tensors",
+          "the plan has other kernels than the eager step", optional=True),
+    Patch("torch.nn.init", ("_no_grad_trunc_normal_",), "it draws until no value is too large, which no fake tells",
+          "`roam.fake` does not end, or raises, on models that draw weights so"),
+    Patch("torch.cuda.amp.common", ("amp_definitely_not_available",), "autocast for CUDA works without a device",
+          "an estimate for CUDA has float32 in the place of half precision"),
+    Patch("torch.cuda", ("is_bf16_supported",), "bfloat16 is allowed without a device",
+          "an estimate for CUDA refuses bfloat16"),
+    # Autograd.
+    Patch("torch._C", ("_will_engine_execute_node",), "hooks on several gradients ask by the real leaf's node",
+          "such hooks never run at capture, and a plan leaves them out"),
+    Patch("torch.autograd", ("_engine_run_backward",), "a backward pass into a history from before the step is refused",
+          "gradients of the earlier graph are missing"),
+    # Numbers.
+    Patch("math", ("sqrt", "exp", "expm1", "log", "log1p", "log2", "log10", "pow", "sin", "cos", "tan", "tanh", "hypot",
+                   "isfinite", "isnan", "isinf"), _NUMBER, _NO_NUMBER),
+    Patch("numpy", ("isfinite", "isnan", "isinf"), _NUMBER, _NO_NUMBER, optional=True),
+    Patch("torch.optim._adafactor", ("max", "min"), _NUMBER, _NO_NUMBER),
+    Patch("torch.optim.asgd", ("max", "min"), _NUMBER, _NO_NUMBER),
+    Patch("torch", ("tensor", "as_tensor"), _NUMBER, _NO_NUMBER),
+    # Optimizers, schedulers, scalers.
+    Patch("torch", ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_"), _OPTIMIZER, _NO_OPTIMIZER),
+    Patch("torch.optim.optimizer", ("_foreach_supported_types",), _OPTIMIZER, _NO_OPTIMIZER),
+    Patch("torch.utils._foreach_utils", ("_foreach_supported_types",), _OPTIMIZER, _NO_OPTIMIZER),
+    Patch("torch.amp.GradScaler", ("_lazy_init_scale_growth_tracker", "step", "_maybe_opt_step"), _SCALER, _NO_SCALER),
+    Patch("<schedulers of the step>", ("step", "get_last_lr", "last_epoch", "_step_count", "_last_lr"),
+          "a scheduler's `step` is called after each run, on the real optimizer", "the learning rate never changes"),
+    # Random generators.
+    Patch("torch", ("get_rng_state", "set_rng_state", "manual_seed", "seed", "initial_seed"),
+          _GENERATOR, _NO_GENERATOR),
+    Patch("torch.random", ("get_rng_state", "set_rng_state", "manual_seed", "seed", "initial_seed"),
+          _GENERATOR, _NO_GENERATOR),
+    Patch("torch.cuda", ("get_rng_state", "set_rng_state", "manual_seed", "manual_seed_all", "seed", "seed_all",
+                         "initial_seed"), _GENERATOR, _NO_GENERATOR),
+    Patch("torch.cuda.random", ("get_rng_state", "set_rng_state", "manual_seed", "manual_seed_all", "seed", "seed_all",
+                                "initial_seed"), _GENERATOR, _NO_GENERATOR),
+    # Processes and the environment.
+    Patch("torch.distributed", ("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list",
+                                "send_object_list", "recv_object_list"), _COLLECTIVE, _NO_COLLECTIVE, optional=True),
+    Patch("torch.distributed.distributed_c10d",
+          ("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list", "send_object_list",
+           "recv_object_list"), _COLLECTIVE, _NO_COLLECTIVE, optional=True),
+    Patch("os._Environ", ("__getitem__", "__iter__", "__len__", "__setitem__", "__delitem__"),
+          "guards compare the environment variables that a step reads", "a change of one goes unnoticed"),
+    Patch("inspect", ("_check_instance",), "`inspect.getattr_static` reads attributes past the class",
+          "an attribute that a step reads so is not guarded"),
+    *(Patch(f"importlib.machinery.{name}", ("exec_module",), "modules are executed outside of a trace",
+            "a module that is first imported in a step keeps fake tensors")
+      for name in ("SourceFileLoader", "SourcelessFileLoader", "ExtensionFileLoader")),
+    Patch("zipimport.zipimporter", ("exec_module",), "modules are executed outside of a trace",
+          "a module that is first imported in a step keeps fake tensors"),
+    Patch("<classes of the user's objects>", ("__getattribute__", "__setattr__", "__delattr__"),
+          "notes which attributes a step reads", "all attributes are guarded and faked, or refused"),
+)  # fmt: skip
+"""Everything that is replaced while a step is traced, watched or run."""
+
+USERS_GLOBALS: Final = "<globals of the user's functions>"
+SCHEDULERS: Final = "<schedulers of the step>"
+USERS_CLASSES: Final = "<classes of the user's objects>"
+
+_identity = id  # during a trace the name means another function
+Replacement = tuple[Any, str, Any]
+"""Of an object's attribute of that name, by the last."""
+
+
+class Unlisted(LookupError):
+    """A patch that `PATCHES` does not have."""
+
+
+def resolved(path: str) -> Any:
+    """The object at a dotted path, of modules that are imported; None where there is none."""
+    parts = path.split(".")
+    for end in range(len(parts), 0, -1):
+        found: Any = sys.modules.get(".".join(parts[:end]))
+        if found is not None:
+            for part in parts[end:]:
+                found = getattr(found, part, None)
+            return found
+    return None
+
+
+@contextmanager
+def replaced(replacements: Iterable[Replacement], *, of: str | None = None) -> Iterator[None]:
+    """With other attributes in place; the old ones come back, whatever ends the block.
+
+    Args:
+        replacements: what to put where, one after the other.
+        of: `SCHEDULERS` for objects that depend on the step; else holders are looked up in
+            `PATCHES`.
+
+    Raises:
+        Unlisted: a replacement that `PATCHES` does not have.
+    """
+    with _undone() as stack:
+        with interrupts_wait():
+            listed = _listed() if of is None else {}
+            for holder, name, value in replacements:
+                if name not in (listed.get(_identity(holder), ()) if of is None else _names_of(of)):
+                    raise Unlisted(
+                        f"{name} of {holder!r} is not in roam.torch_compat.patches.PATCHES"
+                    )
+                if name in ("__class__", "__dict__"):
+                    stack.enter_context(_in_class(holder, name, value))
+                else:
+                    # A module's global of a builtin's name goes before the builtin.
+                    is_new = hasattr(builtins, name)
+                    stack.enter_context(mock.patch.object(holder, name, value, create=is_new))
+        yield
+
+
+@contextmanager
+def methods_added(methods: Iterable[tuple[type, str, Callable[..., Any]]]) -> Iterator[None]:
+    """With methods in classes of the user's that have none of these names themselves; the user's
+    code sees no call of it.
+    """
+    names = _names_of(USERS_CLASSES)
+    with _undone() as stack:
+        with interrupts_wait():
+            for kind, name, method in methods:
+                if name not in names:
+                    raise Unlisted(
+                        f"{name} of {USERS_CLASSES} is not in roam.torch_compat.patches.PATCHES"
+                    )
+                type.__setattr__(kind, name, method)
+                stack.callback(type.__delattr__, kind, name)
+        yield
+
+
+@contextmanager
+def globals_added(tables: Iterable[dict[str, Any]], name: str, value: Any) -> Iterator[None]:
+    """With a global of that name in those tables of the user's functions that have none."""
+    if name not in _names_of(USERS_GLOBALS):
+        raise Unlisted(f"{name} of {USERS_GLOBALS} is not in roam.torch_compat.patches.PATCHES")
+    with _undone() as stack:
+        with interrupts_wait():
+            for table in tables:
+                if name not in table:
+                    table[name] = value
+                    stack.callback(table.pop, name, None)
+        yield
+
+
+@contextmanager
+def _undone() -> Iterator[ExitStack]:
+    """A stack that is closed at the end of the block, with Ctrl-C kept back."""
+    stack = ExitStack()
+    try:
+        yield stack
+    finally:
+        with interrupts_wait():
+            stack.close()
+
+
+@contextmanager
+def _in_class(kind: type, name: str, value: Any) -> Iterator[None]:
+    """Puts an attribute into a class that the class itself has no way to set, such as what
+    `x.__class__` gives.
+    """
+    (table,) = gc.get_referents(vars(kind))
+    table[name] = value
+    _forget_lookups(kind)
+    try:
+        yield
+    finally:
+        del table[name]
+        _forget_lookups(kind)
+
+
+def _forget_lookups(kind: type) -> None:
+    kind._roam = None  # type: ignore[attr-defined]
+    del kind._roam  # type: ignore[attr-defined]
+
+
+def _listed() -> dict[int, set[str]]:
+    """The names that may be replaced, by the identity of the holder."""
+    found: dict[int, set[str]] = {}
+    for patch in PATCHES:
+        if not patch.holder.startswith("<") and (holder := resolved(patch.holder)) is not None:
+            found.setdefault(_identity(holder), set()).update(patch.names)
+    return found
+
+
+@functools.cache
+def _names_of(holder: str) -> frozenset[str]:
+    return frozenset(name for patch in PATCHES if patch.holder == holder for name in patch.names)

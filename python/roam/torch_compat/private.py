@@ -1,0 +1,443 @@
+"""Every private name of PyTorch's that roam uses, one function or alias each.
+
+PyTorch promises none of these. `tests/test_torch_compat.py` has a canary for each, which fails by
+name on a PyTorch that changed, and a test that no other file uses a private name.
+"""
+
+from __future__ import annotations
+
+import operator
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch._prims_common import suggest_memory_format
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+    disable_fake_tensor_cache,
+    in_kernel_invocation_manager,
+)
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils import _pytree as pytree
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
+
+# -- modes
+
+disable_current_modes = _disable_current_modes
+"""Block without any dispatch mode."""
+function_modes: Callable[[], list[Any]] = _get_current_function_mode_stack
+"""The `TorchFunctionMode`s that are entered, the innermost last."""
+dispatch_modes = _get_current_dispatch_mode_stack
+"""The `TorchDispatchMode`s that are entered, the innermost last."""
+count_function_modes = torch._C._len_torch_function_stack
+"""How many function modes are entered: quicker than to ask for them."""
+count_dispatch_modes = torch._C._len_torch_dispatch_stack
+"""How many dispatch modes are entered."""
+function_transform: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
+"""The innermost transform of `torch.func` that runs now; None outside of any."""
+DisableTorchFunction: Any = torch._C.DisableTorchFunction
+"""Block in which no `__torch_function__` is called."""
+DisableTorchDispatch: Any = torch._C._DisableTorchDispatch
+"""Block in which no `__torch_dispatch__` is called."""
+DisableAutocast: Any = torch._C._DisableAutocast
+"""Block in which autocast changes nothing."""
+BelowAutograd: Any = torch._C._AutoDispatchBelowAutograd
+"""Block in which operators skip autograd's kernels."""
+is_any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
+"""Whether autocast is on for any device."""
+
+# -- tensors and storages
+
+TENSOR_DATA: Any = torch._C.TensorBase.__dict__["data"]
+"""The descriptor of `x.data`, of all tensors, whatever a subclass has."""
+version_of: Callable[[Any], int] = operator.attrgetter("_version")
+"""How often a tensor's memory was written to: grows by one with each write that PyTorch knows of.
+"""
+c_pointer: Callable[[Any], int] = operator.attrgetter("_cdata")
+"""The address of the C++ object of a storage or a generator: two Python objects of one storage have
+the same."""
+storage_pointer: Callable[[Any], int] = torch._C.StorageBase.__dict__["_cdata"].__get__
+"""As `c_pointer`, of a storage, while attributes of storages are patched."""
+storage_uses: Callable[[int], int] = torch._C._storage_Use_Count
+"""How many tensors and Python objects hold a storage, by its `c_pointer`."""
+hooks_of: Callable[[Any], Any] = operator.attrgetter("_backward_hooks")
+"""A tensor's hooks on its gradient; None where there are none."""
+gradient_hooks_of: Callable[[Any], Any] = operator.attrgetter("_post_accumulate_grad_hooks")
+"""A leaf's hooks after its gradient is accumulated; None where there are none."""
+HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+"""Both attributes by name."""
+
+
+def is_view(tensor: torch.Tensor) -> bool:
+    """Whether autograd sees a tensor as a view of another."""
+    return tensor._is_view()
+
+
+def subclass_of(kind: type, tensor: torch.Tensor, device: torch.device) -> Any:
+    """A tensor subclass's object over a tensor's memory, with the dispatch keys of another
+    device.
+    """
+    return torch.Tensor._make_subclass(
+        kind, tensor, False, dispatch_device=True, device_for_backend_keys=device
+    )
+
+
+# -- fake tensors
+
+
+def protect_pointer(mode: FakeTensorMode, fake: torch.Tensor) -> None:
+    """Makes a fake answer questions for its address as its mode wants: with a warning or an
+    error.
+    """
+    if mode._allow_unsafe_data_ptr_access:
+        torch._C._set_warn_deprecated_on_mutable_data_ptr(fake)
+    else:
+        torch._C._set_throw_on_mutable_data_ptr(fake)
+
+
+def mark_parameter(tensor: Any) -> None:
+    """Makes a tensor subclass's object an instance of `torch.nn.Parameter`."""
+    tensor._is_param = True
+
+
+# -- operators
+
+schema_of: Callable[[Any], Any] = operator.attrgetter("_schema")
+"""An overload's schema: name, arguments, returns."""
+base_name: Callable[[Any], str] = operator.attrgetter("_opname")
+"""An overload's name without namespace and overload: `add` of `aten.add.Tensor`."""
+packet_of: Callable[[Any], Any] = operator.attrgetter("_overloadpacket")
+"""All overloads of an overload's name."""
+c_function: Callable[[Any], Any] = operator.attrgetter("_op")
+"""What an overload calls in C++, without the checks in Python before it."""
+has_kernel: Callable[[str], bool] = torch._C._dispatch_has_kernel
+"""Whether an operator has any kernel."""
+has_kernel_for: Callable[[str, str], bool] = torch._C._dispatch_has_kernel_for_dispatch_key
+"""Whether an operator has a kernel of its own for a dispatch key."""
+
+
+def run_composite(func: Any, *args: Any, is_implicit: bool, **kwargs: Any) -> Any:
+    """Runs an overload's composite kernel: the implicit one, under which autograd sees its parts,
+    or the explicit one.
+    """
+    keys = torch._C.DispatchKey
+    key = keys.CompositeImplicitAutograd if is_implicit else keys.CompositeExplicitAutograd
+    return func._op_dk(key, *args, **kwargs)
+
+
+# -- autograd
+
+current_node: Callable[[], Any] = torch._C._current_autograd_node
+"""The node that autograd's engine runs now; None between the nodes."""
+next_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
+"""The number that autograd's next node in this thread will have."""
+ENGINE_CODE = torch.autograd.graph._engine_run_backward.__code__
+"""The Python code that runs autograd's engine."""
+
+
+def sequence_number(node: Any) -> int:
+    """The number that a node of autograd's was given when its operator ran."""
+    return int(node._sequence_nr())
+
+
+def engine() -> Callable[..., Any]:
+    """What runs autograd's engine."""
+    return torch.autograd.graph._engine_run_backward
+
+
+def engine_will_run() -> Callable[[Any], bool]:
+    """What tells whether autograd's engine, which is running, will run a node."""
+    return torch._C._will_engine_execute_node
+
+
+def node_class(function: type[torch.autograd.Function]) -> type:
+    """The class of the nodes that an `autograd.Function` makes."""
+    return function._backward_cls
+
+
+def saved_tensor_hooks() -> Any:
+    """The hooks on saved tensors that are entered now; None where there are none."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+# -- switches
+
+
+def kernel_library_switches() -> tuple[Any, ...]:
+    """Which of mkldnn, NNPACK and cuDNN may be used, and how."""
+    c = torch._C
+    return (
+        c._get_mkldnn_enabled(), c._get_mkldnn_deterministic(), c._get_onednn_allow_tf32(), c._get_nnpack_enabled(),
+        c._get_cudnn_enabled(), c._get_cudnn_benchmark(), c._get_cudnn_deterministic(), c._get_cudnn_allow_tf32(),
+    )  # fmt: skip
+
+
+def deterministic_switches() -> tuple[bool, ...]:
+    """Deterministic mode, whether it only warns, whether memory is filled."""
+    c = torch._C
+    return (
+        c._get_deterministic_algorithms(), c._get_deterministic_algorithms_warn_only(),
+        c._get_deterministic_fill_uninitialized_memory(),
+    )  # fmt: skip
+
+
+set_fill_uninitialized: Callable[[bool], None] = (
+    torch._C._set_deterministic_fill_uninitialized_memory
+)
+"""Whether deterministic mode fills uninitialized memory."""
+set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
+"""Gradient mode, without a context manager."""
+
+
+def hooks_on_all_modules() -> tuple[dict[Any, Any], ...]:
+    """The tables of hooks on every module."""
+    found = vars(torch.nn.modules.module).items()
+    return tuple(
+        hooks for name, hooks in found if name.startswith("_global_") and isinstance(hooks, dict)
+    )
+
+
+def hooks_on_all_optimizers() -> tuple[dict[Any, Any], ...]:
+    """The tables of hooks on every optimizer."""
+    module: Any = sys.modules["torch.optim.optimizer"]
+    return module._global_optimizer_pre_hooks, module._global_optimizer_post_hooks
+
+
+# -- modules, optimizers, scalers
+
+
+def parameters_of(module: torch.nn.Module) -> dict[str, Any]:
+    """A module's own table of parameters."""
+    return module._parameters
+
+
+def flat_weights_of(layer: Any) -> tuple[Sequence[str], Sequence[Any]]:
+    """Names and values of the weights as a recurrent layer keeps them for its kernel."""
+    return layer._flat_weights_names, layer._flat_weights
+
+
+def set_flat_weights(layer: Any, weights: list[Any], references: list[Any]) -> None:
+    """Gives a recurrent layer other weights for its kernel, and weak references to them."""
+    layer.__dict__.update(_flat_weights=weights, _flat_weight_refs=references)
+
+
+def set_step_called(optimizer: Any, was_called: bool) -> None:
+    """Whether an optimizer's `step` was called: schedulers warn where it was not."""
+    optimizer._opt_called = was_called
+
+
+def was_step_called(optimizer: Any) -> bool:
+    """Whether an optimizer's `step` was called."""
+    return bool(optimizer.__dict__.get("_opt_called"))
+
+
+def foreach_types(module: ModuleType) -> list[type]:
+    """The classes of tensors for which PyTorch chooses multi-tensor kernels, as one of its modules
+    has them.
+    """
+    types: list[type] = module._foreach_supported_types
+    return types
+
+
+def scaler_start() -> Callable[..., Any]:
+    """The method by which a `GradScaler` makes its scale at its first use."""
+    return torch.amp.GradScaler._lazy_init_scale_growth_tracker
+
+
+def reducer_class() -> type | None:
+    """The class that reduces gradients of `torch.distributed` in C++; None where it was not
+    built.
+    """
+    return torch._C._distributed_c10d.Reducer if torch.distributed.is_available() else None
+
+
+# -- attention, absent devices
+
+attention_order: Callable[[], Sequence[int]] = torch._C._get_sdp_priority_order
+"""The order in which PyTorch tries its attention kernels."""
+backend_name: Callable[[], str] = torch._C._get_privateuse1_backend_name
+"""The name of the backend from outside PyTorch; `privateuseone` where there is none."""
+
+
+def backend_classes() -> tuple[Any, Any]:
+    """Base classes of a backend from outside PyTorch: what it says of itself, and how it switches
+    devices.
+
+    Raises:
+        AttributeError: a PyTorch that lets no backend be written in Python.
+    """
+    return torch._C._acc.PrivateUse1Hooks, torch._C._acc.DeviceGuard
+
+
+def private_use_type() -> Any:
+    """The device type of the backend from outside PyTorch."""
+    return torch._C._autograd.DeviceType.PrivateUse1
+
+
+def register_backend(name: str, module: ModuleType, hooks: Any, guard: Any) -> None:
+    """Makes a backend from outside PyTorch known, for as long as the process lives."""
+    torch._register_device_module(name, module)
+    torch._C._acc.register_python_privateuseone_hook(hooks)
+    torch._C._acc.register_python_privateuseone_device_guard(guard)
+
+
+# -- the allocator's events
+
+
+def start_allocator_events() -> None:
+    """Starts the old profiler, which starts at once and sees every allocation on the CPU.
+
+    Raises:
+        AttributeError, TypeError, RuntimeError: a PyTorch that has another or none.
+    """
+    profiler = torch._C._profiler
+    config = profiler.ProfilerConfig(
+        profiler.ProfilerState.CPU, False, True, False, False, False, profiler._ExperimentalConfig()
+    )
+    torch._C._autograd._enable_profiler_legacy(config)
+
+
+def stop_allocator_events() -> Any:
+    """Stops it, and gives its events, per thread."""
+    return torch._C._autograd._disable_profiler_legacy()
+
+
+# -- torch.compile, which is loaded when it is first asked for
+
+
+def aot_autograd(**options: Any) -> Callable[..., Any]:
+    """A backend of `torch.compile` that hands forward and backward graphs of aten calls to
+    compilers.
+    """
+    from torch._dynamo.backends.common import aot_autograd as of_dynamo
+
+    backend: Callable[..., Any] = of_dynamo(**options)
+    return backend
+
+
+def run_unplanned(module: Any, example_inputs: Any) -> Callable[..., Any]:
+    """The compiler that runs a graph as it is."""
+    from torch._dynamo.backends.debugging import boxed_nop
+
+    compiled: Callable[..., Any] = boxed_nop(module, example_inputs)
+    return compiled
+
+
+def boxed(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """Marks a compiled graph as one that takes its arguments in a list, which it may empty."""
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def tracing_context() -> Any:
+    """What AOTAutograd knows of the graph that it compiles now; None where it compiles none."""
+    return torch._guards.TracingContext.try_get()
+
+
+def is_of_dynamo(module: str) -> bool:
+    """Whether a module's name is one of Dynamo's."""
+    return module.startswith("torch._dynamo")
+
+
+# -- what patches replace
+
+C: Any = torch._C
+"""PyTorch's functions in C++."""
+C_NN: Any = torch._C._nn
+"""Those of `torch.nn.functional`."""
+VF: Any = torch._VF
+"""Functions of variables: recurrent layers and packed sequences."""
+
+__all__ = [
+    "C_NN",
+    "ENGINE_CODE",
+    "HOOKS",
+    "TENSOR_DATA",
+    "VF",
+    "BelowAutograd",
+    "C",
+    "DataDependentOutputException",
+    "DeviceContext",
+    "DisableAutocast",
+    "DisableTorchDispatch",
+    "DisableTorchFunction",
+    "DynamicOutputShapeException",
+    "FakeTensor",
+    "FakeTensorMode",
+    "OpOverload",
+    "TorchDispatchMode",
+    "UnsupportedOperatorException",
+    "aot_autograd",
+    "attention_order",
+    "backend_classes",
+    "backend_name",
+    "base_name",
+    "boxed",
+    "c_function",
+    "c_pointer",
+    "count_dispatch_modes",
+    "count_function_modes",
+    "current_node",
+    "deterministic_switches",
+    "disable_current_modes",
+    "disable_fake_tensor_cache",
+    "dispatch_modes",
+    "engine",
+    "engine_will_run",
+    "flat_weights_of",
+    "foreach_types",
+    "function_modes",
+    "function_transform",
+    "gradient_hooks_of",
+    "has_kernel",
+    "has_kernel_for",
+    "hooks_of",
+    "hooks_on_all_modules",
+    "hooks_on_all_optimizers",
+    "in_kernel_invocation_manager",
+    "is_any_autocast_enabled",
+    "is_of_dynamo",
+    "is_view",
+    "kernel_library_switches",
+    "mark_parameter",
+    "next_sequence_number",
+    "node_class",
+    "packet_of",
+    "parameters_of",
+    "private_use_type",
+    "protect_pointer",
+    "pytree",
+    "reducer_class",
+    "register_backend",
+    "run_composite",
+    "run_unplanned",
+    "saved_tensor_hooks",
+    "scaler_start",
+    "schema_of",
+    "sequence_number",
+    "set_fill_uninitialized",
+    "set_flat_weights",
+    "set_grad_enabled",
+    "set_step_called",
+    "start_allocator_events",
+    "stop_allocator_events",
+    "storage_pointer",
+    "storage_uses",
+    "subclass_of",
+    "suggest_memory_format",
+    "tracing_context",
+    "version_of",
+    "was_step_called",
+]

@@ -1,0 +1,94 @@
+//! The JSON form of a graph, documented in `docs/reference/formats.md`.
+
+use super::builder::GraphBuilder;
+use super::entries::{Operator, Region, Tensor};
+use super::envelope::{BUFFER_BYTES, FormatError, read_body, save, write_field, write_header, write_rows};
+use super::ids::OperatorId;
+use super::step::Graph;
+use super::strict;
+use serde::Deserialize;
+use std::fs::File;
+use std::io::{self, BufWriter, Read, Write};
+use std::path::Path;
+
+/// Name of the graph format.
+pub const GRAPH_FORMAT: &str = "roam.graph";
+/// The version of graphs that this release writes and reads.
+pub const GRAPH_VERSION: u64 = 1;
+
+/// Writes a graph's JSON: the canonical one, and its notes.
+pub fn write_graph(out: impl Write, graph: &Graph) -> io::Result<()> {
+    write_with(out, graph, graph.notes())
+}
+
+/// Writes the canonical JSON of a graph: equal graphs give equal bytes.
+pub(crate) fn write_canonical(out: impl Write, graph: &Graph) -> io::Result<()> {
+    write_with(out, graph, &[])
+}
+
+fn write_with(out: impl Write, graph: &Graph, notes: &[(String, String)]) -> io::Result<()> {
+    let mut out = BufWriter::with_capacity(BUFFER_BYTES, out);
+    write_header(&mut out, GRAPH_FORMAT, GRAPH_VERSION)?;
+    write_field(&mut out, "name", graph.name())?;
+    write_field(&mut out, "device", graph.device())?;
+    write_field(&mut out, "alignment_bytes", &graph.alignment_bytes())?;
+    if !graph.estimate().is_empty() {
+        write_field(&mut out, "estimate", graph.estimate())?;
+    }
+    if !graph.accounting().is_empty() {
+        write_field(&mut out, "accounting", graph.accounting())?;
+    }
+    write_rows(&mut out, "tensors", graph.tensors())?;
+    write_rows(&mut out, "operators", graph.operators())?;
+    write_rows(&mut out, "control", graph.control())?;
+    write_rows(&mut out, "regions", graph.regions())?;
+    if !notes.is_empty() {
+        write_rows(&mut out, "notes", notes)?;
+    }
+    out.write_all(b"}\n")?;
+    out.flush()
+}
+
+/// Reads a graph of at most `max_bytes` (after decompression) and checks it as the builder does.
+///
+/// # Errors
+/// See [`FormatError`]; never panics, whatever the bytes.
+pub fn read_graph(input: impl Read, max_bytes: u64) -> Result<Graph, FormatError> {
+    let (_, body): (u64, GraphBody) = read_body(input, GRAPH_FORMAT, GRAPH_VERSION, max_bytes)?;
+    let mut builder = GraphBuilder::new(body.name, body.device, body.alignment_bytes);
+    builder.estimate = body.estimate;
+    builder.accounting = body.accounting;
+    builder.notes = body.notes;
+    Ok(builder.with_parts(body.tensors, body.operators, body.control, body.regions).build()?)
+}
+
+/// Writes a graph to a file, compressed if the path ends in `.gz`.
+pub fn save_graph(path: &Path, graph: &Graph) -> Result<(), FormatError> {
+    save(path, |out| write_graph(out, graph))
+}
+
+/// Reads a graph from a file, see [`read_graph`].
+pub fn load_graph(path: &Path, max_bytes: u64) -> Result<Graph, FormatError> {
+    read_graph(File::open(path).map_err(FormatError::Io)?, max_bytes)
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct GraphBody {
+    name: String,
+    device: String,
+    alignment_bytes: u64,
+    #[serde(default)]
+    estimate: String,
+    #[serde(default)]
+    accounting: String,
+    #[serde(default)]
+    notes: Vec<(String, String)>,
+    #[serde(deserialize_with = "strict::list")]
+    tensors: Vec<Tensor>,
+    #[serde(deserialize_with = "strict::list")]
+    operators: Vec<Operator>,
+    control: Vec<(OperatorId, OperatorId)>,
+    #[serde(deserialize_with = "strict::list")]
+    regions: Vec<Region>,
+}

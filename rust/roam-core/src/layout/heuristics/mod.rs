@@ -1,0 +1,8 @@
+//! Packers that place every block once.
+
+pub(crate) mod best_fit;
+pub(crate) mod gaps;
+pub(crate) mod greedy;
+pub(crate) mod shelf;
+pub(crate) mod skyline;
+pub(crate) mod weighted;

@@ -1,0 +1,9 @@
+//! A plan: an execution order and a memory layout for one graph, with what they cost.
+
+mod contents;
+pub mod json;
+
+pub use contents::{
+    BoundRoute, Candidate, Exact, ExactReport, ExactStatus, MAX_STREAMS, Plan, Schedule, Settings, SettingsError,
+    Status, StreamModel,
+};

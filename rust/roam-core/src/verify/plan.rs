@@ -1,0 +1,54 @@
+//! The whole check of a plan.
+
+use super::checks::{check_constraints, check_figures, check_offsets, check_overlaps, check_reuse};
+use super::lives::{Lives, site};
+use super::streams;
+use super::violation::PlanViolation;
+use crate::graph::{Graph, OperatorId};
+use crate::plan::{MAX_STREAMS, Plan};
+
+/// Checks that the plan is one for this graph, respects every constraint, never lets two live
+/// tensors share bytes, and claims nothing that is not so. Near-linear in the graph's size.
+///
+/// # Errors
+/// The first [`PlanViolation`] found.
+pub fn verify(graph: &Graph, plan: &Plan) -> Result<(), PlanViolation> {
+    if plan.graph_digest != graph.digest() {
+        let (expected, found) = (graph.digest().to_owned(), plan.graph_digest.clone());
+        return Err(PlanViolation::GraphDigest { expected, found });
+    }
+    if plan.estimate != graph.estimate() {
+        return Err(PlanViolation::Estimate);
+    }
+    let step = steps(graph, &plan.order)?;
+    match (plan.settings.streams, &plan.schedule) {
+        (1, None) => {}
+        (2..=MAX_STREAMS, Some(schedule)) => return streams::verify(graph, plan, schedule, &step),
+        (streams, _) => return Err(PlanViolation::Streams { streams }),
+    }
+    let runs_before = |first: OperatorId, second: OperatorId| step[first.index()] < step[second.index()];
+    check_constraints(graph, runs_before)?;
+    check_offsets(graph, plan)?;
+    let pairs = check_reuse(graph, plan, runs_before)?;
+    let lives = Lives::new(graph, &step);
+    check_overlaps(graph, plan, &lives, &pairs)?;
+    check_figures(graph, plan, lives.peaks(graph, &pairs))
+}
+
+/// The step of every operator, by id.
+fn steps(graph: &Graph, order: &[OperatorId]) -> Result<Vec<usize>, PlanViolation> {
+    let mut step: Vec<Option<usize>> = vec![None; graph.operators().len()];
+    for (at, &id) in order.iter().enumerate() {
+        match step.get_mut(id.index()) {
+            None => return Err(PlanViolation::UnknownOperator { operator: id.0 }),
+            Some(Some(_)) => return Err(PlanViolation::OperatorDoubled { site: site(graph, id) }),
+            Some(step) => *step = Some(at),
+        }
+    }
+    step.into_iter()
+        .enumerate()
+        .map(|(index, at)| {
+            at.ok_or_else(|| PlanViolation::OperatorMissing { site: site(graph, OperatorId(index as u32)) })
+        })
+        .collect()
+}

@@ -1,0 +1,236 @@
+"""Operators of a user's own and of other libraries: eager's bits, or a refusal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torchvision
+
+import roam
+from steps import Block, images, refused, same_by_plan, train
+
+functional = torch.nn.functional
+
+
+@torch.library.custom_op("roam_layers::cube", mutates_args=())
+def cube(x: torch.Tensor, scale: float) -> torch.Tensor:
+    return torch.from_numpy(x.detach().numpy() ** 3) * scale
+
+
+@cube.register_fake
+def _(x, scale):
+    return torch.empty_like(x)
+
+
+cube.register_autograd(
+    lambda ctx, gradient: (gradient * 3 * ctx.saved_tensors[0].square() * ctx.scale, None),
+    setup_context=lambda ctx, inputs, output: (
+        ctx.save_for_backward(inputs[0]),
+        setattr(ctx, "scale", inputs[1]),
+    )[0],
+)
+
+
+@torch.library.custom_op("roam_layers::decay_", mutates_args={"x"})
+def decay_(x: torch.Tensor, rate: float) -> None:
+    x.mul_(1 - rate)
+
+
+@torch.library.custom_op("roam_layers::both_halves", mutates_args=())
+def both_halves(x: torch.Tensor) -> list[torch.Tensor]:
+    return [half.clone() for half in x.chunk(2)]
+
+
+@both_halves.register_fake
+def _(x):
+    return [torch.empty_like(half) for half in x.chunk(2)]
+
+
+@torch.library.custom_op(
+    "roam_layers::noisy", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,)
+)
+def noisy(x: torch.Tensor) -> torch.Tensor:
+    return x + torch.rand_like(x)
+
+
+@torch.library.custom_op("roam_layers::secretly_noisy", mutates_args=())
+def secretly_noisy(x: torch.Tensor) -> torch.Tensor:
+    return x + torch.rand_like(x)
+
+
+@torch.library.custom_op("roam_layers::secretly_changing", mutates_args=())
+def secretly_changing(x: torch.Tensor) -> torch.Tensor:
+    x.add_(1)
+    return x * 2
+
+
+@torch.library.custom_op("roam_layers::largest", mutates_args=())
+def largest(x: torch.Tensor) -> float:
+    return float(x.max())
+
+
+@torch.library.custom_op("roam_layers::without_fake", mutates_args=())
+def without_fake(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+@torch.library.custom_op("roam_layers::show", mutates_args=())
+def show(x: torch.Tensor) -> None:
+    print(x)
+
+
+for _made in (noisy, secretly_noisy, secretly_changing):
+    _made.register_fake(torch.empty_like)
+largest.register_fake(lambda x: 0.0)
+show.register_fake(lambda x: None)
+
+_library = torch.library.Library("roam_layers", "FRAGMENT")
+_library.define("doubled(Tensor x) -> Tensor")
+_library.define("lying(Tensor x) -> Tensor")
+_library.define("rows(Tensor(a) x, int count) -> Tensor(a)")
+for _key in ("CPU", "Meta"):
+    _library.impl("doubled", lambda x: x * 2, _key)
+    _library.impl("lying", lambda x: x.view(-1) if x.is_meta else x.reshape(-1), _key)
+    _library.impl("rows", lambda x, count: x[:count], _key)
+
+
+class _Doubled(torch.autograd.Function):
+    """Does something of its own around the operator, which the operator must not do once more at
+    run time."""
+
+    @staticmethod
+    def forward(ctx, x):
+        with torch._C._AutoDispatchBelowAutograd():
+            return torch.ops.roam_layers.doubled(x + 1)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2
+
+
+_library.impl("doubled", _Doubled.apply, "Autograd")
+
+
+class TestOperatorsOfOthers:
+    def check(self, loss_of: Any) -> None:
+        same_by_plan(lambda wrap: train(Block(), wrap, images(), loss_of))
+
+    def test_with_a_gradient(self) -> None:
+        self.check(lambda model, x: cube(model(x), 0.5).mean())
+
+    def test_that_change_an_argument(self) -> None:
+        def loss_of(model, x):
+            loss = model(x).square().mean()
+            decay_(model.first.weight.detach(), 0.1)
+            return loss + model.second(x).mean()
+
+        self.check(loss_of)
+
+    def test_that_return_a_list(self) -> None:
+        def loss_of(model, x):
+            first, second = both_halves(model(x).detach())
+            return (model.first(first) * second).mean()
+
+        self.check(loss_of)
+
+    def test_that_draw_and_say_so(self) -> None:
+        self.check(lambda model, x: model.second(noisy(model.drop(x))).square().mean())
+
+    def test_whose_autograd_kernel_does_more(self) -> None:
+        self.check(lambda model, x: torch.ops.roam_layers.doubled(model(x)).square().mean())
+
+    def test_that_return_a_view(self) -> None:
+        self.check(lambda model, x: model(torch.ops.roam_layers.rows(x * 2, 2)).square().mean())
+
+    @pytest.mark.parametrize(
+        ("operator", "code"),
+        [
+            (largest, "foreign_operator"),
+            (show, "foreign_operator"),
+            (torch.ops.roam_layers.lying, "hidden_alias"),
+            (without_fake, "no_fake_kernel"),
+        ],
+    )
+    def test_that_a_plan_cannot_run_are_refused(self, operator: Any, code: str) -> None:
+        def step(model, x):
+            result = model(x)
+            with torch.no_grad():
+                other = operator(result)
+            result.mean().backward()
+            return other
+
+        error = refused(step, Block(), torch.randn(4, 6))
+        assert error.code == code
+        assert "test_custom_operators.py" in str(error)
+
+    @pytest.mark.parametrize(
+        ("operator", "reason"),
+        [(secretly_noisy, "drew random numbers"), (secretly_changing, "wrote to an argument")],
+    )
+    def test_whose_schema_lies_are_found_out_by_the_first_run(
+        self, operator: Any, reason: str
+    ) -> None:
+        def step(model, x):
+            model(operator(x * 2)).mean().backward()
+
+        with pytest.raises(roam.ExecutionError, match=reason):
+            roam.compile(step)(Block(), torch.randn(4, 6))
+
+    def test_with_a_live_number_that_could_decide_are_refused(self) -> None:
+        def step(model, optimizer, x):
+            cube(model(x), optimizer.param_groups[0]["lr"]).mean().backward()
+            optimizer.step()
+
+        model = Block()
+        error = refused(step, model, torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(4, 6))
+        assert error.code == "value_reached_python"
+
+    def test_of_torchvision(self) -> None:
+        boxes = torch.tensor([[0, 0.0, 0.0, 5.0, 5.0], [1, 1.0, 1.0, 6.0, 7.0]])
+
+        def loss_of(model, x):
+            features = model[0](x)
+            pooled = torchvision.ops.roi_align(features, boxes, output_size=3)
+            offset = model[1](features)
+            shifted = torchvision.ops.deform_conv2d(features, offset, model[2].weight, padding=1)
+            dropped = torchvision.ops.stochastic_depth(shifted, 0.4, "row")
+            return pooled.square().mean() + dropped.square().mean()
+
+        def script(wrap):
+            layers = [
+                torch.nn.Conv2d(3, 4, 3, padding=1),
+                torch.nn.Conv2d(4, 18, 3, padding=1),
+                torch.nn.Conv2d(4, 2, 3),
+            ]
+            return train(torch.nn.Sequential(*layers), wrap, images(3, 2, 3, 8, 8), loss_of)
+
+        same_by_plan(script)
+
+    def test_of_torchvision_whose_shape_is_data_are_refused(self) -> None:
+        def step(model, x):
+            boxes = model(x)[:, :4]
+            kept = torchvision.ops.nms(boxes, boxes[:, 0], 0.5)
+            boxes[kept].mean().backward()
+
+        assert refused(step, Block(), torch.rand(4, 6)).code == "no_fake_kernel"
+
+
+def test_a_custom_operator_leaves_the_pool_free_to_grow() -> None:
+    """It may hand its arguments to NumPy, after which their memory could neither grow nor be given
+    back."""
+    model = torch.nn.Linear(16, 16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x: Any) -> Any:
+        optimizer.zero_grad()
+        loss = cube(model(x).tanh() * 1.5, 0.5).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    compiled = roam.compile(step, pool=True)
+    for rows in (8, 64, 512):
+        compiled(torch.randn(rows, 16))
+        compiled.release()

@@ -1,0 +1,842 @@
+"""PyTorch's private side: a canary for each name and each patch, which fails by its name on a
+PyTorch that changed."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib
+import re
+import signal
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.utils.rnn import pack_padded_sequence
+
+import roam
+from roam.capture.tracing.tracer import is_tracing
+from roam.torch_compat import patches, private
+from roam.torch_compat.patches import PATCHES, Patch, Unlisted, replaced, resolved
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "python" / "roam"
+aten = torch.ops.aten
+
+# -- names
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def private_paths(text: str) -> Iterator[str]:
+    """Every dotted path of PyTorch's with a private part that a source names, through local aliases
+    too."""
+    aliases: dict[str, str] = {"torch": "torch"}
+
+    def path_of(node: ast.expr) -> str | None:
+        if isinstance(node, ast.Name):
+            return aliases.get(node.id)
+        base = path_of(node.value) if isinstance(node, ast.Attribute) else None
+        return (
+            f"{base}.{node.attr}" if base is not None and isinstance(node, ast.Attribute) else None
+        )
+
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Assign) and isinstance(target := node.targets[0], ast.Name):
+            path = path_of(node.value)
+            if path is not None and target.id in ("c", "keys", "profiler"):
+                aliases[target.id] = path
+    for node in ast.walk(ast.parse(text)):
+        paths: list[str] = []
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "torch":
+            paths = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Attribute) and (path := path_of(node)) is not None:
+            paths = [path]
+        yield from (path for path in paths if any(map(is_private, path.split("."))))
+
+
+NAMES = sorted(set(private_paths((PACKAGE / "torch_compat" / "private.py").read_text())))
+
+
+def test_the_names_are_read_off_the_source() -> None:
+    assert {
+        "torch._C._nn",
+        "torch._subclasses.fake_tensor.FakeTensor",
+        "torch.Tensor._make_subclass",
+    } <= set(NAMES)
+    assert "torch._C._get_mkldnn_enabled" in NAMES  # by an alias
+    assert len(NAMES) > 60
+
+
+@pytest.mark.parametrize("path", NAMES)
+def test_name_exists(path: str) -> None:
+    parts = path.split(".")
+    for end in range(len(parts), 0, -1):
+        try:
+            found: Any = importlib.import_module(".".join(parts[:end]))
+        except ImportError:
+            continue
+        for part in parts[end:]:
+            found = getattr(found, part)
+        return
+    pytest.fail(f"{path} cannot be imported")
+
+
+def _written() -> bool:
+    tensor = torch.ones(2)
+    before = private.version_of(tensor)
+    tensor.add_(1)
+    return private.version_of(tensor) == before + 1
+
+
+def _shares() -> bool:
+    tensor, other = torch.ones(4), torch.ones(4)
+    first, second = tensor.untyped_storage(), tensor[1:].untyped_storage()
+    pointers = [private.c_pointer(first), private.c_pointer(second), private.storage_pointer(first)]
+    return len(set(pointers)) == 1 and private.c_pointer(other.untyped_storage()) != pointers[0]
+
+
+def _uses() -> bool:
+    tensor = torch.ones(2)
+    storage = tensor.untyped_storage()
+    before = private.storage_uses(private.c_pointer(storage))
+    view = tensor[1:]
+    after = private.storage_uses(private.c_pointer(storage))
+    return after == before + 1 and view.numel() == 1
+
+
+def _marks() -> bool:
+    with _fake_mode():
+        fake = torch.ones(2)
+    private.mark_parameter(fake)
+    return isinstance(fake, torch.nn.Parameter)
+
+
+def _hooked() -> bool:
+    leaf = torch.ones(2, requires_grad=True)
+    none = private.hooks_of(leaf) is None and private.gradient_hooks_of(leaf) is None
+    leaf.register_hook(lambda _: None)
+    leaf.register_post_accumulate_grad_hook(lambda _: None)
+    return none and len(private.hooks_of(leaf)) == len(private.gradient_hooks_of(leaf)) == 1
+
+
+def _numbered() -> bool:
+    leaf = torch.ones(2, requires_grad=True)
+    number = private.next_sequence_number()
+    first = leaf * 2
+    return (
+        private.sequence_number(first.grad_fn) == number
+        and private.next_sequence_number() == number + 1
+    )
+
+
+def _node_runs() -> bool:
+    leaf, nodes = torch.ones(2, requires_grad=True), []
+    made = leaf * 2
+    made.register_hook(lambda _: nodes.append(private.current_node()))
+    made.sum().backward()
+    return len(nodes) == 1 and private.current_node() is None
+
+
+class _Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+        return value * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad * 2
+
+
+def _node_class() -> bool:
+    made: Any = _Twice.apply(torch.ones(2, requires_grad=True))
+    return isinstance(made.grad_fn, private.node_class(_Twice))
+
+
+def _engine_runs() -> bool:
+    """The stand-in for the engine reads its inputs at place 3, counted after the roots."""
+    leaf, seen = torch.ones(2, requires_grad=True), []
+    plain = private.engine()
+
+    def run(roots: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.append((len(tuple(roots)), args[3]))
+        return plain(roots, *args, **kwargs)
+
+    with replaced([(torch.autograd, "_engine_run_backward", run)]):
+        torch.autograd.grad((leaf * 2).sum(), leaf)
+    ((count, inputs),) = seen
+    return count == 1 and inputs[0] is leaf and plain.__code__ is private.ENGINE_CODE
+
+
+def _will_run() -> bool:
+    leaf, seen = torch.ones(2, requires_grad=True), []
+    made = leaf * 2
+    made.register_hook(lambda _: seen.append(private.engine_will_run()(made.grad_fn)))
+    made.sum().backward()
+    return seen == [True]
+
+
+def _below_autograd() -> bool:
+    with private.BelowAutograd():
+        return (torch.ones(2, requires_grad=True) * 2).grad_fn is None
+
+
+def _saved_hooks() -> bool:
+    none = private.saved_tensor_hooks()
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+        some = private.saved_tensor_hooks()
+    return not none and len(some) == 2
+
+
+class _Counting(private.TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _dispatch_modes() -> bool:
+    mode = _Counting()
+    with mode:
+        entered = private.dispatch_modes() == [mode] and private.count_dispatch_modes() == 1
+        with private.disable_current_modes():
+            torch.ones(2)
+            entered = entered and private.dispatch_modes() == [] and mode.count == 0
+    return entered and private.count_dispatch_modes() == 0
+
+
+def _function_modes() -> bool:
+    with torch.device("meta"):
+        (mode,) = private.function_modes()
+        entered = type(mode) is private.DeviceContext and mode.device.type == "meta"
+        count = private.count_function_modes()
+        with private.DisableTorchFunction():
+            made = torch.ones(2)
+    return entered and count == 1 and made.device.type == "cpu"
+
+
+def _transforms() -> bool:
+    seen: list[Any] = []
+    torch.func.vmap(lambda x: (seen.append(private.function_transform()), x)[1])(torch.ones(2))
+    return seen[0] is not None and private.function_transform() is None
+
+
+def _autocasts() -> bool:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        on, product = private.is_any_autocast_enabled(), torch.ones(2, 2) @ torch.ones(2, 2)
+        with private.DisableAutocast():
+            plain = torch.ones(2, 2) @ torch.ones(2, 2)
+    return on and product.dtype is torch.bfloat16 and plain.dtype is torch.float32
+
+
+def _fake_mode() -> Any:
+    return private.FakeTensorMode()
+
+
+def _fakes() -> bool:
+    with _fake_mode() as mode:
+        fake = torch.ones(2, 3)
+        remade = private.subclass_of(private.FakeTensor, fake, torch.device("cpu"))
+        meta = aten.add.Tensor
+        with private.in_kernel_invocation_manager(mode):
+            is_meta = fake.is_meta
+    private.protect_pointer(mode, remade)
+    return (
+        type(fake) is private.FakeTensor
+        and type(remade) is private.FakeTensor
+        and is_meta
+        and meta is not None
+    )
+
+
+def _data_dependent() -> bool:
+    with _fake_mode():
+        x = torch.ones(3)
+        for error, work in (
+            (private.DataDependentOutputException, lambda: x.sum().item()),
+            (private.DynamicOutputShapeException, lambda: x.nonzero()),
+        ):
+            with pytest.raises(error):
+                work()
+    return True
+
+
+def _no_dispatch() -> bool:
+    with _fake_mode():
+        fake = torch.ones(2)
+    with private.DisableTorchDispatch():
+        return fake.shape == (2,)
+
+
+def _cache_is_off() -> bool:
+    with _fake_mode() as mode, private.disable_fake_tensor_cache(mode):
+        return not mode.cache_enabled
+
+
+def _schema() -> bool:
+    schema = private.schema_of(aten.add_.Tensor)
+    first = schema.arguments[0]
+    return (
+        schema.name == "aten::add_"
+        and schema.is_mutable
+        and first.alias_info.is_write
+        and len(schema.returns) == 1
+    )
+
+
+def _overloads() -> bool:
+    overload = aten.add.Tensor
+    return (
+        type(overload) is private.OpOverload
+        and private.base_name(overload) == "add"
+        and private.packet_of(overload) is aten.add
+        and torch.equal(
+            private.c_function(overload)(torch.ones(2), torch.ones(2)), torch.full((2,), 2.0)
+        )
+    )
+
+
+def _kernels() -> bool:
+    return (
+        private.has_kernel("aten::add.Tensor")
+        and private.has_kernel_for("aten::matmul", "CompositeImplicitAutograd")
+        and not private.has_kernel_for("aten::add.Tensor", "CompositeImplicitAutograd")
+    )
+
+
+def _composite() -> bool:
+    matmul = private.run_composite(
+        aten.matmul.default, torch.ones(2, 2), torch.ones(2, 2), is_implicit=True
+    )
+    values = [torch.ones(2)]
+    sums = private.run_composite(aten._foreach_add.Scalar, values, 1, is_implicit=False)
+    return torch.equal(matmul, torch.full((2, 2), 2.0)) and torch.equal(
+        sums[0], torch.full((2,), 2.0)
+    )
+
+
+def _grad_mode() -> bool:
+    private.set_grad_enabled(False)
+    off = torch.is_grad_enabled()
+    private.set_grad_enabled(True)
+    return not off and torch.is_grad_enabled()
+
+
+def _switches() -> bool:
+    before = private.deterministic_switches()
+    private.set_fill_uninitialized(not before[2])
+    after = private.deterministic_switches()
+    private.set_fill_uninitialized(before[2])
+    libraries = private.kernel_library_switches()
+    return after == (*before[:2], not before[2]) and len(libraries) == 8
+
+
+def _hook_tables() -> bool:
+    before = [
+        sum(map(len, private.hooks_on_all_modules())),
+        sum(map(len, private.hooks_on_all_optimizers())),
+    ]
+    optimizers: Any = importlib.import_module("torch.optim.optimizer")
+    handles = [
+        torch.nn.modules.module.register_module_forward_hook(lambda *_: None),
+        optimizers.register_optimizer_step_post_hook(lambda *_: None),
+    ]
+    after = [
+        sum(map(len, private.hooks_on_all_modules())),
+        sum(map(len, private.hooks_on_all_optimizers())),
+    ]
+    for handle in handles:
+        handle.remove()
+    return [new - old for old, new in zip(before, after, strict=True)] == [1, 1]
+
+
+def _flat_weights() -> bool:
+    layer = torch.nn.LSTM(2, 2)
+    names, weights = private.flat_weights_of(layer)
+    zeros = [weight.detach() * 0 for weight in weights]
+    private.set_flat_weights(layer, zeros, [weakref.ref(weight) for weight in zeros])
+    kept = private.flat_weights_of(layer)[1]
+    return (
+        list(names) == list(private.parameters_of(layer))
+        and kept is zeros
+        and layer.all_weights[0][0] is not zeros[0]
+    )
+
+
+def _steps() -> bool:
+    weight = torch.ones(2, requires_grad=True)
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)  # schedulers have it noted
+    before = private.was_step_called(optimizer)
+    optimizer.step()
+    after = private.was_step_called(optimizer)
+    private.set_step_called(optimizer, False)
+    return (before, after, private.was_step_called(optimizer)) == (False, True, False)
+
+
+def _foreach() -> bool:
+    modules = [
+        importlib.import_module(name)
+        for name in ("torch.optim.optimizer", "torch.utils._foreach_utils")
+    ]
+    return all(torch.Tensor in private.foreach_types(module) for module in modules)
+
+
+def _events() -> bool:
+    private.start_allocator_events()
+    torch.ones(1000)
+    events = private.stop_allocator_events()
+    return max(event.cpu_memory_usage() for thread in events for event in thread) == 4000
+
+
+def _attention() -> bool:
+    return set(private.attention_order()) <= {
+        int(b.value) for b in torch.nn.attention.SDPBackend.__members__.values()
+    }
+
+
+def _backend() -> bool:
+    hooks, guard = private.backend_classes()
+    return (
+        isinstance(hooks, type)
+        and isinstance(guard, type)
+        and isinstance(private.backend_name(), str)
+    )
+
+
+@functools.cache
+def _compiles() -> bool:
+    seen: list[Any] = []
+
+    def compiler(module: Any, example_inputs: Any) -> Any:
+        seen.append(private.tracing_context())
+        return private.boxed(private.run_unplanned(module, example_inputs))
+
+    torch.compiler.reset()
+    backend = private.aot_autograd(fw_compiler=compiler, bw_compiler=compiler)
+    result = torch.compile(torch.nn.Linear(2, 2), backend=backend)(torch.ones(1, 2))
+    result.sum().backward()
+    torch.compiler.reset()
+    return len(seen) == 2 and all(
+        hasattr(context.fw_metadata, "bw_donated_idxs") for context in seen
+    )
+
+
+def _raised_by_dynamo() -> bool:
+    error: Any = importlib.import_module("torch._dynamo.exc").Unsupported
+    return private.is_of_dynamo(error.__module__) and not private.is_of_dynamo("torch.nn")
+
+
+def _packed() -> bool:
+    packed = pack_padded_sequence(torch.ones(2, 1, 1), torch.tensor([2]))
+    padded, lengths = private.VF._pad_packed_sequence(
+        packed.data, packed.batch_sizes, False, 0.0, 2
+    )
+    return padded.shape == (2, 1, 1) and lengths.tolist() == [2]
+
+
+CANARIES: dict[str, Callable[[], bool]] = {
+    "C": lambda: (
+        callable(private.C.ScriptFunction.__call__) and callable(private.C.ScriptMethod.__call__)
+    ),
+    "C_NN": lambda: callable(private.C_NN.cross_entropy_loss),
+    "ENGINE_CODE": _engine_runs,
+    "HOOKS": lambda: all(hasattr(torch.ones(1), name) for name in private.HOOKS),
+    "TENSOR_DATA": lambda: torch.equal(private.TENSOR_DATA.__get__(torch.ones(2)), torch.ones(2)),
+    "VF": _packed,
+    "BelowAutograd": _below_autograd,
+    "DataDependentOutputException": _data_dependent,
+    "DeviceContext": _function_modes,
+    "DisableAutocast": _autocasts,
+    "DisableTorchDispatch": _no_dispatch,
+    "DisableTorchFunction": _function_modes,
+    "DynamicOutputShapeException": _data_dependent,
+    "FakeTensor": _fakes,
+    "FakeTensorMode": _fakes,
+    "OpOverload": _overloads,
+    "TorchDispatchMode": _dispatch_modes,
+    "UnsupportedOperatorException": lambda: issubclass(
+        private.UnsupportedOperatorException, Exception
+    ),
+    "aot_autograd": _compiles,
+    "attention_order": _attention,
+    "backend_classes": _backend,
+    "backend_name": _backend,
+    "base_name": _overloads,
+    "boxed": _compiles,
+    "c_function": _overloads,
+    "c_pointer": _shares,
+    "count_dispatch_modes": _dispatch_modes,
+    "count_function_modes": _function_modes,
+    "current_node": _node_runs,
+    "deterministic_switches": _switches,
+    "disable_current_modes": _dispatch_modes,
+    "disable_fake_tensor_cache": _cache_is_off,
+    "dispatch_modes": _dispatch_modes,
+    "engine": _engine_runs,
+    "engine_will_run": _will_run,
+    "flat_weights_of": _flat_weights,
+    "foreach_types": _foreach,
+    "function_modes": _function_modes,
+    "function_transform": _transforms,
+    "gradient_hooks_of": _hooked,
+    "has_kernel": _kernels,
+    "has_kernel_for": _kernels,
+    "hooks_of": _hooked,
+    "hooks_on_all_modules": _hook_tables,
+    "hooks_on_all_optimizers": _hook_tables,
+    "in_kernel_invocation_manager": _fakes,
+    "is_any_autocast_enabled": _autocasts,
+    "is_of_dynamo": _raised_by_dynamo,
+    "is_view": lambda: private.is_view(torch.ones(2)[0]) and not private.is_view(torch.ones(2)),
+    "kernel_library_switches": _switches,
+    "mark_parameter": _marks,
+    "next_sequence_number": _numbered,
+    "node_class": _node_class,
+    "packet_of": _overloads,
+    "parameters_of": _flat_weights,
+    "private_use_type": lambda: private.private_use_type() is not None,
+    "protect_pointer": _fakes,
+    "pytree": lambda: private.pytree.tree_leaves(({"a": 1}, [2])) == [1, 2],
+    "reducer_class": lambda: isinstance(private.reducer_class(), (type, type(None))),
+    "register_backend": _backend,
+    "run_composite": _composite,
+    "run_unplanned": _compiles,
+    "saved_tensor_hooks": _saved_hooks,
+    "scaler_start": lambda: callable(private.scaler_start()),
+    "schema_of": _schema,
+    "sequence_number": _numbered,
+    "set_fill_uninitialized": _switches,
+    "set_flat_weights": _flat_weights,
+    "set_grad_enabled": _grad_mode,
+    "set_step_called": _steps,
+    "start_allocator_events": _events,
+    "stop_allocator_events": _events,
+    "storage_pointer": _shares,
+    "storage_uses": _uses,
+    "subclass_of": _fakes,
+    "suggest_memory_format": lambda: (
+        private.suggest_memory_format(torch.ones(2)) is torch.contiguous_format
+    ),
+    "tracing_context": _compiles,
+    "version_of": _written,
+    "was_step_called": _steps,
+}
+
+
+@pytest.mark.parametrize("name", private.__all__)
+def test_name_means_what_roam_takes_it_for(name: str) -> None:
+    assert CANARIES[name]()
+
+
+def test_every_canary_is_of_a_name() -> None:
+    assert CANARIES.keys() == set(private.__all__)
+
+
+# -- patches
+
+
+def patch_id(patch: Patch) -> str:
+    return patch.holder
+
+
+PARTS = [
+    (patch, name) for patch in PATCHES for name in patch.names if not patch.holder.startswith("<")
+]
+
+
+@pytest.mark.parametrize(
+    ("patch", "name"), PARTS, ids=lambda part: part if isinstance(part, str) else part.holder
+)
+def test_patch_can_be_made_and_taken_away(patch: Patch, name: str) -> None:
+    for end in range(patch.holder.count(".") + 1):
+        module = patch.holder.rsplit(".", end)[0]
+        try:
+            importlib.import_module(module)
+        except ImportError:
+            continue
+        break
+    holder = resolved(patch.holder)
+    if holder is None:
+        assert patch.optional, f"{patch.holder} is not there"
+        return
+    is_builtin = name in ("max", "min")
+    if not (hasattr(holder, name) or is_builtin):
+        assert patch.optional or holder is torch, f"{patch.holder}.{name} is not there"
+        return
+    table, missing = vars(holder), object()
+    before = table.get(name, missing)
+    value: Any = (
+        property(lambda _: None)
+        if name in ("__class__", "__dict__")
+        else staticmethod(lambda *_: None)
+    )
+    with replaced([(holder, name, value)]):
+        assert table[name] is value
+    assert table.get(name, missing) is before
+
+
+def test_every_patch_has_a_reason_and_says_what_breaks() -> None:
+    assert all(patch.reason and patch.without and patch.names for patch in PATCHES)
+    listed = [(patch.holder, name) for patch in PATCHES for name in patch.names]
+    assert len(listed) == len(set(listed))
+
+
+def test_what_is_not_listed_is_not_patched() -> None:
+    with pytest.raises(Unlisted, match="no_grad"), replaced([(torch, "no_grad", None)]):
+        pass
+    with (
+        pytest.raises(Unlisted),
+        patches.methods_added([(type("Mine", (), {}), "__eq__", lambda *_: True)]),
+    ):
+        pass
+
+
+def test_a_list_that_ends_in_an_error_leaves_nothing() -> None:
+    before = torch.Tensor.item
+    with (
+        pytest.raises(Unlisted),
+        replaced([(torch.Tensor, "item", None), (torch, "no_grad", None)]),
+    ):
+        pass
+    assert torch.Tensor.item is before
+
+
+def everything() -> dict[str, Any]:
+    """All attributes that patches may replace, as they are now."""
+    found = {}
+    for patch, name in PARTS:
+        holder = resolved(patch.holder)
+        if holder is not None:
+            found[f"{patch.holder}.{name}"] = vars(holder).get(name)
+    return found
+
+
+OBSERVER: dict[str, Any] = {
+    "__name__": "roam.observer",
+    "everything": everything,
+    "before": {},
+    "seen": [],
+}
+exec(
+    compile(
+        "def observe():\n    now = everything()\n    seen.append({name for name in now if now[name] is not before[name]})\n",
+        str(PACKAGE / "observer.py"),
+        "exec",
+    ),
+    OBSERVER,
+)
+"""Its function counts as roam's own, so that what it notes is none of the step's state."""
+
+
+class Model(torch.nn.Module):
+    """A class of the user's, in which reads are noted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(3, 3)
+        self.action: Callable[[], object] = lambda: None
+        self.observe: Callable[[], None] = OBSERVER["observe"]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.observe()
+        self.action()
+        return self.linear(x)
+
+
+@pytest.fixture
+def during() -> list[set[str]]:
+    """What was replaced whenever the step looked."""
+    OBSERVER["before"].clear()
+    OBSERVER["before"].update(everything())
+    OBSERVER["seen"].clear()
+    return OBSERVER["seen"]
+
+
+def _fail() -> None:
+    raise ValueError("no")
+
+
+def _press() -> None:
+    signal.raise_signal(signal.SIGINT)
+    torch.ones(1)
+
+
+def _exit() -> None:
+    raise SystemExit
+
+
+@pytest.mark.parametrize(
+    ("action", "error"),
+    [
+        (lambda: None, None),
+        (_fail, roam.CaptureError),
+        (_press, KeyboardInterrupt),
+        (_exit, SystemExit),
+    ],
+    ids=["returns", "raises", "is interrupted", "exits"],
+)
+def test_nothing_is_left_of_a_trace(
+    action: Callable[[], object], error: type[BaseException] | None, during: list[set[str]]
+) -> None:
+    model = Model()
+    model.action = action
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(x).sum()
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+        return loss
+
+    before = everything()
+    classes, instances = dict(vars(Model)), dict(vars(scheduler))
+    names = dict(globals())
+    if error is None:
+        roam.capture(step, torch.ones(2, 3))
+    else:
+        with pytest.raises(error):
+            roam.capture(step, torch.ones(2, 3))
+    assert "torch.Tensor.item" in during[0]
+    assert "torch._subclasses.fake_tensor.FakeTensor.__class__" in during[0]
+    assert len(during[0]) > 50
+    assert everything() == before
+    assert dict(vars(Model)) == classes
+    assert vars(scheduler).keys() == instances.keys()
+    assert globals().keys() == names.keys()
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_nothing_is_left_of_a_run_that_is_watched(
+    error: type[BaseException], during: list[set[str]]
+) -> None:
+    before = everything()
+    observe: Callable[[], None] = OBSERVER["observe"]
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        if torch.rand(2).sum() < 0:
+            return x * 2
+        if not is_tracing():
+            observe()
+            raise error
+        return x
+
+    with pytest.raises(error):
+        roam.compile(step)(torch.ones(2))
+    assert "torch.Tensor.__bool__" in during[0]
+    assert everything() == before
+
+
+# -- nobody else
+
+PYTHON_PRIVATE = frozenset(
+    {
+        "_getframe",
+        "_current_frames",
+        "_exit",
+        "_lru_cache_wrapper",
+        "_name_",
+        "_replace",
+        "_data",
+        "_check_instance",
+    }
+)
+"""Of Python's own modules: `sys`, `os`, `functools`, `enum`, named tuples, `os.environ`, `inspect`.
+"""
+EXCEPTIONS = {
+    "_bit_generator": "NumPy's",
+    "_pad_packed_sequence": "an attribute of `private.VF`, whose canary runs it",
+}
+OPERATORS = ("aten", "torch.ops", "private.VF")
+"""Operators are known by their schemas; the table of kernels is pinned to a version of PyTorch."""
+
+
+@functools.cache
+def own_names() -> set[str]:
+    """Private names that roam's own code defines."""
+    names: set[str] = set()
+    for file in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                names.add(node.name)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                if isinstance(node.value, ast.Name) and node.value.id == "self":
+                    names.add(node.attr)
+            elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__slots__":
+                names |= set(ast.literal_eval(node.value))
+            elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                names.add(node.target.id)
+    return names
+
+
+KNOWN = frozenset(
+    re.findall(r'attrgetter\("(\w+)"\)', (PACKAGE / "torch_compat" / "private.py").read_text())
+)
+
+
+def private_uses(text: str, own: set[str]) -> Iterator[tuple[int, str]]:
+    """(line, name) of what a source uses of PyTorch's private side."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "torch":
+            parts = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+            yield from (
+                (node.lineno, f"{node.module}: {part}") for part in parts if is_private(part)
+            )
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.startswith("torch.") and any(map(is_private, alias.name.split("."))):
+                    yield node.lineno, alias.name
+        elif isinstance(node, ast.Attribute) and is_private(node.attr):
+            text_of = ast.unparse(node)
+            of_self = isinstance(node.value, ast.Name) and node.value.id == "self"
+            if (
+                (node.attr in KNOWN and not of_self)
+                or text_of.startswith("torch._")
+                or (
+                    not text_of.startswith(OPERATORS)
+                    and node.attr not in own
+                    and not node.attr.startswith("_roam")
+                    and node.attr not in PYTHON_PRIVATE
+                    and node.attr not in EXCEPTIONS
+                )
+            ):
+                yield node.lineno, text_of
+
+
+FILES = [
+    file
+    for file in sorted(PACKAGE.rglob("*.py"))
+    if not {"torch_compat", "scripts"} & set(file.parts)
+]
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
+def test_no_other_file_uses_private_names(file: Path) -> None:
+    own = own_names()
+    assert list(private_uses(file.read_text(), own)) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from torch._subclasses.fake_tensor import FakeTensor",
+        "from torch.utils import _pytree",
+        "import torch.utils._pytree as pytree",
+        "def f(x):\n    return x._version",
+        "torch._C._functorch.peek_interpreter_stack()",
+        "y = operator._schema.arguments",
+    ],
+)
+def test_a_planted_private_name_is_found(text: str) -> None:
+    assert list(private_uses(text, own_names()))
