@@ -113,6 +113,15 @@ class Operator:
     def flops(self) -> int:
         """Floating-point operations that it takes; 0 where they do not matter or are not known."""
     @property
+    def time_ns(self) -> int:
+        """Nanoseconds that it was measured to take; 0 where nobody measured."""
+    @property
+    def repeatable(self) -> bool:
+        """Whether it may run again."""
+    @property
+    def first_only(self) -> tuple[int, ...]:
+        """Numbers of the tensors that only its first run touches."""
+    @property
     def reuse(self) -> tuple[tuple[int, int], ...]:
         """Pairs (input, output): the output may take the memory of the input where that dies
         here.
@@ -266,6 +275,20 @@ class Graph:
         Raises:
             PlanError: the order is none that the graph permits.
         """
+    def expanded(self, sequence: Iterable[SupportsIndex]) -> Graph:
+        """The graph of a step in which operators run more than once.
+
+        What a run reads, or waits for, comes from the latest run before it. Operator i of the
+        result is entry i of the sequence. The tensors of this graph keep their numbers; those of
+        extra runs follow, by run and then by place in `creates`.
+
+        Args:
+            sequence: numbers of operators; each occurs at least once, and runs as often as it
+                occurs.
+
+        Raises:
+            PlanError: the list is no such sequence; `code` tells why.
+        """
     def save(self, path: _Path) -> None:
         """Writes the graph to a file, compressed if the path ends in ``.gz``. Equal graphs give
         equal files.
@@ -396,6 +419,9 @@ class GraphBuilder:
         line: SupportsIndex | None = None,
         position: SupportsIndex | None = None,
         flops: SupportsIndex | None = None,
+        time_ns: SupportsIndex | None = None,
+        repeatable: bool = False,
+        first_only: Iterable[SupportsIndex] | None = None,
     ) -> int:
         """Adds an operator and returns its number.
 
@@ -416,6 +442,11 @@ class GraphBuilder:
             line: the user's line, counted from 1; unknown where None or 0.
             position: its place in program order; as many operators as there are already where None.
             flops: floating-point operations that it takes, for the model of time; 0 where None.
+            time_ns: nanoseconds that it was measured to take; where None, the model of time tells.
+            repeatable: whether it may run again: from the same inputs it makes the same bits, and
+                it changes nothing but what it lists.
+            first_only: of what it reads or mutates, the tensors that only its first run touches,
+                such as the running statistics of a batch norm.
 
         Raises:
             GraphError: a number is out of range, or a word is not one of those allowed.

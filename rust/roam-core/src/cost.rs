@@ -21,11 +21,14 @@ pub const SYNC_NS: u64 = 1000;
 /// No time is longer, so that every time fits a signed 64-bit number.
 pub const MAX_NS: u64 = i64::MAX as u64;
 
-/// Nanoseconds that an operator takes, rounded up.
+/// Nanoseconds that an operator takes: as measured, or else by the model, rounded up.
 pub fn operator_ns(graph: &Graph, id: OperatorId) -> u64 {
     let operator = graph.operator(id);
     if operator.creates.is_empty() && operator.mutates.is_empty() {
         return 0;
+    }
+    if operator.time_ns > 0 {
+        return operator.time_ns;
     }
     // A tensor that is mutated may be listed as read or not; it counts the same.
     let mutated: BTreeSet<_> = operator.mutates.iter().collect();

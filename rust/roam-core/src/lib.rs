@@ -4,6 +4,7 @@
 
 pub mod baseline;
 pub mod cost;
+pub mod expansion;
 pub mod graph;
 pub mod layout;
 pub mod liveness;

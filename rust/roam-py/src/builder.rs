@@ -114,10 +114,14 @@ impl PyGraphBuilder {
     ///     line: the user's line, counted from 1; unknown where None or 0.
     ///     position: its place in program order; as many operators as there are already where None.
     ///     flops: floating-point operations that it takes, for the model of time; 0 where None.
+    ///     time_ns: nanoseconds that it was measured to take; where None, the model of time tells.
+    ///     repeatable: whether it may run again: from the same inputs it makes the same bits, and it changes nothing
+    ///         but what it lists.
+    ///     first_only: of what it reads or mutates, the tensors that only its first run touches.
     #[pyo3(signature = (
         name, *, reads = None, creates = None, mutates = None, workspace_bytes = None, reuse = None,
         phase = "forward", sequence = None, region = None, module = "", file = "",
-        line = None, position = None, flops = None
+        line = None, position = None, flops = None, time_ns = None, repeatable = false, first_only = None
     ))]
     #[allow(clippy::too_many_arguments)] // Keyword arguments of the Python function.
     fn operator(
@@ -137,6 +141,9 @@ impl PyGraphBuilder {
         line: Option<&Bound<'_, PyAny>>,
         position: Option<&Bound<'_, PyAny>>,
         flops: Option<&Bound<'_, PyAny>>,
+        time_ns: Option<&Bound<'_, PyAny>>,
+        repeatable: bool,
+        first_only: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<u32> {
         let next = u32::try_from(self.builder.num_operators()).unwrap_or(u32::MAX);
         let mut site = Site { name, position: next, file: file.to_owned(), line: 0 };
@@ -168,6 +175,12 @@ impl PyGraphBuilder {
                 Some(value) => at("flops").integer(value, MAX_BYTES)?,
                 None => 0,
             },
+            time_ns: match time_ns {
+                Some(value) => at("time_ns").integer(value, MAX_BYTES)?,
+                None => 0,
+            },
+            repeatable,
+            first_only: tensors("first_only", first_only)?,
             reuse: match reuse {
                 Some(pairs) => pairs.try_iter()?.map(|item| pair(item?)).collect::<PyResult<_>>()?,
                 None => Vec::new(),

@@ -93,6 +93,21 @@ impl PyOperator {
     fn flops(&self) -> u64 {
         self.get().flops
     }
+    /// Nanoseconds that it was measured to take; 0 where nobody measured.
+    #[getter]
+    fn time_ns(&self) -> u64 {
+        self.get().time_ns
+    }
+    /// Whether it may run again.
+    #[getter]
+    fn repeatable(&self) -> bool {
+        self.get().repeatable
+    }
+    /// Numbers of the tensors that only its first run touches.
+    #[getter]
+    fn first_only<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        numbers(py, &self.get().first_only)
+    }
     /// Pairs (input, output): the output may take the memory of the input where that dies here.
     #[getter]
     fn reuse<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {

@@ -10,6 +10,7 @@ use pyo3::exceptions::PyIndexError;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyBytes, PyTuple, PyType};
+use roam_core::expansion::{SequenceError, expand};
 use roam_core::graph::json::{load_graph, read_graph, save_graph, write_graph};
 use roam_core::graph::{Graph, OperatorId, TensorId};
 use roam_core::liveness;
@@ -250,6 +251,24 @@ impl PyGraph {
             Fault { class: Class::Plan, message: error.to_string(), code: "order", site: None }.raise(py)
         })?;
         Ok(array(py, live.into_iter().map(to_i64).collect())?.into_bound(py))
+    }
+
+    /// The graph of a sequence: a list of operators in which each occurs at least once, and runs as
+    /// often as it occurs.
+    ///
+    /// What a run reads comes from the latest run before it. Operator i of the result is entry i of
+    /// the sequence. The tensors of this graph keep their numbers; those of extra runs follow.
+    ///
+    /// Raises:
+    ///     PlanError: the list is no such sequence; `code` tells why.
+    fn expanded(&self, py: Python<'_>, sequence: &Bound<'_, PyAny>) -> PyResult<Self> {
+        let sequence = order_of(sequence)?;
+        let expanded = detached(py, || expand(&self.graph, &sequence))?;
+        let raise = |error: SequenceError| {
+            let (message, code, site) = (error.to_string(), error.code(), error.site());
+            Fault { class: Class::Plan, message, code, site }.raise(py)
+        };
+        Ok(Self::new(expanded.map_err(raise)?.graph))
     }
 
     /// Writes the graph to a file, compressed if the path ends in `.gz`.

@@ -183,8 +183,10 @@ impl GraphBuilder {
                 let site = Some(Site::of(operator));
                 return Err(out_of_range("workspace_bytes".into(), site, operator.workspace_bytes));
             }
-            if operator.flops >= MAX_TOTAL_BYTES {
-                return Err(out_of_range("flops".into(), Some(Site::of(operator)), operator.flops));
+            for (what, value) in [("flops", operator.flops), ("time_ns", operator.time_ns)] {
+                if value >= MAX_TOTAL_BYTES {
+                    return Err(out_of_range(what.into(), Some(Site::of(operator)), value));
+                }
             }
             total = add(total, round_up(operator.workspace_bytes, self.alignment_bytes)).ok_or_else(|| {
                 let site = Site::of(operator);
@@ -263,6 +265,7 @@ impl GraphBuilder {
         let mut read: Vec<Option<OperatorId>> = vec![None; self.tensors.len()];
         let mut created = read.clone();
         let mut mutated = read.clone();
+        let mut first_only = read.clone();
         for (index, operator) in self.operators.iter().enumerate() {
             let id = OperatorId(index as u32);
             if let Some(region) = operator.region.filter(|region| region.index() >= self.regions.len()) {
@@ -294,6 +297,7 @@ impl GraphBuilder {
                 }
             }
             self.check_reuse(id, &read, &created, &mutated)?;
+            self.check_repeats(id, &read, &mutated, &mut first_only)?;
         }
         Ok(creator)
     }
@@ -359,6 +363,28 @@ impl GraphBuilder {
             }
         }
         Ok(())
+    }
+
+    /// What is said of its further runs.
+    fn check_repeats(
+        &self,
+        id: OperatorId,
+        read: &[Option<OperatorId>],
+        mutated: &[Option<OperatorId>],
+        first_only: &mut [Option<OperatorId>],
+    ) -> Result<(), GraphError> {
+        let operator = &self.operators[id.index()];
+        if operator.repeatable && operator.sequence.is_some() {
+            return Err(GraphError::RepeatableInSequence { site: self.site(id) });
+        }
+        self.mark(id, "first_only", &operator.first_only, first_only)?;
+        let is_touched = |tensor: TensorId| [read, mutated].iter().any(|marks| marks[tensor.index()] == Some(id));
+        match operator.first_only.iter().find(|&&tensor| !is_touched(tensor)) {
+            Some(&tensor) => {
+                Err(GraphError::FirstOnlyUntouched { site: self.site(id), tensor: self.tensor_name(tensor) })
+            }
+            None => Ok(()),
+        }
     }
 
     fn reuse_error(&self, id: OperatorId, pair: ReusePair, fault: ReuseFault) -> GraphError {

@@ -161,9 +161,21 @@ pub struct Operator {
     /// or are not known.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub flops: u64,
+    /// Nanoseconds that it was measured to take; 0 where nobody measured, and the model of time
+    /// tells.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub time_ns: u64,
     /// Which outputs may take which inputs' memory.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub reuse: Vec<ReusePair>,
+    /// Whether it may run again: from the same inputs it makes the same bits, and it changes
+    /// nothing but what it lists.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub repeatable: bool,
+    /// Of what it reads or mutates, the tensors that only its first run touches, such as the
+    /// running statistics of a batch norm.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub first_only: Vec<TensorId>,
     /// The sequence it belongs to, if any.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub sequence: Option<Sequence>,
@@ -187,7 +199,10 @@ impl Operator {
             mutates: Vec::new(),
             workspace_bytes: 0,
             flops: 0,
+            time_ns: 0,
             reuse: Vec::new(),
+            repeatable: false,
+            first_only: Vec::new(),
             sequence: None,
             region: None,
             source: Source::default(),

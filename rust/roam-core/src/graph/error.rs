@@ -182,7 +182,7 @@ pub enum GraphError {
     Doubled {
         /// The operator.
         site: Box<Site>,
-        /// `reads`, `creates` or `mutates`.
+        /// `reads`, `creates`, `mutates` or `first_only`.
         role: &'static str,
         /// The tensor's name.
         tensor: String,
@@ -198,6 +198,20 @@ pub enum GraphError {
         output: String,
         /// What is wrong.
         fault: ReuseFault,
+    },
+    /// An operator of a sequence is said to be repeatable.
+    #[error("{site} belongs to a sequence, so it cannot run again, yet it is marked as repeatable")]
+    RepeatableInSequence {
+        /// The operator.
+        site: Box<Site>,
+    },
+    /// An operator lists as first-only a tensor that it does not touch.
+    #[error("{site} lists tensor `{tensor}` as first_only, but neither reads nor mutates it")]
+    FirstOnlyUntouched {
+        /// The operator.
+        site: Box<Site>,
+        /// The tensor's name.
+        tensor: String,
     },
     /// A program position beyond the last one.
     #[error("{site} lies beyond the last position of a graph of {operators} operators")]
@@ -298,6 +312,8 @@ impl GraphError {
                 ReuseFault::SizesDiffer => "reuse_sizes_differ",
                 ReuseFault::Doubled => "reuse_doubled",
             },
+            Self::RepeatableInSequence { .. } => "repeatable_in_sequence",
+            Self::FirstOnlyUntouched { .. } => "first_only_untouched",
             Self::PositionOutOfRange { .. } => "position_out_of_range",
             Self::PositionTaken { .. } => "position_taken",
             Self::Alignment { .. } => "alignment",
@@ -324,6 +340,8 @@ impl GraphError {
             | Self::ReadsOwnOutput { site, .. }
             | Self::Doubled { site, .. }
             | Self::Reuse { site, .. }
+            | Self::RepeatableInSequence { site }
+            | Self::FirstOnlyUntouched { site, .. }
             | Self::PositionOutOfRange { site, .. }
             | Self::PositionTaken { site, .. }
             | Self::ControlSelf { site }

@@ -13,8 +13,11 @@ use std::path::Path;
 
 /// Name of the graph format.
 pub const GRAPH_FORMAT: &str = "roam.graph";
-/// The version of graphs that this release writes and reads.
-pub const GRAPH_VERSION: u64 = 1;
+/// The newest version of graphs that this release reads, and writes for graphs that say which of
+/// their operators may run again or how long they take.
+pub const GRAPH_VERSION: u64 = 2;
+/// What it writes for all others, so that their bytes and digests stay.
+const PLAIN_VERSION: u64 = 1;
 
 /// Writes a graph's JSON: the canonical one, and its notes.
 pub fn write_graph(out: impl Write, graph: &Graph) -> io::Result<()> {
@@ -28,7 +31,10 @@ pub(crate) fn write_canonical(out: impl Write, graph: &Graph) -> io::Result<()> 
 
 fn write_with(out: impl Write, graph: &Graph, notes: &[(String, String)]) -> io::Result<()> {
     let mut out = BufWriter::with_capacity(BUFFER_BYTES, out);
-    write_header(&mut out, GRAPH_FORMAT, GRAPH_VERSION)?;
+    let is_plain =
+        |operator: &Operator| !operator.repeatable && operator.first_only.is_empty() && operator.time_ns == 0;
+    let version = if graph.operators().iter().all(is_plain) { PLAIN_VERSION } else { GRAPH_VERSION };
+    write_header(&mut out, GRAPH_FORMAT, version)?;
     write_field(&mut out, "name", graph.name())?;
     write_field(&mut out, "device", graph.device())?;
     write_field(&mut out, "alignment_bytes", &graph.alignment_bytes())?;
