@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -39,6 +39,11 @@ class Placed:
     by_rows: bool = False
     """Whether it computes pieces and copies them. Then it is for a plan to choose, like any copy,
     and what it takes is `workspace_bytes`."""
+
+    def renamed(self, names: Mapping[int | None, int | None]) -> Placed:
+        """The same of a run of the call with other slots."""
+        in_place = tuple((names[old], names[new]) for old, new in self.in_place)
+        return self if in_place == self.in_place else replace(self, in_place=in_place)  # type: ignore[arg-type]
 
 
 def placed_calls(program: Program, device: torch.device) -> list[Placed | None]:

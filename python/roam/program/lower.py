@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Literal, Protocol
 
@@ -12,8 +13,10 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from roam._core import Graph, GraphBuilder
+from roam.program.expand import expand
 from roam.program.ir import Call, Program, Ref, substitute
 from roam.program.operators import is_ours
+from roam.program.repeatable import repeats
 
 
 class WritesResults(Protocol):
@@ -34,6 +37,9 @@ class WritesResults(Protocol):
     @property
     def by_rows(self) -> bool:
         """Whether it computes pieces and copies them, which is for a plan to choose."""
+
+    def renamed(self, names: Mapping[int | None, int | None]) -> WritesResults:
+        """The same of a run of the call with other slots."""
 
 
 Residency = Literal["persistent", "enters", "leaves", "unpooled", "step_local"]
@@ -85,6 +91,8 @@ class Lowering:
         self.placed = placed
         self._name, self._device, self._notes, self._estimate = name, device, notes, estimate
         self._workspaces = workspaces or {}
+        self.repeats = repeats(program)
+        self._sequence: Sequence[int] = range(len(program.calls))
         self._sizes = [storage.size_bytes for storage in program.storages]
         self._leaving = program.leaving()
         self._kinds = kinds_of(program, self._leaving)
@@ -99,6 +107,44 @@ class Lowering:
             if not is_ours(call.target) and not call.is_check
             for slot in call.refs()
         }
+
+    def expanded(self, sequence: Sequence[int]) -> Lowering:
+        """The same program by a sequence, in which calls run more than once: its graphs are
+        `Graph.expanded` of this one's.
+
+        Whatever is known of a call or a storage holds for each run or instance of it.
+        """
+        expanded = expand(self.program, self.repeats, sequence)
+        program, storage_of = expanded.program, expanded.storage_of
+        result = copy.copy(self)
+        result.program, result._sequence = program, expanded.sequence
+        result.placed = [
+            _placed(self.placed[index], self.program.calls[index], call)
+            for index, call in zip(sequence, program.calls, strict=True)
+        ]
+        result.repeats = [
+            repeat if repeat is None or not is_again else replace(repeat, first_only=())
+            for repeat, is_again in zip(
+                map(self.repeats.__getitem__, sequence), expanded.is_again, strict=True
+            )
+        ]
+        result._workspaces = {
+            place: self._workspaces[index]
+            for place, index in enumerate(sequence)
+            if index in self._workspaces
+        }
+        result._sizes = [self._sizes[number] for number in storage_of]
+        result._kinds = [self._kinds[number] for number in storage_of]
+        result._given_away = {
+            number for number, of in enumerate(storage_of) if of in self._given_away
+        }
+        result._controls = list(expanded.latest(self._controls))
+        result.operators = list(_operators(program))
+        return result
+
+    def places(self, calls: Container[int]) -> frozenset[int]:
+        """The runs of calls of the original program, where this is one by a sequence."""
+        return frozenset(place for place, index in enumerate(self._sequence) if index in calls)
 
     def graph(
         self,
@@ -134,6 +180,7 @@ class Lowering:
             source = call.source
             copied = self._copied(index, copied_in, residencies)
             pairs = self._reuse(index, copied)
+            repeat = self.repeats[index]
             builder.operator(
                 operator.name,
                 reads=operator.reads,
@@ -142,12 +189,14 @@ class Lowering:
                 workspace_bytes=self._workspace_bytes(index, copied),
                 reuse=[pair for pair in pairs if residencies[pair[0]] == residencies[pair[1]]],
                 phase=call.phase,
-                sequence="random" if call.random else None,
+                sequence="random" if call.random and repeat is None else None,
                 module=source.module,
                 file=source.file,
                 line=source.line,
                 flops=operator.flops,
                 position=None if rank is None else rank[index],
+                repeatable=repeat is not None,
+                first_only=None if repeat is None else repeat.first_only,
             )
             for maker in operator.waits:
                 builder.control(maker, index)
@@ -226,6 +275,15 @@ class Lowering:
         # When a result is copied to its place, the arguments have been used.
         size, reads = self._sizes, self.operators[index].reads
         return [(old, new) for old in reads for new in copied if size[old] == size[new] > 0]
+
+
+def _placed(at: WritesResults | None, call: Call, run: Call) -> WritesResults | None:
+    """What is known of a call, of one of its runs."""
+    if at is None:
+        return None
+    return at.renamed(
+        dict(zip((*call.refs(), *call.outputs), (*run.refs(), *run.outputs), strict=True))
+    )
 
 
 def _operators(program: Program) -> Iterator[_Operator]:

@@ -1,0 +1,111 @@
+"""A program in which calls run more than once, as an ordinary program.
+
+A *sequence* lists the number of every call at least once; each further entry is an extra run. What
+a run uses comes from the latest run before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from roam.program.ir import Call, Program, Storage
+from roam.program.repeatable import Repeat
+
+AGAIN = " again"
+"""Added to the name of what is made again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Expanded:
+    """A program by a sequence.
+
+    Attributes:
+        program: call `i` is the run that the sequence's entry `i` names. Slots and storages of
+            first runs keep their numbers, so what persists and what outlives the step are theirs;
+            those of extra runs follow, in the order of the runs.
+        sequence: per call the original's number.
+        storage_of: per storage the original's number.
+        is_again: per call whether it is an extra run.
+    """
+
+    program: Program
+    sequence: tuple[int, ...]
+    storage_of: tuple[int, ...]
+    is_again: tuple[bool, ...]
+
+    def latest(self, pairs: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+        """(call, later call) for the pairs of the original's: each run of the later one with the
+        latest run before it of the other.
+        """
+        before: dict[int, list[int]] = {}
+        for first, second in pairs:
+            before.setdefault(second, []).append(first)
+        run: dict[int, int] = {}
+        for place, index in enumerate(self.sequence):
+            for other in before.get(index, ()):
+                yield run[other], place
+            run[index] = place
+
+
+def expand(program: Program, repeats: Sequence[Repeat | None], sequence: Sequence[int]) -> Expanded:
+    """A program by a sequence that is one of its graph: see `roam.Graph.expanded`, which refuses
+    others.
+
+    Args:
+        program: the program.
+        repeats: per call how it runs again.
+        sequence: numbers of the calls in the order of their runs.
+    """
+    calls: list[Call] = []
+    slots, storages = list(program.slots), list(program.storages)
+    storage_of = list(range(len(storages)))
+    makes: dict[int, list[int]] = {}
+    for number, storage in enumerate(program.storages):
+        makes.setdefault(storage.creator, []).append(number)
+    latest: dict[int, int] = {}
+    """Per slot that has been made again, the one to use."""
+    ran: set[int] = set()
+    is_again: list[bool] = []
+    for place, index in enumerate(sequence):
+        call = program.calls[index]
+        again = repeats[index] if index in ran else None
+        is_again.append(index in ran)
+        instances = {
+            program.storage_of(slot): slots[latest.get(slot, slot)].storage  # type: ignore[union-attr]
+            for slot in call.refs()
+            if program.slots[slot] is not None
+        }
+        for number in makes.get(index, ()):
+            storage = program.storages[number]
+            if again is None:
+                storages[number] = replace(storage, creator=place)
+                instances[number] = number
+            else:
+                instances[number] = len(storages)
+                storages.append(Storage(storage.size_bytes, place, storage.name + AGAIN))
+                storage_of.append(number)
+        for slot in call.outputs:
+            meta = None if slot is None else program.slots[slot]
+            if slot is None or meta is None:
+                continue
+            # A view may be one of what has been made again, at its first run too.
+            made = (
+                meta
+                if instances[meta.storage] == meta.storage
+                else replace(meta, storage=instances[meta.storage])
+            )
+            if again is None:
+                slots[slot] = made
+            else:
+                latest[slot] = len(slots)
+                slots.append(made)
+        ran.add(index)
+        run = call if again is None else again.call
+        calls.append(run.renamed(lambda slot: latest.get(slot, slot)))
+    return Expanded(
+        replace(program, calls=calls, slots=slots, storages=storages),
+        tuple(sequence),
+        tuple(storage_of),
+        tuple(is_again),
+    )

@@ -1,0 +1,199 @@
+"""Which calls of a program may run again: from the same inputs they make the same bits, and they
+change nothing but what they make, or what the step has made and is made again with them.
+
+Schemas and tags say what a kernel does; what they do not say is listed here. That the bits are
+equal is shown by `tests/test_repeatable.py`, which runs every such call of real steps twice.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from roam.program.ir import Call, Program, Ref, TensorMeta
+from roam.program.operators import is_ours
+from roam.torch_compat.private import OpOverload, schema_of
+
+aten = torch.ops.aten
+
+_NEVER = frozenset(
+    f"aten::{name}"
+    for name in (
+        # Of equal elements, or of those that go to one place, they may take another one.
+        "topk", "sort", "argsort", "msort", "kthvalue", "median", "nanmedian", "mode",
+        "index_put", "index_put_", "_unsafe_index_put", "_index_put_impl_", "put", "put_",
+        "index_copy", "index_copy_",
+    )
+)  # fmt: skip
+"""Operators that may choose another route when they run again."""
+_NEVER_ON_CUDA = frozenset(
+    f"aten::{name}"
+    for name in (
+        # Sums of what goes to one place, in the order in which threads come.
+        "index_add", "index_add_", "index_reduce", "index_reduce_", "scatter", "scatter_",
+        "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_", "index_select_backward",
+        "gather_backward", "take_backward", "embedding_dense_backward", "embedding_backward",
+        "_embedding_bag", "_embedding_bag_forward_only", "embedding_bag", "bincount", "histc",
+        "cumsum", "cumsum_", "cumprod", "cumprod_", "logcumsumexp", "segment_reduce", "_cdist_backward",
+        "nll_loss2d_forward", "_ctc_loss", "_ctc_loss_backward", "max_unpool2d", "max_unpool3d",
+        "grid_sampler_2d_backward", "grid_sampler_3d_backward",
+        # Algorithms that are chosen by how much memory is free, or by trial.
+        "convolution_backward", "cudnn_convolution", "cudnn_convolution_transpose", "_cudnn_rnn",
+        "_cudnn_rnn_backward",
+    )
+)  # fmt: skip
+"""Operators that are sums by atomic operations on CUDA, or choose an algorithm there."""
+_CUDA_FAMILIES = (
+    "adaptive_avg_pool", "adaptive_max_pool", "avg_pool3d", "fractional_max_pool", "max_pool",
+    "reflection_pad", "replication_pad", "upsample", "_upsample", "_scaled_dot_product",
+    "_flash_attention", "_efficient_attention",
+)  # fmt: skip
+"""How operators begin whose backward passes are such sums on CUDA."""
+
+_NORMS: dict[Any, Any] = {
+    aten.native_batch_norm.default: aten.native_batch_norm.default,
+    aten.cudnn_batch_norm.default: aten.cudnn_batch_norm.default,
+    aten.miopen_batch_norm.default: aten.miopen_batch_norm.default,
+    aten._native_batch_norm_legit.default: aten._native_batch_norm_legit.no_stats,
+}
+"""Batch norms, each with the operator of its further runs. All have their running statistics, and
+whether they are in training, at the same places."""
+_STATISTICS = slice(3, 5)
+_TRAINING = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Repeat:
+    """How a call runs again.
+
+    Attributes:
+        call: what is called then.
+        first_only: storages that only the first run of the call touches.
+    """
+
+    call: Call
+    first_only: tuple[int, ...] = ()
+
+
+def repeats(program: Program) -> list[Repeat | None]:
+    """Per call how it may run again; None where it may not, and what it makes is kept."""
+    views = {
+        slot
+        for index, call in enumerate(program.calls)
+        for slot in call.outputs
+        if slot is not None and not _is_made(program, slot, index)
+    }
+    return [_repeat(program, call, views) for call in program.calls]
+
+
+def _repeat(program: Program, call: Call, views: set[int]) -> Repeat | None:
+    if call.skip_if is not None or call.is_check or not is_ours(call.target):
+        return None
+    if any(slot is not None and program.slots[slot] is None for slot in call.outputs):
+        return None  # numbers stay available
+    tensors = [
+        meta
+        for slot in (*call.refs(), *call.outputs)
+        if slot is not None and (meta := program.slots[slot]) is not None
+    ]
+    if not _is_exact(call, tensors):
+        return None
+    if call.target in _NORMS and call.mutates:
+        return _norm(program, call, views)
+    is_local = all(program.storages[program.storage_of(slot)].creator >= 0 for slot in call.mutates)
+    return Repeat(call) if is_local and (call.mutates or any_of(call.outputs)) else None
+
+
+def any_of(slots: Sequence[int | None]) -> bool:
+    """Whether there is a result."""
+    return any(slot is not None for slot in slots)
+
+
+def _is_made(program: Program, slot: int, index: int) -> bool:
+    """Whether a call makes the memory that a result is in, or a number."""
+    storage = program.storage_of(slot)
+    return storage < 0 or program.storages[storage].creator == index
+
+
+def _is_exact(call: Call, tensors: Sequence[TensorMeta]) -> bool:
+    """Whether the kernel gives the same bits for the same arguments."""
+    facts = _facts(call.target)
+    if not facts.is_exact or (facts.is_random and _dropout(call) != 0):
+        return False
+    # A number in a tensor may be on the CPU.
+    devices = {meta.device.type for meta in tensors if meta.shape}
+    return len(devices) <= 1 and ("cuda" not in devices or facts.is_exact_on_cuda)
+
+
+@dataclass(frozen=True, slots=True)
+class _Facts:
+    """What is known of an operator."""
+
+    is_exact: bool
+    is_exact_on_cuda: bool
+    is_random: bool
+    dropout: int | None
+    """Where the probability of its dropout stands."""
+
+
+@functools.cache
+def _facts(target: OpOverload) -> _Facts:
+    schema, tags = schema_of(target), set(target.tags)
+    name = schema.name
+    is_named = name in _NEVER or any(
+        tag in tags
+        for tag in (
+            torch.Tag.nondeterministic_bitwise, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape,
+            torch.Tag.inplace_view,
+        )
+    )  # fmt: skip
+    base = name.partition("::")[2]
+    is_sum = base.startswith(_CUDA_FAMILIES) and base.endswith("_backward")
+    places = [
+        place for place, argument in enumerate(schema.arguments) if argument.name == "dropout_p"
+    ]
+    return _Facts(
+        is_exact=not is_named,
+        is_exact_on_cuda=name not in _NEVER_ON_CUDA and not is_sum,
+        is_random=torch.Tag.nondeterministic_seeded in tags,
+        dropout=places[0] if places else None,
+    )
+
+
+def _dropout(call: Call) -> Any:
+    """The probability of a call's dropout; None where it has none, and is random otherwise."""
+    place = _facts(call.target).dropout
+    if place is None:
+        return None
+    argument = schema_of(call.target).arguments[place]
+    given = call.args[place : place + 1]
+    return given[0] if given else call.kwargs.get(argument.name, argument.default_value)
+
+
+def _norm(program: Program, call: Call, views: set[int]) -> Repeat | None:
+    """A batch norm in training, which leaves its running statistics alone when it runs again.
+
+    What it makes of a batch does not depend on them, as long as they do not decide in which dtype
+    it makes it.
+    """
+    statistics = [value.slot for value in call.args[_STATISTICS] if isinstance(value, Ref)]
+    others = [value for value in call.args[: _STATISTICS.start] if isinstance(value, Ref)]
+    storages = dict.fromkeys(map(program.storage_of, statistics))
+    dtype, *dtypes = [meta.dtype for ref in others if (meta := program.slots[ref.slot])]
+    of_statistics = {meta.dtype for slot in statistics if (meta := program.slots[slot])}
+    if (
+        set(call.mutates) != set(statistics)
+        or call.args[_TRAINING] is not True
+        or not views.isdisjoint(statistics)
+        or not storages.keys().isdisjoint(program.storage_of(ref.slot) for ref in others)
+        or of_statistics != set(dtypes or [dtype])
+    ):
+        return None
+    args = list(call.args)
+    target = _NORMS[call.target]
+    args[_STATISTICS] = [None, None] if target is call.target else []
+    return Repeat(replace(call, target=target, args=tuple(args), mutates=()), tuple(storages))
