@@ -450,7 +450,7 @@ class Step:
 
     def _planned(self, step: CapturedStep, timings: Timings, *, is_real: bool) -> list[Runner]:
         """What runs the first step, if there is one, and the later ones."""
-        earlier = [runner.choice for captured in self._captures for runner in captured.runners]
+        known = [runner for captured in self._captures for runner in captured.runners]
         runners: list[Runner] = []
         for variant in filter(None, (step.steady, step.first)):
             # The process has to have room for later steps anyway, and so a first one is not
@@ -462,8 +462,9 @@ class Step:
                 timings,
                 taker=step.arguments.taker,
                 is_real=is_real,
-                earlier=earlier,
+                earlier=[runner.choice for runner in known],
                 enough_bytes=enough_bytes,
+                guards=[runner.state_guard for runner in known],
             )
             runners.insert(0, runner)
         return runners

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -36,6 +36,7 @@ from roam.state.references import (
     Skeleton,
     StateOwner,
 )
+from roam.state.state_guard import Kind, StateGuard
 from roam.torch_compat.private import (
     DisableTorchFunction,
     c_pointer,
@@ -79,7 +80,15 @@ class Runner:
         is_real: bool = True,
         earlier: Sequence[Choice] = (),
         enough_bytes: int = 0,
+        guards: Iterable[StateGuard] = (),
     ) -> None:
+        """Plans the variant.
+
+        Args:
+            earlier: how other variants of the step run.
+            enough_bytes: a total that needs no search below it.
+            guards: of others, of which one is taken that compares the same.
+        """
         if options.streams > 1 and variant.device.type != "cuda":
             raise ExecutionError(
                 f"several streams need CUDA, and the step runs on {variant.device.type}; leave "
@@ -142,12 +151,13 @@ class Runner:
         self._detached = [places[slot] for slot in program.detached]
         self._has_checks = any(call.is_check for call in program.calls)
         self._answers = program.answers
-        self._live_state = [
-            (owner, _expected(program.slots[slot]))
+        state = StateGuard(
+            (owner, _kind(program.slots[slot]))
             for owner, slot in program.owned
             if isinstance(owner, (StateOwner, ScalerOwner, GradientOwner))
             and program.slots[slot] is not None
-        ]
+        )
+        self.state_guard = next((known for known in guards if known.stands_for(state)), state)
         owned = [program.slots[slot] for _, slot in program.owned]
         self._sharing = _pattern([meta.storage for meta in owned if meta is not None])
         self._generators = list(_generators(program))
@@ -158,12 +168,8 @@ class Runner:
         """None where optimizer state and gradients are as this variant finds them, else what is
         not.
         """
-        for owner, expected in self._live_state:
-            tensor = owner.get()
-            if tensor is MISSING:
-                return f"{owner.path} does not exist yet"
-            if (tensor.shape, tensor.dtype, tensor.device, tensor.stride()) != expected:
-                return f"{owner.path} has another shape, dtype, device or strides than before"
+        if (failure := self.state_guard.failure()) is not None:
+            return failure
         for owner in self._program.absent:
             if owner.get() is not MISSING:
                 return f"{owner.path} exists already"
@@ -472,9 +478,9 @@ def _workspace(trace: MemoryTrace) -> int | None:
     return None if without is None else trace.peak_bytes - without
 
 
-def _expected(meta: TensorMeta | None) -> tuple[Any, ...]:
+def _kind(meta: TensorMeta | None) -> Kind:
     assert meta is not None, "state is made of tensors"
-    return torch.Size(meta.shape), meta.dtype, meta.device, meta.stride
+    return meta.shape, meta.dtype, meta.device, meta.stride
 
 
 def _pattern(storages: list[int]) -> list[int]:

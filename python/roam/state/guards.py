@@ -46,7 +46,8 @@ from roam.state.equality import (
     show,
 )
 from roam.state.global_state import AMBIENT
-from roam.torch_compat.private import c_pointer, gradient_hooks_of, hooks_of, pytree
+from roam.state.metadata import Table, metadata_change, metadata_of, storage_of
+from roam.torch_compat.private import pytree
 
 # Holders that many quick comparisons may go through at once: exact types, whose iteration runs
 # nobody's code.
@@ -142,10 +143,18 @@ class Guards:
             if _is_fixed(slot.tensor) or (slot.kind == "group" and type(slot.key) is int):
                 if id(slot.tensor) not in seen:
                     seen.add(id(slot.tensor))
-                    self._fixed.append((slot.path, slot.tensor, _metadata(slot.tensor)))
+                    self._fixed.append((slot.path, slot.tensor, metadata_of(slot.tensor)))
             else:
-                self._replaceable.append((slot.path, slot.space, slot.key, _metadata(slot.tensor)))
-        self._storages = self._storage_list()
+                self._replaceable.append(
+                    (slot.path, slot.space, slot.key, metadata_of(slot.tensor))
+                )
+        self._fixed_tensors = [tensor for _, tensor, _ in self._fixed]
+        tensors = [
+            *self._fixed_tensors,
+            *[space.get(key) for _, space, key, _ in self._replaceable],
+        ]
+        self._table = Table(tensors)
+        self._storages = list(map(storage_of, tensors))
         self._aliasing = _pattern(self._storages)
         self._optimizers = [optimizer for _, optimizer in reach.optimizers]
         self._shared_groups = self._group_pattern()
@@ -248,16 +257,13 @@ class Guards:
     def _tensor_failure(self) -> str | None:
         if len(self._optimizers) > 1 and self._group_pattern() != self._shared_groups:
             return "the optimizers share groups in another way than before"
-        for path, tensor, expected in self._fixed:
-            if _metadata(tensor) != expected:
-                return _metadata_change(path, expected, _metadata(tensor))
-        for path, space, key, expected in self._replaceable:
-            value = space.get(key)
-            if not issubclass(type(value), torch.Tensor):
-                return f"{path} changed from a tensor to {show(value)}"
-            if _metadata(value) != expected:
-                return _metadata_change(path, expected, _metadata(value))
-        storages = self._storage_list()
+        values = [space.get(key) for _, space, key, _ in self._replaceable]
+        are_tensors = all(issubclass(type(value), torch.Tensor) for value in values)
+        if not (are_tensors and self._table.fits([*self._fixed_tensors, *values])):
+            failure = self._metadata_failure()
+            if failure is not None:
+                return failure
+        storages = list(map(storage_of, (*self._fixed_tensors, *values)))
         if storages != self._storages:
             if _pattern(storages) != self._aliasing:
                 return "the tensors that the step reaches share memory in another way than before"
@@ -265,17 +271,23 @@ class Guards:
             self._first_places = _first_places(storages)
         return None
 
+    def _metadata_failure(self) -> str | None:
+        for path, tensor, expected in self._fixed:
+            if metadata_of(tensor) != expected:
+                return metadata_change(path, expected, metadata_of(tensor))
+        for path, space, key, expected in self._replaceable:
+            value = space.get(key)
+            if not issubclass(type(value), torch.Tensor):
+                return f"{path} changed from a tensor to {show(value)}"
+            if metadata_of(value) != expected:
+                return metadata_change(path, expected, metadata_of(value))
+        return None
+
     def _group_pattern(self) -> list[int]:
         """Which optimizers have groups in common, as one around another has."""
         return _pattern(
             [id(group) for optimizer in self._optimizers for group in optimizer.param_groups]
         )
-
-    def _storage_list(self) -> list[int]:
-        """An identity of the memory of each guarded tensor."""
-        storages = [_storage(tensor) for _, tensor, _ in self._fixed]
-        storages += [_storage(space.get(key)) for _, space, key, _ in self._replaceable]
-        return storages
 
 
 class _SpaceCheck:
@@ -367,9 +379,10 @@ class _Bulk:
         self.named = [check for check in checks if isinstance(check.space, NamesSpace)]
         self._namespaces = [check.space.holder for check in self.named for _ in check.expected]  # type: ignore[attr-defined]
         self._names = [name for check in self.named for name, _ in check.expected]
-        self.checks = checks = [
-            check for check in checks if not isinstance(check.space, NamesSpace)
-        ]
+        self.checks = [check for check in checks if not isinstance(check.space, NamesSpace)]
+        # Most tables of a module are empty, and stay so.
+        self._empty = [check.space.holder for check in self.checks if not check.expected]  # type: ignore[attr-defined]
+        self._filled = checks = [check for check in self.checks if check.expected]
         self._holders: list[Any] = [check.space.holder for check in checks]  # type: ignore[attr-defined]
         # Views show the dictionary of now, however often it changes.
         self._values = [
@@ -379,11 +392,11 @@ class _Bulk:
         self._expect()
 
     def _expect(self) -> None:
-        self._sizes = [len(check.expected) for check in self.checks]
-        self._expected = [value for check in self.checks for _, value in check.expected]
+        self._sizes = [len(check.expected) for check in self._filled]
+        self._expected = [value for check in self._filled for _, value in check.expected]
         self._keys = [
             key
-            for check in self.checks
+            for check in self._filled
             if isinstance(check.space, MappingSpace)
             for key, _ in check.expected
         ]
@@ -391,7 +404,8 @@ class _Bulk:
 
     def failure(self) -> str | None:
         if (
-            list(map(len, self._holders)) == self._sizes
+            not any(self._empty)
+            and list(map(len, self._holders)) == self._sizes
             and all(map(operator.is_, chain.from_iterable(self._values), self._expected))
             and all(map(operator.is_, chain.from_iterable(self._dictionaries), self._keys))
             and all(
@@ -482,8 +496,8 @@ class ArgGuard:
             if isinstance(expected, _Leaf):
                 if not issubclass(type(value), torch.Tensor):
                     return f"{path} changed from a tensor to {show(value)}"
-                if _metadata(value) != expected.metadata:
-                    return _metadata_change(path, expected.metadata, _metadata(value))
+                if metadata_of(value) != expected.metadata:
+                    return metadata_change(path, expected.metadata, metadata_of(value))
                 if expected.is_received and _gradient(value) != expected.gradient:
                     return (
                         f"{path} has a gradient and had none before, or the other way round, or a "
@@ -499,7 +513,7 @@ class ArgGuard:
         return None
 
     def _alias(self, leaves: list[Any]) -> tuple[list[int], list[int]]:
-        storages = [_storage(leaf) for leaf in leaves if issubclass(type(leaf), torch.Tensor)]
+        storages = [storage_of(leaf) for leaf in leaves if issubclass(type(leaf), torch.Tensor)]
         owned = self._guards.storage_indices() if self._guards else {}
         return _pattern(storages), [owned.get(storage, -1) for storage in storages]
 
@@ -514,7 +528,7 @@ def argument_key(leaves: Sequence[Any]) -> tuple[Hashable, ...]:
 def _leaf_key(value: Any) -> Hashable:
     kind = type(value)
     if issubclass(kind, torch.Tensor):
-        return _metadata(value)
+        return metadata_of(value)
     if is_hashed_by_value(kind):
         return kind, value
     if is_plain(value) or issubclass(kind, tuple) or is_numpy_array(value):
@@ -528,14 +542,14 @@ class _Leaf:
     __slots__ = ("gradient", "is_received", "metadata")
 
     def __init__(self, tensor: torch.Tensor, is_received: bool) -> None:
-        self.metadata = _metadata(tensor)
+        self.metadata = metadata_of(tensor)
         self.gradient = _gradient(tensor)
         self.is_received = is_received
 
 
 def _gradient(tensor: torch.Tensor) -> tuple[Any, ...] | None:
     gradient = tensor.grad if tensor.is_leaf else None
-    return None if gradient is None else _metadata(gradient)
+    return None if gradient is None else metadata_of(gradient)
 
 
 def _leaf(value: Any, is_received: bool = False) -> Any:
@@ -561,49 +575,6 @@ def _is_fixed(tensor: torch.Tensor) -> bool:
     optimizers hold it.
     """
     return issubclass(type(tensor), torch.nn.Parameter) or (tensor.requires_grad and tensor.is_leaf)
-
-
-def _metadata(tensor: torch.Tensor) -> tuple[Any, ...]:
-    hooks, post_hooks = hooks_of(tensor), gradient_hooks_of(tensor)
-    is_strided = tensor.layout is torch.strided
-    return (
-        type(tensor),
-        tensor.dtype,
-        tensor.shape,
-        tensor.stride() if is_strided else tensor.layout,
-        tensor.storage_offset() if is_strided else 0,
-        tensor.device,
-        tensor.requires_grad,
-        tensor.is_leaf,
-        tensor.retains_grad,
-        tensor.is_conj() or tensor.is_neg(),
-        tensor.is_inference(),
-        len(tensor.__dict__),
-        len(hooks) if hooks else 0,
-        len(post_hooks) if post_hooks else 0,
-    )
-
-
-_METADATA: Final = (
-    "type", "dtype", "shape", "strides", "storage offset", "device", "requires_grad", "is_leaf", "retains_grad", "conjugate or negative bit", "inference mode", "attributes", "gradient hooks", "gradient hooks"
-)  # fmt: skip
-
-
-def _metadata_change(path: str, expected: tuple[Any, ...], actual: tuple[Any, ...]) -> str:
-    what, old, new = next(
-        item for item in zip(_METADATA, expected, actual, strict=True) if item[1] != item[2]
-    )
-    return f"the {what} of {path} changed from {show(old)} to {show(new)}"
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    """An identity of a tensor's memory, unique among those alive; tensors without a storage of
-    their own stand for themselves.
-    """
-    try:
-        return int(c_pointer(tensor.untyped_storage()))
-    except (NotImplementedError, RuntimeError):
-        return id(tensor)
 
 
 def _holder(space: Space) -> Any:

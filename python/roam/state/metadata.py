@@ -1,0 +1,109 @@
+"""Metadata of tensors: what capture takes for granted of those that may be replaced."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, Final
+
+import torch
+
+from roam.state.equality import show
+from roam.torch_compat.private import c_pointer, gradient_hooks_of, hooks_of
+
+
+def metadata_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """All of a tensor but its values, its memory, and what it is called."""
+    hooks, post_hooks = hooks_of(tensor), gradient_hooks_of(tensor)
+    is_strided = tensor.layout is torch.strided
+    return (
+        type(tensor),
+        tensor.dtype,
+        tensor.shape,
+        tensor.stride() if is_strided else tensor.layout,
+        tensor.storage_offset() if is_strided else 0,
+        tensor.device,
+        tensor.requires_grad,
+        tensor.is_leaf,
+        tensor.retains_grad,
+        tensor.is_conj() or tensor.is_neg(),
+        tensor.is_inference(),
+        len(tensor.__dict__),
+        len(hooks) if hooks else 0,
+        len(post_hooks) if post_hooks else 0,
+    )
+
+
+_NAMES: Final = (
+    "type", "dtype", "shape", "strides", "storage offset", "device", "requires_grad", "is_leaf", "retains_grad", "conjugate or negative bit", "inference mode", "attributes", "gradient hooks", "gradient hooks"
+)  # fmt: skip
+
+
+def metadata_change(path: str, expected: tuple[Any, ...], actual: tuple[Any, ...]) -> str:
+    """The first difference, for people to read."""
+    what, old, new = next(
+        item for item in zip(_NAMES, expected, actual, strict=True) if item[1] != item[2]
+    )
+    return f"the {what} of {path} changed from {show(old)} to {show(new)}"
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """An identity of a tensor's memory, unique among those alive; tensors without a storage of
+    their own stand for themselves.
+    """
+    try:
+        return int(c_pointer(tensor.untyped_storage()))
+    except (NotImplementedError, RuntimeError):
+        return id(tensor)
+
+
+class Table:
+    """The metadata of many tensors, which is compared with that of others in a few passes.
+
+    Args:
+        tensors: their metadata is kept, not they.
+    """
+
+    __slots__ = ("_are_strided", "_others", "_seen")
+
+    def __init__(self, tensors: list[Any]) -> None:
+        self._seen = list(map(_seen, tensors))
+        self._are_strided = all(layout is torch.strided for layout, *_ in self._seen)
+        self._others = _others(tensors) if self._are_strided else []
+
+    def fits(self, tensors: list[Any]) -> bool:
+        """Whether each of as many tensors has the metadata of the one in its place. False says
+        nothing where one of these is not strided.
+        """
+        return (
+            self._are_strided
+            and list(map(_seen, tensors)) == self._seen
+            and _others(tensors) == self._others
+        )
+
+
+_seen: Final = operator.attrgetter(
+    "layout", "dtype", "shape", "device", "requires_grad", "is_leaf", "retains_grad"
+)
+_attributes: Final = operator.attrgetter("__dict__")
+_METHODS: Final = (
+    torch.Tensor.stride,
+    torch.Tensor.storage_offset,
+    torch.Tensor.is_conj,
+    torch.Tensor.is_neg,
+    torch.Tensor.is_inference,
+)
+
+
+def _others(tensors: list[Any]) -> list[Any]:
+    """What `metadata_of` says of strided tensors, beside what `_seen` does."""
+    return [
+        list(map(type, tensors)),
+        *[list(map(method, tensors)) for method in _METHODS],
+        list(map(len, map(_attributes, tensors))),
+        *[_counts(list(map(hooks, tensors))) for hooks in (hooks_of, gradient_hooks_of)],
+    ]
+
+
+def _counts(hooks: list[Any]) -> list[int]:
+    """How many there are of each; nothing where there are none at all."""
+    return [len(some) if some else 0 for some in hooks] if any(hooks) else []

@@ -1,0 +1,107 @@
+"""Whether optimizers' state, gradients and loss scales are of the kinds that a plan is for.
+
+They are read anew at every call, so a plan hangs on no more than their shapes, dtypes, devices and
+strides.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from typing import Any, Final
+
+import torch
+
+from roam.state.containers import FrozenSpace
+from roam.state.equality import MISSING, show
+from roam.state.references import GradientOwner, ScalerOwner, StateOwner
+
+Kind = tuple[tuple[int, ...], torch.dtype, torch.device, tuple[int, ...]]
+"""(shape, dtype, device, strides) of a tensor."""
+_Owner = StateOwner | ScalerOwner | GradientOwner
+_seen: Final = operator.attrgetter("shape", "dtype", "device")
+
+
+class StateGuard:
+    """Compares the tensors that optimizers' state, gradients and gradient scalers hold with what a
+    plan is for.
+
+    Args:
+        expected: each owner of such a tensor, with the tensor's kind.
+    """
+
+    def __init__(self, expected: Iterable[tuple[_Owner, Kind]]) -> None:
+        pairs = list(expected)
+        in_state = [owner for owner, _ in pairs if isinstance(owner, StateOwner)]
+        self._others = [owner for owner, _ in pairs if not isinstance(owner, StateOwner)]
+        self._expected = sorted(pairs, key=lambda pair: not isinstance(pair[0], StateOwner))
+        holders = {_holder(owner): (owner.optimizer, owner.parameter) for owner in in_state}
+        places = {holder: place for place, holder in enumerate(holders)}
+        self._holders = list(holders.values())
+        self._places = [places[_holder(owner)] for owner in in_state]
+        self._keys = [owner.key for owner in in_state]
+        self._kinds = [kind[:3] for _, kind in self._expected]
+        self._strides = [kind[3] for _, kind in self._expected]
+
+    def failure(self) -> str | None:
+        """None while all are of these kinds, else the first that is not."""
+        try:
+            # In the usual case a few passes over all at once decide.
+            tensors = self._tensors()
+            if (
+                list(map(_seen, tensors)) == self._kinds
+                and list(map(torch.Tensor.stride, tensors)) == self._strides
+            ):
+                return None
+        except (AttributeError, LookupError, TypeError, RuntimeError):
+            pass  # one is not there, or is no tensor with strides
+        for owner, (shape, dtype, device, strides) in self._expected:
+            tensor = owner.get()
+            if tensor is MISSING:
+                return f"{owner.path} does not exist yet"
+            if not isinstance(tensor, torch.Tensor):
+                return f"{owner.path} changed from a tensor to {show(tensor)}"
+            if (tensor.shape, tensor.dtype, tensor.device) != (shape, dtype, device) or (
+                tensor.layout is not torch.strided or tensor.stride() != strides
+            ):
+                return f"{owner.path} has another shape, dtype, device or strides than before"
+        return None
+
+    def stands_for(self, other: StateGuard) -> bool:
+        """Whether another one compares the same places with the same kinds."""
+        return (
+            self._kinds == other._kinds
+            and self._strides == other._strides
+            and [_place(owner) for owner, _ in self._expected]
+            == [_place(owner) for owner, _ in other._expected]
+        )
+
+    def _tensors(self) -> list[Any]:
+        """What all owners hold now.
+
+        Raises:
+            LookupError, TypeError: where one holds nothing.
+        """
+        entries: list[Any] = [
+            optimizer.state.get(place.get()) for optimizer, place in self._holders
+        ]
+        found = list(map(operator.getitem, map(entries.__getitem__, self._places), self._keys))
+        return [*found, *[owner.get() for owner in self._others]]
+
+
+def _holder(owner: StateOwner) -> tuple[int, int]:
+    """The same for what an optimizer keeps of one parameter."""
+    return id(owner.optimizer), id(owner.parameter)
+
+
+def _place(owner: _Owner) -> tuple[Any, ...]:
+    """The same for owners of one place, as long as both are there."""
+    if isinstance(owner, ScalerOwner):
+        return id(owner.scaler), owner.key
+    space = owner.parameter.space
+    # Another tuple may come in a tuple's place.
+    holder = space if isinstance(space, FrozenSpace) else space.holder  # type: ignore[attr-defined]
+    parameter = type(space), id(holder), id(owner.parameter.key)
+    if isinstance(owner, GradientOwner):
+        return parameter
+    return id(owner.optimizer), id(owner.key), *parameter
