@@ -7,10 +7,8 @@
 mod common;
 
 use common::buffers::{brute_force, check, full, mixed, random};
-use common::{
-    SETTINGS, best_by_brute_force, check_streams, count_orders, least_total_by_brute_force, random_graph,
-    total_and_bound,
-};
+use common::totals::least_total;
+use common::{SETTINGS, best_by_brute_force, check_streams, random_graph, total_and_bound};
 use roam_core::layout::pack;
 use roam_core::optimize::{Control, optimize};
 use roam_core::plan::{Settings, Status};
@@ -80,29 +78,30 @@ fn random_graphs() {
     });
 }
 
-/// Small graphs: the total is the least there is, order, reuse and layout together, and, but for
-/// one in a hundred, it is proved. The few graphs with very many orders are left out of the
-/// comparison.
+/// Small graphs: where the status says so, the total is the least there is, order, reuse and layout
+/// together; and it says so in at least 99 of 100.
 #[test]
 #[ignore = "takes minutes"]
+#[expect(clippy::print_stdout, reason = "what the sweep found")]
 fn random_totals() {
-    let open = AtomicU64::new(0);
-    let all = AtomicU64::new(0);
+    let [all, least, proved] = [const { AtomicU64::new(0) }; 3];
     sweep(|case, random| {
-        let graph = random_graph(random, 9);
+        let graph = random_graph(random, 12);
         let settings = Settings { reuse: case % 3 > 0, ..SETTINGS };
         let plan = optimize(&graph, &settings, &Control::default()).expect("a plan");
-        let (total, bound) = total_and_bound(&plan);
         verify(&graph, &plan).expect("valid");
-        if plan.status == Status::Optimal && count_orders(&graph) <= 20_000 {
-            let least = least_total_by_brute_force(&graph, settings.reuse, total + 1);
-            assert!(bound == total && total == least, "{total}, bound {bound}, is not {least}");
-        }
+        let (total, bound) = total_and_bound(&plan);
+        let best = least_total(&graph, settings.reuse, total + 1);
+        let is_proved = plan.status == Status::Optimal;
+        assert!(bound <= best && best <= total, "{best} is not within {bound} and {total}");
+        assert!(!is_proved || bound == total, "a proof by the bound {bound} of {total}");
         all.fetch_add(1, Ordering::Relaxed);
-        open.fetch_add(u64::from(plan.status != Status::Optimal), Ordering::Relaxed);
+        least.fetch_add(u64::from(total == best), Ordering::Relaxed);
+        proved.fetch_add(u64::from(is_proved), Ordering::Relaxed);
     });
-    let [open, all] = [open, all].map(AtomicU64::into_inner);
-    assert!(open * 100 <= all, "{open} of {all} are not proved");
+    let [all, least, proved] = [all, least, proved].map(AtomicU64::into_inner);
+    println!("of {all} totals {least} are the least, {proved} proved");
+    assert!(proved * 100 >= all * 99, "of {all} totals only {proved} are proved");
 }
 
 /// Plans of two streams, some of three and four, executed under random timings without a fault.

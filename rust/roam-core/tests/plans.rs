@@ -4,9 +4,10 @@
 mod common;
 
 use common::solver::Always;
+use common::totals::least_total;
 use common::{
-    Peaks, SETTINGS, accumulating_graph, best_by_brute_force, least_peak_over_sets, least_total_by_brute_force,
-    peaks_by_definition, pending_graph, random_graph, total_and_bound,
+    Peaks, SETTINGS, accumulating_graph, best_by_brute_force, least_peak_over_sets, peaks_by_definition, pending_graph,
+    random_graph, total_and_bound,
 };
 use roam_core::graph::{
     Graph, GraphBuilder, Kind, Operator, OperatorId, Phase, Residency, ReusePair, Tensor, TensorId,
@@ -58,11 +59,11 @@ fn totals_of_small_graphs_are_the_least_and_proved() {
     let mut random = Random::new(4);
     let mut enumerated = 0;
     for round in 0..1000 {
-        let graph = random_graph(&mut random, 7);
+        let graph = random_graph(&mut random, 10);
         let settings = Settings { reuse: round % 3 > 0, ..SETTINGS };
         let plan = optimize(&graph, &settings, &Control::default()).expect("a plan");
         let (total, bound) = total_and_bound(&plan);
-        let least = least_total_by_brute_force(&graph, settings.reuse, total + 1);
+        let least = least_total(&graph, settings.reuse, total + 1);
         assert_eq!((total, bound, plan.status), (least, least, Status::Optimal), "round {round}");
         enumerated += u32::from(plan.candidates.iter().any(|candidate| candidate.order == "enumerated"));
     }

@@ -2,6 +2,7 @@
 
 use roam_core::packing::{Buffer, Packing};
 use roam_core::rng::Random;
+use std::collections::HashSet;
 
 /// No two buffers share a byte at any time, and the figures are what they claim to be.
 pub(crate) fn check(buffers: &[Buffer], packing: &Packing) {
@@ -34,36 +35,99 @@ pub(crate) fn live_bytes(buffers: &[Buffer]) -> u64 {
 
 /// The smallest pool below `limit`, or `limit`. Some sequence, each buffer at the lowest offset
 /// that it can have and none below the one before, makes it: take the buffers of a smallest packing
-/// whose offsets have the least sum, in the sequence of their offsets.
+/// whose offsets have the least sum, in the sequence of their offsets, and of their numbers where
+/// these are equal. Empty buffers are at 0.
 pub(crate) fn brute_force(buffers: &[Buffer], limit: u64) -> u64 {
-    fn extend(buffers: &[Buffer], placed: &mut Vec<(usize, u64)>, top: u64, best: &mut u64) {
-        if top >= *best {
+    let mut buffers = buffers.to_vec();
+    buffers.retain(|buffer| buffer.size_bytes > 0);
+    let mut times: Vec<u64> = buffers.iter().map(|buffer| buffer.lower).collect();
+    times.sort_unstable();
+    times.dedup();
+    let alive = |buffer: &Buffer| {
+        let is_alive = |&time: &usize| buffer.lower <= times[time] && times[time] < buffer.upper;
+        (0..times.len()).filter(is_alive).collect()
+    };
+    let mut sequences = Sequences {
+        alive: buffers.iter().map(alive).collect(),
+        left: (0..buffers.len()).collect(),
+        tops: vec![0; times.len()],
+        best: limit,
+        seen: HashSet::new(),
+        buffers,
+    };
+    sequences.extend((0, 0));
+    sequences.best
+}
+
+/// What is left, the tops, and the last offset and number: what can follow depends on no more.
+type Situation = (Vec<usize>, Vec<u64>, (u64, usize));
+
+/// Sequences of buffers, each placed in turn.
+struct Sequences {
+    buffers: Vec<Buffer>,
+    /// Per buffer, at which of the times that begin one it is alive.
+    alive: Vec<Vec<usize>>,
+    /// What is not placed yet.
+    left: Vec<usize>,
+    /// Where the placed buffers end, by time.
+    tops: Vec<u64>,
+    best: u64,
+    seen: HashSet<Situation>,
+}
+
+impl Sequences {
+    /// Tries all that can follow the last offset and number.
+    fn extend(&mut self, last: (u64, usize)) {
+        if self.least(last) >= self.best || !self.seen.insert((self.left.clone(), self.tops.clone(), last)) {
             return;
         }
-        if placed.len() == buffers.len() {
-            *best = top;
-            return;
+        if self.left.is_empty() {
+            self.best = self.tops.iter().copied().max().unwrap_or(0);
         }
-        let last = placed.last().map_or(0, |&(_, offset)| offset);
-        for (at, buffer) in buffers.iter().enumerate() {
-            if placed.iter().any(|&(other, _)| other == at) {
+        for place in 0..self.left.len() {
+            let at = self.left[place];
+            let offset = self.offset(at);
+            // Of equal buffers the first comes first.
+            let is_first = self.left[..place].iter().all(|&other| self.buffers[other] != self.buffers[at]);
+            if (offset, at) < last || !is_first {
                 continue;
             }
-            let meets = |other: &Buffer| other.lower < buffer.upper && buffer.lower < other.upper;
-            let tops = placed.iter().filter(|&&(other, _)| meets(&buffers[other]));
-            let top_below = tops.map(|&(other, offset)| offset + buffers[other].size_bytes).max().unwrap_or(0);
-            let offset = top_below.next_multiple_of(buffer.alignment_bytes);
-            if offset < last {
-                continue;
-            }
-            placed.push((at, offset));
-            extend(buffers, placed, top.max(offset + buffer.size_bytes), best);
-            placed.pop();
+            let before = self.tops.clone();
+            self.alive[at].iter().for_each(|&time| self.tops[time] = offset + self.buffers[at].size_bytes);
+            self.left.remove(place);
+            self.extend((offset, at));
+            self.left.insert(place, at);
+            self.tops = before;
         }
     }
-    let mut best = limit;
-    extend(buffers, &mut Vec::new(), 0, &mut best);
-    best
+
+    /// The lowest offset on top of what is placed.
+    fn offset(&self, at: usize) -> u64 {
+        let tops = self.alive[at].iter().map(|&time| self.tops[time]);
+        tops.max().unwrap_or(0).next_multiple_of(self.buffers[at].alignment_bytes)
+    }
+
+    /// No pool that follows is smaller.
+    fn least(&self, last: (u64, usize)) -> u64 {
+        // What would be too low now comes on top of another one that is left.
+        let lowest = |&at: &usize| {
+            let (offset, buffer) = (self.offset(at), &self.buffers[at]);
+            if (offset, at) >= last {
+                return offset;
+            }
+            let meets = |other: &Buffer| other.lower < buffer.upper && buffer.lower < other.upper;
+            let others = self.left.iter().filter(|&&other| other != at && meets(&self.buffers[other]));
+            let top = others.map(|&other| last.0 + self.buffers[other].size_bytes).min();
+            top.map_or(u64::MAX, |top| top.next_multiple_of(buffer.alignment_bytes))
+        };
+        let lowest: Vec<(usize, u64)> = self.left.iter().map(|at| (*at, lowest(at))).collect();
+        let least = |time: usize| {
+            let alive = lowest.iter().filter(|(at, _)| self.alive[*at].contains(&time));
+            let sizes = alive.clone().map(|&(at, _)| self.buffers[at].size_bytes).sum();
+            alive.map(|&(_, offset)| offset).min().map_or(self.tops[time], |offset| offset.saturating_add(sizes))
+        };
+        (0..self.tops.len()).map(least).max().unwrap_or(0)
+    }
 }
 
 /// At every time the same bytes are needed: two of the alive buffers are replaced by two others at

@@ -7,17 +7,16 @@ pub(crate) mod buffers;
 pub(crate) mod corruptions;
 pub(crate) mod simulator;
 pub(crate) mod solver;
+pub(crate) mod totals;
 
 use roam_core::graph::{
     Graph, GraphBuilder, Kind, Operator, OperatorId, Phase, Residency, ReusePair, Sequence, Tensor, TensorId,
 };
 use roam_core::optimize::{Control, optimize};
-use roam_core::packing::Buffer;
 use roam_core::plan::{ExactReport, ExactStatus, Plan, Settings, Status};
 use roam_core::rng::Random;
 use roam_core::stages::Prepared;
 use roam_core::verify::verify;
-use std::collections::HashMap;
 
 pub(crate) const SETTINGS: Settings = Settings::SINGLE;
 
@@ -131,139 +130,11 @@ pub(crate) fn with_total(plan: Plan) -> Plan {
     Plan { total_bytes, status, exact, ..plan }
 }
 
-/// How many orders the graph permits.
-pub(crate) fn count_orders(graph: &Graph) -> u64 {
-    fn from(graph: &Graph, done: u64, known: &mut HashMap<u64, u64>) -> u64 {
-        let count = graph.operators().len() as u32;
-        if done.count_ones() == count {
-            return 1;
-        }
-        if let Some(&known) = known.get(&done) {
-            return known;
-        }
-        let is_ready = |id: &u32| {
-            let before = graph.predecessors(OperatorId(*id));
-            done >> id & 1 == 0 && before.iter().all(|other| done >> other.index() & 1 == 1)
-        };
-        let orders = (0..count).filter(is_ready).map(|id| from(graph, done | 1 << id, known)).sum();
-        known.insert(done, orders);
-        orders
-    }
-    from(graph, 0, &mut HashMap::new())
-}
-
 /// The fewest most live bytes of all orders.
 pub(crate) fn best_by_brute_force(graph: &Graph, reuse: bool) -> u64 {
     let mut best = u64::MAX;
     each_order(graph, &mut |order| best = best.min(peaks_by_definition(graph, order, reuse).whole));
     best
-}
-
-/// The least pool and bytes outside it together, of all orders, all choices of reuse and all
-/// layouts, if that is less than `below`; else `below`.
-pub(crate) fn least_total_by_brute_force(graph: &Graph, reuse: bool, below: u64) -> u64 {
-    let mut totals = Totals { graph, reuse, best: below, order: Vec::new(), pairs: Vec::new() };
-    totals.extend(Peaks::default());
-    totals.best
-}
-
-struct Totals<'a> {
-    graph: &'a Graph,
-    reuse: bool,
-    best: u64,
-    order: Vec<OperatorId>,
-    pairs: Vec<ReusePair>,
-}
-
-impl Totals<'_> {
-    fn extend(&mut self, so_far: Peaks) {
-        let graph = self.graph;
-        if self.order.len() == graph.operators().len() {
-            let limit = self.best - so_far.outside;
-            self.best = so_far.outside + buffers::brute_force(&self.buffers(), limit);
-        }
-        for id in (0..graph.operators().len() as u32).map(OperatorId) {
-            let is_ready = graph.predecessors(id).iter().all(|before| self.order.contains(before));
-            if !is_ready || self.order.contains(&id) {
-                continue;
-            }
-            for pairs in self.choices(id) {
-                let now = self.live(id, &pairs);
-                let (pool, outside) = (so_far.pool.max(now.pool), so_far.outside.max(now.outside));
-                if pool + outside >= self.best {
-                    continue;
-                }
-                self.order.push(id);
-                let before = self.pairs.len();
-                self.pairs.extend(pairs);
-                self.extend(Peaks { whole: 0, pool, outside });
-                self.pairs.truncate(before);
-                self.order.pop();
-            }
-        }
-    }
-
-    /// All sets of disjoint pairs that are permitted at an operator and whose inputs die there.
-    fn choices(&self, id: OperatorId) -> Vec<Vec<ReusePair>> {
-        let mut choices = vec![Vec::new()];
-        for &pair in self.graph.operator(id).reuse.iter().filter(|_| self.reuse) {
-            if self.graph.users(pair.input).iter().any(|user| *user != id && !self.order.contains(user)) {
-                continue;
-            }
-            for at in 0..choices.len() {
-                let apart = |other: &ReusePair| other.input != pair.input && other.output != pair.output;
-                if choices[at].iter().all(apart) {
-                    choices.push(choices[at].iter().copied().chain([pair]).collect());
-                }
-            }
-        }
-        choices
-    }
-
-    /// Live bytes while an operator runs next.
-    fn live(&self, id: OperatorId, pairs: &[ReusePair]) -> Peaks {
-        let graph = self.graph;
-        let mut now = Peaks { outside: graph.workspace_bytes(id), ..Peaks::default() };
-        for tensor in (0..graph.tensors().len() as u32).map(TensorId) {
-            let residency = graph.tensor(tensor).residency;
-            let exists = graph.creator(tensor).is_none_or(|creator| creator == id || self.order.contains(&creator));
-            let is_needed = residency == Residency::Leaves
-                || graph.creator(tensor) == Some(id)
-                || (residency == Residency::Enters && self.order.is_empty())
-                || graph.users(tensor).iter().any(|user| !self.order.contains(user));
-            let is_taken = pairs.iter().any(|pair| pair.output == tensor);
-            if residency != Residency::Persistent && exists && is_needed && !is_taken {
-                let is_pooled = residency == Residency::StepLocal;
-                *if is_pooled { &mut now.pool } else { &mut now.outside } += graph.counted_bytes(tensor);
-            }
-        }
-        Peaks { whole: now.pool + now.outside, ..now }
-    }
-
-    /// The pool's tensors in the present order, with one buffer for those that take each other's
-    /// memory.
-    fn buffers(&self) -> Vec<Buffer> {
-        let graph = self.graph;
-        let step = |id: OperatorId| self.order.iter().position(|&other| other == id).expect("a permutation") as u64;
-        let mut buffers = Vec::new();
-        for tensor in (0..graph.tensors().len() as u32).map(TensorId) {
-            let is_pooled = graph.tensor(tensor).residency == Residency::StepLocal;
-            if !is_pooled || self.pairs.iter().any(|pair| pair.output == tensor) || graph.counted_bytes(tensor) == 0 {
-                continue;
-            }
-            let lower = step(graph.creator(tensor).expect("made in the step"));
-            let (mut last, mut alignment_bytes) = (tensor, graph.alignment_bytes());
-            loop {
-                alignment_bytes = alignment_bytes.max(graph.tensor(last).alignment_bytes);
-                let Some(pair) = self.pairs.iter().find(|pair| pair.input == last) else { break };
-                last = pair.output;
-            }
-            let made = step(graph.creator(last).expect("made in the step"));
-            let upper = graph.users(last).iter().map(|&user| step(user)).max().unwrap_or(made).max(made) + 1;
-            buffers.push(Buffer { lower, upper, size_bytes: graph.counted_bytes(tensor), alignment_bytes });
-        }
-        buffers
-    }
 }
 
 /// What an order costs.
