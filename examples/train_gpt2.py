@@ -159,9 +159,7 @@ def main() -> int:
     )
 
     plan = dict(compiled.plans)[train_step.__name__]
-    print(
-        f"\nthe plan: pool and what stays outside it are {plan.gap:.2%} above the least that any plan can have"
-    )
+    print(f"\nthe plan: pool + unpooled is {plan.gap:.2%} above the least that any plan can have")
 
     same = eager.losses == planned.losses and all(
         map(torch.equal, eager.parameters, planned.parameters)

@@ -123,10 +123,10 @@ def test_a_graph_file_is_planned_for_people(
     plan = roam.optimize(two_branches())
     lines = {line.split("  ")[0]: line for line in text.splitlines()}
     assert text.startswith(f"{graph_file}: 5 operators, 6 tensors\n")
-    assert f"{plan.program_order_peak_bytes:,}" in lines["program order"]
+    assert f"{plan.program_order_peak_bytes:,}" in lines["peak in program order"]
     assert f"{plan.total_bytes:,}" in lines["total"]
-    assert f"{plan.lower_bound_bytes:,}" in lines["lower bound"]
-    assert f"{plan.total_lower_bound_bytes:,}" in lines["total at least"]
+    assert f"{plan.lower_bound_bytes:,}" in lines["lower bound of the peak"]
+    assert f"{plan.total_lower_bound_bytes:,}" in lines["lower bound of the total"]
     assert f"{plan.gap:.2%}" in lines["gap"]
     assert lines["verified"].endswith("yes")
     assert "at the peak" in lines

@@ -74,9 +74,9 @@ def test_what_is_asked_and_split_is_told(tmp_path: Path) -> None:
     optimizer = torch.optim.RAdam(net.parameters(), foreach=True)
     graph = roam.capture(plain_step, net, optimizer, torch.randn(4, 6), torch.randint(0, 3, (4,)))
     notes = dict(graph.notes)
-    assert set(notes) == {"guarded", "compared", "asked", "split"}
+    assert set(notes) == {"guarded", "compared", "computed guards", "split"}
     assert "metadata of 2 tensors" in notes["guarded"]
-    assert "1 questions at every call" in notes["asked"]
+    assert notes["computed guards"].startswith("1 at every call: ")
     calls, parts = map(int, re.findall(r"\d+", notes["split"])[:2])
     assert parts == 2 * calls > 0
     assert all(text in graph.summary() for text in notes.values())

@@ -490,7 +490,9 @@ class Candidate:
         """Bytes of the pool."""
     @property
     def outside_bytes(self) -> int:
-        """Most live bytes over the steps of what is not in the pool, workspace included."""
+        """Most live bytes over the steps of what is not in the pool (unpooled), workspace
+        included.
+        """
     __hash__: ClassVar[None]  # type: ignore[assignment]
     def __eq__(self, other: object, /) -> bool: ...
     def __ne__(self, other: object, /) -> bool: ...
@@ -553,7 +555,7 @@ class Plan:
         """Most live bytes over the steps in program order, without reuse."""
     @property
     def peak_bytes(self) -> int:
-        """Most live bytes over the steps: pool tensors, outside tensors, workspace."""
+        """Most live bytes over the steps: pooled and unpooled tensors, workspace."""
     @property
     def pool_peak_bytes(self) -> int:
         """Most live bytes over the steps of the tensors in the pool."""
@@ -562,13 +564,15 @@ class Plan:
         """Bytes of the pool: the largest offset + counted size."""
     @property
     def outside_bytes(self) -> int:
-        """Most live bytes over the steps of what is not in the pool, workspace included."""
+        """Most live bytes over the steps of what is not in the pool (unpooled), workspace
+        included.
+        """
     @property
     def persistent_bytes(self) -> int:
         """Bytes of all persistent tensors."""
     @property
     def total_bytes(self) -> int:
-        """Persistent + pool + outside."""
+        """Persistent + pool + unpooled: `persistent_bytes`, `pool_bytes` and `outside_bytes`."""
     @property
     def lower_bound_bytes(self) -> int:
         """No order can have a lower peak."""
@@ -576,7 +580,7 @@ class Plan:
     def total_lower_bound_bytes(self) -> int:
         """No plan can have a smaller total.
 
-        At least persistent + the lower bound; more where the pool and what stays outside it cannot
+        At least persistent + the lower bound; more where the pool and the unpooled bytes cannot
         but have their peaks at different steps.
         """
     @property

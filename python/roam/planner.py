@@ -34,9 +34,9 @@ def optimize(
     possible.
 
     The same graph and settings give the same plan on any number of threads, unless the time limit
-    cuts the search short. No plan is worse than program order. Other Python threads run meanwhile.
-    Ctrl-C ends the search: :class:`roam.PlanningInterrupted`, a ``KeyboardInterrupt``, brings the
-    best plan so far.
+    cuts the search short. No plan has a larger total than program order. Other Python threads
+    run meanwhile. Ctrl-C ends the search: :class:`roam.PlanningInterrupted`, a
+    ``KeyboardInterrupt``, holds the best plan so far.
 
     Args:
         graph: what to plan: a graph, or a `torch.fx.GraphModule` (see `Graph.from_fx`).
@@ -52,15 +52,15 @@ def optimize(
         progress: called on the calling thread with the stage that begins and the share of the work
             done, in [0, 1]. What it raises ends planning and is raised here.
         speed: with several streams, how many times as fast as one stream the plan must be, by the
-            model of time. Of the plans found that are, and that take no more bytes than program
-            order, it is the one with the fewest. Where None, those count that are at most five
-            percent slower than the fastest.
+            model of time (docs/reference/formats.md). Of the plans that are as fast, and whose
+            total is no larger than in program order, the one with the smallest total is returned.
+            None: as fast means at most five percent slower than the fastest such plan.
         stream_model: ``happens_before``, whose plans are safe under every timing, or ``time_step``,
-            the model of the literature, for comparison: its plans must not be run.
-        enough_bytes: the search ends once a plan takes no more than this in all, persistent tensors
-            included.
-        worth_bytes: the search ends where it is proved that no plan takes so many bytes less than
-            the best so far.
+            the model of the published work, for comparison: its plans cannot be run.
+        enough_bytes: the search ends once the total of a plan is no larger than this, in bytes with
+            the persistent tensors.
+        worth_bytes: the search ends once it is proved that no plan's total is smaller than the best
+            one so far by this many bytes or more.
 
     Raises:
         PlanError: the graph cannot be planned as asked; code ``speed_target`` where no plan that

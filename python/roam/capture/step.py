@@ -242,7 +242,7 @@ def capture(
     Returns:
         The graph, with sizes in bytes and operators in the order in which eager PyTorch runs them.
         If the step branches on values that it computes, operators that change something wait for
-        the answers. Conditions are assumed not to hold, and the graph's notes say so.
+        the outcomes. Conditions are assumed to be false, and the graph's notes say so.
 
     Raises:
         CaptureError: where the step cannot be captured exactly, naming the operator and the user's
@@ -492,8 +492,8 @@ def _check_live_numbers(live: Program, tracer: _Tracer) -> None:
     (plain,) = tracer.programs(live_arguments=False, live_numbers=False)
     if not agrees(live, plain):
         raise CaptureError(
-            "the step does something else with a number that may change, in an optimizer's group or kept by the step, than with a "
-            "plain one; ask with isinstance(x, float) instead of type(x), or keep the number in a tensor",
+            "the step tells a number that may change (of an optimizer's group, or that the step keeps) from a plain number, "
+            "because capture puts an object of another type in its place; test with isinstance(x, float) instead of type(x), or keep the number in a tensor",
             code="value_reached_python",
         )
 

@@ -214,7 +214,7 @@ class HostCall:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A question about values that are there before the step, which decides what the step does.
+    """A computed guard: it decides what the step does by values that are there before the step.
 
     Its slots are numbered as in the recording; it is run apart from the program, before it.
     """

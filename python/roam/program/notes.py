@@ -11,7 +11,7 @@ _SHOWN = 3
 
 
 def notes_on(program: Program, guards: Guards, *, guessed: bool = False) -> list[tuple[str, str]]:
-    """What is compared and asked at every call, and what was split, as pairs (topic, text).
+    """What is compared and computed at every call, and what was split, as pairs (topic, text).
 
     `guessed`: whether answers to branches had to be.
     """
@@ -27,7 +27,7 @@ def notes_on(program: Program, guards: Guards, *, guessed: bool = False) -> list
         notes.append(("compared", f"{len(kept):,} live numbers with constants, at every call"))
     if program.questions:
         places = [question.source for question, _ in program.questions]
-        notes.append(("asked", f"{len(places):,} questions at every call: {_shown(places)}"))
+        notes.append(("computed guards", f"{len(places):,} at every call: {_shown(places)}"))
     if program.answers:
         places = [call.source for call in program.calls if call.is_branch]
         note = f"{len(places):,} answers to branches on values, by each run before it changes anything: {_shown(places)}"

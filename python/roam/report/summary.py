@@ -16,7 +16,7 @@ _PHASES = ("forward", "loss", "backward", "update", "collective")
 _WHERE = {
     "persistent": "persistent",
     "step_local": "in the pool",
-    "unpooled": "outside the pool",
+    "unpooled": "unpooled",
     "enters": "enters",
     "leaves": "leaves",
 }

@@ -50,7 +50,7 @@ def estimate_rows(estimate: str) -> Iterator[tuple[str, str]]:
 
 
 def _share(part: int, whole: int) -> str:
-    return f"{part / whole:.1%} of program order" if whole else ""
+    return f"{part / whole:.1%} of that peak" if whole else ""
 
 
 def _streams(values: Mapping[str, Any]) -> str:
@@ -81,29 +81,43 @@ def plan_table(title: str, values: Mapping[str, Any], place: Place | None) -> st
     saved = [(f"saved by {way}", values[f"saved_by_{key}_bytes"]) for way, key in _SAVED]
     proof = values["bound_route"].replace("_", " ")
     rows = [
-        row("program order", program, "peak inside the step as eager PyTorch orders it"),
+        row(
+            "peak in program order",
+            program,
+            "the most alive at once inside the step, in eager PyTorch's order",
+        ),
         *(
             row(label, size_bytes, _share(size_bytes, program))
             for label, size_bytes in saved
             if size_bytes is not None
         ),
-        row("peak", values["peak_bytes"], "peak inside the step by the plan"),
-        row("lower bound", values["lower_bound_bytes"], f"no order has a lower peak ({proof})"),
+        row("peak", values["peak_bytes"], "the same by the plan"),
+        row(
+            "lower bound of the peak",
+            values["lower_bound_bytes"],
+            f"no order has a lower peak ({proof})",
+        ),
         row(
             "pool",
             values["pool_bytes"],
             f"one static block; {values['fragmentation']:.2%} fragmentation",
         ),
         row(
-            "outside", values["outside_bytes"], "values that enter or leave the step, and workspace"
+            "unpooled",
+            values["outside_bytes"],
+            "the most alive at once inside the step and not in the pool",
         ),
         row(
             "persistent",
             values["persistent_bytes"],
             "parameters, buffers, optimizer state, the batch",
         ),
-        row("total", values["total_bytes"], "persistent + pool + outside"),
-        row("total at least", values["total_lower_bound_bytes"], "no plan has a smaller total"),
+        row("total", values["total_bytes"], "persistent + pool + unpooled"),
+        row(
+            "lower bound of the total",
+            values["total_lower_bound_bytes"],
+            "no plan has a smaller total",
+        ),
     ]
     for other in values.get("baselines", ()):
         total = values["persistent_bytes"] + other["pool_bytes"] + other["outside_bytes"]
@@ -117,7 +131,7 @@ def plan_table(title: str, values: Mapping[str, Any], place: Place | None) -> st
         *estimate_rows(values["estimate"]),
         (
             "gap",
-            f"{values['gap']:.2%} above the lower bound of pool + outside ({values['status'].replace('_', ' ')})",
+            f"{values['gap']:.2%} above the lower bound of pool + unpooled ({values['status'].replace('_', ' ')})",
         ),
         ("verified", "yes" if values.get("verified") else "no"),
     ]

@@ -65,9 +65,9 @@ def compile(
             step.
         time_limit_s: limit for planning, in seconds.
         pool: True: planned tensors lie in one static pool per device, allocated before step 1 (see
-            `Step.release`). False: they come from PyTorch's allocator, in the plan's order and with
-            its reuse. None: the pool, unless the planned total with it is over 2 % above that with
-            the allocator, or above the total in program order.
+            `Step.release`). False: they come from PyTorch's allocator; the plan's order and its
+            reuse still save memory. None: True, unless the planned total with the pool is over 2 %
+            above that with the allocator, or above the total in program order.
         poison: overwrite each range of the pool as soon as its tensor is dead, to find kernels that
             read dead memory. Slow.
         max_plans: for how many kinds of calls plans are kept: shapes of the batch, training or
@@ -261,12 +261,12 @@ class Step:
         return self if instance is None else MethodType(self, instance)
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
-        """The plan by which this call would run; nothing of it is run.
+        """The plan by which a call with these arguments would run. The step itself does not run.
 
-        Kernels that may take memory for themselves are tried on zeros, once in a process. The
-        plan's `total_bytes` is the memory that the step will take, known before step 1. Of a step
-        that branches on values which no run has shown yet, it is a plan for conditions that do not
-        hold.
+        The plan's `total_bytes` is the memory that the step will take, known before step 1. Kernels
+        that may take memory for themselves are tried on zeros, once in a process. If the step
+        branches on values that no run has shown yet, the plan assumes that its conditions are
+        false.
         """
         found = self._captures.find(args, kwargs, self._known.taker)
         if isinstance(found, str):
@@ -280,7 +280,7 @@ class Step:
         return self._train_step
 
     def anew(self, train_step: Callable[..., Any] | None = None) -> Step:
-        """A step with the same options that has no plans yet, of the same function or another."""
+        """A compiled step with the same options and no plans yet, of this function or another."""
         function = train_step or self._train_step
         return Step(
             function,
@@ -324,7 +324,7 @@ class Step:
 
     @property
     def timings(self) -> Timings | None:
-        """What took the time in the last call that was captured; None before the first call."""
+        """How long each stage took in the last captured call; None before the first call."""
         return self._timings
 
     def kept(self) -> KeptPlans:

@@ -91,8 +91,8 @@ class StepMemory:
         persistent_bytes: parameters, buffers, optimizer state, the batch: what exists before and
             after.
         pool_bytes: the pool; 0 without one.
-        outside_bytes: the most that is alive at once outside of the pool, with what copies into the
-            pool need meanwhile.
+        outside_bytes: the most that is alive at once inside the step and not in the pool, with
+            what copies into the pool need meanwhile.
         kernel_bytes: the most that one kernel allocates for itself while it runs, which the totals
             contain; None where that could not be found out.
         run_bytes: what a run needs: the larger total of the first step, where one makes the
@@ -139,7 +139,7 @@ class StepMemory:
 
     @property
     def total_bytes(self) -> int:
-        """What the step takes by plan: persistent + pool + outside."""
+        """What the step takes by plan: persistent + pool + unpooled."""
         return self.persistent_bytes + self.pool_bytes + self.outside_bytes
 
     def __str__(self) -> str:
@@ -155,12 +155,16 @@ class StepMemory:
                 self.pool_bytes,
                 "one static block" if self.uses_pool else "none: PyTorch's allocator",
             ),
-            ("outside", self.outside_bytes, "the most alive at once outside of the pool"),
-            ("total", self.total_bytes, "persistent + pool + outside"),
+            (
+                "unpooled",
+                self.outside_bytes,
+                "the most alive at once inside the step and not in the pool",
+            ),
+            ("total", self.total_bytes, "persistent + pool + unpooled"),
             (
                 "run",
                 self.run_bytes,
-                "what a run needs: the larger total of the first step and of later ones",
+                "a whole run: the larger total of the first step and of later ones",
             ),
             (
                 "one kernel",
@@ -168,9 +172,9 @@ class StepMemory:
                 "the most that one kernel allocates for itself while it runs",
             ),
             (
-                "program order",
+                "total in program order",
                 self.program_order_bytes,
-                "the total in eager PyTorch's order, by plan",
+                "the total if the operators run in eager PyTorch's order, by plan",
             ),
             ("measured", self.measured_bytes, "the most allocated at once in a step by the plan"),
             (

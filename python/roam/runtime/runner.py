@@ -204,7 +204,7 @@ class Runner:
         with self._kernels_alone():
             for question, answer in self._program.questions:
                 if question.has_other_answer(answer, lambda owner: _found(owner, leaves)):
-                    return f"{question.source} asks about values that change, and the answer is another one"
+                    return f"{question.source} depends on values that change, and its result is another one than at capture"
         return None
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -134,7 +134,7 @@ class Choice:
         )
 
     def __str__(self) -> str:
-        """One honest line: planned, program order, lower bound."""
+        """One line of totals without persistent bytes: planned, in program order, lower bound."""
         persistent_bytes = self.plan.persistent_bytes
         planned, program_order, least, beside = (
             size_bytes / 2**20
@@ -298,7 +298,11 @@ class _Chooser:
             or not _is_alike(choice, like)
         ):
             return None
-        name = "earlier order with a pool" if like.uses_pool else "earlier order with the allocator"
+        name = (
+            "pool, in the order of an earlier plan"
+            if like.uses_pool
+            else "allocator, in the order of an earlier plan"
+        )
         return replace(choice, totals=((name, choice.total_bytes),))
 
     def _eager_graph(self, taken: dict[int, int] | None) -> Graph:

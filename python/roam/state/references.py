@@ -1,9 +1,10 @@
-"""Owners: where a step's tensors live between calls.
+"""State references: where a step's tensors live between calls.
 
-A plan never keeps a tensor of the user's. It keeps the tensor's owner (a module's table, an
-optimizer's state, a list) and looks the tensor up at every call, so `load_state_dict`, checkpoints
-and evaluation between steps just work. During capture every owner holds a fake tensor in the real
-one's place.
+A plan never keeps a tensor of the user's. It keeps a reference to the place that holds the tensor
+(a module's table, an optimizer's state, a list) and looks the tensor up at every call. So
+`load_state_dict`, checkpoints and evaluation between steps need no new plan. The classes here, and
+docstrings that speak of an *owner*, mean such a reference. During capture each of these places
+holds a fake tensor instead of the real one.
 """
 
 from __future__ import annotations

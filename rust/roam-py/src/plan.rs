@@ -225,7 +225,7 @@ impl PyPlan {
     fn persistent_bytes(&self) -> u64 {
         self.plan.persistent_bytes
     }
-    /// Persistent + pool + outside.
+    /// Persistent + pool + unpooled.
     #[getter]
     fn total_bytes(&self) -> u64 {
         self.plan.total_bytes

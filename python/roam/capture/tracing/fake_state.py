@@ -2,8 +2,8 @@
 ones.
 
 The step's function runs unmodified on unmodified modules and optimizers, so what it touches must
-hold fakes while it is traced. `FakeState` finds every owner, puts fakes in, and says after a trace
-what the step left in each owner.
+hold fakes while it is traced. `FakeState` finds every state reference (an *owner* in the code, see
+`roam.state.references`), puts fakes there, and says after a trace what the step left in each.
 """
 
 from __future__ import annotations

@@ -1041,7 +1041,7 @@ class Recorder(TorchDispatchMode):
             if isinstance(owner, StateOwner)
         ):
             self.refuse(
-                "the step asks about a number that the step before it makes from weights or data; "
+                "a condition depends on a number that the previous step makes from weights or data; "
                 "call the compiled step, which captures the second step after the first has run",
                 code="unknown_state",
             )

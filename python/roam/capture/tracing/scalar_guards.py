@@ -1,8 +1,8 @@
-"""Questions: conditions on numbers that change from step to step.
+"""Computed guards: conditions on numbers that change from step to step.
 
-Where a step's code asks about such a number (a step count, a rate, a flag of the batch), a plan
-holds for one answer. What the number comes from is cut out of the recording as a `Question`, which
-every call asks again before anything runs; another answer means another plan.
+If a step's code tests such a number (a step count, a rate, a flag of the batch), a plan holds for
+one outcome. The operators that compute it are cut out of the recording as a `Question`. Every call
+runs them again before anything else; another outcome (`answer`) needs another plan.
 """
 
 from __future__ import annotations
