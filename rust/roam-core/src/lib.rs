@@ -12,6 +12,7 @@ pub mod mip;
 pub mod optimize;
 pub mod packing;
 pub mod plan;
+pub mod recompute;
 pub mod rng;
 pub mod stages;
 pub mod synthetic;

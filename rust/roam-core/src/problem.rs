@@ -81,7 +81,7 @@ impl<K: Index, V: Index> Rows<K, V> {
     }
 
     /// The rows turned round: row `v` of the result lists, ascending, the rows that hold `v`.
-    fn transposed(&self, width: usize) -> Rows<V, K> {
+    pub(crate) fn transposed(&self, width: usize) -> Rows<V, K> {
         let mut starts = vec![0u32; width + 1];
         for &item in &self.items {
             starts[item.index() + 1] += 1;

@@ -1,0 +1,58 @@
+//! The floor: bytes that no schedule does without, however often operators run again.
+
+use super::moment::{CUTS_WORK, moments_at};
+use super::repeats::Repeats;
+use crate::control::{Stop, Watch};
+use crate::graph::{Graph, OperatorId, Residency};
+use crate::problem::Op;
+use std::cmp::Reverse;
+
+/// What every schedule needs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Floor {
+    /// Live at once in every schedule, persistent tensors included.
+    pub bytes: u64,
+    /// The operator at whose first run they are; `None` in a graph without operators.
+    pub operator: Option<OperatorId>,
+}
+
+/// Bytes that every schedule of the graph has live at once, whatever runs again, in whatever order,
+/// with whatever reuse and layout.
+pub fn floor(graph: &Graph) -> Floor {
+    let repeats = Repeats::new(graph);
+    let watch = Watch::default();
+    match of(&repeats, &watch) {
+        Ok((bytes, op)) => Floor { bytes, operator: op.map(|op| repeats.problem.operator_id(op)) },
+        // Nothing stops this watch.
+        Err(Stop::Cancelled | Stop::TimedOut) => Floor { bytes: repeats.persistent_bytes, operator: None },
+    }
+}
+
+/// All that enters, which is live when the first operator runs, or all that leaves, which is live
+/// when the last one runs, persistent tensors left out; with that operator.
+pub(super) fn at_the_ends(repeats: &Repeats) -> (u64, Option<Op>) {
+    let problem = &repeats.problem;
+    let total = |residency: Residency| -> u64 {
+        problem.tensors.iter().filter(|item| item.residency == residency).map(|item| item.size).sum()
+    };
+    let last = problem.len().checked_sub(1).map(|last| last as Op);
+    let (enters, leaves) = (total(Residency::Enters), total(Residency::Leaves));
+    if enters >= leaves { (enters, last.map(|_| 0)) } else { (leaves, last) }
+}
+
+fn of(repeats: &Repeats, watch: &Watch) -> Result<(u64, Option<Op>), Stop> {
+    let mut best = at_the_ends(repeats);
+    let mut moments = moments_at(repeats, &repeats.most_single_bytes(), watch)?;
+    moments.sort_by_key(|(op, moment)| (Reverse(moment.most_floor()), *op));
+    let mut work = CUTS_WORK;
+    for (op, moment) in moments {
+        if moment.most_floor() <= best.0 || work == 0 {
+            break;
+        }
+        let bytes = moment.floor(&mut work, watch)?;
+        if bytes > best.0 {
+            best = (bytes, Some(op));
+        }
+    }
+    Ok((best.0 + repeats.persistent_bytes, best.1))
+}

@@ -1,0 +1,315 @@
+//! What every schedule needs while an operator runs for the first time, whatever runs again.
+//!
+//! Then all its ancestors have run, and none of its descendants. A tensor that an ancestor made and
+//! a descendant uses is live, or its creator runs again later, which needs what that one reads, and
+//! so on. The least of bytes kept and time of further runs, weighed against each other, is a
+//! minimum cut (docs/explanation/theory.md).
+
+use super::repeats::Repeats;
+use crate::bound::flow::{INFINITE, Network, SINK, SOURCE};
+use crate::control::{Stop, Watch};
+use crate::graph::Residency;
+use crate::liveness::largest_matching;
+use crate::problem::{Index, Op, Ten};
+use rayon::prelude::*;
+use std::cmp::Reverse;
+
+/// Operators and accesses looked at to make the moments of one bound.
+const MOMENTS_WORK: usize = 40_000_000;
+/// Moments that are made however large the graph is.
+const FEWEST_MOMENTS: usize = 32;
+/// Nodes and arcs looked at over all cuts of one bound.
+pub(super) const CUTS_WORK: u64 = 200_000_000;
+/// Sums of weighed bytes and times stay below this.
+const MOST_WEIGHED: u128 = 1 << 62;
+
+/// What is cut: to keep a tensor, to run an operator again, or neither.
+#[derive(Clone, Copy, Debug)]
+enum Arc {
+    Keep(u64),
+    Run(u64),
+    Must,
+}
+
+/// One choice of what is kept and what runs again.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Choice {
+    /// Kept, beyond [`Moment::bytes`].
+    pub(super) bytes: u64,
+    /// Of further runs.
+    pub(super) ns: u64,
+}
+
+/// The moment at which an operator runs for the first time.
+#[derive(Clone, Debug)]
+pub(super) struct Moment {
+    /// What is live in every schedule, persistent tensors left out: the operator's own working set
+    /// and tensors that nothing can bring back.
+    pub(super) bytes: u64,
+    nodes: u32,
+    arcs: Vec<(u32, u32, Arc)>,
+    /// Sums over all arcs.
+    all: Choice,
+    /// Kept where everything is dropped that can be brought back.
+    single: u64,
+    /// If nothing runs again.
+    pub(super) keep_all: Choice,
+}
+
+/// The moments of the operators that promise the most, by program position; of all operators where
+/// they are few.
+pub(super) fn moments_at(repeats: &Repeats, promise: &[u64], watch: &Watch) -> Result<Vec<(Op, Moment)>, Stop> {
+    let most = (MOMENTS_WORK / repeats.size().max(1)).max(FEWEST_MOMENTS);
+    let mut ops: Vec<Op> = (0..promise.len() as Op).collect();
+    ops.sort_by_key(|&op| (Reverse(promise[op as usize]), op));
+    ops.truncate(most);
+    ops.into_par_iter()
+        .map(|op| {
+            watch.check()?;
+            Ok((op, Moment::new(repeats, op)))
+        })
+        .collect()
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Side {
+    Before,
+    After,
+    Free,
+}
+
+/// Marks operators and tensors that have no node.
+const NO_NODE: u32 = u32::MAX;
+
+impl Moment {
+    pub(super) fn new(repeats: &Repeats, op: Op) -> Self {
+        let problem = &repeats.problem;
+        let mut side = vec![Side::Free; problem.len()];
+        for (rows, mark) in [(&repeats.before, Side::Before), (&repeats.after, Side::After)] {
+            let mut stack = vec![op];
+            while let Some(at) = stack.pop() {
+                for &next in rows.row(at) {
+                    if side[next as usize] == Side::Free {
+                        side[next as usize] = mark;
+                        stack.push(next);
+                    }
+                }
+            }
+        }
+        // Whether an ancestor may run again after this moment.
+        let has_passed = |end: &Op| *end == op || side[*end as usize] == Side::Before;
+        let is_blocked = |other: Op| repeats.once[other as usize] || repeats.ends.row(other).iter().any(has_passed);
+
+        let is_wanted = |tensor: Ten| {
+            problem.tensors[tensor.index()].residency == Residency::Leaves
+                || problem.users.row(tensor).iter().any(|&user| side[user as usize] == Side::After)
+        };
+        // Who makes a tensor, where it may be brought back.
+        let maker = |tensor: Ten| repeats.creator(tensor).filter(|&creator| !is_blocked(creator));
+
+        // What keeping the operator's inputs costs beyond its own working set: nothing, unless the
+        // memory of those that die here can be reused.
+        let inputs = repeats.needs.row(op);
+        let is_used = |tensor: Ten| inputs.contains(&tensor);
+        let pairs: Vec<(Ten, Ten)> = problem
+            .permissions(op)
+            .iter()
+            .map(|&(_, input, output)| (input, output))
+            .filter(|&(input, _)| is_used(input) && (!is_wanted(input) || maker(input).is_some()))
+            .collect();
+        let matching = largest_matching(&pairs);
+        let saved: u64 = matching.iter().map(|&(input, _)| problem.size(input)).sum();
+        let is_disjoint = pairs.iter().all(|(input, _)| matching.iter().any(|(other, _)| other == input));
+        let is_priced = |tensor: Ten| is_disjoint && pairs.iter().any(|&(input, _)| input == tensor);
+        let price = |tensor: Ten| match is_used(tensor) && !is_priced(tensor) {
+            true => 0,
+            false => problem.size(tensor),
+        };
+
+        let mut moment = Moment {
+            bytes: inputs.iter().map(|&tensor| problem.size(tensor)).sum::<u64>() + problem.transient(op) - saved,
+            nodes: 2,
+            arcs: Vec::new(),
+            all: Choice { bytes: 0, ns: 0 },
+            single: 0,
+            keep_all: Choice { bytes: 0, ns: 0 },
+        };
+        let mut node_of = vec![NO_NODE; problem.len()];
+        let mut tensor_node = vec![NO_NODE; problem.tensors.len()];
+        let mut pending = Vec::new();
+        for tensor in problem.tensor_ranks() {
+            let exists = repeats.creator(tensor).is_none_or(|creator| side[creator as usize] == Side::Before);
+            if !exists || !is_wanted(tensor) {
+                continue;
+            }
+            tensor_node[tensor.index()] = SOURCE;
+            moment.keep_all.bytes += price(tensor);
+            pending.push(tensor);
+        }
+        while let Some(tensor) = pending.pop() {
+            let from = tensor_node[tensor.index()];
+            let is_source = from == SOURCE;
+            let bytes = price(tensor);
+            // Mutators whose work is lost with the tensor: for one that a descendant needs, all that
+            // have run; else those that ran before anybody else used it.
+            let users = problem.users.row(tensor);
+            let first_reader =
+                users.iter().copied().filter(|&user| side[user as usize] == Side::Before).find(|&user| {
+                    !(repeats.mutators.row(tensor).contains(&user) && repeats.changes_one[user as usize])
+                });
+            let is_lost = |mutator: Op| match is_source {
+                true => side[mutator as usize] == Side::Before,
+                false => first_reader.is_some_and(|reader| mutator < reader),
+            };
+            let lost: Vec<Op> = repeats.mutators.row(tensor).iter().copied().filter(|&m| is_lost(m)).collect();
+            let makers: Option<Vec<Op>> = maker(tensor)
+                .filter(|_| lost.iter().all(|&mutator| !is_blocked(mutator)))
+                .map(|creator| std::iter::once(creator).chain(lost).collect());
+            let Some(makers) = makers.filter(|_| bytes > 0) else {
+                // Nothing brings it back, or nothing is gained by that.
+                if is_source {
+                    moment.bytes += bytes;
+                    moment.keep_all.bytes -= bytes;
+                } else if bytes > 0 {
+                    moment.single += bytes;
+                    moment.arc(from, SINK, Arc::Keep(bytes));
+                }
+                continue;
+            };
+            let lost_node = moment.node();
+            moment.arc(from, lost_node, Arc::Keep(bytes));
+            for maker in makers {
+                let mut node = node_of[maker as usize];
+                if node == NO_NODE {
+                    node = moment.node();
+                    node_of[maker as usize] = node;
+                    moment.arc(node, SINK, Arc::Run(repeats.time_ns[maker as usize]));
+                    for &input in repeats.needs.row(maker) {
+                        let known = &mut tensor_node[input.index()];
+                        if *known == NO_NODE {
+                            *known = moment.node();
+                            pending.push(input);
+                        }
+                        if *known != SOURCE {
+                            moment.arc(node, *known, Arc::Must);
+                        }
+                    }
+                }
+                moment.arc(lost_node, node, Arc::Must);
+            }
+        }
+        moment
+    }
+
+    fn node(&mut self) -> u32 {
+        self.nodes += 1;
+        self.nodes - 1
+    }
+
+    fn arc(&mut self, from: u32, to: u32, arc: Arc) {
+        match arc {
+            Arc::Keep(bytes) => self.all.bytes += bytes,
+            Arc::Run(ns) => self.all.ns = self.all.ns.saturating_add(ns),
+            Arc::Must => {}
+        }
+        self.arcs.push((from, to, arc));
+    }
+
+    /// The least of `per_byte` times the bytes kept plus `per_ns` times the time of further runs
+    /// (no choice has less, even where the work ends early), and a choice, which attains it unless
+    /// the work ended early.
+    pub(super) fn least(
+        &self,
+        per_byte: u64,
+        per_ns: u64,
+        work: &mut u64,
+        watch: &Watch,
+    ) -> Result<(u64, Choice), Stop> {
+        let mut network = Network::new();
+        for _ in 2..self.nodes {
+            network.add_node();
+        }
+        for &(from, to, arc) in &self.arcs {
+            let capacity = match arc {
+                Arc::Keep(bytes) => per_byte * bytes,
+                Arc::Run(ns) => per_ns * ns,
+                Arc::Must => INFINITE,
+            };
+            network.add_arc(from, to, capacity, 0);
+        }
+        *work = work.saturating_sub(network.size());
+        let flow = network.solve(work, watch)?;
+        let value = flow.value;
+        let [source_side, _] = flow.sides();
+        let mut choice = Choice { bytes: 0, ns: 0 };
+        for &(from, to, arc) in &self.arcs {
+            if source_side[from as usize] && !source_side[to as usize] {
+                match arc {
+                    Arc::Keep(bytes) => choice.bytes += bytes,
+                    Arc::Run(ns) => choice.ns += ns,
+                    Arc::Must => {}
+                }
+            }
+        }
+        Ok((value, choice))
+    }
+
+    /// What [`Moment::floor`] does not exceed.
+    pub(super) fn most_floor(&self) -> u64 {
+        self.bytes + self.keep_all.bytes.min(self.single)
+    }
+
+    /// The fewest bytes that any schedule has live here, persistent tensors left out.
+    pub(super) fn floor(&self, work: &mut u64, watch: &Watch) -> Result<u64, Stop> {
+        Ok(self.bytes + self.least(1, 0, work, watch)?.0)
+    }
+
+    /// The least time of further runs after this moment in every schedule that keeps to the limit
+    /// here; `None` where none does.
+    ///
+    /// For every price of a byte, the least of time and priced bytes kept, less the price of the
+    /// bytes that may be kept, is no more than the time. The best price is approached from both
+    /// sides.
+    pub(super) fn least_ns(&self, limit: u64, work: &mut u64, watch: &Watch) -> Result<Option<u64>, Stop> {
+        let Some(room) = limit.checked_sub(self.bytes) else { return Ok(None) };
+        if self.keep_all.bytes <= room {
+            return Ok(Some(0));
+        }
+        let (fewest, mut below) = self.least(1, 0, work, watch)?;
+        if fewest > room {
+            return Ok(None);
+        }
+        let mut above = self.keep_all;
+        let mut best = 0;
+        while *work > 0 && below.bytes <= room && below.ns > above.ns {
+            let (per_byte, per_ns) = self.weights(below.ns - above.ns, above.bytes - below.bytes);
+            let (value, choice) = self.least(per_byte, per_ns, work, watch)?;
+            let kept = u128::from(per_byte) * u128::from(room);
+            let gain = u128::from(value).saturating_sub(kept).div_ceil(u128::from(per_ns));
+            best = best.max(gain as u64);
+            let weighed = |choice: Choice| {
+                u128::from(per_byte) * u128::from(choice.bytes) + u128::from(per_ns) * u128::from(choice.ns)
+            };
+            if weighed(choice) >= weighed(above).min(weighed(below)) {
+                break;
+            }
+            if choice.bytes <= room {
+                below = choice;
+            } else {
+                above = choice;
+            }
+        }
+        Ok(Some(best))
+    }
+
+    /// Weights of about this ratio that no sum overflows with; neither is 0.
+    fn weights(&self, mut per_byte: u64, mut per_ns: u64) -> (u64, u64) {
+        let sum = |per_byte: u64, per_ns: u64| {
+            u128::from(per_byte) * u128::from(self.all.bytes) + u128::from(per_ns) * u128::from(self.all.ns)
+        };
+        while sum(per_byte, per_ns) >= MOST_WEIGHED {
+            (per_byte, per_ns) = (per_byte / 2, per_ns / 2);
+        }
+        (per_byte.max(1), per_ns.max(1))
+    }
+}

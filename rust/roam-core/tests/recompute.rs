@@ -1,0 +1,340 @@
+//! Bounds of all schedules with further runs, against complete search of small graphs.
+
+mod common;
+
+use common::random_graph;
+use roam_core::cost::operator_ns;
+use roam_core::graph::{
+    Graph, GraphBuilder, Kind, Operator, OperatorId, Phase, Residency, ReusePair, Tensor, TensorId,
+};
+use roam_core::recompute::floor::floor;
+use roam_core::recompute::least_time::least_extra_ns;
+use roam_core::rng::Random;
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BinaryHeap};
+
+/// The same graph with operators that may run again, and inputs that further runs leave alone.
+fn repeating(graph: &Graph, random: &mut Random) -> Graph {
+    let mut builder = GraphBuilder::new("random", "cpu", graph.alignment_bytes());
+    for tensor in graph.tensors() {
+        builder.tensor(tensor.clone()).expect("few tensors");
+    }
+    for operator in graph.operators() {
+        let touched: Vec<TensorId> = operator.reads.iter().chain(&operator.mutates).copied().collect();
+        let operator = Operator {
+            repeatable: operator.sequence.is_none() && !random.once_in(6),
+            first_only: touched.into_iter().filter(|_| random.once_in(8)).collect(),
+            time_ns: [0, 1, 3, 10, 40][random.below(5) as usize],
+            ..operator.clone()
+        };
+        builder.operator(operator).expect("few operators");
+    }
+    for &(before, after) in graph.control() {
+        builder.control(before, after);
+    }
+    builder.build().expect("valid")
+}
+
+/// A step of a few layers: each forward operator's output is needed by its backward operator.
+fn layered(random: &mut Random) -> Graph {
+    let mut builder = GraphBuilder::new("layered", "cpu", 1);
+    let tensor = |builder: &mut GraphBuilder, size_bytes: u64, residency| {
+        let made = Tensor { name: String::new(), size_bytes, kind: Kind::Temporary, residency, alignment_bytes: 0 };
+        builder.tensor(made).expect("few tensors")
+    };
+    let size = |random: &mut Random| 1 + random.below(8);
+    let layers = 2 + random.below(2);
+    let enters = if random.once_in(2) { Residency::Enters } else { Residency::Persistent };
+    let weight = tensor(&mut builder, 2, Residency::Persistent);
+    let mut sizes = BTreeMap::new();
+    let mut present = vec![tensor(&mut builder, size(random), enters)];
+    let add = |builder: &mut GraphBuilder, random: &mut Random, operator: Operator| {
+        let touched: Vec<TensorId> = operator.reads.iter().chain(&operator.mutates).copied().collect();
+        let operator = Operator {
+            repeatable: !random.once_in(8),
+            first_only: touched.into_iter().filter(|_| random.once_in(20)).collect(),
+            time_ns: 1 + random.below(20),
+            workspace_bytes: if random.once_in(5) { size(random) } else { 0 },
+            ..operator
+        };
+        builder.operator(operator).expect("few operators");
+    };
+    let new = |builder: &GraphBuilder| Operator::new("", builder.num_operators() as u32, Phase::Forward);
+    for _ in 0..layers {
+        let input = present[present.len() - 1];
+        let outputs = 1 + u64::from(random.once_in(4));
+        let mut creates = Vec::new();
+        for _ in 0..outputs {
+            let bytes = size(random);
+            creates.push(tensor(&mut builder, bytes, Residency::StepLocal));
+            sizes.insert(creates[creates.len() - 1], bytes);
+        }
+        let mut reads = vec![input];
+        if random.once_in(2) {
+            reads.push(weight);
+        }
+        let operator = Operator { reads, creates: creates.clone(), ..new(&builder) };
+        add(&mut builder, random, operator);
+        present.push(creates[0]);
+        if builder.num_operators() < 3 && random.once_in(2) {
+            let operator = Operator { mutates: vec![creates[creates.len() - 1]], ..new(&builder) };
+            add(&mut builder, random, operator);
+        }
+        if creates.len() > 1 && random.once_in(2) {
+            present.push(creates[1]);
+        }
+    }
+    let mut gradient = present[present.len() - 1];
+    let backward = (7 - builder.num_operators()).min(layers as usize + 1);
+    for at in 0..backward {
+        let residency = if at + 1 == backward && random.once_in(2) { Residency::Leaves } else { Residency::StepLocal };
+        let like = sizes.values().copied().nth(random.below(sizes.len() as u64) as usize);
+        let bytes = like.filter(|_| random.once_in(2)).unwrap_or_else(|| size(random));
+        let output = tensor(&mut builder, bytes, residency);
+        let mut reads = vec![gradient];
+        for _ in 0..1 + random.below(2) {
+            let saved = present[present.len() - 1 - (at + random.below(2) as usize).min(present.len() - 1)];
+            if !reads.contains(&saved) {
+                reads.push(saved);
+            }
+        }
+        let mutates = if at > 0 && random.once_in(6) && !reads.contains(&weight) { vec![weight] } else { Vec::new() };
+        let mut reuse = Vec::new();
+        for &input in &reads {
+            if residency == Residency::StepLocal && sizes.get(&input) == Some(&bytes) && random.once_in(2) {
+                reuse.push(ReusePair { input, output });
+            }
+        }
+        let operator = Operator { reads, creates: vec![output], mutates, reuse, ..new(&builder) };
+        add(&mut builder, random, operator);
+        gradient = output;
+        if residency == Residency::StepLocal {
+            sizes.insert(output, bytes);
+        }
+    }
+    builder.build().expect("valid")
+}
+
+/// Where a schedule stands.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct State {
+    /// First runs, a bit per operator.
+    done: u32,
+    /// Per tensor its latest instance, if it is kept: how many mutators have run on it.
+    kept: Vec<Option<u8>>,
+}
+
+/// All schedules of a graph, by what the contract of a sequence says and nothing else.
+struct Schedules<'a> {
+    graph: &'a Graph,
+    /// Per operator what it touches, and at which version: at the first run, and at later ones.
+    touches: Vec<[Vec<(TensorId, u8)>; 2]>,
+}
+
+impl<'a> Schedules<'a> {
+    fn new(graph: &'a Graph) -> Self {
+        let mut version = vec![0; graph.tensors().len()];
+        let mut touches = vec![[Vec::new(), Vec::new()]; graph.operators().len()];
+        for &id in graph.program_order() {
+            let operator = graph.operator(id);
+            for &tensor in operator.reads.iter().chain(&operator.mutates) {
+                let at = (tensor, version[tensor.index()]);
+                if touches[id.index()][0].contains(&at) {
+                    continue;
+                }
+                touches[id.index()][0].push(at);
+                if !operator.first_only.contains(&tensor) {
+                    touches[id.index()][1].push(at);
+                }
+            }
+            for tensor in &operator.mutates {
+                version[tensor.index()] += 1;
+            }
+        }
+        Schedules { graph, touches }
+    }
+
+    fn start(&self) -> State {
+        let tensors = (0..self.graph.tensors().len() as u32).map(TensorId);
+        State { done: 0, kept: tensors.map(|tensor| self.graph.creator(tensor).is_none().then_some(0)).collect() }
+    }
+
+    /// What an operator waits for besides what it touches.
+    fn waits_for(&self, id: OperatorId) -> impl Iterator<Item = OperatorId> {
+        let graph = self.graph;
+        let operator = graph.operator(id);
+        let controls = graph.control().iter().filter(move |&&(_, after)| after == id).map(|&(before, _)| before);
+        let sequenced = graph.program_order()[..operator.position as usize]
+            .iter()
+            .copied()
+            .filter(move |&before| operator.sequence.is_some() && graph.operator(before).sequence == operator.sequence);
+        controls.chain(sequenced)
+    }
+
+    fn is_end(&self, state: &State) -> bool {
+        state.done.count_ones() as usize == self.graph.operators().len()
+    }
+
+    /// What can happen next: the state after it, bytes live meanwhile, time beyond the first runs.
+    fn moves(&self, state: &State, mut see: impl FnMut(State, u64, u64)) {
+        let graph = self.graph;
+        // A tensor is given up.
+        if state.done != 0 {
+            for tensor in (0..graph.tensors().len() as u32).map(TensorId) {
+                let stays = matches!(graph.tensor(tensor).residency, Residency::Leaves | Residency::Persistent);
+                if state.kept[tensor.index()].is_some() && !stays {
+                    let mut next = state.clone();
+                    next.kept[tensor.index()] = None;
+                    see(next, 0, 0);
+                }
+            }
+        }
+        for id in (0..graph.operators().len() as u32).map(OperatorId) {
+            let operator = graph.operator(id);
+            let is_first = state.done >> id.0 & 1 == 0;
+            let leaves = |tensor: &TensorId| graph.tensor(*tensor).residency == Residency::Leaves;
+            let may_run = if is_first {
+                self.waits_for(id).all(|before| state.done >> before.0 & 1 == 1)
+            } else {
+                operator.repeatable && !operator.creates.iter().any(leaves)
+            };
+            let touches = &self.touches[id.index()][usize::from(!is_first)];
+            let sees_all = touches.iter().all(|&(tensor, version)| state.kept[tensor.index()] == Some(version));
+            // An instance dies before its tensor is made anew.
+            let is_new = operator.creates.iter().all(|tensor| state.kept[tensor.index()].is_none());
+            if !may_run || !sees_all || !is_new {
+                continue;
+            }
+            let mut next = state.clone();
+            next.done |= 1 << id.0;
+            for &tensor in &operator.mutates {
+                if is_first || !operator.first_only.contains(&tensor) {
+                    *next.kept[tensor.index()].as_mut().expect("seen") += 1;
+                }
+            }
+            for &tensor in &operator.creates {
+                next.kept[tensor.index()] = Some(0);
+            }
+            let live: u64 = (0..graph.tensors().len() as u32)
+                .map(TensorId)
+                .filter(|tensor| next.kept[tensor.index()].is_some())
+                .map(|tensor| graph.counted_bytes(tensor))
+                .sum();
+            let live = live + graph.workspace_bytes(id);
+            let ns = if is_first { 0 } else { operator_ns(graph, id) };
+            // Every set of disjoint pairs whose inputs die here.
+            let mut choices = vec![(next, live, Vec::<ReusePair>::new())];
+            for &pair in &operator.reuse {
+                if !touches.iter().any(|&(tensor, _)| tensor == pair.input) {
+                    continue;
+                }
+                for at in 0..choices.len() {
+                    let (next, live, used) = &choices[at];
+                    if used.iter().all(|other| other.input != pair.input && other.output != pair.output) {
+                        let mut next = next.clone();
+                        next.kept[pair.input.index()] = None;
+                        let live = live - graph.counted_bytes(pair.input);
+                        let used = used.iter().copied().chain([pair]).collect();
+                        choices.push((next, live, used));
+                    }
+                }
+            }
+            for (next, live, _) in choices {
+                see(next, live, ns);
+            }
+        }
+    }
+
+    /// The least over all schedules of their most live bytes.
+    fn least_peak(&self) -> u64 {
+        self.search(|peak, live, _| Some(peak.max(live))).expect("program order is a schedule")
+    }
+
+    /// The least time of further runs of all schedules that keep to the limit.
+    fn least_ns(&self, limit: u64) -> Option<u64> {
+        self.search(|sum, live, ns| (live <= limit).then_some(sum + ns))
+    }
+
+    fn search(&self, cost: impl Fn(u64, u64, u64) -> Option<u64>) -> Option<u64> {
+        let mut known = BTreeMap::from([(self.start(), 0)]);
+        let mut open = BinaryHeap::from([Reverse((0, self.start()))]);
+        while let Some(Reverse((sum, state))) = open.pop() {
+            if self.is_end(&state) {
+                return Some(sum);
+            }
+            if known[&state] < sum {
+                continue;
+            }
+            self.moves(&state, |next, live, ns| {
+                let Some(sum) = cost(sum, live, ns) else { return };
+                if known.get(&next).is_none_or(|&before| sum < before) {
+                    known.insert(next.clone(), sum);
+                    open.push(Reverse((sum, next)));
+                }
+            });
+        }
+        None
+    }
+}
+
+/// How the bounds of some graphs compare with the best schedules.
+#[derive(Debug, Default)]
+struct Compared {
+    floors: u64,
+    floors_met: u64,
+    limits: u64,
+    times_met: u64,
+    /// Sums over all limits.
+    proved_ns: u64,
+    least_ns: u64,
+}
+
+fn compare(graphs: impl Iterator<Item = Graph>) -> Compared {
+    let mut compared = Compared::default();
+    for graph in graphs.filter(|graph| !graph.operators().is_empty()) {
+        let schedules = Schedules::new(&graph);
+        let least = schedules.least_peak();
+        let proved = floor(&graph).bytes;
+        assert!(proved <= least, "{proved} > {least}: {graph:?}");
+        compared.floors += 1;
+        compared.floors_met += u64::from(proved == least);
+        if let Some(below) = proved.checked_sub(1) {
+            assert_eq!(least_extra_ns(&graph, below).ns, None);
+        }
+        let mut limit = least;
+        loop {
+            let found = schedules.least_ns(limit).expect("at least the least peak");
+            let bound = least_extra_ns(&graph, limit).ns.expect("a schedule was found");
+            assert!(bound <= found, "{bound} > {found} within {limit}: {graph:?}");
+            if found == 0 {
+                break;
+            }
+            compared.limits += 1;
+            compared.times_met += u64::from(bound == found);
+            compared.proved_ns += bound;
+            compared.least_ns += found;
+            limit += 1 + (limit - least) / 4;
+        }
+    }
+    compared
+}
+
+#[test]
+fn no_bound_of_a_random_graph_is_above_the_best_schedule() {
+    let mut random = Random::new(11);
+    let graphs = (0..2000).map(|_| {
+        let graph = random_graph(&mut random, 6);
+        repeating(&graph, &mut random)
+    });
+    let compared = compare(graphs);
+    assert!(compared.floors_met * 100 >= compared.floors * 80, "{compared:?}");
+    assert!(compared.times_met * 100 >= compared.limits * 5, "{compared:?}");
+}
+
+#[test]
+fn no_bound_of_a_small_step_is_above_the_best_schedule() {
+    let mut random = Random::new(12);
+    let compared = compare((0..1500).map(|_| layered(&mut random)));
+    assert!(compared.floors_met * 100 >= compared.floors * 80, "{compared:?}");
+    assert!(compared.proved_ns * 100 >= compared.least_ns * 40, "{compared:?}");
+}
