@@ -439,6 +439,7 @@ class Recorder(TorchDispatchMode):
         if source is None:
             _, source = self.frames.here()
         where = f"{op} at {source}" if op else str(source)
+        message = message.replace(f" at {source}", "")  # which `where` says already
         error = CaptureError(f"{where}: {message}", code=code, operator=op, source=str(source))
         self._refusal = self._refusal or error
         raise error
