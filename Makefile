@@ -18,7 +18,7 @@ export PYO3_PYTHON := $(abspath $(BIN))/python
 
 help:
 	@echo "make install     the release wheel and everything that tests need, into VENV ($(VENV))"
-	@echo "make demo        install; plan GPT-2 XL's whole step; train a small GPT-2 by its plan next to eager"
+	@echo "make demo        install; plan GPT-2 XL's whole step; train a small GPT-2 eagerly and by its plan"
 	@echo "make ci          install, lint and all tests: what continuous integration runs"
 	@echo "make quick       the Python tests that take little time, against what is installed: what one runs while working"
 	@echo "make test-planner  the planner's Python tests, which need no torch"

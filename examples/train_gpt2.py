@@ -155,11 +155,12 @@ def main() -> int:
         shown = "  ".join(f"{format_bytes(size or 0):>12}" for size in sizes)
         print(f"{name:<18}  {shown}  {run.seconds_per_step:>10.3f}")
     print(
-        "(all that is allocated while the step runs; in kernels: the part that they took for themselves at the peak)"
+        "(planned, of eager: the total in program order; measured: the most allocated at once in a step;\n"
+        "in kernels: the part of it that kernels allocated for themselves)"
     )
 
     plan = dict(compiled.plans)[train_step.__name__]
-    print(f"\nthe plan: pool + unpooled is {plan.gap:.2%} above the least that any plan can have")
+    print(f"\nthe plan is {plan.gap:.2%} above the lower bound of pool + unpooled")
 
     same = eager.losses == planned.losses and all(
         map(torch.equal, eager.parameters, planned.parameters)

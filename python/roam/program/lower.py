@@ -157,10 +157,10 @@ class Lowering:
 
         Args:
             copied_in: calls that compute into memory of their own and whose results are then copied
-                into the pool; what other calls make whose kernels cannot write there stays outside
-                of it. None: as if every kernel could.
-            pool: whether there is a pool. If not, all that is made and dies in the step lies
-                outside of it.
+                into the pool; the results of other calls whose kernels cannot write there
+                are unpooled. None: as if every kernel could.
+            pool: whether there is a pool. If not, all that is made and dies in the step is
+                unpooled.
             order: numbers of the calls, in an order that they may run in; then they may run in no
                 other.
         """

@@ -1,7 +1,7 @@
 """Chooses how a captured step runs: out of a pool or out of the ordinary allocator, and which
 results are copied into the pool.
 
-Everything is decided by planned totals: persistent tensors, the pool, what lives outside it and
+Everything is decided by planned totals: persistent tensors, the pool, the unpooled bytes and
 what copies need meanwhile.
 """
 

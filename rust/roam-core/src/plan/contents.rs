@@ -300,12 +300,12 @@ pub struct Plan {
     pub outside_bytes: u64,
     /// Bytes of all persistent tensors.
     pub persistent_bytes: u64,
-    /// persistent + pool + outside.
+    /// persistent + pool + unpooled.
     pub total_bytes: u64,
     /// No order can have a lower peak.
     pub lower_bound_bytes: u64,
     /// No plan can have a smaller total: at least persistent + the lower bound, more where the pool
-    /// and what stays outside it cannot but have their peaks at different steps.
+    /// and the unpooled bytes cannot but have their peaks at different steps.
     pub total_lower_bound_bytes: u64,
     /// The operator that sets the lower bound.
     pub bound_operator: Option<OperatorId>,
@@ -320,7 +320,7 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// By which share the step-local total, pool + outside, exceeds the least that any plan can
+    /// By which share the step-local total, pool + unpooled, exceeds the least that any plan can
     /// have; 0 where both are 0.
     pub fn gap(&self) -> f64 {
         // As floating point, since a plan that was read from a file may claim anything.
