@@ -7,7 +7,7 @@
 //! other. The constants are those of a data-centre GPU (NVIDIA A100: 1555 GB/s, 19.5 TFLOP/s in
 //! 32-bit floats); they decide which plan is called faster, not whether a plan is right.
 
-use crate::graph::{Graph, OperatorId};
+use crate::graph::{Graph, OperatorId, TensorId};
 use std::collections::BTreeSet;
 
 /// Memory bandwidth, in bytes per nanosecond.
@@ -23,6 +23,16 @@ pub const MAX_NS: u64 = i64::MAX as u64;
 
 /// Nanoseconds that an operator takes: as measured, or else by the model, rounded up.
 pub fn operator_ns(graph: &Graph, id: OperatorId) -> u64 {
+    run_ns(graph, id, &[])
+}
+
+/// Nanoseconds that a further run of an operator takes, which leaves alone what only the first
+/// touches.
+pub fn rerun_ns(graph: &Graph, id: OperatorId) -> u64 {
+    run_ns(graph, id, &graph.operator(id).first_only)
+}
+
+fn run_ns(graph: &Graph, id: OperatorId, left_alone: &[TensorId]) -> u64 {
     let operator = graph.operator(id);
     if operator.creates.is_empty() && operator.mutates.is_empty() {
         return 0;
@@ -31,9 +41,9 @@ pub fn operator_ns(graph: &Graph, id: OperatorId) -> u64 {
         return operator.time_ns;
     }
     // A tensor that is mutated may be listed as read or not; it counts the same.
-    let mutated: BTreeSet<_> = operator.mutates.iter().collect();
-    let read = operator.reads.iter().filter(|tensor| !mutated.contains(tensor));
-    let touched = read.chain(&operator.creates).chain(&operator.mutates).chain(&operator.mutates);
+    let mutated: BTreeSet<_> = operator.mutates.iter().filter(|tensor| !left_alone.contains(tensor)).collect();
+    let read = operator.reads.iter().filter(|tensor| !mutated.contains(tensor) && !left_alone.contains(tensor));
+    let touched = read.chain(&operator.creates).chain(mutated.iter().copied()).chain(mutated.iter().copied());
     let bytes: u128 = touched.map(|tensor| u128::from(graph.tensor(*tensor).size_bytes)).sum();
     let moving = u64::try_from(bytes.div_ceil(u128::from(BYTES_PER_NS))).unwrap_or(MAX_NS);
     after(moving.max(operator.flops.div_ceil(FLOPS_PER_NS)), LAUNCH_NS)

@@ -5,13 +5,14 @@ use crate::baseline;
 use crate::bound;
 use crate::control::Watch;
 use crate::exact::ExactTier;
-use crate::graph::Graph;
+use crate::graph::{Graph, OperatorId};
 use crate::layout;
 use crate::liveness::Profile;
 use crate::mip::Solver;
 use crate::order::{self, Aim, Method};
 use crate::plan::{Exact, ExactReport};
 use crate::problem::Problem;
+use crate::recompute::{self, Found};
 
 /// A graph made ready for planning.
 pub struct Prepared {
@@ -32,6 +33,12 @@ pub struct Needs {
     pub pool_bytes: u64,
     /// Beside it.
     pub outside_bytes: u64,
+}
+
+/// Sequences of at most `limit_bytes`, persistent tensors left out, cheapest first. `order` is an
+/// order that the graph permits.
+pub fn recompute(graph: &Graph, order: &[OperatorId], limit_bytes: u64) -> Vec<Found> {
+    recompute::search(graph, order, limit_bytes, &Watch::default())
 }
 
 impl Ordered {

@@ -1,0 +1,71 @@
+//! Orders that the search starts from: without recomputation the place of an update matters little,
+//! with it much.
+
+use crate::graph::{Graph, Operator, OperatorId, Phase, Residency};
+
+/// The order with operators that only change what stays, such as a weight's decay, right before
+/// they are needed: what reads the weight can run again until then. With `early_updates`, what else
+/// the optimizer does runs as soon as it can, so that gradients do not wait.
+pub(super) fn base_order(graph: &Graph, order: &[OperatorId], early_updates: bool) -> Vec<OperatorId> {
+    let mut base =
+        Base { graph, early_updates, has_run: vec![false; order.len()], order: Vec::with_capacity(order.len()) };
+    let (last, first): (Vec<OperatorId>, Vec<OperatorId>) = order.iter().partition(|&&id| base.can_wait(id));
+    first.into_iter().chain(last).for_each(|id| base.run(id));
+    base.order
+}
+
+struct Base<'a> {
+    graph: &'a Graph,
+    early_updates: bool,
+    has_run: Vec<bool>,
+    order: Vec<OperatorId>,
+}
+
+impl Base<'_> {
+    fn can_wait(&self, id: OperatorId) -> bool {
+        let Operator { reads, creates, mutates, .. } = self.graph.operator(id);
+        let stays = |tensor| self.graph.tensor(tensor).residency == Residency::Persistent;
+        creates.is_empty() && !mutates.is_empty() && mutates.iter().chain(reads).all(|&tensor| stays(tensor))
+    }
+
+    /// Runs the operator after all that it waits for, and then the updates that waited for it.
+    fn run(&mut self, id: OperatorId) {
+        let mut stack = vec![id];
+        while let Some(&id) = stack.last() {
+            let waiting = stack.len();
+            if !self.has_run[id.index()] {
+                let before = self.graph.predecessors(id).iter().rev();
+                stack.extend(before.filter(|before| !self.has_run[before.index()]));
+            }
+            if stack.len() > waiting {
+                continue;
+            }
+            stack.pop();
+            if !std::mem::replace(&mut self.has_run[id.index()], true) {
+                self.order.push(id);
+                if self.early_updates {
+                    self.push_ready(id, &mut stack);
+                }
+            }
+        }
+    }
+
+    /// The updates that nothing but operators that can wait keeps from running, the first on top.
+    fn push_ready(&self, id: OperatorId, stack: &mut Vec<OperatorId>) {
+        for &after in self.graph.successors(id).iter().rev() {
+            if self.has_run[after.index()] {
+                continue;
+            }
+            if self.can_wait(after) {
+                self.push_ready(after, stack);
+            } else if self.graph.operator(after).phase == Phase::Update && self.is_ready(after) {
+                stack.push(after);
+            }
+        }
+    }
+
+    fn is_ready(&self, id: OperatorId) -> bool {
+        let mut before = self.graph.predecessors(id).iter();
+        before.all(|&before| self.has_run[before.index()] || (self.can_wait(before) && self.is_ready(before)))
+    }
+}

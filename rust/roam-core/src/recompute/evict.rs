@@ -1,0 +1,535 @@
+//! Eviction with knowledge of the future: runs the operators in their order, drops tensors where
+//! the limit asks for it or where they had better be dropped anyway, and makes them again when they
+//! are needed.
+
+use super::model::{Model, NONE};
+use crate::graph::Residency;
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
+
+/// Exponents of a score are halves, so that scores are made of products and square roots alone and
+/// are the same on every machine.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Exponents {
+    pub(super) bytes: u8,
+    pub(super) gap: u8,
+    pub(super) time: u8,
+}
+
+/// What is dropped.
+#[derive(Clone, Debug)]
+pub(super) struct Policy<'a> {
+    /// By which the tensor to drop is chosen when there is no room.
+    pub(super) forced: Exponents,
+    /// By which tensors are dropped though there is room: those of at least the score.
+    pub(super) early: Option<(Exponents, f64)>,
+    /// Per place how much holding a byte there counts, summed up to the place; one more entry than
+    /// operators.
+    pub(super) weight: &'a [f64],
+    /// Per tensor a factor of its scores.
+    pub(super) taste: &'a [f64],
+}
+
+/// No chain of operators that make a tensor again is followed further.
+const LONGEST_CHAIN: usize = 300;
+/// No more runs inside runs.
+const DEEPEST: usize = 300;
+
+/// The runs, late views left out; `None` where there was no room, or the work was used up.
+pub(super) fn evict(model: &Model, limit: u64, policy: &Policy<'_>, work: &mut u64) -> Option<Vec<u32>> {
+    let mut eviction = Eviction::new(model, limit, policy, *work);
+    let result = (0..model.len() as u32).try_for_each(|op| eviction.first_run(op));
+    *work = eviction.work;
+    result.map(|()| eviction.runs)
+}
+
+/// Cannot go on.
+type Step = Option<()>;
+
+#[derive(PartialEq)]
+struct Candidate {
+    score: f64,
+    tensor: u32,
+}
+
+impl Eq for Candidate {}
+
+impl Ord for Candidate {
+    fn cmp(&self, other: &Self) -> std::cmp::Ordering {
+        self.score.total_cmp(&other.score).then(other.tensor.cmp(&self.tensor))
+    }
+}
+
+impl PartialOrd for Candidate {
+    fn partial_cmp(&self, other: &Self) -> Option<std::cmp::Ordering> {
+        Some(self.cmp(other))
+    }
+}
+
+struct Eviction<'a> {
+    model: &'a Model,
+    limit: u64,
+    policy: &'a Policy<'a>,
+    work: u64,
+    runs: Vec<u32>,
+    /// The operator of the order that runs, or that others run for.
+    now: u32,
+    used: u64,
+    is_alive: Vec<bool>,
+    version: Vec<u32>,
+    pins: Vec<u32>,
+    /// Per tensor the first of its users that is still to run.
+    cursor: Vec<u32>,
+    /// Per tensor that is not alive, when it will be made again.
+    needed: Vec<u32>,
+    /// Per tensor when others will be made of it: (place, other).
+    wanted: Vec<BinaryHeap<Reverse<(u32, u32)>>>,
+    candidates: BinaryHeap<Candidate>,
+    /// Marks of the current walk along a chain.
+    stamp: Vec<u32>,
+    stamps: u32,
+    stack: Vec<(u32, u32)>,
+}
+
+/// What making a tensor again takes.
+struct Chain {
+    ns: u64,
+    /// Bytes times weight for which inputs must be held longer.
+    held: f64,
+}
+
+impl<'a> Eviction<'a> {
+    fn new(model: &'a Model, limit: u64, policy: &'a Policy<'a>, work: u64) -> Self {
+        let tensors = model.size.len();
+        let is_there = |t: usize| model.creator[t] == NONE;
+        Eviction {
+            model,
+            limit,
+            policy,
+            work,
+            runs: Vec::with_capacity(2 * model.len()),
+            now: 0,
+            used: (0..tensors).filter(|&t| is_there(t)).map(|t| model.size[t]).sum(),
+            is_alive: (0..tensors).map(is_there).collect(),
+            version: vec![0; tensors],
+            pins: vec![0; tensors],
+            cursor: vec![0; tensors],
+            needed: vec![NONE; tensors],
+            wanted: vec![BinaryHeap::new(); tensors],
+            candidates: BinaryHeap::new(),
+            stamp: vec![0; tensors],
+            stamps: 0,
+            stack: Vec::new(),
+        }
+    }
+
+    fn first_run(&mut self, op: u32) -> Step {
+        if self.model.is_late[op as usize] {
+            return Some(());
+        }
+        self.now = op;
+        self.obtain(op, false, 0)?;
+        self.run(op, false)
+    }
+
+    /// Makes sure that all that the run uses is alive, of the right version, and pinned.
+    fn obtain(&mut self, op: u32, is_again: bool, depth: usize) -> Step {
+        if depth > DEEPEST {
+            return None;
+        }
+        let model = self.model;
+        for used in model.used(op, is_again) {
+            self.ensure(used.tensor, used.version, depth)?;
+            self.pins[used.tensor as usize] += 1;
+        }
+        // Making one may have made another anew.
+        for _ in 0..3 {
+            let mut is_right = true;
+            for used in model.used(op, is_again) {
+                if !self.is_alive[used.tensor as usize] || self.version[used.tensor as usize] != used.version {
+                    is_right = false;
+                    self.ensure(used.tensor, used.version, depth)?;
+                }
+            }
+            if is_right {
+                return Some(());
+            }
+        }
+        None
+    }
+
+    fn ensure(&mut self, tensor: u32, version: u32, depth: usize) -> Step {
+        let model = self.model;
+        let at = tensor as usize;
+        if self.is_alive[at] && self.version[at] == version {
+            return Some(());
+        }
+        // Others that are made meanwhile must not take its place.
+        self.pins[at] += 1;
+        if !self.is_alive[at] || self.version[at] > version {
+            if !model.can_remake[at] {
+                return None;
+            }
+            self.rerun(model.creator[at], depth + 1)?;
+        }
+        while self.version[at] < version {
+            let change = model.mutators.row(tensor)[self.version[at] as usize];
+            self.rerun(change, depth + 1)?;
+        }
+        self.pins[at] -= 1;
+        (self.is_alive[at] && self.version[at] == version).then_some(())
+    }
+
+    fn rerun(&mut self, op: u32, depth: usize) -> Step {
+        if !self.model.can_rerun[op as usize] || self.model.rerun_before[op as usize] < self.now {
+            return None;
+        }
+        // What it makes must not be taken away while others are made that it needs.
+        self.obtain(op, true, depth)?;
+        self.run(op, true)
+    }
+
+    /// Runs an operator whose inputs are pinned.
+    fn run(&mut self, op: u32, is_again: bool) -> Step {
+        let model = self.model;
+        self.work = self.work.checked_sub(1 + model.uses.row(op).len() as u64)?;
+        if self.runs.len() > 12 * model.len() {
+            return None;
+        }
+        if !is_again {
+            for used in model.uses.row(op) {
+                self.cursor[used.tensor as usize] += 1;
+            }
+        }
+        let sacrificed = self.make_room(op, is_again)?;
+        for used in model.used(op, is_again) {
+            let at = used.tensor as usize;
+            self.pins[at] -= 1;
+            self.version[at] += u32::from(used.mutates);
+        }
+        for &tensor in model.creates.row(op) {
+            let at = tensor as usize;
+            if !self.is_alive[at] {
+                self.is_alive[at] = true;
+                self.used += model.size[at];
+            }
+            self.version[at] = 0;
+            self.needed[at] = NONE;
+        }
+        self.runs.push(op);
+        for &tensor in model.creates.row(op) {
+            self.note_wants(tensor);
+        }
+        if let Some(tensor) = sacrificed {
+            self.drop(tensor);
+        }
+        for used in model.used(op, is_again) {
+            self.settle(used.tensor);
+        }
+        for &tensor in model.creates.row(op) {
+            self.settle(tensor);
+        }
+        Some(())
+    }
+
+    /// After a run: frees the tensor if it is not needed any more, or else makes it a candidate.
+    fn settle(&mut self, tensor: u32) {
+        let at = tensor as usize;
+        if !self.is_alive[at] || self.pins[at] > 0 {
+            return;
+        }
+        match self.next_use(tensor) {
+            None => self.free(tensor),
+            Some(next) if self.model.can_remake[at] && self.model.size[at] > 0 => {
+                if let Some(score) = self.score(tensor, next, self.policy.forced) {
+                    let early = self
+                        .policy
+                        .early
+                        .and_then(|(exponents, least)| Some(self.score(tensor, next, exponents)? >= least));
+                    if early == Some(true) && next > self.now {
+                        self.drop(tensor);
+                    } else {
+                        self.candidates.push(Candidate { score, tensor });
+                    }
+                }
+            }
+            Some(_) => {}
+        }
+    }
+
+    fn free(&mut self, tensor: u32) {
+        if self.model.creator[tensor as usize] == NONE && self.model.size[tensor as usize] == 0 {
+            return;
+        }
+        self.is_alive[tensor as usize] = false;
+        self.used -= self.model.size[tensor as usize];
+    }
+
+    /// When the tensor is used next, by an operator of the order or to make another again; `None`
+    /// where nobody needs it any more.
+    fn next_use(&mut self, tensor: u32) -> Option<u32> {
+        let at = tensor as usize;
+        let model = self.model;
+        if model.residency[at] == Residency::Leaves {
+            return Some(NONE);
+        }
+        let wanted = loop {
+            match self.wanted[at].peek() {
+                None => break None,
+                Some(&Reverse((place, other))) => {
+                    if place >= self.now && !self.is_alive[other as usize] && self.needed[other as usize] == place {
+                        break Some(place);
+                    }
+                    self.wanted[at].pop();
+                }
+            }
+        };
+        let used = model.users.row(tensor).get(self.cursor[at] as usize).copied();
+        match (used, wanted) {
+            (Some(a), Some(b)) => Some(a.min(b)),
+            (a, b) => a.or(b),
+        }
+    }
+
+    /// Has just been made: those that will be made of it hold it.
+    fn note_wants(&mut self, tensor: u32) {
+        let model = self.model;
+        for &user in model.users.row(tensor) {
+            if !model.can_rerun[user as usize] {
+                continue;
+            }
+            for &other in model.creates.row(user) {
+                let place = self.needed[other as usize];
+                if !self.is_alive[other as usize] && place != NONE && place >= self.now {
+                    self.wanted[tensor as usize].push(Reverse((place, other)));
+                }
+            }
+        }
+    }
+
+    /// Lets go of a tensor that will be needed again.
+    fn drop(&mut self, tensor: u32) {
+        let Some(next) = self.next_use(tensor) else { return self.free(tensor) };
+        self.free(tensor);
+        // All that is missing along the chain is needed then, and what is alive is wanted.
+        let model = self.model;
+        self.stamps += 1;
+        self.stack.clear();
+        self.stack.push((tensor, model.version_at(tensor, next)));
+        self.stamp[tensor as usize] = self.stamps;
+        while let Some((tensor, version)) = self.stack.pop() {
+            let at = tensor as usize;
+            let place = self.needed[at];
+            if place == NONE || place < self.now || place > next {
+                self.needed[at] = next;
+            }
+            let changes = &model.mutators.row(tensor)[..version as usize];
+            for &op in std::iter::once(&model.creator[at]).chain(changes) {
+                for used in model.used(op, true).filter(|used| used.tensor != tensor) {
+                    let input = used.tensor as usize;
+                    if self.is_alive[input] {
+                        self.wanted[input].push(Reverse((self.needed[at], tensor)));
+                        continue;
+                    }
+                    if self.stamp[input] != self.stamps && model.can_remake[input] {
+                        self.stamp[input] = self.stamps;
+                        self.stack.push((used.tensor, used.version));
+                    }
+                }
+            }
+        }
+    }
+
+    /// What it would take to make the tensor again for a use at `next`, if it were dropped now;
+    /// `None` where that cannot be done.
+    fn chain(&mut self, tensor: u32, next: u32) -> Option<Chain> {
+        let model = self.model;
+        let mut chain = Chain { ns: 0, held: 0.0 };
+        self.stamps += 1;
+        self.stack.clear();
+        self.stack.push((tensor, model.version_at(tensor, next)));
+        self.stamp[tensor as usize] = self.stamps;
+        let mut length = 0;
+        while let Some((tensor, version)) = self.stack.pop() {
+            let changes = &model.mutators.row(tensor)[..version as usize];
+            for &op in std::iter::once(&model.creator[tensor as usize]).chain(changes) {
+                length += 1;
+                if length > LONGEST_CHAIN || !model.can_rerun[op as usize] || model.rerun_before[op as usize] < next {
+                    return None;
+                }
+                chain.ns += model.again_ns[op as usize];
+                for used in model.used(op, true) {
+                    let input = used.tensor as usize;
+                    if self.stamp[input] == self.stamps {
+                        continue;
+                    }
+                    self.stamp[input] = self.stamps;
+                    if self.is_alive[input]
+                        && (model.mutators.row(used.tensor).is_empty()
+                            || !model.can_remake[input]
+                            || model.version_at(used.tensor, next) == used.version)
+                    {
+                        if model.size[input] > 0 && model.residency[input] != Residency::Leaves {
+                            let until = self.next_use_from(used.tensor);
+                            if until < next {
+                                chain.held += model.size[input] as f64 * self.weight(until, next);
+                            }
+                        }
+                        continue;
+                    }
+                    if !model.can_remake[input] {
+                        return None;
+                    }
+                    self.stack.push((used.tensor, used.version));
+                }
+            }
+        }
+        self.work = self.work.saturating_sub(length as u64);
+        Some(chain)
+    }
+
+    /// Until when the tensor is needed anyway.
+    fn next_use_from(&mut self, tensor: u32) -> u32 {
+        let model = self.model;
+        let last = model.users.row(tensor).last().copied().unwrap_or(0);
+        let wanted = self.next_use(tensor).unwrap_or(self.now);
+        if self.cursor[tensor as usize] as usize >= model.users.row(tensor).len() { wanted } else { last.max(wanted) }
+    }
+
+    fn weight(&self, from: u32, to: u32) -> f64 {
+        let to = (to as usize).min(self.policy.weight.len() - 1);
+        (self.policy.weight[to] - self.policy.weight[from as usize]).max(0.0)
+    }
+
+    /// How good it is to drop the tensor now; `None` where that is impossible or no use.
+    fn score(&mut self, tensor: u32, next: u32, exponents: Exponents) -> Option<f64> {
+        let chain = self.chain(tensor, next)?;
+        let gap = self.weight(self.now.min(next), next);
+        let bytes = self.model.size[tensor as usize] as f64;
+        // Bytes that are freed on average.
+        let freed = if gap > 0.0 { bytes - chain.held / gap } else { bytes };
+        if freed <= 0.0 {
+            return None;
+        }
+        Some(
+            power(freed, exponents.bytes) * power(gap + 1e-9, exponents.gap)
+                / power(chain.ns.max(1) as f64, exponents.time)
+                * self.policy.taste[tensor as usize],
+        )
+    }
+
+    /// Looks at everything that is alive, even where dropping it frees little.
+    fn scrape(&mut self, op: u32, need: u64) -> Step {
+        let model = self.model;
+        self.work = self.work.checked_sub(model.size.len() as u64 / 8)?;
+        let mut found = Vec::new();
+        for tensor in 0..model.size.len() as u32 {
+            let at = tensor as usize;
+            if !self.is_alive[at] || !model.can_remake[at] || self.pins[at] > 0 || model.size[at] == 0 {
+                continue;
+            }
+            if model.creates.row(op).contains(&tensor) {
+                continue;
+            }
+            let Some(next) = self.next_use(tensor) else {
+                self.free(tensor);
+                continue;
+            };
+            if next <= self.now {
+                continue;
+            }
+            if let Some(chain) = self.chain(tensor, next) {
+                let score = model.size[at] as f64 * (next - self.now) as f64 / chain.ns.max(1) as f64;
+                found.push(Candidate { score, tensor });
+            }
+        }
+        found.sort();
+        while self.used + need > self.limit {
+            let Some(Candidate { tensor, .. }) = found.pop() else { break };
+            // Dropping others may have made it necessary.
+            if let Some(next) = self.next_use(tensor) {
+                if self.chain(tensor, next).is_none() {
+                    continue;
+                }
+            }
+            self.drop(tensor);
+        }
+        Some(())
+    }
+
+    /// Drops tensors until the run fits. May leave it to the run to drop one of its inputs, whose
+    /// memory an output takes.
+    fn make_room(&mut self, op: u32, is_again: bool) -> Option<Option<u32>> {
+        let model = self.model;
+        let made = model.creates.row(op).iter().filter(|&&t| !self.is_alive[t as usize]);
+        let mut need = model.workspace[op as usize] + made.map(|&t| model.size[t as usize]).sum::<u64>();
+        let mut taken = Vec::new();
+        let mut open = Vec::new();
+        for &(input, output) in model.reuse.row(op) {
+            if self.pins[input as usize] != 1 || taken.contains(&input) || taken.contains(&output) {
+                continue;
+            }
+            if self.is_alive[output as usize] {
+                continue;
+            }
+            if self.next_use(input).is_none() {
+                taken.extend([input, output]);
+                need = need.saturating_sub(model.size[output as usize]);
+            } else {
+                open.push((input, output));
+            }
+        }
+        let mut set_aside = Vec::new();
+        while self.used + need > self.limit {
+            let Some(Candidate { score, tensor }) = self.candidates.pop() else { break };
+            let at = tensor as usize;
+            if !self.is_alive[at] {
+                continue;
+            }
+            if self.pins[at] > 0 || model.creates.row(op).contains(&tensor) {
+                set_aside.push(Candidate { score, tensor });
+                continue;
+            }
+            let Some(next) = self.next_use(tensor) else {
+                self.free(tensor);
+                continue;
+            };
+            if next <= self.now && !is_again {
+                continue;
+            }
+            let Some(current) = self.score(tensor, next, self.policy.forced) else { continue };
+            if current < score && self.candidates.peek().is_some_and(|other| other.score > current) {
+                self.candidates.push(Candidate { score: current, tensor });
+                continue;
+            }
+            self.drop(tensor);
+        }
+        self.candidates.extend(set_aside);
+        if self.used + need > self.limit {
+            self.scrape(op, need)?;
+        }
+        if self.used + need <= self.limit {
+            return Some(None);
+        }
+        // The last resort: an input whose memory an output takes.
+        for (input, output) in open {
+            if taken.contains(&input) || taken.contains(&output) || !model.can_remake[input as usize] {
+                continue;
+            }
+            let size = model.size[output as usize];
+            if self.used + need - size <= self.limit {
+                let next = self.next_use(input)?;
+                if next > self.now && self.chain(input, next).is_some() {
+                    return Some(Some(input));
+                }
+            }
+        }
+        None
+    }
+}
+
+/// A power with an exponent given in halves.
+fn power(base: f64, halves: u8) -> f64 {
+    let whole = (0..halves / 2).fold(1.0, |product, _| product * base);
+    if halves % 2 == 1 { whole * base.sqrt() } else { whole }
+}

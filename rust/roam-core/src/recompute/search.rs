@@ -1,0 +1,451 @@
+//! Finds which operators run again, and when, so that a step fits a limit: many evictions by
+//! different policies, each with the extra runs taken out that are not needed after all, and then
+//! a local search over what the best of them prefer to drop.
+//!
+//! The work is counted, so that the result depends on the graph, the order and the limit alone;
+//! only a watch that stops the search changes it.
+
+use super::base::base_order;
+use super::evict::{Exponents, Policy, evict};
+use super::model::{Model, NONE};
+use super::timeline::{Rank, Timeline};
+use crate::control::Watch;
+use crate::graph::{Graph, OperatorId};
+use crate::rng::Random;
+use std::collections::BTreeMap;
+
+/// A sequence that fits the limit.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Found {
+    /// All runs, views included.
+    pub sequence: Vec<OperatorId>,
+    /// The most live bytes, persistent tensors left out, with reuse.
+    pub peak_bytes: u64,
+    /// Nanoseconds of all extra runs.
+    pub extra_ns: u64,
+}
+
+/// How many sequences are returned at most.
+const MOST_FOUND: usize = 4;
+/// Work granted to one eviction or to taking runs out of it once, per operator of the order.
+const WORK_PER_OPERATOR: u64 = 400;
+/// Work granted to the policies, and to the local search; a run, a link of a chain or an extra run
+/// that might be taken out is about one unit. About one and two seconds.
+const POLICY_WORK: u64 = 40_000_000;
+const LOCAL_WORK: u64 = 80_000_000;
+/// The local search ends after so many attempts that improve nothing.
+const MOST_IN_VAIN: usize = 300;
+
+/// By which tensors are dropped when there is no room: the powers of bytes, gap and time, in
+/// halves. Found on training steps of transformers, convolutional networks and U-Nets.
+const FORCED: [[u8; 3]; 8] = [[2, 2, 2], [2, 1, 2], [2, 0, 2], [2, 1, 3], [1, 2, 2], [2, 2, 1], [2, 2, 4], [1, 1, 2]];
+/// The power of the gap, in halves, and the least score, in bytes a nanosecond, for what is dropped
+/// although there is room.
+const EARLY: [(u8, f64); 12] = [
+    (0, 300.0),
+    (0, 100.0),
+    (0, 30.0),
+    (1, 100.0),
+    (1, 30.0),
+    (1, 10.0),
+    (1, 3.0),
+    (2, 30.0),
+    (2, 10.0),
+    (2, 3.0),
+    (4, 30.0),
+    (4, 3.0),
+];
+/// From how many of the best policies without early drops those with them are tried.
+const MOST_EARLY: usize = 3;
+/// From how many of the best attempts the local search sets out.
+const MOST_SEARCHED: usize = 3;
+
+/// Sequences within the limit, cheapest first; empty where none was found. `order` is an order that
+/// the graph permits, without recomputation; `limit_bytes` is for everything but what is
+/// persistent.
+pub(crate) fn search(graph: &Graph, order: &[OperatorId], limit_bytes: u64, watch: &Watch) -> Vec<Found> {
+    if order.is_empty() {
+        return Vec::new();
+    }
+    let mut found: Vec<Found> = Vec::new();
+    let late = base_order(graph, order, false);
+    let early = base_order(graph, order, true);
+    let bases = if late == early { vec![late] } else { vec![late, early] };
+    for base in &bases {
+        let model = Model::new(graph, base);
+        let mut search = Search::new(&model, limit_bytes, watch);
+        search.try_policies(POLICY_WORK / bases.len() as u64);
+        search.improve(LOCAL_WORK / bases.len() as u64);
+        found.extend(search.best.iter().map(|solution| Found {
+            sequence: model.with_views(&solution.runs),
+            peak_bytes: solution.peak_bytes,
+            extra_ns: solution.extra_ns,
+        }));
+    }
+    found.sort_by_key(|found| (found.extra_ns, found.peak_bytes));
+    found.dedup_by(|a, b| a.sequence == b.sequence);
+    found.truncate(MOST_FOUND);
+    found
+}
+
+#[derive(Clone, Debug)]
+struct Solution {
+    runs: Vec<u32>,
+    peak_bytes: u64,
+    extra_ns: u64,
+}
+
+/// One way to drop tensors.
+#[derive(Clone, Debug)]
+struct Attempt {
+    weight: usize,
+    forced: Exponents,
+    early: Option<(Exponents, f64)>,
+    /// Per class of tensors by how much they are preferred.
+    taste: Vec<f64>,
+    rank: Rank,
+}
+
+struct Search<'a> {
+    model: &'a Model,
+    limit: u64,
+    watch: &'a Watch,
+    /// What [`Policy::weight`] may be.
+    weights: Vec<Vec<f64>>,
+    /// Per tensor its class: tensors of different layers that are alike are of one class.
+    class: Vec<u32>,
+    /// The best solutions, cheapest first.
+    best: Vec<Solution>,
+    /// What was tried with success, cheapest first, with the cost.
+    tried: Vec<(u64, Attempt)>,
+    work: u64,
+}
+
+impl<'a> Search<'a> {
+    fn new(model: &'a Model, limit: u64, watch: &'a Watch) -> Self {
+        let places = 0..model.len() as u32;
+        let runs: Vec<u32> = places.clone().filter(|&op| !model.is_late[op as usize]).collect();
+        let live = Timeline::new(model, u64::MAX, &runs).live_bytes();
+        let mut excess = vec![0.0; model.len()];
+        for (&op, live) in runs.iter().zip(live) {
+            excess[op as usize] = live.saturating_sub(limit) as f64;
+        }
+        let made = |op: u32| model.creates.row(op).iter().map(|&tensor| model.size[tensor as usize] as f64).sum();
+        let ns = |op: u32| model.ns[op as usize] as f64;
+        Search {
+            model,
+            limit,
+            watch,
+            weights: vec![
+                shares(places.clone().map(|_| 1.0)),
+                shares(places.clone().map(ns)),
+                shares(places.clone().map(made)),
+                shares(places.map(|op| excess[op as usize] * ns(op))),
+            ],
+            class: classes(model),
+            best: Vec::new(),
+            tried: Vec::new(),
+            work: 0,
+        }
+    }
+
+    /// Whether there is no work left, or nothing to gain.
+    fn is_over(&self) -> bool {
+        self.work == 0 || self.watch.check().is_err() || self.best.first().is_some_and(|best| best.extra_ns == 0)
+    }
+
+    /// Tries all policies of the tables.
+    fn try_policies(&mut self, work: u64) {
+        self.work = work;
+        let classes = self.class.iter().max().map_or(0, |&class| class as usize + 1);
+        for forced in FORCED.map(exponents) {
+            for weight in 0..self.weights.len() {
+                let (taste, rank) = (vec![1.0; classes], Rank::Time);
+                self.attempt(Attempt { weight, forced, early: None, taste, rank });
+            }
+        }
+        // Where nothing fits as it is, all policies count.
+        let mut starts: Vec<Attempt> = self.tried.iter().take(MOST_EARLY).map(|(_, attempt)| attempt.clone()).collect();
+        if starts.is_empty() {
+            let forced = exponents(FORCED[0]);
+            starts = (0..self.weights.len())
+                .map(|weight| Attempt { weight, forced, early: None, taste: vec![1.0; classes], rank: Rank::Time })
+                .collect();
+        }
+        for start in starts {
+            for (gap, least) in EARLY {
+                let early = Some((Exponents { bytes: 2, gap, time: 2 }, least));
+                self.attempt(Attempt { early, ..start.clone() });
+            }
+            self.attempt(Attempt { rank: Rank::TimePerArea, ..start.clone() });
+        }
+    }
+
+    /// Changes what the best attempts prefer to drop, as long as that helps.
+    fn improve(&mut self, work: u64) {
+        let mut random = Random::new(1);
+        let starts: Vec<(u64, Attempt)> = self.tried.iter().take(MOST_SEARCHED).cloned().collect();
+        let share = work / starts.len().max(1) as u64;
+        for (mut cost, mut attempt) in starts {
+            self.work = share;
+            let mut in_vain = 0;
+            while in_vain < MOST_IN_VAIN && !self.is_over() {
+                let next = self.neighbour(&attempt, &mut random);
+                match self.attempt(next.clone()) {
+                    Some(new) if new <= cost => {
+                        in_vain = if new < cost { 0 } else { in_vain + 1 };
+                        (cost, attempt) = (new, next);
+                    }
+                    _ => in_vain += 1,
+                }
+            }
+        }
+    }
+
+    fn neighbour(&self, attempt: &Attempt, random: &mut Random) -> Attempt {
+        let mut next = attempt.clone();
+        match random.below(10) {
+            0 => next.forced = exponents(FORCED[random.below(FORCED.len() as u64) as usize]),
+            1 => next.weight = random.below(self.weights.len() as u64) as usize,
+            2 => {
+                next.early = (!random.once_in(4)).then(|| {
+                    let (gap, least) = EARLY[random.below(EARLY.len() as u64) as usize];
+                    (Exponents { bytes: 2, gap, time: 2 }, least)
+                });
+            }
+            3 => next.rank = if next.rank == Rank::Time { Rank::TimePerArea } else { Rank::Time },
+            _ => {
+                for _ in 0..=random.below(3) {
+                    let class = random.below(next.taste.len() as u64) as usize;
+                    next.taste[class] *= [0.25, 0.5, 0.8, 1.25, 2.0, 4.0][random.below(6) as usize];
+                }
+            }
+        }
+        next
+    }
+
+    /// Nanoseconds of the attempt's extra runs, if it fits.
+    fn attempt(&mut self, attempt: Attempt) -> Option<u64> {
+        if self.is_over() {
+            return None;
+        }
+        let taste: Vec<f64> = self.class.iter().map(|&class| attempt.taste[class as usize]).collect();
+        let policy = Policy {
+            forced: attempt.forced,
+            early: attempt.early,
+            weight: &self.weights[attempt.weight],
+            taste: &taste,
+        };
+        let granted = WORK_PER_OPERATOR * self.model.len() as u64;
+        let mut work = granted;
+        let runs = evict(self.model, self.limit, &policy, &mut work);
+        self.work = self.work.saturating_sub(granted - work);
+        let mut timeline = Timeline::new(self.model, self.limit, &runs?);
+        work = granted;
+        timeline.cancel(attempt.rank, &mut work);
+        self.work = self.work.saturating_sub(granted - work);
+        let (extra_ns, peak_bytes) = (timeline.extra_ns, timeline.peak());
+        if peak_bytes > self.limit {
+            return None;
+        }
+        let place = self.tried.partition_point(|&(cost, _)| cost <= extra_ns);
+        if place < MOST_EARLY.max(MOST_SEARCHED) {
+            self.tried.insert(place, (extra_ns, attempt));
+            self.tried.truncate(MOST_EARLY.max(MOST_SEARCHED));
+        }
+        let place = self.best.partition_point(|best| best.extra_ns <= extra_ns);
+        if place < MOST_FOUND && (place == 0 || self.best[place - 1].extra_ns < extra_ns) {
+            self.best.insert(place, Solution { runs: timeline.runs(), peak_bytes, extra_ns });
+            self.best.truncate(MOST_FOUND);
+        }
+        Some(extra_ns)
+    }
+}
+
+fn exponents([bytes, gap, time]: [u8; 3]) -> Exponents {
+    Exponents { bytes, gap, time }
+}
+
+/// Shares of the whole up to each place; even ones where the whole is nothing.
+fn shares(amounts: impl Iterator<Item = f64> + Clone) -> Vec<f64> {
+    let whole: f64 = amounts.clone().sum();
+    let count = amounts.clone().count() as f64;
+    let mut sum = 0.0;
+    let up_to = amounts.map(|amount| {
+        sum += if whole > 0.0 { amount / whole } else { 1.0 / count };
+        sum
+    });
+    std::iter::once(0.0).chain(up_to).collect()
+}
+
+/// Classes by size and by what makes the tensor.
+fn classes(model: &Model) -> Vec<u32> {
+    let mut known = BTreeMap::new();
+    let class = |tensor: usize| {
+        let creator = model.creator[tensor];
+        let kind = if creator == NONE {
+            None
+        } else {
+            let place = model.creates.row(creator).iter().position(|&made| made as usize == tensor);
+            Some((model.ns[creator as usize], model.uses.row(creator).len(), place, model.size[tensor]))
+        };
+        let next = known.len() as u32;
+        *known.entry(kind).or_insert(next)
+    };
+    (0..model.size.len()).map(class).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cost::serial_ns;
+    use crate::expansion::expand;
+    use crate::graph::{GraphBuilder, Kind, Operator, Phase, Residency, ReusePair, Tensor, TensorId};
+    use crate::liveness::Profile;
+    use crate::problem::Problem;
+    use std::sync::atomic::Ordering;
+
+    /// Adds operators one after another.
+    struct Made {
+        builder: GraphBuilder,
+    }
+
+    impl Made {
+        fn tensor(&mut self, size_bytes: u64, residency: Residency) -> TensorId {
+            let tensor =
+                Tensor { name: String::new(), size_bytes, kind: Kind::Temporary, residency, alignment_bytes: 0 };
+            self.builder.tensor(tensor).unwrap()
+        }
+
+        fn run(&mut self, phase: Phase, reads: &[TensorId], creates: &[TensorId], mutates: &[TensorId]) -> OperatorId {
+            let position = self.builder.num_operators() as u32;
+            let operator = Operator {
+                reads: reads.to_vec(),
+                creates: creates.to_vec(),
+                mutates: mutates.to_vec(),
+                repeatable: phase != Phase::Update,
+                ..Operator::new("", position, phase)
+            };
+            self.builder.operator(operator).unwrap()
+        }
+    }
+
+    /// A step of `layers` layers of random sizes, with weights, in-place changes, views, norms with
+    /// running statistics, reuse, workspace, and an update that decays the weight first.
+    fn step(random: &mut Random, layers: usize) -> Graph {
+        let mut made = Made { builder: GraphBuilder::new("step", "cpu", 64) };
+        let mut saved = Vec::new();
+        let mut now = made.tensor(256, Residency::Enters);
+        for _ in 0..layers {
+            let weight = made.tensor(64, Residency::Persistent);
+            let out = made.tensor(64 * (1 + random.below(8)), Residency::StepLocal);
+            let statistics = made.tensor(64, Residency::Persistent);
+            let rest = made.tensor(64, Residency::StepLocal);
+            let mut norm = Operator {
+                reads: vec![now, weight],
+                creates: vec![out, rest],
+                repeatable: !random.once_in(6),
+                time_ns: 1 + random.below(50),
+                workspace_bytes: 64 * random.below(3),
+                ..Operator::new("", made.builder.num_operators() as u32, Phase::Forward)
+            };
+            if random.once_in(2) {
+                norm.mutates = vec![statistics];
+                norm.first_only = vec![statistics];
+            }
+            made.builder.operator(norm).unwrap();
+            let mut early = None;
+            if random.once_in(3) {
+                early = Some(made.run(Phase::Forward, &[out], &[], &[]));
+            }
+            if random.once_in(2) {
+                let read: &[TensorId] = if random.once_in(2) { &[now] } else { &[] };
+                let change = made.run(Phase::Forward, read, &[], &[out]);
+                if let Some(view) = early {
+                    made.builder.control(view, change);
+                }
+            }
+            let view = random.once_in(2).then(|| made.run(Phase::Forward, &[out], &[], &[]));
+            saved.push((weight, now, out, rest, view.or(early)));
+            now = out;
+        }
+        let mut gradient = made.tensor(64, Residency::StepLocal);
+        made.run(Phase::Loss, &[now], &[gradient], &[]);
+        for &(weight, before, out, rest, view) in saved.iter().rev() {
+            let of_weight = made.tensor(64, Residency::StepLocal);
+            let next = made.tensor(64, Residency::StepLocal);
+            let at = made.builder.num_operators() as u32;
+            let backward = Operator {
+                reads: vec![before, out, rest, gradient, weight],
+                creates: vec![of_weight, next],
+                reuse: vec![ReusePair { input: gradient, output: next }],
+                time_ns: 7,
+                ..Operator::new("", at, Phase::Backward)
+            };
+            let backward = made.builder.operator(backward).unwrap();
+            if let Some(view) = view {
+                made.builder.control(view, backward);
+            }
+            made.run(Phase::Update, &[], &[], &[weight]);
+            made.run(Phase::Update, &[of_weight], &[], &[weight]);
+            gradient = next;
+        }
+        let loss = made.tensor(64, Residency::Leaves);
+        made.run(Phase::Update, &[gradient], &[loss], &[]);
+        made.builder.build().unwrap()
+    }
+
+    fn peak(graph: &Graph, order: &[OperatorId]) -> u64 {
+        let order: Vec<u32> = order.iter().map(|&id| graph.operator(id).position).collect();
+        Profile::new(&Problem::new(graph, true), &order).peak
+    }
+
+    /// The peak and the extra time of the sequence's own graph.
+    fn measured(graph: &Graph, found: &Found) -> (u64, u64) {
+        let expanded = expand(graph, &found.sequence).unwrap().graph;
+        (peak(&expanded, expanded.program_order()), serial_ns(&expanded) - serial_ns(graph))
+    }
+
+    #[test]
+    fn sequences_are_valid_and_cost_what_is_said() {
+        let mut random = Random::new(11);
+        let mut remade = 0;
+        for round in 0..30 {
+            let graph = step(&mut random, 2 + round % 9);
+            let order = graph.program_order();
+            let plain = peak(&graph, order);
+            for percent in [100, 80, 65, 50] {
+                let limit = plain * percent / 100;
+                for found in search(&graph, order, limit, &Watch::default()) {
+                    assert!(found.peak_bytes <= limit);
+                    assert_eq!(measured(&graph, &found), (found.peak_bytes, found.extra_ns));
+                    remade += usize::from(found.extra_ns > 0);
+                }
+            }
+        }
+        assert!(remade > 50, "{remade}");
+    }
+
+    #[test]
+    fn nothing_runs_again_where_all_fits() {
+        let graph = step(&mut Random::new(5), 6);
+        let order = graph.program_order();
+        let found = search(&graph, order, peak(&graph, order), &Watch::default());
+        assert_eq!(found[0].extra_ns, 0);
+    }
+
+    #[test]
+    fn a_limit_below_one_operator_finds_nothing() {
+        let graph = step(&mut Random::new(5), 6);
+        assert_eq!(search(&graph, graph.program_order(), 128, &Watch::default()), []);
+    }
+
+    #[test]
+    fn a_stopped_search_says_what_it_has() {
+        let graph = step(&mut Random::new(5), 6);
+        let control = crate::control::Control::default();
+        control.cancel.store(true, Ordering::Relaxed);
+        let order = graph.program_order();
+        assert_eq!(search(&graph, order, peak(&graph, order) / 2, &Watch::new(&control, None)), []);
+    }
+}
