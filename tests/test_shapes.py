@@ -3,6 +3,8 @@ arguments, and never run by another's plan."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import gc
 import itertools
 import logging
@@ -16,8 +18,10 @@ import pytest
 import torch
 
 import roam
-from roam.program.diff import _changed_sizes, _follows, is_resized, share
+from roam.capture.step import Variant, capture_step
+from roam.program.diff import _changed_sizes, _follows, has_same_structure, is_resized, share
 from roam.program.ir import Call, Program, Ref, Source
+from roam.program.lower import Lowering
 from roam.runtime.strategy import _transferred
 from roam.state.guards import Guards
 from training import assert_same_bits, tensors_and_numbers
@@ -497,6 +501,107 @@ def test_an_order_from_elsewhere_that_is_worse_than_program_order_is_given_up() 
     assert plan is not None
     assert plan.order.tolist() == [2, 3, 0, 1]
     roam.verify(graph, plan)
+
+
+class Convolved(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolve = torch.nn.Conv2d(1, 3, 3, padding=1)
+        self.norm = torch.nn.BatchNorm2d(3)
+        self.drop = torch.nn.Dropout(0.2)
+        self.score = torch.nn.Linear(3, 11)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.convolve(ids[:, None, :, None].float()))
+        return self.score(self.drop(x.relu()).squeeze(-1).transpose(1, 2))
+
+
+@functools.cache
+def _programs(kind: type[torch.nn.Module]) -> list[Variant]:
+    """Two lengths of one step, and the step that makes the optimizer's state."""
+    net = kind()
+    step = make_step(net, torch.optim.AdamW(net.parameters()))  # type: ignore[arg-type]
+    first = capture_step(step, (batch(6),), {})
+    found = [first.steady, capture_step(step, (batch(9),), {}).steady, first.first]
+    return [variant for variant in found if variant is not None]
+
+
+def _lowered(variant: Variant, like: Lowering | None = None) -> Lowering:
+    return Lowering(variant.program, variant.placed, name="step", device="cpu", like=like)
+
+
+@pytest.mark.parametrize("kind", [Reader, Convolved])
+def test_what_is_taken_from_another_length_is_as_if_found_anew(
+    kind: type[torch.nn.Module],
+) -> None:
+    for one, other in itertools.permutations(_programs(kind), 2):
+        anew, taken = _lowered(other), _lowered(other, _lowered(one))
+        assert taken.repeats == anew.repeats
+        ways: tuple[dict[str, Any], ...] = ({}, {"pool": False}, {"copied_in": range(0, 400, 3)})
+        for way in ways:
+            assert taken.graph(**way).to_json() == anew.graph(**way).to_json()
+
+
+def test_a_later_length_takes_what_depends_on_no_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    net, optimizer = setting()
+    step = roam.compile(make_step(net, optimizer))
+    step(batch(6))
+    found = []
+    plain = Lowering._find
+    monkeypatch.setattr(Lowering, "_find", lambda self: found.append(self) or plain(self))
+    step(batch(9))
+    assert len(step._captures) == 2
+    assert not found
+
+
+def _with(program: Program, **changes: Any) -> Program:
+    return dataclasses.replace(program, **changes)
+
+
+def test_programs_of_another_structure_are_told_apart() -> None:
+    program, resized, first = (variant.program for variant in _programs(Reader))
+    assert has_same_structure(program, resized)
+    assert not has_same_structure(program, first)
+    place = next(place for place, meta in enumerate(program.slots) if meta is not None)
+    meta: Any = program.slots[place]
+    slots: dict[str, Any] = {
+        "dtype": dataclasses.replace(meta, dtype=torch.float16),
+        "device": dataclasses.replace(meta, device=torch.device("meta")),
+        "storage": dataclasses.replace(meta, storage=meta.storage + 1),
+        "dimensions": dataclasses.replace(meta, shape=(*meta.shape, 1)),
+    }
+    made = next(place for place, one in enumerate(program.storages) if one.creator >= 0)
+    moved = dataclasses.replace(program.storages[made], creator=1)
+    owner, slot = next(pair for pair in program.owned if pair[0].kind == "parameter")
+    other = dataclasses.replace(owner, kind="buffer")
+    calls: dict[str, Any] = {
+        "target": {"target": aten.neg.default},
+        "phase": {"phase": "nowhere"},
+        "outputs": {"outputs": ()},
+        "mutates": {"mutates": (slot,)},
+        "arguments": {"args": (Ref(slot), Ref(slot), Ref(slot))},
+    }
+    changed = [
+        *(
+            _with(program, slots=[*program.slots[:place], item, *program.slots[place + 1 :]])
+            for item in slots.values()
+        ),
+        *(
+            _with(program, calls=[dataclasses.replace(program.calls[0], **change), *program.calls[1:]])
+            for change in calls.values()
+        ),
+        _with(program, storages=[*program.storages[:made], moved, *program.storages[made + 1 :]]),
+        _with(
+            program,
+            owned=[(other, slot) if pair[0] is owner else pair for pair in program.owned],
+        ),
+        _with(program, calls=program.calls[:-1]),
+        _with(program, entering={slot}),
+        _with(program, result=([], program.result[1])),
+        _with(program, rebinds=[*program.rebinds, (owner, slot)]),
+        _with(program, constants=[*program.constants, (torch.zeros(1), slot)]),
+    ]  # fmt: skip
+    assert [has_same_structure(program, one) for one in changed] == [False] * len(changed)
 
 
 def test_numbers_that_a_step_changes_do_not_tell_guards_apart() -> None:

@@ -93,6 +93,34 @@ def is_resized(known: Program, program: Program) -> bool:
     )  # fmt: skip
 
 
+def has_same_structure(one: Program, other: Program) -> bool:
+    """Whether programs differ in sizes alone, and in values that calls are given: the same
+    operators on the same slots in the same storages, of the same dtypes and for the same owners.
+    """
+    return (
+        len(one.calls) == len(other.calls)
+        and all(map(_is_alike, one.calls, other.calls))
+        and _kinds(one) == _kinds(other)
+        and [storage.creator for storage in one.storages]
+        == [storage.creator for storage in other.storages]
+        and one.entering == other.entering
+        and one.outgoing() == other.outgoing()
+        and _kinds_of_owners(one.owned) == _kinds_of_owners(other.owned)
+        and _kinds_of_owners(one.rebinds) == _kinds_of_owners(other.rebinds)
+        and [slot for _, slot in one.constants] == [slot for _, slot in other.constants]
+    )
+
+
+def _is_alike(one: Call, other: Call) -> bool:
+    return one is other or (
+        one.refs() == other.refs() and _besides_arguments(one) == _besides_arguments(other)
+    )
+
+
+def _kinds_of_owners(pairs: list[tuple[Any, int]]) -> list[tuple[str, int]]:
+    return [(owner.kind, slot) for owner, slot in pairs]
+
+
 def share(program: Program, earlier: Program) -> None:
     """Puts calls, tensors and storages of an earlier program in the place of equal ones, for
     whoever knows something about these.

@@ -13,10 +13,11 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from roam._core import Graph, GraphBuilder
+from roam.program.diff import has_same_structure
 from roam.program.expand import expand
 from roam.program.ir import Call, Program, Ref, substitute
 from roam.program.operators import is_ours
-from roam.program.repeatable import repeats
+from roam.program.repeatable import Repeat, repeats
 
 
 class WritesResults(Protocol):
@@ -74,6 +75,8 @@ class Lowering:
             where that is known.
         notes: what to say of the graphs to people.
         estimate: what the graphs may be wrong about; empty where they are exact.
+        like: an earlier program, lowered. Where this one is it for other sizes, what depends on no
+            size is taken from there.
     """
 
     def __init__(
@@ -86,17 +89,32 @@ class Lowering:
         workspaces: Mapping[int, int] | None = None,
         notes: Sequence[tuple[str, str]] = (),
         estimate: str = "",
+        like: Lowering | None = None,
     ) -> None:
         self.program = program
         self.placed = placed
         self._name, self._device, self._notes, self._estimate = name, device, notes, estimate
         self._workspaces = workspaces or {}
-        self.repeats = repeats(program)
         self._sequence: Sequence[int] = range(len(program.calls))
         self._sizes = [storage.size_bytes for storage in program.storages]
+        self.repeats: list[Repeat | None]
+        self.operators: list[_Operator]
+        self._leaving: set[int]
+        self._kinds: list[str]
+        self._controls: list[tuple[int, int]]
+        self._given_away: set[int]
+        if like is not None and has_same_structure(like.program, program):
+            self._take(like)
+        else:
+            self._find()
+
+    def _find(self) -> None:
+        """Finds out what depends on no size."""
+        program = self.program
+        self.repeats = repeats(program)
+        self.operators = list(_operators(program))
         self._leaving = program.leaving()
         self._kinds = kinds_of(program, self._leaving)
-        self.operators = list(_operators(program))
         self._controls = [*_waiting_updates(program), *_first_checks(program)]
         # Who gets a tensor that is not PyTorch's operator may do with its memory what it likes:
         # hand it to NumPy, after which it cannot be resized, or read from the start of the storage
@@ -107,6 +125,18 @@ class Lowering:
             if not is_ours(call.target) and not call.is_check
             for slot in call.refs()
         }
+
+    def _take(self, like: Lowering) -> None:
+        """Takes that from a program of the same structure."""
+        program = self.program
+        self.repeats = repeats(program, (like.program, like.repeats))
+        flops = (_flops(program, call) for call in program.calls)
+        self.operators = [
+            known if number == known.flops else replace(known, flops=number)
+            for known, number in zip(like.operators, flops, strict=True)
+        ]
+        self._leaving, self._kinds = like._leaving, like._kinds
+        self._controls, self._given_away = like._controls, like._given_away
 
     def expanded(self, sequence: Sequence[int]) -> Lowering:
         """The same program by a sequence, in which calls run more than once: its graphs are

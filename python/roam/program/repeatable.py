@@ -79,15 +79,28 @@ class Repeat:
     first_only: tuple[int, ...] = ()
 
 
-def repeats(program: Program) -> list[Repeat | None]:
-    """Per call how it may run again; None where it may not, and what it makes is kept."""
+def repeats(
+    program: Program, known: tuple[Program, Sequence[Repeat | None]] | None = None
+) -> list[Repeat | None]:
+    """Per call how it may run again; None where it may not, and what it makes is kept.
+
+    Args:
+        program: the calls.
+        known: a program of the same structure, with what was found for it: the same holds for the
+            very same calls.
+    """
     views = {
         slot
         for index, call in enumerate(program.calls)
         for slot in call.outputs
         if slot is not None and not _is_made(program, slot, index)
     }
-    return [_repeat(program, call, views) for call in program.calls]
+    if known is None:
+        return [_repeat(program, call, views) for call in program.calls]
+    return [
+        repeat if call is same else _repeat(program, call, views)
+        for call, same, repeat in zip(program.calls, known[0].calls, known[1], strict=True)
+    ]
 
 
 def _repeat(program: Program, call: Call, views: set[int]) -> Repeat | None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from types import CodeType
 from typing import Any
 from weakref import WeakValueDictionary
@@ -103,7 +102,8 @@ class GeneratedSource:
         """What stands for a slot's value in the text: the view of the pool itself, or a local
         variable.
         """
-        return self._bindings.views.get(ref.slot, _Name(f"v{ref.slot}"))
+        view = self._bindings.views.get(ref.slot)
+        return _Name(f"v{ref.slot}") if view is None else view
 
     def _perhaps(self, index: int) -> Iterator[str]:
         """One call, where no number of the step leaves it out."""
@@ -232,11 +232,10 @@ _SMALL = 5
 """A whole number below it counts dimensions, as a rule, and is no size."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Name:
+class _Name(str):
     """A variable's name among the arguments to show."""
 
-    text: str
+    __slots__ = ()
 
 
 class _Names:
@@ -269,8 +268,8 @@ class _Names:
         return f"s{self._sizes}"
 
     def show(self, value: Any) -> str:
-        if isinstance(value, _Name):
-            return value.text
+        if type(value) is _Name:
+            return value
         if (
             value is None
             or type(value) in (bool, int, str)

@@ -93,6 +93,8 @@ class Choice:
             of the same calls.
         totals: what each way that was tried comes to, in bytes; the first is the ordinary
             allocator's, where that was tried.
+        lowered: the step as it was captured and `program`, lowered, for choices of other sizes;
+            where the plan was searched.
     """
 
     program: Program
@@ -106,6 +108,7 @@ class Choice:
     copied_in: frozenset[int] = frozenset()
     is_searched: bool = True
     totals: tuple[tuple[str, int], ...] = ()
+    lowered: tuple[Lowering | None, Lowering | None] = (None, None)
 
     @property
     def total_bytes(self) -> int:
@@ -210,14 +213,17 @@ class _Chooser:
         program, placed = variant.program, variant.placed
         taken = self._workspaces(program, placed) if is_real else None
         kernel_bytes = None if taken is None else max(taken.values(), default=0)
-        eager_graph = self._eager_graph(taken)
+        searched = [one for one in earlier if one.is_searched]
+        written_before, before = self._lowered_before(searched)
+        written = self._written(taken, written_before)
+        eager_graph = variant.graph if written is None else written.graph()
         eager_bytes = (
             eager_graph.persistent_bytes + _core.baseline(eager_graph, reuse=False).peak_bytes
         )
         if (joined := fused(program, variant.device)) is not program:
             program, placed = joined, placed_calls(joined, variant.device)
             taken = self._workspaces(program, placed) if taken else taken
-        lowering = self._lowering(program, placed, taken)
+        lowering = self._lowering(program, placed, taken, before)
         made = partial(
             Choice,
             program,
@@ -225,10 +231,9 @@ class _Chooser:
             eager_graph=eager_graph,
             eager_bytes=eager_bytes,
             kernel_bytes=kernel_bytes,
+            lowered=(written, lowering),
         )
-        alike = [
-            one for one in earlier if one.is_searched and _has_same_calls(one.program, program)
-        ]
+        alike = [one for one in searched if _has_same_calls(one.program, program)]
         like = min(
             alike, key=lambda one: abs(math.log(one.eager_bytes / eager_bytes)), default=None
         )
@@ -287,7 +292,7 @@ class _Chooser:
         if plan is None:
             return None
         choice = made(graph, plan, like.uses_pool)
-        choice = replace(choice, copied_in=like.copied_in, is_searched=False)
+        choice = replace(choice, copied_in=like.copied_in, is_searched=False, lowered=(None, None))
         is_copyable = (
             like.copied_in
             <= copyable_calls(choice.program, choice.placed, self._variant.device).keys()
@@ -305,17 +310,31 @@ class _Chooser:
         )
         return replace(choice, totals=((name, choice.total_bytes),))
 
-    def _eager_graph(self, taken: dict[int, int] | None) -> Graph:
-        """The step as it was written, with what its kernels take for themselves where that is
-        known.
+    def _lowered_before(
+        self, searched: Iterable[Choice]
+    ) -> tuple[Lowering | None, Lowering | None]:
+        """What an earlier choice has lowered that may be this step for other sizes."""
+        count = len(self._variant.as_written.calls)
+        return next(
+            (
+                (written, as_run)
+                for written, as_run in (one.lowered for one in searched)
+                if written is not None and len(written.program.calls) == count
+            ),
+            (None, None),
+        )
+
+    def _written(self, taken: dict[int, int] | None, like: Lowering | None) -> Lowering | None:
+        """The step as it was written, with what its kernels take for themselves; None where that
+        is not known, and the variant's own graph says all.
         """
         variant, program, placed = self._variant, self._variant.program, self._variant.placed
         if variant.as_written is not program:
             program, placed = variant.as_written, placed_calls(variant.as_written, variant.device)
             taken = self._workspaces(program, placed) if taken else taken
         elif not taken:
-            return variant.graph
-        return self._lowering(program, placed, taken).graph()
+            return None
+        return self._lowering(program, placed, taken, like)
 
     def _workspaces(self, program: Program, placed: list[Placed | None]) -> dict[int, int] | None:
         before = known()
@@ -325,7 +344,11 @@ class _Chooser:
         return taken
 
     def _lowering(
-        self, program: Program, placed: list[Placed | None], taken: dict[int, int] | None
+        self,
+        program: Program,
+        placed: list[Placed | None],
+        taken: dict[int, int] | None,
+        like: Lowering | None,
     ) -> Lowering:
         variant = self._variant
         return Lowering(
@@ -335,6 +358,7 @@ class _Chooser:
             device=variant.device.type,
             workspaces=taken,
             estimate=variant.estimate,
+            like=like,
         )
 
     def _planned(self, graph: Graph, enough_bytes: int) -> Plan:

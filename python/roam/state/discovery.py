@@ -312,6 +312,7 @@ class _Walk:
             list
         )  # places of tuples and frozen sets
         self.classes: set[int] = set()  # those whose attributes have been entered
+        self.slots: dict[type, dict[str, types.MemberDescriptorType]] = {}
 
     def run(
         self, train_step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -839,11 +840,13 @@ class _Walk:
             return
         is_mere_container = type(value).__module__ in ("builtins", "collections") and not attributes
         has_dictionary = type(attributes) is dict and not is_mere_container
-        slots = {
-            name: slot
-            for name, slot in slots_of(type(value)).items()
-            if not is_library(slot.__objclass__.__module__)
-        }
+        slots = self.slots.get(type(value))
+        if slots is None:
+            slots = self.slots[type(value)] = {
+                name: slot
+                for name, slot in slots_of(type(value)).items()
+                if not is_library(slot.__objclass__.__module__)
+            }
         if not has_dictionary and not slots:
             return
         key = self.reads.key_of(value, attributes if has_dictionary else None)

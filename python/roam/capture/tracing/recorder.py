@@ -814,9 +814,10 @@ class Recorder(TorchDispatchMode):
         def fixed(name: str, value: Any) -> Any:
             if type(value) in _LIFELESS:
                 return value
-            return pytree.tree_map(
-                functools.partial(_fixed, LiveNode if name in facts.sizes else FixedNode), value
-            )
+            kind = LiveNode if name in facts.sizes else FixedNode
+            if type(value) in (LiveFloat, LiveInt):
+                return _fixed(kind, value)
+            return pytree.tree_map(functools.partial(_fixed, kind), value)
 
         return (
             tuple([fixed(name, value) for name, value in zip(facts.names, args, strict=False)]),
@@ -839,7 +840,9 @@ class Recorder(TorchDispatchMode):
 
     def _record(self, call: Call, result: Any, tensors: list[Any]) -> None:
         """Appends the call with its results, unless it only answers a question about metadata."""
-        flat = result if isinstance(result, (tuple, list)) else (result,)
+        # `isinstance` asks a fake for its class, in Python, wherever it is none of these.
+        is_sequence = type(result) is not FakeTensor and isinstance(result, (tuple, list))
+        flat = result if is_sequence else (result,)
         facts = _facts(call.target)
         if facts.are_declared and not any(isinstance(item, torch.Tensor) for item in flat):
             return
@@ -866,7 +869,7 @@ class Recorder(TorchDispatchMode):
             self._check_aliasing(call, position, slot, argument_storages)
             outputs.append(slot)
         call.outputs = tuple(outputs)
-        call.returns_sequence = isinstance(result, (tuple, list))
+        call.returns_sequence = is_sequence
         self.program.calls.append(call)
 
     def _check_aliasing(
@@ -1373,6 +1376,8 @@ def _holds_live(value: Any) -> bool:
 
 def _without_live_numbers(value: Any) -> Any:
     """The nest as kernels on fake tensors take it."""
+    if type(value) in _LIFELESS:
+        return value
     if isinstance(value, torch.SymInt):
         return 1
     if isinstance(value, torch.SymFloat):
