@@ -621,6 +621,24 @@ class Plan:
     def candidates(self) -> tuple[Candidate, ...]:
         """What was tried, in a fixed order."""
     @property
+    def recomputation(self) -> dict[str, Any] | None:
+        """What runs again so that the plan keeps within its memory limit; None where nothing does.
+
+        Keys: ``sequence`` (the numbers of the operators, as often as they run; see
+        `Graph.expanded`), ``extra_s`` (seconds of the extra runs, as measured or by the model of
+        time), ``step_s`` (of the step without them), ``least_extra_s`` (no plan within the limit
+        has extra runs that take less), ``floor_bytes`` (no plan with any number of extra runs takes
+        less), ``plain_total_bytes`` (of the plan without extra runs). The order, the offsets, the
+        reuse pairs and the lower bounds of such a plan are those of the sequence's graph.
+        """
+    def expanded(self, graph: Graph) -> tuple[Graph, Plan]:
+        """The graph that the plan's operators and tensors are of, and the plan as one of that
+        graph; both as given where nothing runs again.
+
+        Raises:
+            PlanError: the plan is not for this graph.
+        """
+    @property
     def timings_s(self) -> dict[str, float]:
         """Seconds per stage of planning; empty for a plan that was read from a file."""
     def save(self, path: _Path) -> None:
@@ -728,6 +746,7 @@ def optimize(
     stream_model: _StreamModel | str = "happens_before",
     enough_bytes: int = 0,
     worth_bytes: int = 0,
+    memory_limit_bytes: int | None = None,
 ) -> Plan:
     """Plans a graph; see :func:`roam.optimize`, which takes a `torch.fx.GraphModule` as well."""
 

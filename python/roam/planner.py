@@ -29,6 +29,7 @@ def optimize(
     stream_model: Literal["happens_before", "time_step"] | str = "happens_before",
     enough_bytes: int = 0,
     worth_bytes: int = 0,
+    memory_limit_bytes: int | None = None,
 ) -> Plan:
     """Finds an execution order and a memory layout that use little memory, and proves how little is
     possible.
@@ -61,10 +62,15 @@ def optimize(
             the persistent tensors.
         worth_bytes: the search ends once it is proved that no plan's total is smaller than the best
             one so far by this many bytes or more.
+        memory_limit_bytes: the most that the plan may take in all, persistent tensors included.
+            Where order and layout need more, operators that the graph marks as repeatable run
+            again; the plan's `recomputation` tells which, and what that costs.
 
     Raises:
         PlanError: the graph cannot be planned as asked; code ``speed_target`` where no plan that
-            was found is as fast as asked for and takes no more bytes than program order.
+            was found is as fast as asked for and takes no more bytes than program order; code
+            ``memory_floor`` where it is proved that no plan keeps within the memory limit, code
+            ``memory_limit_not_found`` where none was found.
         PlanningInterrupted: Ctrl-C; its ``plan`` is the best so far. A second Ctrl-C is a plain
             ``KeyboardInterrupt``.
         ValueError: an argument makes no sense.
@@ -83,6 +89,7 @@ def optimize(
         stream_model=stream_model,
         enough_bytes=enough_bytes,
         worth_bytes=worth_bytes,
+        memory_limit_bytes=memory_limit_bytes,
     )
 
 

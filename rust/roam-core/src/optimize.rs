@@ -6,11 +6,14 @@
 //! counted, candidates are compared in a fixed order, and the first of equals wins. Only a deadline
 //! that cuts the search short can change a plan, and its status says so.
 
+mod limit;
+
 use crate::bound::Limit;
 pub use crate::control::{Control, Progress};
 use crate::control::{Stop, Watch};
 use crate::exact::ExactTier;
-use crate::graph::{Graph, Residency};
+use crate::expansion::SequenceError;
+use crate::graph::{Graph, Residency, Site};
 use crate::layout::{self, Layout};
 use crate::liveness::Profile;
 use crate::order::{self, Ordered, Portfolio, Trial};
@@ -63,6 +66,36 @@ pub enum OptimizeError {
         /// What became of the first.
         reason: String,
     },
+    /// No plan takes so little, however often operators run.
+    #[error(
+        "no plan takes as little as {limit_bytes} bytes, however often operators run again; at least {floor_bytes} \
+         bytes are needed{}",
+        .site.as_ref().map(|site| format!(", at {site}")).unwrap_or_default()
+    )]
+    BelowFloor {
+        /// What was asked for.
+        limit_bytes: u64,
+        /// What every plan needs.
+        floor_bytes: u64,
+        /// The operator that needs it.
+        site: Option<Box<Site>>,
+    },
+    /// No plan was found that takes so little, nor is it proved that there is none.
+    #[error(
+        "no plan was found that takes at most {limit_bytes} bytes; the least that was found takes {least_bytes}, and \
+         {floor_bytes} are needed by any"
+    )]
+    LimitNotFound {
+        /// What was asked for.
+        limit_bytes: u64,
+        /// Bytes of the smallest plan that was found.
+        least_bytes: u64,
+        /// What every plan needs.
+        floor_bytes: u64,
+    },
+    /// The search made a sequence of runs that is none: a defect of this library.
+    #[error("the planner made an invalid sequence of runs, please report it: {0}")]
+    InvalidSequence(#[source] SequenceError),
     /// The planner made a plan that its own verifier refuses: a defect of this library.
     #[error("the planner made an invalid plan, please report it: {0}")]
     SelfCheck(#[source] PlanViolation),
@@ -77,7 +110,19 @@ impl OptimizeError {
             Self::SpeedTarget { .. } => "speed_target",
             Self::SolverUnavailable { .. } => "solver_unavailable",
             Self::SolverFailed { .. } => "solver_failed",
-            Self::SelfCheck(_) => "self_check",
+            Self::BelowFloor { .. } => "memory_floor",
+            Self::LimitNotFound { .. } => "memory_limit_not_found",
+            Self::InvalidSequence(_) | Self::SelfCheck(_) => "self_check",
+        }
+    }
+
+    /// The operator at fault, where there is one.
+    pub fn site(&self) -> Option<&Site> {
+        match self {
+            Self::BelowFloor { site, .. } => site.as_deref(),
+            Self::InvalidSequence(error) => error.site(),
+            Self::SelfCheck(violation) => violation.site(),
+            _ => None,
         }
     }
 }
@@ -113,8 +158,30 @@ pub fn optimize_timed(graph: &Graph, settings: &Settings, control: &Control) -> 
     };
     let watch = Watch::new(control, deadline);
     let mut stages = Stages { control, timings: Vec::new() };
-    let mut search = Search::new(graph, settings, control, &watch, &mut stages)?;
-    search.run(&mut stages)?;
+    let mut plan = search_plan(graph, settings, control, &watch, &mut stages)?;
+    if let Some(limit_bytes) = settings.memory_limit_bytes.filter(|&limit| plan.total_bytes > limit) {
+        // The stages of the plans that are made on the way are not told apart.
+        let quiet = Control { solver: control.solver.clone(), ..Control::default() };
+        let plan_of = |graph: &Graph, settings: &Settings| {
+            let mut stages = Stages { control: &quiet, timings: Vec::new() };
+            search_plan(graph, settings, &quiet, &watch, &mut stages)
+        };
+        plan = stages.time("recompute", 0.88, || limit::within(graph, plan, settings, limit_bytes, &watch, plan_of))?;
+    }
+    stages.time("verify", 0.9, || verify(graph, &plan)).map_err(OptimizeError::SelfCheck)?;
+    Ok((plan, stages.timings))
+}
+
+/// A plan in which each operator runs once, not yet verified.
+fn search_plan(
+    graph: &Graph,
+    settings: &Settings,
+    control: &Control,
+    watch: &Watch,
+    stages: &mut Stages<'_>,
+) -> Result<Plan, OptimizeError> {
+    let mut search = Search::new(graph, settings, control, watch, stages)?;
+    search.run(stages)?;
     search.keep_promise(search.total(search.best()));
     let plan =
         if settings.streams == 1 { search.plan() } else { stages.time("streams", 0.85, || search.plan_streams())? };
@@ -123,8 +190,7 @@ pub fn optimize_timed(graph: &Graph, settings: &Settings, control: &Control) -> 
         let reason = reason.clone().unwrap_or_default();
         return Err(OptimizeError::SolverFailed { programs: *programs, reason });
     }
-    stages.time("verify", 0.9, || verify(graph, &plan)).map_err(OptimizeError::SelfCheck)?;
-    Ok((plan, stages.timings))
+    Ok(plan)
 }
 
 /// Reports stages as they begin and times them.
@@ -671,6 +737,7 @@ impl<'a> Search<'a> {
             offsets,
             reuse: problem.pair_ids(&profile.pairs),
             schedule: None,
+            recomputation: None,
             program_order_peak_bytes: self.program_peak,
             peak_bytes: profile.peak,
             pool_peak_bytes: profile.pool_peak,

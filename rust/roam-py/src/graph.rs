@@ -40,9 +40,18 @@ impl PartialEq for PyGraph {
 }
 
 impl PyGraph {
+    /// Another object for the same graph.
+    pub(crate) fn sharing(other: &Self) -> Self {
+        Self::of(other.graph.clone())
+    }
+
     pub(crate) fn new(graph: Graph) -> Self {
+        Self::of(Arc::new(graph))
+    }
+
+    fn of(graph: Arc<Graph>) -> Self {
         Self {
-            graph: Arc::new(graph),
+            graph,
             operators: PyOnceLock::new(),
             tensors: PyOnceLock::new(),
             tensor_sizes_bytes: PyOnceLock::new(),

@@ -14,7 +14,7 @@ use std::sync::Arc;
 #[pyfunction]
 #[pyo3(signature = (
     graph, streams = 1, reuse = true, time_limit_s = None, exact = "auto", progress = None, *,
-    speed = None, stream_model = "happens_before", enough_bytes = 0, worth_bytes = 0
+    speed = None, stream_model = "happens_before", enough_bytes = 0, worth_bytes = 0, memory_limit_bytes = None
 ))]
 #[allow(clippy::too_many_arguments)] // Keyword arguments of the Python function.
 pub(crate) fn optimize(
@@ -29,6 +29,7 @@ pub(crate) fn optimize(
     stream_model: &str,
     enough_bytes: u64,
     worth_bytes: u64,
+    memory_limit_bytes: Option<u64>,
 ) -> PyResult<PyPlan> {
     let refuse = |code: &str, message: String| Fault { class: Class::Plan, message, code, site: None }.raise(py);
     let Some(streams) = u32::try_from(streams).ok().filter(|streams| (1..=MAX_STREAMS).contains(streams)) else {
@@ -52,7 +53,17 @@ pub(crate) fn optimize(
             return Err(refuse("invalid_exact", message));
         }
     };
-    let settings = Settings { streams, reuse, exact, time_limit_s, speed, stream_model, enough_bytes, worth_bytes };
+    let settings = Settings {
+        streams,
+        reuse,
+        exact,
+        time_limit_s,
+        speed,
+        stream_model,
+        enough_bytes,
+        worth_bytes,
+        memory_limit_bytes,
+    };
     settings.check().map_err(|fault| refuse(fault.code(), fault.to_string()))?;
     let graph = graph.inner().clone();
     let control = Control { solver: Some(Arc::new(Cbc)), ..Control::default() };
@@ -65,6 +76,9 @@ pub(crate) fn optimize(
         (None, Err(error @ (OptimizeError::SolverUnavailable { .. } | OptimizeError::SolverFailed { .. }))) => {
             Err(Fault { class: Class::Solver, message: error.to_string(), code: error.code(), site: None }.raise(py))
         }
-        (None, Err(error)) => Err(refuse(error.code(), error.to_string())),
+        (None, Err(error)) => {
+            let (message, code, site) = (error.to_string(), error.code(), error.site());
+            Err(Fault { class: Class::Plan, message, code, site }.raise(py))
+        }
     }
 }

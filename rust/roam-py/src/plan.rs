@@ -2,12 +2,15 @@
 
 use crate::convert::{array, max_bytes_or_default, to_i64};
 use crate::entries::word;
-use crate::errors::format_error;
+use crate::errors::{Class, Fault, format_error};
+use crate::graph::PyGraph;
 use crate::guard::detached;
 use numpy::PyArray1;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyBytes, PyDict, PyTuple, PyType};
+use roam_core::expansion::{SequenceError, expand};
+use roam_core::liveness::live_bytes;
 use roam_core::optimize::Timings;
 use roam_core::plan::json::{load_plan, read_plan, save_plan, write_plan};
 use roam_core::plan::{Candidate, ExactReport, Plan, Schedule, StreamModel};
@@ -138,7 +141,46 @@ impl PyPlan {
                 settings.set_item(name, bytes)?;
             }
         }
+        if let Some(bytes) = self.plan.settings.memory_limit_bytes {
+            settings.set_item("memory_limit_bytes", bytes)?;
+        }
         Ok(settings)
+    }
+    /// What runs again, by key, or None: `sequence`, `extra_s`, `step_s`, `least_extra_s`,
+    /// `floor_bytes`, `plain_total_bytes`.
+    #[getter]
+    fn recomputation<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyDict>>> {
+        let Some(again) = &self.plan.recomputation else { return Ok(None) };
+        let entries = PyDict::new(py);
+        entries.set_item("sequence", array(py, again.sequence.iter().map(|id| to_i64(id.0)).collect())?)?;
+        for (name, ns) in
+            [("extra_s", again.extra_ns), ("step_s", again.step_ns), ("least_extra_s", again.least_extra_ns)]
+        {
+            entries.set_item(name, ns as f64 / 1e9)?;
+        }
+        entries.set_item("floor_bytes", again.floor_bytes)?;
+        entries.set_item("plain_total_bytes", again.plain_total_bytes)?;
+        Ok(Some(entries))
+    }
+    /// The graph that the operators and tensors of the plan are of, and the plan as one of that
+    /// graph: those given where nothing runs again.
+    fn expanded(&self, py: Python<'_>, graph: &PyGraph) -> PyResult<(PyGraph, Self)> {
+        let plan = (*self.plan).clone();
+        let Some(again) = &self.plan.recomputation else {
+            return Ok((PyGraph::sharing(graph), Self::new(plan, self.timings_s.clone())));
+        };
+        let work = || -> Result<_, SequenceError> {
+            let expanded = expand(graph.inner(), &again.sequence)?.graph;
+            let order = expanded.program_order().to_vec();
+            Ok((expanded.digest().to_owned(), order, expanded))
+        };
+        let (graph_digest, order, expanded) = detached(py, work)?.map_err(|error| {
+            let (message, code, site) = (error.to_string(), error.code(), error.site());
+            Fault { class: Class::Plan, message, code, site }.raise(py)
+        })?;
+        let peak = live_bytes(&expanded, &order).ok().and_then(|live| live.into_iter().max()).unwrap_or(0);
+        let plan = Plan { graph_digest, recomputation: None, program_order_peak_bytes: peak, ..plan };
+        Ok((PyGraph::new(expanded), Self::new(plan, self.timings_s.clone())))
     }
     /// Numbers of the operators in execution order.
     #[getter]

@@ -151,6 +151,10 @@ pub struct Settings {
     /// The search ends where it is proved that no plan takes so many bytes less.
     #[serde(default, skip_serializing_if = "is_default")]
     pub worth_bytes: u64,
+    /// The most bytes that the plan may take in all, persistent ones included. Where order and
+    /// layout need more, operators run again.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub memory_limit_bytes: Option<u64>,
 }
 
 fn is_default<T: Default + PartialEq>(value: &T) -> bool {
@@ -175,6 +179,7 @@ impl Settings {
         stream_model: StreamModel::HappensBefore,
         enough_bytes: 0,
         worth_bytes: 0,
+        memory_limit_bytes: None,
     };
 
     /// Whether the settings make sense.
@@ -188,6 +193,9 @@ impl Settings {
         }
         if let Some(limit) = time_limit_s.filter(|limit| !limit.is_finite() || *limit < 0.0) {
             return Err(SettingsError::TimeLimit { limit });
+        }
+        if self.memory_limit_bytes.is_some() && streams > 1 {
+            return Err(SettingsError::MemoryLimit { streams });
         }
         match speed {
             Some(speed) if !speed.is_finite() || speed <= 0.0 || streams == 1 => Err(SettingsError::Speed { speed }),
@@ -211,6 +219,12 @@ pub enum SettingsError {
         /// What was asked for.
         limit: f64,
     },
+    /// A memory limit for more than one stream.
+    #[error("memory_limit_bytes is for one stream; found {streams}")]
+    MemoryLimit {
+        /// How many streams were asked for.
+        streams: u32,
+    },
     /// A speed that is not a finite number above 0, or is asked of one stream.
     #[error("speed must be a finite number above 0, and asks for more than one stream; found {speed}")]
     Speed {
@@ -225,6 +239,7 @@ impl SettingsError {
         match self {
             Self::Streams { .. } => "invalid_streams",
             Self::TimeLimit { .. } => "invalid_time_limit",
+            Self::MemoryLimit { .. } => "invalid_memory_limit",
             Self::Speed { .. } => "invalid_speed",
         }
     }
@@ -269,6 +284,25 @@ pub struct Schedule {
     pub critical_path_ns: u64,
 }
 
+/// What runs again in a plan that would otherwise take more bytes than its settings allow.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Recomputation {
+    /// Operators as often as they run; `expansion::expand` makes the graph of it that the plan's
+    /// order, offsets and reuse pairs are of.
+    pub sequence: Vec<OperatorId>,
+    /// Nanoseconds that the extra runs take, as measured or by the model of time.
+    pub extra_ns: u64,
+    /// Nanoseconds of the step without them.
+    pub step_ns: u64,
+    /// No plan within the limit has extra runs that take less.
+    pub least_extra_ns: u64,
+    /// No plan with any number of extra runs takes fewer bytes in all.
+    pub floor_bytes: u64,
+    /// Bytes in all of the plan without extra runs that this one was made from.
+    pub plain_total_bytes: u64,
+}
+
 /// An execution order and a memory layout. Bytes everywhere; persistent tensors count only where
 /// said.
 #[derive(Clone, Debug, PartialEq)]
@@ -287,6 +321,10 @@ pub struct Plan {
     pub reuse: Vec<ReusePair>,
     /// Streams and waits; `None` for one stream.
     pub schedule: Option<Schedule>,
+    /// What runs again; `None` where nothing does. If there is one, the operators and tensors of
+    /// this plan are those of the graph of its sequence, and the lower bounds are of plans with the
+    /// same extra runs.
+    pub recomputation: Option<Recomputation>,
     /// Most live bytes over the steps in program order, without reuse.
     pub program_order_peak_bytes: u64,
     /// Most live bytes over the steps: pool tensors, outside tensors, workspace.

@@ -1,6 +1,6 @@
 //! The JSON form of a plan, documented in `docs/reference/formats.md`.
 
-use super::contents::{BoundRoute, Candidate, ExactReport, Plan, Schedule, Settings, Status};
+use super::contents::{BoundRoute, Candidate, ExactReport, Plan, Recomputation, Schedule, Settings, Status};
 use crate::graph::envelope::{BUFFER_BYTES, read_body, save, write_field, write_header, write_rows};
 use crate::graph::{FormatError, OperatorId, ReusePair, strict};
 use serde::Deserialize;
@@ -10,13 +10,17 @@ use std::path::Path;
 
 /// Name of the plan format.
 pub const PLAN_FORMAT: &str = "roam.plan";
-/// The version of plans that this release writes. It reads version 1 as well.
-pub const PLAN_VERSION: u64 = 2;
+/// The newest version of plans that this release reads, and writes for plans in which operators run
+/// again or that were asked to keep within a limit.
+pub const PLAN_VERSION: u64 = 3;
+/// What it writes for all others, so that their bytes stay.
+const PLAIN_VERSION: u64 = 2;
 
 /// Writes the JSON of a plan: equal plans give equal bytes.
 pub fn write_plan(out: impl Write, plan: &Plan) -> io::Result<()> {
     let mut out = BufWriter::with_capacity(BUFFER_BYTES, out);
-    write_header(&mut out, PLAN_FORMAT, PLAN_VERSION)?;
+    let is_plain = plan.recomputation.is_none() && plan.settings.memory_limit_bytes.is_none();
+    write_header(&mut out, PLAN_FORMAT, if is_plain { PLAIN_VERSION } else { PLAN_VERSION })?;
     write_field(&mut out, "graph_digest", &plan.graph_digest)?;
     if !plan.estimate.is_empty() {
         write_field(&mut out, "estimate", &plan.estimate)?;
@@ -41,6 +45,9 @@ pub fn write_plan(out: impl Write, plan: &Plan) -> io::Result<()> {
     write_field(&mut out, "reuse", &plan.reuse)?;
     if let Some(schedule) = &plan.schedule {
         write_field(&mut out, "schedule", schedule)?;
+    }
+    if let Some(recomputation) = &plan.recomputation {
+        write_field(&mut out, "recomputation", recomputation)?;
     }
     out.write_all(b"}\n")?;
     out.flush()
@@ -68,9 +75,18 @@ pub fn read_plan(input: impl Read, max_bytes: u64) -> Result<Plan, FormatError> 
     ];
     let times = body.schedule.iter().flat_map(|s| [s.makespan_ns, s.serial_ns, s.critical_path_ns]);
     let candidates = body.candidates.iter().flat_map(|candidate| [candidate.peak_bytes, candidate.pool_bytes]);
-    let offsets = body.offsets.iter().flatten().copied();
-    if let Some(value) =
-        figures.into_iter().chain(candidates).chain(offsets).chain(times).find(|&figure| figure > i64::MAX as u64)
+    let repeats = body.recomputation.iter().flat_map(|again| {
+        [again.extra_ns, again.step_ns, again.least_extra_ns, again.floor_bytes, again.plain_total_bytes]
+    });
+    let limit = body.settings.memory_limit_bytes;
+    let offsets = body.offsets.iter().flatten().copied().chain(limit);
+    if let Some(value) = figures
+        .into_iter()
+        .chain(candidates)
+        .chain(offsets)
+        .chain(times)
+        .chain(repeats)
+        .find(|&figure| figure > i64::MAX as u64)
     {
         return Err(FormatError::Value { what: format!("{value} does not fit a signed 64-bit number") });
     }
@@ -87,6 +103,7 @@ pub fn read_plan(input: impl Read, max_bytes: u64) -> Result<Plan, FormatError> 
         offsets: body.offsets,
         reuse: body.reuse,
         schedule: body.schedule,
+        recomputation: body.recomputation,
         program_order_peak_bytes: body.program_order_peak_bytes,
         peak_bytes: body.peak_bytes,
         pool_peak_bytes: body.pool_peak_bytes,
@@ -144,4 +161,6 @@ struct PlanBody {
     reuse: Vec<ReusePair>,
     #[serde(default, deserialize_with = "strict::some")]
     schedule: Option<Schedule>,
+    #[serde(default, deserialize_with = "strict::some")]
+    recomputation: Option<Recomputation>,
 }

@@ -4,6 +4,6 @@ mod contents;
 pub mod json;
 
 pub use contents::{
-    BoundRoute, Candidate, Exact, ExactReport, ExactStatus, MAX_STREAMS, Plan, Schedule, Settings, SettingsError,
-    Status, StreamModel,
+    BoundRoute, Candidate, Exact, ExactReport, ExactStatus, MAX_STREAMS, Plan, Recomputation, Schedule, Settings,
+    SettingsError, Status, StreamModel,
 };

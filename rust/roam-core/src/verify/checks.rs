@@ -187,15 +187,16 @@ pub(super) fn expect(figure: &'static str, claimed: u64, actual: u64) -> Result<
     if claimed == actual { Ok(()) } else { Err(PlanViolation::Figure { figure, claimed, actual }) }
 }
 
-/// The figures that follow from the peaks, and the claims that must go with them.
-pub(super) fn check_figures(graph: &Graph, plan: &Plan, peaks: Peaks) -> Result<(), PlanViolation> {
+/// The figures that follow from the peaks, and the claims that must go with them. `original` is the
+/// step, and `graph` the same with what the plan runs again.
+pub(super) fn check_figures(original: &Graph, graph: &Graph, plan: &Plan, peaks: Peaks) -> Result<(), PlanViolation> {
     let Peaks { whole: peak, pool: pool_peak, unpooled } = peaks;
     expect("pool_peak_bytes", plan.pool_peak_bytes, pool_peak)?;
     expect("outside_bytes", plan.outside_bytes, unpooled)?;
     expect("peak_bytes", plan.peak_bytes, peak)?;
-    let program: Vec<usize> = graph.operators().iter().map(|operator| operator.position as usize).collect();
-    let program = Lives::new(graph, &program);
-    let program_peaks = program.peaks(graph, &Pairs::new());
+    let program: Vec<usize> = original.operators().iter().map(|operator| operator.position as usize).collect();
+    let program = Lives::new(original, &program);
+    let program_peaks = program.peaks(original, &Pairs::new());
     expect("program_order_peak_bytes", plan.program_order_peak_bytes, program_peaks.whole)?;
     let is_persistent = |id: &TensorId| graph.tensor(*id).residency == Residency::Persistent;
     let persistent = tensors(graph).filter(is_persistent).map(|id| graph.counted_bytes(id)).sum();
@@ -210,7 +211,8 @@ pub(super) fn check_figures(graph: &Graph, plan: &Plan, peaks: Peaks) -> Result<
 
     // Nearly every plan takes no more than program order would without any waste in its pool.
     if plan.total_bytes > program_peaks.pool + program_peaks.unpooled + persistent {
-        let program_order_total_bytes = promise::allocated_bytes(graph, &program) + program_peaks.unpooled + persistent;
+        let program_order_total_bytes =
+            promise::allocated_bytes(original, &program) + program_peaks.unpooled + persistent;
         if plan.total_bytes > program_order_total_bytes {
             let total_bytes = plan.total_bytes;
             return Err(PlanViolation::WorseThanProgramOrder { total_bytes, program_order_total_bytes });

@@ -11,6 +11,7 @@ mod lives;
 mod packing;
 mod plan;
 mod promise;
+mod repeats;
 mod streams;
 mod unpooled;
 mod violation;

@@ -2,8 +2,8 @@
 
 use super::checks::{check_constraints, check_figures, check_offsets, check_overlaps, check_reuse};
 use super::lives::{Lives, site};
-use super::streams;
 use super::violation::PlanViolation;
+use super::{repeats, streams};
 use crate::graph::{Graph, OperatorId};
 use crate::plan::{MAX_STREAMS, Plan};
 
@@ -17,11 +17,23 @@ pub fn verify(graph: &Graph, plan: &Plan) -> Result<(), PlanViolation> {
         let (expected, found) = (graph.digest().to_owned(), plan.graph_digest.clone());
         return Err(PlanViolation::GraphDigest { expected, found });
     }
+    if let Some(limit_bytes) = plan.settings.memory_limit_bytes.filter(|&limit| plan.total_bytes > limit) {
+        return Err(PlanViolation::OverLimit { total_bytes: plan.total_bytes, limit_bytes });
+    }
     if plan.estimate != graph.estimate() {
         return Err(PlanViolation::Estimate);
     }
+    let expanded = match &plan.recomputation {
+        None => None,
+        Some(recomputation) => Some(repeats::expanded(graph, plan, recomputation)?),
+    };
+    let original = graph;
+    let graph = expanded.as_ref().unwrap_or(graph);
     let step = steps(graph, &plan.order)?;
     match (plan.settings.streams, &plan.schedule) {
+        (2.., _) if expanded.is_some() => {
+            return Err(PlanViolation::Streams { streams: plan.settings.streams });
+        }
         (1, None) => {}
         (2..=MAX_STREAMS, Some(schedule)) => return streams::verify(graph, plan, schedule, &step),
         (streams, _) => return Err(PlanViolation::Streams { streams }),
@@ -32,7 +44,7 @@ pub fn verify(graph: &Graph, plan: &Plan) -> Result<(), PlanViolation> {
     let pairs = check_reuse(graph, plan, runs_before)?;
     let lives = Lives::new(graph, &step);
     check_overlaps(graph, plan, &lives, &pairs)?;
-    check_figures(graph, plan, lives.peaks(graph, &pairs))
+    check_figures(original, graph, plan, lives.peaks(graph, &pairs))
 }
 
 /// The step of every operator, by id.

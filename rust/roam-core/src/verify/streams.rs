@@ -86,7 +86,7 @@ fn verify_under_every_timing(
     let times = times(graph, plan, &knowledge, waits);
     let mut peaks = peaks_by_times(graph, plan, &times, &pairs);
     peaks.unpooled = unpooled::bytes(graph, plan, &knowledge, &ends);
-    check_figures(graph, plan, peaks)?;
+    check_figures(graph, graph, plan, peaks)?;
     Ok(times.iter().map(|&(_, end)| end).max().unwrap_or(0))
 }
 
@@ -246,6 +246,6 @@ fn verify_by_time_steps(graph: &Graph, plan: &Plan, schedule: &Schedule) -> Resu
     let pairs = check_reuse(graph, plan, runs_before)?;
     let lives = Lives::new(graph, &step);
     check_overlaps(graph, plan, &lives, &pairs)?;
-    check_figures(graph, plan, lives.peaks(graph, &pairs))?;
+    check_figures(graph, graph, plan, lives.peaks(graph, &pairs))?;
     Ok(longest.into_iter().fold(0, cost::after))
 }

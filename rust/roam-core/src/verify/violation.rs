@@ -1,5 +1,6 @@
 //! What can be wrong with a plan.
 
+use crate::expansion::SequenceError;
 use crate::graph::Site;
 use crate::plan::{ExactReport, Status};
 use thiserror::Error;
@@ -15,6 +16,47 @@ pub enum PlanViolation {
         expected: String,
         /// The plan's digest.
         found: String,
+    },
+    /// What runs again makes no sense for this graph.
+    #[error(transparent)]
+    Sequence(#[from] SequenceError),
+    /// A run is not the same as the operator that it repeats.
+    #[error("a run of {site} has other {what} than the operator")]
+    RunDiffers {
+        /// The operator.
+        site: Box<Site>,
+        /// In what they differ.
+        what: &'static str,
+    },
+    /// A run would use another value than the operator does in program order.
+    #[error("a run of {site} uses tensor `{tensor}` when it has another value than in program order")]
+    RunUsesOther {
+        /// The operator.
+        site: Box<Site>,
+        /// The tensor.
+        tensor: String,
+    },
+    /// An operator runs again that may not, or changes again what only its first run may change.
+    #[error("{site} runs again, which it must not")]
+    RunsAgain {
+        /// The operator.
+        site: Box<Site>,
+    },
+    /// A run does not wait for what the operator waits for.
+    #[error("a run of {site} does not wait for {before}, or uses a view of another instance")]
+    RunDoesNotWait {
+        /// The operator.
+        site: Box<Site>,
+        /// What it must wait for.
+        before: Box<Site>,
+    },
+    /// The plan takes more than its settings allow.
+    #[error("the plan takes {total_bytes} bytes, its settings allow {limit_bytes}")]
+    OverLimit {
+        /// Bytes of the plan in all.
+        total_bytes: u64,
+        /// What is allowed.
+        limit_bytes: u64,
     },
     /// The plan passes off an estimate as exact, or gives other reasons for being one.
     #[error("the plan does not say what the graph says of what its figures may be wrong about")]
@@ -285,6 +327,12 @@ impl PlanViolation {
     pub fn code(&self) -> &'static str {
         match self {
             Self::GraphDigest { .. } => "graph_digest",
+            Self::Sequence(error) => error.code(),
+            Self::RunDiffers { .. } => "run_differs",
+            Self::RunUsesOther { .. } => "run_uses_other",
+            Self::RunsAgain { .. } => "runs_again",
+            Self::RunDoesNotWait { .. } => "run_does_not_wait",
+            Self::OverLimit { .. } => "over_limit",
             Self::Estimate => "estimate",
             Self::Streams { .. } => "streams",
             Self::ScheduleCount { .. } => "schedule_count",
@@ -323,7 +371,12 @@ impl PlanViolation {
     /// The operator at fault, where there is one.
     pub fn site(&self) -> Option<&Site> {
         match self {
+            Self::Sequence(error) => error.site(),
             Self::OperatorDoubled { site }
+            | Self::RunDiffers { site, .. }
+            | Self::RunUsesOther { site, .. }
+            | Self::RunsAgain { site }
+            | Self::RunDoesNotWait { site, .. }
             | Self::OperatorMissing { site }
             | Self::ReadTooEarly { site, .. }
             | Self::MutatedTooEarly { site, .. }

@@ -1,0 +1,103 @@
+//! Plans within a memory limit: where order and layout alone need more, operators run again.
+
+use super::OptimizeError;
+use crate::control::Watch;
+use crate::cost;
+use crate::expansion::expand;
+use crate::graph::{Graph, OperatorId};
+use crate::plan::{Plan, Recomputation, Settings, Status};
+use crate::recompute::{Found, floor, least_extra_ns, search};
+
+/// How often the search is asked for less, because a layout took more than was live.
+const ATTEMPTS: usize = 6;
+/// How many sequences of one search are planned: the cheapest ones first.
+const MOST_PLANNED: usize = 2;
+
+/// A plan of at most so many bytes in all, made from the plan without extra runs.
+///
+/// The live bytes of a sequence in its own order are what the search goes by; the plan of its graph
+/// may take less, by another order and reuse, or more, by fragmentation, in which case the search
+/// is asked for as much less as was missed.
+///
+/// Args: `plan_of` plans a graph, and may stop at a plan of the limit.
+pub(super) fn within(
+    graph: &Graph,
+    plain: Plan,
+    settings: &Settings,
+    limit_bytes: u64,
+    watch: &Watch,
+    plan_of: impl Fn(&Graph, &Settings) -> Result<Plan, OptimizeError>,
+) -> Result<Plan, OptimizeError> {
+    let floor = floor(graph);
+    let refused = |least_bytes| {
+        let site = floor.operator.map(|id| crate::graph::Site::of(graph.operator(id)));
+        if limit_bytes < floor.bytes {
+            OptimizeError::BelowFloor { limit_bytes, floor_bytes: floor.bytes, site }
+        } else {
+            OptimizeError::LimitNotFound { limit_bytes, least_bytes, floor_bytes: floor.bytes }
+        }
+    };
+    let mut least_bytes = plain.total_bytes;
+    let persistent_bytes = graph.persistent_bytes();
+    let Some(mut target) = limit_bytes.checked_sub(persistent_bytes).filter(|_| limit_bytes >= floor.bytes) else {
+        return Err(refused(least_bytes));
+    };
+    let mut attempt = Settings { memory_limit_bytes: None, ..settings.clone() };
+    attempt.enough_bytes = attempt.enough_bytes.max(limit_bytes);
+    let mut best: Option<(Found, Plan)> = None;
+    for _ in 0..ATTEMPTS {
+        let mut found = search(graph, &plain.order, target, watch);
+        found.retain(|one| best.as_ref().is_none_or(|(best, _)| one.extra_ns < best.extra_ns));
+        let mut over = u64::MAX;
+        for one in found.into_iter().take(MOST_PLANNED) {
+            let expanded = expand(graph, &one.sequence).map_err(OptimizeError::InvalidSequence)?;
+            let plan = plan_of(&expanded.graph, &attempt)?;
+            least_bytes = least_bytes.min(plan.total_bytes);
+            if plan.total_bytes <= limit_bytes {
+                best = Some((one, plan));
+                break;
+            }
+            over = over.min(plan.total_bytes - limit_bytes);
+        }
+        if best.is_some() || over == u64::MAX || watch.check().is_err() {
+            break;
+        }
+        match target.checked_sub(over.max(target / 500)) {
+            Some(less) => target = less,
+            None => break,
+        }
+    }
+    let Some((found, plan)) = best else { return Err(refused(least_bytes)) };
+    Ok(finished(graph, &plain, plan, found.sequence, settings, limit_bytes, floor.bytes))
+}
+
+/// The plan of a sequence's graph as a plan of the step itself.
+fn finished(
+    graph: &Graph,
+    plain: &Plan,
+    plan: Plan,
+    sequence: Vec<OperatorId>,
+    settings: &Settings,
+    limit_bytes: u64,
+    floor_bytes: u64,
+) -> Plan {
+    let step_ns = cost::serial_ns(graph);
+    let all_ns = sequence.iter().fold(0, |sum, &id| cost::after(sum, cost::operator_ns(graph, id)));
+    let extra_ns = all_ns - step_ns;
+    let least_extra_ns = least_extra_ns(graph, limit_bytes).ns.min(extra_ns);
+    let plain_total_bytes = plain.total_bytes;
+    let status = if plain.status == Status::TimedOut && plan.status == Status::Feasible {
+        Status::TimedOut
+    } else {
+        plan.status
+    };
+    let recomputation = Recomputation { sequence, extra_ns, step_ns, least_extra_ns, floor_bytes, plain_total_bytes };
+    Plan {
+        graph_digest: graph.digest().to_owned(),
+        settings: settings.clone(),
+        program_order_peak_bytes: plain.program_order_peak_bytes,
+        recomputation: Some(recomputation),
+        status,
+        ..plan
+    }
+}
