@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import math
 
+from roam.memory_limit import MemoryLimit
+
 
 def positive_integer(text: str) -> int:
     """Of no more than 63 bits."""
@@ -31,6 +33,18 @@ def seconds(text: str) -> float:
     return value
 
 
+def memory_limit(text: str) -> MemoryLimit:
+    """Bytes, with or without a unit, or a share; see `MemoryLimit.of`."""
+    return MemoryLimit.of(int(text) if text.isdecimal() else text)
+
+
+def shares(text: str) -> tuple[int, ...]:
+    """Percentages, separated by commas."""
+    return tuple(positive_integer(item) for item in text.split(","))
+
+
+memory_limit.__name__ = "amount of memory"
+shares.__name__ = "list of percentages"
 positive_integer.__name__ = "positive integer"
 positive_number.__name__ = "positive number"
 seconds.__name__ = "number of seconds"

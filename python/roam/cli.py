@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING, Any
 
 import roam
 from roam import zoo
-from roam.arguments import positive_integer, positive_number
+from roam.arguments import memory_limit, positive_integer, positive_number
 from roam.bench import command as bench_command
 from roam.bench.results import BenchError
 from roam.errors import CaptureError, FormatError, GraphError, PlanError, RoamError
 from roam.interrupts import interrupts_count
 from roam.report import Progress, figures, peak_place, plan_table
-from roam.report.table import columns
+from roam.report.table import columns, curve_table
 
 if TYPE_CHECKING:
-    from roam._core import Graph
+    from roam._core import Graph, Plan
 
 EXIT_OK = 0
 EXIT_INVALID_PLAN = 1
@@ -44,8 +44,18 @@ exit codes:
   130  interrupted
 """
 
-_SETTING_CODES = ("invalid_streams", "invalid_speed", "speed_target", "unknown_method")
+_SETTING_CODES = (
+    "invalid_streams",
+    "invalid_speed",
+    "speed_target",
+    "unknown_method",
+    "invalid_memory_limit",
+    "memory_floor",
+    "memory_limit_not_found",
+)
 """Codes of errors that say that no plan can be made as asked."""
+_CURVE = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.35, 0.3, 0.25, 0.2, 0.15, 0.1)
+"""Shares of the step-local bytes at which recomputation is tried."""
 _GRAPH_SUFFIXES = (".json", ".json.gz")
 _CAPTURE_DEFAULTS: dict[str, Any] = {
     "batch": 1,
@@ -156,6 +166,20 @@ def _parser() -> argparse.ArgumentParser:
         type=positive_number,
         metavar="S",
         help="stop planning after S seconds with the best plan so far",
+    )
+    plan.add_argument(
+        "--memory",
+        type=memory_limit,
+        metavar="LIMIT",
+        help="the most that the plan may take in all: bytes, an amount such as 6GiB, or a share such "
+        "as 60%% of the total without recomputation; where order and layout need more, operators "
+        "run again",
+    )
+    plan.add_argument(
+        "--memory-curve",
+        action="store_true",
+        help="print what recomputation costs at 100, 90, ... 10 percent of the bytes that the step "
+        "needs beside what persists",
     )
     streams = plan.add_argument_group("streams")
     streams.add_argument(
@@ -287,17 +311,27 @@ def _plan(arguments: argparse.Namespace) -> int:
 
     start = time.perf_counter()
     code = EXIT_OK
+
+    def planned(memory_limit_bytes: int | None) -> Plan:
+        return roam.optimize(
+            graph,
+            streams=arguments.streams,
+            reuse=not arguments.no_reuse,
+            exact=arguments.exact,
+            time_limit_s=arguments.time_limit,
+            speed=arguments.speed,
+            stream_model=arguments.stream_model,
+            memory_limit_bytes=memory_limit_bytes,
+        )
+
     try:
         with Progress(f"planning {graph.num_operators:,} operators"):
-            plan = roam.optimize(
-                graph,
-                streams=arguments.streams,
-                reuse=not arguments.no_reuse,
-                exact=arguments.exact,
-                time_limit_s=arguments.time_limit,
-                speed=arguments.speed,
-                stream_model=arguments.stream_model,
-            )
+            if arguments.memory is None:
+                plan = planned(None)
+            elif arguments.memory.share is None:
+                plan = planned(arguments.memory.in_bytes(0))
+            else:
+                plan = planned(arguments.memory.in_bytes(planned(None).total_bytes))
     except roam.PlanningInterrupted as interrupted:
         _complain("interrupted: this is the best plan so far")
         plan, code = interrupted.plan, EXIT_INTERRUPTED
@@ -312,6 +346,8 @@ def _plan(arguments: argparse.Namespace) -> int:
     if arguments.save_plan is not None:
         plan.save(arguments.save_plan)
     values |= figures(graph, plan)
+    if arguments.memory_curve:
+        values["memory_curve"] = _memory_curve(graph, plan, planned)
     values["baselines"] = [
         _baseline(graph, *names, reuse=not arguments.no_reuse) for names in arguments.baseline
     ]
@@ -324,7 +360,32 @@ def _plan(arguments: argparse.Namespace) -> int:
         _write(
             (graph.summary() + "\n" if arguments.verbose else "") + plan_table(title, values, place)
         )
+        if arguments.memory_curve:
+            _write("\n" + curve_table(values["memory_curve"]) + "\n")
     return code
+
+
+def _memory_curve(graph: Graph, plan: Plan, planned: Callable[[int], Plan]) -> list[dict[str, Any]]:
+    """What recomputation costs at shares of the step-local bytes of the plan without it."""
+    again = plan.recomputation
+    plain_bytes = plan.total_bytes if again is None else again["plain_total_bytes"]
+    rows = []
+    for share in _CURVE:
+        limit = plan.persistent_bytes + int((plain_bytes - plan.persistent_bytes) * share)
+        row = {"share": share, "memory_limit_bytes": limit, "total_bytes": None}
+        row |= {"recomputation": None, "error": None}
+        try:
+            with Progress(f"planning within {share:.0%}"):
+                found = planned(limit)
+            roam.verify(graph, found)
+            made = figures(graph, found)
+            row |= {name: made[name] for name in ("total_bytes", "recomputation")}
+        except PlanError as error:
+            if error.code not in ("memory_floor", "memory_limit_not_found"):
+                raise
+            row["error"] = "none can be" if error.code == "memory_floor" else "none was found"
+        rows.append(row)
+    return rows
 
 
 def _baseline(graph: Graph, order: str, layout: str, *, reuse: bool) -> dict[str, Any]:

@@ -76,6 +76,7 @@ def peak_place(graph: Graph, plan: Plan) -> Place | None:
     """
     if graph.num_operators == 0 or plan.settings["streams"] > 1:
         return None
+    graph, plan = plan.expanded(graph)
     live = _live_bytes(graph, plan)
     step = int(live.argmax())
     operator = graph.operator(int(plan.order[step]))
@@ -95,15 +96,22 @@ def figures(graph: Graph, plan: Plan) -> dict[str, Any]:
     made of.
 
     ``saved_by_order_bytes`` and ``saved_by_reuse_bytes`` add up to program order's peak less the
-    plan's; they are ``None`` for several streams, where the two cannot be told apart.
+    plan's; they are ``None`` for several streams and with recomputation, where they cannot be told
+    apart.
     """
     result: dict[str, Any] = {name: getattr(plan, name) for name in _ATTRIBUTES}
-    streams = plan.settings["streams"]
-    ordered = int(graph.live_bytes(plan.order).max(initial=0)) if streams == 1 else None
+    streams, again = plan.settings["streams"], plan.recomputation
+    is_plain = streams == 1 and again is None
+    ordered = int(graph.live_bytes(plan.order).max(initial=0)) if is_plain else None
     result["saved_by_order_bytes"] = (
         None if ordered is None else plan.program_order_peak_bytes - ordered
     )
     result["saved_by_reuse_bytes"] = None if ordered is None else ordered - plan.peak_bytes
+    result["memory_limit_bytes"] = plan.settings.get("memory_limit_bytes")
+    result["recomputation"] = None
+    if again is not None:
+        runs = len(again.pop("sequence")) - graph.num_operators
+        result["recomputation"] = {"runs": runs, **again}
     result["streams"] = streams
     result["stream_model"] = plan.settings["stream_model"]
     result["syncs"] = len(plan.syncs)

@@ -67,6 +67,36 @@ def _streams(values: Mapping[str, Any]) -> str:
     )
 
 
+def _recomputation(again: Mapping[str, Any]) -> str:
+    step_s = again["step_s"]
+    extra, least = (
+        again[name] / step_s if step_s else 0.0 for name in ("extra_s", "least_extra_s")
+    )
+    return (
+        f"{again['runs']:,} extra runs take {extra:.1%} of the step's time; no plan within the limit "
+        f"takes less than {least:.1%}"
+    )
+
+
+def curve_table(rows: Iterable[Mapping[str, Any]]) -> str:
+    """What recomputation costs at each of several memory limits, a line each."""
+    cells = [("share", "limit", "total", "extra time", "at least", "extra runs", "")]
+    for row in rows:
+        again = row["recomputation"]
+        share, limit = f"{row['share']:.0%}", format_bytes(row["memory_limit_bytes"])
+        if row["error"] is not None:
+            cells.append((share, limit, "", "", "", "", row["error"]))
+            continue
+        step_s = again["step_s"] if again else 0.0
+        extra, least = (
+            again[name] / step_s if step_s else 0.0 for name in ("extra_s", "least_extra_s")
+        )
+        runs = again["runs"] if again else 0
+        total = format_bytes(row["total_bytes"])
+        cells.append((share, limit, total, f"{extra:.1%}", f"{least:.1%}", f"{runs:,}", ""))
+    return columns(cells, right=(0, 1, 2, 3, 4, 5))
+
+
 def plan_table(title: str, values: Mapping[str, Any], place: Place | None) -> str:
     """The figures of one plan, a line each: bytes exactly, in a readable unit, and what they mean.
 
@@ -78,6 +108,7 @@ def plan_table(title: str, values: Mapping[str, Any], place: Place | None) -> st
     def row(label: str, size_bytes: int, note: str) -> tuple[str, ...]:
         return label, f"{size_bytes:,}", format_bytes(size_bytes), note
 
+    again = values["recomputation"]
     saved = [(f"saved by {way}", values[f"saved_by_{key}_bytes"]) for way, key in _SAVED]
     proof = values["bound_route"].replace("_", " ")
     rows = [
@@ -116,9 +147,17 @@ def plan_table(title: str, values: Mapping[str, Any], place: Place | None) -> st
         row(
             "lower bound of the total",
             values["total_lower_bound_bytes"],
-            "no plan has a smaller total",
+            "no plan has a smaller total"
+            if again is None
+            else "no plan with the same extra runs has a smaller total",
         ),
     ]
+    if again is not None:
+        rows += [
+            row("limit", values["memory_limit_bytes"], "what was asked for"),
+            row("without limit", again["plain_total_bytes"], "total if every operator runs once"),
+            row("floor", again["floor_bytes"], "no plan takes less, however often operators run"),
+        ]
     for other in values.get("baselines", ()):
         total = values["persistent_bytes"] + other["pool_bytes"] + other["outside_bytes"]
         above = (
@@ -135,6 +174,8 @@ def plan_table(title: str, values: Mapping[str, Any], place: Place | None) -> st
         ),
         ("verified", "yes" if values.get("verified") else "no"),
     ]
+    if again is not None:
+        facts.append(("recomputation", _recomputation(again)))
     if values["streams"] > 1:
         facts.append(("streams", _streams(values)))
     exact = values["exact"]
