@@ -4,9 +4,11 @@ use super::OptimizeError;
 use crate::control::Watch;
 use crate::cost;
 use crate::expansion::expand;
-use crate::graph::{Graph, OperatorId};
+use crate::graph::{Graph, OperatorId, Site};
 use crate::plan::{Plan, Recomputation, Settings, Status};
-use crate::recompute::{Found, floor, least_extra_ns, search};
+use crate::recompute::floor::floor;
+use crate::recompute::least_time::least_extra_ns;
+use crate::recompute::{Found, search};
 
 /// How often the search is asked for less, because a layout took more than was live.
 const ATTEMPTS: usize = 6;
@@ -30,7 +32,7 @@ pub(super) fn within(
 ) -> Result<Plan, OptimizeError> {
     let floor = floor(graph);
     let refused = |least_bytes| {
-        let site = floor.operator.map(|id| crate::graph::Site::of(graph.operator(id)));
+        let site = floor.operator.map(|id| Site::of(graph.operator(id)));
         if limit_bytes < floor.bytes {
             OptimizeError::BelowFloor { limit_bytes, floor_bytes: floor.bytes, site }
         } else {
@@ -84,7 +86,8 @@ fn finished(
     let step_ns = cost::serial_ns(graph);
     let all_ns = sequence.iter().fold(0, |sum, &id| cost::after(sum, cost::operator_ns(graph, id)));
     let extra_ns = all_ns - step_ns;
-    let least_extra_ns = least_extra_ns(graph, limit_bytes).ns.min(extra_ns);
+    // There is a plan within the limit, so this is a number.
+    let least_extra_ns = least_extra_ns(graph, limit_bytes).ns.unwrap_or(0).min(extra_ns);
     let plain_total_bytes = plain.total_bytes;
     let status = if plain.status == Status::TimedOut && plan.status == Status::Feasible {
         Status::TimedOut
