@@ -166,14 +166,13 @@ def plan_table(title: str, values: Mapping[str, Any], place: Place | None) -> st
             else "total"
         )
         rows.append(row(f"{other['order']}, {other['layout']}", total, above))
-    facts = [
-        *estimate_rows(values["estimate"]),
-        (
-            "gap",
-            f"{values['gap']:.2%} above the lower bound of pool + unpooled ({values['status'].replace('_', ' ')})",
-        ),
-        ("verified", "yes" if values.get("verified") else "no"),
-    ]
+    facts = [*estimate_rows(values["estimate"])]
+    # Within a limit, the search ends as soon as a plan keeps to it.
+    if again is None:
+        status = values["status"].replace("_", " ")
+        gap = f"{values['gap']:.2%} above the lower bound of pool + unpooled ({status})"
+        facts.append(("gap", gap))
+    facts.append(("verified", "yes" if values.get("verified") else "no"))
     if again is not None:
         facts.append(("recomputation", _recomputation(again)))
     if values["streams"] > 1:

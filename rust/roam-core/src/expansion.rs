@@ -210,7 +210,9 @@ impl<'a> Walk<'a> {
         if is_again {
             self.check_repeatable(id)?;
         }
-        self.check_sequence(id)?;
+        if !is_again {
+            self.check_sequence(id)?;
+        }
         let is_left_out = |tensor: &TensorId| is_again && original.first_only.contains(tensor);
         for (tensor, &version) in touched(original).zip(&self.versions[id.index()]) {
             let instance = self.latest[tensor.index()];
@@ -249,6 +251,8 @@ impl<'a> Walk<'a> {
             mutates,
             reuse,
             first_only,
+            // Further runs draw from a state that was kept.
+            sequence: original.sequence.filter(|_| !is_again),
             ..original.clone()
         });
         self.latest_run[id.index()] = Some(place);

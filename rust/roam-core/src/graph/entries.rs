@@ -169,7 +169,8 @@ pub struct Operator {
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub reuse: Vec<ReusePair>,
     /// Whether it may run again: from the same inputs it makes the same bits, and it changes
-    /// nothing but what it lists.
+    /// nothing but what it lists. One that draws random numbers reads the state of its generator
+    /// as a tensor, and its extra runs draw from that state: they belong to no sequence.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub repeatable: bool,
     /// Of what it reads or mutates, the tensors that only its first run touches, such as the

@@ -199,9 +199,9 @@ pub enum GraphError {
         /// What is wrong.
         fault: ReuseFault,
     },
-    /// An operator of a sequence is said to be repeatable.
-    #[error("{site} belongs to a sequence, so it cannot run again, yet it is marked as repeatable")]
-    RepeatableInSequence {
+    /// A collective is said to be repeatable.
+    #[error("{site} communicates with other ranks, so it cannot run again, yet it is marked as repeatable")]
+    RepeatableCollective {
         /// The operator.
         site: Box<Site>,
     },
@@ -312,7 +312,7 @@ impl GraphError {
                 ReuseFault::SizesDiffer => "reuse_sizes_differ",
                 ReuseFault::Doubled => "reuse_doubled",
             },
-            Self::RepeatableInSequence { .. } => "repeatable_in_sequence",
+            Self::RepeatableCollective { .. } => "repeatable_collective",
             Self::FirstOnlyUntouched { .. } => "first_only_untouched",
             Self::PositionOutOfRange { .. } => "position_out_of_range",
             Self::PositionTaken { .. } => "position_taken",
@@ -340,7 +340,7 @@ impl GraphError {
             | Self::ReadsOwnOutput { site, .. }
             | Self::Doubled { site, .. }
             | Self::Reuse { site, .. }
-            | Self::RepeatableInSequence { site }
+            | Self::RepeatableCollective { site }
             | Self::FirstOnlyUntouched { site, .. }
             | Self::PositionOutOfRange { site, .. }
             | Self::PositionTaken { site, .. }

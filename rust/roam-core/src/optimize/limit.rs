@@ -87,7 +87,7 @@ fn finished(
     let all_ns = sequence.iter().fold(0, |sum, &id| cost::after(sum, cost::operator_ns(graph, id)));
     let extra_ns = all_ns - step_ns;
     // There is a plan within the limit, so this is a number.
-    let least_extra_ns = least_extra_ns(graph, limit_bytes).ns.unwrap_or(0).min(extra_ns);
+    let least_extra_ns = least_extra_ns(graph, limit_bytes).ns.unwrap_or(0);
     let plain_total_bytes = plain.total_bytes;
     let status = if plain.status == Status::TimedOut && plan.status == Status::Feasible {
         Status::TimedOut

@@ -65,13 +65,15 @@ fn check_tensors(graph: &Graph, expanded: &Expanded) -> Result<(), PlanViolation
 fn check_runs(graph: &Graph, expanded: &Expanded) -> Result<(), PlanViolation> {
     let mut runs = vec![0u32; graph.operators().len()];
     let mut touching_all = runs.clone();
+    let mut in_sequence = runs.clone();
     let mut last: [Option<u32>; 2] = [None; 2];
     for (run, operator) in expanded.graph.operators().iter().enumerate() {
         let id = origin(expanded, run);
         let original = graph.operator(id);
         let is_same = (&operator.name, operator.phase, operator.workspace_bytes, operator.flops, operator.time_ns)
             == (&original.name, original.phase, original.workspace_bytes, original.flops, original.time_ns)
-            && (operator.sequence, operator.region) == (original.sequence, original.region);
+            && operator.region == original.region
+            && (operator.sequence == original.sequence || operator.sequence.is_none());
         if !is_same || operator.position as usize != run {
             return Err(differs(graph, id, "properties"));
         }
@@ -96,7 +98,8 @@ fn check_runs(graph: &Graph, expanded: &Expanded) -> Result<(), PlanViolation> {
         if !operator.reuse.iter().all(is_permitted) {
             return Err(differs(graph, id, "reuse"));
         }
-        if let Some(sequence) = original.sequence {
+        in_sequence[id.index()] += u32::from(operator.sequence.is_some());
+        if let Some(sequence) = operator.sequence {
             let last: &mut Option<u32> = &mut last[usize::from(sequence == Sequence::Collective)];
             if last.replace(original.position).is_some_and(|before| before >= original.position) {
                 return Err(PlanViolation::RunsAgain { site: site(graph, id) });
@@ -113,7 +116,8 @@ fn check_runs(graph: &Graph, expanded: &Expanded) -> Result<(), PlanViolation> {
         if count == 0 {
             return Err(PlanViolation::OperatorMissing { site: site(graph, id) });
         }
-        if all != once {
+        let is_in_sequence = graph.operator(id).sequence.is_some();
+        if all != once || in_sequence[index] != u32::from(is_in_sequence) {
             return Err(PlanViolation::RunsAgain { site: site(graph, id) });
         }
     }
