@@ -27,6 +27,7 @@ LAYERS = (
         "roam.errors",
         "roam.interrupts",
         "roam.garbage",
+        "roam.memory_limit",
         "roam.arguments",
     ),
     ("roam.torch_compat",),

@@ -213,7 +213,7 @@ HOSTILE: list[tuple[str, str, bytes]] = [
     ("format not first", "wrong_format", b'{"version":1,"format":"roam.graph"}'),
     ("another format", "wrong_format", b'{"format":"roam.plan","version":1}'),
     ("version missing", "syntax", b'{"format":"roam.graph"}'),
-    ("another version", "wrong_version", b'{"format":"roam.graph","version":2,"news":[]}'),
+    ("another version", "wrong_version", b'{"format":"roam.graph","version":3,"news":[]}'),
     ("version of another type", "syntax", b'{"format":"roam.graph","version":"1"}'),
     ("missing key", "syntax", graph_value(lambda v: v.pop("control"))),
     ("unknown key", "syntax", graph_value(lambda v: v.update(colour="red"))),
