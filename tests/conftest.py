@@ -20,7 +20,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 _DURATIONS = Path(__file__).with_name("durations.json")
 _SLOW_S = 0.7
 """Tests that took longer at the last `make durations`, all parameters together, are left out of
-`make quick`, so that it takes less than two minutes on two cores."""
+`make quick`, so that it takes about two minutes on two idle cores."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
