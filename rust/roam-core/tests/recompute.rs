@@ -328,7 +328,7 @@ fn no_bound_of_a_random_graph_is_above_the_best_schedule() {
     });
     let compared = compare(graphs);
     assert!(compared.floors_met * 100 >= compared.floors * 80, "{compared:?}");
-    assert!(compared.times_met * 100 >= compared.limits * 5, "{compared:?}");
+    assert!(compared.times_met * 100 >= compared.limits * 30, "{compared:?}");
 }
 
 #[test]
@@ -336,5 +336,5 @@ fn no_bound_of_a_small_step_is_above_the_best_schedule() {
     let mut random = Random::new(12);
     let compared = compare((0..1500).map(|_| layered(&mut random)));
     assert!(compared.floors_met * 100 >= compared.floors * 80, "{compared:?}");
-    assert!(compared.proved_ns * 100 >= compared.least_ns * 40, "{compared:?}");
+    assert!(compared.times_met * 100 >= compared.limits * 75, "{compared:?}");
 }

@@ -13,6 +13,7 @@ use crate::liveness::largest_matching;
 use crate::problem::{Index, Op, Ten};
 use rayon::prelude::*;
 use std::cmp::Reverse;
+use std::collections::BTreeMap;
 
 /// Operators and accesses looked at to make the moments of one bound.
 const MOMENTS_WORK: usize = 40_000_000;
@@ -32,12 +33,28 @@ enum Arc {
 }
 
 /// One choice of what is kept and what runs again.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Choice {
+#[derive(Clone, Debug)]
+struct Choice {
     /// Kept, beyond [`Moment::bytes`].
-    pub(super) bytes: u64,
+    bytes: u64,
     /// Of further runs.
+    ns: u64,
+    /// Per node whether it is wanted or runs again.
+    wanted: Vec<bool>,
+}
+
+/// What is supposed of a tensor, by the node that stands for its loss: whether it is lost.
+type Supposed = (u32, bool);
+
+/// What holds at a moment within a limit, some tensors supposed to be kept or lost.
+#[derive(Clone, Debug)]
+pub(super) struct Least {
+    /// Further runs take no less.
     pub(super) ns: u64,
+    /// A choice for this moment alone takes as much.
+    most_ns: u64,
+    /// The largest tensor that is neither kept nor lost as a whole.
+    undecided: Option<u32>,
 }
 
 /// The moment at which an operator runs for the first time.
@@ -49,11 +66,12 @@ pub(super) struct Moment {
     nodes: u32,
     arcs: Vec<(u32, u32, Arc)>,
     /// Sums over all arcs.
-    all: Choice,
+    all_bytes: u64,
+    all_ns: u64,
+    /// Kept if nothing runs again, beyond [`Moment::bytes`].
+    pub(super) keep_all: u64,
     /// Kept where everything is dropped that can be brought back.
     single: u64,
-    /// If nothing runs again.
-    pub(super) keep_all: Choice,
 }
 
 /// The moments of the operators that promise the most, by program position; of all operators where
@@ -130,9 +148,10 @@ impl Moment {
             bytes: inputs.iter().map(|&tensor| problem.size(tensor)).sum::<u64>() + problem.transient(op) - saved,
             nodes: 2,
             arcs: Vec::new(),
-            all: Choice { bytes: 0, ns: 0 },
+            all_bytes: 0,
+            all_ns: 0,
+            keep_all: 0,
             single: 0,
-            keep_all: Choice { bytes: 0, ns: 0 },
         };
         let mut node_of = vec![NO_NODE; problem.len()];
         let mut tensor_node = vec![NO_NODE; problem.tensors.len()];
@@ -143,7 +162,7 @@ impl Moment {
                 continue;
             }
             tensor_node[tensor.index()] = SOURCE;
-            moment.keep_all.bytes += price(tensor);
+            moment.keep_all += price(tensor);
             pending.push(tensor);
         }
         while let Some(tensor) = pending.pop() {
@@ -169,7 +188,7 @@ impl Moment {
                 // Nothing brings it back, or nothing is gained by that.
                 if is_source {
                     moment.bytes += bytes;
-                    moment.keep_all.bytes -= bytes;
+                    moment.keep_all -= bytes;
                 } else if bytes > 0 {
                     moment.single += bytes;
                     moment.arc(from, SINK, Arc::Keep(bytes));
@@ -208,8 +227,8 @@ impl Moment {
 
     fn arc(&mut self, from: u32, to: u32, arc: Arc) {
         match arc {
-            Arc::Keep(bytes) => self.all.bytes += bytes,
-            Arc::Run(ns) => self.all.ns = self.all.ns.saturating_add(ns),
+            Arc::Keep(bytes) => self.all_bytes += bytes,
+            Arc::Run(ns) => self.all_ns += ns,
             Arc::Must => {}
         }
         self.arcs.push((from, to, arc));
@@ -218,10 +237,11 @@ impl Moment {
     /// The least of `per_byte` times the bytes kept plus `per_ns` times the time of further runs
     /// (no choice has less, even where the work ends early), and a choice, which attains it unless
     /// the work ended early.
-    pub(super) fn least(
+    fn least(
         &self,
         per_byte: u64,
         per_ns: u64,
+        supposed: &[Supposed],
         work: &mut u64,
         watch: &Watch,
     ) -> Result<(u64, Choice), Stop> {
@@ -237,60 +257,68 @@ impl Moment {
             };
             network.add_arc(from, to, capacity, 0);
         }
+        for &(node, is_lost) in supposed {
+            let (from, to) = if is_lost { (SOURCE, node) } else { (node, SINK) };
+            network.add_arc(from, to, INFINITE, 0);
+        }
         *work = work.saturating_sub(network.size());
         let flow = network.solve(work, watch)?;
         let value = flow.value;
-        let [source_side, _] = flow.sides();
-        let mut choice = Choice { bytes: 0, ns: 0 };
+        let [wanted, _] = flow.sides();
+        let (mut bytes, mut ns) = (0, 0);
         for &(from, to, arc) in &self.arcs {
-            if source_side[from as usize] && !source_side[to as usize] {
+            if wanted[from as usize] && !wanted[to as usize] {
                 match arc {
-                    Arc::Keep(bytes) => choice.bytes += bytes,
-                    Arc::Run(ns) => choice.ns += ns,
+                    Arc::Keep(kept) => bytes += kept,
+                    Arc::Run(run) => ns += run,
                     Arc::Must => {}
                 }
             }
         }
-        Ok((value, choice))
+        Ok((value, Choice { bytes, ns, wanted }))
     }
 
     /// What [`Moment::floor`] does not exceed.
     pub(super) fn most_floor(&self) -> u64 {
-        self.bytes + self.keep_all.bytes.min(self.single)
+        self.bytes + self.keep_all.min(self.single)
     }
 
     /// The fewest bytes that any schedule has live here, persistent tensors left out.
     pub(super) fn floor(&self, work: &mut u64, watch: &Watch) -> Result<u64, Stop> {
-        Ok(self.bytes + self.least(1, 0, work, watch)?.0)
+        Ok(self.bytes + self.least(1, 0, &[], work, watch)?.0)
     }
 
-    /// The least time of further runs after this moment in every schedule that keeps to the limit
-    /// here; `None` where none does.
+    /// What holds of the time of further runs after this moment in every schedule that keeps to the
+    /// limit here; `None` where there is no such schedule.
     ///
     /// For every price of a byte, the least of time and priced bytes kept, less the price of the
     /// bytes that may be kept, is no more than the time. The best price is approached from both
     /// sides.
-    pub(super) fn least_ns(&self, limit: u64, work: &mut u64, watch: &Watch) -> Result<Option<u64>, Stop> {
+    pub(super) fn least_ns(
+        &self,
+        limit: u64,
+        supposed: &[Supposed],
+        work: &mut u64,
+        watch: &Watch,
+    ) -> Result<Option<Least>, Stop> {
         let Some(room) = limit.checked_sub(self.bytes) else { return Ok(None) };
-        if self.keep_all.bytes <= room {
-            return Ok(Some(0));
+        let (mut best, mut above) = self.least(0, 1, supposed, work, watch)?;
+        if above.bytes <= room {
+            return Ok(Some(Least { ns: best, most_ns: above.ns, undecided: None }));
         }
-        let (fewest, mut below) = self.least(1, 0, work, watch)?;
+        let (fewest, mut below) = self.least(1, 0, supposed, work, watch)?;
         if fewest > room {
             return Ok(None);
         }
-        let mut above = self.keep_all;
-        let mut best = 0;
         while *work > 0 && below.bytes <= room && below.ns > above.ns {
             let (per_byte, per_ns) = self.weights(below.ns - above.ns, above.bytes - below.bytes);
-            let (value, choice) = self.least(per_byte, per_ns, work, watch)?;
-            let kept = u128::from(per_byte) * u128::from(room);
-            let gain = u128::from(value).saturating_sub(kept).div_ceil(u128::from(per_ns));
-            best = best.max(gain as u64);
-            let weighed = |choice: Choice| {
+            let weighed = |choice: &Choice| {
                 u128::from(per_byte) * u128::from(choice.bytes) + u128::from(per_ns) * u128::from(choice.ns)
             };
-            if weighed(choice) >= weighed(above).min(weighed(below)) {
+            let (value, choice) = self.least(per_byte, per_ns, supposed, work, watch)?;
+            let kept = u128::from(per_byte) * u128::from(room);
+            best = best.max(u128::from(value).saturating_sub(kept).div_ceil(u128::from(per_ns)) as u64);
+            if weighed(&choice) >= weighed(&above).min(weighed(&below)) {
                 break;
             }
             if choice.bytes <= room {
@@ -299,13 +327,57 @@ impl Moment {
                 above = choice;
             }
         }
-        Ok(Some(best))
+        let is_undecided = |&&(_, to, arc): &&(u32, u32, Arc)| {
+            matches!(arc, Arc::Keep(_)) && above.wanted[to as usize] != below.wanted[to as usize]
+        };
+        let bytes = |&&(_, to, arc): &&(u32, u32, Arc)| match arc {
+            Arc::Keep(bytes) => (bytes, Reverse(to)),
+            Arc::Run(_) | Arc::Must => (0, Reverse(to)),
+        };
+        let undecided = self.arcs.iter().filter(is_undecided).max_by_key(bytes).map(|&(_, to, _)| to);
+        let most_ns = if below.bytes <= room { below.ns } else { u64::MAX };
+        Ok(Some(Least { ns: best, most_ns, undecided }))
+    }
+
+    /// Raises what was found with nothing supposed: a tensor is kept or lost as a whole, so the
+    /// lesser of both cases holds; and so on in the lesser case, up to `most` times.
+    pub(super) fn divide(
+        &self,
+        limit: u64,
+        found: Least,
+        mut most: usize,
+        work: &mut u64,
+        watch: &Watch,
+    ) -> Result<u64, Stop> {
+        let mut most_ns = found.most_ns;
+        // By what is proved of them, then by age: the cases to divide.
+        let mut cases: BTreeMap<(u64, usize), (Least, Vec<Supposed>)> = BTreeMap::new();
+        let mut age = 0;
+        cases.insert((found.ns, age), (found, Vec::new()));
+        while let Some((&(ns, _), _)) = cases.first_key_value() {
+            if ns >= most_ns || most == 0 || *work == 0 {
+                return Ok(ns.min(most_ns));
+            }
+            most -= 1;
+            let Some((_, (least, supposed))) = cases.pop_first() else { break };
+            let Some(node) = least.undecided else { return Ok(ns) };
+            for is_lost in [false, true] {
+                let supposed: Vec<Supposed> = supposed.iter().copied().chain([(node, is_lost)]).collect();
+                if let Some(least) = self.least_ns(limit, &supposed, work, watch)? {
+                    most_ns = most_ns.min(least.most_ns);
+                    age += 1;
+                    cases.insert((least.ns.max(ns), age), (least, supposed));
+                }
+            }
+        }
+        // No case is left within the limit but those attained.
+        Ok(most_ns)
     }
 
     /// Weights of about this ratio that no sum overflows with; neither is 0.
     fn weights(&self, mut per_byte: u64, mut per_ns: u64) -> (u64, u64) {
         let sum = |per_byte: u64, per_ns: u64| {
-            u128::from(per_byte) * u128::from(self.all.bytes) + u128::from(per_ns) * u128::from(self.all.ns)
+            u128::from(per_byte) * u128::from(self.all_bytes) + u128::from(per_ns) * u128::from(self.all_ns)
         };
         while sum(per_byte, per_ns) >= MOST_WEIGHED {
             (per_byte, per_ns) = (per_byte / 2, per_ns / 2);

@@ -48,10 +48,12 @@ impl Repeats {
         for op in 0..problem.len() as Op {
             needs.push(counted(&walk.step(op)));
         }
+        // So that no sum overflows.
+        let most_ns = (1 << 61) / problem.len().max(1) as u64;
         let before = Rows::collect(walk.before.into_iter());
         Repeats {
             persistent_bytes: graph.persistent_bytes(),
-            time_ns: graph.program_order().iter().map(|&id| operator_ns(graph, id)).collect(),
+            time_ns: graph.program_order().iter().map(|&id| operator_ns(graph, id).min(most_ns)).collect(),
             once: walk.once,
             after: before.transposed(problem.len()),
             before,
