@@ -77,6 +77,26 @@ def test_a_whole_step_takes_the_order_of_its_plan() -> None:
     assert_same_bits(before, outcome(module, args))
 
 
+@pytest.mark.parametrize("share", [0.8, 0.6, 0.5])
+def test_nodes_run_again_where_a_limit_asks_for_it(share: float) -> None:
+    step, args = momentum_step()
+    module = make_fx(step, tracing_mode="fake")(*args)
+    before, nodes = outcome(module, args), len(module.graph.nodes)
+    plain = roam.optimize(module)
+    local_bytes = plain.total_bytes - plain.persistent_bytes
+    limit_bytes = plain.persistent_bytes + int(share * local_bytes)
+    plan = roam.optimize(module, memory_limit_bytes=limit_bytes)
+    assert plan.total_bytes <= limit_bytes
+    assert plan.recomputation is not None
+    with torch.no_grad():
+        plan.apply(module)
+        peak_bytes = measure_peak(lambda: module(*args), device="cpu").peak_bytes
+    assert peak_bytes <= plan.total_bytes - plan.persistent_bytes
+    assert len(module.graph.nodes) > nodes
+    step, args = momentum_step()
+    assert_same_bits(before, outcome(module, args))
+
+
 def test_a_node_that_calls_several_kernels_is_one_operator() -> None:
     net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8), torch.nn.ReLU())
     batch = (torch.randn(16, 8),)

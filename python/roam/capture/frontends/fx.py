@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule, Node, map_arg
 
 from roam._core import Graph, GraphBuilder, Plan, verify
 from roam.capture.frontends.aot import GraphInput, NodePlaces, replay
@@ -24,6 +24,7 @@ from roam.capture.tracing.recorder import Recorder
 from roam.errors import CaptureError, PlanError
 from roam.program.ir import Program, Ref
 from roam.program.lower import device_of, kinds_of
+from roam.program.repeatable import repeats
 from roam.torch_compat.private import FakeTensorMode, c_pointer, disable_current_modes, pytree
 
 
@@ -52,6 +53,8 @@ def apply(plan: Plan, module: Any) -> Any:
     wherever memory does not fragment. The plan's pool is not applied: kernels get their memory from
     PyTorch's allocator.
 
+    Where operators run again, their nodes are copied.
+
     Args:
         plan: of `graph_of` of the same module, for one stream.
         module: is changed, and recompiled.
@@ -67,6 +70,8 @@ def apply(plan: Plan, module: Any) -> Any:
             code="streams",
         )
     nodes = module.graph
+    if plan.recomputation is not None:
+        lowered = lowered.expanded([int(number) for number in plan.recomputation["sequence"]])
     for node in lowered.in_order(plan.order.tolist()):
         nodes.output_node().prepend(node)
     nodes.lint()
@@ -94,6 +99,43 @@ class _Lowered:
         operators = [node for node, span in spans.items() if span]
         nodes = [node for node in module.graph.nodes if node.op != "output"]
         return cls(nodes, operators, _lower(program, spans, type(module).__name__))
+
+    def expanded(self, sequence: list[int]) -> _Lowered:
+        """The nodes with those that run again copied, each after the latest run before it of what
+        it uses.
+        """
+        graph = self.nodes[0].graph
+        latest: dict[Node, Node] = {}
+        copies: list[Node] = []
+        numbered = set(self.operators)
+
+        def copied(node: Node) -> Node:
+            with graph.inserting_before(graph.output_node()):
+                copies.append(graph.node_copy(node, used))
+            return copies[-1]
+
+        def used(node: Node) -> Node:
+            known = latest.get(node, node)
+            is_current = node in numbered or known.all_input_nodes == [
+                used(given) for given in node.all_input_nodes
+            ]
+            if not is_current:
+                known = latest[node] = copied(node)
+            return known
+
+        runs: list[Node] = []
+        given: dict[Node, Any] = {}
+        for number in sequence:
+            node = self.operators[number]
+            if node in given:
+                latest[node] = copied(node)
+                runs.append(latest[node])
+            else:
+                given[node] = map_arg((node.args, node.kwargs), used)
+                runs.append(node)
+        for node, (args, kwargs) in given.items():
+            node.args, node.kwargs = args, kwargs
+        return _Lowered([*self.nodes, *copies], runs, self.graph)
 
     def in_order(self, order: list[int]) -> Iterator[Node]:
         """All nodes; those that call no kernel come as soon as they can, and hold no memory of
@@ -250,8 +292,12 @@ def _lower(program: Program, spans: dict[Node, range], name: str) -> Graph:
         if maker is not None:
             made[maker].append(tensors[number])
     waits = _waits(operators, list(spans))
+    again = repeats(program)
     for node, number in operators.items():
         calls = [program.calls[index] for index in spans[node]]
+        is_repeatable = all(
+            (repeat := again[index]) is not None and not repeat.first_only for index in spans[node]
+        )
         touched = {program.storage_of(slot) for call in calls for slot in call.refs()}
         mutated = {program.storage_of(slot) for call in calls for slot in call.mutates}
         creates = made[number]
@@ -271,10 +317,11 @@ def _lower(program: Program, spans: dict[Node, range], name: str) -> Graph:
             mutates=changed,
             workspace_bytes=inner_bytes[number],
             phase=calls[0].phase,
-            sequence="random" if any(call.random for call in calls) else None,
+            sequence="random" if not is_repeatable and any(call.random for call in calls) else None,
             module=source.module,
             file=source.file,
             line=source.line,
+            repeatable=is_repeatable,
         )
         for before in waits[node]:
             builder.control(before, number)
