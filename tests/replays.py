@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import pytest
+
+import roam
 from roam.program.lower import Lowering
+from roam.runtime import strategy
 
 
 class _Walk:
@@ -121,3 +125,35 @@ def extra_runs(lowering: Lowering, sequence: list[int]) -> list[Any]:
         for index in sequence
         if index in seen or seen.add(index)  # type: ignore[func-returns-value]
     ]
+
+
+class HandMade:
+    """Stands for a plan of a graph in which operators run again by a sequence of the test's."""
+
+    def __init__(self, graph: roam.Graph, sequence: list[int]) -> None:
+        self.recomputation = {
+            "sequence": sequence, "extra_s": 0.25, "step_s": 1.0, "least_extra_s": 0.2, "floor_bytes": 1,
+        }  # fmt: skip
+        self._expanded = graph.expanded(sequence)
+
+    def expanded(self, graph: roam.Graph) -> tuple[roam.Graph, roam.Plan]:
+        return self._expanded, roam.optimize(self._expanded, exact="off")
+
+
+def planning(
+    monkeypatch: pytest.MonkeyPatch, sequence_of: Callable[[Lowering], list[int]]
+) -> list[list[int]]:
+    """Has every limit met by hand-made sequences; they are in the list as they are used."""
+    used: list[list[int]] = []
+    within, planned = strategy._Chooser._within_by, strategy._Chooser._planned
+
+    def lowered(self: Any, limit_bytes: int, lowering: Lowering, *how: Any) -> Any:
+        used.append(sequence_of(lowering))
+        return within(self, limit_bytes, lowering, *how)
+
+    def made(self: Any, graph: roam.Graph, enough_bytes: int, limit: int | None = None) -> Any:
+        return planned(self, graph, enough_bytes) if limit is None else HandMade(graph, used[-1])
+
+    monkeypatch.setattr(strategy._Chooser, "_within_by", lowered)
+    monkeypatch.setattr(strategy._Chooser, "_planned", made)
+    return used

@@ -55,6 +55,11 @@ class MemoryLimit:
             raise ValueError(f"memory must be {_ALLOWED}; not {value!r}")
         return cls._checked(value, cls(size_bytes=int(number * unit)), number)
 
+    @property
+    def is_auto(self) -> bool:
+        """Whether it is what the device has."""
+        return self.size_bytes is None and self.share is None
+
     @classmethod
     def _checked(cls, value: object, limit: MemoryLimit, number: float) -> MemoryLimit:
         if not 0 < number < 2**63 or (limit.size_bytes is not None and limit.size_bytes >= 2**63):

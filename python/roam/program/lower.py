@@ -96,6 +96,7 @@ class Lowering:
         self._name, self._device, self._notes, self._estimate = name, device, notes, estimate
         self._workspaces = workspaces or {}
         self._sequence: Sequence[int] = range(len(program.calls))
+        self._is_again: Sequence[bool] = [False] * len(program.calls)
         self._sizes = [storage.size_bytes for storage in program.storages]
         self.repeats: list[Repeat | None]
         self.operators: list[_Operator]
@@ -147,7 +148,8 @@ class Lowering:
         expanded = expand(self.program, self.repeats, sequence)
         program, storage_of = expanded.program, expanded.storage_of
         result = copy.copy(self)
-        result.program, result._sequence = program, expanded.sequence
+        result.program = program
+        result._sequence, result._is_again = expanded.sequence, expanded.is_again
         result.placed = [
             _placed(self.placed[index], self.program.calls[index], call)
             for index, call in zip(sequence, program.calls, strict=True)
@@ -171,6 +173,14 @@ class Lowering:
         result._controls = list(expanded.latest(self._controls))
         result.operators = list(_operators(program))
         return result
+
+    @property
+    def extra_runs(self) -> int:
+        """How many calls run again, views not counted."""
+        return sum(
+            is_again and bool(operator.creates or operator.mutates)
+            for is_again, operator in zip(self._is_again, self.operators, strict=True)
+        )
 
     def places(self, calls: Container[int]) -> frozenset[int]:
         """The runs of calls of the original program, where this is one by a sequence."""

@@ -15,8 +15,10 @@ from roam.capture.tracing.branch_answers import Answers, Seen, watching
 from roam.capture.tracing.tracer import is_tracing
 from roam.errors import CaptureError, ExecutionError
 from roam.garbage import collections_wait
+from roam.memory_limit import MemoryLimit
 from roam.own_code import compiled_step
 from roam.program.ir import Program
+from roam.runtime.available import available_bytes
 from roam.runtime.captures import BUCKETS, MANY, Captured, Captures, call_key
 from roam.runtime.divergence import PlannedValues
 from roam.runtime.log import logger
@@ -46,6 +48,7 @@ def compile(
     poison: bool = False,
     streams: int = 1,
     max_plans: int = MAX_PLANS,
+    memory: int | str | None = None,
 ) -> Step:
     """Compiles a training step: the result has the function's signature, runs by a plan, and gives
     eager PyTorch's bits.
@@ -75,9 +78,17 @@ def compile(
             dropped, and made anew when they are needed again. `Step.kept` tells what each costs.
         streams: on CUDA, how many streams may run operators side by side. More take more memory,
             but never more than eager.
+        memory: the most that every step may take in all, parameters and optimizer state included:
+            bytes, text such as ``"12GiB"``, a share such as ``"60%"`` of what the plan without
+            recomputation takes, or ``"auto"`` for what the device has when the step is planned. If
+            order and layout need more, operators whose results are the same bits run again. See
+            docs/how-to/memory-budget.md.
 
     Raises:
         CaptureError: at a call, where the step cannot be captured exactly.
+        PlanError: at a call, where no plan keeps within `memory` (code ``memory_floor``), or none
+            was found (code ``memory_limit_not_found``). Nothing has run then.
+        ValueError: an argument makes no sense.
         ExecutionError: at a call that no plan fits (``on_change="raise"``), or where running
             failed.
 
@@ -89,7 +100,15 @@ def compile(
         raise ValueError("a plan for several streams needs the pool, which poison cannot watch")
     if max_plans < 1:
         raise ValueError(f"max_plans is at least 1, not {max_plans}")
-    options = Options(time_limit_s=time_limit_s, pool=pool, poison=poison, streams=streams)
+    if streams > 1 and memory is not None:
+        raise ValueError("a memory limit is for plans of one stream; leave streams= or memory= out")
+    options = Options(
+        time_limit_s=time_limit_s,
+        pool=pool,
+        poison=poison,
+        streams=streams,
+        memory=None if memory is None else MemoryLimit.of(memory),
+    )
     return Step(
         train_step, on_change=on_change, keep_grads=keep_grads, options=options, max_plans=max_plans
     )
@@ -452,6 +471,11 @@ class Step:
         """What runs the first step, if there is one, and the later ones."""
         known = [runner for captured in self._captures for runner in captured.runners]
         runners: list[Runner] = []
+        memory, device_bytes = self._options.memory, None
+        if memory is not None and memory.is_auto:
+            now = step.first or step.steady
+            assert now is not None, "one of them is there"
+            device_bytes = available_bytes(now.device, now.graph.persistent_bytes)
         for variant in filter(None, (step.steady, step.first)):
             # The process has to have room for later steps anyway, and so a first one is not
             # searched below that.
@@ -465,8 +489,12 @@ class Step:
                 earlier=[runner.choice for runner in known],
                 enough_bytes=enough_bytes,
                 guards=[runner.state_guard for runner in known],
+                memory=memory,
+                device_bytes=device_bytes,
             )
             runners.insert(0, runner)
+            if (limit_bytes := runner.choice.memory_limit_bytes) is not None:
+                memory = MemoryLimit(size_bytes=limit_bytes)  # one for all steps
         return runners
 
     def _refuse_after_partial_update(self) -> None:

@@ -52,6 +52,8 @@ class Executor:
         proven: whether tests have established, with this very PyTorch, that the placed kernels give
             the ordinary bits. If not, the first run compares them, and what differs is run as ever
             from then on.
+        shrinks: a pool, which may be none of the plan's, and how large other steps may have made it
+            for this one to run.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class Executor:
         streams: Streams | None = None,
         poison: bool = False,
         proven: bool = True,
+        shrinks: tuple[Pool, int] | None = None,
     ) -> None:
         self.program = program
         self.bindings = Bindings(program, placed, plan, pool=pool, poison=poison)
@@ -73,6 +76,7 @@ class Executor:
         self._plan = plan
         self._streams = streams
         self._proven = proven
+        self._shrinks = shrinks
         self._watcher: PlannedValues | None = None
 
     def watch(self, watcher: PlannedValues | None) -> None:
@@ -85,8 +89,11 @@ class Executor:
         """Around a run: keeps the pool, if there is one, with as many bytes as the plan needs; see
         `Pool.held`.
         """
-        pool = self.bindings.pool
-        return nullcontext() if pool is None else pool.held(self.bindings.pool_bytes)
+        if self._shrinks is not None:
+            pool, most_bytes = self._shrinks
+            return pool.held(self.bindings.pool_bytes, most_bytes)
+        pool_used = self.bindings.pool
+        return nullcontext() if pool_used is None else pool_used.held(self.bindings.pool_bytes)
 
     def run(self, inputs: list[Any]) -> tuple[Any, list[Any], list[Any], list[Any]]:
         """What `Bindings.outgoing` says; None for what was left out.

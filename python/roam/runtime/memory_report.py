@@ -106,6 +106,13 @@ class StepMemory:
         eager_measured_bytes: the same when the user's own function runs; None until
             `Step.measured_eagerly`.
         eager_workspace_bytes: the part of it that kernels allocated for themselves; None on CUDA.
+        limit_bytes: the most that the step may take (``memory=`` of `roam.compile`); None where
+            nobody set a limit.
+        floor_bytes: no plan, whatever it runs again, takes less; None where nothing runs again.
+        extra_runs: how many operators run again to keep within the limit, views not counted.
+        extra_s: seconds that they take by plan.
+        least_extra_s: no plan within the limit has extra runs that take less, by plan.
+        step_s: seconds of the step without them, by plan; 0 where nothing runs again.
     """
 
     uses_pool: bool
@@ -120,11 +127,17 @@ class StepMemory:
     workspace_bytes: int | None = None
     eager_measured_bytes: int | None = None
     eager_workspace_bytes: int | None = None
+    limit_bytes: int | None = None
+    floor_bytes: int | None = None
+    extra_runs: int = 0
+    extra_s: float = 0.0
+    least_extra_s: float = 0.0
+    step_s: float = 0.0
 
     @classmethod
     def planned(cls, choice: Choice) -> StepMemory:
         """What a choice promises; nothing is measured yet."""
-        plan = choice.plan
+        plan, again = choice.plan, choice.recomputation
         pool_bytes = plan.pool_bytes if choice.uses_pool else 0
         return cls(
             uses_pool=choice.uses_pool,
@@ -135,6 +148,12 @@ class StepMemory:
             run_bytes=choice.total_bytes,
             program_order_bytes=choice.eager_bytes,
             totals=choice.totals,
+            limit_bytes=choice.memory_limit_bytes,
+            floor_bytes=None if again is None else again.floor_bytes,
+            extra_runs=0 if again is None else again.runs,
+            extra_s=0.0 if again is None else again.extra_s,
+            least_extra_s=0.0 if again is None else again.least_extra_s,
+            step_s=0.0 if again is None else again.step_s,
         )
 
     @property
@@ -161,6 +180,8 @@ class StepMemory:
                 "the most alive at once inside the step and not in the pool",
             ),
             ("total", self.total_bytes, "persistent + pool + unpooled"),
+            ("limit", self.limit_bytes, "the most that a step may take"),
+            ("floor", self.floor_bytes, "no plan, whatever it runs again, takes less"),
             (
                 "run",
                 self.run_bytes,
@@ -199,4 +220,14 @@ class StepMemory:
             if size is not None
         ]
         tried = [(f"by {name}", f"{size:,}", format_bytes(size)) for name, size in self.totals]
-        return "\n\n".join(columns(block, right=(1, 2)) for block in (known, tried)) + "\n"
+        blocks = [columns(block, right=(1, 2)) for block in (known, tried)]
+        if self.extra_runs:
+            extra, least = (
+                f"{seconds / max(self.step_s, 1e-9):.1%}"
+                for seconds in (self.extra_s, self.least_extra_s)
+            )
+            blocks.append(
+                f"{self.extra_runs:,} operators run again, for {extra} of the step's time by plan; no "
+                f"plan within the limit recomputes less than {least}"
+            )
+        return "\n\n".join(blocks) + "\n"

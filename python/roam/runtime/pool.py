@@ -47,13 +47,16 @@ class Pool:
         return self._storage.nbytes()
 
     @contextmanager
-    def held(self, size_bytes: int) -> Iterator[None]:
-        """Keeps other steps out, with at least that many bytes allocated.
+    def held(self, size_bytes: int, most_bytes: int | None = None) -> Iterator[None]:
+        """Keeps other steps out, with at least `size_bytes` allocated, and no more than
+        `most_bytes`.
 
         Raises:
             ExecutionError: where there is not as much memory; nothing has been changed.
         """
         with self._lock:
+            if most_bytes is not None and self.nbytes > most_bytes:
+                self._storage.resize_(0)
             self._reserve(size_bytes)
             self._follow_stream()
             yield

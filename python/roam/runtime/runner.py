@@ -15,6 +15,7 @@ from roam.capture.tracing.rng import watched
 from roam.errors import ExecutionError
 from roam.interrupts import interrupts_wait
 from roam.kernels.table import is_proven
+from roam.memory_limit import MemoryLimit
 from roam.program.checks import CheckFailed
 from roam.program.ir import Call, Program, TensorMeta
 from roam.runtime.divergence import PlannedValues
@@ -81,6 +82,8 @@ class Runner:
         earlier: Sequence[Choice] = (),
         enough_bytes: int = 0,
         guards: Iterable[StateGuard] = (),
+        memory: MemoryLimit | None = None,
+        device_bytes: int | None = None,
     ) -> None:
         """Plans the variant.
 
@@ -88,6 +91,8 @@ class Runner:
             earlier: how other variants of the step run.
             enough_bytes: a total that needs no search below it.
             guards: of others, of which one is taken that compares the same.
+            memory: the most that the step may take.
+            device_bytes: what the device has for it, for a limit that is that.
         """
         if options.streams > 1 and variant.device.type != "cuda":
             raise ExecutionError(
@@ -105,6 +110,8 @@ class Runner:
             is_real=is_real,
             earlier=earlier,
             enough_bytes=enough_bytes,
+            memory=memory,
+            device_bytes=device_bytes,
             timings=timings,
         )
         program = self._program = choice.program
@@ -113,6 +120,10 @@ class Runner:
         logger.info("%s: %s", self.name, choice)
         self._device = variant.device
         self._pool = Pool.of(variant.device) if choice.uses_pool else None
+        shrinks = None
+        if choice.memory_limit_bytes is not None:
+            spare_bytes = choice.memory_limit_bytes - choice.total_bytes
+            shrinks = Pool.of(variant.device), self.memory.pool_bytes + max(spare_bytes, 0)
         streams = None
         if len(set(self.plan.streams.tolist())) > 1:
             streams = CudaStreams(variant.device, options.streams, len(self.plan.syncs))
@@ -124,6 +135,7 @@ class Runner:
             streams=streams,
             poison=options.poison,
             proven=is_proven(variant.device.type),
+            shrinks=shrinks,
         )
         self._owners = [owner for owner, _ in program.owned]
         # Gradients that a run uses up are kept until it is done: it may fail, and be tried again.

@@ -15,7 +15,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -27,6 +27,7 @@ from roam.garbage import collections_wait
 from roam.kernels.calls import Placed, copyable_calls, placed_calls
 from roam.kernels.fusion import fused
 from roam.kernels.workspace import known, workspaces
+from roam.memory_limit import MemoryLimit
 from roam.program.ir import Program
 from roam.program.lower import Lowering
 from roam.runtime.estimate import Estimator
@@ -70,6 +71,26 @@ class Options:
     pool: bool | None = None
     poison: bool = False
     streams: int = 1
+    memory: MemoryLimit | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Recomputation:
+    """What runs again so that a plan keeps within a limit.
+
+    Attributes:
+        runs: how many calls run again, views not counted.
+        extra_s: seconds that they take, as measured or by the model of time.
+        step_s: seconds of the step without them.
+        least_extra_s: no plan within the limit has extra runs that take less.
+        floor_bytes: no plan, whatever it runs again, takes less in all.
+    """
+
+    runs: int
+    extra_s: float
+    step_s: float
+    least_extra_s: float
+    floor_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +116,9 @@ class Choice:
             allocator's, where that was tried.
         lowered: the step as it was captured and `program`, lowered, for choices of other sizes;
             where the plan was searched.
+        memory_limit_bytes: the most that the step may take; None where nobody set a limit.
+        recomputation: what runs again; None where nothing has to. Then calls of `program` are runs
+            of the captured step's.
     """
 
     program: Program
@@ -109,6 +133,8 @@ class Choice:
     is_searched: bool = True
     totals: tuple[tuple[str, int], ...] = ()
     lowered: tuple[Lowering | None, Lowering | None] = (None, None)
+    memory_limit_bytes: int | None = None
+    recomputation: Recomputation | None = None
 
     @property
     def total_bytes(self) -> int:
@@ -150,6 +176,15 @@ class Choice:
             f"{planned:.1f} MiB by plan, {'with' if self.uses_pool else 'without'} a pool; "
             f"{program_order:.1f} MiB in program order; at least {least:.1f} MiB in any plan; "
             f"parameters, state and batch not counted: {beside:.1f} MiB"
+            f"{'' if self.recomputation is None else self._recomputed()}"
+        )
+
+    def _recomputed(self) -> str:
+        again = self.recomputation
+        assert again is not None
+        return (
+            f"; {again.runs:,} operators run again to keep within {self.memory_limit_bytes:,} bytes "
+            f"in all, for {again.extra_s / max(again.step_s, 1e-9):.1%} of the step's time"
         )
 
 
@@ -167,9 +202,12 @@ def choose(
     is_real: bool = True,
     earlier: Iterable[Choice] = (),
     enough_bytes: int = 0,
+    memory: MemoryLimit | None = None,
+    device_bytes: int | None = None,
     timings: Timings | None = None,
 ) -> Choice:
-    """The way of the least total.
+    """The way of the least total; if that is above a limit, a plan within it in which calls run
+    again.
 
     Args:
         variant: a captured step.
@@ -182,13 +220,18 @@ def choose(
         earlier: choices of the same step for other sizes. Where one has the same calls, its way and
             its order are tried first, and nothing is searched if they do as well as they did.
         enough_bytes: a total that the process needs anyway: no search goes on below it.
+        memory: the most that the step may take.
+        device_bytes: what the device has for it, for a limit that is that.
         timings: what this takes is added to it.
+
+    Raises:
+        PlanError: there is no plan within the limit (code ``memory_floor``), or none was found
+            (code ``memory_limit_not_found``).
     """
     timings = timings or Timings()
     with collections_wait(), timings.running(timings.plan):
-        return _Chooser(variant, time_limit_s, streams, enough_bytes, timings).choose(
-            pool, is_real, earlier
-        )
+        chooser = _Chooser(variant, time_limit_s, streams, enough_bytes, timings)
+        return chooser.choose(pool, is_real, earlier, memory, device_bytes)
 
 
 class _Chooser:
@@ -208,7 +251,14 @@ class _Chooser:
         self._enough_bytes = enough_bytes
         self._timings = timings
 
-    def choose(self, pool: bool | None, is_real: bool, earlier: Iterable[Choice]) -> Choice:
+    def choose(
+        self,
+        pool: bool | None,
+        is_real: bool,
+        earlier: Iterable[Choice],
+        memory: MemoryLimit | None,
+        device_bytes: int | None,
+    ) -> Choice:
         variant = self._variant
         program, placed = variant.program, variant.placed
         taken = self._workspaces(program, placed) if is_real else None
@@ -237,12 +287,22 @@ class _Chooser:
         like = min(
             alike, key=lambda one: abs(math.log(one.eager_bytes / eager_bytes)), default=None
         )
-        if (
-            like is not None
-            and self._streams == 1
-            and (again := self._as_before(like, lowering, made)) is not None
-        ):
-            return again
+        best = None
+        if like is not None and self._streams == 1:
+            best = self._as_before(like, lowering, made)
+        if best is None:
+            best = self._best_way(lowering, made, pool, eager_bytes)
+        if memory is None:
+            return best
+        limit_bytes = memory.in_bytes(best.total_bytes, device_bytes)
+        if best.total_bytes > limit_bytes:
+            best = self._within(limit_bytes, lowering, best, pool)
+        return replace(best, memory_limit_bytes=limit_bytes)
+
+    def _best_way(
+        self, lowering: Lowering, made: Callable[..., Choice], pool: bool | None, eager_bytes: int
+    ) -> Choice:
+        """The best of the ways with and without a pool."""
         graph = lowering.graph(pool=False)
         plan = self._planned(graph, self._enough_bytes)
         ordinary = made(graph, plan, False)
@@ -267,11 +327,89 @@ class _Chooser:
             names.append(name)
             if self._streams > 1 or pooled[-1].total_bytes <= enough_bytes:
                 break
-        best = _best(pooled, variant.runs_once) if pooled else ordinary
+        best = _best(pooled, self._variant.runs_once) if pooled else ordinary
         if pool is None and best.total_bytes > most:
             best = ordinary
         totals = zip(names, [choice.total_bytes for choice in (ordinary, *pooled)], strict=True)
         return replace(best, totals=tuple(totals))
+
+    def _within(
+        self, limit_bytes: int, lowering: Lowering, best: Choice, pool: bool | None
+    ) -> Choice:
+        """A plan within a limit in which calls run again: in the pool if `best`, which is above the
+        limit, runs there, and if not, or if none is found, without. Without a pool the limit may be
+        kept anyway.
+        """
+        ordinary_bytes = dict(best.totals).get("allocator", best.total_bytes)
+        if best.uses_pool and (pool or ordinary_bytes > limit_bytes):
+            try:
+                return self._within_by(limit_bytes, lowering, best, best.copied_in)
+            except PlanError as error:
+                if pool or not error.code.startswith("memory_"):
+                    raise
+        return self._within_by(limit_bytes, lowering, best, None)
+
+    def _within_by(
+        self,
+        limit_bytes: int,
+        lowering: Lowering,
+        best: Choice,
+        copied_in: frozenset[int] | None,
+    ) -> Choice:
+        """The same with a pool into which the results of some calls are copied, or, where that is
+        None, without one.
+        """
+        uses_pool = copied_in is not None
+        graph = lowering.graph(copied_in=copied_in, pool=uses_pool)
+        try:
+            plan = self._planned(graph, 0, limit_bytes)
+        except PlanError as error:
+            if not error.code.startswith("memory_"):
+                raise
+            raise PlanError(
+                f"{self._variant.name}: {error}. Without recomputation it takes {best.total_bytes} "
+                "bytes",
+                code=error.code,
+                operator=error.operator,
+                position=error.position,
+                source=error.source,
+            ) from None
+        again = plan.recomputation
+        if again is None:  # a pool, or a search that ended early, was what took more
+            return replace(
+                best,
+                graph=graph,
+                plan=plan,
+                uses_pool=uses_pool,
+                copied_in=copied_in or frozenset(),
+            )
+        expanded = lowering.expanded([int(index) for index in again["sequence"]])
+        copied_in = None if copied_in is None else expanded.places(copied_in)
+        graph, plan = plan.expanded(graph)
+        if expanded.graph(copied_in=copied_in, pool=uses_pool).digest != graph.digest:
+            raise PlanError(
+                "the program with extra runs is another than the plan's; please report it",
+                code="self_check",
+            )
+        _core.verify(graph, plan)
+        name = "pool" if uses_pool else "allocator"
+        return replace(
+            best,
+            program=expanded.program,
+            placed=cast(list[Placed | None], expanded.placed),
+            graph=graph,
+            plan=plan,
+            uses_pool=uses_pool,
+            copied_in=copied_in or frozenset(),
+            totals=(*best.totals, (f"{name}, running operators again", plan.total_bytes)),
+            recomputation=Recomputation(
+                runs=expanded.extra_runs,
+                extra_s=again["extra_s"],
+                step_s=again["step_s"],
+                least_extra_s=again["least_extra_s"],
+                floor_bytes=again["floor_bytes"],
+            ),
+        )
 
     def _as_before(
         self, like: Choice, lowering: Lowering, made: Callable[..., Choice]
@@ -361,10 +499,12 @@ class _Chooser:
             like=like,
         )
 
-    def _planned(self, graph: Graph, enough_bytes: int) -> Plan:
+    def _planned(
+        self, graph: Graph, enough_bytes: int, memory_limit_bytes: int | None = None
+    ) -> Plan:
         """A plan of a graph, verified; of equal graphs the same."""
         worth_bytes = int(max(_UNNOTICED_BYTES, _NEAR * graph.persistent_bytes))
-        key = graph.digest, self._streams, enough_bytes, worth_bytes
+        key = graph.digest, self._streams, enough_bytes, worth_bytes, memory_limit_bytes
         plan = _known.get(key) if self._deadline is None else None
         if plan is None:
             left = None if self._deadline is None else max(self._deadline - time.monotonic(), 0.0)
@@ -375,6 +515,7 @@ class _Chooser:
                 time_limit_s=left,
                 enough_bytes=enough_bytes,
                 worth_bytes=worth_bytes,
+                memory_limit_bytes=memory_limit_bytes,
             )
             self._timings.plan.count += 1
             if self._deadline is None:

@@ -1,0 +1,75 @@
+"""How much memory a device has for a step."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from roam.runtime.pool import Pool
+
+_GROUPS = Path("/sys/fs/cgroup")
+_UNLIMITED = 2**62
+"""Control groups without a limit say `max`, or a number about as large as there is."""
+
+
+def available_bytes(device: torch.device, held_bytes: int) -> int | None:
+    """Bytes that a step may take in all: what is free now, and what it holds already.
+
+    Args:
+        device: where the step runs.
+        held_bytes: what exists before the step, the batch included.
+
+    Returns:
+        None where nobody can tell.
+    """
+    if device.type == "cuda" and torch.cuda.is_available():
+        free, _ = torch.cuda.mem_get_info(device)
+        # What the allocator holds and nobody uses is free for the step, too.
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return free + unused + held_bytes + Pool.of(device).nbytes
+    if device.type != "cpu":
+        return None
+    free_bytes = min([*_free_in_groups(), *_free_in_system()], default=None)
+    return None if free_bytes is None else free_bytes + held_bytes + Pool.of(device).nbytes
+
+
+def _free_in_system() -> Iterator[int]:
+    """What processes may still take without swapping."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        found = dict(line.split(":", 1) for line in lines)
+        yield int(found["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        try:
+            yield os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        except (AttributeError, OSError, ValueError):
+            return
+
+
+def _free_in_groups() -> Iterator[int]:
+    """What the control groups of the process leave it."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            root, names = _GROUPS, ("memory.max", "memory.current")
+        elif "memory" in controllers.split(","):
+            root, names = _GROUPS / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        else:
+            continue
+        group = root / path.lstrip("/")
+        for folder in (group, *group.parents):
+            if not folder.is_relative_to(root):
+                break
+            try:
+                limit, used = (int((folder / name).read_text()) for name in names)
+            except (OSError, ValueError):  # there is none, or it is `max`
+                continue
+            if limit < _UNLIMITED:
+                yield max(limit - used, 0)
