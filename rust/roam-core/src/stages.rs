@@ -38,7 +38,8 @@ pub struct Needs {
 /// Sequences of at most `limit_bytes`, persistent tensors left out, cheapest first. `order` is an
 /// order that the graph permits.
 pub fn recompute(graph: &Graph, order: &[OperatorId], limit_bytes: u64) -> Vec<Found> {
-    recompute::search(graph, order, limit_bytes, &Watch::default())
+    let least = recompute::least_time::least_extra_ns(graph, limit_bytes + graph.persistent_bytes());
+    recompute::search(graph, order, limit_bytes, least.ns.unwrap_or(0), &Watch::default())
 }
 
 impl Ordered {

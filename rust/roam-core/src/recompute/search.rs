@@ -36,6 +36,10 @@ const LOCAL_WORK: u64 = 80_000_000;
 /// The local search ends after so many attempts that improve nothing.
 const MOST_IN_VAIN: usize = 300;
 
+/// The search ends within this share of the least extra time and that share of the step's.
+const WORTHWHILE: u64 = 100;
+const WORTHWHILE_OF_STEP: u64 = 5000;
+
 /// By which tensors are dropped when there is no room: the powers of bytes, gap and time, in
 /// halves. Found on training steps of transformers, convolutional networks and U-Nets.
 const FORCED: [[u8; 3]; 8] = [[2, 2, 2], [2, 1, 2], [2, 0, 2], [2, 1, 3], [1, 2, 2], [2, 2, 1], [2, 2, 4], [1, 1, 2]];
@@ -62,8 +66,14 @@ const MOST_SEARCHED: usize = 3;
 
 /// Sequences within the limit, cheapest first; empty where none was found. `order` is an order that
 /// the graph permits, without recomputation; `limit_bytes` is for everything but what is
-/// persistent.
-pub(crate) fn search(graph: &Graph, order: &[OperatorId], limit_bytes: u64, watch: &Watch) -> Vec<Found> {
+/// persistent. The search ends early near `least_ns`, below which no extra time can be.
+pub(crate) fn search(
+    graph: &Graph,
+    order: &[OperatorId],
+    limit_bytes: u64,
+    least_ns: u64,
+    watch: &Watch,
+) -> Vec<Found> {
     if order.is_empty() {
         return Vec::new();
     }
@@ -73,7 +83,7 @@ pub(crate) fn search(graph: &Graph, order: &[OperatorId], limit_bytes: u64, watc
     let bases = if late == early { vec![late] } else { vec![late, early] };
     for base in &bases {
         let model = Model::new(graph, base);
-        let mut search = Search::new(&model, limit_bytes, watch);
+        let mut search = Search::new(&model, limit_bytes, least_ns, watch);
         search.try_policies(POLICY_WORK / bases.len() as u64);
         search.improve(LOCAL_WORK / bases.len() as u64);
         found.extend(search.best.iter().map(|solution| Found {
@@ -101,7 +111,7 @@ struct Attempt {
     weight: usize,
     forced: Exponents,
     early: Option<(Exponents, f64)>,
-    /// Per class of tensors by how much they are preferred.
+    /// Per tensor by how much it is preferred.
     taste: Vec<f64>,
     rank: Rank,
 }
@@ -114,6 +124,10 @@ struct Search<'a> {
     weights: Vec<Vec<f64>>,
     /// Per tensor its class: tensors of different layers that are alike are of one class.
     class: Vec<u32>,
+    /// Tensors that can be made again and take memory.
+    droppable: Vec<u32>,
+    /// No extra time below is possible or worth more effort.
+    enough_ns: u64,
     /// The best solutions, cheapest first.
     best: Vec<Solution>,
     /// What was tried with success, cheapest first, with the cost.
@@ -122,7 +136,7 @@ struct Search<'a> {
 }
 
 impl<'a> Search<'a> {
-    fn new(model: &'a Model, limit: u64, watch: &'a Watch) -> Self {
+    fn new(model: &'a Model, limit: u64, least_ns: u64, watch: &'a Watch) -> Self {
         let places = 0..model.len() as u32;
         let runs: Vec<u32> = places.clone().filter(|&op| !model.is_late[op as usize]).collect();
         let live = Timeline::new(model, u64::MAX, &runs).live_bytes();
@@ -143,6 +157,10 @@ impl<'a> Search<'a> {
                 shares(places.map(|op| excess[op as usize] * ns(op))),
             ],
             class: classes(model),
+            droppable: (0..model.size.len() as u32)
+                .filter(|&tensor| model.can_remake[tensor as usize] && model.size[tensor as usize] > 0)
+                .collect(),
+            enough_ns: least_ns + least_ns / WORTHWHILE + model.ns.iter().sum::<u64>() / WORTHWHILE_OF_STEP,
             best: Vec::new(),
             tried: Vec::new(),
             work: 0,
@@ -151,16 +169,18 @@ impl<'a> Search<'a> {
 
     /// Whether there is no work left, or nothing to gain.
     fn is_over(&self) -> bool {
-        self.work == 0 || self.watch.check().is_err() || self.best.first().is_some_and(|best| best.extra_ns == 0)
+        self.work == 0
+            || self.watch.check().is_err()
+            || self.best.first().is_some_and(|best| best.extra_ns <= self.enough_ns)
     }
 
     /// Tries all policies of the tables.
     fn try_policies(&mut self, work: u64) {
         self.work = work;
-        let classes = self.class.iter().max().map_or(0, |&class| class as usize + 1);
+        let even = vec![1.0; self.class.len()];
         for forced in FORCED.map(exponents) {
             for weight in 0..self.weights.len() {
-                let (taste, rank) = (vec![1.0; classes], Rank::Time);
+                let (taste, rank) = (even.clone(), Rank::Time);
                 self.attempt(Attempt { weight, forced, early: None, taste, rank });
             }
         }
@@ -169,7 +189,7 @@ impl<'a> Search<'a> {
         if starts.is_empty() {
             let forced = exponents(FORCED[0]);
             starts = (0..self.weights.len())
-                .map(|weight| Attempt { weight, forced, early: None, taste: vec![1.0; classes], rank: Rank::Time })
+                .map(|weight| Attempt { weight, forced, early: None, taste: even.clone(), rank: Rank::Time })
                 .collect();
         }
         for start in starts {
@@ -214,10 +234,22 @@ impl<'a> Search<'a> {
                 });
             }
             3 => next.rank = if next.rank == Rank::Time { Rank::TimePerArea } else { Rank::Time },
-            _ => {
+            kind => {
+                if self.droppable.is_empty() {
+                    return next;
+                }
                 for _ in 0..=random.below(3) {
-                    let class = random.below(next.taste.len() as u64) as usize;
-                    next.taste[class] *= [0.25, 0.5, 0.8, 1.25, 2.0, 4.0][random.below(6) as usize];
+                    let chosen = random.below(self.droppable.len() as u64) as usize;
+                    let factor = [0.25, 0.5, 0.8, 1.25, 2.0, 4.0][random.below(6) as usize];
+                    // All that are alike, or neighbours, or one.
+                    let reach = if kind < 7 { self.droppable.len() } else { random.below(20) as usize };
+                    let class = self.class[self.droppable[chosen] as usize];
+                    let last = (chosen + reach).min(self.droppable.len() - 1);
+                    for &tensor in &self.droppable[chosen.saturating_sub(reach)..=last] {
+                        if kind > 8 || self.class[tensor as usize] == class {
+                            next.taste[tensor as usize] *= factor;
+                        }
+                    }
                 }
             }
         }
@@ -229,12 +261,11 @@ impl<'a> Search<'a> {
         if self.is_over() {
             return None;
         }
-        let taste: Vec<f64> = self.class.iter().map(|&class| attempt.taste[class as usize]).collect();
         let policy = Policy {
             forced: attempt.forced,
             early: attempt.early,
             weight: &self.weights[attempt.weight],
-            taste: &taste,
+            taste: &attempt.taste,
         };
         let granted = WORK_PER_OPERATOR * self.model.len() as u64;
         let mut work = granted;
@@ -416,7 +447,7 @@ mod tests {
             let plain = peak(&graph, order);
             for percent in [100, 80, 65, 50] {
                 let limit = plain * percent / 100;
-                for found in search(&graph, order, limit, &Watch::default()) {
+                for found in search(&graph, order, limit, 0, &Watch::default()) {
                     assert!(found.peak_bytes <= limit);
                     assert_eq!(measured(&graph, &found), (found.peak_bytes, found.extra_ns));
                     remade += usize::from(found.extra_ns > 0);
@@ -430,14 +461,14 @@ mod tests {
     fn nothing_runs_again_where_all_fits() {
         let graph = step(&mut Random::new(5), 6);
         let order = graph.program_order();
-        let found = search(&graph, order, peak(&graph, order), &Watch::default());
+        let found = search(&graph, order, peak(&graph, order), 0, &Watch::default());
         assert_eq!(found[0].extra_ns, 0);
     }
 
     #[test]
     fn a_limit_below_one_operator_finds_nothing() {
         let graph = step(&mut Random::new(5), 6);
-        assert_eq!(search(&graph, graph.program_order(), 128, &Watch::default()), []);
+        assert_eq!(search(&graph, graph.program_order(), 128, 0, &Watch::default()), []);
     }
 
     #[test]
@@ -446,6 +477,6 @@ mod tests {
         let control = crate::control::Control::default();
         control.cancel.store(true, Ordering::Relaxed);
         let order = graph.program_order();
-        assert_eq!(search(&graph, order, peak(&graph, order) / 2, &Watch::new(&control, None)), []);
+        assert_eq!(search(&graph, order, peak(&graph, order) / 2, 0, &Watch::new(&control, None)), []);
     }
 }

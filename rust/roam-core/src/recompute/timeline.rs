@@ -4,6 +4,7 @@
 use super::model::{Model, NONE};
 use crate::graph::Residency;
 use crate::segment_tree::SegmentTree;
+use std::ops::Range;
 
 /// One making of a tensor.
 #[derive(Clone, Debug)]
@@ -28,6 +29,9 @@ struct Entry {
     op: u32,
     is_extra: bool,
     is_gone: bool,
+    /// Where the instances that it uses begin, and the first that it makes; they follow each other.
+    used: u32,
+    made: u32,
     /// What reuse saves while it runs.
     saved: u64,
 }
@@ -38,10 +42,9 @@ pub(super) struct Timeline<'a> {
     model: &'a Model,
     limit: u64,
     entries: Vec<Entry>,
-    /// Per entry the instances that it uses, as `model.uses` lists them; [`NONE`] for what it
-    /// leaves alone.
-    used: Vec<Vec<u32>>,
-    made: Vec<Vec<u32>>,
+    /// The instances that entries use, as `model.uses` lists them; [`NONE`] for what they leave
+    /// alone.
+    used: Vec<u32>,
     instances: Vec<Instance>,
     live: Live,
     pub(super) extra_ns: u64,
@@ -78,35 +81,38 @@ impl<'a> Timeline<'a> {
             let before = std::mem::replace(&mut latest[tensor as usize], index);
             let (users, changes) = (Vec::new(), Vec::new());
             instances.push(Instance { tensor, start, end: start, users, changes, before, is_gone: false });
-            index
         };
         for tensor in (0..tensors as u32).filter(|&t| model.creator[t as usize] == NONE) {
             make(&mut instances, &mut latest, tensor, 0);
         }
         let mut has_run = vec![false; model.len()];
         let mut entries = Vec::with_capacity(runs.len());
-        let (mut used, mut made) = (Vec::with_capacity(runs.len()), Vec::with_capacity(runs.len()));
+        let mut used = Vec::with_capacity(4 * runs.len());
         let mut extra_ns = 0;
         for (at, &op) in runs.iter().enumerate() {
             let at = at as u32;
             let is_extra = std::mem::replace(&mut has_run[op as usize], true);
             extra_ns += if is_extra { model.again_ns[op as usize] } else { 0 };
-            let row = model.uses.row(op).iter().map(|one| {
+            let first_used = used.len() as u32;
+            for one in model.uses.row(op) {
                 if is_extra && one.first_only {
-                    return NONE;
+                    used.push(NONE);
+                    continue;
                 }
-                let instance = latest[one.tensor as usize];
-                instances[instance as usize].users.push(at);
+                let index = latest[one.tensor as usize];
+                let instance = &mut instances[index as usize];
+                instance.users.push(at);
                 if one.mutates {
-                    instances[instance as usize].changes.push(at);
+                    instance.changes.push(at);
                 }
-                instances[instance as usize].end = at;
-                instance
-            });
-            used.push(row.collect::<Vec<_>>());
-            let row = model.creates.row(op).iter().map(|&tensor| make(&mut instances, &mut latest, tensor, at));
-            made.push(row.collect::<Vec<_>>());
-            entries.push(Entry { op, is_extra, is_gone: false, saved: 0 });
+                instance.end = at;
+                used.push(index);
+            }
+            let made = instances.len() as u32;
+            for &tensor in model.creates.row(op) {
+                make(&mut instances, &mut latest, tensor, at);
+            }
+            entries.push(Entry { op, is_extra, is_gone: false, used: first_used, made, saved: 0 });
         }
         let last = runs.len() as u32 - 1;
         for instance in &mut instances {
@@ -114,8 +120,7 @@ impl<'a> Timeline<'a> {
                 instance.end = last;
             }
         }
-        let mut timeline =
-            Timeline { model, limit, used, made, instances, live: Live::new(Vec::new()), extra_ns, entries };
+        let mut timeline = Timeline { model, limit, used, instances, live: Live::new(Vec::new()), extra_ns, entries };
         for at in 0..=last {
             timeline.entries[at as usize].saved = timeline.saving(at);
         }
@@ -149,6 +154,18 @@ impl<'a> Timeline<'a> {
         self.entries.iter().filter(|entry| !entry.is_gone).map(|entry| entry.op).collect()
     }
 
+    /// Where the instances that the entry uses lie in `used`.
+    fn used(&self, at: u32) -> Range<usize> {
+        let entry = &self.entries[at as usize];
+        entry.used as usize..entry.used as usize + self.model.uses.row(entry.op).len()
+    }
+
+    /// The instances that the entry makes.
+    fn made(&self, at: u32) -> Range<u32> {
+        let entry = &self.entries[at as usize];
+        entry.made..entry.made + self.model.creates.row(entry.op).len() as u32
+    }
+
     /// What reuse saves while the entry runs: disjoint pairs of an input that dies there and an
     /// output.
     fn saving(&self, at: u32) -> u64 {
@@ -160,7 +177,7 @@ impl<'a> Timeline<'a> {
         let dies = |&&(input, _): &&(u32, u32)| {
             let row = self.model.uses.row(entry.op);
             row.binary_search_by_key(&input, |one| one.tensor).is_ok_and(|place| {
-                let instance = self.used[at as usize][place];
+                let instance = self.used[entry.used as usize + place];
                 instance != NONE && self.instances[instance as usize].end == at
             })
         };
@@ -181,7 +198,7 @@ impl<'a> Timeline<'a> {
             let mut extra: Vec<(f64, u32)> = (0..self.entries.len() as u32)
                 .filter(|&at| {
                     let entry = &self.entries[at as usize];
-                    entry.is_extra && !entry.is_gone && !self.made[at as usize].is_empty()
+                    entry.is_extra && !entry.is_gone && !self.made(at).is_empty()
                 })
                 .map(|at| (self.rank(at, rank), at))
                 .collect();
@@ -210,7 +227,7 @@ impl<'a> Timeline<'a> {
 
     /// Bytes times entries that keeping alive what the extra run makes would take.
     fn area(&self, at: u32) -> u64 {
-        let area = |&instance: &u32| {
+        let area = |instance: u32| {
             let one = &self.instances[instance as usize];
             if one.before == NONE {
                 return 0;
@@ -218,7 +235,7 @@ impl<'a> Timeline<'a> {
             let before = &self.instances[self.standing(one.before) as usize];
             self.model.size[one.tensor as usize] * u64::from(one.start.saturating_sub(before.end))
         };
-        self.made[at as usize].iter().map(area).sum()
+        self.made(at).map(area).sum()
     }
 
     fn standing(&self, mut instance: u32) -> u32 {
@@ -248,8 +265,7 @@ impl<'a> Timeline<'a> {
     /// Merges what the run makes with the instances before.
     fn merge(&mut self, at: u32, undo: &mut Undo) -> bool {
         let mut removed = vec![at];
-        for index in 0..self.made[at as usize].len() {
-            let instance = self.made[at as usize][index];
+        for instance in self.made(at) {
             let before = self.standing(self.instances[instance as usize].before);
             let changed = self.instances[before as usize].changes.iter();
             let version = changed.filter(|&&change| !self.entries[change as usize].is_gone).count();
@@ -299,8 +315,8 @@ impl<'a> Timeline<'a> {
         }
         let mut queue = removed;
         while let Some(entry) = queue.pop() {
-            for index in 0..self.used[entry as usize].len() {
-                let instance = self.used[entry as usize][index];
+            for index in self.used(entry) {
+                let instance = self.used[index];
                 if instance != NONE && !self.instances[instance as usize].is_gone {
                     self.shorten(instance, &mut queue, undo);
                 }
@@ -327,7 +343,7 @@ impl<'a> Timeline<'a> {
         if self.model.creator[tensor as usize] == NONE || !self.entries[start as usize].is_extra {
             return;
         }
-        let idle = |&made: &u32| {
+        let idle = |made: u32| {
             let one = &self.instances[made as usize];
             one.is_gone
                 || one.users.iter().all(|&user| {
@@ -335,19 +351,18 @@ impl<'a> Timeline<'a> {
                     entry.is_gone || (entry.is_extra && one.changes.contains(&user))
                 }) && !undo.merges.iter().any(|&(_, before)| before == made)
         };
-        if self.entries[start as usize].is_gone || !self.made[start as usize].iter().all(idle) {
+        if self.entries[start as usize].is_gone || !self.made(start).all(idle) {
             return;
         }
         let mut changes = vec![start];
-        for &made in &self.made[start as usize] {
+        for made in self.made(start) {
             let live = self.instances[made as usize].changes.iter();
             changes.extend(live.filter(|&&change| !self.entries[change as usize].is_gone));
         }
         for &entry in &changes {
             self.mark(entry, undo);
         }
-        for index in 0..self.made[start as usize].len() {
-            let made = self.made[start as usize][index];
+        for made in self.made(start) {
             if !self.instances[made as usize].is_gone {
                 self.instances[made as usize].is_gone = true;
                 undo.gone_instances.push(made);
@@ -408,7 +423,8 @@ impl<'a> Timeline<'a> {
     }
 
     fn exchange(&mut self, user: u32, from: u32, to: u32) {
-        for instance in &mut self.used[user as usize] {
+        let range = self.used(user);
+        for instance in &mut self.used[range] {
             if *instance == from {
                 *instance = to;
             }
