@@ -46,9 +46,11 @@ pub(super) fn within(
     };
     let mut attempt = Settings { memory_limit_bytes: None, ..settings.clone() };
     attempt.enough_bytes = attempt.enough_bytes.max(limit_bytes);
+    // Where nothing keeps to the limit, neither does the search find anything.
+    let least_ns = least_extra_ns(graph, limit_bytes).ns.unwrap_or(0);
     let mut best: Option<(Found, Plan)> = None;
     for _ in 0..ATTEMPTS {
-        let mut found = search(graph, &plain.order, target, watch);
+        let mut found = search(graph, &plain.order, target, least_ns, watch);
         found.retain(|one| best.as_ref().is_none_or(|(best, _)| one.extra_ns < best.extra_ns));
         let mut over = u64::MAX;
         for one in found.into_iter().take(MOST_PLANNED) {
@@ -70,7 +72,7 @@ pub(super) fn within(
         }
     }
     let Some((found, plan)) = best else { return Err(refused(least_bytes)) };
-    Ok(finished(graph, &plain, plan, found.sequence, settings, limit_bytes, floor.bytes))
+    Ok(finished(graph, &plain, plan, found.sequence, settings, least_ns, floor.bytes))
 }
 
 /// The plan of a sequence's graph as a plan of the step itself.
@@ -80,14 +82,12 @@ fn finished(
     plan: Plan,
     sequence: Vec<OperatorId>,
     settings: &Settings,
-    limit_bytes: u64,
+    least_extra_ns: u64,
     floor_bytes: u64,
 ) -> Plan {
     let step_ns = cost::serial_ns(graph);
     let all_ns = sequence.iter().fold(0, |sum, &id| cost::after(sum, cost::operator_ns(graph, id)));
     let extra_ns = all_ns - step_ns;
-    // There is a plan within the limit, so this is a number.
-    let least_extra_ns = least_extra_ns(graph, limit_bytes).ns.unwrap_or(0);
     let plain_total_bytes = plain.total_bytes;
     let status = if plain.status == Status::TimedOut && plan.status == Status::Feasible {
         Status::TimedOut

@@ -30,9 +30,9 @@ const MOST_FOUND: usize = 4;
 /// Work granted to one eviction or to taking runs out of it once, per operator of the order.
 const WORK_PER_OPERATOR: u64 = 400;
 /// Work granted to the policies, and to the local search; a run, a link of a chain or an extra run
-/// that might be taken out is about one unit. About one and two seconds.
-const POLICY_WORK: u64 = 40_000_000;
-const LOCAL_WORK: u64 = 80_000_000;
+/// that might be taken out is about one unit. Together about three seconds.
+const POLICY_WORK: u64 = 24_000_000;
+const LOCAL_WORK: u64 = 40_000_000;
 /// The local search ends after so many attempts that improve nothing.
 const MOST_IN_VAIN: usize = 300;
 
