@@ -14,6 +14,7 @@ import torch
 import roam
 from replays import all_again, at_random, planning
 from roam.memory_limit import MemoryLimit
+from roam.program.lower import Lowering
 from roam.runtime.available import available_bytes
 from steps import Recomputing, train
 from test_expand import MAKERS
@@ -295,3 +296,15 @@ def test_a_share_is_one_budget_for_the_first_step_and_later_ones() -> None:
     first, later = (runner.choice for runner in step._captures[0].runners)
     assert first.memory_limit_bytes == later.memory_limit_bytes
     assert max(first.total_bytes, later.total_bytes) <= first.memory_limit_bytes
+
+
+def test_a_program_that_is_not_the_plans_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    planning(monkeypatch, SEQUENCES["all"])
+    expanded = Lowering.expanded
+    in_order = SEQUENCES["few"]
+    monkeypatch.setattr(Lowering, "expanded", lambda self, _: expanded(self, in_order(self)))
+    training = MAKERS["small"]()
+    step = roam.compile(training.step, memory=1)
+    with pytest.raises(roam.PlanError) as caught:
+        step(*training.objects, *training.batch(torch.Generator().manual_seed(2)))
+    assert caught.value.code == "self_check"
