@@ -563,7 +563,7 @@ impl<'a> Search<'a> {
             return Ok(());
         }
         for at in 0..self.parts.len() {
-            if self.is_settled() {
+            if self.is_done() || self.suffices(self.least_total()) {
                 break;
             }
             let part = &mut self.parts[at].0;
