@@ -372,7 +372,7 @@ def _memory_curve(graph: Graph, plan: Plan, planned: Callable[[int], Plan]) -> l
     rows = []
     for share in _CURVE:
         limit = plan.persistent_bytes + int((plain_bytes - plan.persistent_bytes) * share)
-        row = {"share": share, "memory_limit_bytes": limit, "total_bytes": None}
+        row: dict[str, Any] = {"share": share, "memory_limit_bytes": limit, "total_bytes": None}
         row |= {"recomputation": None, "error": None}
         try:
             with Progress(f"planning within {share:.0%}"):
