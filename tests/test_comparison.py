@@ -18,12 +18,13 @@ import torch
 
 import roam
 from roam.program.ir import Program
-from roam.runtime import codegen, executor
+from roam.runtime import codegen, divergence, executor
 from training import tensors_and_numbers
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 functional = torch.nn.functional
 runtime = importlib.import_module("roam.runtime.compile")
+comparison = importlib.import_module("roam.runtime.comparison")
 
 
 def make() -> Any:
@@ -170,6 +171,13 @@ class TestDifferent:
         monkeypatch.setattr(
             executor.Executor, "_run_one", breaking(executor.Executor._run_one, name)
         )
+        watched: list[Any] = []
+
+        def first_different(*runs: Any) -> Any:
+            watched.extend(runs)
+            return divergence.first_different(*runs)
+
+        monkeypatch.setattr(comparison, "first_different", first_different)
         with untouched(my):
             found = roam.compare(train, my, x, y)
         assert found.outcome == "different", found
@@ -177,6 +185,11 @@ class TestDifferent:
         assert found.difference is not None
         assert found.difference.step == 1
         assert found.operator is not None
+        _, program, planned, eager = watched
+        noted = {program.calls[index].name: digests for index, digests in planned.digests.items()}
+        assert name in eager.names
+        assert noted[name]
+        assert eager.digests.isdisjoint(noted[name])
         assert found.operator.name == name
         assert __file__ in found.operator.source
         assert found.operator.name in str(found)
