@@ -118,11 +118,11 @@ def planned(graph: roam.Graph, sequence: list[int]) -> dict[str, Any]:
     values["version"] = 3
     values["graph_digest"] = graph.digest
     values["program_order_peak_bytes"] = plain.program_order_peak_bytes
-    times = [max(operator.time_ns, 0) for operator in graph.operators]
+    step_ns = sum(operator.time_ns for operator in graph.operators)
     values["recomputation"] = {
         "sequence": sequence,
-        "extra_ns": sum(times[number] for number in sequence) - sum(times),
-        "step_ns": sum(times),
+        "extra_ns": sum(operator.time_ns for operator in expanded.operators) - step_ns,
+        "step_ns": step_ns,
         "least_extra_ns": 0,
         "floor_bytes": 0,
         "plain_total_bytes": plain.total_bytes,

@@ -59,6 +59,15 @@ pub fn serial_ns(graph: &Graph) -> u64 {
     graph.program_order().iter().fold(0, |sum, &id| after(sum, operator_ns(graph, id)))
 }
 
+/// Nanoseconds of all runs of a sequence beyond the first of each operator.
+pub fn extra_ns(graph: &Graph, sequence: &[OperatorId]) -> u64 {
+    let mut has_run = vec![false; graph.operators().len()];
+    sequence.iter().fold(0, |sum, &id| match std::mem::replace(&mut has_run[id.index()], true) {
+        true => after(sum, rerun_ns(graph, id)),
+        false => sum,
+    })
+}
+
 /// Nanoseconds of the longest chain of operators that must wait for each other: no number of
 /// streams is faster.
 pub fn critical_path_ns(graph: &Graph) -> u64 {

@@ -165,7 +165,8 @@ struct Walk<'a> {
     latest: Vec<Option<TensorId>>,
     /// Per operator its latest run.
     latest_run: Vec<Option<OperatorId>>,
-    /// Per sequence of operators the position of the last that ran.
+    /// The last operator that drew random numbers, and the last that communicated, each in its first run;
+    /// by the number of [`Sequence`](crate::graph::Sequence).
     last_of_sequence: [Option<OperatorId>; 2],
 }
 

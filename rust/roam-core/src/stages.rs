@@ -5,14 +5,14 @@ use crate::baseline;
 use crate::bound;
 use crate::control::Watch;
 use crate::exact::ExactTier;
-use crate::graph::{Graph, OperatorId};
+use crate::graph::Graph;
 use crate::layout;
 use crate::liveness::Profile;
 use crate::mip::Solver;
 use crate::order::{self, Aim, Method};
 use crate::plan::{Exact, ExactReport};
 use crate::problem::Problem;
-use crate::recompute::{self, Found};
+use crate::recompute::{self, Floor, LeastTime, Repeats};
 
 /// A graph made ready for planning.
 pub struct Prepared {
@@ -35,11 +35,14 @@ pub struct Needs {
     pub outside_bytes: u64,
 }
 
-/// Sequences of at most `limit_bytes`, persistent tensors left out, cheapest first. `order` is an
-/// order that the graph permits.
-pub fn recompute(graph: &Graph, order: &[OperatorId], limit_bytes: u64) -> Vec<Found> {
-    let least = recompute::least_time::least_extra_ns(graph, limit_bytes + graph.persistent_bytes());
-    recompute::search(graph, order, limit_bytes, least.ns.unwrap_or(0), &Watch::default())
+/// Bytes that every schedule has live at once, whatever runs again.
+pub fn floor(graph: &Graph) -> Floor {
+    recompute::floor(&Repeats::new(graph), &Watch::default())
+}
+
+/// The least time of further runs within a limit of bytes, persistent tensors included.
+pub fn least_extra_ns(graph: &Graph, limit_bytes: u64) -> LeastTime {
+    recompute::least_extra_ns(&Repeats::new(graph), limit_bytes, &Watch::default())
 }
 
 impl Ordered {

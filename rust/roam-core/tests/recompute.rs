@@ -3,13 +3,12 @@
 mod common;
 
 use common::random_graph;
-use roam_core::cost::operator_ns;
+use roam_core::cost::rerun_ns;
 use roam_core::graph::{
     Graph, GraphBuilder, Kind, Operator, OperatorId, Phase, Residency, ReusePair, Tensor, TensorId,
 };
-use roam_core::recompute::floor::floor;
-use roam_core::recompute::least_time::least_extra_ns;
 use roam_core::rng::Random;
+use roam_core::stages::{floor, least_extra_ns};
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap};
 
@@ -221,7 +220,7 @@ impl<'a> Schedules<'a> {
                 .map(|tensor| graph.counted_bytes(tensor))
                 .sum();
             let live = live + graph.workspace_bytes(id);
-            let ns = if is_first { 0 } else { operator_ns(graph, id) };
+            let ns = if is_first { 0 } else { rerun_ns(graph, id) };
             // Every set of disjoint pairs whose inputs die here.
             let mut choices = vec![(next, live, Vec::<ReusePair>::new())];
             for &pair in &operator.reuse {

@@ -1,14 +1,12 @@
 //! Plans within a memory limit: where order and layout alone need more, operators run again.
 
 use super::OptimizeError;
-use crate::control::Watch;
+use crate::control::{Stop, Watch};
 use crate::cost;
 use crate::expansion::expand;
 use crate::graph::{Graph, OperatorId, Site};
 use crate::plan::{Plan, Recomputation, Settings, Status};
-use crate::recompute::floor::floor;
-use crate::recompute::least_time::least_extra_ns;
-use crate::recompute::{Found, search};
+use crate::recompute::{self, Repeats, search};
 
 /// How often the search is asked for less, because a layout took more than was live.
 const ATTEMPTS: usize = 6;
@@ -19,9 +17,8 @@ const MOST_PLANNED: usize = 2;
 ///
 /// The live bytes of a sequence in its own order are what the search goes by; the plan of its graph
 /// may take less, by another order and reuse, or more, by fragmentation, in which case the search
-/// is asked for as much less as was missed.
-///
-/// Args: `plan_of` plans a graph, and may stop at a plan of the limit.
+/// is asked for as much less as was missed. `plan_of` plans a graph, and may stop at a plan of the
+/// limit.
 pub(super) fn within(
     graph: &Graph,
     plain: Plan,
@@ -30,10 +27,13 @@ pub(super) fn within(
     watch: &Watch,
     plan_of: impl Fn(&Graph, &Settings) -> Result<Plan, OptimizeError>,
 ) -> Result<Plan, OptimizeError> {
-    let floor = floor(graph);
+    let repeats = Repeats::new(graph);
+    let floor = recompute::floor(&repeats, watch);
     let refused = |least_bytes| {
         let site = floor.operator.map(|id| Site::of(graph.operator(id)));
-        if limit_bytes < floor.bytes {
+        if watch.check() == Err(Stop::Cancelled) {
+            OptimizeError::Cancelled
+        } else if limit_bytes < floor.bytes {
             OptimizeError::BelowFloor { limit_bytes, floor_bytes: floor.bytes, site }
         } else {
             OptimizeError::LimitNotFound { limit_bytes, least_bytes, floor_bytes: floor.bytes }
@@ -47,32 +47,24 @@ pub(super) fn within(
     let mut attempt = Settings { memory_limit_bytes: None, ..settings.clone() };
     attempt.enough_bytes = attempt.enough_bytes.max(limit_bytes);
     // Where nothing keeps to the limit, neither does the search find anything.
-    let least_ns = least_extra_ns(graph, limit_bytes).ns.unwrap_or(0);
-    let mut best: Option<(Found, Plan)> = None;
+    let least_ns = recompute::least_extra_ns(&repeats, limit_bytes, watch).ns.unwrap_or(0);
     for _ in 0..ATTEMPTS {
-        let mut found = search(graph, &plain.order, target, least_ns, watch);
-        found.retain(|one| best.as_ref().is_none_or(|(best, _)| one.extra_ns < best.extra_ns));
         let mut over = u64::MAX;
-        for one in found.into_iter().take(MOST_PLANNED) {
+        for one in search(graph, &plain.order, target, least_ns, watch).into_iter().take(MOST_PLANNED) {
             let expanded = expand(graph, &one.sequence).map_err(OptimizeError::InvalidSequence)?;
             let plan = plan_of(&expanded.graph, &attempt)?;
             least_bytes = least_bytes.min(plan.total_bytes);
             if plan.total_bytes <= limit_bytes {
-                best = Some((one, plan));
-                break;
+                return Ok(finished(graph, &plain, plan, one.sequence, settings, least_ns, floor.bytes));
             }
             over = over.min(plan.total_bytes - limit_bytes);
         }
-        if best.is_some() || over == u64::MAX || watch.check().is_err() {
-            break;
-        }
         match target.checked_sub(over.max(target / 500)) {
-            Some(less) => target = less,
-            None => break,
+            Some(less) if over != u64::MAX && watch.check().is_ok() => target = less,
+            _ => break,
         }
     }
-    let Some((found, plan)) = best else { return Err(refused(least_bytes)) };
-    Ok(finished(graph, &plain, plan, found.sequence, settings, least_ns, floor.bytes))
+    Err(refused(least_bytes))
 }
 
 /// The plan of a sequence's graph as a plan of the step itself.
@@ -85,9 +77,7 @@ fn finished(
     least_extra_ns: u64,
     floor_bytes: u64,
 ) -> Plan {
-    let step_ns = cost::serial_ns(graph);
-    let all_ns = sequence.iter().fold(0, |sum, &id| cost::after(sum, cost::operator_ns(graph, id)));
-    let extra_ns = all_ns - step_ns;
+    let (step_ns, extra_ns) = (cost::serial_ns(graph), cost::extra_ns(graph, &sequence));
     let plain_total_bytes = plain.total_bytes;
     let status = if plain.status == Status::TimedOut && plan.status == Status::Feasible {
         Status::TimedOut

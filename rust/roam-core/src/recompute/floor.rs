@@ -3,7 +3,7 @@
 use super::moment::{CUTS_WORK, moments_at};
 use super::repeats::Repeats;
 use crate::control::{Stop, Watch};
-use crate::graph::{Graph, OperatorId, Residency};
+use crate::graph::{OperatorId, Residency};
 use crate::problem::Op;
 use std::cmp::Reverse;
 
@@ -16,16 +16,14 @@ pub struct Floor {
     pub operator: Option<OperatorId>,
 }
 
-/// Bytes that every schedule of the graph has live at once, whatever runs again, in whatever order,
-/// with whatever reuse and layout.
-pub fn floor(graph: &Graph) -> Floor {
-    let repeats = Repeats::new(graph);
-    let watch = Watch::default();
-    match of(&repeats, &watch) {
-        Ok((bytes, op)) => Floor { bytes, operator: op.map(|op| repeats.problem.operator_id(op)) },
-        // Nothing stops this watch.
-        Err(Stop::Cancelled | Stop::TimedOut) => Floor { bytes: repeats.persistent_bytes, operator: None },
-    }
+/// Bytes that every schedule has live at once, whatever runs again, in whatever order,
+/// with whatever reuse and layout. A watch that stops it makes it weaker.
+pub(crate) fn floor(repeats: &Repeats, watch: &Watch) -> Floor {
+    let mut best = at_the_ends(repeats);
+    // What was proved until then holds.
+    let _ = raise(repeats, &mut best, watch);
+    let operator = best.1.map(|op| repeats.problem.operator_id(op));
+    Floor { bytes: best.0 + repeats.persistent_bytes, operator }
 }
 
 /// All that enters, which is live when the first operator runs, or all that leaves, which is live
@@ -40,8 +38,8 @@ pub(super) fn at_the_ends(repeats: &Repeats) -> (u64, Option<Op>) {
     if enters >= leaves { (enters, last.map(|_| 0)) } else { (leaves, last) }
 }
 
-fn of(repeats: &Repeats, watch: &Watch) -> Result<(u64, Option<Op>), Stop> {
-    let mut best = at_the_ends(repeats);
+/// Raises what is proved by what holds while single operators run.
+fn raise(repeats: &Repeats, best: &mut (u64, Option<Op>), watch: &Watch) -> Result<(), Stop> {
     let mut moments = moments_at(repeats, &repeats.most_single_bytes(), watch)?;
     moments.sort_by_key(|(op, moment)| (Reverse(moment.most_floor()), *op));
     let mut work = CUTS_WORK;
@@ -51,8 +49,8 @@ fn of(repeats: &Repeats, watch: &Watch) -> Result<(u64, Option<Op>), Stop> {
         }
         let bytes = moment.floor(&mut work, watch)?;
         if bytes > best.0 {
-            best = (bytes, Some(op));
+            *best = (bytes, Some(op));
         }
     }
-    Ok((best.0 + repeats.persistent_bytes, best.1))
+    Ok(())
 }

@@ -4,7 +4,7 @@ use super::floor::at_the_ends;
 use super::moment::{CUTS_WORK, Moment, moments_at};
 use super::repeats::Repeats;
 use crate::control::{Stop, Watch};
-use crate::graph::{Graph, OperatorId};
+use crate::graph::OperatorId;
 use crate::liveness::Profile;
 use crate::problem::Op;
 use std::cmp::Reverse;
@@ -28,23 +28,22 @@ pub struct LeastTime {
 }
 
 /// The least time of further runs of all schedules that never have more than `limit_bytes` live,
-/// persistent tensors included.
-pub fn least_extra_ns(graph: &Graph, limit_bytes: u64) -> LeastTime {
-    let repeats = Repeats::new(graph);
-    let watch = Watch::default();
-    match of(&repeats, limit_bytes, &watch) {
-        Ok((ns, op)) => LeastTime { ns, operator: op.map(|op| repeats.problem.operator_id(op)) },
-        // Nothing stops this watch.
-        Err(Stop::Cancelled | Stop::TimedOut) => LeastTime { ns: Some(0), operator: None },
-    }
+/// persistent tensors included. A watch that stops it makes it weaker.
+pub(crate) fn least_extra_ns(repeats: &Repeats, limit_bytes: u64, watch: &Watch) -> LeastTime {
+    let mut best = (Some(0), None);
+    // What was proved until then holds.
+    let _ = raise(repeats, limit_bytes, &mut best, watch);
+    LeastTime { ns: best.0, operator: best.1.map(|op| repeats.problem.operator_id(op)) }
 }
 
-fn of(repeats: &Repeats, limit_bytes: u64, watch: &Watch) -> Result<(Option<u64>, Option<Op>), Stop> {
-    let Some(limit) = limit_bytes.checked_sub(repeats.persistent_bytes) else { return Ok((None, None)) };
+/// Raises what is proved by what holds while single operators run; the time is `None` once no
+/// schedule keeps to the limit.
+fn raise(repeats: &Repeats, limit_bytes: u64, best: &mut (Option<u64>, Option<Op>), watch: &Watch) -> Result<(), Stop> {
     let (ends, at) = at_the_ends(repeats);
-    if ends > limit {
-        return Ok((None, at));
-    }
+    let Some(limit) = limit_bytes.checked_sub(repeats.persistent_bytes).filter(|&limit| ends <= limit) else {
+        *best = (None, at);
+        return Ok(());
+    };
     let live = Profile::new(&repeats.problem, &repeats.problem.program_order()).live;
     let mut moments = moments_at(repeats, &live, watch)?;
     // Where most would have to be given up if nothing ran again, most time is to be expected.
@@ -52,7 +51,6 @@ fn of(repeats: &Repeats, limit_bytes: u64, watch: &Watch) -> Result<(Option<u64>
     moments.retain(|(_, moment)| needed(moment) > limit);
     moments.sort_by_key(|(op, moment)| (Reverse(needed(moment)), *op));
     let mut work = CUTS_WORK;
-    let mut best = (0, None);
     let mut in_vain = 0;
     let mut found = Vec::new();
     for (op, moment) in &moments {
@@ -60,9 +58,12 @@ fn of(repeats: &Repeats, limit_bytes: u64, watch: &Watch) -> Result<(Option<u64>
             break;
         }
         in_vain += 1;
-        let Some(least) = moment.least_ns(limit, &[], &mut work, watch)? else { return Ok((None, Some(*op))) };
-        if least.ns > best.0 {
-            best = (least.ns, Some(*op));
+        let Some(least) = moment.least_ns(limit, &[], &mut work, watch)? else {
+            *best = (None, Some(*op));
+            return Ok(());
+        };
+        if Some(least.ns) > best.0 {
+            *best = (Some(least.ns), Some(*op));
             in_vain = 0;
         }
         found.push((*op, moment, least));
@@ -71,9 +72,9 @@ fn of(repeats: &Repeats, limit_bytes: u64, watch: &Watch) -> Result<(Option<u64>
     let mut work = DIVIDING_WORK;
     for (op, moment, least) in found.into_iter().take(MOST_DIVIDED) {
         let ns = moment.divide(limit, least, MOST_CASES, &mut work, watch)?;
-        if ns > best.0 {
-            best = (ns, Some(op));
+        if Some(ns) > best.0 {
+            *best = (Some(ns), Some(op));
         }
     }
-    Ok((Some(best.0), best.1))
+    Ok(())
 }

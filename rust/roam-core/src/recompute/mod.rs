@@ -1,16 +1,20 @@
 //! Plans in which operators run again: what bounds all of them (docs/explanation/theory.md), and
 //! which are found.
 
-pub mod floor;
-pub mod least_time;
-
 mod base;
 mod evict;
+mod floor;
+mod least_time;
 mod model;
 mod moment;
 mod repeats;
 mod search;
 mod timeline;
 
+pub use floor::Floor;
+pub(crate) use floor::floor;
+pub use least_time::LeastTime;
+pub(crate) use least_time::least_extra_ns;
+pub(crate) use repeats::Repeats;
 pub use search::Found;
 pub(crate) use search::search;

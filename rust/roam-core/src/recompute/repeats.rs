@@ -6,16 +6,17 @@
 //! that runs only once made or changed it) is *single* from there on: its next mutator ends what may
 //! read that version.
 
-use crate::cost::operator_ns;
+use crate::cost::rerun_ns;
 use crate::graph::{Graph, Operator, OperatorId, Residency, TensorId};
 use crate::problem::{Index, NONE, Op, Problem, Rows, Ten};
 
 /// The graph with what further runs ask for. Tensors are those that count.
 #[derive(Clone, Debug)]
-pub(super) struct Repeats {
+pub(crate) struct Repeats {
     pub(super) problem: Problem,
     /// Bytes of tensors that exist before and after the step.
     pub(super) persistent_bytes: u64,
+    /// Nanoseconds of a further run.
     pub(super) time_ns: Vec<u64>,
     /// Whether the operator runs once in every schedule.
     pub(super) once: Vec<bool>,
@@ -34,7 +35,7 @@ pub(super) struct Repeats {
 }
 
 impl Repeats {
-    pub(super) fn new(graph: &Graph) -> Self {
+    pub(crate) fn new(graph: &Graph) -> Self {
         let problem = Problem::new(graph, true);
         let mut rank = vec![Ten::NONE; graph.tensors().len()];
         for tensor in problem.tensor_ranks() {
@@ -53,7 +54,7 @@ impl Repeats {
         let before = Rows::collect(walk.before.into_iter());
         Repeats {
             persistent_bytes: graph.persistent_bytes(),
-            time_ns: graph.program_order().iter().map(|&id| operator_ns(graph, id).min(most_ns)).collect(),
+            time_ns: graph.program_order().iter().map(|&id| rerun_ns(graph, id).min(most_ns)).collect(),
             once: walk.once,
             after: before.transposed(problem.len()),
             before,
