@@ -44,6 +44,7 @@ LAYERS = (
     ("roam",),
     ("roam.zoo",),
     ("roam.bench",),
+    ("roam.commands",),
     ("roam.cli",),
 )
 """From the lowest to the highest; a module may import those of its own layer's room and of lower

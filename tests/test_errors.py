@@ -31,7 +31,7 @@ _CLASSES = (
     "FormatError",
     "LayoutError",
 )
-_RAISERS = {*_CLASSES, "SolverUnavailable", "MeasurementError"}
+_RAISERS = {*_CLASSES, "SolverUnavailable", "MeasurementError", "ReportUnavailable"}
 
 
 # -- codes in the sources and on the page

@@ -668,6 +668,25 @@ class Plan:
         Raises:
             PlanError: the plan is not one of this module's, or is for several streams.
         """
+    def report(self, graph: Graph, path: _Path, *, limits: Iterable[int | str] = ()) -> None:
+        """Writes one HTML page that explains the plan, and that needs no network.
+
+        It shows live bytes over the step, what is alive at the peak, the map of the pool, and what
+        sets the bound. It needs ``pip install 'roam-torch[report]'``.
+
+        Args:
+            graph: the graph that the plan is for.
+            path: of the page.
+            limits: memory limits to plan as well, as in ``memory=`` of `roam.compile`: the page
+                lists what the step takes within each, and how much time operators that run again
+                cost.
+
+        Raises:
+            PlanError: the plan is invalid, or is for several streams (code ``streams``).
+            RoamError: Bokeh is not installed (code ``report_unavailable``).
+            ValueError: a limit means nothing.
+            OSError: the page cannot be written.
+        """
     def to_json(self) -> bytes:
         """The JSON, see ``docs/reference/formats.md``. Equal plans give equal bytes."""
     @classmethod

@@ -18,9 +18,11 @@ from roam import zoo
 from roam.arguments import memory_limit, positive_integer, positive_number
 from roam.bench import command as bench_command
 from roam.bench.results import BenchError
+from roam.commands import report as report_command
+from roam.commands.subject import UsageError, add_subject, subject_of
 from roam.errors import CaptureError, FormatError, GraphError, PlanError, RoamError
-from roam.interrupts import interrupts_count
 from roam.report import Progress, figures, peak_place, plan_table
+from roam.report.page import ReportUnavailable
 from roam.report.table import columns, curve_table
 
 if TYPE_CHECKING:
@@ -56,19 +58,6 @@ _SETTING_CODES = (
 """Codes of errors that say that no plan can be made as asked."""
 _CURVE = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.35, 0.3, 0.25, 0.2, 0.15, 0.1)
 """Shares of the step-local bytes at which recomputation is tried."""
-_GRAPH_SUFFIXES = (".json", ".json.gz")
-_CAPTURE_DEFAULTS: dict[str, Any] = {
-    "batch": 1,
-    "seq": None,
-    "dtype": "float32",
-    "optimizer": "adamw",
-    "step": "steady",
-    "device": "cpu",
-}
-
-
-class _UsageError(RoamError):
-    """Arguments that parse, but not together."""
 
 
 def _baseline_name(text: str) -> tuple[str, str]:
@@ -113,41 +102,7 @@ def _parser() -> argparse.ArgumentParser:
         _plan,
         "plan a model that 'roam zoo' lists or a graph file, verify the plan and print its figures",
     )
-    plan.add_argument(
-        "model",
-        metavar="MODEL_OR_GRAPH",
-        help="a name that 'roam zoo' lists, or a .json or .json.gz file",
-    )
-    capture = plan.add_argument_group(
-        "capture", "for models that 'roam zoo' lists; a graph file has been captured already"
-    )
-    # None tells an option that was not given from one that repeats its default.
-    capture.add_argument("--batch", type=positive_integer, metavar="N", help="samples (default 1)")
-    capture.add_argument(
-        "--seq",
-        type=positive_integer,
-        metavar="N",
-        help="tokens per sample (default: 512, or the most that the model takes)",
-    )
-    capture.add_argument(
-        "--dtype", choices=zoo.DTYPES, help="number format of the model (default float32)"
-    )
-    capture.add_argument(
-        "--optimizer",
-        choices=zoo.OPTIMIZERS,
-        help="the optimizer that is part of the step (default adamw)",
-    )
-    capture.add_argument(
-        "--step",
-        choices=("first", "steady"),
-        help="first: the step that creates the optimizer's state; steady: any later one (default "
-        "steady)",
-    )
-    capture.add_argument(
-        "--device",
-        choices=("cpu", "cuda"),
-        help="the device to plan for; without a CUDA device cuda is an estimate (default cpu)",
-    )
+    add_subject(plan)
     plan.add_argument(
         "--no-reuse",
         action="store_true",
@@ -226,6 +181,10 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("graph", metavar="GRAPH")
     verify.add_argument("plan", metavar="PLAN")
 
+    report_command.add_options(
+        command("report", _report, "explain a plan on one HTML page that needs no network")
+    )
+
     command("zoo", _zoo, "list the models that 'roam plan' knows by name")
 
     bench = commands.add_parser(
@@ -257,58 +216,11 @@ def _peak_rss_bytes() -> int | None:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def _capture(arguments: argparse.Namespace) -> tuple[Graph, dict[str, Any]]:
-    """Capture a model of the zoo; returns its graph and the settings used."""
-    settings = {
-        name: default if getattr(arguments, name) is None else getattr(arguments, name)
-        for name, default in _CAPTURE_DEFAULTS.items()
-    }
-    step, device = settings.pop("step"), settings.pop("device")
-    # Before torch is imported, which takes its time.
-    sizes = zoo.check(arguments.model, **settings)
-    with Progress(f"capturing {arguments.model}"), interrupts_count():
-        graph = zoo.capture(arguments.model, step=step, device=device, **settings)
-    return graph, {**settings, "seq": sizes.get("seq"), "step": step, "device": device}
-
-
 def _plan(arguments: argparse.Namespace) -> int:
-    name = arguments.model
-    values: dict[str, Any] = {"model": name}
-    if name in zoo.names():
-        start = time.perf_counter()
-        graph, settings = _capture(arguments)
-        values |= settings
-        values["capture_s"] = time.perf_counter() - start
-        details = [
-            f"batch {settings['batch']}",
-            f"seq {settings['seq']}" if settings["seq"] else "",
-        ]
-        details += [
-            settings["dtype"],
-            settings["optimizer"],
-            f"{settings['step']} step",
-            settings["device"],
-        ]
-        title = f"{name} ({', '.join(detail for detail in details if detail)})"
-    elif name.endswith(_GRAPH_SUFFIXES):
-        given = [
-            f"--{option}" for option in _CAPTURE_DEFAULTS if getattr(arguments, option) is not None
-        ]
-        if given:
-            raise _UsageError(
-                f"{', '.join(given)}: only for models that 'roam zoo' lists; {name} has been "
-                "captured already"
-            )
-        with Progress(f"reading {name}"):
-            graph = roam.Graph.load(name)
-        values |= dict.fromkeys(_CAPTURE_DEFAULTS)
-        values |= {"device": graph.device, "capture_s": None}
-        title = name
-    else:
-        raise _UsageError(
-            f"{name!r} is neither a model that 'roam zoo' lists nor a file ending in .json or .json.gz"
-        )
-
+    subject = subject_of(arguments)
+    graph = subject.graph
+    values: dict[str, Any] = {"model": arguments.model, **subject.settings}
+    values["capture_s"] = subject.capture_s
     start = time.perf_counter()
     code = EXIT_OK
 
@@ -358,7 +270,8 @@ def _plan(arguments: argparse.Namespace) -> int:
         _write_json(values)
     else:
         _write(
-            (graph.summary() + "\n" if arguments.verbose else "") + plan_table(title, values, place)
+            (graph.summary() + "\n" if arguments.verbose else "")
+            + plan_table(subject.title, values, place)
         )
         if arguments.memory_curve:
             _write("\n" + curve_table(values["memory_curve"]) + "\n")
@@ -414,6 +327,15 @@ def _verify(arguments: argparse.Namespace) -> int:
     return EXIT_OK
 
 
+def _report(arguments: argparse.Namespace) -> int:
+    values = report_command.run(arguments)
+    if arguments.json:
+        _write_json(values)
+    else:
+        _write(f"written: {values['output']}\n")
+    return EXIT_OK
+
+
 def _zoo(arguments: argparse.Namespace) -> int:
     entries = zoo.entries()
     if arguments.json:
@@ -450,7 +372,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         where = f"{error.filename}: " if error.filename is not None else ""
         _complain(f"{where}{error.strerror or error}")
         return EXIT_BAD_INPUT
-    except (GraphError, FormatError, zoo.ZooError, BenchError, _UsageError) as error:
+    except (
+        GraphError,
+        FormatError,
+        zoo.ZooError,
+        BenchError,
+        UsageError,
+        ReportUnavailable,
+    ) as error:
         _complain(str(error))
         return EXIT_BAD_INPUT
     except CaptureError as error:

@@ -7,13 +7,15 @@ when it is called.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Literal
 
 from roam import _core
 from roam._core import Graph, Plan
 
 if TYPE_CHECKING:
+    import os
+
     from torch.fx import GraphModule
 
 
@@ -132,6 +134,37 @@ def _apply(self: Plan, module: GraphModule) -> GraphModule:
     return apply(self, module)  # type: ignore[no-any-return]
 
 
+def _report(
+    self: Plan, graph: Graph, path: str | os.PathLike[str], *, limits: Iterable[int | str] = ()
+) -> None:
+    """Writes one HTML page that explains the plan, and that needs no network.
+
+    It shows live bytes over the step, what is alive at the peak, the map of the pool, and what sets
+    the bound. It needs ``pip install 'roam-torch[report]'``.
+
+    Args:
+        graph: the graph that the plan is for.
+        path: of the page.
+        limits: memory limits to plan as well, as in ``memory=`` of `roam.compile`: the page lists
+            what the step takes within each, and how much time operators that run again cost.
+
+    Raises:
+        PlanError: the plan is invalid, or is for several streams (code ``streams``).
+        RoamError: Bokeh is not installed (code ``report_unavailable``).
+        ValueError: a limit means nothing.
+        OSError: the page cannot be written.
+    """
+    from roam.memory_limit import MemoryLimit
+    from roam.report.anatomy import Anatomy, Planned
+    from roam.report.changes import within, without_recomputation
+    from roam.report.page import write_page
+
+    planned = Planned.of(graph, self)
+    changes = [within(graph, self, MemoryLimit.of(limit)) for limit in limits]
+    plain = without_recomputation(graph, self)
+    write_page(Anatomy(graph.name or "step", planned, plain, changes=changes), path)
+
+
 def _attach(owner: type, name: str, method: Callable[..., Any], *, to_class: bool = False) -> None:
     """Makes the function a method of a class of `roam._core`, whose stub declares it."""
     method.__name__, method.__qualname__ = name, f"{owner.__name__}.{name}"
@@ -141,3 +174,4 @@ def _attach(owner: type, name: str, method: Callable[..., Any], *, to_class: boo
 _attach(Graph, "summary", _summary)
 _attach(Graph, "from_fx", _from_fx, to_class=True)
 _attach(Plan, "apply", _apply)
+_attach(Plan, "report", _report)

@@ -56,7 +56,7 @@ class Place:
         return ", ".join(part for part in parts if part)
 
 
-def _live_bytes(graph: Graph, plan: Plan) -> Any:
+def live_bytes(graph: Graph, plan: Plan) -> Any:
     """Live bytes per step of the plan's order, int64 [operators]; a reused input is counted once
     with its output.
     """
@@ -77,7 +77,7 @@ def peak_place(graph: Graph, plan: Plan) -> Place | None:
     if graph.num_operators == 0 or plan.settings["streams"] > 1:
         return None
     graph, plan = plan.expanded(graph)
-    live = _live_bytes(graph, plan)
+    live = live_bytes(graph, plan)
     step = int(live.argmax())
     operator = graph.operator(int(plan.order[step]))
     return Place(

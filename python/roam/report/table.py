@@ -11,7 +11,7 @@ from roam.report.figures import Place
 _SAVED = (("ordering", "order"), ("reuse", "reuse"))
 _WIDTH = 110
 """Of a line of running text."""
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
+UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 
 
 def format_bytes(size_bytes: int) -> str:
@@ -19,9 +19,9 @@ def format_bytes(size_bytes: int) -> str:
     ``1.50 KiB``.
     """
     value, unit = float(size_bytes), 0
-    while abs(value) >= 1024 and unit + 1 < len(_UNITS):
+    while abs(value) >= 1024 and unit + 1 < len(UNITS):
         value, unit = value / 1024, unit + 1
-    return f"{size_bytes} B" if unit == 0 else f"{value:.2f} {_UNITS[unit]}"
+    return f"{size_bytes} B" if unit == 0 else f"{value:.2f} {UNITS[unit]}"
 
 
 def columns(rows: Iterable[tuple[str, ...]], right: tuple[int, ...] = ()) -> str:
@@ -97,75 +97,66 @@ def curve_table(rows: Iterable[Mapping[str, Any]]) -> str:
     return columns(cells, right=(0, 1, 2, 3, 4, 5))
 
 
-def plan_table(title: str, values: Mapping[str, Any], place: Place | None) -> str:
-    """The figures of one plan, a line each: bytes exactly, in a readable unit, and what they mean.
+def figure_rows(values: Mapping[str, Any]) -> list[tuple[str, str, int, str]]:
+    """What a plan costs, a line each: label, name of the figure, bytes, and what they mean.
 
-    ``values`` is what :func:`roam.report.figures` returns; ``capture_s``, ``plan_s`` and
-    ``verify_s`` are shown where given.
+    Args:
+        values: what :func:`roam.report.figures` returns.
     """
     program = values["program_order_peak_bytes"]
 
-    def row(label: str, size_bytes: int, note: str) -> tuple[str, ...]:
-        return label, f"{size_bytes:,}", format_bytes(size_bytes), note
+    def row(label: str, name: str, note: str) -> tuple[str, str, int, str]:
+        return label, name, values[name], note
 
     again = values["recomputation"]
-    saved = [(f"saved by {way}", values[f"saved_by_{key}_bytes"]) for way, key in _SAVED]
+    saved = [(f"saved by {way}", f"saved_by_{key}_bytes") for way, key in _SAVED]
     proof = values["bound_route"].replace("_", " ")
     rows = [
         row(
             "peak in program order",
-            program,
+            "program_order_peak_bytes",
             "the most alive at once inside the step, in eager PyTorch's order",
         ),
         *(
-            row(label, size_bytes, _share(size_bytes, program))
-            for label, size_bytes in saved
-            if size_bytes is not None
+            row(label, name, _share(values[name], program))
+            for label, name in saved
+            if values[name] is not None
         ),
-        row("peak", values["peak_bytes"], "the same by the plan"),
-        row(
-            "lower bound of the peak",
-            values["lower_bound_bytes"],
-            f"no order has a lower peak ({proof})",
-        ),
+        row("peak", "peak_bytes", "the same by the plan"),
+        row("lower bound of the peak", "lower_bound_bytes", f"no order has a lower peak ({proof})"),
         row(
             "pool",
-            values["pool_bytes"],
+            "pool_bytes",
             f"one static block; {values['fragmentation']:.2%} fragmentation",
         ),
         row(
             "unpooled",
-            values["outside_bytes"],
+            "outside_bytes",
             "the most alive at once inside the step and not in the pool",
         ),
-        row(
-            "persistent",
-            values["persistent_bytes"],
-            "parameters, buffers, optimizer state, the batch",
-        ),
-        row("total", values["total_bytes"], "persistent + pool + unpooled"),
+        row("persistent", "persistent_bytes", "parameters, buffers, optimizer state, the batch"),
+        row("total", "total_bytes", "persistent + pool + unpooled"),
         row(
             "lower bound of the total",
-            values["total_lower_bound_bytes"],
+            "total_lower_bound_bytes",
             "no plan has a smaller total"
             if again is None
             else "no plan with the same extra runs has a smaller total",
         ),
     ]
     if again is not None:
+        plain, floor = again["plain_total_bytes"], again["floor_bytes"]
         rows += [
-            row("limit", values["memory_limit_bytes"], "what was asked for"),
-            row("without limit", again["plain_total_bytes"], "total if every operator runs once"),
-            row("floor", again["floor_bytes"], "no plan takes less, however often operators run"),
+            row("limit", "memory_limit_bytes", "what was asked for"),
+            ("without limit", "plain_total_bytes", plain, "total if every operator runs once"),
+            ("floor", "floor_bytes", floor, "no plan takes less, however often operators run"),
         ]
-    for other in values.get("baselines", ()):
-        total = values["persistent_bytes"] + other["pool_bytes"] + other["outside_bytes"]
-        above = (
-            f"total, {total / values['total_bytes'] - 1:+.1%} to the plan's"
-            if values["total_bytes"]
-            else "total"
-        )
-        rows.append(row(f"{other['order']}, {other['layout']}", total, above))
+    return rows
+
+
+def fact_rows(values: Mapping[str, Any], place: Place | None) -> list[tuple[str, str]]:
+    """What there is to say of a plan beside bytes: topic and text."""
+    again = values["recomputation"]
     facts = [*estimate_rows(values["estimate"])]
     # Within a limit, the search ends as soon as a plan keeps to it.
     if again is None:
@@ -196,5 +187,28 @@ def plan_table(title: str, values: Mapping[str, Any], place: Place | None) -> st
     spent = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in times if seconds is not None)
     if spent:
         facts.append(("time", spent))
+    return facts
+
+
+def plan_table(title: str, values: Mapping[str, Any], place: Place | None) -> str:
+    """The figures of one plan, a line each: bytes exactly, in a readable unit, and what they mean.
+
+    ``values`` is what :func:`roam.report.figures` returns; ``capture_s``, ``plan_s`` and
+    ``verify_s`` are shown where given.
+    """
+
+    def row(label: str, size_bytes: int, note: str) -> tuple[str, ...]:
+        return label, f"{size_bytes:,}", format_bytes(size_bytes), note
+
+    rows = [row(label, size_bytes, note) for label, _, size_bytes, note in figure_rows(values)]
+    for other in values.get("baselines", ()):
+        total = values["persistent_bytes"] + other["pool_bytes"] + other["outside_bytes"]
+        above = (
+            f"total, {total / values['total_bytes'] - 1:+.1%} to the plan's"
+            if values["total_bytes"]
+            else "total"
+        )
+        rows.append(row(f"{other['order']}, {other['layout']}", total, above))
+    facts = fact_rows(values, place)
     heading = f"{title}: {values['operators']:,} operators, {values['tensors']:,} tensors"
     return "\n".join([heading, "", columns(rows, right=(1, 2)), "", columns(facts), ""])

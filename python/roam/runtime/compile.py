@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import replace
@@ -18,11 +19,14 @@ from roam.garbage import collections_wait
 from roam.memory_limit import MemoryLimit
 from roam.own_code import compiled_step
 from roam.program.ir import Program
+from roam.report.anatomy import Anatomy
+from roam.report.page import write_page
 from roam.runtime.available import available_bytes
 from roam.runtime.captures import BUCKETS, MANY, Captured, Captures, call_key
 from roam.runtime.divergence import PlannedValues
 from roam.runtime.log import logger
 from roam.runtime.memory_report import KeptPlan, KeptPlans, StepMemory, host_bytes
+from roam.runtime.planned import plain_of, planned_by
 from roam.runtime.runner import Declined, PartialUpdate, Runner, listed
 from roam.runtime.strategy import MAX_PLANS, Options, is_disabled
 from roam.runtime.timings import Timings
@@ -378,6 +382,30 @@ class Step:
         ]
         totals = [runner.memory.total_bytes for runner in (runners[0] if runners else [self._last])]
         return replace(self._last.memory, run_bytes=max(totals))
+
+    def report(self, path: str | os.PathLike[str]) -> None:
+        """Writes one HTML page that explains the plan of the most recent call: see `Plan.report`.
+
+        Before the first call, it is the plan that `plan` made.
+
+        Raises:
+            ExecutionError: nothing is planned yet (code ``no_call``).
+            PlanError: the plan is for several streams (code ``streams``).
+            RoamError: Bokeh is not installed (code ``report_unavailable``).
+            OSError: the page cannot be written.
+        """
+        captures = list(self._captures)
+        found = [one for one in captures if self._last in one.runners] or captures
+        if not found:
+            raise ExecutionError(
+                "no call has a plan yet, so there is nothing to report; call the step first, or "
+                "its plan() with the same arguments",
+                code="no_call",
+            )
+        first, steady = found[0].runners[0], found[0].runners[-1]
+        planned = planned_by(steady.choice)
+        other = None if first is steady else planned_by(first.choice)
+        write_page(Anatomy(steady.name, planned, plain_of(steady.choice), other), path)
 
     def measured(self, *args: Any, **kwargs: Any) -> Any:
         """Runs one real step like a call, measures its memory for `memory`, and returns its result.

@@ -1,0 +1,154 @@
+"""What a command is about: a model of the zoo, which is captured, or a graph file."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from roam import Graph, zoo
+from roam.arguments import positive_integer
+from roam.errors import RoamError
+from roam.interrupts import interrupts_count
+from roam.report import Progress
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+GRAPH_SUFFIXES = (".json", ".json.gz")
+CAPTURE_DEFAULTS: dict[str, Any] = {
+    "batch": 1,
+    "seq": None,
+    "dtype": "float32",
+    "optimizer": "adamw",
+    "step": "steady",
+    "device": "cpu",
+}
+
+
+class UsageError(RoamError):
+    """Arguments that parse, but not together."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A graph to plan.
+
+    Attributes:
+        graph: the step.
+        title: what it is, for people.
+        settings: how it was captured: the keys of `CAPTURE_DEFAULTS`. None, but for the device,
+            where a file does not say.
+        capture_s: seconds that capture took; None for a file.
+    """
+
+    graph: Graph
+    title: str
+    settings: Mapping[str, Any]
+    capture_s: float | None
+
+
+def add_subject(parser: argparse.ArgumentParser, *, has_step: bool = True) -> None:
+    """Adds the argument that names a model or a graph, and the options of capture."""
+    parser.add_argument(
+        "model",
+        metavar="MODEL_OR_GRAPH",
+        help="a name that 'roam zoo' lists, or a .json or .json.gz file",
+    )
+    add_capture(parser, has_step=has_step)
+
+
+def add_capture(parser: argparse.ArgumentParser, *, has_step: bool) -> None:
+    """Adds the options of capture."""
+    capture = parser.add_argument_group(
+        "capture", "for models that 'roam zoo' lists; a graph file has been captured already"
+    )
+    # None tells an option that was not given from one that repeats its default.
+    capture.add_argument("--batch", type=positive_integer, metavar="N", help="samples (default 1)")
+    capture.add_argument(
+        "--seq",
+        type=positive_integer,
+        metavar="N",
+        help="tokens per sample (default: 512, or the most that the model takes)",
+    )
+    capture.add_argument(
+        "--dtype", choices=zoo.DTYPES, help="number format of the model (default float32)"
+    )
+    capture.add_argument(
+        "--optimizer",
+        choices=zoo.OPTIMIZERS,
+        help="the optimizer that is part of the step (default adamw)",
+    )
+    if has_step:
+        capture.add_argument(
+            "--step",
+            choices=("first", "steady"),
+            help="first: the step that creates the optimizer's state; steady: any later one "
+            "(default steady)",
+        )
+    capture.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        help="the device to plan for; without a CUDA device cuda is an estimate (default cpu)",
+    )
+
+
+def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The settings of capture that were given, or else their defaults."""
+    given = {name: getattr(arguments, name, None) for name in CAPTURE_DEFAULTS}
+    return {
+        name: default if given[name] is None else given[name]
+        for name, default in CAPTURE_DEFAULTS.items()
+    }
+
+
+def captured(name: str, settings: Mapping[str, Any]) -> Subject:
+    """A step of a model of the zoo.
+
+    Raises:
+        ZooError: unknown or impossible settings.
+        CaptureError: the step cannot be captured.
+    """
+    start = time.perf_counter()
+    settings = dict(settings)
+    step, device = settings.pop("step"), settings.pop("device")
+    # Before torch is imported, which takes its time.
+    sizes = zoo.check(name, **settings)
+    with Progress(f"capturing {name}"), interrupts_count():
+        graph = zoo.capture(name, step=step, device=device, **settings)
+    used = {**settings, "seq": sizes.get("seq"), "step": step, "device": device}
+    seq = f"seq {used['seq']}" if used["seq"] else ""
+    details = [f"batch {used['batch']}", seq, used["dtype"], used["optimizer"]]
+    details += [f"{used['step']} step", used["device"]]
+    title = f"{name} ({', '.join(filter(None, details))})"
+    return Subject(graph, title, used, time.perf_counter() - start)
+
+
+def subject_of(arguments: argparse.Namespace) -> Subject:
+    """What the arguments of :func:`add_subject` name.
+
+    Raises:
+        UsageError: neither a model nor a graph file, or options of capture with a graph file.
+        FormatError, GraphError, OSError: as from `Graph.load`.
+        ZooError, CaptureError: as from :func:`captured`.
+    """
+    name = arguments.model
+    if name in zoo.names():
+        return captured(name, settings_of(arguments))
+    if not name.endswith(GRAPH_SUFFIXES):
+        raise UsageError(
+            f"{name!r} is neither a model that 'roam zoo' lists nor a file ending in .json or .json.gz"
+        )
+    given = [
+        f"--{option}" for option in CAPTURE_DEFAULTS if getattr(arguments, option, None) is not None
+    ]
+    if given:
+        raise UsageError(
+            f"{', '.join(given)}: only for models that 'roam zoo' lists; {name} has been "
+            "captured already"
+        )
+    with Progress(f"reading {name}"):
+        graph = Graph.load(name)
+    settings = {**dict.fromkeys(CAPTURE_DEFAULTS), "device": graph.device}
+    return Subject(graph, name, settings, None)

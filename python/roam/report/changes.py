@@ -1,0 +1,54 @@
+"""What a step takes within a memory limit, planned for a report."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from roam._core import optimize, verify
+from roam.errors import PlanError
+from roam.memory_limit import MemoryLimit
+from roam.report.anatomy import Change, Planned
+from roam.report.figures import figures
+from roam.report.table import format_bytes
+
+if TYPE_CHECKING:
+    from roam._core import Graph, Plan
+
+
+def replanned(graph: Graph, like: Plan, memory_limit_bytes: int | None = None) -> Plan:
+    """A verified plan with the settings of another, but for the memory limit.
+
+    Raises:
+        PlanError: no plan keeps within the limit, or none was found.
+    """
+    settings = like.settings
+    plan = optimize(
+        graph,
+        reuse=settings["reuse"],
+        exact=settings["exact"],
+        time_limit_s=settings["time_limit_s"],
+        memory_limit_bytes=memory_limit_bytes,
+    )
+    verify(graph, plan)
+    return plan
+
+
+def without_recomputation(graph: Graph, plan: Plan) -> Planned | None:
+    """The plan of the same graph in which every operator runs once; None where `plan` is that."""
+    return None if plan.recomputation is None else Planned.of(graph, replanned(graph, plan))
+
+
+def within(graph: Graph, plan: Plan, limit: MemoryLimit) -> Change:
+    """What the step takes within a limit. A share is one of the plan without recomputation."""
+    again = plan.recomputation
+    plain_bytes = plan.total_bytes if again is None else again["plain_total_bytes"]
+    limit_bytes = limit.in_bytes(plain_bytes)
+    name = f"memory limit {format_bytes(limit_bytes)}"
+    try:
+        return Change(name, figures(graph, replanned(graph, plan, limit_bytes)))
+    except PlanError as error:
+        if error.code == "memory_floor":
+            return Change(name, None, "no plan takes so little")
+        if error.code == "memory_limit_not_found":
+            return Change(name, None, "no plan was found that takes so little")
+        raise

@@ -1,0 +1,39 @@
+"""What a compiled step's way of running is made of, for reports."""
+
+from __future__ import annotations
+
+from roam._core import optimize
+from roam.report.anatomy import Planned
+from roam.report.figures import figures
+from roam.runtime.strategy import Choice
+
+
+def planned_by(choice: Choice) -> Planned:
+    """The plan of a choice beside the step as it was captured."""
+    written, again = choice.eager_graph, choice.recomputation
+    values = {
+        **figures(choice.graph, choice.plan),
+        "verified": True,
+        "program_order_peak_bytes": int(written.live_bytes().max(initial=0)),
+        # Of another graph: pairs of calls may be one, and results may be copied into the pool.
+        "saved_by_order_bytes": None,
+        "saved_by_reuse_bytes": None,
+        "memory_limit_bytes": choice.memory_limit_bytes,
+    }
+    if again is not None:
+        values["recomputation"] = {
+            "runs": again.runs,
+            "extra_s": again.extra_s,
+            "step_s": again.step_s,
+            "least_extra_s": again.least_extra_s,
+            "floor_bytes": again.floor_bytes,
+            "plain_total_bytes": min(size_bytes for _, size_bytes in choice.totals[:-1]),
+        }
+    return Planned(written, choice.graph, choice.plan, values, again is not None)
+
+
+def plain_of(choice: Choice) -> Planned | None:
+    """A plan of the step as it was captured, where operators of the choice run again."""
+    if choice.recomputation is None:
+        return None
+    return Planned.of(choice.eager_graph, optimize(choice.eager_graph))
