@@ -204,6 +204,6 @@ def test_where_it_cannot_be_found_out_the_plan_does_without(
 
 
 def test_a_kernel_that_cannot_be_tried_counts_as_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workspace, "_zeros", refuse)
+    monkeypatch.setattr(workspace, "zeros", refuse)
     choice = choose(steady(images()), pool=None, time_limit_s=None)
     assert choice.kernel_bytes == 0

@@ -242,6 +242,11 @@ class Graph:
         [num_operators].
         """
     @property
+    def times_ns(self) -> _Numbers:
+        """Nanoseconds that every operator takes: as measured, or else by the model of time. Shape
+        [num_operators].
+        """
+    @property
     def positions(self) -> _Numbers:
         """Every operator's place in program order. Shape [num_operators]."""
     @property

@@ -57,7 +57,7 @@ def workspaces(
         device.
     """
     signatures = {
-        index: _signature(program, call)
+        index: signature_of(program, call)
         for index, call in enumerate(program.calls)
         if ((at := placed[index]) is None or at.by_rows) and _is_tried(program, index, device)
     }
@@ -100,12 +100,13 @@ def _made(program: Program, index: int) -> list[int]:
     return [slot for slot in slots if program.storages[program.storage_of(slot)].creator == index]
 
 
-def _signature(program: Program, call: Call) -> object:
-    """All that may decide what a kernel takes."""
+def signature_of(program: Program, call: Call) -> object:
+    """All that may decide what a kernel takes, of memory and of time."""
     storages: dict[int, int] = {}
 
     def told(meta: TensorMeta | None) -> tuple[object, ...]:
-        assert meta is not None, "a tensor"
+        if meta is None:
+            return ("number",)
         shared = storages.setdefault(meta.storage, len(storages))
         return meta.shape, meta.stride, meta.offset, meta.dtype, meta.device, shared
 
@@ -139,7 +140,7 @@ def _learn(
 
 def _taken(program: Program, call: Call, device: torch.device) -> int:
     """Bytes that a call takes at most beyond its results."""
-    args, kwargs = _zeros(program, call, device)
+    args, kwargs = zeros(program, (call.args, call.kwargs))
     peak = _peak_cuda if device.type == "cuda" else _peak_cpu
 
     def run() -> list[torch.Tensor]:
@@ -151,21 +152,24 @@ def _taken(program: Program, call: Call, device: torch.device) -> int:
     return peak(run)[0] if kept else taken
 
 
-def _zeros(program: Program, call: Call, device: torch.device) -> Any:
-    """A call's arguments, of zeros, which are numbers, indices and choices alike."""
+def zeros(program: Program, arguments: Any) -> Any:
+    """Arguments of a call, of zeros, which are numbers, indices and choices alike; for a live number
+    of Python 1.0.
+    """
     storages: dict[int, torch.UntypedStorage] = {}
 
-    def zeros(meta: TensorMeta | None) -> torch.Tensor:
-        assert meta is not None, "a tensor"
+    def made(meta: TensorMeta | None) -> torch.Tensor | float:
+        if meta is None:
+            return 1.0
         if meta.storage not in storages:
             size_bytes = program.storages[meta.storage].size_bytes
             storages[meta.storage] = torch.zeros(
-                size_bytes, dtype=torch.uint8, device=device
+                size_bytes, dtype=torch.uint8, device=meta.device
             ).untyped_storage()
-        made = torch.empty(0, dtype=meta.dtype, device=device)
-        return made.set_(storages[meta.storage], meta.offset, meta.shape, meta.stride)
+        view = torch.empty(0, dtype=meta.dtype, device=meta.device)
+        return view.set_(storages[meta.storage], meta.offset, meta.shape, meta.stride)
 
-    return substitute((call.args, call.kwargs), lambda ref: zeros(program.slots[ref.slot]))
+    return substitute(arguments, lambda ref: made(program.slots[ref.slot]))
 
 
 def _watched(device: torch.device, work: Callable[[], None]) -> None:
@@ -173,7 +177,7 @@ def _watched(device: torch.device, work: Callable[[], None]) -> None:
     in between.
     """
     if device.type == "cuda":
-        with torch.cuda.device(device), _kernels_alone(device.type):
+        with torch.cuda.device(device), kernels_alone(device.type):
             work()
         # What the runs have left with the allocator is in sizes that the step may have no use for.
         torch.cuda.empty_cache()
@@ -184,7 +188,7 @@ def _watched(device: torch.device, work: Callable[[], None]) -> None:
 
     def run() -> None:
         try:
-            with _kernels_alone(device.type):
+            with kernels_alone(device.type):
                 work()
         except BaseException as error:  # noqa: BLE001 - it is raised in the caller's thread
             failures.append(error)
@@ -198,7 +202,8 @@ def _watched(device: torch.device, work: Callable[[], None]) -> None:
 
 
 @contextmanager
-def _kernels_alone(device: str) -> Iterator[None]:
+def kernels_alone(device: str) -> Iterator[None]:
+    """Calls inside run kernels of that type of device, and none of the caller's modes."""
     with ExitStack() as stack:
         stack.enter_context(disable_current_modes())
         stack.enter_context(torch.no_grad())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -95,6 +96,9 @@ class Lowering:
         self.placed = placed
         self._name, self._device, self._notes, self._estimate = name, device, notes, estimate
         self._workspaces = workspaces or {}
+        self._times: Mapping[int, int] = {}
+        self.timed_calls = 0
+        """How many calls have a time that was measured."""
         self._sequence: Sequence[int] = range(len(program.calls))
         self._is_again: Sequence[bool] = [False] * len(program.calls)
         self._sizes = [storage.size_bytes for storage in program.storages]
@@ -139,6 +143,23 @@ class Lowering:
         self._leaving, self._kinds = like._leaving, like._kinds
         self._controls, self._given_away = like._controls, like._given_away
 
+    def timed(self, times_ns: Mapping[int, int], measured: Container[int]) -> Lowering:
+        """The same with nanoseconds that calls take.
+
+        Args:
+            times_ns: per call; the model of time tells those of others.
+            measured: the calls whose times were measured.
+        """
+        result = copy.copy(self)
+        result._times = times_ns
+        result.timed_calls = sum(index in measured for index in times_ns)
+        others = [self.operators[index].name for index in times_ns if index not in measured]
+        names = ", ".join(f"{name} ({count})" for name, count in Counter(others).most_common())
+        told = f"of {result.timed_calls:,} operators measured, rounded"
+        told += f"; of {len(others):,} modelled, scaled to those: {names}" if others else ""
+        result._notes = [*self._notes, ("times", told)]
+        return result
+
     def expanded(self, sequence: Sequence[int]) -> Lowering:
         """The same program by a sequence, in which calls run more than once: its graphs are
         `Graph.expanded` of this one's.
@@ -164,6 +185,11 @@ class Lowering:
             place: self._workspaces[index]
             for place, index in enumerate(sequence)
             if index in self._workspaces
+        }
+        result._times = {
+            place: self._times[index]
+            for place, index in enumerate(sequence)
+            if index in self._times
         }
         result._sizes = [self._sizes[number] for number in storage_of]
         result._kinds = [self._kinds[number] for number in storage_of]
@@ -234,6 +260,7 @@ class Lowering:
                 file=source.file,
                 line=source.line,
                 flops=operator.flops,
+                time_ns=self._times.get(index),
                 position=None if rank is None else rank[index],
                 repeatable=repeat is not None,
                 first_only=None if repeat is None else repeat.first_only,

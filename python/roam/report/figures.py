@@ -111,7 +111,10 @@ def figures(graph: Graph, plan: Plan) -> dict[str, Any]:
     result["recomputation"] = None
     if again is not None:
         runs = len(again.pop("sequence")) - graph.num_operators
-        result["recomputation"] = {"runs": runs, **again}
+        given = sum(operator.time_ns > 0 for operator in graph.operators)
+        modelled = int((graph.times_ns > 0).sum()) - given
+        times = {"timed_operators": given, "modelled_operators": modelled}
+        result["recomputation"] = {"runs": runs, **again, **times}
     result["streams"] = streams
     result["stream_model"] = plan.settings["stream_model"]
     result["syncs"] = len(plan.syncs)

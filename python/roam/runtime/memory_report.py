@@ -113,6 +113,10 @@ class StepMemory:
         extra_s: seconds that they take by plan.
         least_extra_s: no plan within the limit has extra runs that take less, by plan.
         step_s: seconds of the step without them, by plan; 0 where nothing runs again.
+        timed_operators: of how many operators the plan's times were measured on the device, each
+            kernel once for its shapes; 0 where nothing runs again.
+        modelled_operators: of how many the model of time gave them; scaled to the measured ones,
+            where there are any.
     """
 
     uses_pool: bool
@@ -133,6 +137,8 @@ class StepMemory:
     extra_s: float = 0.0
     least_extra_s: float = 0.0
     step_s: float = 0.0
+    timed_operators: int = 0
+    modelled_operators: int = 0
 
     @classmethod
     def planned(cls, choice: Choice) -> StepMemory:
@@ -154,6 +160,8 @@ class StepMemory:
             extra_s=0.0 if again is None else again.extra_s,
             least_extra_s=0.0 if again is None else again.least_extra_s,
             step_s=0.0 if again is None else again.step_s,
+            timed_operators=0 if again is None else again.timed_calls,
+            modelled_operators=0 if again is None else again.modelled_calls,
         )
 
     @property
@@ -228,6 +236,7 @@ class StepMemory:
             )
             blocks.append(
                 f"{self.extra_runs:,} operators run again, for {extra} of the step's time by plan; no "
-                f"plan within the limit recomputes less than {least}"
+                f"plan within the limit recomputes less than {least}. Times of {self.timed_operators:,} "
+                f"operators are measured, of {self.modelled_operators:,} modelled"
             )
         return "\n\n".join(blocks) + "\n"

@@ -26,6 +26,8 @@ from roam.errors import GraphError, PlanError
 from roam.garbage import collections_wait
 from roam.kernels.calls import Placed, copyable_calls, placed_calls
 from roam.kernels.fusion import fused
+from roam.kernels.times import completed, times
+from roam.kernels.times import known as timed
 from roam.kernels.workspace import known, workspaces
 from roam.memory_limit import MemoryLimit
 from roam.program.ir import Program
@@ -84,6 +86,8 @@ class Recomputation:
         step_s: seconds of the step without them.
         least_extra_s: no plan within the limit has extra runs that take less.
         floor_bytes: no plan, whatever it runs again, takes less in all.
+        timed_calls: how many of the step's calls have a time that was measured on the device.
+        modelled_calls: how many have one by the model of time, scaled to the measured ones.
     """
 
     runs: int
@@ -91,6 +95,8 @@ class Recomputation:
     step_s: float
     least_extra_s: float
     floor_bytes: int
+    timed_calls: int
+    modelled_calls: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,6 +302,9 @@ class _Chooser:
             return best
         limit_bytes = memory.in_bytes(best.total_bytes, device_bytes)
         if best.total_bytes > limit_bytes:
+            room_bytes = limit_bytes - best.plan.persistent_bytes
+            if is_real:
+                lowering = self._timed(lowering, taken or {}, room_bytes)
             best = self._within(limit_bytes, lowering, best, pool)
         return replace(best, memory_limit_bytes=limit_bytes)
 
@@ -332,6 +341,23 @@ class _Chooser:
             best = ordinary
         totals = zip(names, [choice.total_bytes for choice in (ordinary, *pooled)], strict=True)
         return replace(best, totals=tuple(totals))
+
+    def _timed(self, lowering: Lowering, taken: dict[int, int], room_bytes: int) -> Lowering:
+        """The same with times of its calls, measured where they can be."""
+        before, device = timed(), self._variant.device
+        model = lowering.graph(pool=False).times_ns.tolist()
+        with self._timings.running(self._timings.kernels):
+            measured = times(
+                lowering.program,
+                cast(list[Placed | None], lowering.placed),
+                [index for index, time_ns in enumerate(model) if time_ns > 0],
+                device,
+                workspaces=taken,
+                room_bytes=room_bytes,
+                deadline=self._deadline,
+            )
+        self._timings.kernels.count += timed() - before
+        return lowering.timed(completed(measured, model), measured) if measured else lowering
 
     def _within(
         self, limit_bytes: int, lowering: Lowering, best: Choice, pool: bool | None
@@ -385,7 +411,8 @@ class _Chooser:
             )
         expanded = lowering.expanded([int(index) for index in again["sequence"]])
         copied_in = None if copied_in is None else expanded.places(copied_in)
-        graph, plan = plan.expanded(graph)
+        plain = graph
+        graph, plan = plan.expanded(plain)
         if expanded.graph(copied_in=copied_in, pool=uses_pool).digest != graph.digest:
             raise PlanError(
                 "the program with extra runs is another than the plan's; please report it",
@@ -408,6 +435,8 @@ class _Chooser:
                 step_s=again["step_s"],
                 least_extra_s=again["least_extra_s"],
                 floor_bytes=again["floor_bytes"],
+                timed_calls=lowering.timed_calls,
+                modelled_calls=int((plain.times_ns > 0).sum()) - lowering.timed_calls,
             ),
         )
 

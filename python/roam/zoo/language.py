@@ -13,6 +13,7 @@ _ARCHITECTURES = {
     "roberta": (transformers.RobertaConfig, transformers.RobertaForMaskedLM),
     "gpt2": (transformers.GPT2Config, transformers.GPT2LMHeadModel),
     "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
+    "mamba": (transformers.MambaConfig, transformers.MambaForCausalLM),
 }
 
 

@@ -35,5 +35,5 @@ def build(
 ) -> tuple[torch.nn.Module, Callable[..., torch.Tensor], tuple[torch.Tensor, ...]]:
     """Call torchvision's constructor ``function``; images are ``size`` pixels square."""
     with _no_redrawing_of_fakes():
-        model = getattr(torchvision.models, function)(weights=None, **options)
+        model = getattr(torchvision.models, function)(**options)
     return model, train_step, random_batch(batch, size)

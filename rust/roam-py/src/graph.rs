@@ -10,6 +10,7 @@ use pyo3::exceptions::PyIndexError;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyBytes, PyTuple, PyType};
+use roam_core::cost::operator_ns;
 use roam_core::expansion::{SequenceError, expand};
 use roam_core::graph::json::{load_graph, read_graph, save_graph, write_graph};
 use roam_core::graph::{Graph, OperatorId, TensorId};
@@ -29,6 +30,7 @@ pub(crate) struct PyGraph {
     tensor_sizes_bytes: Column,
     tensor_counted_bytes: Column,
     workspaces_bytes: Column,
+    times_ns: Column,
     positions: Column,
     program_order: Column,
 }
@@ -57,6 +59,7 @@ impl PyGraph {
             tensor_sizes_bytes: PyOnceLock::new(),
             tensor_counted_bytes: PyOnceLock::new(),
             workspaces_bytes: PyOnceLock::new(),
+            times_ns: PyOnceLock::new(),
             positions: PyOnceLock::new(),
             program_order: PyOnceLock::new(),
         }
@@ -201,6 +204,12 @@ impl PyGraph {
     fn workspaces_bytes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray1<i64>>> {
         let sizes = || self.operator_ids().map(|id| to_i64(self.graph.workspace_bytes(id))).collect();
         column(&self.workspaces_bytes, py, sizes)
+    }
+    /// Nanoseconds that every operator takes: as measured, or else by the model of time.
+    #[getter]
+    fn times_ns<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray1<i64>>> {
+        let times = || self.operator_ids().map(|id| to_i64(operator_ns(&self.graph, id))).collect();
+        column(&self.times_ns, py, times)
     }
     /// Every operator's place in program order.
     #[getter]

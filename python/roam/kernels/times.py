@@ -1,0 +1,172 @@
+"""Measures how long kernels take: each once per process, shapes and settings, on zeros.
+
+Times decide what runs again under a memory budget, so they are rounded coarsely: the same kernel
+gets the same time from run to run, unless it is near the edge between two.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch
+
+from roam.kernels.calls import Placed
+from roam.kernels.workspace import kernels_alone, signature_of, zeros
+from roam.program.ir import Call, Program
+from roam.program.operators import is_ours
+from roam.torch_compat.private import pytree
+
+_PER_DOUBLING = 2
+"""Times are powers of 2^(1 / this): rounding changes a time by 19 percent at most."""
+_MOST_RUNS = 5
+_ENOUGH_NS = 20_000_000
+"""A kernel is run no further once its runs took this long."""
+
+_learned: dict[object, int | None] = {}
+_one_at_a_time = threading.Lock()
+
+
+def times(
+    program: Program,
+    placed: Sequence[Placed | None],
+    calls: Iterable[int],
+    device: torch.device,
+    *,
+    workspaces: Mapping[int, int],
+    room_bytes: int,
+    deadline: float | None = None,
+) -> dict[int, int]:
+    """Nanoseconds that calls' kernels take, rounded by `rounded`; of those that could be measured.
+
+    A kernel runs once to warm up and up to five times more; its time is the least of them. It
+    writes into memory that exists where its results can be placed, and makes its results where
+    not. Random generators are put back.
+
+    Args:
+        program: the program, of real tensors: kernels are run.
+        placed: per call, what `placed_calls` says of it.
+        calls: those to time.
+        device: where the program runs.
+        workspaces: per call, what its kernel takes for itself.
+        room_bytes: no kernel is run whose arguments, results and workspace take more.
+        deadline: the value of `time.monotonic` after which no more kernels are run.
+    """
+    signatures = {
+        index: (signature_of(program, program.calls[index]), placed[index] is None)
+        for index in calls
+        if _is_timed(program, program.calls[index], device)
+    }
+    devices = range(torch.cuda.device_count()) if device.type == "cuda" else ()
+    with _one_at_a_time, torch.random.fork_rng(devices), kernels_alone(device.type):
+        for index, signature in signatures.items():
+            if signature in _learned:
+                continue
+            if deadline is not None and time.monotonic() > deadline:
+                break
+            if (
+                _touched_bytes(program, program.calls[index]) + workspaces.get(index, 0)
+                <= room_bytes
+            ):
+                _learned[signature] = _measured(
+                    program, program.calls[index], placed[index], device
+                )
+    found = {index: _learned.get(signature) for index, signature in signatures.items()}
+    return {index: time_ns for index, time_ns in found.items() if time_ns is not None}
+
+
+def known() -> int:
+    """How many kinds of calls have been timed in this process."""
+    return len(_learned)
+
+
+def rounded(time_ns: float) -> int:
+    """The nearest power of the square root of two, at least 1."""
+    return round(2 ** (round(math.log2(max(time_ns, 1)) * _PER_DOUBLING) / _PER_DOUBLING))
+
+
+def completed(measured: Mapping[int, int], model: Sequence[int]) -> dict[int, int]:
+    """A time for every call: as measured, or the model's, scaled by what the model is wrong about
+    all that were measured together; rounded likewise.
+
+    Args:
+        measured: what `times` gives; not empty.
+        model: per call nanoseconds by the model of time.
+    """
+    modelled = sum(int(model[index]) for index in measured)
+    scale = sum(measured.values()) / max(modelled, 1)
+    return {
+        index: measured[index] if index in measured else rounded(int(time_ns) * scale)
+        for index, time_ns in enumerate(model)
+        if time_ns > 0
+    }
+
+
+def _is_timed(program: Program, call: Call, device: torch.device) -> bool:
+    """Whether a call runs a kernel of ours on the device alone, and does so in every step."""
+    if not is_ours(call.target) or call.is_check or call.skip_if is not None:
+        return False
+    leaves = pytree.tree_leaves((call.args, call.kwargs))
+    if any(isinstance(leaf, (torch.Generator, torch.Tensor)) for leaf in leaves):
+        return False
+    used = [program.slots[slot] for slot in (*call.refs(), *call.outputs) if slot is not None]
+    return all(meta is None or meta.device == device or not meta.shape for meta in used)
+
+
+def _touched_bytes(program: Program, call: Call) -> int:
+    slots = [slot for slot in (*call.refs(), *call.outputs) if slot is not None]
+    storages = {program.storage_of(slot) for slot in slots if program.storage_of(slot) >= 0}
+    return sum(program.storages[storage].size_bytes for storage in storages)
+
+
+def _measured(program: Program, call: Call, at: Placed | None, device: torch.device) -> int | None:
+    """Its time; None where it does not like zeros, or there is no memory for it."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return rounded(_least_ns(_run_of(program, call, at), device))
+    except Exception:  # noqa: BLE001 - the model tells its time; what is wrong with it the step will tell
+        return None
+
+
+def _run_of(program: Program, call: Call, at: Placed | None) -> Callable[[], object]:
+    args, kwargs = zeros(program, (call.args, call.kwargs))
+    target = call.target
+    if at is not None and not at.by_rows:
+        metas = (program.slots[slot] for slot in call.outputs if slot is not None)
+        outs = [
+            torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=meta.device)
+            for meta in metas
+            if meta is not None
+        ]
+        target, args, kwargs = at.placement.call(args, kwargs, outs)
+    return lambda: target(*args, **kwargs)
+
+
+def _least_ns(run: Callable[[], object], device: torch.device) -> float:
+    """Nanoseconds of the quickest of some runs after a first one."""
+    elapsed = _elapsed_cuda if device.type == "cuda" else _elapsed_cpu
+    run()
+    taken: list[float] = []
+    while len(taken) < _MOST_RUNS and sum(taken) < _ENOUGH_NS:
+        taken.append(elapsed(run))
+    return min(taken)
+
+
+def _elapsed_cpu(run: Callable[[], object]) -> float:
+    start = time.perf_counter_ns()
+    run()
+    return time.perf_counter_ns() - start
+
+
+def _elapsed_cuda(run: Callable[[], object]) -> float:
+    """By the device's own clock."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    run()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) * 1e6
