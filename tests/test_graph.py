@@ -338,6 +338,7 @@ def test_a_graph_shows_what_was_built() -> None:
     assert graph.tensor_sizes_bytes.tolist() == [100, 200, 200, 64, 256]
     assert graph.tensor_counted_bytes.tolist() == [128, 256, 256, 64, 256]
     assert graph.workspaces_bytes.tolist() == [0, 0, 64]
+    assert [time_ns > 0 for time_ns in graph.times_ns.tolist()] == [True, True, True]
     assert graph.positions.tolist() == graph.program_order.tolist() == [0, 1, 2]
     assert graph.live_bytes().tolist() == [128 + 256, 256 + 256, 256 + 256 + 64]
 

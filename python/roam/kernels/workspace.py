@@ -153,7 +153,7 @@ def _taken(program: Program, call: Call, device: torch.device) -> int:
 
 
 def zeros(program: Program, arguments: Any) -> Any:
-    """Arguments of a call, of zeros, which are numbers, indices and choices alike; for a live number
+    """Arguments of a call, of zeros, which are numbers, indices and choices alike; for live numbers
     of Python 1.0.
     """
     storages: dict[int, torch.UntypedStorage] = {}
