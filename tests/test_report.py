@@ -297,6 +297,29 @@ def test_a_table_says_the_same_in_all_forms(monkeypatch: pytest.MonkeyPatch) -> 
     assert 'a &lt;b&gt;</td><td class=number><data value="1536" data-name="name"' in as_html(TABLE)
 
 
+def test_a_notebook_shows_the_figures_of_a_plan() -> None:
+    plan = roam.optimize(layers())
+    found = re.findall(r'<data value="(\d+)" data-name="([^"]+)"', plan._repr_html_())
+    assert {name for _, name in found} >= {"peak_bytes", "total_bytes"}
+    for value, name in found:
+        assert int(value) == getattr(plan, name)
+
+
+def test_the_terminal_shows_what_is_alive_at_the_peak(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    graph, path = layers(), str(tmp_path / "graph.json")
+    graph.save(path)
+    assert cli.main(["plan", path, "-v"]) == 0
+    shown = capsys.readouterr().out.partition("What is alive at the plan's peak")[2]
+    for held in Planned.of(graph, roam.optimize(graph)).holdings:
+        layers_of = f"({held.modules} layers)" if held.modules > 1 else ""
+        parts = (format_bytes(held.size_bytes), held.kind, held.operator, layers_of)
+        assert any(all(part in line for part in parts) for line in shown.splitlines()), held
+    assert "What sets the bound" in shown
+    assert cli.main(["plan", path, "-v", "--streams", "2"]) == 0
+
+
 # -- the ways to get one
 
 
@@ -374,4 +397,7 @@ def test_a_compiled_step_reports_its_plan(tmp_path: Path) -> None:
     assert found["total_bytes"] == f"{memory.total_bytes:,}"
     assert found["memory_limit_bytes"] == f"{memory.limit_bytes:,}"
     assert memory.extra_runs > 0
+    shown = memory._repr_html_()
+    assert f'<data value="{memory.total_bytes}"' in shown
+    assert f"{memory.extra_runs} operators run again" in shown
     assert "The first step and later ones" in output.read_text()

@@ -673,6 +673,8 @@ class Plan:
         Raises:
             PlanError: the plan is not one of this module's, or is for several streams.
         """
+    def _repr_html_(self) -> str:
+        """The plan's figures as a table, for notebooks."""
     def report(self, graph: Graph, path: _Path, *, limits: Iterable[int | str] = ()) -> None:
         """Writes one HTML page that explains the plan, and that needs no network.
 

@@ -22,8 +22,10 @@ from roam.commands import report as report_command
 from roam.commands.subject import UsageError, add_subject, subject_of
 from roam.errors import CaptureError, FormatError, GraphError, PlanError, RoamError
 from roam.report import Progress, figures, peak_place, plan_table
+from roam.report.anatomy import Planned, bound, holdings, kinds
 from roam.report.page import ReportUnavailable
 from roam.report.table import columns, curve_table
+from roam.report.tables import print_tables
 
 if TYPE_CHECKING:
     from roam._core import Graph, Plan
@@ -168,7 +170,11 @@ def _parser() -> argparse.ArgumentParser:
         "several times",
     )
     plan.add_argument(
-        "-v", "--verbose", action="store_true", help="print first what the graph is made of"
+        "-v",
+        "--verbose",
+        action="store_true",
+        help="also print what the graph is made of, what is alive at the peak, and what sets the "
+        "bound",
     )
     plan.add_argument(
         "--save-graph", metavar="PATH", help="write the graph; compressed if PATH ends in .gz"
@@ -273,6 +279,10 @@ def _plan(arguments: argparse.Namespace) -> int:
             (graph.summary() + "\n" if arguments.verbose else "")
             + plan_table(subject.title, values, place)
         )
+        if arguments.verbose and arguments.streams == 1:
+            planned_step = Planned.of(graph, plan)
+            _write("\n")
+            print_tables([kinds(planned_step), holdings(planned_step), bound(planned_step)])
         if arguments.memory_curve:
             _write("\n" + curve_table(values["memory_curve"]) + "\n")
     return code

@@ -165,6 +165,15 @@ def _report(
     write_page(Anatomy(graph.name or "step", planned, plain, changes=changes), path)
 
 
+def _repr_html(self: Plan) -> str:
+    """The plan's figures as a table, for notebooks."""
+    from roam.report.anatomy import overview
+    from roam.report.figures import plan_figures
+    from roam.report.tables import as_html
+
+    return as_html(overview(plan_figures(self)))
+
+
 def _attach(owner: type, name: str, method: Callable[..., Any], *, to_class: bool = False) -> None:
     """Makes the function a method of a class of `roam._core`, whose stub declares it."""
     method.__name__, method.__qualname__ = name, f"{owner.__name__}.{name}"
@@ -175,3 +184,4 @@ _attach(Graph, "summary", _summary)
 _attach(Graph, "from_fx", _from_fx, to_class=True)
 _attach(Plan, "apply", _apply)
 _attach(Plan, "report", _report)
+_attach(Plan, "_repr_html_", _repr_html)

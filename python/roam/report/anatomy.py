@@ -207,7 +207,7 @@ class Anatomy:
         """All tables, in the order in which they are read."""
         planned = self.planned
         tables = [
-            overview(planned),
+            overview(planned.values),
             facts(planned),
             kinds(planned),
             holdings(planned),
@@ -220,11 +220,11 @@ class Anatomy:
         return tables
 
 
-def overview(planned: Planned) -> Table:
-    """What the plan costs."""
+def overview(values: Mapping[str, Any]) -> Table:
+    """What a plan costs, by its figures."""
     rows: list[tuple[Cell, ...]] = [
         (label, Amount(size_bytes, name), note)
-        for label, name, size_bytes, note in figure_rows(planned.values)
+        for label, name, size_bytes, note in figure_rows(values)
     ]
     return Table("Memory of the step", ("", "bytes", ""), tuple(rows))
 

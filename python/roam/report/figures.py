@@ -91,35 +91,45 @@ def peak_place(graph: Graph, plan: Plan) -> Place | None:
     )
 
 
+def plan_figures(plan: Plan) -> dict[str, Any]:
+    """The plan's attributes by name (bytes, fractions, seconds; not rounded).
+
+    What needs the graph is None: see :func:`figures`.
+    """
+    result: dict[str, Any] = {name: getattr(plan, name) for name in _ATTRIBUTES}
+    again = plan.recomputation
+    result["saved_by_order_bytes"] = result["saved_by_reuse_bytes"] = None
+    result["memory_limit_bytes"] = plan.settings.get("memory_limit_bytes")
+    result["recomputation"] = None
+    if again is not None:
+        runs = len(again["sequence"]) - len(set(again["sequence"]))
+        del again["sequence"]
+        result["recomputation"] = {"runs": runs, **again}
+    result["streams"] = plan.settings["streams"]
+    result["stream_model"] = plan.settings["stream_model"]
+    result["syncs"] = len(plan.syncs)
+    result["exact"] = dict(plan.exact)
+    result["timings_s"] = dict(plan.timings_s)
+    result["operators"] = result["tensors"] = None
+    return result
+
+
 def figures(graph: Graph, plan: Plan) -> dict[str, Any]:
-    """The plan's attributes by name (bytes, fractions, seconds; not rounded), and what they are
-    made of.
+    """The plan's attributes by name, and what they are made of.
 
     ``saved_by_order_bytes`` and ``saved_by_reuse_bytes`` add up to program order's peak less the
     plan's; they are ``None`` for several streams and with recomputation, where they cannot be told
     apart.
     """
-    result: dict[str, Any] = {name: getattr(plan, name) for name in _ATTRIBUTES}
-    streams, again = plan.settings["streams"], plan.recomputation
-    is_plain = streams == 1 and again is None
-    ordered = int(graph.live_bytes(plan.order).max(initial=0)) if is_plain else None
-    result["saved_by_order_bytes"] = (
-        None if ordered is None else plan.program_order_peak_bytes - ordered
-    )
-    result["saved_by_reuse_bytes"] = None if ordered is None else ordered - plan.peak_bytes
-    result["memory_limit_bytes"] = plan.settings.get("memory_limit_bytes")
-    result["recomputation"] = None
-    if again is not None:
-        runs = len(again.pop("sequence")) - graph.num_operators
+    result = plan_figures(plan)
+    if plan.settings["streams"] == 1 and plan.recomputation is None:
+        ordered = int(graph.live_bytes(plan.order).max(initial=0))
+        result["saved_by_order_bytes"] = plan.program_order_peak_bytes - ordered
+        result["saved_by_reuse_bytes"] = ordered - plan.peak_bytes
+    if result["recomputation"] is not None:
         given = sum(operator.time_ns > 0 for operator in graph.operators)
         modelled = int((graph.times_ns > 0).sum()) - given
-        times = {"timed_operators": given, "modelled_operators": modelled}
-        result["recomputation"] = {"runs": runs, **again, **times}
-    result["streams"] = streams
-    result["stream_model"] = plan.settings["stream_model"]
-    result["syncs"] = len(plan.syncs)
-    result["exact"] = dict(plan.exact)
-    result["timings_s"] = dict(plan.timings_s)
+        result["recomputation"] |= {"timed_operators": given, "modelled_operators": modelled}
     result["operators"] = graph.num_operators
     result["tensors"] = graph.num_tensors
     return result

@@ -10,6 +10,7 @@ from typing import Any
 
 from roam.program.ir import Call, Program, Ref, Source, Storage, TensorMeta
 from roam.report.table import columns, format_bytes
+from roam.report.tables import Amount, Table, as_html
 from roam.runtime.strategy import Choice
 
 
@@ -171,6 +172,40 @@ class StepMemory:
 
     def __str__(self) -> str:
         """A table, a figure a line."""
+        known = [
+            (label, f"{size:,}", format_bytes(size), note) for label, size, note in self._rows()
+        ]
+        tried = [(f"by {name}", f"{size:,}", format_bytes(size)) for name, size in self.totals]
+        blocks = [columns(block, right=(1, 2)) for block in (known, tried)]
+        return "\n\n".join([*blocks, *self._extra_time()]) + "\n"
+
+    def _repr_html_(self) -> str:
+        """The same for notebooks."""
+        known = tuple((label, Amount(size), note) for label, size, note in self._rows())
+        tried = tuple((f"by {name}", Amount(size)) for name, size in self.totals)
+        note = " ".join(self._extra_time())
+        tables = [
+            Table("Memory of the step", ("", "bytes", ""), known, note),
+            Table("Totals of the ways that were tried", ("", "bytes"), tried),
+        ]
+        return "".join(map(as_html, tables))
+
+    def _extra_time(self) -> list[str]:
+        """What recomputation costs, if there is any."""
+        if not self.extra_runs:
+            return []
+        extra, least = (
+            f"{seconds / max(self.step_s, 1e-9):.1%}"
+            for seconds in (self.extra_s, self.least_extra_s)
+        )
+        return [
+            f"{self.extra_runs:,} operators run again, for {extra} of the step's time by plan; no "
+            f"plan within the limit recomputes less than {least}. Times of {self.timed_operators:,} "
+            f"operators are measured, of {self.modelled_operators:,} modelled"
+        ]
+
+    def _rows(self) -> list[tuple[str, int, str]]:
+        """Label, bytes and meaning of each figure that is known."""
         rows = [
             (
                 "persistent",
@@ -222,21 +257,4 @@ class StepMemory:
                 "the part of it that kernels allocated for themselves",
             ),
         ]
-        known = [
-            (label, f"{size:,}", format_bytes(size), note)
-            for label, size, note in rows
-            if size is not None
-        ]
-        tried = [(f"by {name}", f"{size:,}", format_bytes(size)) for name, size in self.totals]
-        blocks = [columns(block, right=(1, 2)) for block in (known, tried)]
-        if self.extra_runs:
-            extra, least = (
-                f"{seconds / max(self.step_s, 1e-9):.1%}"
-                for seconds in (self.extra_s, self.least_extra_s)
-            )
-            blocks.append(
-                f"{self.extra_runs:,} operators run again, for {extra} of the step's time by plan; no "
-                f"plan within the limit recomputes less than {least}. Times of {self.timed_operators:,} "
-                f"operators are measured, of {self.modelled_operators:,} modelled"
-            )
-        return "\n\n".join(blocks) + "\n"
+        return [(label, size, note) for label, size, note in rows if size is not None]
