@@ -28,6 +28,8 @@ def planned_by(choice: Choice) -> Planned:
             "least_extra_s": again.least_extra_s,
             "floor_bytes": again.floor_bytes,
             "plain_total_bytes": min(size_bytes for _, size_bytes in choice.totals[:-1]),
+            "timed_operators": again.timed_calls,
+            "modelled_operators": again.modelled_calls,
         }
     return Planned(written, choice.graph, choice.plan, values, again is not None)
 
