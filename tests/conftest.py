@@ -1,6 +1,7 @@
 """What all tests share."""
 
 import json
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -16,6 +17,9 @@ settings.load_profile("roam")
 # A shell starts what it runs in the background with Ctrl-C ignored, and so would every child that
 # the tests interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# No test takes plans that another left on disk, but for those of the cache.
+os.environ["ROAM_CACHE"] = "0"
 
 _DURATIONS = Path(__file__).with_name("durations.json")
 _SLOW_S = 0.7

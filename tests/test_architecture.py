@@ -29,6 +29,7 @@ LAYERS = (
         "roam.garbage",
         "roam.memory_limit",
         "roam.arguments",
+        "roam.disk_cache",
     ),
     ("roam.torch_compat",),
     ("roam.state",),

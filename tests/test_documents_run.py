@@ -135,6 +135,8 @@ def _pages() -> Iterator[Path]:
 @pytest.mark.parametrize("path", list(_pages()), ids=lambda path: str(path.relative_to(ROOT)))
 def test_the_blocks_run(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ROAM_CACHE_DIR", str(tmp_path / "kept"))
+    monkeypatch.delenv("ROAM_CACHE")
     namespace: dict[str, Any] = {"__name__": "__main__"}
     torch.manual_seed(0)
     for block in blocks(path):

@@ -218,6 +218,11 @@ class Graph:
     @property
     def digest(self) -> str:
         """SHA-256 of the canonical JSON, in hexadecimal: by it a plan names its graph."""
+    @property
+    def structure_digest(self) -> str:
+        """SHA-256 of the canonical JSON without the names of graph and tensors and without the
+        places in the user's program, in hexadecimal: graphs that agree in it have the same plans.
+        """
     def operator(self, operator: SupportsIndex) -> Operator:
         """One operator."""
     def tensor(self, tensor: SupportsIndex) -> Tensor:

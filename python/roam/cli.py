@@ -20,6 +20,7 @@ from roam.bench import command as bench_command
 from roam.bench.results import BenchError
 from roam.commands import report as report_command
 from roam.commands.subject import UsageError, add_subject, subject_of
+from roam.disk_cache import disk_cache
 from roam.errors import CaptureError, FormatError, GraphError, PlanError, RoamError
 from roam.report import Progress, figures, peak_place, plan_table
 from roam.report.anatomy import Planned, bound, holdings, kinds
@@ -193,6 +194,9 @@ def _parser() -> argparse.ArgumentParser:
 
     command("zoo", _zoo, "list the models that 'roam plan' knows by name")
 
+    kept = command("cache", _cache, "list what compiled steps have kept on disk, or remove it")
+    kept.add_argument("--clear", action="store_true", help="remove all of it")
+
     bench = commands.add_parser(
         "bench",
         help="run a benchmark: plans against published figures and other planners, and more",
@@ -355,6 +359,25 @@ def _zoo(arguments: argparse.Namespace) -> int:
         )
     else:
         _write(columns((entry.name, entry.summary) for entry in entries) + "\n")
+    return EXIT_OK
+
+
+def _cache(arguments: argparse.Namespace) -> int:
+    cache = disk_cache()
+    if cache is None:
+        raise UsageError("the cache is off: ROAM_CACHE is 0, or there is no folder for it")
+    usage = cache.clear() if arguments.clear else cache.usage()
+    if arguments.json:
+        values = {"folder": str(cache.folder), "cleared": arguments.clear, **vars(usage)}
+        _write_json({**values, "most_bytes": cache.most_bytes})
+        return EXIT_OK
+    rows = [("folder", str(cache.folder))]
+    rows += [(f"entries: {kind}", f"{count:,}") for kind, count in usage.entries.items()]
+    size = f"{usage.size_bytes:,} bytes"
+    rows.append(
+        ("removed", size) if arguments.clear else ("size", f"{size} of {cache.most_bytes:,}")
+    )
+    _write(columns(rows) + "\n")
     return EXIT_OK
 
 

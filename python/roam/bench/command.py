@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable
 from importlib import import_module
@@ -240,6 +241,7 @@ def _run(arguments: argparse.Namespace) -> int:
     from roam.bench.run import require, run
 
     require("rich", "matplotlib", *arguments.needs)
+    os.environ["ROAM_CACHE"] = "0"  # planning is measured, not what an earlier run has left
     with interrupts_count():
         make: Callable[[argparse.Namespace], Benchmark] = import_module(arguments.module).benchmark
         benchmark = make(arguments)

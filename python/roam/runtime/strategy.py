@@ -33,6 +33,7 @@ from roam.memory_limit import MemoryLimit
 from roam.program.ir import Program
 from roam.program.lower import Lowering
 from roam.runtime.estimate import Estimator
+from roam.runtime.plan_cache import WORTH_S, keep_plan, kept_plan
 from roam.runtime.timings import Timings
 
 MAX_PLANS = 64
@@ -533,23 +534,34 @@ class _Chooser:
     ) -> Plan:
         """A plan of a graph, verified; of equal graphs the same."""
         worth_bytes = int(max(_UNNOTICED_BYTES, _NEAR * graph.persistent_bytes))
-        key = graph.digest, self._streams, enough_bytes, worth_bytes, memory_limit_bytes
-        plan = _known.get(key) if self._deadline is None else None
-        if plan is None:
-            left = None if self._deadline is None else max(self._deadline - time.monotonic(), 0.0)
+        settings = self._streams, enough_bytes, worth_bytes, memory_limit_bytes
+        key = graph.digest, *settings
+        is_timeless = self._deadline is None  # what a time limit cuts short is not always the same
+        plan = _known.get(key) if is_timeless else None
+        if plan is not None:
+            _core.verify(graph, plan)
+            return plan
+        plan = kept_plan(graph, settings) if is_timeless else None
+        if plan is not None:
+            self._timings.plan.from_disk += 1
+        else:
+            start = time.monotonic()
             plan = _core.optimize(
                 graph,
                 self._streams,
                 exact="off",
-                time_limit_s=left,
+                time_limit_s=None if self._deadline is None else max(self._deadline - start, 0.0),
                 enough_bytes=enough_bytes,
                 worth_bytes=worth_bytes,
                 memory_limit_bytes=memory_limit_bytes,
             )
+            taken_s = time.monotonic() - start
             self._timings.plan.count += 1
-            if self._deadline is None:
-                _remember(key, plan)
-        _core.verify(graph, plan)
+            _core.verify(graph, plan)
+            if is_timeless and taken_s > WORTH_S:
+                keep_plan(graph, settings, plan)
+        if is_timeless:
+            _remember(key, plan)
         return plan
 
     def _copy_choices(

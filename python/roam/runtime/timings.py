@@ -16,11 +16,13 @@ class Stage:
         wall_s: seconds that passed.
         cpu_s: seconds of all threads of the process on a processor.
         count: how many times it did its work: traces, kernels, plans, runs.
+        from_disk: how many times it took what an earlier process had left on disk.
     """
 
     wall_s: float = 0.0
     cpu_s: float = 0.0
     count: int = 0
+    from_disk: int = 0
 
 
 @dataclass(slots=True)
@@ -78,7 +80,10 @@ class Timings:
             ("first run", self.first_run, ""),
         )  # fmt: skip
         shown = [
-            f"{name} {stage.wall_s:.2f} s" + (f" ({stage.count} {unit})" if unit else "")
+            f"{name} {stage.wall_s:.2f} s"
+            + (f" ({stage.count} {unit}" if unit else "")
+            + (f", {stage.from_disk} from disk" if stage.from_disk else "")
+            + (")" if unit else "")
             for name, stage, unit in stages
         ]
         return f"{self.total_s:.2f} s: " + ", ".join(shown)

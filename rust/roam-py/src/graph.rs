@@ -159,6 +159,12 @@ impl PyGraph {
     fn digest(&self, py: Python<'_>) -> PyResult<String> {
         detached(py, || self.graph.digest().to_owned())
     }
+    /// SHA-256 of the canonical JSON without the names of graph and tensors and without the places
+    /// in the user's program, in hexadecimal.
+    #[getter]
+    fn structure_digest(&self, py: Python<'_>) -> PyResult<String> {
+        detached(py, || self.graph.structure_digest())
+    }
 
     /// One operator.
     fn operator(&self, operator: isize) -> PyResult<PyOperator> {

@@ -104,11 +104,15 @@ pub(crate) fn write_field(out: &mut impl Write, key: &str, value: &(impl Seriali
 }
 
 /// A list with one entry a line, so that files can be read and compared.
-pub(crate) fn write_rows<T: Serialize>(out: &mut impl Write, key: &str, rows: &[T]) -> io::Result<()> {
+pub(crate) fn write_rows(
+    out: &mut impl Write,
+    key: &str,
+    rows: impl IntoIterator<Item = impl Serialize>,
+) -> io::Result<()> {
     write!(out, ",\n\"{key}\":[")?;
-    for (index, row) in rows.iter().enumerate() {
+    for (index, row) in rows.into_iter().enumerate() {
         out.write_all(if index == 0 { b"\n" } else { b",\n" })?;
-        serde_json::to_writer(&mut *out, row)?;
+        serde_json::to_writer(&mut *out, &row)?;
     }
     out.write_all(b"]")
 }

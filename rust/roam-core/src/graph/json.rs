@@ -1,12 +1,12 @@
 //! The JSON form of a graph, documented in `docs/reference/formats.md`.
 
 use super::builder::GraphBuilder;
-use super::entries::{Operator, Region, Tensor};
+use super::entries::{Operator, Region, Source, Tensor};
 use super::envelope::{BUFFER_BYTES, FormatError, read_body, save, write_field, write_header, write_rows};
 use super::ids::OperatorId;
 use super::step::Graph;
 use super::strict;
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 use std::fs::File;
 use std::io::{self, BufWriter, Read, Write};
 use std::path::Path;
@@ -21,21 +21,36 @@ const PLAIN_VERSION: u64 = 1;
 
 /// Writes a graph's JSON: the canonical one, and its notes.
 pub fn write_graph(out: impl Write, graph: &Graph) -> io::Result<()> {
-    write_with(out, graph, graph.notes())
+    write_with(out, graph, graph.name(), graph.tensors(), graph.operators(), graph.notes())
 }
 
 /// Writes the canonical JSON of a graph: equal graphs give equal bytes.
 pub(crate) fn write_canonical(out: impl Write, graph: &Graph) -> io::Result<()> {
-    write_with(out, graph, &[])
+    write_with(out, graph, graph.name(), graph.tensors(), graph.operators(), &[])
 }
 
-fn write_with(out: impl Write, graph: &Graph, notes: &[(String, String)]) -> io::Result<()> {
+/// Writes what plans depend on: the canonical JSON without the names of graph and tensors, and
+/// without the places in the user's program that operators come from.
+pub(crate) fn write_structure(out: impl Write, graph: &Graph) -> io::Result<()> {
+    let tensors = graph.tensors().iter().map(|tensor| Tensor { name: String::new(), ..tensor.clone() });
+    let operators = graph.operators().iter().map(|one| Operator { source: Source::default(), ..one.clone() });
+    write_with(out, graph, "", tensors, operators, &[])
+}
+
+fn write_with(
+    out: impl Write,
+    graph: &Graph,
+    name: &str,
+    tensors: impl IntoIterator<Item = impl Serialize>,
+    operators: impl IntoIterator<Item = impl Serialize>,
+    notes: &[(String, String)],
+) -> io::Result<()> {
     let mut out = BufWriter::with_capacity(BUFFER_BYTES, out);
     let is_plain =
         |operator: &Operator| !operator.repeatable && operator.first_only.is_empty() && operator.time_ns == 0;
     let version = if graph.operators().iter().all(is_plain) { PLAIN_VERSION } else { GRAPH_VERSION };
     write_header(&mut out, GRAPH_FORMAT, version)?;
-    write_field(&mut out, "name", graph.name())?;
+    write_field(&mut out, "name", name)?;
     write_field(&mut out, "device", graph.device())?;
     write_field(&mut out, "alignment_bytes", &graph.alignment_bytes())?;
     if !graph.estimate().is_empty() {
@@ -44,8 +59,8 @@ fn write_with(out: impl Write, graph: &Graph, notes: &[(String, String)]) -> io:
     if !graph.accounting().is_empty() {
         write_field(&mut out, "accounting", graph.accounting())?;
     }
-    write_rows(&mut out, "tensors", graph.tensors())?;
-    write_rows(&mut out, "operators", graph.operators())?;
+    write_rows(&mut out, "tensors", tensors)?;
+    write_rows(&mut out, "operators", operators)?;
     write_rows(&mut out, "control", graph.control())?;
     write_rows(&mut out, "regions", graph.regions())?;
     if !notes.is_empty() {
