@@ -7,7 +7,7 @@ runs the real step by it, and :func:`compare` says whether that gives the bits o
 Buffers without a graph are packed by :mod:`roam.layout`.
 
 Importing this package loads neither torch nor a solver: :func:`capture`, :func:`compile`,
-:func:`compare` and :func:`fake` do so when they are first looked up.
+:func:`compare`, :func:`fit` and :func:`fake` do so when they are first looked up.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from roam.capture import capture, fake
     from roam.runtime.comparison import compare
     from roam.runtime.compile import compile
+    from roam.runtime.fitting import fit
 
 __all__ = [
     "Candidate",
@@ -69,6 +70,7 @@ __all__ = [
     "compare",
     "compile",
     "fake",
+    "fit",
     "optimize",
     "verify",
 ]
@@ -79,6 +81,7 @@ _LAZY = {
     "fake": "roam.capture",
     "compare": "roam.runtime",
     "compile": "roam.runtime",
+    "fit": "roam.runtime",
 }
 
 

@@ -678,6 +678,17 @@ class Plan:
         Raises:
             PlanError: the plan is not one of this module's, or is for several streams.
         """
+    def fits(self, memory: int | str) -> bool:
+        """Whether the plan's total is within an amount of memory.
+
+        The total has the step's tensors: leave room for what else the device holds.
+
+        Args:
+            memory: bytes, or text such as ``"24GiB"``.
+
+        Raises:
+            ValueError: it is no amount of bytes.
+        """
     def _repr_html_(self) -> str:
         """The plan's figures as a table, for notebooks."""
     def report(self, graph: Graph, path: _Path, *, limits: Iterable[int | str] = ()) -> None:

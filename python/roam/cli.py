@@ -18,6 +18,7 @@ from roam import zoo
 from roam.arguments import memory_limit, positive_integer, positive_number
 from roam.bench import command as bench_command
 from roam.bench.results import BenchError
+from roam.commands import fit as fit_command
 from roam.commands import report as report_command
 from roam.commands.subject import UsageError, add_subject, subject_of
 from roam.disk_cache import disk_cache
@@ -192,6 +193,10 @@ def _parser() -> argparse.ArgumentParser:
         command("report", _report, "explain a plan on one HTML page that needs no network")
     )
 
+    fit_command.add_options(
+        command("fit", _fit, "find the largest batch or sequence of a model that fits into memory")
+    )
+
     command("zoo", _zoo, "list the models that 'roam plan' knows by name")
 
     kept = command("cache", _cache, "list what compiled steps have kept on disk, or remove it")
@@ -347,6 +352,16 @@ def _report(arguments: argparse.Namespace) -> int:
         _write_json(values)
     else:
         _write(f"written: {values['output']}\n")
+    return EXIT_OK
+
+
+def _fit(arguments: argparse.Namespace) -> int:
+    found = fit_command.run(arguments)
+    if arguments.json:
+        _write_json(fit_command.as_json(arguments, found))
+    else:
+        for fit in found:
+            print_tables(fit.tables())
     return EXIT_OK
 
 

@@ -60,6 +60,16 @@ class MemoryLimit:
         """Whether it is what the device has."""
         return self.size_bytes is None and self.share is None
 
+    def amount_bytes(self) -> int:
+        """The bytes that the caller named.
+
+        Raises:
+            ValueError: it is a share, or what the device has.
+        """
+        if self.size_bytes is None:
+            raise ValueError('memory must be bytes, or text with a unit such as "24GiB", here')
+        return self.size_bytes
+
     @classmethod
     def _checked(cls, value: object, limit: MemoryLimit, number: float) -> MemoryLimit:
         if not 0 < number < 2**63 or (limit.size_bytes is not None and limit.size_bytes >= 2**63):

@@ -165,6 +165,22 @@ def _report(
     write_page(Anatomy(graph.name or "step", planned, plain, changes=changes), path)
 
 
+def _fits(self: Plan, memory: int | str) -> bool:
+    """Whether the plan's total is within an amount of memory.
+
+    The total has the step's tensors: leave room for what else the device holds.
+
+    Args:
+        memory: bytes, or text such as ``"24GiB"``.
+
+    Raises:
+        ValueError: it is no amount of bytes.
+    """
+    from roam.memory_limit import MemoryLimit
+
+    return self.total_bytes <= MemoryLimit.of(memory).amount_bytes()
+
+
 def _repr_html(self: Plan) -> str:
     """The plan's figures as a table, for notebooks."""
     from roam.report.anatomy import overview
@@ -184,4 +200,5 @@ _attach(Graph, "summary", _summary)
 _attach(Graph, "from_fx", _from_fx, to_class=True)
 _attach(Plan, "apply", _apply)
 _attach(Plan, "report", _report)
+_attach(Plan, "fits", _fits)
 _attach(Plan, "_repr_html_", _repr_html)

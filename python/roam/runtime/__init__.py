@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from roam.runtime.comparison import Comparison, compare
 from roam.runtime.compile import Step, compile
+from roam.runtime.fitting import Fit, fit
 from roam.runtime.memory_report import StepMemory
 
-__all__ = ["Comparison", "Step", "StepMemory", "compare", "compile"]
+__all__ = ["Comparison", "Fit", "Step", "StepMemory", "compare", "compile", "fit"]

@@ -1,0 +1,252 @@
+"""Will it fit: the largest batch, sequence or whatever a step is made of that keeps within a memory
+limit, found by planning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from roam._core import Graph, Plan, optimize
+from roam.capture.step import capture_step
+from roam.capture.tracing.fake_mode import fake
+from roam.errors import CaptureError, PlanError
+from roam.garbage import collections_wait
+from roam.memory_limit import MemoryLimit
+from roam.report.anatomy import overview
+from roam.report.figures import plan_figures
+from roam.report.table import format_bytes
+from roam.report.tables import Amount, Cell, Count, Table, as_html, as_text
+
+MOST = 2**20
+"""The largest size that is tried unless the caller says otherwise."""
+_REFUSED = ("memory_floor", "memory_limit_not_found")
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One size that was planned.
+
+    Attributes:
+        size: the size.
+        fits: whether the first step and later ones keep within the limit by their plans.
+        total_bytes: the larger total of the plans; None where no plan within the limit was found.
+        is_proved: where it does not fit, whether no plan of these operators could.
+    """
+
+    size: int
+    fits: bool
+    total_bytes: int | None
+    is_proved: bool = False
+
+    def __str__(self) -> str:
+        if self.fits:
+            return "fits"
+        return "no plan can" if self.is_proved else "no plan was found"
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The largest size that keeps within a memory limit.
+
+    Attributes:
+        size: the largest; 0 where not even the least fits.
+        memory_bytes: the limit.
+        recompute: whether operators may run again.
+        plan: the plan at that size, of the step that takes more: the first or the later ones. None
+            where nothing fits.
+        trials: every size that was planned, the smallest first. Of all sizes between that were not,
+            it is assumed that a larger one takes no less.
+    """
+
+    size: int
+    memory_bytes: int
+    recompute: bool
+    plan: Plan | None
+    trials: tuple[Trial, ...]
+
+    @property
+    def next(self) -> Trial | None:
+        """The next size, which does not fit; None where the largest that may be tried does."""
+        return next((trial for trial in self.trials if not trial.fits), None)
+
+    def tables(self) -> list[Table]:
+        """The answer, and the memory of the plan."""
+        how = "with recomputation" if self.recompute else "without recomputation"
+        rows: list[tuple[Cell, ...]] = [
+            (
+                Count(trial.size),
+                "" if trial.total_bytes is None else Amount(trial.total_bytes),
+                str(trial),
+            )
+            for trial in self.trials
+        ]
+        title = (
+            f"Within {format_bytes(self.memory_bytes)}, {how}: the largest found is {self.size:,}"
+        )
+        tried = Table(title, ("size", "total", ""), tuple(rows))
+        return [tried] if self.plan is None else [tried, overview(plan_figures(self.plan))]
+
+    def __str__(self) -> str:
+        """The tables as text."""
+        return "\n".join(map(as_text, self.tables()))
+
+    def _repr_html_(self) -> str:
+        """The tables for notebooks."""
+        return "".join(map(as_html, self.tables()))
+
+
+def fit(
+    train_step: Callable[..., Any],
+    make_inputs: Callable[[int], Sequence[Any]],
+    *,
+    memory: int | str,
+    recompute: bool = False,
+    device: str = "cpu",
+    most: int = MOST,
+) -> Fit:
+    """The largest batch, or other size, of which a training step keeps within a memory limit.
+
+    Sizes are planned, as `roam.capture` and `roam.optimize` do, until one fits and the next does
+    not. Nothing is allocated or computed. The first step, which makes the optimizer's state, has to
+    fit too. A larger size is assumed to take no less.
+
+    Args:
+        train_step: the user's function.
+        make_inputs: takes a size of at least 1, and returns what `train_step` is called with: a
+            tuple or a list. It is called inside `roam.fake(device)`, so that tensors made in it
+            take no memory. It makes the model and the optimizer too, unless these are real.
+        memory: the limit for all that a step takes: bytes, or text such as ``"24GiB"``.
+        recompute: whether operators may run again where order and layout alone need more.
+        device: where the step would run, ``"cpu"`` or ``"cuda"``.
+        most: the largest size that is tried.
+
+    Raises:
+        CaptureError: the step cannot be captured exactly.
+        ValueError: the limit is no amount of bytes.
+
+    Example:
+        >>> def make_inputs(batch):
+        ...     model = torch.nn.Linear(4096, 4096)
+        ...     optimizer = torch.optim.AdamW(model.parameters())
+        ...     return model, optimizer, torch.randn(batch, 4096)
+        >>> roam.fit(train_step, make_inputs, memory="24GiB").size
+    """
+
+    def graphs_at(size: int) -> list[Graph]:
+        with fake(device):
+            inputs = make_inputs(size)
+        return graphs_of(train_step, inputs)
+
+    limit_bytes = MemoryLimit.of(memory).amount_bytes()
+    return largest(graphs_at, limit_bytes, recompute=recompute, most=most)
+
+
+def graphs_of(train_step: Callable[..., Any], args: Sequence[Any]) -> list[Graph]:
+    """The graphs of the first step, where there is one, and of later ones.
+
+    Raises:
+        CaptureError: the step cannot be captured exactly, or has no steady step.
+    """
+    with collections_wait():
+        captured = capture_step(train_step, tuple(args), {})
+        first, steady = captured.first, captured.steady
+        if steady is None:
+            assert first is not None, "one of them is there"
+            raise first.program.unsettled or CaptureError(
+                "there is no steady step to plan; run the step's first call before",
+                code="unsettled",
+            )
+        return [variant.graph for variant in (first, steady) if variant is not None]
+
+
+def largest(
+    graphs_at: Callable[[int], Sequence[Graph]],
+    limit_bytes: int,
+    *,
+    recompute: bool,
+    least: int = 1,
+    most: int = MOST,
+) -> Fit:
+    """The largest size of which every step keeps within a limit.
+
+    The search is by false position: totals are nearly linear in the size. Where that does not halve
+    what is open, or totals tell nothing because operators run again, it is by bisection.
+
+    Args:
+        graphs_at: the steps of a size.
+        limit_bytes: the limit for all that a step takes.
+        recompute: whether operators may run again.
+        least, most: the smallest and the largest size that may be tried.
+    """
+    trials: dict[int, Trial] = {}
+    plans: dict[int, Plan] = {}
+
+    def fits(size: int) -> bool:
+        trials[size], found = _tried(size, graphs_at(size), limit_bytes, recompute)
+        if found is not None:
+            plans[size] = found
+        return trials[size].fits
+
+    low, high = least - 1, most + 1  # all up to `low` fit, nothing from `high` on is known to
+    guess, bisects = least, False
+    while high - low > 1:
+        open_before = high - low
+        if fits(guess):
+            low = guess
+        else:
+            high = guess
+        bisects = recompute or (not bisects and 2 * (high - low) > open_before and high <= most)
+        guess = _guess(trials, low, high, least, most, bisects, limit_bytes)
+    ordered = tuple(trials[size] for size in sorted(trials))
+    size = max((trial.size for trial in ordered if trial.fits), default=0)
+    return Fit(size, limit_bytes, recompute, plans.get(size), ordered)
+
+
+def _guess(
+    trials: dict[int, Trial],
+    low: int,
+    high: int,
+    least: int,
+    most: int,
+    bisects: bool,
+    limit_bytes: int,
+) -> int:
+    """The next size to try, between `low` and `high`."""
+    known = sorted(
+        (trial.size, trial.total_bytes)
+        for trial in trials.values()
+        if trial.total_bytes is not None
+    )
+    if high > most and (bisects or len(known) < 2):
+        guess = 2 * max(low, least)
+    elif bisects or len(known) < 2:
+        guess = (low + high) // 2
+    else:
+        below = [point for point in known if point[0] <= low][-2:]
+        above = [point for point in known if point[0] >= high][:1]
+        (one, one_bytes), (other, other_bytes) = (below + above)[-2:]
+        slope = max((other_bytes - one_bytes) / (other - one), 1.0)
+        guess = one + int(max(limit_bytes - one_bytes, 0) / slope)
+    return min(max(guess, low + 1), high - 1)
+
+
+def _tried(
+    size: int, graphs: Sequence[Graph], limit_bytes: int, recompute: bool
+) -> tuple[Trial, Plan | None]:
+    """Whether all steps of a size fit, and the plan that takes most where they do."""
+    found = []
+    for graph in graphs:
+        try:
+            plan = optimize(graph, memory_limit_bytes=limit_bytes if recompute else None)
+        except PlanError as error:
+            if error.code not in _REFUSED:
+                raise
+            return Trial(size, False, None, error.code == "memory_floor"), None
+        found.append(plan)
+    plan = max(found, key=lambda plan: plan.total_bytes)
+    if plan.total_bytes <= limit_bytes:
+        return Trial(size, True, plan.total_bytes), plan
+    is_proved = any(plan.total_lower_bound_bytes > limit_bytes for plan in found)
+    return Trial(size, False, plan.total_bytes, is_proved), None
