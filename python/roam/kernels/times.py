@@ -1,7 +1,7 @@
-"""Measures how long kernels take: each once per process, shapes and settings, on zeros.
+"""Measures how long kernels take: each once per machine, shapes and settings, on zeros.
 
-Times decide what runs again under a memory budget, so they are rounded coarsely: the same kernel
-gets the same time from run to run, unless it is near the edge between two.
+Times decide what runs again under a memory budget, so they are rounded coarsely, and kept on disk:
+the same kernel has the same time in the next process, and the same step the same plan.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 
 from roam.kernels.calls import Placed
+from roam.kernels.kept import recall, retain
 from roam.kernels.workspace import kernels_alone, signature_of, zeros
 from roam.program.ir import Call, Program
 from roam.program.operators import is_ours
@@ -26,6 +27,7 @@ _MOST_RUNS = 5
 _ENOUGH_NS = 20_000_000
 """A kernel is run no further once its runs took this long."""
 
+_KIND = "times"
 _learned: dict[object, int | None] = {}
 _one_at_a_time = threading.Lock()
 
@@ -60,6 +62,9 @@ def times(
         for index in calls
         if _is_timed(program, program.calls[index], device)
     }
+    unknown = {one for one in signatures.values() if one not in _learned}
+    _learned.update(recall(_KIND, unknown, device))
+    learned: dict[object, int] = {}
     devices = range(torch.cuda.device_count()) if device.type == "cuda" else ()
     with _one_at_a_time, torch.random.fork_rng(devices), kernels_alone(device.type):
         for index, signature in signatures.items():
@@ -71,9 +76,11 @@ def times(
                 _touched_bytes(program, program.calls[index]) + workspaces.get(index, 0)
                 <= room_bytes
             ):
-                _learned[signature] = _measured(
-                    program, program.calls[index], placed[index], device
-                )
+                time_ns = _measured(program, program.calls[index], placed[index], device)
+                _learned[signature] = time_ns
+                if time_ns is not None:
+                    learned[signature] = time_ns
+    retain(_KIND, learned, device)
     found = {index: _learned.get(signature) for index, signature in signatures.items()}
     return {index: time_ns for index, time_ns in found.items() if time_ns is not None}
 

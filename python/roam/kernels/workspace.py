@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from roam.kernels.calls import Placed
+from roam.kernels.kept import recall, retain
 from roam.program.ir import Call, Program, TensorMeta, substitute
 from roam.torch_compat.private import (
     OpOverload,
@@ -29,6 +30,7 @@ from roam.torch_compat.private import (
     stop_allocator_events,
 )
 
+_KIND = "workspaces"
 _learned: dict[object, int] = {}
 _one_at_a_time = threading.Lock()
 
@@ -65,11 +67,20 @@ def workspaces(
         unknown = {
             signature: index for index, signature in signatures.items() if signature not in _learned
         }
+        # What kernels of CUDA take has not been compared from process to process.
+        is_kept = bool(unknown) and device.type == "cpu"
+        if is_kept:
+            recalled = recall(_KIND, unknown, device)
+            _learned.update(recalled)
+            unknown = {one: index for one, index in unknown.items() if one not in recalled}
+        learned: dict[object, int] = {}
         try:
             if unknown:
-                _watched(device, lambda: _learn(program, unknown, device, deadline))
+                _watched(device, lambda: learned.update(_learn(program, unknown, device, deadline)))
         except Unknown:
             return None
+        if is_kept:
+            retain(_KIND, learned, device)
     found = {index: _learned.get(signature, 0) for index, signature in signatures.items()}
     return {index: size for index, size in found.items() if size > 0}
 
@@ -125,17 +136,19 @@ def settings() -> tuple[object, ...]:
 
 def _learn(
     program: Program, unknown: dict[object, int], device: torch.device, deadline: float | None
-) -> None:
-    """Runs the calls, and enters what they take."""
+) -> dict[object, int]:
+    """Runs the calls, and enters what they take; what holds for other processes too."""
+    learned: dict[object, int] = {}
     for signature, index in unknown.items():
         if deadline is not None and time.monotonic() > deadline:
             raise Unknown
         try:
-            _learned[signature] = _taken(program, program.calls[index], device)
+            _learned[signature] = learned[signature] = _taken(program, program.calls[index], device)
         except Unknown:
             raise
         except Exception:  # noqa: BLE001 - it does not like zeros, or there is no memory for them; the step is run all the same
             _learned[signature] = 0
+    return learned
 
 
 def _taken(program: Program, call: Call, device: torch.device) -> int:

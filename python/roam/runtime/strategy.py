@@ -13,6 +13,7 @@ import os
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Container, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
@@ -26,6 +27,7 @@ from roam.errors import GraphError, PlanError
 from roam.garbage import collections_wait
 from roam.kernels.calls import Placed, copyable_calls, placed_calls
 from roam.kernels.fusion import fused
+from roam.kernels.kept import recalled
 from roam.kernels.times import completed, times
 from roam.kernels.times import known as timed
 from roam.kernels.workspace import known, workspaces
@@ -345,9 +347,9 @@ class _Chooser:
 
     def _timed(self, lowering: Lowering, taken: dict[int, int], room_bytes: int) -> Lowering:
         """The same with times of its calls, measured where they can be."""
-        before, device = timed(), self._variant.device
+        device = self._variant.device
         model = lowering.graph(pool=False).times_ns.tolist()
-        with self._timings.running(self._timings.kernels):
+        with self._trying():
             measured = times(
                 lowering.program,
                 cast(list[Placed | None], lowering.placed),
@@ -357,7 +359,6 @@ class _Chooser:
                 room_bytes=room_bytes,
                 deadline=self._deadline,
             )
-        self._timings.kernels.count += timed() - before
         return lowering.timed(completed(measured, model), measured) if measured else lowering
 
     def _within(
@@ -505,11 +506,18 @@ class _Chooser:
         return self._lowering(program, placed, taken, like)
 
     def _workspaces(self, program: Program, placed: list[Placed | None]) -> dict[int, int] | None:
-        before = known()
-        with self._timings.running(self._timings.kernels):
-            taken = workspaces(program, placed, self._variant.device, self._deadline)
-        self._timings.kernels.count += known() - before
-        return taken
+        with self._trying():
+            return workspaces(program, placed, self._variant.device, self._deadline)
+
+    @contextmanager
+    def _trying(self) -> Iterator[None]:
+        """Around what finds something out about kernels."""
+        stage, before, before_disk = self._timings.kernels, known() + timed(), recalled()
+        with self._timings.running(stage):
+            yield
+        from_disk = recalled() - before_disk
+        stage.from_disk += from_disk
+        stage.count += known() + timed() - before - from_disk
 
     def _lowering(
         self,
