@@ -232,7 +232,8 @@ def _peak_rss_bytes() -> int | None:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    subject = subject_of(arguments)
+    is_limited = arguments.memory is not None or arguments.memory_curve
+    subject = subject_of(arguments, is_limited=is_limited)
     graph = subject.graph
     values: dict[str, Any] = {"model": arguments.model, **subject.settings}
     values["capture_s"] = subject.capture_s

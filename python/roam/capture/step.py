@@ -88,6 +88,14 @@ class Variant:
     @cached_property
     def graph(self) -> Graph:
         """As if every kernel could write where a plan wants."""
+        return self._lowering().graph()
+
+    @property
+    def graph_with_states(self) -> Graph:
+        """The same for plans within a memory limit: see `capture`."""
+        return self._lowering().with_states().graph()
+
+    def _lowering(self) -> Lowering:
         return Lowering(
             self.program,
             self.placed,
@@ -95,7 +103,7 @@ class Variant:
             device=self.device.type,
             notes=self.notes,
             estimate=self.estimate,
-        ).graph()
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,6 +231,7 @@ def capture(
     train_step: Callable[..., Any],
     *args: Any,
     step: Literal["first", "steady"] = "steady",
+    random_states: bool = False,
     **kwargs: Any,
 ) -> Graph:
     """Captures one whole training step (forward, backward and optimizer) as a graph.
@@ -238,6 +247,9 @@ def capture(
         *args, **kwargs: what it would be called with.
         step: ``"steady"``, a step that finds the optimizer's state in place, or ``"first"``, the
             one that makes it.
+        random_states: whether the states of random generators are read, at the cost of 5,056 bytes
+            each on the CPU, so that dropout's masks and other random tensors may be made again:
+            for plans within a memory limit.
 
     Returns:
         The graph, with sizes in bytes and operators in the order in which eager PyTorch runs them.
@@ -266,15 +278,14 @@ def capture(
                 "there is no steady step to capture; capture(step='first') captures the first step",
                 code="unsettled",
             )
-        if step == "steady" and captured.steady is not None:
-            return captured.steady.graph
-        if captured.first is None:
+        variant = captured.first if step == "first" else captured.steady or captured.first
+        if variant is None:
             raise CaptureError(
                 "there is no first step to capture: the optimizer has its state already, or keeps "
                 "none; capture with step='steady'",
                 code="no_first_step",
             )
-        return captured.first.graph
+        return variant.graph_with_states if random_states else variant.graph
 
 
 def capture_step(

@@ -49,7 +49,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.plan is not None and (arguments.model in zoo.names() or arguments.memory):
         raise UsageError("PLAN: only with a graph file, and without --memory")
     start = time.perf_counter()
-    subject = subject_of(arguments)
+    is_limited = arguments.memory is not None or not arguments.no_changes
+    subject = subject_of(arguments, is_limited=is_limited)
     with Progress("planning"):
         plan = Plan.load(arguments.plan) if arguments.plan else planned(subject.graph, arguments.memory)  # fmt: skip
         verify(subject.graph, plan)

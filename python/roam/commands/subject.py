@@ -103,8 +103,13 @@ def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def captured(name: str, settings: Mapping[str, Any]) -> Subject:
+def captured(name: str, settings: Mapping[str, Any], *, random_states: bool = False) -> Subject:
     """A step of a model of the zoo.
+
+    Args:
+        name: the model's.
+        settings: those of :data:`CAPTURE_DEFAULTS`.
+        random_states: as for :func:`roam.capture`.
 
     Raises:
         ZooError: unknown or impossible settings.
@@ -116,7 +121,7 @@ def captured(name: str, settings: Mapping[str, Any]) -> Subject:
     # Before torch is imported, which takes its time.
     sizes = zoo.check(name, **settings)
     with Progress(f"capturing {name}"), interrupts_count():
-        graph = zoo.capture(name, step=step, device=device, **settings)
+        graph = zoo.capture(name, step=step, device=device, random_states=random_states, **settings)
     used = {**settings, "seq": sizes.get("seq"), "step": step, "device": device}
     seq = f"seq {used['seq']}" if used["seq"] else ""
     details = [f"batch {used['batch']}", seq, used["dtype"], used["optimizer"]]
@@ -125,8 +130,9 @@ def captured(name: str, settings: Mapping[str, Any]) -> Subject:
     return Subject(graph, title, used, time.perf_counter() - start)
 
 
-def subject_of(arguments: argparse.Namespace) -> Subject:
-    """What the arguments of :func:`add_subject` name.
+def subject_of(arguments: argparse.Namespace, *, is_limited: bool) -> Subject:
+    """What the arguments of :func:`add_subject` name; where plans have memory limits, random
+    tensors of models may be made again.
 
     Raises:
         UsageError: neither a model nor a graph file, or options of capture with a graph file.
@@ -135,7 +141,7 @@ def subject_of(arguments: argparse.Namespace) -> Subject:
     """
     name = arguments.model
     if name in zoo.names():
-        return captured(name, settings_of(arguments))
+        return captured(name, settings_of(arguments), random_states=is_limited)
     if not name.endswith(GRAPH_SUFFIXES):
         raise UsageError(
             f"{name!r} is neither a model that 'roam zoo' lists nor a file ending in .json or .json.gz"

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import torch
 
+from roam.program.replay import Replay, generator_state
 from roam.torch_compat.private import BelowAutograd, FakeTensor, OpOverload
 
 History = Literal["none", "leaf"] | tuple[Any, ...]
@@ -93,10 +94,13 @@ class Call:
     before the step waits for it."""
     is_branch: bool = False
     """Whether it is a check of an answer to which the step's code goes on either way."""
-    _known_refs: tuple[Any, Any, int | None, tuple[int, ...]] | None = field(
+    state: int | None = None
+    """Slot of the state in which its generator is when it draws random numbers; None where nobody
+    has read it."""
+    _known_refs: tuple[Any, Any, int | None, int | None, tuple[int, ...]] | None = field(
         default=None, init=False, repr=False, compare=False
     )
-    """The arguments and the number that `refs` last looked at, and what it found."""
+    """The arguments, the state and the number that `refs` last looked at, and what it found."""
     _known_renamed: Call | None = field(default=None, init=False, repr=False, compare=False)
     """What `renamed` last made of it."""
     _known_adding: Call | None = field(default=None, init=False, repr=False, compare=False)
@@ -124,31 +128,33 @@ class Call:
         """
         if isinstance(self.target, OpOverload):
             return _name_of(self.target)
+        if isinstance(self.target, Replay):
+            return _name_of(self.target.operator)
         module = str(self.target.__module__)
-        is_own = self.is_check or self.target is assign_data
+        is_own = self.is_check or self.target in (assign_data, generator_state)
         owner = "roam" if is_own else module if module.startswith("torch.") else "float"
         return f"{owner}.{self.target.__name__}"
 
     def refs(self) -> tuple[int, ...]:
-        """Slots of all that the call needs: its arguments, nested ones included, and the number
-        that may leave it out.
+        """Slots of all that the call needs: its arguments, nested ones included, its generator's
+        state, and the number that may leave it out.
         """
         known = self._known_refs
         if (
             known is not None
             and known[0] is self.args
             and known[1] is self.kwargs
-            and known[2] == self.skip_if
+            and known[2] == self.state
+            and known[3] == self.skip_if
         ):
-            return known[3]
+            return known[4]
         found: list[int] = []
         _collect(self.args, found)
         if self.kwargs:
             _collect(self.kwargs, found)
-        if self.skip_if is not None:
-            found.append(self.skip_if)
-        self._known_refs = self.args, self.kwargs, self.skip_if, tuple(found)
-        return self._known_refs[3]
+        found += [slot for slot in (self.state, self.skip_if) if slot is not None]
+        self._known_refs = self.args, self.kwargs, self.state, self.skip_if, tuple(found)
+        return self._known_refs[4]
 
     def renamed(self, name: Callable[[int], int]) -> Call:
         """The same call on other slots; asked again for the same ones, the very object, and itself
@@ -176,6 +182,7 @@ class Call:
             substitute(self.kwargs, new) if self.kwargs and used else self.kwargs, outputs, self.returns_sequence, self.phase,
             self.source, tuple([name(slot) for slot in self.mutates]), self.random,
             None if self.skip_if is None else name(self.skip_if), self.is_check, self.is_branch,
+            None if self.state is None else name(self.state),
         )  # fmt: skip
         return self._known_renamed
 

@@ -18,6 +18,7 @@ from roam.program.diff import has_same_structure
 from roam.program.expand import expand
 from roam.program.ir import Call, Program, Ref, substitute
 from roam.program.operators import is_ours
+from roam.program.random_states import with_states
 from roam.program.repeatable import Repeat, repeats
 
 
@@ -160,6 +161,43 @@ class Lowering:
         result._notes = [*self._notes, ("times", told)]
         return result
 
+    def with_states(self) -> Lowering:
+        """The same program with the states of generators read, so that random tensors may be made
+        again; itself where there is nothing to read.
+
+        A kernel that writes where a plan wants draws from the generator alone, so calls that may be
+        replayed have none.
+        """
+        found = with_states(self.program)
+        if found is None:
+            return self
+        calls = found.program.calls
+        placed = [
+            None if number < 0 or call.state is not None else self.placed[number]
+            for number, call in zip(found.calls, calls, strict=True)
+        ]
+        result = Lowering(
+            found.program,
+            placed,
+            name=self._name,
+            device=self._device,
+            workspaces={
+                place: self._workspaces[number]
+                for place, number in enumerate(found.calls)
+                if number in self._workspaces
+            },
+            notes=self._notes,
+            estimate=self._estimate,
+        )
+        result._times = {
+            place: self._times[number]
+            for place, number in enumerate(found.calls)
+            if number in self._times
+        }
+        result.timed_calls = self.timed_calls
+        result._sequence = found.calls
+        return result
+
     def expanded(self, sequence: Sequence[int]) -> Lowering:
         """The same program by a sequence, in which calls run more than once: its graphs are
         `Graph.expanded` of this one's.
@@ -197,7 +235,10 @@ class Lowering:
             number for number, of in enumerate(storage_of) if of in self._given_away
         }
         result._controls = list(expanded.latest(self._controls))
-        result.operators = list(_operators(program))
+        result.operators = [
+            replace(operator, name=self.operators[index].name, flops=self.operators[index].flops)
+            for index, operator in zip(sequence, _operators(program), strict=True)
+        ]
         return result
 
     @property
@@ -209,7 +250,7 @@ class Lowering:
         )
 
     def places(self, calls: Container[int]) -> frozenset[int]:
-        """The runs of calls of the original program, where this is one by a sequence."""
+        """Where calls of the program are that this one was made of."""
         return frozenset(place for place, index in enumerate(self._sequence) if index in calls)
 
     def graph(
@@ -255,7 +296,7 @@ class Lowering:
                 workspace_bytes=self._workspace_bytes(index, copied),
                 reuse=[pair for pair in pairs if residencies[pair[0]] == residencies[pair[1]]],
                 phase=call.phase,
-                sequence="random" if call.random and repeat is None else None,
+                sequence="random" if _draws(call, repeat) else None,
                 module=source.module,
                 file=source.file,
                 line=source.line,
@@ -342,6 +383,13 @@ class Lowering:
         # When a result is copied to its place, the arguments have been used.
         size, reads = self._sizes, self.operators[index].reads
         return [(old, new) for old in reads for new in copied if size[old] == size[new] > 0]
+
+
+def _draws(call: Call, repeat: Repeat | None) -> bool:
+    """Whether a call has a place among those that draw random numbers. One that is exact without
+    its generator's state draws none.
+    """
+    return call.random and (repeat is None or call.state is not None)
 
 
 def _placed(at: WritesResults | None, call: Call, run: Call) -> WritesResults | None:

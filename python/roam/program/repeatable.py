@@ -2,7 +2,8 @@
 change nothing but what they make, or what the step has made and is made again with them.
 
 Schemas and tags say what a kernel does; what they do not say is listed here. That the bits are
-equal is shown by `tests/test_repeatable.py`, which runs every such call of real steps twice.
+equal is shown by `tests/test_repeatable.py`, which runs every such call of real steps twice. Random
+calls may run again where the state of their generator has been read (`random_states.py`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 
 from roam.program.ir import Call, Program, Ref, TensorMeta
 from roam.program.operators import is_ours
+from roam.program.replay import Replay
 from roam.torch_compat.private import OpOverload, schema_of
 
 aten = torch.ops.aten
@@ -111,14 +113,16 @@ def _repeat(program: Program, call: Call, views: set[int]) -> Repeat | None:
     tensors = [
         meta
         for slot in (*call.refs(), *call.outputs)
-        if slot is not None and (meta := program.slots[slot]) is not None
+        if slot is not None and slot != call.state and (meta := program.slots[slot]) is not None
     ]
     if not _is_exact(call, tensors):
         return None
     if call.target in _NORMS and call.mutates:
         return _norm(program, call, views)
     is_local = all(program.storages[program.storage_of(slot)].creator >= 0 for slot in call.mutates)
-    return Repeat(call) if is_local and (call.mutates or any_of(call.outputs)) else None
+    if not is_local or not (call.mutates or any_of(call.outputs)):
+        return None
+    return Repeat(call if call.state is None else _replayed(call, call.state, tensors))
 
 
 def any_of(slots: Sequence[int | None]) -> bool:
@@ -135,7 +139,8 @@ def _is_made(program: Program, slot: int, index: int) -> bool:
 def _is_exact(call: Call, tensors: Sequence[TensorMeta]) -> bool:
     """Whether the kernel gives the same bits for the same arguments."""
     facts = _facts(call.target)
-    if not facts.is_exact or (facts.is_random and _dropout(call) != 0):
+    is_drawing = facts.is_random and call.state is None and _dropout(call) != 0
+    if not facts.is_exact or is_drawing:
         return False
     # A number in a tensor may be on the CPU.
     devices = {meta.device.type for meta in tensors if meta.shape}
@@ -185,6 +190,13 @@ def _dropout(call: Call) -> Any:
     argument = schema_of(call.target).arguments[place]
     given = call.args[place : place + 1]
     return given[0] if given else call.kwargs.get(argument.name, argument.default_value)
+
+
+def _replayed(call: Call, state: int, tensors: Sequence[TensorMeta]) -> Call:
+    """A random call that draws from a state. That is its last argument, as of the call itself."""
+    target = Replay(call.target, tensors[0].device)
+    kwargs = {**call.kwargs, "state": Ref(state)}
+    return replace(call, target=target, kwargs=kwargs, random=False, state=None)
 
 
 def _norm(program: Program, call: Call, views: set[int]) -> Repeat | None:

@@ -17,6 +17,7 @@ import torch
 
 from roam.kernels.substitutes import UNINITIALIZED
 from roam.program.ir import Call, Program
+from roam.program.replay import Replay
 from roam.torch_compat.private import OpOverload, TorchDispatchMode, disable_current_modes, pytree
 
 
@@ -118,6 +119,8 @@ def first_different(
 
 
 def _has_values(call: Call) -> bool:
+    if isinstance(call.target, Replay):
+        return True
     return isinstance(call.target, OpOverload) and call.target.name() not in UNINITIALIZED
 
 

@@ -11,6 +11,7 @@ from roam.errors import ExecutionError
 from roam.program.bits import differ
 from roam.program.ir import Call, Program, TensorMeta
 from roam.program.operators import is_foreign
+from roam.program.replay import Replay
 from roam.torch_compat.private import OpOverload, c_pointer, version_of
 
 
@@ -63,9 +64,8 @@ class Check:
                 self.differs(call, "it wrote to an argument that its schema does not name")
         if any(differ([tensor], [content]) for tensor, content in self._contents):
             self.differs(call, "it wrote to an argument that its schema does not name")
-        is_kernel = isinstance(
-            call.target, OpOverload
-        )  # others are Python's arithmetic, which draws nothing
+        # Others are Python's arithmetic, which draws nothing.
+        is_kernel = isinstance(call.target, (OpOverload, Replay))
         if (
             is_kernel
             and self._generator is not None

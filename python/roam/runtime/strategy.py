@@ -369,9 +369,11 @@ class _Chooser:
         kept anyway.
         """
         ordinary_bytes = dict(best.totals).get("allocator", best.total_bytes)
+        lowering = lowering.with_states()
         if best.uses_pool and (pool or ordinary_bytes > limit_bytes):
             try:
-                return self._within_by(limit_bytes, lowering, best, best.copied_in)
+                copied_in = lowering.places(best.copied_in)
+                return self._within_by(limit_bytes, lowering, best, copied_in)
             except PlanError as error:
                 if pool or not error.code.startswith("memory_"):
                     raise
@@ -406,6 +408,8 @@ class _Chooser:
         if again is None:  # a pool, or a search that ended early, was what took more
             return replace(
                 best,
+                program=lowering.program,
+                placed=cast(list[Placed | None], lowering.placed),
                 graph=graph,
                 plan=plan,
                 uses_pool=uses_pool,

@@ -275,7 +275,12 @@ def check(name: str, *, batch: int, seq: int | None, dtype: str, optimizer: str)
 
 
 def capture(
-    name: str, *, step: Literal["first", "steady"] = "steady", device: str = "cpu", **settings: Any
+    name: str,
+    *,
+    step: Literal["first", "steady"] = "steady",
+    device: str = "cpu",
+    random_states: bool = False,
+    **settings: Any,
 ) -> Graph:
     """Build a model on fake tensors and capture one training step of it; nothing is allocated.
 
@@ -283,6 +288,7 @@ def capture(
         name: one of :func:`names`.
         step: ``first``, which makes the optimizer's state, or ``steady``.
         device: where the step would run.
+        random_states: as for :func:`roam.capture`.
         settings: what :func:`build` takes besides.
 
     Raises:
@@ -293,7 +299,8 @@ def capture(
 
     with roam.fake(device):
         made = build(name, device=device, **settings)
-    return roam.capture(made.train_step, made.model, made.optimizer, *made.batch, step=step)
+    objects = made.model, made.optimizer, *made.batch
+    return roam.capture(made.train_step, *objects, step=step, random_states=random_states)
 
 
 def build(

@@ -285,6 +285,8 @@ impl<'a> Eviction<'a> {
             }
         };
         let used = model.users.row(tensor).get(self.cursor[at] as usize).copied();
+        // It is small: whether it is needed is found out when the runs are known.
+        let used = used.or(Some(model.serves_until[at]).filter(|&until| until != NONE && until > self.now));
         match (used, wanted) {
             (Some(a), Some(b)) => Some(a.min(b)),
             (a, b) => a.or(b),

@@ -82,7 +82,14 @@ pub(super) struct Model {
     pub(super) mutators: Lists<u32>,
     /// Per tensor the places that use it, those of late views left out.
     pub(super) users: Lists<u32>,
+    /// Per tensor that cannot be made again, but of which much larger ones can, such as the state
+    /// of a random generator: the last place at which these, or what is made of them, are used;
+    /// [`NONE`] for others.
+    pub(super) serves_until: Vec<u32>,
 }
+
+/// How many times as large tensors must be for a small one to be held for them.
+const MUCH_LARGER: u64 = 4;
 
 impl Model {
     /// `order` is an order that the graph permits.
@@ -180,7 +187,7 @@ impl Model {
             let row = if is_late[op as usize] { &[] } else { uses.row(op) };
             row.iter().map(|used| (used.tensor, op)).collect()
         });
-        Model {
+        let mut model = Model {
             ns: order.iter().map(|&id| operator_ns(graph, id)).collect(),
             again_ns: order.iter().map(|&id| rerun_ns(graph, id)).collect(),
             workspace: order.iter().map(|&id| graph.workspace_bytes(id)).collect(),
@@ -208,7 +215,33 @@ impl Model {
             can_remake,
             mutators,
             users,
+            serves_until: Vec::new(),
+        };
+        model.serves_until = model.serving();
+        model
+    }
+
+    /// See `serves_until`.
+    fn serving(&self) -> Vec<u32> {
+        let mut last: Vec<u32> =
+            (0..self.size.len() as u32).map(|t| self.users.row(t).last().copied().unwrap_or(0)).collect();
+        let mut much = vec![0u64; self.size.len()];
+        for op in (0..self.len() as u32).rev().filter(|&op| self.can_rerun[op as usize]) {
+            let changed = self.used(op, true).filter(|used| used.mutates).map(|used| used.tensor);
+            let made: Vec<u32> = self.creates.row(op).iter().copied().chain(changed).collect();
+            let until = made.iter().map(|&tensor| last[tensor as usize]).max().unwrap_or(0);
+            let bytes: u64 = made.iter().map(|&tensor| self.size[tensor as usize]).sum();
+            for used in self.used(op, true).filter(|used| !used.mutates) {
+                let at = used.tensor as usize;
+                last[at] = last[at].max(until);
+                much[at] = bytes.max(much[at]);
+            }
         }
+        let serves = |at: &usize| {
+            let is_made = self.creator[*at] != NONE && !self.can_remake[*at];
+            is_made && self.size[*at] > 0 && self.size[*at].saturating_mul(MUCH_LARGER) <= much[*at]
+        };
+        (0..self.size.len()).map(|at| if serves(&at) { last[at] } else { NONE }).collect()
     }
 
     /// How many operators.

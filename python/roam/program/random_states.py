@@ -1,0 +1,112 @@
+"""Reads the states of random generators where random tensors are made that may be made again.
+
+A random call draws from where its generator is, and moves it on. A call before it reads the state,
+into a tensor of a few kilobytes at most; whoever has it can draw the same numbers later. Reading
+keeps its place among the random calls, and drawing again needs none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import torch
+
+from roam.program.ir import Call, Program, Storage, TensorMeta
+from roam.program.operators import is_ours
+from roam.program.replay import GENERATOR, generator_state, state_bytes
+from roam.torch_compat.private import schema_of
+
+_EXACT = frozenset(
+    f"aten::{name}"
+    for name in (
+        "bernoulli", "bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_",
+        "native_dropout", "normal", "normal_", "rand", "rand_like", "randint", "randint_like",
+        "randn", "randn_like", "random_", "uniform_",
+    )
+)  # fmt: skip
+"""Random operators that make the same bits from the same state, as `tests/test_random_states.py`
+shows, and so does PyTorch's documentation of `torch.Generator` for CUDA."""
+
+
+@dataclass(frozen=True, slots=True)
+class WithStates:
+    """A program that reads states.
+
+    Attributes:
+        program: slots and storages keep their numbers, and those of the states follow.
+        calls: per call the original's number, -1 where it reads a state.
+    """
+
+    program: Program
+    calls: tuple[int, ...]
+
+
+def with_states(program: Program) -> WithStates | None:
+    """The program with the state read before each random call that may be replayed, and that makes
+    or fills more bytes than its state has; None where there is no such call.
+    """
+    leaving = program.leaving()
+    sources = [_source(program, call, leaving) for call in program.calls]
+    if not any(sources):
+        return None
+    slots, storages = list(program.slots), list(program.storages)
+    calls: list[Call] = []
+    numbers: list[int] = []
+    makes: dict[int, list[int]] = {}
+    for number, storage in enumerate(program.storages):
+        makes.setdefault(storage.creator, []).append(number)
+    for number, (call, source) in enumerate(zip(program.calls, sources, strict=True)):
+        if source is not None:
+            slot, size_bytes = len(slots), source.size_bytes
+            cpu = torch.device("cpu")
+            slots.append(TensorMeta((size_bytes,), (1,), 0, torch.uint8, cpu, len(storages)))
+            storages.append(Storage(size_bytes, len(calls), f"state of {call.name}"))
+            calls.append(
+                Call(
+                    generator_state, (source.generator,), {}, (slot,), False, call.phase,
+                    call.source, random=True,
+                )
+            )  # fmt: skip
+            numbers.append(-1)
+            call = replace(call, state=slot)
+        for made in makes.get(number, ()):
+            storages[made] = replace(storages[made], creator=len(calls))
+        calls.append(call)
+        numbers.append(number)
+    return WithStates(replace(program, calls=calls, slots=slots, storages=storages), tuple(numbers))
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """Where a state comes from, and how large it is."""
+
+    generator: torch.Generator | torch.device
+    size_bytes: int
+
+
+def _source(program: Program, call: Call, leaving: set[int]) -> _Source | None:
+    """Where a random call draws from; None where it is not worth or not able to be replayed."""
+    if not call.random or call.skip_if is not None or not is_ours(call.target):
+        return None
+    if schema_of(call.target).name not in _EXACT:
+        return None
+    metas = [
+        meta
+        for slot in (*call.outputs, *call.mutates)
+        if slot is not None and (meta := program.slots[slot]) is not None
+    ]
+    filled = {meta.storage for meta in metas}
+    if not metas or not leaving.isdisjoint(filled) or _is_there(program, filled):
+        return None
+    given = call.kwargs.get(GENERATOR)
+    generator = metas[0].device if given is None else given
+    size_bytes = state_bytes(generator)
+    if size_bytes is None or sum(program.storages[n].size_bytes for n in filled) <= size_bytes:
+        return None
+    return _Source(generator, size_bytes)
+
+
+def _is_there(program: Program, storages: Iterable[int]) -> bool:
+    """Whether any is there before the step."""
+    return any(program.storages[number].creator < 0 for number in storages)

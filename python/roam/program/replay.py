@@ -1,0 +1,95 @@
+"""Draws the same random numbers again, from a generator's state that was read before they were
+drawn first.
+
+On the CPU a state is that of the Mersenne Twister, with the normal sample that is left over from
+the last pair, and kernels draw from it one number after another, on any number of threads. On CUDA
+it is the seed and the offset of Philox, which with a kernel's launch decide every number
+(`torch.cuda.get_rng_state`). Reading or setting one is refused while a CUDA graph is recorded.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from roam.torch_compat.private import OpOverload, schema_of
+
+GENERATOR = "generator"
+"""The argument by which operators are given a generator."""
+
+
+def generator_state(source: torch.Generator | torch.device) -> torch.Tensor:
+    """The state of a generator, or of a device's own, as a new tensor of bytes on the CPU."""
+    return _generator(source).get_state()
+
+
+def state_bytes(source: torch.Generator | torch.device) -> int | None:
+    """How large `generator_state` is; None where that is not known. No device is asked."""
+    device = source.device if isinstance(source, torch.Generator) else source
+    if device.type == "cuda":
+        return 16  # seed and offset, 8 bytes each
+    return torch.default_generator.get_state().numel() if device.type == "cpu" else None
+
+
+def _generator(source: torch.Generator | torch.device) -> torch.Generator:
+    if isinstance(source, torch.Generator):
+        return source
+    if source.type == "cuda":
+        return torch.cuda.default_generators[source.index]
+    return torch.default_generator
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """A random operator that draws what it drew from a state, and leaves its generator alone.
+
+    Where the operator, or another overload of it, takes a generator, it is given one of its own:
+    what other threads draw meanwhile changes nothing. Where none does, the device's generator is
+    set to the state for the call, and put back whatever happens.
+
+    Attributes:
+        operator: an operator of PyTorch's.
+        device: where it draws.
+    """
+
+    operator: OpOverload
+    device: torch.device
+
+    def __call__(self, *args: Any, state: torch.Tensor, **kwargs: Any) -> Any:
+        """The operator's result.
+
+        Args:
+            args, kwargs: of the operator; a generator among them is only where it drew at first.
+            state: what `generator_state` gave before that.
+        """
+        overload = with_generator(self.operator)
+        if overload is not None:
+            generator = torch.Generator(self.device)
+            generator.set_state(state)
+            return overload(*args, **{**kwargs, GENERATOR: generator})
+        generator = _generator(self.device)
+        before = generator.get_state()
+        generator.set_state(state)
+        try:
+            return self.operator(*args, **kwargs)
+        finally:
+            generator.set_state(before)
+
+
+@functools.cache
+def with_generator(operator: OpOverload) -> OpOverload | None:
+    """The operator, or the overload with the same arguments and a generator by its name; None where
+    there is none.
+    """
+    wanted = _arguments(operator) | {(GENERATOR, "Optional[Generator]", True)}
+    packet = operator.overloadpacket
+    overloads = (operator, *(getattr(packet, name) for name in packet.overloads()))
+    return next((one for one in overloads if _arguments(one) == wanted), None)
+
+
+def _arguments(operator: OpOverload) -> set[tuple[str, str, bool]]:
+    """(name, type, whether it is given by its name alone) of each argument."""
+    return {(item.name, str(item.type), item.kwarg_only) for item in schema_of(operator).arguments}
