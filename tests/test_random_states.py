@@ -97,6 +97,20 @@ def test_a_state_gives_the_same_bits(
     assert checked >= 6
 
 
+def test_the_number_of_threads_does_not_matter() -> None:
+    threads = torch.get_num_threads()
+    try:
+        for operator, given in OPERATORS:
+            state = generator_state(CPU)
+            x = torch.rand(600, 200)
+            torch.set_num_threads(1)
+            first = Replay(operator, CPU)(*given(x.clone()), state=state)
+            torch.set_num_threads(3)
+            assert same(first, Replay(operator, CPU)(*given(x.clone()), state=state)), operator
+    finally:
+        torch.set_num_threads(threads)
+
+
 def test_all_that_is_replayed_is_tried() -> None:
     assert {operator._schema.name for operator, _ in OPERATORS} == _EXACT
 

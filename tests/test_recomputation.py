@@ -28,7 +28,7 @@ def repeatable_graphs(draw: st.DrawFn, *, max_operators: int = 9) -> roam.Graph:
         if tensor["residency"] == "persistent"
     }
     for operator in values["operators"]:
-        if "sequence" in operator or draw(st.integers(0, 5)) == 0:
+        if operator.get("sequence") == "collective" or draw(st.integers(0, 5)) == 0:
             continue
         operator["repeatable"] = True
         # What is changed for good must be left out by further runs, or they are none of the step's.
@@ -289,6 +289,118 @@ class TestLimits:
         with pytest.raises(roam.PlanError) as caught:
             roam.optimize(chain(4), streams=2, memory_limit_bytes=10**6)
         assert caught.value.code == "invalid_memory_limit"
+
+
+def dropping(layers: int) -> roam.Graph:
+    """Layers whose masks are drawn from states of a generator, and used again in the backward pass.
+
+    Operators 3 i, 3 i + 1 and 3 i + 2 read the state, draw the mask and apply it; tensors are the
+    input, and the state, the mask and the output of each layer.
+    """
+    builder = roam.GraphBuilder("dropping")
+    last = builder.tensor("x", 6400, kind="input", residency="persistent")
+    masks = []
+    for layer in range(layers):
+        state = builder.tensor(f"state{layer}", 640)
+        mask = builder.tensor(f"mask{layer}", 6400)
+        out = builder.tensor(f"h{layer}", 6400)
+        builder.operator("state", creates=[state], sequence="random", time_ns=1)
+        builder.operator(
+            "draw", reads=[state], creates=[mask], sequence="random", repeatable=True, time_ns=50
+        )
+        builder.operator("drop", reads=[last, mask], creates=[out], repeatable=True, time_ns=20)
+        masks.append(mask)
+        last = out
+    for layer in reversed(range(layers)):
+        below = builder.tensor(f"g{layer}", 6400)
+        builder.operator(
+            "back", reads=[last, masks[layer]], creates=[below], phase="backward", time_ns=20
+        )
+        last = below
+    sink = builder.tensor("loss", 64, residency="leaves")
+    builder.operator("end", reads=[last], creates=[sink], phase="backward", time_ns=1)
+    return builder.build()
+
+
+class TestRandomOperators:
+    """What draws again needs the state that it drew from at first, as long as it may be needed."""
+
+    LAYERS = 8
+
+    def planned(self) -> tuple[roam.Graph, dict[str, Any]]:
+        graph = dropping(self.LAYERS)
+        plain = roam.optimize(graph)
+        plan = roam.optimize(graph, memory_limit_bytes=plain.total_bytes * 6 // 10)
+        values = json.loads(plan.to_json())
+        sequence = values["recomputation"]["sequence"]
+        again = [number for number in set(sequence) if sequence.count(number) > 1]
+        assert again
+        assert {graph.operator(number).name for number in again} <= {"draw", "drop"}
+        assert any(graph.operator(number).name == "draw" for number in again)
+        return graph, values
+
+    def refused(self, graph: roam.Graph, values: dict[str, Any]) -> str:
+        with pytest.raises(roam.PlanError) as caught:
+            roam.verify(graph, loaded(values))
+        return str(caught.value.code)
+
+    def drawn_again(self, graph: roam.Graph, values: dict[str, Any]) -> tuple[int, int]:
+        """An operator that draws again, and the place in the sequence of its second run."""
+        sequence = values["recomputation"]["sequence"]
+        seen: set[int] = set()
+        for place, number in enumerate(sequence):
+            if number in seen and graph.operator(number).name == "draw":
+                return number, place
+            seen.add(number)
+        raise AssertionError
+
+    def test_further_runs_have_no_place_among_those_that_draw(self) -> None:
+        graph, values = self.planned()
+        expanded, plan = loaded(values).expanded(graph)
+        drawing = [op for op in expanded.operators if op.sequence == "random"]
+        assert len(drawing) == 2 * self.LAYERS
+        sequence = values["recomputation"]["sequence"]
+        assert outcome(expanded, plan, sequence) == outcome(graph)
+
+    def test_drawing_before_the_state_is_read_is_refused(self) -> None:
+        graph, values = self.planned()
+        number, place = self.drawn_again(graph, values)
+        sequence = values["recomputation"]["sequence"]
+        sequence.pop(place)
+        sequence.insert(sequence.index(number - 1), number)
+        assert self.refused(graph, values) == "sequence_other_value"
+
+    def test_drawing_in_another_order_at_first_is_refused(self) -> None:
+        graph, values = self.planned()
+        sequence = values["recomputation"]["sequence"]
+        first = sequence.index(1)
+        sequence.pop(first)
+        sequence.insert(sequence.index(3) + 1, 1)  # after the state of the next layer
+        assert self.refused(graph, values) in ("sequence_too_early", "sequence_other_value")
+
+    def test_reading_a_state_again_is_refused(self) -> None:
+        graph, values = self.planned()
+        number, place = self.drawn_again(graph, values)
+        values["recomputation"]["sequence"].insert(place, number - 1)
+        assert self.refused(graph, values) == "sequence_not_repeatable"
+
+    def test_a_state_whose_memory_another_tensor_takes_is_refused(self) -> None:
+        graph, values = self.planned()
+        number, _ = self.drawn_again(graph, values)
+        state = graph.operator(number).creates[0] - 1
+        assert graph.tensor(state).name.startswith("state")
+        expanded, plan = loaded(values).expanded(graph)
+        order = [int(run) for run in plan.order]
+        users = [place for place, run in enumerate(order) if state in expanded.operator(run).reads]
+        assert len(users) > 1
+        overwritten = 0
+        for place in range(users[0] + 1, users[-1]):
+            for made in expanded.operator(order[place]).creates:
+                corrupted = json.loads(json.dumps(values))
+                corrupted["offsets"][made] = corrupted["offsets"][state]
+                assert self.refused(graph, corrupted)
+                overwritten += 1
+        assert overwritten > 3
 
 
 def chain(layers: int) -> roam.Graph:
