@@ -30,6 +30,7 @@ LAYERS = (
         "roam.memory_limit",
         "roam.arguments",
         "roam.disk_cache",
+        "roam.switch",
     ),
     ("roam.torch_compat",),
     ("roam.state",),

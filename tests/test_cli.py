@@ -509,9 +509,44 @@ def test_progress_shows_long_work(stream: io.StringIO, monkeypatch: pytest.Monke
             time.sleep(0.01)
     if stream.isatty():
         assert stream.getvalue().startswith("\rroam: working, 0 s")
-        assert stream.getvalue().endswith("\r\x1b[K")
+        assert stream.getvalue().endswith(f"\r{' ' * len('roam: working, 0 s')}\r")
     else:
         assert stream.getvalue() == "roam: working ...\n"
+
+
+class Notebook(io.StringIO):
+    """What `sys.stderr` is in a notebook, which says that it is no terminal."""
+
+
+Notebook.__module__ = "ipykernel.iostream"
+
+
+@pytest.mark.parametrize("kind", [io.StringIO, Terminal, Notebook])
+def test_progress_of_a_library_is_for_people_who_watch(
+    kind: type[io.StringIO], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(progress, "_TICK_S", 0.001)
+    stream, what = kind(), iter(["capturing", "planning"])
+    with Progress(lambda: next(what, "running"), stream, only_live=True):
+        deadline = time.monotonic() + 10
+        while kind is not io.StringIO and "running" not in stream.getvalue():
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+    shown = stream.getvalue()
+    if kind is io.StringIO:
+        assert shown == ""
+    else:
+        assert [shown.index(word) for word in ("capturing", "planning", "running")]
+        assert shown.split("\r")[-1] == ""
+        assert shown.split("\r")[-2].strip() == "", "the line is blank at the end"
+
+
+def test_progress_needs_no_console(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(sys, "stderr", None)
+    with Progress("working"):
+        time.sleep(0.01)
 
 
 def test_progress_survives_a_closed_stream(monkeypatch: pytest.MonkeyPatch) -> None:

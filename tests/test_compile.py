@@ -201,6 +201,25 @@ class TestGuards:
             both(script)
         assert "runs eagerly" in caplog.text
 
+    def test_the_log_says_in_one_line_why_a_call_is_planned_anew(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        net = Net()
+        optimizer, (x, y) = adamw(net), batches(1)[0]
+        step = roam.compile(plain_step)
+        with caplog.at_level(logging.INFO, logger="roam.replans"):
+            step(net, optimizer, x, y)
+            step(net, optimizer, x, y)
+            step(net, optimizer, x[:2], y[:2])
+            net.eval()
+            step(net, optimizer, x[:2], y[:2])
+        lines = [record.getMessage() for record in caplog.records if record.name == "roam.replans"]
+        assert len(lines) == 2
+        assert lines[0].startswith("plain_step is planned anew: the shape of ")
+        assert str(x.shape) in lines[0]
+        assert str(x[:2].shape) in lines[0]
+        assert "training changed from True to False" in lines[1]
+
     def test_a_wrong_choice_is_refused(self) -> None:
         with pytest.raises(ValueError, match="on_change"):
             roam.compile(plain_step, on_change="perhaps")  # type: ignore[arg-type]

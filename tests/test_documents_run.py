@@ -91,9 +91,10 @@ def commands(block: Block) -> list[list[str]]:
 def _ran(path: Path, block: Block, namespace: dict[str, Any]) -> str:
     """What a block prints."""
     printed = io.StringIO()
-    level = logging.getLogger("roam").level
+    levels = {one: one.level for one in map(logging.getLogger, ("roam", "roam.replans"))}
     with contextlib.redirect_stdout(printed), contextlib.ExitStack() as after:
-        after.callback(logging.getLogger("roam").setLevel, level)  # a guide turns the log on
+        for logger, level in levels.items():
+            after.callback(logger.setLevel, level)  # a guide turns the log on
         if block.language == "python":
             # One file for all of a page's blocks: roam reads a step's source, and errors name file
             # and line.

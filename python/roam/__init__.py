@@ -40,6 +40,7 @@ from roam.errors import (
     SolverUnavailable,
 )
 from roam.planner import optimize
+from roam.switch import disabled
 
 if TYPE_CHECKING:
     from roam.capture import capture, fake
@@ -69,6 +70,7 @@ __all__ = [
     "capture",
     "compare",
     "compile",
+    "disabled",
     "fake",
     "fit",
     "optimize",

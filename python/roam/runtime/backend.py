@@ -28,10 +28,12 @@ from roam.capture.step import Variant
 from roam.capture.tracing.rng import watched
 from roam.errors import CaptureError, ExecutionError
 from roam.kernels.table import is_proven
+from roam.report.progress import Progress
 from roam.runtime.executor import Executor
 from roam.runtime.log import logger
 from roam.runtime.pool import Pool
-from roam.runtime.strategy import MAX_PLANS, Choice, Options, choose, is_disabled
+from roam.runtime.strategy import MAX_PLANS, Choice, Options, choose
+from roam.switch import is_disabled
 from roam.torch_compat.private import (
     aot_autograd,
     boxed,
@@ -156,7 +158,8 @@ class PlannedGraph:
         graph runs as it is.
         """
         try:
-            planned = self._plan(args)
+            with Progress(f"planning {self._name}", only_live=True):
+                planned = self._plan(args)
             results = planned.run_checked(args)
         except Exception as error:  # noqa: BLE001 - the graph's own errors are raised again here
             results, planned = self._run_unplanned(args), None

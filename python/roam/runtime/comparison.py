@@ -19,12 +19,12 @@ from roam.errors import CaptureError, ExecutionError, RoamError
 from roam.interrupts import interrupts_wait
 from roam.runtime.compile import Step
 from roam.runtime.divergence import DifferentOperator, digest, eager_values, first_different
-from roam.runtime.strategy import is_disabled
 from roam.state.containers import LIVE_OPTIMIZER_KEYS, MappingSpace
 from roam.state.discovery import Reach
 from roam.state.equality import is_numpy_array, is_plain, same, show
 from roam.state.global_flags import Switches
 from roam.state.snapshot import Snapshot, random_sources
+from roam.switch import is_disabled
 from roam.torch_compat.private import FakeTensor, c_pointer, pytree
 
 Outcome = Literal["equal", "different", "refused", "failed", "undecided"]
@@ -142,7 +142,9 @@ def compare(
         raise ValueError(f"steps is at least 1, not {steps}")
     if is_disabled():
         raise ExecutionError(
-            "ROAM_DISABLE is set, so nothing would run by plan; unset it", code="disabled"
+            "ROAM_DISABLE is set, or this is a roam.disabled() block, so nothing would run by plan; "
+            "unset it, or leave the block",
+            code="disabled",
         )
     function, compiled = _both(train_step)
     return _Trial(function, compiled, args, kwargs, steps).run()

@@ -21,16 +21,18 @@ from roam.own_code import compiled_step
 from roam.program.ir import Program
 from roam.report.anatomy import Anatomy
 from roam.report.page import write_page
+from roam.report.progress import Progress
 from roam.runtime.available import available_bytes
 from roam.runtime.captures import BUCKETS, MANY, Captured, Captures, call_key
 from roam.runtime.divergence import PlannedValues
-from roam.runtime.log import logger
+from roam.runtime.log import logger, replans
 from roam.runtime.memory_report import KeptPlan, KeptPlans, StepMemory, host_bytes
 from roam.runtime.planned import plain_of, planned_by
 from roam.runtime.runner import Declined, PartialUpdate, Runner, listed
-from roam.runtime.strategy import MAX_PLANS, Options, is_disabled
+from roam.runtime.strategy import MAX_PLANS, Options
 from roam.runtime.timings import Timings
 from roam.state.references import ArgumentOwner
+from roam.switch import is_disabled
 from roam.torch_compat.private import FakeTensor, version_of
 
 _MOST_SEEN = 256
@@ -96,7 +98,8 @@ def compile(
         ExecutionError: at a call that no plan fits (``on_change="raise"``), or where running
             failed.
 
-    The environment variable ``ROAM_DISABLE=1`` makes every call run the user's function.
+    The environment variable ``ROAM_DISABLE=1``, or `roam.disabled` around calls, makes calls run
+    the user's function.
     """
     if on_change not in ("replan", "raise", "eager"):
         raise ValueError(f"on_change is 'replan', 'raise' or 'eager', not {on_change!r}")
@@ -167,7 +170,7 @@ class Step:
             if known and self._on_change != "replan":
                 return None
             if len(self._captures) and self._on_change == "eager":
-                logger.info("no plan fits this call, so it runs eagerly: %s", found)
+                replans.info("%s runs eagerly, since no plan fits: %s", self._name, found)
                 return None
             if len(self._captures) and self._on_change == "raise":
                 raise ExecutionError(f"no plan fits this call: {found}", code="no_plan_fits")
@@ -270,7 +273,10 @@ class Step:
             if timings is None or timings.first_run.count:
                 return runner.run(args, kwargs)
             timings.first_run.count = 1
-            with timings.running(timings.first_run):
+            with (
+                timings.running(timings.first_run),
+                Progress(f"first run of {runner.name}", only_live=True),
+            ):
                 result = runner.run(args, kwargs)
             logger.info("%s: ready after %s", runner.name, timings)
             return result
@@ -296,6 +302,10 @@ class Step:
             seen = self._seen.get((self._key(args, kwargs), ()))
             found = self._capture(args, kwargs, found, Answers(seen=seen))
         return found[1].plan
+
+    @property
+    def _name(self) -> str:
+        return getattr(self._train_step, "__name__", type(self._train_step).__name__)
 
     @property
     def function(self) -> Callable[..., Any]:
@@ -451,9 +461,11 @@ class Step:
         Raises:
             Unseen: where an answer had to be guessed and may not; then nothing is planned.
         """
+        if len(self._captures):
+            replans.info("%s is planned anew: %s", self._name, reason)
         timings, traces = Timings(), self._known.traces
         self._timings = timings
-        with collections_wait():
+        with collections_wait(), Progress(lambda: f"{timings.doing} {self._name}", only_live=True):
             with timings.running(timings.capture):
                 step = capture_step(
                     self._train_step,

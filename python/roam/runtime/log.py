@@ -1,4 +1,4 @@
-"""The log of compiled steps, `logging.getLogger("roam")`."""
+"""The log of compiled steps, `logging.getLogger("roam")` and its child `roam.replans`."""
 
 from __future__ import annotations
 
@@ -15,4 +15,7 @@ class _TextAndNumbers(logging.Filter):
 
 
 logger = logging.getLogger("roam")
-logger.addFilter(_TextAndNumbers())
+replans = logging.getLogger("roam.replans")
+"""One line for each call after the first that no plan fits, with what keeps the plans from it."""
+for _one in (logger, replans):  # a logger's filters are not asked for its children's records
+    _one.addFilter(_TextAndNumbers())

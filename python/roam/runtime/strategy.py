@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Container, Iterable, Iterator
@@ -195,11 +194,6 @@ class Choice:
             f"; {again.runs:,} operators run again to keep within {self.memory_limit_bytes:,} bytes "
             f"in all, for {again.extra_s / max(again.step_s, 1e-9):.1%} of the step's time"
         )
-
-
-def is_disabled() -> bool:
-    """Whether the environment says ``ROAM_DISABLE=1``: nothing is planned then."""
-    return os.environ.get("ROAM_DISABLE", "0") not in ("", "0")
 
 
 def choose(

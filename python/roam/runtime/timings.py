@@ -67,6 +67,14 @@ class Timings:
         self._since = now
 
     @property
+    def doing(self) -> str:
+        """What is being done with the step before it runs, in words."""
+        words = {
+            id(self.capture): "capturing", id(self.kernels): "trying kernels of", id(self.plan): "planning",
+        }  # fmt: skip
+        return words.get(id(self._current), "preparing")
+
+    @property
     def total_s(self) -> float:
         """Seconds that have passed in all stages so far."""
         return sum(
