@@ -179,6 +179,29 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
         help="how many steps (default %(default)s)",
     )
 
+    memory = command(
+        "memory",
+        "plan and train networks within memory budgets, and compare what that costs",
+        *_MODELS,
+    )
+    _only(memory, "net")
+    memory.add_argument(
+        "--part",
+        choices=("planned", "trained", "others", "pytorch"),
+        default="planned",
+        help="planned: plans of large steps; trained: small steps that are trained by plan; others: "
+        "small steps that are trained in other ways; pytorch: budgets of torch.compile beside plans "
+        "within the same memory (default planned)",
+    )
+    memory.add_argument(
+        "--pairs",
+        type=int,
+        default=30,
+        metavar="N",
+        help="time N pairs of steps, with and without recomputation in turns; 0 times none "
+        "(default %(default)s)",
+    )
+
     layout = command(
         "layout", "pack layout files in MiniMalloc's format, and compare pools with their bounds"
     )

@@ -20,7 +20,7 @@ CLIP_NORM = 1.0
 _SEED = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Net:
     """One network.
 
@@ -30,8 +30,8 @@ class Net:
         family: the module of `roam.zoo` that builds it.
         arguments: what its `build` takes for the large size.
         small: what it takes instead or besides for the small one.
-        blocks: where the parts of the small one are that `torch.utils.checkpoint` runs again as
-            one: the path of a list of modules; empty where there is none.
+        blocks: paths of the lists of modules that `torch.utils.checkpoint` runs again one by one.
+        is_chain: whether the modules of each list run one after another, on one tensor.
     """
 
     name: str
@@ -39,7 +39,8 @@ class Net:
     family: str
     arguments: Mapping[str, Any]
     small: Mapping[str, Any]
-    blocks: str = ""
+    blocks: tuple[str, ...] = ()
+    is_chain: bool = True
 
 
 def _image(function: str, small: str = "") -> dict[str, Any]:
@@ -48,7 +49,7 @@ def _image(function: str, small: str = "") -> dict[str, Any]:
         "arguments": {"function": function, "size": 224, "options": {}, "batch": 32},
         "small": {
             "function": small or function,
-            "size": 96 if small else 64,
+            "size": 64,
             "batch": 16 if small else 8,
         },
     }
@@ -67,15 +68,17 @@ _SMALL_TEXT = {"vocab_size": 512, "hidden_size": 128, "num_hidden_layers": 4}
 _SMALL_HEADS = {"num_attention_heads": 4, "intermediate_size": 512}
 
 NETS = (
-    Net("resnet50", "convolutional", **_image("resnet50", small="resnet18")),
-    Net("mobilenet_v2", "convolutional", **_image("mobilenet_v2")),
-    Net("densenet121", "convolutional", **_image("densenet121")),
+    Net("resnet50", "convolutional", **_image("resnet50", small="resnet18"), blocks=("layer1", "layer2", "layer3", "layer4")),
+    Net("mobilenet_v2", "convolutional", **_image("mobilenet_v2"), blocks=("features",)),
+    Net("densenet121", "convolutional", **_image("densenet121"), blocks=("features",)),
     Net(
         "unet",
         "convolutional",
         "unet",
         {"batch": 8},
         {"batch": 1, "width": 8},
+        blocks=("down", "merge"),
+        is_chain=False,
     ),
     Net(
         "gpt2",
@@ -85,13 +88,13 @@ NETS = (
             {"vocab_size": 512, "n_embd": 128, "n_layer": 4, "n_head": 4, "bos_token_id": None,
              "eos_token_id": None},
         ),
-        blocks="transformer.h",
+        blocks=("transformer.h",),
     ),
     Net(
         "bert-base",
         "transformer",
         **_text("bert", _SMALL_TEXT | _SMALL_HEADS),
-        blocks="bert.encoder.layer",
+        blocks=("bert.encoder.layer",),
     ),
     Net(
         "vit_b_16",
@@ -107,7 +110,7 @@ NETS = (
                 "mlp_dim": 512, "dropout": 0.1,
             },
         },
-        blocks="encoder.layers",
+        blocks=("encoder.layers",),
     ),
     Net(
         "llama",
@@ -118,7 +121,7 @@ NETS = (
             vocab_size=16000, hidden_size=768, intermediate_size=2048, num_hidden_layers=12,
             num_attention_heads=12, num_key_value_heads=4,
         ),
-        blocks="model.layers",
+        blocks=("model.layers",),
     ),
     Net(
         "lstm",
@@ -142,7 +145,7 @@ NETS = (
             "batch": 4,
             "seq": 16,
         },
-        blocks="backbone.layers",
+        blocks=("backbone.layers",),
     ),
     Net(
         "moe",
@@ -150,9 +153,10 @@ NETS = (
         "moe",
         {"batch": 8, "seq": 512},
         {"batch": 4, "seq": 64, "vocabulary": 512, "width": 128, "layers": 4, "heads": 4, "experts": 4},
-        blocks="blocks",
+        blocks=("blocks",),
+        is_chain=False,
     ),
-    Net("randwire", "searched", "wired", {"batch": 32}, {"batch": 4, "width": 16, "nodes": 12}),
+    Net("randwire", "searched", "wired", {"batch": 32}, {"batch": 4, "width": 16, "nodes": 12}, blocks=("features",)),
 )  # fmt: skip
 
 

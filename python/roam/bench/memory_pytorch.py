@@ -1,0 +1,103 @@
+"""The step of https://github.com/pytorch/pytorch/issues/197838, whose peak does not fall with the
+budget of `torch.compile`: a small Llama, forward and backward pass.
+
+Recomputation is counted in floating-point operations by the formulas of `torch.utils.flop_counter`,
+which has none for pointwise operators: those of a whole step, less those of the same step without
+recomputation. A step by plan cannot run inside of its mode; its graph has the same formulas'
+counts, extra runs included.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache, partial
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+import roam
+from roam.bench.memory_others import budget, compiled, timed_share
+from roam.runtime.memory_profiler import measure_peak, observed
+
+_SEED = 0
+BATCH, TOKENS = 2, 256
+_CONFIG = {
+    "vocab_size": 1000, "hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 12,
+    "num_attention_heads": 4, "num_key_value_heads": 4,
+}  # fmt: skip
+BUDGETS = (1.0, 0.5, 0.3, 0.2, 0.15, 0.1, 0.05, 0.0)
+
+
+def _made() -> tuple[torch.nn.Module, torch.Tensor]:
+    import transformers
+
+    torch.manual_seed(_SEED)
+    config = transformers.LlamaConfig(**_CONFIG, use_cache=False)
+    return transformers.LlamaForCausalLM(config), torch.randint(1000, (BATCH, TOKENS))
+
+
+def step(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    """Forward and backward pass on tokens [batch, seq]; leaves gradients, and returns the loss."""
+    model.zero_grad()
+    loss: torch.Tensor = model(input_ids=tokens, labels=tokens).loss
+    loss.backward()
+    return loss.detach()
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One way of running the step.
+
+    Attributes:
+        local_bytes: the most that is allocated at once beside parameters and batch.
+        flops: floating-point operations of a step.
+        timed_share: how much longer it takes than an eager step; None where that is not measured.
+    """
+
+    local_bytes: int
+    flops: int
+    timed_share: float | None
+
+
+@cache
+def by_pytorch(share: float, pairs: int) -> Point:
+    """With the budget of `torch.compile`."""
+    model, tokens = _made()
+    with budget(share):
+        run = compiled(step, model)
+        run(model, tokens)
+        with observed():
+            run(model, tokens)
+        model.zero_grad()
+        local_bytes = measure_peak(run, model, tokens).peak_bytes
+        with FlopCounterMode(display=False) as counter:
+            run(model, tokens)
+        again = partial(run, model, tokens)
+        timed = timed_share(partial(step, model, tokens), again, pairs) if pairs else None
+        return Point(local_bytes, counter.get_total_flops(), timed)
+
+
+def by_roam(local_bytes: int | None, pairs: int) -> Point:
+    """By a plan within so many bytes beside parameters and batch; without recomputation where that
+    is None.
+
+    Raises:
+        PlanError: there is no such plan, or none was found.
+    """
+    model, tokens = _made()
+    plain = roam.compile(step)
+    plain(model, tokens)
+    limit_bytes = None
+    if local_bytes is not None:
+        limit_bytes = plain.memory().persistent_bytes + local_bytes
+    planned = roam.compile(step, memory=limit_bytes)
+    for _ in range(2):
+        planned(model, tokens)
+    again = partial(planned, model, tokens)
+    timed = timed_share(partial(step, model, tokens), again, pairs) if pairs else None
+    planned.measured(model, tokens)
+    memory = planned.memory()
+    assert memory.measured_bytes is not None
+    graph = planned._captures[0].runners[-1].choice.graph
+    flops = sum(operator.flops for operator in graph.operators)
+    return Point(memory.measured_bytes - memory.persistent_bytes, flops, timed)

@@ -1,0 +1,127 @@
+"""`roam bench memory`: what its rows say is of what was planned and run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("rich")
+pytest.importorskip("matplotlib")
+
+from roam.bench import memory, memory_nets, memory_others
+from roam.bench.memory_nets import NETS, Net
+from roam.cli import main
+
+_TINY = {"vocabulary": 64, "width": 32, "layers": 3, "heads": 2, "experts": 2}
+TINY = Net(
+    "tiny",
+    "experts",
+    "moe",
+    {"batch": 4, "seq": 64, **_TINY},
+    {"batch": 4, "seq": 48},
+    ("blocks",),
+    False,
+)
+
+
+@pytest.fixture(autouse=True)
+def one_tiny_net(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The benchmark has one net, which takes no time."""
+    monkeypatch.setattr(memory, "NETS", (TINY,))
+    yield
+    for found in (memory._eager, memory._plain, memory._planned_without_limit):
+        found.cache_clear()
+
+
+def record(part: str, folder: Path) -> dict[str, Any]:
+    assert (
+        main(["bench", "memory", "--part", part, "--pairs", "1", "--output", str(folder), "--json"])
+        == 0
+    )
+    found: dict[str, Any] = json.loads((folder / f"memory-{part}.json").read_text())
+    return found
+
+
+def test_plans_are_within_their_shares(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = record("planned", tmp_path)["rows"]
+    assert [row["percent"] for row in rows] == [75, 50, 35, 25, 15]
+    found = [row for row in rows if row["outcome"] == "found"]
+    assert found
+    for row in rows:
+        local = row["plain_bytes"] - row["persistent_bytes"]
+        share = (row["limit_bytes"] - row["persistent_bytes"]) / local
+        assert share == pytest.approx(row["percent"] / 100, abs=1e-3)
+    for row in found:
+        assert row["planned_bytes"] <= row["limit_bytes"]
+        assert 0 <= row["least_share"] <= row["extra_share"]
+    assert {row["outcome"] for row in rows} <= {"found", "refuted", "not found"}
+    assert rows[-1]["outcome"] != "found"
+    assert (tmp_path / "memory-planned.svg").exists()
+    table = memory.planned_table({"rows": rows}).markdown()  # type: ignore[arg-type]
+    assert f"{found[0]['extra_share']:+.1%} ({found[0]['least_share']:.1%})" in table
+
+
+def test_training_keeps_the_budget_and_the_bits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "SHARES", (0.75,))
+    made = record("trained", tmp_path)
+    found = [row for row in made["rows"] if row["outcome"] == "found"]
+    assert found
+    for row in found:
+        assert row["measured_bytes"] <= row["limit_bytes"] < row["plain_bytes"]
+        assert row["is_equal"] is True
+        assert row["timed_operators"] > 0
+        assert row["timed_share"] is not None
+    assert f"within the budget in {len(found)} of {len(found)}" in memory.totals_line(made)
+
+
+def test_bits_that_differ_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    eager = memory._eager(TINY)
+    eager.bits[0] = eager.bits[0] + 1
+    row = memory.train(TINY, 0.9, 0)
+    assert row["is_equal"] is False
+    assert memory._bits(row) == "different"
+
+
+def test_checkpoints_take_less_and_leave_eagers_bits() -> None:
+    ways = {way.name: way for way in memory_others.OTHERS}
+    eager = memory.train_other(TINY, ways["eager"], 0)
+    blocks = memory.train_other(TINY, ways["checkpoint each block"], 0)
+    assert eager["is_equal"]
+    assert blocks["is_equal"]
+    assert blocks["measured_bytes"] < eager["measured_bytes"]
+    assert not ways["checkpoint segments"].applies(TINY)
+
+
+def test_segments_are_as_long_as_the_root_of_the_number_of_blocks() -> None:
+    net = next(net for net in NETS if net.name == "vit_b_16")
+    made = memory_nets.build(net, small=True)
+    way = next(way for way in memory_others.OTHERS if way.name == "checkpoint segments")
+    way.run(net, made.train_step, made.model)
+    segments = made.model.get_submodule(net.blocks[0])
+    assert [len(segment.blocks) for segment in segments] == [2, 2]  # type: ignore[union-attr,arg-type]
+
+
+def test_measured_memory_of_a_step_is_what_it_allocates() -> None:
+    def way(train_step: Any, model: torch.nn.Module) -> Any:
+        def step(model: torch.nn.Module, optimizer: Any, *batch: Any) -> torch.Tensor:
+            made = torch.ones(250_000)  # a million bytes
+            return made[:1].sum()
+
+        return step
+
+    assert 1_000_000 <= memory._Trained(TINY, way).local_bytes() <= 1_001_000
+
+
+def test_every_net_has_a_name_of_its_own_and_a_small_size() -> None:
+    assert len({net.name for net in NETS}) == len(NETS) == 12
+    assert {net.kind for net in NETS} == {
+        "convolutional", "transformer", "recurrent", "state space", "experts", "searched"
+    }  # fmt: skip
