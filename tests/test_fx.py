@@ -11,6 +11,7 @@ from torch.fx import GraphModule, symbolic_trace
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import roam
+from roam.program.replay import generator_state, replayed
 from roam.runtime.memory_profiler import measure_peak
 from training import assert_same_bits, tensors_and_numbers
 
@@ -95,6 +96,45 @@ def test_nodes_run_again_where_a_limit_asks_for_it(share: float) -> None:
     assert len(module.graph.nodes) > nodes
     step, args = momentum_step()
     assert_same_bits(before, outcome(module, args))
+
+
+def native(x: torch.Tensor, rate: float) -> torch.Tensor:
+    return torch.native_dropout(x, rate, True)[0]
+
+
+@pytest.mark.parametrize(("drop", "percent"), [(functional.dropout, 50), (native, 65)])
+def test_random_nodes_draw_again_what_they_drew(drop: Callable[..., Any], percent: int) -> None:
+    weights = [torch.randn(64, 64, generator=torch.Generator().manual_seed(1)) for _ in range(6)]
+
+    def step(weights: list[torch.Tensor], x: torch.Tensor) -> Any:
+        leaves = [weight.detach().requires_grad_() for weight in weights]
+        for leaf in leaves:
+            x = drop(torch.tanh(x @ leaf), 0.2)
+        loss = x.square().mean()
+        return loss, torch.autograd.grad(loss, leaves)
+
+    args = weights, torch.ones(512, 64)
+    module = make_fx(step, tracing_mode="fake")(*args)
+    before = outcome(module, args)
+    plain = roam.optimize(module)
+    local_bytes = plain.total_bytes - plain.persistent_bytes
+    limit_bytes = plain.persistent_bytes + local_bytes * percent // 100
+    plan = roam.optimize(module, memory_limit_bytes=limit_bytes)
+    plan.apply(module)
+    replays = [node for node in module.graph.nodes if node.target is replayed]
+    read = [node for node in module.graph.nodes if node.target is generator_state]
+    assert replays
+    assert {node.kwargs["state"] for node in replays} == set(read)
+    assert_same_bits(before, outcome(module, args))
+
+
+def test_a_limit_that_is_kept_anyway_leaves_the_nodes_alone() -> None:
+    step, args = momentum_step()
+    module = make_fx(step, tracing_mode="fake")(*args)
+    names = sorted(node.name for node in module.graph.nodes)
+    limit_bytes = 2 * roam.optimize(module).total_bytes
+    roam.optimize(module, memory_limit_bytes=limit_bytes).apply(module)
+    assert sorted(node.name for node in module.graph.nodes) == names
 
 
 def test_a_node_that_calls_several_kernels_is_one_operator() -> None:

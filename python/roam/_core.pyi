@@ -323,10 +323,15 @@ class Graph:
         order, and at which barrier gradients wait for each other.
         """
     @classmethod
-    def from_fx(cls, module: GraphModule) -> Graph:
+    def from_fx(cls, module: GraphModule, *, random_states: bool = False) -> Graph:
         """The graph of a `torch.fx.GraphModule`, one operator for each node that calls a kernel.
 
         Placeholders and attributes are persistent, and results leave the step. Nothing is computed.
+
+        Args:
+            module: of nodes that call operators.
+            random_states: whether states of random generators are read, so that random tensors may
+                be made again: for plans within a memory limit.
 
         Raises:
             CaptureError: a node that cannot be planned exactly, or metadata that are missing or

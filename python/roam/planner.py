@@ -79,7 +79,7 @@ def optimize(
     """
     # What is neither is not worth loading torch for: the planner refuses it.
     if not isinstance(graph, Graph) and hasattr(graph, "recompile"):
-        graph = Graph.from_fx(graph)
+        graph = Graph.from_fx(graph, random_states=memory_limit_bytes is not None)
     return _core.optimize(
         graph,  # type: ignore[arg-type]
         streams,
@@ -106,10 +106,15 @@ def _summary(self: Graph) -> str:
     return summary(self)
 
 
-def _from_fx(cls: type[Graph], module: GraphModule) -> Graph:
+def _from_fx(cls: type[Graph], module: GraphModule, *, random_states: bool = False) -> Graph:
     """The graph of a `torch.fx.GraphModule`, one operator for each node that calls a kernel.
 
     Placeholders and attributes are persistent, and results leave the step. Nothing is computed.
+
+    Args:
+        module: of nodes that call operators.
+        random_states: whether states of random generators are read, so that random tensors may be
+            made again: for plans within a memory limit.
 
     Raises:
         CaptureError: a node that cannot be planned exactly, or metadata that are missing or
@@ -117,7 +122,7 @@ def _from_fx(cls: type[Graph], module: GraphModule) -> Graph:
     """
     from roam.capture.frontends.fx import graph_of
 
-    return graph_of(module)
+    return graph_of(module, random_states=random_states)
 
 
 def _apply(self: Plan, module: GraphModule) -> GraphModule:

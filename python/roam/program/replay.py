@@ -79,6 +79,13 @@ class Replay:
             generator.set_state(before)
 
 
+def replayed(
+    operator: OpOverload, device: torch.device, *args: Any, state: torch.Tensor, **kwargs: Any
+) -> Any:
+    """`Replay` as one function, for nodes of FX graphs."""
+    return Replay(operator, device)(*args, state=state, **kwargs)
+
+
 @functools.cache
 def with_generator(operator: OpOverload) -> OpOverload | None:
     """The operator, or the overload with the same arguments and a generator by its name; None where

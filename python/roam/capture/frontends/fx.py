@@ -24,17 +24,21 @@ from roam.capture.tracing.recorder import Recorder
 from roam.errors import CaptureError, PlanError
 from roam.program.ir import Program, Ref
 from roam.program.lower import device_of, kinds_of
-from roam.program.repeatable import repeats
+from roam.program.random_states import with_states
+from roam.program.repeatable import Repeat, repeats
+from roam.program.replay import generator_state, replayed
 from roam.torch_compat.private import FakeTensorMode, c_pointer, disable_current_modes, pytree
 
 
-def graph_of(module: Any) -> Graph:
+def graph_of(module: Any, *, random_states: bool = False) -> Graph:
     """The planner's graph of an `fx.GraphModule`: one operator for each node that calls a kernel.
 
     Args:
         module: nodes are placeholders, attributes and calls of operators, as `make_fx` and
             AOTAutograd produce them, and placeholders have a tensor or number in ``meta["val"]``.
             Shapes are numbers. Nothing is computed.
+        random_states: whether states of PyTorch's random generators are read, one more operator
+            each, so that random tensors may be made again.
 
     Returns:
         A graph in which placeholders and attributes are persistent, and results leave the step.
@@ -43,7 +47,7 @@ def graph_of(module: Any) -> Graph:
         CaptureError: a node that is none of these, or that cannot be planned exactly.
         TypeError: it is no `fx.GraphModule`.
     """
-    return _Lowered.of(module).graph
+    return _Lowered.of(module, random_states=random_states).graph
 
 
 def apply(plan: Plan, module: Any) -> Any:
@@ -53,7 +57,8 @@ def apply(plan: Plan, module: Any) -> Any:
     wherever memory does not fragment. The plan's pool is not applied: kernels get their memory from
     PyTorch's allocator.
 
-    Where operators run again, their nodes are copied.
+    Where operators run again, their nodes are copied. Random ones draw again from a state of their
+    generator, which a node before them reads.
 
     Args:
         plan: of `graph_of` of the same module, for one stream.
@@ -63,6 +68,8 @@ def apply(plan: Plan, module: Any) -> Any:
         PlanError: the plan is not one of this module's.
     """
     lowered = _Lowered.of(module)
+    if lowered.graph.digest != plan.graph_digest:
+        lowered = _Lowered.of(module, random_states=True)
     verify(lowered.graph, plan)
     if len(set(plan.streams.tolist())) > 1:
         raise PlanError(
@@ -70,10 +77,14 @@ def apply(plan: Plan, module: Any) -> Any:
             code="streams",
         )
     nodes = module.graph
+    lowered = lowered.reading()
     if plan.recomputation is not None:
         lowered = lowered.expanded([int(number) for number in plan.recomputation["sequence"]])
     for node in lowered.in_order(plan.order.tolist()):
         nodes.output_node().prepend(node)
+    for read in lowered.states.values():
+        if not read.users:  # what was drawn from there is drawn once
+            nodes.erase_node(read)
     nodes.lint()
     module.recompile()
     return module
@@ -86,19 +97,43 @@ class _Lowered:
     nodes: list[Node]
     """All but the output, in program order."""
     operators: list[Node]
-    """By the operator's number."""
+    """By the operator's number; a node that draws from a state that is read before stands twice,
+    first for the reading, until there are nodes that read."""
     graph: Graph
+    devices: dict[Node, torch.device]
+    """Where nodes draw that may be replayed."""
+    states: dict[Node, Node]
+    """Per such node the one that reads the state."""
 
     @classmethod
-    def of(cls, module: Any) -> _Lowered:
+    def of(cls, module: Any, *, random_states: bool = False) -> _Lowered:
         if not isinstance(module, GraphModule):
             raise TypeError(
                 f"a roam.Graph or a torch.fx.GraphModule is wanted, not a {type(module).__name__}"
             )
         program, spans = _record(module)
-        operators = [node for node, span in spans.items() if span]
         nodes = [node for node in module.graph.nodes if node.op != "output"]
-        return cls(nodes, operators, _lower(program, spans, type(module).__name__))
+        drawing = _drawing(program, spans) if random_states else {}
+        operators = [
+            node for node, span in spans.items() if span for _ in range(1 + (node in drawing))
+        ]
+        devices = {node: draw.device for node, draw in drawing.items()}
+        graph = _lower(program, spans, drawing, type(module).__name__)
+        return cls(nodes, operators, graph, devices, {})
+
+    def reading(self) -> _Lowered:
+        """The same with a node before each that may be replayed, which reads the state."""
+        nodes: list[Node] = []
+        operators = list(self.operators)
+        states: dict[Node, Node] = {}
+        for node in self.nodes:
+            if node in self.devices:
+                with node.graph.inserting_before(node):
+                    states[node] = node.graph.call_function(generator_state, (self.devices[node],))
+                operators[operators.index(node)] = states[node]
+                nodes.append(states[node])
+            nodes.append(node)
+        return _Lowered(nodes, operators, self.graph, self.devices, states)
 
     def expanded(self, sequence: list[int]) -> _Lowered:
         """The nodes with those that run again copied, each after the latest run before it of what
@@ -111,8 +146,14 @@ class _Lowered:
 
         def copied(node: Node) -> Node:
             with graph.inserting_before(graph.output_node()):
-                copies.append(graph.node_copy(node, used))
-            return copies[-1]
+                copy = graph.node_copy(node, used)
+            if node in self.states:
+                operator: Any = node.target
+                copy.args = (operator, self.devices[node], *copy.args)
+                copy.kwargs = {**copy.kwargs, "state": self.states[node]}
+                copy.target = replayed
+            copies.append(copy)
+            return copy
 
         def used(node: Node) -> Node:
             known = latest.get(node, node)
@@ -135,7 +176,8 @@ class _Lowered:
                 runs.append(node)
         for node, (args, kwargs) in given.items():
             node.args, node.kwargs = args, kwargs
-        return _Lowered([*self.nodes, *copies], runs, self.graph)
+        nodes = [*self.nodes, *copies]
+        return _Lowered(nodes, runs, self.graph, self.devices, self.states)
 
     def in_order(self, order: list[int]) -> Iterator[Node]:
         """All nodes; those that call no kernel come as soon as they can, and hold no memory of
@@ -261,12 +303,47 @@ def _phase(node: Node | None) -> str:
     return "backward" if is_backward else "forward"
 
 
-def _lower(program: Program, spans: dict[Node, range], name: str) -> Graph:
+@dataclass(frozen=True, slots=True)
+class _Drawing:
+    """How a node draws that may be replayed."""
+
+    repeat: Repeat
+    device: torch.device
+    state_bytes: int
+
+
+def _drawing(program: Program, spans: dict[Node, range]) -> dict[Node, _Drawing]:
+    """Nodes that make one random call of a device's own generator, and may be replayed."""
+    found = with_states(program)
+    if found is None:
+        return {}
+    again = repeats(found.program)
+    places = {number: place for place, number in enumerate(found.calls)}
+    drawing = {}
+    for node, span in spans.items():
+        if len(span) != 1:
+            continue
+        place = places[span[0]]
+        repeat, state = again[place], found.program.calls[place].state
+        if repeat is None or state is None:
+            continue
+        (source,) = found.program.calls[place - 1].args
+        if isinstance(source, torch.device):
+            size_bytes = found.program.storages[found.program.storage_of(state)].size_bytes
+            drawing[node] = _Drawing(repeat, source, size_bytes)
+    return drawing
+
+
+def _lower(
+    program: Program, spans: dict[Node, range], drawing: dict[Node, _Drawing], name: str
+) -> Graph:
     device = device_of(program)
     builder = GraphBuilder(name, device.type)
-    operators = {
-        node: number for number, node in enumerate(node for node, span in spans.items() if span)
-    }
+    operators: dict[Node, int] = {}
+    number = 0
+    for node in (node for node, span in spans.items() if span):
+        operators[node] = number + (node in drawing)
+        number = operators[node] + 1
     owner = {index: number for node, number in operators.items() for index in spans[node]}
     made: dict[int, list[int]] = {number: [] for number in operators.values()}
     used_by: dict[int, set[int]] = {}
@@ -293,6 +370,8 @@ def _lower(program: Program, spans: dict[Node, range], name: str) -> Graph:
             made[maker].append(tensors[number])
     waits = _waits(operators, list(spans))
     again = repeats(program)
+    for node, draw in drawing.items():
+        again[spans[node][0]] = draw.repeat
     for node, number in operators.items():
         calls = [program.calls[index] for index in spans[node]]
         is_repeatable = all(
@@ -310,6 +389,19 @@ def _lower(program: Program, spans: dict[Node, range], name: str) -> Graph:
             if tensors[s] not in creates
         ]
         source = calls[0].source
+        if node in drawing:
+            state = builder.tensor(f"state of {calls[0].name}", drawing[node].state_bytes)
+            builder.operator(
+                "roam.generator_state",
+                creates=[state],
+                phase=calls[0].phase,
+                sequence="random",
+                module=source.module,
+                file=source.file,
+                line=source.line,
+            )
+            reads.append(state)
+        is_drawing = any(call.random for call in calls) and (not is_repeatable or node in drawing)
         builder.operator(
             calls[0].name if len(calls) == 1 else str(node.target),
             reads=reads,
@@ -317,7 +409,7 @@ def _lower(program: Program, spans: dict[Node, range], name: str) -> Graph:
             mutates=changed,
             workspace_bytes=inner_bytes[number],
             phase=calls[0].phase,
-            sequence="random" if not is_repeatable and any(call.random for call in calls) else None,
+            sequence="random" if is_drawing else None,
             module=source.module,
             file=source.file,
             line=source.line,
