@@ -683,6 +683,20 @@ class Plan:
         Raises:
             PlanError: the plan is not one of this module's, or is for several streams.
         """
+    def export(self, graph: Graph, path: _Path) -> None:
+        """Writes the plan in the format of another tool.
+
+        Args:
+            graph: the graph that the plan is for.
+            path: of the file. Its ending names the format: ``.pickle`` for PyTorch's memory viewer,
+                ``.json`` or ``.json.gz`` for Perfetto and ``chrome://tracing``, ``.dot`` for
+                Graphviz.
+
+        Raises:
+            PlanError: the plan is invalid, or is for several streams (code ``streams``).
+            ValueError: no format has that ending.
+            OSError: the file cannot be written.
+        """
     def fits(self, memory: int | str) -> bool:
         """Whether the plan's total is within an amount of memory.
 

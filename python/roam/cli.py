@@ -18,6 +18,7 @@ from roam import zoo
 from roam.arguments import memory_limit, positive_integer, positive_number
 from roam.bench import command as bench_command
 from roam.bench.results import BenchError
+from roam.commands import export as export_command
 from roam.commands import fit as fit_command
 from roam.commands import report as report_command
 from roam.commands.subject import UsageError, add_subject, subject_of
@@ -197,6 +198,10 @@ def _parser() -> argparse.ArgumentParser:
         command("fit", _fit, "find the largest batch or sequence of a model that fits into memory")
     )
 
+    export_command.add_options(
+        command("export", _export, "write a plan for memory viewers, trace viewers and Graphviz")
+    )
+
     command("zoo", _zoo, "list the models that 'roam plan' knows by name")
 
     kept = command("cache", _cache, "list what compiled steps have kept on disk, or remove it")
@@ -353,6 +358,15 @@ def _report(arguments: argparse.Namespace) -> int:
         _write_json(values)
     else:
         _write(f"written: {values['output']}\n")
+    return EXIT_OK
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    values = export_command.run(arguments)
+    if arguments.json:
+        _write_json(values)
+    else:
+        _write("".join(f"written: {path}\n" for path in values["output"]))
     return EXIT_OK
 
 

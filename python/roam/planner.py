@@ -170,6 +170,25 @@ def _report(
     write_page(Anatomy(graph.name or "step", planned, plain, changes=changes), path)
 
 
+def _export(self: Plan, graph: Graph, path: str | os.PathLike[str]) -> None:
+    """Writes the plan in the format of another tool.
+
+    Args:
+        graph: the graph that the plan is for.
+        path: of the file. Its ending names the format: ``.pickle`` for PyTorch's memory viewer,
+            ``.json`` or ``.json.gz`` for Perfetto and ``chrome://tracing``, ``.dot`` for Graphviz.
+
+    Raises:
+        PlanError: the plan is invalid, or is for several streams (code ``streams``).
+        ValueError: no format has that ending.
+        OSError: the file cannot be written.
+    """
+    from roam.report.anatomy import Planned
+    from roam.report.export import write_export
+
+    write_export(Planned.of(graph, self), path)
+
+
 def _fits(self: Plan, memory: int | str) -> bool:
     """Whether the plan's total is within an amount of memory.
 
@@ -205,5 +224,6 @@ _attach(Graph, "summary", _summary)
 _attach(Graph, "from_fx", _from_fx, to_class=True)
 _attach(Plan, "apply", _apply)
 _attach(Plan, "report", _report)
+_attach(Plan, "export", _export)
 _attach(Plan, "fits", _fits)
 _attach(Plan, "_repr_html_", _repr_html)

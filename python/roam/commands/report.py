@@ -5,20 +5,17 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from roam import Plan, optimize, verify, zoo
+from roam import Plan, zoo
 from roam.arguments import memory_limit
-from roam.commands.subject import Subject, UsageError, add_subject, captured, subject_of
+from roam.commands.subject import Subject, add_subject, captured, planned_subject
 from roam.errors import CaptureError
 from roam.memory_limit import MemoryLimit
 from roam.report import Progress, figures
 from roam.report.anatomy import Anatomy, Change, Planned
 from roam.report.changes import replanned, within, without_recomputation
 from roam.report.page import write_page
-
-if TYPE_CHECKING:
-    from roam import Graph
 
 _SHARES = ("80%", "60%")
 """Of the plan's total: memory limits that are tried."""
@@ -46,21 +43,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Makes the page; returns what ``--json`` prints."""
-    if arguments.plan is not None and (arguments.model in zoo.names() or arguments.memory):
-        raise UsageError("PLAN: only with a graph file, and without --memory")
     start = time.perf_counter()
-    is_limited = arguments.memory is not None or not arguments.no_changes
-    subject = subject_of(arguments, is_limited=is_limited)
-    with Progress("planning"):
-        plan = Plan.load(arguments.plan) if arguments.plan else planned(subject.graph, arguments.memory)  # fmt: skip
-        verify(subject.graph, plan)
-        plain = without_recomputation(subject.graph, plan)
+    subject, plan, planned = planned_subject(
+        arguments, is_limited=arguments.memory is not None or not arguments.no_changes
+    )
+    plain = without_recomputation(subject.graph, plan)
     changes: list[Change] = []
     if not arguments.no_changes:
         changes = list(_changes(arguments.model, subject, plan))
     anatomy = Anatomy(
         subject.title,
-        Planned.of(subject.graph, plan),
+        planned,
         plain,
         _first(arguments.model, subject, plan),
         changes,
@@ -75,14 +68,6 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         ],
         **anatomy.planned.values,
     }
-
-
-def planned(graph: Graph, limit: MemoryLimit | None) -> Plan:
-    """A plan within the limit, if there is one."""
-    if limit is None:
-        return optimize(graph)
-    plain_bytes = 0 if limit.share is None else optimize(graph).total_bytes
-    return optimize(graph, memory_limit_bytes=limit.in_bytes(plain_bytes))
 
 
 def _first(name: str, subject: Subject, plan: Plan) -> Planned | None:

@@ -7,11 +7,12 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from roam import Graph, zoo
+from roam import Graph, Plan, optimize, zoo
 from roam.arguments import positive_integer
 from roam.errors import RoamError
 from roam.interrupts import interrupts_count
 from roam.report import Progress
+from roam.report.anatomy import Planned
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -158,3 +159,26 @@ def subject_of(arguments: argparse.Namespace, *, is_limited: bool) -> Subject:
         graph = Graph.load(name)
     settings = {**dict.fromkeys(CAPTURE_DEFAULTS), "device": graph.device}
     return Subject(graph, name, settings, None)
+
+
+def planned_subject(
+    arguments: argparse.Namespace, *, is_limited: bool
+) -> tuple[Subject, Plan, Planned]:
+    """What the arguments name, and its plan: that of the file `plan`, or a new one within `memory`.
+
+    Raises:
+        UsageError: a plan without its graph file, or with a limit; as from :func:`subject_of`.
+        PlanError: the plan is invalid or for several streams, or none keeps within the limit.
+    """
+    if arguments.plan is not None and (arguments.model in zoo.names() or arguments.memory):
+        raise UsageError("PLAN: only with a graph file, and without --memory")
+    subject, limit = subject_of(arguments, is_limited=is_limited), arguments.memory
+    with Progress(f"planning {subject.graph.num_operators:,} operators"):
+        if arguments.plan is not None:
+            plan = Plan.load(arguments.plan)
+        elif limit is None:
+            plan = optimize(subject.graph)
+        else:
+            plain_bytes = 0 if limit.share is None else optimize(subject.graph).total_bytes
+            plan = optimize(subject.graph, memory_limit_bytes=limit.in_bytes(plain_bytes))
+        return subject, plan, Planned.of(subject.graph, plan)

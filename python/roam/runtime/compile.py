@@ -20,6 +20,7 @@ from roam.memory_limit import MemoryLimit
 from roam.own_code import compiled_step
 from roam.program.ir import Program
 from roam.report.anatomy import Anatomy
+from roam.report.export import write_export
 from roam.report.page import write_page
 from roam.report.progress import Progress
 from roam.runtime.available import available_bytes
@@ -404,6 +405,26 @@ class Step:
             RoamError: Bokeh is not installed (code ``report_unavailable``).
             OSError: the page cannot be written.
         """
+        first, steady = self._reported()
+        planned = planned_by(steady.choice)
+        other = None if first is steady else planned_by(first.choice)
+        write_page(Anatomy(steady.name, planned, plain_of(steady.choice), other), path)
+
+    def export(self, path: str | os.PathLike[str]) -> None:
+        """Writes the plan of the most recent call in the format of another tool: see `Plan.export`.
+
+        Before the first call, it is the plan that `plan` made.
+
+        Raises:
+            ExecutionError: nothing is planned yet (code ``no_call``).
+            PlanError: the plan is for several streams (code ``streams``).
+            ValueError: no format has the path's ending.
+            OSError: the file cannot be written.
+        """
+        write_export(planned_by(self._reported()[1].choice), path)
+
+    def _reported(self) -> tuple[Runner, Runner]:
+        """What runs the first step and later ones, of the most recent call."""
         captures = list(self._captures)
         found = [one for one in captures if self._last in one.runners] or captures
         if not found:
@@ -412,10 +433,7 @@ class Step:
                 "its plan() with the same arguments",
                 code="no_call",
             )
-        first, steady = found[0].runners[0], found[0].runners[-1]
-        planned = planned_by(steady.choice)
-        other = None if first is steady else planned_by(first.choice)
-        write_page(Anatomy(steady.name, planned, plain_of(steady.choice), other), path)
+        return found[0].runners[0], found[0].runners[-1]
 
     def measured(self, *args: Any, **kwargs: Any) -> Any:
         """Runs one real step like a call, measures its memory for `memory`, and returns its result.
