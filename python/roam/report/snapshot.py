@@ -55,7 +55,8 @@ def snapshot(planned: Planned) -> dict[str, Any]:
             block = _Block(address, tensor.counted_bytes, 0, steps + 1, tensor.kind, named)
             persistent.append(block)
             address += tensor.counted_bytes
-    pooled, unpooled = [], []
+    pooled: list[_Block] = []
+    unpooled: list[_Block] = []
     for tensor in graph.tensors:
         number = tensor.id
         start, end = int(planned.lives.starts[number]), int(planned.lives.ends[number])
