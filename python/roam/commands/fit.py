@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import roam
@@ -60,19 +61,26 @@ def run(arguments: argparse.Namespace) -> list[Any]:
 
     from roam.runtime.fitting import MOST, graphs_of, largest
 
-    def graphs_at(size: int) -> list[Graph]:
+    def graphs_at(size: int, *, recompute: bool) -> list[Graph]:
         with interrupts_count(), roam.fake(device):
             made = zoo.build(
                 arguments.model, device=device, **{**settings, arguments.largest: size}
             )
-        return graphs_of(made.train_step, (made.model, made.optimizer, *made.batch))
+        args = (made.model, made.optimizer, *made.batch)
+        return graphs_of(made.train_step, args, random_states=recompute)
 
     found = []
     for recompute in (False, True)[: 1 if arguments.no_recompute else 2]:
         how = "with" if recompute else "without"
         with Progress(f"finding the largest {arguments.largest} {how} recomputation"):
             found.append(
-                largest(graphs_at, limit_bytes, recompute=recompute, least=least, most=most or MOST)
+                largest(
+                    partial(graphs_at, recompute=recompute),
+                    limit_bytes,
+                    recompute=recompute,
+                    least=least,
+                    most=most or MOST,
+                )
             )
     return found
 

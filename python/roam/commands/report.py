@@ -44,9 +44,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Makes the page; returns what ``--json`` prints."""
     start = time.perf_counter()
-    subject, plan, planned = planned_subject(
-        arguments, is_limited=arguments.memory is not None or not arguments.no_changes
-    )
+    is_limited = arguments.memory is not None or not arguments.no_changes
+    subject, plan, planned = planned_subject(arguments, is_limited=is_limited)
     plain = without_recomputation(subject.graph, plan)
     changes: list[Change] = []
     if not arguments.no_changes:
@@ -55,7 +54,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         subject.title,
         planned,
         plain,
-        _first(arguments.model, subject, plan),
+        _first(arguments.model, subject, plan, random_states=is_limited),
         changes,
     )
     write_page(anatomy, arguments.output)
@@ -70,12 +69,14 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _first(name: str, subject: Subject, plan: Plan) -> Planned | None:
+def _first(name: str, subject: Subject, plan: Plan, *, random_states: bool) -> Planned | None:
     """The first step of a model of the zoo; None where there is none, or nobody knows."""
     if subject.capture_s is None:
         return None
     try:
-        first = captured(name, {**subject.settings, "step": "first"}).graph
+        first = captured(
+            name, {**subject.settings, "step": "first"}, random_states=random_states
+        ).graph
     except CaptureError as error:
         if error.code != "no_first_step":
             raise
@@ -86,7 +87,7 @@ def _first(name: str, subject: Subject, plan: Plan) -> Planned | None:
 def _changes(name: str, subject: Subject, plan: Plan) -> Iterator[Change]:
     """Other settings of a model of the zoo, and memory limits, each planned."""
     for label, setting in [] if subject.capture_s is None else _settings(name, subject):
-        graph = captured(name, {**subject.settings, **setting}).graph
+        graph = captured(name, {**subject.settings, **setting}, random_states=True).graph
         with Progress(f"planning {label}"):
             yield Change(label, figures(graph, replanned(graph, plan)))
     for share in _SHARES:

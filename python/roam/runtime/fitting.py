@@ -137,14 +137,21 @@ def fit(
     def graphs_at(size: int) -> list[Graph]:
         with fake(device):
             inputs = make_inputs(size)
-        return graphs_of(train_step, inputs)
+        return graphs_of(train_step, inputs, random_states=recompute)
 
     limit_bytes = MemoryLimit.of(memory).amount_bytes()
     return largest(graphs_at, limit_bytes, recompute=recompute, most=most)
 
 
-def graphs_of(train_step: Callable[..., Any], args: Sequence[Any]) -> list[Graph]:
+def graphs_of(
+    train_step: Callable[..., Any], args: Sequence[Any], *, random_states: bool = False
+) -> list[Graph]:
     """The graphs of the first step, where there is one, and of later ones.
+
+    Args:
+        train_step: the user's function.
+        args: what it would be called with.
+        random_states: as for `roam.capture`.
 
     Raises:
         CaptureError: the step cannot be captured exactly, or has no steady step.
@@ -158,7 +165,11 @@ def graphs_of(train_step: Callable[..., Any], args: Sequence[Any]) -> list[Graph
                 "there is no steady step to plan; run the step's first call before",
                 code="unsettled",
             )
-        return [variant.graph for variant in (first, steady) if variant is not None]
+        return [
+            variant.graph_with_states if random_states else variant.graph
+            for variant in (first, steady)
+            if variant is not None
+        ]
 
 
 def largest(
