@@ -95,14 +95,7 @@ def print_tables(tables: Iterable[Table], stream: TextIO | None = None) -> None:
 
     console = Console(file=stream, width=None if stream.isatty() else _WIDTH, highlight=False)
     for table in tables:
-        drawn = RichTable(
-            title=Text(table.title),
-            caption=Text(table.note) if table.note else None,
-            title_justify="left",
-            caption_justify="left",
-            box=box.SIMPLE_HEAD,
-            pad_edge=False,
-        )
+        drawn = RichTable(box=box.SIMPLE_HEAD, pad_edge=False)
         for heading, is_number in zip(table.headings, table.right, strict=True):
             drawn.add_column(
                 heading,
@@ -112,7 +105,10 @@ def print_tables(tables: Iterable[Table], stream: TextIO | None = None) -> None:
             )
         for row in table.rows:
             drawn.add_row(*(Text(str(cell)) for cell in row))
-        console.print(drawn)
+        # A table's own title would be broken at the table's width.
+        console.print(Text(table.title, style="bold"), drawn)
+        if table.note:
+            console.print(Text(table.note), end="\n\n")
 
 
 def as_html(table: Table) -> str:
