@@ -1,13 +1,15 @@
-"""How long the first call of a compiled step takes, by stages, each step in a process of its own:
-`roam bench first-call`.
+"""How long the first call of a compiled step takes, by stages, each step in a process of its own,
+and in a second process, which finds on disk what the first one kept: `roam bench first-call`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -16,10 +18,14 @@ from roam.bench.results import BenchError, Record, Row, Task
 from roam.bench.run import Benchmark, Column, Table, check_named
 
 STEPS = {
-    "ppo-tiny": None, "gpt2-tiny": (1, 128), "gpt2-4-layers": None, "bert-base": (1, 128), "resnet18": (4, None),
-    "resnet50": (4, None), "vit_b_16": (4, None),
+    "ppo-tiny": None, "gpt2-tiny": (1, 128), "gpt2-4-layers": None, "gpt2-12-layers": None, "gpt2-budget": None,
+    "bert-base": (1, 128), "resnet18": (4, None), "resnet50": (4, None), "vit_b_16": (4, None),
 }  # fmt: skip
 """Steps by name, with (batch, tokens) of those of the zoo."""
+_GPT2 = {"gpt2-4-layers": (4, 128), "gpt2-12-layers": (12, 128), "gpt2-budget": (12, 512)}
+"""GPT-2 small with so many layers, for so many tokens."""
+_MEMORY = {"gpt2-budget": "80%"}
+"""Budgets of those that have one."""
 _STAGES = ("capture", "kernels", "plan", "first_run")
 
 
@@ -32,8 +38,19 @@ def benchmark(arguments: argparse.Namespace) -> Benchmark:
 
 
 def _measure(name: str) -> Row:
+    with tempfile.TemporaryDirectory() as folder:
+        first, second = (_in_process(name, folder) for _ in range(2))
+    return first | {f"second_{key}": value for key, value in second.items()}
+
+
+def _in_process(name: str, folder: str) -> Row:
+    """The row of one process, which keeps its plans in a folder."""
     done = subprocess.run(
-        [sys.executable, "-m", __name__, name], capture_output=True, text=True, check=False
+        [sys.executable, "-m", __name__, name],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "ROAM_CACHE": "1", "ROAM_CACHE_DIR": folder},
     )
     if done.returncode:
         raise BenchError(f"first-call {name}: {done.stderr.strip().splitlines()[-1]}")
@@ -60,6 +77,10 @@ _COLUMNS = (
     Column("plans", lambda row: str(row["plan_count"])),
     Column("first run", _seconds("first_run")),
     Column("a later run", lambda row: f"{row['later_cpu_s']:.3f}"),
+    Column("second process, s", lambda row: f"{row['second_cpu_s']:.2f}"),
+    Column("its kernels", _seconds("second_kernels")),
+    Column("its planning", _seconds("second_plan")),
+    Column("from disk", lambda row: str(row["second_plan_from_disk"])),
 )
 
 
@@ -99,29 +120,29 @@ def _ppo() -> tuple[Callable[..., Any], tuple[Any, ...]]:
     return update, batch
 
 
-def _gpt2() -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """GPT-2 small with 4 of its layers."""
+def _gpt2(layers: int, tokens: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """GPT-2 small with some of its 12 layers."""
     import torch
     import transformers
 
-    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=4))
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=layers))
     optimizer = torch.optim.AdamW(model.parameters())
 
-    def train_step(tokens: Any) -> Any:
+    def train_step(batch: Any) -> Any:
         optimizer.zero_grad()
-        loss = model(input_ids=tokens, labels=tokens).loss
+        loss = model(input_ids=batch, labels=batch).loss
         loss.backward()
         optimizer.step()
         return loss
 
-    return train_step, (torch.randint(50257, (1, 128)),)
+    return train_step, (torch.randint(50257, (1, tokens)),)
 
 
 def _made(name: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     from roam import zoo
 
     if (sizes := STEPS[name]) is None:
-        return _ppo() if name == "ppo-tiny" else _gpt2()
+        return _ppo() if name == "ppo-tiny" else _gpt2(*_GPT2[name])
     built = zoo.build(name, batch=sizes[0], seq=sizes[1])
     return built.train_step, (built.model, built.optimizer, *built.batch)
 
@@ -132,19 +153,21 @@ def main() -> None:
 
     import roam
 
-    function, call = _made(sys.argv[1])
-    step = roam.compile(function)
+    name = sys.argv[1]
+    function, call = _made(name)
+    step = roam.compile(function, memory=_MEMORY.get(name))
     start = time.process_time()
     step(*call)
     row: dict[str, Any] = {"cpu_s": time.process_time() - start}
     timings = step.timings
     assert timings is not None, "the step has been called"
-    for name in _STAGES:
-        stage = getattr(timings, name)
+    for stage_name in _STAGES:
+        stage = getattr(timings, stage_name)
         row |= {
-            f"{name}_cpu_s": stage.cpu_s,
-            f"{name}_wall_s": stage.wall_s,
-            f"{name}_count": stage.count,
+            f"{stage_name}_cpu_s": stage.cpu_s,
+            f"{stage_name}_wall_s": stage.wall_s,
+            f"{stage_name}_count": stage.count,
+            f"{stage_name}_from_disk": stage.from_disk,
         }
     for _ in range(2):
         step(*call)
