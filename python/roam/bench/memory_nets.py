@@ -177,10 +177,11 @@ def build(net: Net, *, small: bool = False) -> ZooStep:
 
 
 def capture(net: Net) -> roam.Graph:
-    """The graph of a later step of the large size; nothing is allocated."""
+    """The graph of a later step of the large size, for limits; nothing is allocated."""
     with roam.fake():
         made = build(net)
-    return roam.capture(made.train_step, made.model, made.optimizer, *made.batch)
+    objects = made.model, made.optimizer, *made.batch
+    return roam.capture(made.train_step, *objects, random_states=True)
 
 
 def _clip(optimizer: torch.optim.Optimizer, *_: object) -> None:
