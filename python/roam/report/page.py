@@ -250,7 +250,7 @@ def _pool(planned: Planned, pooled: list[tuple[Tensor, Operator]]) -> figure:
     }
     quads = drawn.quad(
         "left", "right", "top", "bottom", source=source, fill_color="color", fill_alpha=0.85,
-        line_color="#10151c", line_alpha=0.45, line_width=0.5, name="tensors",
+        line_color="#10151c", line_alpha=0.15, line_width=0.5, name="tensors",
     )  # fmt: skip
     tooltips = [
         ("bytes", "@size"), ("kind", "@kind"), ("made by", "@operator"), ("module", "@module"),
