@@ -131,15 +131,16 @@ OTHERS = (
 
 
 def timed_share(plain: Callable[[], Any], other: Callable[[], Any], pairs: int) -> float:
-    """How much longer a step takes, as a share: the median of interleaved pairs. Each timed step
-    comes after one of its own kind, which leaves caches and memory as it needs them.
+    """How much more time of the processor a step takes, as a share: the median of pairs in turns.
+    Each timed step comes after one of its own kind, which leaves caches and memory as it needs
+    them. What else the machine does counts little so.
     """
 
     def taken(step: Callable[[], Any]) -> float:
         step()
-        start = time.perf_counter()
+        start = time.process_time()
         step()
-        return time.perf_counter() - start
+        return time.process_time() - start
 
     seconds = [(taken(plain), taken(other)) for _ in range(pairs)]
     return statistics.median(longer / one for one, longer in seconds) - 1
