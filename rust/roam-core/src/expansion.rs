@@ -229,6 +229,7 @@ impl<'a> Walk<'a> {
             tensors.iter().filter(|tensor| !is_left_out(tensor)).filter_map(|t| self.latest[t.index()]).collect()
         };
         let (reads, mutates) = (instances(&original.reads), instances(&original.mutates));
+        let first_only = if is_again { Vec::new() } else { instances(&original.first_only) };
         let inputs: Vec<Option<TensorId>> = original.reuse.iter().map(|pair| self.latest[pair.input.index()]).collect();
         let mut creates = Vec::with_capacity(original.creates.len());
         for &tensor in &original.creates {
@@ -244,7 +245,6 @@ impl<'a> Walk<'a> {
             (!is_left_out(&pair.input)).then_some(ReusePair { input: input?, output: output? })
         });
         let reuse = reuse.collect();
-        let first_only = if is_again { Vec::new() } else { original.first_only.clone() };
         self.operators.push(Operator {
             position: place.0,
             reads,

@@ -166,7 +166,8 @@ pub fn optimize_timed(graph: &Graph, settings: &Settings, control: &Control) -> 
             let mut stages = Stages { control: &quiet, timings: Vec::new() };
             search_plan(graph, settings, &quiet, &watch, &mut stages)
         };
-        plan = stages.time("recompute", 0.88, || limit::within(graph, plan, settings, limit_bytes, &watch, plan_of))?;
+        plan =
+            stages.time("recompute", 0.88, || limit::within(graph, &plan, settings, limit_bytes, &watch, plan_of))?;
     }
     stages.time("verify", 0.9, || verify(graph, &plan)).map_err(OptimizeError::SelfCheck)?;
     Ok((plan, stages.timings))

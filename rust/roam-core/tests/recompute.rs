@@ -7,6 +7,8 @@ use roam_core::cost::rerun_ns;
 use roam_core::graph::{
     Graph, GraphBuilder, Kind, Operator, OperatorId, Phase, Residency, ReusePair, Tensor, TensorId,
 };
+use roam_core::optimize::{Control, OptimizeError, optimize};
+use roam_core::plan::Settings;
 use roam_core::rng::Random;
 use roam_core::stages::{floor, least_extra_ns};
 use std::cmp::Reverse;
@@ -336,4 +338,74 @@ fn no_bound_of_a_small_step_is_above_the_best_schedule() {
     let compared = compare((0..1500).map(|_| layered(&mut random)));
     assert!(compared.floors_met * 100 >= compared.floors * 80, "{compared:?}");
     assert!(compared.times_met * 100 >= compared.limits * 75, "{compared:?}");
+}
+
+/// How the plans of small steps compare with the best schedules.
+#[derive(Debug, Default)]
+struct Planned {
+    limits: u64,
+    found: u64,
+    best: u64,
+    proved: u64,
+}
+
+/// Nanoseconds of the extra runs of the plan within a limit, and whether no schedule has less;
+/// `None` where no plan was found.
+fn planned(graph: &Graph, limit_bytes: u64, least_peak: u64) -> Option<(u64, bool)> {
+    let settings = Settings { memory_limit_bytes: Some(limit_bytes), ..Settings::default() };
+    match optimize(graph, &settings, &Control::default()) {
+        Ok(plan) => {
+            assert!(plan.total_bytes <= limit_bytes);
+            Some(plan.recomputation.map_or((0, true), |again| (again.extra_ns, again.extra_ns == again.least_extra_ns)))
+        }
+        Err(OptimizeError::BelowFloor { floor_bytes, .. }) => {
+            assert!(limit_bytes < floor_bytes && floor_bytes <= least_peak);
+            None
+        }
+        Err(OptimizeError::LimitNotFound { least_bytes, .. }) => {
+            assert!(limit_bytes < least_bytes);
+            None
+        }
+        Err(other) => panic!("{other}"),
+    }
+}
+
+#[test]
+fn plans_of_small_steps_are_no_better_than_the_best_schedules_and_more_bytes_cost_no_more() {
+    let mut random = Random::new(13);
+    let mut compared = Planned::default();
+    for _ in 0..60 {
+        let graph = layered(&mut random);
+        let schedules = Schedules::new(&graph);
+        let least_peak = schedules.least_peak();
+        let plain = optimize(&graph, &Settings::default(), &Control::default()).expect("no limit");
+        let local_bytes = plain.total_bytes - graph.persistent_bytes();
+        let rungs: Vec<u64> = (1..20).map(|rung| graph.persistent_bytes() + local_bytes * rung / 20).collect();
+        let limits = least_peak.saturating_sub(2).max(1)..plain.total_bytes;
+        let mut least_of_rungs = None;
+        for limit in limits {
+            let found = planned(&graph, limit, least_peak);
+            if let Some(least) = schedules.least_ns(limit) {
+                compared.limits += 1;
+                if let Some((extra_ns, is_proved)) = found {
+                    assert!(extra_ns >= least && (!is_proved || extra_ns == least), "{limit}: {graph:?}");
+                    compared.found += 1;
+                    compared.best += u64::from(extra_ns == least);
+                    compared.proved += u64::from(is_proved);
+                }
+            } else {
+                assert_eq!(found, None);
+            }
+            let extra_ns = found.map(|(extra_ns, _)| extra_ns);
+            if let Some(of_rungs) = least_of_rungs {
+                assert!(extra_ns.is_some_and(|extra_ns| extra_ns <= of_rungs), "{limit}: {graph:?}");
+            }
+            if rungs.contains(&limit) {
+                least_of_rungs = extra_ns;
+            }
+        }
+    }
+    // These steps are tight: most limits leave room for a few bytes beside two operators.
+    assert!(compared.found * 100 >= compared.limits * 10, "{compared:?}");
+    assert!(compared.best * 100 >= compared.found * 25 && compared.proved > 0, "{compared:?}");
 }

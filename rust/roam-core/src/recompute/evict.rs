@@ -2,7 +2,7 @@
 //! the limit asks for it or where they had better be dropped anyway, and makes them again when they
 //! are needed.
 
-use super::model::{Model, NONE};
+use super::model::{Model, NONE, Use};
 use crate::graph::Residency;
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -33,7 +33,11 @@ pub(super) struct Policy<'a> {
 /// No chain of operators that make a tensor again is followed further.
 const LONGEST_CHAIN: usize = 300;
 /// No more runs inside runs.
-const DEEPEST: usize = 300;
+const DEEPEST: u32 = 300;
+/// How often the inputs of a run are made, because one had to be dropped for another.
+const ROUNDS: usize = 4;
+/// What is needed within the step's operators divided by this is needed soon.
+const SOON: usize = 64;
 
 /// The runs, late views left out; `None` where there was no room, or the work was used up.
 pub(super) fn evict(model: &Model, limit: u64, policy: &Policy<'_>, work: &mut u64) -> Option<Vec<u32>> {
@@ -78,6 +82,10 @@ struct Eviction<'a> {
     is_alive: Vec<bool>,
     version: Vec<u32>,
     pins: Vec<u32>,
+    /// Per tensor how many runs that are under way will use it, and how deep the last of these is
+    /// in runs for other runs.
+    holds: Vec<u32>,
+    held_at: Vec<u32>,
     /// Per tensor the first of its users that is still to run.
     cursor: Vec<u32>,
     /// Per tensor that is not alive, when it will be made again.
@@ -89,6 +97,9 @@ struct Eviction<'a> {
     stamp: Vec<u32>,
     stamps: u32,
     stack: Vec<(u32, u32)>,
+    /// Marks of the operators of the current replay.
+    mark: Vec<u32>,
+    marks: u32,
 }
 
 /// What making a tensor again takes.
@@ -113,6 +124,8 @@ impl<'a> Eviction<'a> {
             is_alive: (0..tensors).map(is_there).collect(),
             version: vec![0; tensors],
             pins: vec![0; tensors],
+            holds: vec![0; tensors],
+            held_at: vec![0; tensors],
             cursor: vec![0; tensors],
             needed: vec![NONE; tensors],
             wanted: vec![BinaryHeap::new(); tensors],
@@ -120,6 +133,8 @@ impl<'a> Eviction<'a> {
             stamp: vec![0; tensors],
             stamps: 0,
             stack: Vec::new(),
+            mark: vec![0; model.len()],
+            marks: 0,
         }
     }
 
@@ -133,60 +148,135 @@ impl<'a> Eviction<'a> {
     }
 
     /// Makes sure that all that the run uses is alive, of the right version, and pinned.
-    fn obtain(&mut self, op: u32, is_again: bool, depth: usize) -> Step {
+    ///
+    /// What is missing is made in the order of the step, as the step itself made it: so no more is
+    /// alive on the way than was then, apart from what is held for the runs that it is made for.
+    fn obtain(&mut self, op: u32, is_again: bool, depth: u32) -> Step {
         if depth > DEEPEST {
             return None;
         }
-        let model = self.model;
-        for used in model.used(op, is_again) {
-            self.ensure(used.tensor, used.version, depth)?;
-            self.pins[used.tensor as usize] += 1;
-        }
-        // Making one may have made another anew.
-        for _ in 0..3 {
-            let mut is_right = true;
-            for used in model.used(op, is_again) {
-                if !self.is_alive[used.tensor as usize] || self.version[used.tensor as usize] != used.version {
-                    is_right = false;
-                    self.ensure(used.tensor, used.version, depth)?;
+        for _ in 0..ROUNDS {
+            let replay = self.missing(op, is_again)?;
+            if replay.is_empty() {
+                for used in self.model.used(op, is_again) {
+                    self.pins[used.tensor as usize] += 1;
                 }
-            }
-            if is_right {
                 return Some(());
             }
+            self.hold(op, is_again, depth);
+            replay.iter().for_each(|&again| self.hold(again, true, depth + 1));
+            for again in replay {
+                if !self.is_made(again) {
+                    self.make_siblings(again, depth + 1)?;
+                    self.obtain(again, true, depth + 1)?;
+                    self.release(again, true);
+                    self.run(again, true)?;
+                } else {
+                    self.release(again, true);
+                    for used in self.model.used(again, true) {
+                        self.settle(used.tensor);
+                    }
+                }
+            }
+            // Its inputs are pinned next, unless one of them had to be dropped for another.
+            self.release(op, is_again);
         }
         None
     }
 
-    fn ensure(&mut self, tensor: u32, version: u32, depth: usize) -> Step {
-        let model = self.model;
-        let at = tensor as usize;
-        if self.is_alive[at] && self.version[at] == version {
-            return Some(());
-        }
-        // Others that are made meanwhile must not take its place.
-        self.pins[at] += 1;
-        if !self.is_alive[at] || self.version[at] > version {
-            if !model.can_remake[at] {
-                return None;
-            }
-            self.rerun(model.creator[at], depth + 1)?;
-        }
-        while self.version[at] < version {
-            let change = model.mutators.row(tensor)[self.version[at] as usize];
-            self.rerun(change, depth + 1)?;
-        }
-        self.pins[at] -= 1;
-        (self.is_alive[at] && self.version[at] == version).then_some(())
+    fn has(&self, used: &Use) -> bool {
+        self.is_alive[used.tensor as usize] && self.version[used.tensor as usize] == used.version
     }
 
-    fn rerun(&mut self, op: u32, depth: usize) -> Step {
-        if !self.model.can_rerun[op as usize] || self.model.rerun_before[op as usize] < self.now {
-            return None;
+    /// The operators that must run again before a run, by place; `None` where one cannot.
+    fn missing(&mut self, op: u32, is_again: bool) -> Option<Vec<u32>> {
+        let model = self.model;
+        let mut replay = Vec::new();
+        let mut stack: Vec<Use> = model.used(op, is_again).filter(|used| !self.has(used)).collect();
+        if stack.is_empty() {
+            return Some(replay);
         }
-        // What it makes must not be taken away while others are made that it needs.
-        self.obtain(op, true, depth)?;
-        self.run(op, true)
+        self.marks += 1;
+        while let Some(Use { tensor, version, .. }) = stack.pop() {
+            let at = tensor as usize;
+            let is_newer = !self.is_alive[at] || self.version[at] > version;
+            if is_newer && !model.can_remake[at] {
+                return None;
+            }
+            let first = if is_newer { 0 } else { self.version[at] };
+            let changes = &model.mutators.row(tensor)[first as usize..version as usize];
+            for &again in model.creator[at..at + usize::from(is_newer)].iter().chain(changes) {
+                if std::mem::replace(&mut self.mark[again as usize], self.marks) == self.marks {
+                    continue;
+                }
+                if !model.can_rerun[again as usize] || model.rerun_before[again as usize] < self.now {
+                    return None;
+                }
+                replay.push(again);
+                stack.extend(model.used(again, true).filter(|used| used.tensor != tensor && !self.has(used)));
+            }
+        }
+        self.work = self.work.checked_sub(replay.len() as u64)?;
+        replay.sort_unstable();
+        Some(replay)
+    }
+
+    /// Whether what an operator of a replay makes has been made meanwhile.
+    fn is_made(&self, op: u32) -> bool {
+        let mut made = self.model.creates.row(op).iter();
+        match self.model.creates.row(op).is_empty() {
+            false => made.all(|&tensor| self.is_alive[tensor as usize] && self.version[tensor as usize] == 0),
+            true => {
+                self.model.used(op, true).filter(|used| used.mutates).all(|used| {
+                    self.is_alive[used.tensor as usize] && self.version[used.tensor as usize] > used.version
+                })
+            }
+        }
+    }
+
+    /// Before a further run changes a tensor: makes what is made of the tensor as it is now, if
+    /// that will be needed soon.
+    fn make_siblings(&mut self, op: u32, depth: u32) -> Step {
+        let model = self.model;
+        for used in model.used(op, true).filter(|used| used.mutates) {
+            for &user in model.users.row(used.tensor) {
+                if user >= op {
+                    break;
+                }
+                let is_soon = |&made: &u32| {
+                    let place = self.needed[made as usize];
+                    !self.is_alive[made as usize]
+                        && place != NONE
+                        && place >= self.now
+                        && (place - self.now) as usize * SOON <= model.len()
+                };
+                let is_wanted = model.can_rerun[user as usize]
+                    && model.rerun_before[user as usize] >= self.now
+                    && model.creates.row(user).iter().any(is_soon)
+                    && model
+                        .used(user, true)
+                        .all(|one| one.tensor == used.tensor && one.version == used.version || self.has(&one));
+                if is_wanted {
+                    self.obtain(user, true, depth)?;
+                    self.run(user, true)?;
+                }
+            }
+        }
+        Some(())
+    }
+
+    /// Lets nothing that the run uses go, once it is there, if that can be helped.
+    fn hold(&mut self, op: u32, is_again: bool, depth: u32) {
+        for used in self.model.used(op, is_again) {
+            self.holds[used.tensor as usize] += 1;
+            self.held_at[used.tensor as usize] = depth;
+        }
+    }
+
+    fn release(&mut self, op: u32, is_again: bool) {
+        for used in self.model.used(op, is_again) {
+            self.holds[used.tensor as usize] -= 1;
+        }
     }
 
     /// Runs an operator whose inputs are pinned.
@@ -235,7 +325,7 @@ impl<'a> Eviction<'a> {
     /// After a run: frees the tensor if it is not needed any more, or else makes it a candidate.
     fn settle(&mut self, tensor: u32) {
         let at = tensor as usize;
-        if !self.is_alive[at] || self.pins[at] > 0 {
+        if !self.is_alive[at] || self.pins[at] > 0 || self.holds[at] > 0 {
             return;
         }
         match self.next_use(tensor) {
@@ -427,7 +517,12 @@ impl<'a> Eviction<'a> {
         let mut found = Vec::new();
         for tensor in 0..model.size.len() as u32 {
             let at = tensor as usize;
-            if !self.is_alive[at] || !model.can_remake[at] || self.pins[at] > 0 || model.size[at] == 0 {
+            if !self.is_alive[at]
+                || !model.can_remake[at]
+                || self.pins[at] > 0
+                || self.holds[at] > 0
+                || model.size[at] == 0
+            {
                 continue;
             }
             if model.creates.row(op).contains(&tensor) {
@@ -459,6 +554,36 @@ impl<'a> Eviction<'a> {
         Some(())
     }
 
+    /// Drops what is used by runs that are under way, or that they are for, and must then be made
+    /// once more: first what nothing holds, then what is held for the outermost.
+    fn drop_held(&mut self, op: u32, need: u64) -> Step {
+        let model = self.model;
+        self.work = self.work.checked_sub(model.size.len() as u64 / 8)?;
+        let can_go = |tensor: &u32| {
+            let at = *tensor as usize;
+            self.is_alive[at]
+                && self.pins[at] == 0
+                && model.can_remake[at]
+                && model.size[at] > 0
+                && !model.creates.row(op).contains(tensor)
+        };
+        let depth = |at: usize| if self.holds[at] > 0 { 1 + self.held_at[at] } else { 0 };
+        let mut held: Vec<(u32, Reverse<u64>, u32)> = (0..model.size.len() as u32)
+            .filter(can_go)
+            .map(|tensor| (depth(tensor as usize), Reverse(model.size[tensor as usize]), tensor))
+            .collect();
+        held.sort_unstable();
+        for (_, _, tensor) in held {
+            if self.used + need <= self.limit {
+                break;
+            }
+            if self.chain(tensor, self.now).is_some() {
+                self.drop(tensor);
+            }
+        }
+        Some(())
+    }
+
     /// Drops tensors until the run fits. May leave it to the run to drop one of its inputs, whose
     /// memory an output takes.
     fn make_room(&mut self, op: u32, is_again: bool) -> Option<Option<u32>> {
@@ -468,13 +593,18 @@ impl<'a> Eviction<'a> {
         let mut taken = Vec::new();
         let mut open = Vec::new();
         for &(input, output) in model.reuse.row(op) {
-            if self.pins[input as usize] != 1 || taken.contains(&input) || taken.contains(&output) {
+            let is_held = self.holds[input as usize] > 0;
+            if self.pins[input as usize] != 1
+                || (is_held && !is_again)
+                || taken.contains(&input)
+                || taken.contains(&output)
+            {
                 continue;
             }
             if self.is_alive[output as usize] {
                 continue;
             }
-            if self.next_use(input).is_none() {
+            if !is_held && self.next_use(input).is_none() {
                 taken.extend([input, output]);
                 need = need.saturating_sub(model.size[output as usize]);
             } else {
@@ -488,7 +618,7 @@ impl<'a> Eviction<'a> {
             if !self.is_alive[at] {
                 continue;
             }
-            if self.pins[at] > 0 || model.creates.row(op).contains(&tensor) {
+            if self.pins[at] > 0 || self.holds[at] > 0 || model.creates.row(op).contains(&tensor) {
                 set_aside.push(Candidate { score, tensor });
                 continue;
             }
@@ -510,6 +640,9 @@ impl<'a> Eviction<'a> {
         if self.used + need > self.limit {
             self.scrape(op, need)?;
         }
+        if is_again && self.used + need > self.limit {
+            self.drop_held(op, need)?;
+        }
         if self.used + need <= self.limit {
             return Some(None);
         }
@@ -521,7 +654,7 @@ impl<'a> Eviction<'a> {
             let size = model.size[output as usize];
             if self.used + need - size <= self.limit {
                 let next = self.next_use(input)?;
-                if next > self.now && self.chain(input, next).is_some() {
+                if (is_again || next > self.now) && self.chain(input, next).is_some() {
                     return Some(Some(input));
                 }
             }

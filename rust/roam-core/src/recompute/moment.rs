@@ -24,10 +24,11 @@ pub(super) const CUTS_WORK: u64 = 200_000_000;
 /// Sums of weighed bytes and times stay below this.
 const MOST_WEIGHED: u128 = 1 << 62;
 
-/// What is cut: to keep a tensor, to run an operator again, or neither.
+/// What is cut: to keep a tensor, at so many bytes and so much time of further runs that were needed
+/// to have it; to run an operator later, at so much time; or neither.
 #[derive(Clone, Copy, Debug)]
 enum Arc {
-    Keep(u64),
+    Keep(u64, u64),
     Run(u64),
     Must,
 }
@@ -118,9 +119,12 @@ impl Moment {
         let has_passed = |end: &Op| *end == op || side[*end as usize] == Side::Before;
         let is_blocked = |other: Op| repeats.once[other as usize] || repeats.ends.row(other).iter().any(has_passed);
 
+        // Whether the instance that the operator uses may be used later.
         let is_wanted = |tensor: Ten| {
+            let at = repeats.version(tensor, op);
+            let is_later = |&user: &Op| side[user as usize] == Side::After && repeats.version(tensor, user) >= at;
             problem.tensors[tensor.index()].residency == Residency::Leaves
-                || problem.users.row(tensor).iter().any(|&user| side[user as usize] == Side::After)
+                || problem.users.row(tensor).iter().any(is_later)
         };
         // Who makes a tensor, where it may be brought back.
         let maker = |tensor: Ten| repeats.creator(tensor).filter(|&creator| !is_blocked(creator));
@@ -139,9 +143,26 @@ impl Moment {
         let saved: u64 = matching.iter().map(|&(input, _)| problem.size(input)).sum();
         let is_disjoint = pairs.iter().all(|(input, _)| matching.iter().any(|(other, _)| other == input));
         let is_priced = |tensor: Ten| is_disjoint && pairs.iter().any(|&(input, _)| input == tensor);
-        let price = |tensor: Ten| match is_used(tensor) && !is_priced(tensor) {
-            true => 0,
-            false => problem.size(tensor),
+        // An instance that the operator uses serves its own version and later ones.
+        let price = |tensor: Ten, version: usize| {
+            let serves = is_used(tensor) && version == repeats.version(tensor, op);
+            if serves && !is_priced(tensor) { 0 } else { problem.size(tensor) }
+        };
+        // An instance that a mutator has passed over is not the one that it has changed: its creator
+        // has made two. The time counts for one tensor of each creator.
+        let another_instance = |tensor: Ten, version: usize| {
+            let has_changed =
+                |other: Ten| repeats.mutators.row(other).iter().any(|&change| side[change as usize] == Side::Before);
+            let next = repeats.mutators.row(tensor).get(version);
+            let is_old = next.is_some_and(|&next| side[next as usize] == Side::Before);
+            match repeats.creator(tensor).filter(|_| is_old) {
+                Some(creator)
+                    if problem.creates.row(creator).iter().find(|&&other| has_changed(other)) == Some(&tensor) =>
+                {
+                    repeats.time_ns[creator as usize]
+                }
+                _ => 0,
+            }
         };
 
         let mut moment = Moment {
@@ -153,69 +174,76 @@ impl Moment {
             keep_all: 0,
             single: 0,
         };
+        // Who makes a version of a tensor; `None` where it enters.
+        let maker_of = |tensor: Ten, version: usize| match version.checked_sub(1) {
+            None => repeats.creator(tensor),
+            Some(change) => Some(repeats.mutators.row(tensor)[change]),
+        };
+        // What was made before and is used later, unless it is made later in any case.
+        let is_past = |maker: Option<Op>| maker.is_none_or(|maker| maker != op && side[maker as usize] != Side::After);
         let mut node_of = vec![NO_NODE; problem.len()];
-        let mut tensor_node = vec![NO_NODE; problem.tensors.len()];
+        let mut version_nodes: Vec<Vec<(usize, u32)>> = vec![Vec::new(); problem.tensors.len()];
         let mut pending = Vec::new();
         for tensor in problem.tensor_ranks() {
-            let exists = repeats.creator(tensor).is_none_or(|creator| side[creator as usize] == Side::Before);
-            if !exists || !is_wanted(tensor) {
-                continue;
+            let users = problem.users.row(tensor).iter().copied();
+            let later = users.filter(|&user| side[user as usize] == Side::After);
+            let leaves = problem.tensors[tensor.index()].residency == Residency::Leaves;
+            let last = leaves.then(|| repeats.mutators.row(tensor).len());
+            for version in later.map(|user| repeats.version(tensor, user)).chain(last) {
+                let known = &mut version_nodes[tensor.index()];
+                if is_past(maker_of(tensor, version)) && known.iter().all(|&(other, _)| other != version) {
+                    known.push((version, SOURCE));
+                    pending.push((tensor, version, SOURCE));
+                    moment.keep_all += price(tensor, version);
+                }
             }
-            tensor_node[tensor.index()] = SOURCE;
-            moment.keep_all += price(tensor);
-            pending.push(tensor);
         }
-        while let Some(tensor) = pending.pop() {
-            let from = tensor_node[tensor.index()];
-            let is_source = from == SOURCE;
-            let bytes = price(tensor);
-            // Mutators whose work is lost with the tensor: for one that a descendant needs, all that
-            // have run; else those that ran before anybody else used it.
-            let users = problem.users.row(tensor);
-            let first_reader =
-                users.iter().copied().filter(|&user| side[user as usize] == Side::Before).find(|&user| {
-                    !(repeats.mutators.row(tensor).contains(&user) && repeats.changes_one[user as usize])
-                });
-            let is_lost = |mutator: Op| match is_source {
-                true => side[mutator as usize] == Side::Before,
-                false => first_reader.is_some_and(|reader| mutator < reader),
-            };
-            let lost: Vec<Op> = repeats.mutators.row(tensor).iter().copied().filter(|&m| is_lost(m)).collect();
-            let makers: Option<Vec<Op>> = maker(tensor)
-                .filter(|_| lost.iter().all(|&mutator| !is_blocked(mutator)))
-                .map(|creator| std::iter::once(creator).chain(lost).collect());
-            let Some(makers) = makers.filter(|_| bytes > 0) else {
+        while let Some((tensor, version, from)) = pending.pop() {
+            let bytes = price(tensor, version);
+            let maker =
+                maker_of(tensor, version).filter(|&maker| side[maker as usize] != Side::Before || !is_blocked(maker));
+            let Some(maker) = maker.filter(|_| bytes > 0) else {
                 // Nothing brings it back, or nothing is gained by that.
-                if is_source {
+                if from == SOURCE {
                     moment.bytes += bytes;
                     moment.keep_all -= bytes;
                 } else if bytes > 0 {
                     moment.single += bytes;
-                    moment.arc(from, SINK, Arc::Keep(bytes));
+                    moment.arc(from, SINK, Arc::Keep(bytes, 0));
                 }
                 continue;
             };
             let lost_node = moment.node();
-            moment.arc(from, lost_node, Arc::Keep(bytes));
-            for maker in makers {
-                let mut node = node_of[maker as usize];
-                if node == NO_NODE {
-                    node = moment.node();
-                    node_of[maker as usize] = node;
+            moment.arc(from, lost_node, Arc::Keep(bytes, another_instance(tensor, version)));
+            let mut node = node_of[maker as usize];
+            if node == NO_NODE {
+                node = moment.node();
+                node_of[maker as usize] = node;
+                // The first run of an operator is no further one.
+                if side[maker as usize] == Side::Before {
                     moment.arc(node, SINK, Arc::Run(repeats.time_ns[maker as usize]));
-                    for &input in repeats.needs.row(maker) {
-                        let known = &mut tensor_node[input.index()];
-                        if *known == NO_NODE {
-                            *known = moment.node();
-                            pending.push(input);
+                }
+                for &input in repeats.needs.row(maker) {
+                    let version = repeats.version(input, maker);
+                    if !is_past(maker_of(input, version)) {
+                        continue;
+                    }
+                    let known = &mut version_nodes[input.index()];
+                    let to = match known.iter().find(|&&(other, _)| other == version) {
+                        Some(&(_, to)) => to,
+                        None => {
+                            let to = moment.node();
+                            known.push((version, to));
+                            pending.push((input, version, to));
+                            to
                         }
-                        if *known != SOURCE {
-                            moment.arc(node, *known, Arc::Must);
-                        }
+                    };
+                    if to != SOURCE {
+                        moment.arc(node, to, Arc::Must);
                     }
                 }
-                moment.arc(lost_node, node, Arc::Must);
             }
+            moment.arc(lost_node, node, Arc::Must);
         }
         moment
     }
@@ -227,7 +255,7 @@ impl Moment {
 
     fn arc(&mut self, from: u32, to: u32, arc: Arc) {
         match arc {
-            Arc::Keep(bytes) => self.all_bytes += bytes,
+            Arc::Keep(bytes, ns) => (self.all_bytes, self.all_ns) = (self.all_bytes + bytes, self.all_ns + ns),
             Arc::Run(ns) => self.all_ns += ns,
             Arc::Must => {}
         }
@@ -251,7 +279,7 @@ impl Moment {
         }
         for &(from, to, arc) in &self.arcs {
             let capacity = match arc {
-                Arc::Keep(bytes) => per_byte * bytes,
+                Arc::Keep(bytes, ns) => per_byte * bytes + per_ns * ns,
                 Arc::Run(ns) => per_ns * ns,
                 Arc::Must => INFINITE,
             };
@@ -269,7 +297,7 @@ impl Moment {
         for &(from, to, arc) in &self.arcs {
             if wanted[from as usize] && !wanted[to as usize] {
                 match arc {
-                    Arc::Keep(kept) => bytes += kept,
+                    Arc::Keep(kept, run) => (bytes, ns) = (bytes + kept, ns + run),
                     Arc::Run(run) => ns += run,
                     Arc::Must => {}
                 }
@@ -328,10 +356,10 @@ impl Moment {
             }
         }
         let is_undecided = |&&(_, to, arc): &&(u32, u32, Arc)| {
-            matches!(arc, Arc::Keep(_)) && above.wanted[to as usize] != below.wanted[to as usize]
+            matches!(arc, Arc::Keep(..)) && above.wanted[to as usize] != below.wanted[to as usize]
         };
         let bytes = |&&(_, to, arc): &&(u32, u32, Arc)| match arc {
-            Arc::Keep(bytes) => (bytes, Reverse(to)),
+            Arc::Keep(bytes, _) => (bytes, Reverse(to)),
             Arc::Run(_) | Arc::Must => (0, Reverse(to)),
         };
         let undecided = self.arcs.iter().filter(is_undecided).max_by_key(bytes).map(|&(_, to, _)| to);

@@ -30,8 +30,6 @@ pub(crate) struct Repeats {
     pub(super) needs: Rows<Op, Ten>,
     /// Per tensor the operators that mutate it, ascending.
     pub(super) mutators: Rows<Ten, Op>,
-    /// Whether an operator does no more than change one tensor.
-    pub(super) changes_one: Vec<bool>,
 }
 
 impl Repeats {
@@ -63,7 +61,6 @@ impl Repeats {
             mutators: Rows::collect(
                 problem.tensor_ranks().map(|t| walk.tensors[problem.tensor_id(t).index()].mutators.iter().copied()),
             ),
-            changes_one: walk.changes_one,
             problem,
         }
     }
@@ -107,6 +104,11 @@ impl Repeats {
             .collect()
     }
 
+    /// The version of a tensor that an operator uses.
+    pub(super) fn version(&self, tensor: Ten, op: Op) -> usize {
+        self.mutators.row(tensor).partition_point(|&mutator| mutator < op)
+    }
+
     /// Who makes the tensor; `None` where it enters.
     pub(super) fn creator(&self, tensor: Ten) -> Option<Op> {
         Some(self.problem.tensors[tensor.index()].creator).filter(|&creator| creator != NONE)
@@ -133,7 +135,6 @@ struct Walk<'a> {
     once: Vec<bool>,
     before: Vec<Vec<Op>>,
     ends: Vec<Vec<Op>>,
-    changes_one: Vec<bool>,
 }
 
 impl<'a> Walk<'a> {
@@ -162,7 +163,6 @@ impl<'a> Walk<'a> {
             once: Vec::new(),
             before: Vec::new(),
             ends: Vec::new(),
-            changes_one: Vec::new(),
         }
     }
 
@@ -220,7 +220,6 @@ impl<'a> Walk<'a> {
         self.once.push(runs_once);
         self.before.push(before);
         self.ends.push(ends);
-        self.changes_one.push(operator.creates.is_empty() && operator.mutates.len() == 1);
         needed
     }
 

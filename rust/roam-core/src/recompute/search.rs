@@ -29,6 +29,8 @@ pub struct Found {
 const MOST_FOUND: usize = 4;
 /// Work granted to one eviction or to taking runs out of it once, per operator of the order.
 const WORK_PER_OPERATOR: u64 = 400;
+/// Work of looking at what an attempt has made, per operator of the order.
+const WORK_OF_ATTEMPT: u64 = 8;
 /// Work granted to the policies, and to the local search; a run, a link of a chain or an extra run
 /// that might be taken out is about one unit. Together about three seconds.
 const POLICY_WORK: u64 = 24_000_000;
@@ -160,7 +162,9 @@ impl<'a> Search<'a> {
             droppable: (0..model.size.len() as u32)
                 .filter(|&tensor| model.can_remake[tensor as usize] && model.size[tensor as usize] > 0)
                 .collect(),
-            enough_ns: least_ns + least_ns / WORTHWHILE + model.ns.iter().sum::<u64>() / WORTHWHILE_OF_STEP,
+            enough_ns: least_ns
+                .saturating_add(least_ns / WORTHWHILE)
+                .saturating_add(model.ns.iter().sum::<u64>() / WORTHWHILE_OF_STEP),
             best: Vec::new(),
             tried: Vec::new(),
             work: 0,
@@ -270,7 +274,7 @@ impl<'a> Search<'a> {
         let granted = WORK_PER_OPERATOR * self.model.len() as u64;
         let mut work = granted;
         let runs = evict(self.model, self.limit, &policy, &mut work);
-        self.work = self.work.saturating_sub(granted - work);
+        self.work = self.work.saturating_sub(granted - work + WORK_OF_ATTEMPT * self.model.len() as u64);
         let mut timeline = Timeline::new(self.model, self.limit, &runs?);
         work = granted;
         timeline.cancel(attempt.rank, &mut work);
