@@ -47,6 +47,7 @@ LAYERS = (
     ("roam.zoo",),
     ("roam.bench",),
     ("roam.commands",),
+    ("roam.integrations",),
     ("roam.cli",),
 )
 """From the lowest to the highest; a module may import those of its own layer's room and of lower

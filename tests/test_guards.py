@@ -19,6 +19,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import roam
+from roam.state.containers import SlotsSpace
 from roam.state.discovery import Reach
 from roam.state.equality import same
 from roam.state.guards import ArgGuard, Guards
@@ -1014,3 +1016,37 @@ def test_guards_are_cheap() -> None:
     assert len(Reach.of(plain_step, (model, optimizer, torch.ones(1))).modules) > 150
     # The least of many: other processes share the machine.
     assert min(timeit.repeat(guards.failure, number=1, repeat=50)) < 3e-3
+
+
+def test_a_bound_method_made_anew_needs_no_new_plan() -> None:
+    class Scale:
+        def __init__(self, factor: float) -> None:
+            self.factor = factor
+
+        def apply(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.factor
+
+    class Holder:
+        def __init__(self) -> None:
+            self.scale, self.other = Scale(2.0), Scale(3.0)
+            self.function = self.scale.apply
+
+        def step(self, x: torch.Tensor) -> torch.Tensor:
+            return self.function(x)
+
+    holder, x = Holder(), torch.ones(3)
+    step = roam.compile(holder.step)
+    for _ in range(3):
+        holder.function = holder.scale.apply
+        assert torch.equal(step(x), x * 2)
+    assert len(step.plans) == 1
+    holder.function = holder.other.apply
+    assert torch.equal(step(x), x * 3)
+    assert len(step.plans) == 2
+
+
+def test_read_only_members_of_types_in_c_are_left_alone() -> None:
+    held = SlotsSpace(functools.partial(print), {"func": vars(functools.partial)["func"]}, "held")
+    held.put(held.items())
+    with pytest.raises(AttributeError):
+        held.set("func", repr)

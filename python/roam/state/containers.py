@@ -502,7 +502,11 @@ class SlotsSpace(Space):
     def set(self, key: Any, value: Any) -> None:
         slot = self._slots[key]
         if value is not MISSING:
-            slot.__set__(self.holder, value)
+            try:
+                slot.__set__(self.holder, value)
+            except AttributeError:  # a read-only member of a type written in C
+                if self._read(slot) != value:
+                    raise
         elif self._read(slot) is not MISSING:
             slot.__delete__(self.holder)
 

@@ -92,7 +92,8 @@ def is_plain(value: object) -> bool:
 
 def same(expected: Any, value: Any) -> bool:
     """Whether two values are the same to a program that may not change: plain ones by exact type
-    and value (floats by bits), tuples element by element, everything else by identity.
+    and value (floats by bits), tuples element by element, bound methods by their object and
+    function (Python makes a new one at each access), everything else by identity.
     """
     if expected is value:
         return True
@@ -107,6 +108,8 @@ def same(expected: Any, value: Any) -> bool:
         return struct.pack("dd", expected.real, expected.imag) == struct.pack(
             "dd", value.real, value.imag
         )
+    if kind is types.MethodType:
+        return expected.__self__ is value.__self__ and expected.__func__ is value.__func__
     if issubclass(kind, tuple):
         return len(expected) == len(value) and all(map(same, expected, value))
     if kind is slice:

@@ -36,6 +36,8 @@ _LIBRARIES: Final = (
         "PIL",
         "typing_extensions",
     ),
+    *("lightning", "lightning_fabric", "lightning_utilities", "pytorch_lightning", "torchmetrics"),
+    *("peft", "pyarrow", "trl"),
     *("pytest", "_pytest", "hypothesis", "mip", "cffi"),
 )
 # Packages whose objects only watch a training run: their attributes change at every step, and no

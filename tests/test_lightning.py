@@ -1,0 +1,241 @@
+"""`roam.integrations.lightning`: a Trainer leaves the same bits everywhere by plans: logs,
+parameters, optimizers, schedule, random state, checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("lightning")
+
+import lightning
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+
+import roam
+from roam.integrations import lightning as subject
+from trainers import Measured, files, leaves
+from training import assert_same_bits
+
+# It warns of loaders without workers, and its own code of what is to come in later versions.
+pytestmark = pytest.mark.filterwarnings("ignore")
+functional = nn.functional
+
+
+class Automatic(lightning.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [part for _ in range(4) for part in (nn.Linear(8, 8), nn.ReLU(), nn.Dropout(0.1))]
+        self.net = nn.Sequential(*layers, nn.BatchNorm1d(8), nn.Linear(8, 3))
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        loss = functional.cross_entropy(self.net(x), y)
+        self.log("loss", loss, prog_bar=True)
+        self.log_dict({"twice": 2 * loss, "one": 1}, on_step=True, on_epoch=True)
+        return {"loss": loss, "more": loss * 3}
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.log("seen", outputs["more"])
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val", functional.cross_entropy(self.net(batch[0]), batch[1]))
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.Adam(self.parameters(), lr=1e-2)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
+        return {"optimizer": optimizer, "lr_scheduler": scheduler}
+
+
+class Manual(Automatic):
+    """Two optimizers that take turns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.critic = nn.Linear(3, 1)
+
+    def training_step(self, batch, batch_idx):
+        maker, judge = self.optimizers()
+        maker.zero_grad()
+        loss = self.critic(self.net(batch[0])).square().mean()
+        self.manual_backward(loss)
+        self.clip_gradients(maker, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
+        maker.step()
+        self.toggle_optimizer(judge)
+        judge.zero_grad()
+        judged = (self.critic(self.net(batch[0])) - 1).square().mean()
+        self.manual_backward(judged)
+        judge.step()
+        self.untoggle_optimizer(judge)
+        self.log_dict({"loss": loss, "judged": judged})
+        return {"more": judged}
+
+    def configure_optimizers(self):
+        return [
+            torch.optim.Adam(self.net.parameters(), lr=1e-2),
+            torch.optim.SGD(self.critic.parameters(), lr=1e-2),
+        ]
+
+
+class Plain(Automatic):
+    """Nothing but a loss, and no batch index."""
+
+    def training_step(self, batch):
+        return functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.log("seen", outputs["loss"])
+
+
+def trainer(folder: Path, **options: Any) -> lightning.Trainer:
+    return lightning.Trainer(
+        accelerator="cpu", logger=CSVLogger(folder), log_every_n_steps=1, enable_progress_bar=False,
+        enable_model_summary=False, default_root_dir=folder, **{"max_steps": 20, "enable_checkpointing": False, **options},
+    )  # fmt: skip
+
+
+def loader(batch: int = 4) -> Any:
+    generator = torch.Generator().manual_seed(3)
+    data = torch.randn(4 * batch, 8, generator=generator), torch.arange(4 * batch) % 3
+    return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*data), batch, shuffle=True)
+
+
+def outcome(
+    folder: Path,
+    kind: Callable[[], Any] = Automatic,
+    wrap: Callable[[Any], Any] = lambda module: None,
+    batch: int = 4,
+    resume: str | None = None,
+    **options: Any,
+) -> list[Any]:
+    torch.manual_seed(0)
+    module = kind()
+    wrap(module)
+    run = trainer(folder, **options)
+    run.fit(module, loader(batch), loader(batch), ckpt_path=resume, weights_only=False)
+    return leaves(
+        module.state_dict(),
+        [optimizer.state_dict() for optimizer in run.optimizers],
+        [config.scheduler.state_dict() for config in run.lr_scheduler_configs],
+        run.callback_metrics,
+        run.global_step,
+        (Path(run.logger.log_dir) / "metrics.csv").read_text(),
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (Automatic, {}),
+        (Automatic, {"gradient_clip_val": 0.1, "accumulate_grad_batches": 3}),
+        (Automatic, {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"}),
+        (Automatic, {"precision": "bf16-mixed"}),
+        (Plain, {"accumulate_grad_batches": 2}),
+        (Manual, {}),
+        (Manual, {"precision": "bf16-mixed"}),
+    ],
+)
+def test_a_run_leaves_the_same_bits(kind: Any, options: dict[str, Any], tmp_path: Path) -> None:
+    plain = outcome(tmp_path / "eager", kind, **options)
+    steps: list[Any] = []
+    planned = outcome(
+        tmp_path / "plans", kind, lambda module: steps.append(subject.compile(module)), **options
+    )
+    assert_same_bits(plain, planned)
+    assert len(steps[0].plans) <= 6
+
+
+@pytest.mark.parametrize("kind", [Automatic, Manual])
+def test_a_run_goes_on_from_a_checkpoint(kind: Any, tmp_path: Path) -> None:
+    found = []
+    for name, wrap in (("eager", lambda module: None), ("plans", subject.compile)):
+
+        def saves(part: str, name: str = name) -> dict[str, Any]:
+            folder = tmp_path / name / part
+            saving = ModelCheckpoint(folder / "saved", every_n_train_steps=10, save_top_k=-1)
+            return {"folder": folder, "callbacks": [saving], "enable_checkpointing": True}
+
+        whole = outcome(kind=kind, wrap=wrap, **saves("whole"))
+        checkpoints = sorted((tmp_path / name / "whole" / "saved").iterdir())
+        assert len(checkpoints) == 2
+        rest = outcome(kind=kind, wrap=wrap, resume=str(checkpoints[0]), **saves("rest"))
+        states = [
+            {key: held[key] for key in ("state_dict", "optimizer_states", "lr_schedulers", "global_step", "loops")}
+            for held in files(tmp_path / name).values()
+        ]  # fmt: skip
+        found.append(leaves(whole, rest, states))
+    assert_same_bits(*found)
+
+
+def test_a_budget_holds_at_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = outcome(tmp_path / "eager", batch=2048)
+    measured = Measured(monkeypatch)
+    planned = outcome(
+        tmp_path / "plans", wrap=lambda module: subject.compile(module, memory="60%"), batch=2048
+    )
+    assert_same_bits(plain, planned)
+    assert measured.steps == 20
+
+
+def test_a_step_that_reads_the_batch_index_has_a_plan_for_each(tmp_path: Path) -> None:
+    class Reads(Automatic):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch, 0)["loss"] * (1 + batch_idx)
+
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            self.log("seen", outputs["loss"])
+
+    plain = outcome(tmp_path / "eager", Reads)
+    assert_same_bits(plain, outcome(tmp_path / "plans", Reads, subject.compile))
+
+
+def refusal(tmp_path: Path, module: Any, **options: Any) -> roam.CaptureError:
+    subject.compile(module)
+    with pytest.raises(roam.CaptureError) as caught:
+        trainer(tmp_path, **options).fit(module, loader())
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    "hook",
+    ["on_after_backward", "on_before_optimizer_step", "optimizer_step", "optimizer_zero_grad"],
+)
+def test_a_hook_within_the_step_is_refused(hook: str, tmp_path: Path) -> None:
+    def override(*_: Any, **__: Any) -> None:
+        """Does nothing."""
+
+    error = refusal(tmp_path, type("Hooked", (Automatic,), {hook: override})())
+    assert error.code == "trainer_hook"
+    assert f"Hooked.{hook}" in str(error)
+
+
+def test_a_callback_within_the_step_is_refused(tmp_path: Path) -> None:
+    class Watch(lightning.Callback):
+        def on_before_zero_grad(self, trainer, module, optimizer):
+            """Does nothing."""
+
+    assert refusal(tmp_path, Automatic(), callbacks=[Watch()]).code == "trainer_hook"
+
+
+def test_an_unknown_precision_is_refused(tmp_path: Path) -> None:
+    assert refusal(tmp_path, Automatic(), precision="64-true").code == "trainer_precision"
+
+
+def test_another_strategy_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subject, "SingleDeviceStrategy", ())
+    error = refusal(tmp_path, Automatic())
+    assert error.code == "trainer_devices"
+    assert "SingleDeviceStrategy" in str(error)
+
+
+def test_an_unknown_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("roam.integrations.versions.version", lambda _: "1.9.5")
+    with pytest.raises(roam.CaptureError, match=r"lightning 1\.9\.5") as caught:
+        subject.compile(Automatic())
+    assert caught.value.code == "library_version"
