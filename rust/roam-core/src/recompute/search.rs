@@ -29,8 +29,9 @@ pub struct Found {
 const MOST_FOUND: usize = 4;
 /// Work granted to one eviction or to taking runs out of it once, per operator of the order.
 const WORK_PER_OPERATOR: u64 = 400;
-/// Work of looking at what an attempt has made, per operator of the order.
-const WORK_OF_ATTEMPT: u64 = 8;
+/// An attempt counts as work the square of the operators divided by this, beside what it does: so
+/// small graphs have thousands of attempts, and large ones do not take minutes.
+const SQUARES_PER_WORK: u64 = 2000;
 /// Work granted to the policies, and to the local search; a run, a link of a chain or an extra run
 /// that might be taken out is about one unit. Together about three seconds.
 const POLICY_WORK: u64 = 24_000_000;
@@ -274,7 +275,8 @@ impl<'a> Search<'a> {
         let granted = WORK_PER_OPERATOR * self.model.len() as u64;
         let mut work = granted;
         let runs = evict(self.model, self.limit, &policy, &mut work);
-        self.work = self.work.saturating_sub(granted - work + WORK_OF_ATTEMPT * self.model.len() as u64);
+        let length = self.model.len() as u64;
+        self.work = self.work.saturating_sub(granted - work + length * length / SQUARES_PER_WORK);
         let mut timeline = Timeline::new(self.model, self.limit, &runs?);
         work = granted;
         timeline.cancel(attempt.rank, &mut work);
