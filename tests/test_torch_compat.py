@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from functorch.compile import min_cut_rematerialization_partition
 from torch.nn.utils.rnn import pack_padded_sequence
 
 import roam
@@ -430,6 +431,33 @@ def _compiles() -> bool:
     )
 
 
+@functools.cache
+def _partitions() -> bool:
+    """What is changed afterwards is a result that says so, and equal nodes stay apart."""
+    seen: list[bool] = []
+
+    def partition(module: Any, inputs: Any, **settings: Any) -> Any:
+        described = module.graph.output_node().meta["desc"]
+        seen.extend(map(private.is_input_mutation, described[: settings["num_fwd_outputs"]]))
+        before = list(module.graph.nodes)
+        with private.keeping_equal_nodes():
+            parts = min_cut_rematerialization_partition(module, inputs, **settings)
+        seen.append(list(module.graph.nodes) == before)
+        return parts
+
+    def change(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        x.mul_(2)
+        return (x * weight).sum() + (x * weight).sum()
+
+    torch.compiler.reset()
+    backend = private.aot_autograd(
+        fw_compiler=private.run_unplanned, bw_compiler=private.run_unplanned, partition_fn=partition
+    )
+    torch.compile(change, backend=backend)(torch.ones(3, 2), torch.ones(3, 2, requires_grad=True))
+    torch.compiler.reset()
+    return seen == [True, False, True]
+
+
 def _raised_by_dynamo() -> bool:
     error: Any = importlib.import_module("torch._dynamo.exc").Unsupported
     return private.is_of_dynamo(error.__module__) and not private.is_of_dynamo("torch.nn")
@@ -495,8 +523,10 @@ CANARIES: dict[str, Callable[[], bool]] = {
     "hooks_on_all_optimizers": _hook_tables,
     "in_kernel_invocation_manager": _fakes,
     "is_any_autocast_enabled": _autocasts,
+    "is_input_mutation": _partitions,
     "is_of_dynamo": _raised_by_dynamo,
     "is_view": lambda: private.is_view(torch.ones(2)[0]) and not private.is_view(torch.ones(2)),
+    "keeping_equal_nodes": _partitions,
     "kernel_library_switches": _switches,
     "mark_parameter": _marks,
     "next_sequence_number": _numbered,

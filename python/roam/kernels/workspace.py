@@ -3,8 +3,9 @@ results in another layout.
 
 No schema tells it, so each kernel is run once, on zeros of the same shapes, strides and dtypes,
 while the allocator is watched. What was learned serves every later call like it in the process.
-Only kernels that are known to have memory of their own are run: those that cannot write where a
-plan says. The others were cleared by tests that watch the allocator too.
+Only kernels that may have memory of their own are run: those that cannot write where a plan says,
+and of those that can the ones that `_allocates` names. The others were cleared by tests that watch
+the allocator too.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch
 
 from roam.kernels.calls import Placed
 from roam.kernels.kept import recall, retain
-from roam.program.ir import Call, Program, TensorMeta, substitute
+from roam.program.ir import Call, Program, Ref, TensorMeta, substitute
 from roam.torch_compat.private import (
     OpOverload,
     c_pointer,
@@ -31,6 +32,10 @@ from roam.torch_compat.private import (
 )
 
 _KIND = "workspaces"
+_PRODUCTS = frozenset(
+    f"aten.{name}.default" for name in ("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv")
+)
+_IN_STEPS = frozenset(("aten._safe_softmax.default", "aten.embedding_dense_backward.default"))
 _learned: dict[object, int] = {}
 _one_at_a_time = threading.Lock()
 
@@ -61,7 +66,8 @@ def workspaces(
     signatures = {
         index: signature_of(program, call)
         for index, call in enumerate(program.calls)
-        if ((at := placed[index]) is None or at.by_rows) and _is_tried(program, index, device)
+        if ((at := placed[index]) is None or at.by_rows or _allocates(program, call))
+        and _is_tried(program, index, device)
     }
     with _one_at_a_time:
         unknown = {
@@ -76,7 +82,10 @@ def workspaces(
         learned: dict[object, int] = {}
         try:
             if unknown:
-                _watched(device, lambda: learned.update(_learn(program, unknown, device, deadline)))
+                _watched(
+                    device,
+                    lambda: learned.update(_learn(program, placed, unknown, device, deadline)),
+                )
         except Unknown:
             return None
         if is_kept:
@@ -99,6 +108,19 @@ def _is_tried(program: Program, index: int, device: torch.device) -> bool:
         return False
     metas = [program.slots[slot] for slot in (*call.refs(), *_made(program, index))]
     return all(meta is not None and meta.device == device for meta in metas)
+
+
+def _allocates(program: Program, call: Call) -> bool:
+    """Whether a kernel that writes where a plan says may have memory of its own all the same: it
+    makes something in between, or puts its arguments into another order first, which hangs on the
+    CPU.
+    """
+    if call.name in _IN_STEPS:
+        return True
+    metas = [program.slots[slot] for slot in call.refs()]
+    return call.name in _PRODUCTS and any(
+        meta is not None and meta.dtype in (torch.bfloat16, torch.float16) for meta in metas
+    )
 
 
 def _made(program: Program, index: int) -> list[int]:
@@ -135,15 +157,18 @@ def settings() -> tuple[object, ...]:
 
 
 def _learn(
-    program: Program, unknown: dict[object, int], device: torch.device, deadline: float | None
+    program: Program,
+    placed: Sequence[Placed | None],
+    unknown: dict[object, int],
+    device: torch.device,
+    deadline: float | None,
 ) -> dict[object, int]:
-    """Runs the calls, and enters what they take; what holds for other processes too."""
     learned: dict[object, int] = {}
     for signature, index in unknown.items():
         if deadline is not None and time.monotonic() > deadline:
             raise Unknown
         try:
-            _learned[signature] = learned[signature] = _taken(program, program.calls[index], device)
+            _learned[signature] = learned[signature] = _taken(program, index, placed[index], device)
         except Unknown:
             raise
         except Exception:  # noqa: BLE001 - it does not like zeros, or there is no memory for them; the step is run all the same
@@ -151,12 +176,18 @@ def _learn(
     return learned
 
 
-def _taken(program: Program, call: Call, device: torch.device) -> int:
-    """Bytes that a call takes at most beyond its results."""
-    args, kwargs = zeros(program, (call.args, call.kwargs))
+def _taken(program: Program, index: int, at: Placed | None, device: torch.device) -> int:
+    """Bytes that a call takes at most beyond its results, by the kernel that runs it."""
+    call = program.calls[index]
+    slots = [] if at is None or at.by_rows else _made(program, index)
+    args, kwargs, outs = zeros(program, (call.args, call.kwargs, [Ref(slot) for slot in slots]))
     peak = _peak_cuda if device.type == "cuda" else _peak_cpu
 
     def run() -> list[torch.Tensor]:
+        if at is not None and not at.by_rows:
+            kernel, given, named = at.placement.call(args, kwargs, outs)
+            kernel(*given, **named)
+            return []
         results = pytree.tree_leaves(call.target(*args, **kwargs))
         return [result for result in results if isinstance(result, torch.Tensor)]
 

@@ -236,6 +236,8 @@ class Question:
     source: Source
     askers: list[tuple[Any, ...]]
     """Per asker the owners of its inputs."""
+    made_bytes: int = 0
+    """The most that asking it allocates."""
 
     def ask(self, values: list[Any]) -> Any:
         """The answer for values of the inputs; None where one is fake or not there and nobody can

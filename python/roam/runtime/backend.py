@@ -9,6 +9,9 @@ operator write into a saved activation.
 
 A graph is planned at the first call with arguments of their shapes, strides and sharing of memory.
 A graph that cannot be planned exactly runs as it is, and a warning says why.
+
+With a memory limit, forward and backward of one graph are cut and planned so that both keep within
+it, and what cannot be planned is refused.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -28,9 +32,12 @@ from roam.capture.step import Variant
 from roam.capture.tracing.rng import watched
 from roam.errors import CaptureError, ExecutionError
 from roam.kernels.table import is_proven
+from roam.memory_limit import MemoryLimit
 from roam.report.progress import Progress
+from roam.runtime.available import available_bytes
 from roam.runtime.executor import Executor
 from roam.runtime.log import logger
+from roam.runtime.partition import Partition
 from roam.runtime.pool import Pool
 from roam.runtime.strategy import MAX_PLANS, Choice, Options, choose
 from roam.switch import is_disabled
@@ -60,10 +67,18 @@ def backend(
         options: ``torch.compile``'s: `time_limit_s`, `pool`, `poison` and `max_plans` as for
             `roam.compile`; of each graph as many plans are made, and other calls of it run
             unplanned. A pool there is only where it is asked for: it would stay allocated while the
-            other graphs and the optimizer run.
+            other graphs and the optimizer run. `memory` as for `roam.compile`, for each graph
+            with its backward pass: their arguments, parameters included, what is kept between
+            them, and what they make. A share is one of what both take without recomputation. Calls
+            that cannot be planned raise then, and shapes have to be numbers (``dynamic=False``).
+
+    Raises:
+        ValueError: an option makes no sense.
     """
     given = dict(options or {})
     max_plans = given.pop("max_plans", MAX_PLANS)
+    limit = given.pop("memory", None)
+    partition = None if limit is None else Partition(MemoryLimit.of(limit))
     unknown = given.keys() - {"time_limit_s", "pool", "poison"}
     if unknown:
         raise ValueError(f"the backend has no option {sorted(unknown)[0]!r}")
@@ -71,10 +86,22 @@ def backend(
         raise ValueError(f"max_plans is a whole number of at least 1, not {max_plans!r}")
     chosen = Options(**{"pool": False, **given})
     compiled: Callable[..., Any] = aot_autograd(
-        fw_compiler=partial(_compile_graph, phase="forward", options=chosen, max_plans=max_plans),
-        bw_compiler=partial(_compile_graph, phase="backward", options=chosen, max_plans=max_plans),
+        fw_compiler=partial(
+            _compile_graph,
+            phase="forward",
+            options=chosen,
+            max_plans=max_plans,
+            partition=partition,
+        ),
+        bw_compiler=partial(
+            _compile_graph,
+            phase="backward",
+            options=chosen,
+            max_plans=max_plans,
+            partition=partition,
+        ),
         # What the backend aot_eager does, whose results these are bit for bit.
-        partition_fn=min_cut_rematerialization_partition,
+        partition_fn=partition or min_cut_rematerialization_partition,
         keep_inference_input_mutations=True,
     )(module, example_inputs)
     return compiled
@@ -87,8 +114,11 @@ def _compile_graph(
     phase: str,
     options: Options,
     max_plans: int,
+    partition: Partition | None,
 ) -> Boxed:
     """A compiler for AOTAutograd."""
+    if partition is not None:
+        options = replace(options, memory=partition.limits[phase])
     dying = _saved_alone() if phase == "backward" else ()
     graph = PlannedGraph(
         module, get_aot_graph_name(), phase=phase, dying=dying, options=options, max_plans=max_plans
@@ -135,11 +165,22 @@ class PlannedGraph:
 
     def run(self, args: list[Any]) -> Any:
         """The graph's results; the list is emptied."""
-        signature = None if is_disabled() or _is_watched() else _signature(args)
+        if is_disabled():
+            return self._run_unplanned(args)
+        signature = None if _is_watched() else _signature(args)
         if signature is None:
+            if self._options.memory is not None:
+                raise CaptureError(
+                    f"{self._name} is given a tensor subclass, or called in autocast or in a "
+                    "dispatch mode: then it has no plan, and may take more than its limit. Enter "
+                    "autocast inside of what is compiled, or leave memory= out",
+                    code="memory_unplanned",
+                )
             return self._run_unplanned(args)
         if signature not in self._plans:
             with self._lock:
+                if self._options.memory is not None and len(self._plans) == self._max_plans:
+                    self._plans.pop(next(iter(self._plans)))  # every call has a plan then
                 if signature not in self._plans and len(self._plans) < self._max_plans:
                     return self._first_run(signature, args)
         planned = self._plans.get(signature)
@@ -150,6 +191,8 @@ class PlannedGraph:
         except (
             ExecutionError
         ) as error:  # there is no memory for the pool, and nothing has been changed
+            if self._options.memory is not None:
+                raise
             logger.warning("%s runs unplanned this time: %s", self._name, error)
             return self._run_unplanned(args)
 
@@ -161,7 +204,9 @@ class PlannedGraph:
             with Progress(f"planning {self._name}", only_live=True):
                 planned = self._plan(args)
             results = planned.run_checked(args)
-        except Exception as error:  # noqa: BLE001 - the graph's own errors are raised again here
+        except Exception as error:
+            if self._options.memory is not None:
+                raise  # unplanned it might take more
             results, planned = self._run_unplanned(args), None
             logger.warning("%s runs unplanned: %s", self._name, error)
         self._plans[signature] = planned
@@ -191,8 +236,16 @@ class _Planned:
     def __init__(
         self, variant: Variant, options: Options, *, earlier: Sequence[Choice] = ()
     ) -> None:
+        device_bytes = None
+        if options.memory is not None and options.memory.is_auto:
+            device_bytes = available_bytes(variant.device, variant.graph.persistent_bytes)
         choice = self.choice = choose(
-            variant, pool=options.pool, time_limit_s=options.time_limit_s, earlier=earlier
+            variant,
+            pool=options.pool,
+            time_limit_s=options.time_limit_s,
+            earlier=earlier,
+            memory=options.memory,
+            device_bytes=device_bytes,
         )
         logger.info("%s: %s", variant.name, choice)
         program = choice.program

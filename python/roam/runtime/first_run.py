@@ -15,6 +15,27 @@ from roam.program.replay import Replay
 from roam.torch_compat.private import OpOverload, c_pointer, version_of
 
 
+def extra_bytes(program: Program, device: torch.device) -> int:
+    """The most that a first run allocates on the device beyond what the plan says: copies of what
+    kernels of others may not change, and the state of the CPU's random generator.
+    """
+    copied = (
+        {program.storage_of(slot) for slot in call.refs() if program.slots[slot] is not None}
+        for call in program.calls
+        if is_foreign(call.target)
+    )
+    copies_bytes = max(
+        (sum(program.storages[one].size_bytes for one in storages) for storages in copied),
+        default=0,
+    )
+    return copies_bytes + generator_bytes(device)
+
+
+def generator_bytes(device: torch.device) -> int:
+    """What the state of the CPU's random generator takes of the device's memory."""
+    return torch.get_rng_state().nbytes if device.type == "cpu" else 0
+
+
 class Check:
     """Holds a first run against the program: nothing may differ from what was captured under fake
     tensors.
@@ -25,7 +46,7 @@ class Check:
         self._storages: dict[int, int] = {}
         self._versions: list[tuple[torch.Tensor, int]] = []
         self._contents: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._generator: torch.Tensor | None = None
+        self._generator: bytes | None = None
 
     def note(self, slot: int, value: Any) -> None:
         """Notes the storage of a value that is not checked itself."""
@@ -55,7 +76,7 @@ class Check:
         if call.random:
             self._generator = None
         elif self._generator is None:  # else the call before has left it as it was
-            self._generator = torch.get_rng_state()
+            self._generator = _generator_state()
 
     def unchanged(self, call: Call) -> None:
         """Compares what the call may not change with what was noted before it."""
@@ -66,11 +87,7 @@ class Check:
             self.differs(call, "it wrote to an argument that its schema does not name")
         # Others are Python's arithmetic, which draws nothing.
         is_kernel = isinstance(call.target, (OpOverload, Replay))
-        if (
-            is_kernel
-            and self._generator is not None
-            and not torch.equal(self._generator, torch.get_rng_state())
-        ):
+        if is_kernel and self._generator is not None and self._generator != _generator_state():
             self.differs(call, "it drew random numbers and does not say so")
 
     def after(
@@ -126,6 +143,11 @@ class Check:
             f"{call.name} at {call.source}: {what}; the plan cannot be trusted{remedy}",
             code="differs_from_capture", operator=call.name, source=str(call.source),
         )  # fmt: skip
+
+
+def _generator_state() -> bytes:
+    """Not as a tensor, which would take memory of the step's until the next call."""
+    return torch.get_rng_state().numpy().tobytes()
 
 
 def _argument_tensors(call: Call, values: dict[int, Any]) -> list[torch.Tensor]:

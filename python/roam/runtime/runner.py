@@ -122,7 +122,7 @@ class Runner:
         self._pool = Pool.of(variant.device) if choice.uses_pool else None
         shrinks = None
         if choice.memory_limit_bytes is not None:
-            spare_bytes = choice.memory_limit_bytes - choice.total_bytes
+            spare_bytes = choice.memory_limit_bytes - choice.checks_bytes - choice.total_bytes
             shrinks = Pool.of(variant.device), self.memory.pool_bytes + max(spare_bytes, 0)
         streams = None
         if len(set(self.plan.streams.tolist())) > 1:

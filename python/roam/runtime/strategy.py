@@ -34,6 +34,7 @@ from roam.memory_limit import MemoryLimit
 from roam.program.ir import Program
 from roam.program.lower import Lowering
 from roam.runtime.estimate import Estimator
+from roam.runtime.first_run import extra_bytes
 from roam.runtime.plan_cache import WORTH_S, keep_plan, kept_plan
 from roam.runtime.timings import Timings
 
@@ -125,6 +126,8 @@ class Choice:
         lowered: the step as it was captured and `program`, lowered, for choices of other sizes;
             where the plan was searched.
         memory_limit_bytes: the most that the step may take; None where nobody set a limit.
+        checks_bytes: how much of that is kept for what the checked first run and computed guards
+            allocate for themselves; 0 where nobody set a limit.
         recomputation: what runs again; None where nothing has to. Then calls of `program` are runs
             of the captured step's.
     """
@@ -142,6 +145,7 @@ class Choice:
     totals: tuple[tuple[str, int], ...] = ()
     lowered: tuple[Lowering | None, Lowering | None] = (None, None)
     memory_limit_bytes: int | None = None
+    checks_bytes: int = 0
     recomputation: Recomputation | None = None
 
     @property
@@ -297,13 +301,16 @@ class _Chooser:
             best = self._best_way(lowering, made, pool, eager_bytes)
         if memory is None:
             return best
-        limit_bytes = memory.in_bytes(best.total_bytes, device_bytes)
-        if best.total_bytes > limit_bytes:
-            room_bytes = limit_bytes - best.plan.persistent_bytes
+        asked_bytes = (question.made_bytes for question, _ in program.questions)
+        checks_bytes = max(extra_bytes(program, variant.device), max(asked_bytes, default=0))
+        limit_bytes = memory.in_bytes(best.total_bytes + checks_bytes, device_bytes)
+        if best.total_bytes + checks_bytes > limit_bytes:
+            left_bytes = max(limit_bytes - checks_bytes, 1)
+            room_bytes = left_bytes - best.plan.persistent_bytes
             if is_real:
                 lowering = self._timed(lowering, taken or {}, room_bytes)
-            best = self._within(limit_bytes, lowering, best, pool)
-        return replace(best, memory_limit_bytes=limit_bytes)
+            best = self._within(left_bytes, lowering, best, pool)
+        return replace(best, memory_limit_bytes=limit_bytes, checks_bytes=checks_bytes)
 
     def _best_way(
         self, lowering: Lowering, made: Callable[..., Choice], pool: bool | None, eager_bytes: int

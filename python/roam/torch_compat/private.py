@@ -327,6 +327,18 @@ def aot_autograd(**options: Any) -> Callable[..., Any]:
     return backend
 
 
+def is_input_mutation(description: Any) -> bool:
+    """Whether AOTAutograd says of a result that it is what an argument is changed to afterwards."""
+    from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
+
+    return isinstance(description, InputMutationAOTOutput)
+
+
+def keeping_equal_nodes() -> Any:
+    """In the block, partitioners of AOTAutograd leave the nodes of a joint graph as they are."""
+    return torch._functorch.config.patch(cse=False)
+
+
 def run_unplanned(module: Any, example_inputs: Any) -> Callable[..., Any]:
     """The compiler that runs a graph as it is."""
     from torch._dynamo.backends.debugging import boxed_nop
@@ -408,8 +420,10 @@ __all__ = [
     "hooks_on_all_optimizers",
     "in_kernel_invocation_manager",
     "is_any_autocast_enabled",
+    "is_input_mutation",
     "is_of_dynamo",
     "is_view",
+    "keeping_equal_nodes",
     "kernel_library_switches",
     "mark_parameter",
     "next_sequence_number",

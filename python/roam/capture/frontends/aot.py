@@ -68,7 +68,7 @@ def record_graph(
     program = recorder.program
     results: Any = graph.graph.output_node().args[0]
     program.result = [_result(recorder, item, values) for item in results], None
-    program.entering = _entering(program, dying)
+    program.entering = entering(program, dying)
     return program
 
 
@@ -181,7 +181,7 @@ def _result(recorder: Recorder, item: Any, values: Mapping[Node, Any]) -> Any:
     )
 
 
-def _entering(program: Program, dying: Collection[int]) -> set[int]:
+def entering(program: Program, dying: Collection[int]) -> set[int]:
     """Storages of dying arguments that are no other argument's and no result's."""
     kept = {program.storage_of(slot) for slot in refs(program.result[0])}
     kept.update(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,11 +17,13 @@ import torch
 from torch.fx import GraphModule, Node, map_arg
 
 from roam._core import Graph, GraphBuilder, Plan, verify
-from roam.capture.frontends.aot import GraphInput, NodePlaces, replay
+from roam.capture.frontends.aot import GraphInput, NodePlaces, entering, replay
 from roam.capture.tracing.fake_cache import FakeKernels
 from roam.capture.tracing.fake_mode import new_mode
 from roam.capture.tracing.recorder import Recorder
 from roam.errors import CaptureError, PlanError
+from roam.kernels.calls import placed_calls
+from roam.kernels.workspace import workspaces
 from roam.program.ir import Program, Ref
 from roam.program.lower import device_of, kinds_of
 from roam.program.random_states import with_states
@@ -47,7 +49,7 @@ def graph_of(module: Any, *, random_states: bool = False) -> Graph:
         CaptureError: a node that is none of these, or that cannot be planned exactly.
         TypeError: it is no `fx.GraphModule`.
     """
-    return _Lowered.of(module, random_states=random_states).graph
+    return Lowered.of(module, random_states=random_states).graph
 
 
 def apply(plan: Plan, module: Any) -> Any:
@@ -67,9 +69,9 @@ def apply(plan: Plan, module: Any) -> Any:
     Raises:
         PlanError: the plan is not one of this module's.
     """
-    lowered = _Lowered.of(module)
+    lowered = Lowered.of(module)
     if lowered.graph.digest != plan.graph_digest:
-        lowered = _Lowered.of(module, random_states=True)
+        lowered = Lowered.of(module, random_states=True)
     verify(lowered.graph, plan)
     if len(set(plan.streams.tolist())) > 1:
         raise PlanError(
@@ -91,7 +93,7 @@ def apply(plan: Plan, module: Any) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class _Lowered:
+class Lowered:
     """A module's nodes and the graph of those that call kernels."""
 
     nodes: list[Node]
@@ -106,22 +108,42 @@ class _Lowered:
     """Per such node the one that reads the state."""
 
     @classmethod
-    def of(cls, module: Any, *, random_states: bool = False) -> _Lowered:
+    def of(
+        cls,
+        module: Any,
+        *,
+        random_states: bool = False,
+        dying: Collection[str] = (),
+        asks_kernels: bool = False,
+    ) -> Lowered:
+        """Reads a module.
+
+        Args:
+            module: see `graph_of`.
+            random_states: see `graph_of`.
+            dying: names of the placeholders that nobody holds after their last use.
+            asks_kernels: whether to run kernels on zeros, for what they allocate for themselves.
+
+        Raises:
+            CaptureError: see `graph_of`.
+        """
         if not isinstance(module, GraphModule):
             raise TypeError(
                 f"a roam.Graph or a torch.fx.GraphModule is wanted, not a {type(module).__name__}"
             )
-        program, spans = _record(module)
+        program, spans = _record(module, dying)
+        device = device_of(program)
+        taken = workspaces(program, placed_calls(program, device), device) if asks_kernels else None
         nodes = [node for node in module.graph.nodes if node.op != "output"]
         drawing = _drawing(program, spans) if random_states else {}
         operators = [
             node for node, span in spans.items() if span for _ in range(1 + (node in drawing))
         ]
         devices = {node: draw.device for node, draw in drawing.items()}
-        graph = _lower(program, spans, drawing, type(module).__name__)
+        graph = _lower(program, spans, drawing, type(module).__name__, taken or {})
         return cls(nodes, operators, graph, devices, {})
 
-    def reading(self) -> _Lowered:
+    def reading(self) -> Lowered:
         """The same with a node before each that may be replayed, which reads the state."""
         nodes: list[Node] = []
         operators = list(self.operators)
@@ -133,9 +155,9 @@ class _Lowered:
                 operators[operators.index(node)] = states[node]
                 nodes.append(states[node])
             nodes.append(node)
-        return _Lowered(nodes, operators, self.graph, self.devices, states)
+        return Lowered(nodes, operators, self.graph, self.devices, states)
 
-    def expanded(self, sequence: list[int]) -> _Lowered:
+    def expanded(self, sequence: list[int]) -> Lowered:
         """The nodes with those that run again copied, each after the latest run before it of what
         it uses.
         """
@@ -177,7 +199,7 @@ class _Lowered:
         for node, (args, kwargs) in given.items():
             node.args, node.kwargs = args, kwargs
         nodes = [*self.nodes, *copies]
-        return _Lowered(nodes, runs, self.graph, self.devices, self.states)
+        return Lowered(nodes, runs, self.graph, self.devices, self.states)
 
     def in_order(self, order: list[int]) -> Iterator[Node]:
         """All nodes; those that call no kernel come as soon as they can, and hold no memory of
@@ -206,7 +228,7 @@ class _Lowered:
             yield from settled(self.operators[number])
 
 
-def _record(module: GraphModule) -> tuple[Program, dict[Node, range]]:
+def _record(module: GraphModule, dying: Collection[str]) -> tuple[Program, dict[Node, range]]:
     places = NodePlaces(_phase)
     recorder = Recorder(places, [], FakeKernels())
     values: dict[Node, Any] = {}
@@ -221,7 +243,7 @@ def _record(module: GraphModule) -> tuple[Program, dict[Node, range]]:
                         code="fx_metadata",
                     )
                 value = values[node] = stand_ins.of(node.meta["val"], node.name)
-                kind = "input"
+                kind = "activation" if node.name in dying else "input"
             elif node.op == "get_attr":
                 attribute: Any = functools.reduce(getattr, str(node.target).split("."), module)
                 value = values[node] = stand_ins.of(attribute, str(node.target))
@@ -245,6 +267,8 @@ def _record(module: GraphModule) -> tuple[Program, dict[Node, range]]:
         if isinstance(value, torch.Tensor)
     ]
     program.result = leaves, None
+    last_used = {owner.index for owner, _ in program.owned if owner.path in dying}
+    program.entering = entering(program, last_used)
     return program, spans
 
 
@@ -335,7 +359,11 @@ def _drawing(program: Program, spans: dict[Node, range]) -> dict[Node, _Drawing]
 
 
 def _lower(
-    program: Program, spans: dict[Node, range], drawing: dict[Node, _Drawing], name: str
+    program: Program,
+    spans: dict[Node, range],
+    drawing: dict[Node, _Drawing],
+    name: str,
+    taken: Mapping[int, int],
 ) -> Graph:
     device = device_of(program)
     builder = GraphBuilder(name, device.type)
@@ -360,9 +388,10 @@ def _lower(
         if maker is not None and _is_inner(number, maker, used_by, leaving):
             inner_bytes[maker] += storage.size_bytes
             continue
-        residency = (
-            "persistent" if maker is None else "leaves" if number in leaving else "step_local"
-        )
+        if maker is None:
+            residency = "enters" if number in program.entering else "persistent"
+        else:
+            residency = "leaves" if number in leaving else "step_local"
         tensors[number] = builder.tensor(
             storage.name, storage.size_bytes, kind=kind, residency=residency
         )
@@ -407,7 +436,8 @@ def _lower(
             reads=reads,
             creates=creates,
             mutates=changed,
-            workspace_bytes=inner_bytes[number],
+            workspace_bytes=inner_bytes[number]
+            + max((taken.get(index, 0) for index in spans[node]), default=0),
             phase=calls[0].phase,
             sequence="random" if is_drawing else None,
             module=source.module,

@@ -134,6 +134,24 @@ class Slices:
             slot,
             source,
             [tuple(owners[number] for number in inputs)],
+            self._made_bytes(chosen, changed, used),
+        )
+
+    def _made_bytes(
+        self, calls: list[Call], changed: frozenset[int], used: list[tuple[torch.Tensor, int]]
+    ) -> int:
+        """Bytes of all that calls make, and of the copies that are made for them."""
+        program = self._program
+        inputs = {program.storage_of(number) for number in changed}
+        slots = {slot for call in calls for slot in call.outputs if slot is not None}
+        made = {
+            storage
+            for storage in map(program.storage_of, slots)
+            if storage >= 0 and program.storages[storage].creator >= 0
+        }
+        copies_bytes = sum(tensor.nbytes for tensor, _ in used)
+        return copies_bytes + sum(
+            program.storages[storage].size_bytes for storage in (made | inputs) if storage >= 0
         )
 
     def is_drawn(self, slot: int) -> bool:

@@ -1,0 +1,135 @@
+"""Cuts a joint graph of AOTAutograd into forward and backward so that both keep within one memory
+limit.
+
+What the forward pass leaves to the backward pass is what a plan of the whole leaves there
+(`roam.capture.frontends.joint`). The two graphs are planned again, each by itself, when they run:
+so the cut is tried, and made anew for a lower limit of the whole until plans of both are found.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from functorch.compile import min_cut_rematerialization_partition
+from torch.fx import GraphModule
+
+from roam import _core
+from roam._core import Graph, Plan
+from roam.capture.frontends.fx import Lowered
+from roam.capture.frontends.joint import Joint, held_bytes
+from roam.errors import CaptureError, PlanError
+from roam.memory_limit import MemoryLimit
+from roam.runtime.available import available_bytes
+from roam.runtime.first_run import generator_bytes
+from roam.torch_compat.private import keeping_equal_nodes
+
+_SHARES = (1.0, 0.96, 0.92, 0.88, 0.84, 0.8, 0.75, 0.7, 0.65, 0.6, 0.5, 0.4)
+"""Of the limit, for the plan of the whole, until the plans of its parts keep within the limit."""
+
+
+class Partition:
+    """The limit of one graph of Dynamo's and how it is cut.
+
+    Attributes:
+        limits: by phase, the most that a run of its graph may take in all. Before a joint graph is
+            cut, and for graphs without a backward pass, what the caller asked for.
+    """
+
+    def __init__(self, memory: MemoryLimit) -> None:
+        self._memory = memory
+        self.limits: dict[str, MemoryLimit] = {"forward": memory, "backward": memory}
+
+    def __call__(
+        self,
+        module: GraphModule,
+        inputs: Any,
+        *,
+        num_fwd_outputs: int,
+        **settings: Any,
+    ) -> tuple[GraphModule, GraphModule]:
+        """What a partitioner of AOTAutograd does.
+
+        Raises:
+            CaptureError: the graph cannot be planned exactly, so nothing can be promised.
+            PlanError: no plans within the limit were found (code ``memory_limit_not_found``), or
+                there are none (code ``memory_floor``).
+        """
+        try:
+            joint = Joint(module, num_fwd_outputs)
+        except CaptureError as error:
+            if error.code != "fx_symbolic":
+                raise
+            raise CaptureError(
+                f"{error}; a memory limit is for shapes that are numbers: call torch.compile with "
+                "dynamic=False",
+                code=error.code,
+            ) from None
+        plain = _planned(joint.graph)
+        checks_bytes = generator_bytes(torch.device(joint.graph.device))
+        limit_bytes = self._limit_bytes(joint.graph, plain.total_bytes + checks_bytes)
+        left_bytes = max(limit_bytes - checks_bytes, 1)
+        last: PlanError | None = None
+        for share in _SHARES:
+            try:
+                plan = _planned(joint.graph, int(share * left_bytes))
+            except PlanError as error:
+                raise self._refusal(last or error, limit_bytes, plain) from None
+            joint.mark(plan)
+            with keeping_equal_nodes():
+                forward, backward = min_cut_rematerialization_partition(
+                    module, inputs, num_fwd_outputs=num_fwd_outputs, **settings
+                )
+            held = held_bytes(forward, backward, num_fwd_outputs)
+            try:
+                _planned(_graph(forward), left_bytes)
+                _planned(_graph(backward, forward), max(left_bytes - held, 1))
+            except PlanError as error:
+                if not error.code.startswith("memory_"):
+                    raise
+                last = error
+                continue
+            self.limits = {
+                "forward": MemoryLimit(size_bytes=limit_bytes),
+                "backward": MemoryLimit(size_bytes=limit_bytes - held),
+            }
+            return forward, backward
+        assert last is not None, "each share was tried"
+        raise self._refusal(last, limit_bytes, plain)
+
+    def _limit_bytes(self, graph: Graph, plain_bytes: int) -> int:
+        device_bytes = None
+        if self._memory.is_auto:
+            device_bytes = available_bytes(torch.device(graph.device), graph.persistent_bytes)
+        return self._memory.in_bytes(plain_bytes, device_bytes)
+
+    def _refusal(self, error: PlanError, limit_bytes: int, plain: Plan) -> PlanError:
+        if not error.code.startswith("memory_"):
+            return error
+        return PlanError(
+            f"forward and backward within {limit_bytes} bytes: {error}. Without recomputation they "
+            f"take {plain.total_bytes} bytes",
+            code=error.code,
+            operator=error.operator,
+            position=error.position,
+            source=error.source,
+        )
+
+
+def _graph(module: GraphModule, forward: GraphModule | None = None) -> Graph:
+    """The planner's graph of a part, with what kernels allocate for themselves; what a backward
+    pass is given by the forward pass alone dies in it.
+    """
+    dying: set[str] = set()
+    if forward is not None:
+        held = {node.name for node in forward.graph.find_nodes(op="placeholder")}
+        dying = {
+            node.name
+            for node in module.graph.find_nodes(op="placeholder")
+            if node.name not in held and "tangents" not in str(node.target)
+        }
+    return Lowered.of(module, dying=dying, asks_kernels=True).graph
+
+
+def _planned(graph: Graph, memory_limit_bytes: int | None = None) -> Plan:
+    return _core.optimize(graph, exact="off", memory_limit_bytes=memory_limit_bytes)
