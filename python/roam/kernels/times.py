@@ -19,6 +19,7 @@ from roam.kernels.kept import recall, retain
 from roam.kernels.workspace import kernels_alone, signature_of, zeros
 from roam.program.ir import Call, Program
 from roam.program.operators import is_ours
+from roam.program.replay import generator_state
 from roam.torch_compat.private import pytree
 
 _PER_DOUBLING = 2
@@ -113,8 +114,12 @@ def completed(measured: Mapping[int, int], model: Sequence[int]) -> dict[int, in
 
 
 def _is_timed(program: Program, call: Call, device: torch.device) -> bool:
-    """Whether a call runs a kernel of ours on the device alone, and does so in every step."""
-    if not is_ours(call.target) or call.is_check or call.skip_if is not None:
+    """Whether a call runs a kernel of ours, or reads a generator's state, on the device alone, and
+    does so in every step.
+    """
+    if call.is_check or call.skip_if is not None:
+        return False
+    if not is_ours(call.target) and call.target is not generator_state:
         return False
     leaves = pytree.tree_leaves((call.args, call.kwargs))
     if any(isinstance(leaf, (torch.Generator, torch.Tensor)) for leaf in leaves):

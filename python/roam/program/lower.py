@@ -96,7 +96,7 @@ class Lowering:
         self.program = program
         self.placed = placed
         self._name, self._device, self._notes, self._estimate = name, device, notes, estimate
-        self._workspaces = workspaces or {}
+        self.kernel_bytes = workspaces or {}
         self._times: Mapping[int, int] = {}
         self.timed_calls = 0
         """How many calls have a time that was measured."""
@@ -182,19 +182,13 @@ class Lowering:
             name=self._name,
             device=self._device,
             workspaces={
-                place: self._workspaces[number]
+                place: self.kernel_bytes[number]
                 for place, number in enumerate(found.calls)
-                if number in self._workspaces
+                if number in self.kernel_bytes
             },
             notes=self._notes,
             estimate=self._estimate,
         )
-        result._times = {
-            place: self._times[number]
-            for place, number in enumerate(found.calls)
-            if number in self._times
-        }
-        result.timed_calls = self.timed_calls
         result._sequence = found.calls
         return result
 
@@ -219,10 +213,10 @@ class Lowering:
                 map(self.repeats.__getitem__, sequence), expanded.is_again, strict=True
             )
         ]
-        result._workspaces = {
-            place: self._workspaces[index]
+        result.kernel_bytes = {
+            place: self.kernel_bytes[index]
             for place, index in enumerate(sequence)
-            if index in self._workspaces
+            if index in self.kernel_bytes
         }
         result._times = {
             place: self._times[index]
@@ -362,7 +356,7 @@ class Lowering:
     def _workspace_bytes(self, index: int, copied: Sequence[int]) -> int:
         at = self._run_as(index, copied)
         own = sum(self._sizes[number] for number in copied) if at is None else at.workspace_bytes
-        return own + self._workspaces.get(index, 0)
+        return own + self.kernel_bytes.get(index, 0)
 
     def _run_as(self, index: int, copied: Sequence[int]) -> WritesResults | None:
         """How a call's kernel writes where the plan wants; None if it runs in the ordinary way."""

@@ -307,8 +307,9 @@ class _Chooser:
         if best.total_bytes + checks_bytes > limit_bytes:
             left_bytes = max(limit_bytes - checks_bytes, 1)
             room_bytes = left_bytes - best.plan.persistent_bytes
+            lowering = lowering.with_states()
             if is_real:
-                lowering = self._timed(lowering, taken or {}, room_bytes)
+                lowering = self._timed(lowering, room_bytes)
             best = self._within(left_bytes, lowering, best, pool)
         return replace(best, memory_limit_bytes=limit_bytes, checks_bytes=checks_bytes)
 
@@ -346,7 +347,7 @@ class _Chooser:
         totals = zip(names, [choice.total_bytes for choice in (ordinary, *pooled)], strict=True)
         return replace(best, totals=tuple(totals))
 
-    def _timed(self, lowering: Lowering, taken: dict[int, int], room_bytes: int) -> Lowering:
+    def _timed(self, lowering: Lowering, room_bytes: int) -> Lowering:
         """The same with times of its calls, measured where they can be."""
         device = self._variant.device
         model = lowering.graph(pool=False).times_ns.tolist()
@@ -356,7 +357,7 @@ class _Chooser:
                 cast(list[Placed | None], lowering.placed),
                 [index for index, time_ns in enumerate(model) if time_ns > 0],
                 device,
-                workspaces=taken,
+                workspaces=lowering.kernel_bytes,
                 room_bytes=room_bytes,
                 deadline=self._deadline,
             )
@@ -370,7 +371,6 @@ class _Chooser:
         kept anyway.
         """
         ordinary_bytes = dict(best.totals).get("allocator", best.total_bytes)
-        lowering = lowering.with_states()
         if best.uses_pool and (pool or ordinary_bytes > limit_bytes):
             try:
                 copied_in = lowering.places(best.copied_in)
