@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import ast
+import json
+import linecache
+import os
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +18,14 @@ import roam
 
 FOLDER = Path(__file__).parent.parent / "examples"
 NEEDS = {"lora.py": "peft"}
-EXAMPLES = sorted(path.name for path in FOLDER.glob("*.py") if path.name != "train_gpt2.py")
+LIBRARIES = {
+    "accelerate_loop.py": ["accelerate"],
+    "lightning_trainer.py": ["lightning"],
+    "lora_sft.py": ["datasets", "peft", "trl"],
+    "transformers_trainer.py": ["accelerate"],
+}
+"""Examples with trainers of libraries, each in a process of its own, and what they need."""
+EXAMPLES = sorted({path.name for path in FOLDER.glob("*.py")} - {"train_gpt2.py", *LIBRARIES})
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # transformers, when peft calls it
@@ -53,3 +65,39 @@ def test_an_example_is_short_and_roam_changes_few_lines_of_it(name: str) -> None
         or (isinstance(node, ast.Name) and node.id == "roam")
     }
     assert 2 <= len(lines) <= 3
+
+
+@pytest.mark.filterwarnings("ignore")  # an import of a library may warn
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_an_example_of_a_library_is_short_and_its_bits_are_eagers(
+    name: str, tmp_path: Path
+) -> None:
+    for library in LIBRARIES[name]:
+        pytest.importorskip(library)
+    script = FOLDER / name
+    lines = script.read_text().splitlines()
+    assert len(lines) <= 80
+    assert sum("# the only line that differs" in line for line in lines) == 1
+    ran = subprocess.run(
+        [sys.executable, str(script), "--steps", "4"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert "4 losses and all parameters: equal bit for bit" in ran.stdout
+
+
+def test_the_cells_of_the_notebook_run(capsys: pytest.CaptureFixture[str]) -> None:
+    notebook: dict[str, Any] = json.loads((FOLDER / "train_by_plan.ipynb").read_text())
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    for number, cell in enumerate(notebook["cells"]):
+        if cell["cell_type"] == "code":
+            assert cell["outputs"] == []
+            name, text = f"cell-{number}", "".join(cell["source"])
+            linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
+            exec(compile(text, name, "exec"), namespace)
+    assert len(namespace["losses"]) == 5
+    assert "limit" in capsys.readouterr().out

@@ -458,6 +458,32 @@ def _partitions() -> bool:
     return seen == [True, False, True]
 
 
+def _keeps_activations() -> bool:
+    """A product of two results is kept, and made again where nothing may be kept."""
+
+    def kept(share: float) -> int:
+        seen: list[int] = []
+
+        def partition(module: Any, inputs: Any, **settings: Any) -> Any:
+            parts = min_cut_rematerialization_partition(module, inputs, **settings)
+            seen.append(len(parts[0].graph.output_node().args[0]))
+            return parts
+
+        backend = private.aot_autograd(
+            fw_compiler=private.run_unplanned,
+            bw_compiler=private.run_unplanned,
+            partition_fn=partition,
+        )
+        torch.compiler.reset()
+        with private.keeping_activations(share):
+            weight = torch.ones(64, 64, requires_grad=True)
+            torch.compile(lambda x: (x @ weight).exp().sin() @ weight, backend=backend)(weight)
+        torch.compiler.reset()
+        return seen[0]
+
+    return kept(0.0) < kept(1.0)
+
+
 def _raised_by_dynamo() -> bool:
     error: Any = importlib.import_module("torch._dynamo.exc").Unsupported
     return private.is_of_dynamo(error.__module__) and not private.is_of_dynamo("torch.nn")
@@ -526,6 +552,7 @@ CANARIES: dict[str, Callable[[], bool]] = {
     "is_input_mutation": _partitions,
     "is_of_dynamo": _raised_by_dynamo,
     "is_view": lambda: private.is_view(torch.ones(2)[0]) and not private.is_view(torch.ones(2)),
+    "keeping_activations": _keeps_activations,
     "keeping_equal_nodes": _partitions,
     "kernel_library_switches": _switches,
     "mark_parameter": _marks,

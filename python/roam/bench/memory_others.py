@@ -17,6 +17,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from roam.bench.memory_nets import Net
+from roam.torch_compat.private import keeping_activations
 
 _Step = Callable[..., Any]
 _BUDGETS = (0.75, 0.5, 0.25, 0.0)
@@ -88,10 +89,9 @@ def compiled(train_step: _Step, model: torch.nn.Module) -> _Step:
 
 def budget(share: float) -> AbstractContextManager[Any]:
     """What is compiled inside keeps this share of its activations."""
-    import torch._functorch.config as config
-
     torch.compiler.reset()
-    return config.patch(activation_memory_budget=share)  # type: ignore[no-any-return]
+    kept: AbstractContextManager[Any] = keeping_activations(share)
+    return kept
 
 
 def _eagerly(net: Net, train_step: _Step, model: torch.nn.Module) -> _Step:

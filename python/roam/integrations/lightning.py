@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from lightning import Callback, LightningModule
 from lightning.pytorch.strategies import SingleDeviceStrategy
-from torch.utils import _pytree as pytree
 
 import roam
 from roam.errors import CaptureError
 from roam.integrations.versions import require
 from roam.runtime import Step
+from roam.torch_compat.private import pytree
 
 _BETWEEN = (
     "on_before_backward",

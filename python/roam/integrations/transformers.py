@@ -15,6 +15,8 @@ from roam.errors import CaptureError
 from roam.integrations.versions import require
 from roam.runtime import Step
 
+_METRICS = "_metrics"
+"""TRL's name for what its trainers collect for their logs, by mode; there is no public one."""
 _BETWEEN = ("on_pre_optimizer_step", "on_optimizer_step")
 """Events between the backward pass and the end of the update, which are one step here."""
 
@@ -40,7 +42,7 @@ def compile(trainer: Trainer, **options: Any) -> Step:
             devices (``trainer_devices``).
     """
     require("transformers", 5)
-    if hasattr(trainer, "_metrics"):
+    if hasattr(trainer, _METRICS):
         require("trl", 1)
     training_step = trainer.training_step
 
@@ -63,7 +65,7 @@ def compile(trainer: Trainer, **options: Any) -> Step:
         _check(trainer)
         loss, norm, metrics = step(model, inputs, num_items_in_batch)
         for name, (is_added, values) in metrics.items():
-            kept = trainer._metrics["train"]
+            kept = getattr(trainer, _METRICS)["train"]
             kept[name] = kept[name] + values if is_added else values
         if trainer.accelerator.sync_gradients:
             _is_updated(trainer, norm)
@@ -78,7 +80,7 @@ class _Added(list[Any]):
 
 
 class _NewMetrics:
-    """TRL's trainers append to lists in `_metrics` as they calculate the loss: lists of the step's
+    """TRL's trainers append to lists of metrics as they calculate the loss: lists of the step's
     own while it runs.
 
     Attributes:
@@ -90,18 +92,19 @@ class _NewMetrics:
         self.found: dict[str, tuple[bool, list[Any]]] = {}
 
     def __enter__(self) -> _NewMetrics:
-        self.kept = getattr(self.trainer, "_metrics", None)
+        self.kept = getattr(self.trainer, _METRICS, None)
         if self.kept is not None:
-            self.trainer._metrics = {mode: defaultdict(_Added) for mode in self.kept}
+            new: dict[str, Any] = {mode: defaultdict(_Added) for mode in self.kept}
+            setattr(self.trainer, _METRICS, new)
         return self
 
     def __exit__(self, *_: object) -> None:
         if self.kept is not None:
             self.found = {
                 name: (isinstance(values, _Added), list(values))
-                for name, values in self.trainer._metrics["train"].items()
+                for name, values in getattr(self.trainer, _METRICS)["train"].items()
             }
-            self.trainer._metrics = self.kept
+            setattr(self.trainer, _METRICS, self.kept)
 
 
 def _check(trainer: Trainer) -> None:

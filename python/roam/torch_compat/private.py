@@ -339,6 +339,11 @@ def keeping_equal_nodes() -> Any:
     return torch._functorch.config.patch(cse=False)
 
 
+def keeping_activations(share: float) -> Any:
+    """In the block, `torch.compile` has this `activation_memory_budget`."""
+    return torch._functorch.config.patch(activation_memory_budget=share)
+
+
 def run_unplanned(module: Any, example_inputs: Any) -> Callable[..., Any]:
     """The compiler that runs a graph as it is."""
     from torch._dynamo.backends.debugging import boxed_nop
@@ -423,6 +428,7 @@ __all__ = [
     "is_input_mutation",
     "is_of_dynamo",
     "is_view",
+    "keeping_activations",
     "keeping_equal_nodes",
     "kernel_library_switches",
     "mark_parameter",
