@@ -120,6 +120,23 @@ def test_measured_memory_of_a_step_is_what_it_allocates() -> None:
     assert 1_000_000 <= memory._Trained(TINY, way).local_bytes() <= 1_001_000
 
 
+@pytest.mark.parametrize("net", NETS, ids=lambda net: net.name)
+def test_activations_are_most_of_a_small_nets_peak(net: Net) -> None:
+    graph = memory_nets.capture(net, small=True)
+    live = graph.live_bytes()
+    peak = int(live.argmax())
+    activations = 0
+    for tensor in graph.tensors:
+        if tensor.kind == "activation":
+            users = [int(graph.positions[user]) for user in graph.users(tensor.id)]
+            creator = graph.creator(tensor.id)
+            assert creator is not None
+            begin = int(graph.positions[creator])
+            if begin <= peak <= max(users, default=begin):
+                activations += tensor.counted_bytes
+    assert activations >= 0.8 * live[peak]
+
+
 def test_every_net_has_a_name_of_its_own_and_a_small_size() -> None:
     assert len({net.name for net in NETS}) == len(NETS) == 12
     assert {net.kind for net in NETS} == {

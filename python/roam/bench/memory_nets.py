@@ -1,5 +1,5 @@
-"""The networks of `roam bench memory`: each in a size at which activations are most of the peak,
-which is planned on fake tensors, and in a small one that trains on a CPU within seconds.
+"""The networks of `roam bench memory`: each in a large size, which is planned on fake tensors, and
+in a small one that trains on a CPU within seconds. In both, activations are most of the peak.
 """
 
 from __future__ import annotations
@@ -43,15 +43,11 @@ class Net:
     is_chain: bool = True
 
 
-def _image(function: str, small: str = "") -> dict[str, Any]:
+def _image(function: str, *, small_batch: int = 8, **small_options: Any) -> dict[str, Any]:
     return {
         "family": "vision",
         "arguments": {"function": function, "size": 224, "options": {}, "batch": 32},
-        "small": {
-            "function": small or function,
-            "size": 64,
-            "batch": 16 if small else 8,
-        },
+        "small": {"size": 64, "batch": small_batch, "options": small_options},
     }
 
 
@@ -68,8 +64,8 @@ _SMALL_TEXT = {"vocab_size": 512, "hidden_size": 128, "num_hidden_layers": 4}
 _SMALL_HEADS = {"num_attention_heads": 4, "intermediate_size": 512}
 
 NETS = (
-    Net("resnet50", "convolutional", **_image("resnet50", small="resnet18"), blocks=("layer1", "layer2", "layer3", "layer4")),
-    Net("mobilenet_v2", "convolutional", **_image("mobilenet_v2"), blocks=("features",)),
+    Net("resnet50", "convolutional", **_image("resnet50", small_batch=24, width_per_group=16), blocks=("layer1", "layer2", "layer3", "layer4")),
+    Net("mobilenet_v2", "convolutional", **_image("mobilenet_v2", small_batch=12), blocks=("features",)),
     Net("densenet121", "convolutional", **_image("densenet121"), blocks=("features",)),
     Net(
         "unet",
@@ -128,7 +124,7 @@ NETS = (
         "recurrent",
         "recurrent",
         {"batch": 256, "seq": 35, "vocabulary": 1000},
-        {"batch": 32, "seq": 24, "vocabulary": 512, "width": 64},
+        {"batch": 32, "seq": 24, "vocabulary": 128, "width": 64},
     ),
     Net(
         "mamba",
@@ -141,9 +137,9 @@ NETS = (
             "seq": 64,
         },
         {
-            "config": {"vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 3},
+            "config": {"vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 5},
             "batch": 4,
-            "seq": 16,
+            "seq": 12,
         },
         blocks=("backbone.layers",),
     ),
@@ -156,7 +152,7 @@ NETS = (
         blocks=("blocks",),
         is_chain=False,
     ),
-    Net("randwire", "searched", "wired", {"batch": 32}, {"batch": 4, "width": 16, "nodes": 12}, blocks=("features",)),
+    Net("randwire", "searched", "wired", {"batch": 32}, {"batch": 6, "width": 16, "nodes": 12}, blocks=("features",)),
 )  # fmt: skip
 
 
@@ -176,10 +172,10 @@ def build(net: Net, *, small: bool = False) -> ZooStep:
     return ZooStep(train_step, model, optimizer, batch)
 
 
-def capture(net: Net) -> roam.Graph:
-    """The graph of a later step of the large size, for limits; nothing is allocated."""
+def capture(net: Net, *, small: bool = False) -> roam.Graph:
+    """The graph of a later step, for limits; nothing is allocated."""
     with roam.fake():
-        made = build(net)
+        made = build(net, small=small)
     objects = made.model, made.optimizer, *made.batch
     return roam.capture(made.train_step, *objects, random_states=True)
 
