@@ -58,7 +58,7 @@ class Color(enum.Enum):
 class Doubling:
     """A descriptor that keeps its value under another name."""
 
-    def __get__(self, holder: Any, owner: Any = None) -> Any:
+    def __get__(self, holder: Any, reference: Any = None) -> Any:
         return holder.hidden * 2
 
 

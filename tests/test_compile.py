@@ -1,4 +1,4 @@
-"""A compiled step keeps its promises: owners, guards, gradients, failure, interruption."""
+"""A compiled step keeps its promises: references, guards, gradients, failure, interruption."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from training import TRAININGS, assert_same_bits, plain_step, run, state_of, ten
 functional = torch.nn.functional
 
 
-class TestOwners:
+class TestReferences:
     def test_a_rate_changed_by_hand_takes_effect_at_once(self) -> None:
         captures = []
 

@@ -221,7 +221,7 @@ def test_nothing_is_updated_before_a_check_that_comes_first() -> None:
         program = runner._program
         order = [int(index) for index in runner.plan.order]
         (check,) = (index for index, call in enumerate(program.calls) if call.is_check)
-        there = {program.storage_of(slot) for _, slot in program.owned}
+        there = {program.storage_of(slot) for _, slot in program.referenced}
         later = {
             index
             for index, call in enumerate(program.calls)

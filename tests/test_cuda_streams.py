@@ -22,7 +22,7 @@ from roam.program.ir import Program
 from roam.runtime.executor import Executor
 from roam.runtime.pool import Pool
 from roam.runtime.strategy import choose
-from roam.state.references import ArgumentOwner
+from roam.state.references import ArgumentReference
 from training import TRAININGS, assert_same_bits
 
 STREAMS = 2
@@ -155,8 +155,8 @@ def test_streams_are_refused_where_there_are_none() -> None:
 def inputs(program: Program, arguments: tuple[Any, ...]) -> list[Any]:
     """What a run takes, from where it is found."""
     leaves = pytree.tree_leaves((arguments, {}))
-    owned = [
-        leaves[owner.index] if isinstance(owner, ArgumentOwner) else owner.get()
-        for owner, _ in program.owned
+    referenced = [
+        leaves[reference.index] if isinstance(reference, ArgumentReference) else reference.get()
+        for reference, _ in program.referenced
     ]
-    return [*owned, *(tensor for tensor, _ in program.constants)]
+    return [*referenced, *(tensor for tensor, _ in program.constants)]

@@ -98,7 +98,7 @@ def test_what_leaves_and_what_persists_is_the_first_runs() -> None:
     lowering = lowerings("small")[-1]
     program = lowering.program
     expanded = lowering.expanded(SEQUENCES["many"](lowering)).program
-    assert expanded.owned is program.owned
+    assert expanded.referenced is program.referenced
     assert expanded.outgoing() == program.outgoing()
     assert expanded.leaving() == program.leaving()
     slots = len(program.slots)

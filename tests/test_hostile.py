@@ -654,7 +654,7 @@ class TestInterrupts:
     @pytest.mark.parametrize(
         ("holder", "name"),
         [
-            (FakeState, "enter"), (FakeState, "forget_values"), (FakeState, "owners"), (Snapshot, "moved"), (Snapshot, "restore"),
+            (FakeState, "enter"), (FakeState, "forget_values"), (FakeState, "references"), (Snapshot, "moved"), (Snapshot, "restore"),
             (Recorder, "close"), (Recorder, "finish"), (runner, "choose"), (runtime, "capture_step"),
         ],
     )  # fmt: skip

@@ -379,15 +379,15 @@ class TestBranches:
         assert counts[-1] > counts[3] > 0
         assert sorted(set(counts)) == [2, 3, 4]
 
-    def test_equal_questions_are_one(self) -> None:
+    def test_equal_guards_are_one(self) -> None:
         model = Net()
         optimizer = torch.optim.RAdam(model.parameters(), lr=0.1)
         step = roam.compile(train_step)
         for _ in range(2):
             step(model, optimizer, torch.randn(5, 6), torch.randint(0, 8, (5,)))
-        ((question, answer),) = step._last._program.questions
+        ((guard, answer),) = step._last._program.computed_guards
         assert answer is False
-        assert len(question.askers) == len(list(model.parameters()))
+        assert len(guard.uses) == len(list(model.parameters()))
 
     def test_a_rate_that_decides_together_with_a_count(self) -> None:
         class Warm(torch.optim.Optimizer):

@@ -118,8 +118,8 @@ class TestPoison:
             for run in ("run_checked", "run"):
                 model.load_state_dict(before)
                 inputs = [
-                    leaves[owner.index] if owner.kind == "input" else owner.get()
-                    for owner, _ in choice.program.owned
+                    leaves[reference.index] if reference.kind == "input" else reference.get()
+                    for reference, _ in choice.program.referenced
                 ]
                 inputs += [tensor for tensor, _ in choice.program.constants]
                 with pool.held(size), torch.no_grad():

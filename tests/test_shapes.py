@@ -572,8 +572,8 @@ def test_programs_of_another_structure_are_told_apart() -> None:
     }
     made = next(place for place, one in enumerate(program.storages) if one.creator >= 0)
     moved = dataclasses.replace(program.storages[made], creator=1)
-    owner, slot = next(pair for pair in program.owned if pair[0].kind == "parameter")
-    other = dataclasses.replace(owner, kind="buffer")
+    reference, slot = next(pair for pair in program.referenced if pair[0].kind == "parameter")
+    other = dataclasses.replace(reference, kind="buffer")
     calls: dict[str, Any] = {
         "target": {"target": aten.neg.default},
         "phase": {"phase": "nowhere"},
@@ -593,12 +593,12 @@ def test_programs_of_another_structure_are_told_apart() -> None:
         _with(program, storages=[*program.storages[:made], moved, *program.storages[made + 1 :]]),
         _with(
             program,
-            owned=[(other, slot) if pair[0] is owner else pair for pair in program.owned],
+            referenced=[(other, slot) if pair[0] is reference else pair for pair in program.referenced],
         ),
         _with(program, calls=program.calls[:-1]),
         _with(program, entering={slot}),
         _with(program, result=([], program.result[1])),
-        _with(program, rebinds=[*program.rebinds, (owner, slot)]),
+        _with(program, rebinds=[*program.rebinds, (reference, slot)]),
         _with(program, constants=[*program.constants, (torch.zeros(1), slot)]),
     ]  # fmt: skip
     assert [has_same_structure(program, one) for one in changed] == [False] * len(changed)

@@ -11,7 +11,12 @@ from torch import nn
 
 from roam.state.discovery import Reach
 from roam.state.metadata import Table, metadata_of
-from roam.state.references import GradientOwner, PlaceOwner, StateOwner, state_owners
+from roam.state.references import (
+    GradientReference,
+    OptimizerReference,
+    PlaceReference,
+    optimizer_references,
+)
 from roam.state.state_guard import StateGuard
 
 
@@ -88,15 +93,15 @@ def _guard(model: nn.Module, optimizer: torch.optim.Optimizer) -> StateGuard:
     """Guards the state as it is, and the gradient of the first parameter."""
     reach = Reach.of(lambda: (model, optimizer), (), {})
     parameters = [
-        PlaceOwner(slot.space, slot.key, slot.path, "parameter", tied=False)
+        PlaceReference(slot.space, slot.key, slot.path, "parameter", tied=False)
         for slot in reach.slots
         if slot.kind == "parameter"
     ]
-    owners: list[StateOwner | GradientOwner] = [
-        GradientOwner(parameters[0], f"{parameters[0].path}.grad"),
-        *state_owners(reach, parameters),
+    references: list[OptimizerReference | GradientReference] = [
+        GradientReference(parameters[0], f"{parameters[0].path}.grad"),
+        *optimizer_references(reach, parameters),
     ]
-    return StateGuard((owner, _kind(owner.get())) for owner in owners)
+    return StateGuard((reference, _kind(reference.get())) for reference in references)
 
 
 def _kind(tensor: torch.Tensor) -> Any:

@@ -43,7 +43,12 @@ from roam.state.discovery import Reach
 from roam.state.global_flags import Switches
 from roam.state.global_state import check_surroundings
 from roam.state.guards import ArgGuard, Guards
-from roam.state.references import ArgumentOwner, GradientOwner, PlaceOwner, number_owners
+from roam.state.references import (
+    ArgumentReference,
+    GradientReference,
+    PlaceReference,
+    number_references,
+)
 from roam.state.snapshot import DRAWN, Setting, Snapshot, applied
 
 _MOST_TRACES = 3
@@ -398,7 +403,7 @@ def _captured(
         if settles is not None and not _is_settled(settles, programs[0]):
             settles.refusal.settles = True  # the step that finds all of it set has just been traced
             raise settles.refusal
-        kept = list(number_owners(reach, known.numbers))
+        kept = list(number_references(reach, known.numbers))
         if kept or not _has_known_optimizers(reach):
             _check_live_numbers(programs[0], tracer)
     except CaptureError as error:
@@ -417,12 +422,16 @@ def _captured(
     guards = known.shared(
         Guards(
             reach,
-            [owner.path for owner in kept if owner.get() is not None],
+            [reference.path for reference in kept if reference.get() is not None],
             reliance.settled(reach),
             results,
         )
     )
-    received = {owner.index for owner, _ in programs[0].owned if isinstance(owner, ArgumentOwner)}
+    received = {
+        reference.index
+        for reference, _ in programs[0].referenced
+        if isinstance(reference, ArgumentReference)
+    }
     arguments = ArgGuard(args, kwargs, guards, floats, received, taker)
     settings = [] if settles is None else settles.settings
     if first.unsettled is not None:
@@ -430,7 +439,11 @@ def _captured(
         return CapturedStep(_first(first, name, guards, answers), None, guards, arguments, settings)
     if steady is not first:
         known.add(steady)
-    carried = {owner.path for owner, _ in steady.owned if isinstance(owner, GradientOwner)}
+    carried = {
+        reference.path
+        for reference, _ in steady.referenced
+        if isinstance(reference, GradientReference)
+    }
     for program in programs:
         settle_gradients(program, carried, keep_grads)
     steady = prune(steady)
@@ -474,7 +487,10 @@ def _what_was_read(
 
 
 def _numbers(reach: Reach, changing: set[str]) -> list[tuple[str, int]]:
-    return [(owner.path, id(owner.space.holder)) for owner in number_owners(reach, changing)]  # type: ignore[attr-defined]
+    return [
+        (reference.path, id(reference.space.holder))  # type: ignore[attr-defined]
+        for reference in number_references(reach, changing)
+    ]
 
 
 def _first(program: Program, name: str, guards: Guards, answers: Answers) -> Variant:
@@ -525,7 +541,7 @@ def _is_first_of(first: Program, later: Program) -> bool:
 
 
 def _absent(program: Program) -> set[str]:
-    return {owner.path for owner in program.absent}
+    return {reference.path for reference in program.absent}
 
 
 @dataclass(frozen=True, slots=True)
@@ -615,8 +631,10 @@ class _Tracer:
                     if setting.slot is not None:
                         path = setting.space.label(setting.key)
                         check_no_leaf(setting.space.get(setting.key), path)
-                        owner = PlaceOwner(setting.space, setting.key, path, "buffer", tied=False)
-                        program.rebinds.append((owner, setting.slot))
+                        reference = PlaceReference(
+                            setting.space, setting.key, path, "buffer", tied=False
+                        )
+                        program.rebinds.append((reference, setting.slot))
                 accumulate_in_place(program)
                 program = assign_early(program)
                 programs.append(self.known.pruned(program))

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from roam.program.bits import differ
-from roam.program.ir import Call, Program, Question, Ref, substitute
+from roam.program.ir import Call, ComputedGuard, Program, Ref, substitute
 from roam.state.equality import same
-from roam.state.references import ArgumentOwner, Skeleton
+from roam.state.references import ArgumentReference, Skeleton
 from roam.torch_compat.private import OpOverload
 
 _besides_arguments = attrgetter(
@@ -38,7 +38,7 @@ def difference(first: Program, second: Program) -> str | None:
     for what, one_value, other_value in (
         ("tensors", first.slots, second.slots),
         ("storages", _blocks(first), _blocks(second)),
-        ("owners", _paths(first.owned), _paths(second.owned)),
+        ("references", _paths(first.referenced), _paths(second.referenced)),
         ("state left behind", _paths(first.rebinds), _paths(second.rebinds)),
         ("changes of requires_grad", first.flags, second.flags),
         ("histories ended in place", first.detached, second.detached),
@@ -72,7 +72,7 @@ def is_resized(known: Program, program: Program) -> bool:
         and _kinds(known) == _kinds(program)
         and [storage.creator for storage in known.storages] == [storage.creator for storage in program.storages]
         and known.entering == program.entering
-        and _paths(known.owned) == _paths(program.owned)
+        and _paths(known.referenced) == _paths(program.referenced)
         and _paths(known.rebinds) == _paths(program.rebinds)
         and (known.flags, known.detached) == (program.flags, program.detached)
         and _histories(known) == _histories(program)
@@ -81,7 +81,7 @@ def is_resized(known: Program, program: Program) -> bool:
         and _same_values(known.plain_state, program.plain_state)
         and _same_values(known.plain_before, program.plain_before)
         and _same_decisions(known, program)
-        and _same_questions(known, program, sizes)
+        and _same_guards(known, program, sizes)
         and _same_constants(known.constants, program.constants)
         and known.split == program.split
         and known.skippable == program.skippable
@@ -95,7 +95,8 @@ def is_resized(known: Program, program: Program) -> bool:
 
 def has_same_structure(one: Program, other: Program) -> bool:
     """Whether programs differ in sizes alone, and in values that calls are given: the same
-    operators on the same slots in the same storages, of the same dtypes and for the same owners.
+    operators on the same slots in the same storages, of the same dtypes, with the same
+    references.
     """
     return (
         len(one.calls) == len(other.calls)
@@ -105,8 +106,8 @@ def has_same_structure(one: Program, other: Program) -> bool:
         == [storage.creator for storage in other.storages]
         and one.entering == other.entering
         and one.outgoing() == other.outgoing()
-        and _kinds_of_owners(one.owned) == _kinds_of_owners(other.owned)
-        and _kinds_of_owners(one.rebinds) == _kinds_of_owners(other.rebinds)
+        and _kinds_of_references(one.referenced) == _kinds_of_references(other.referenced)
+        and _kinds_of_references(one.rebinds) == _kinds_of_references(other.rebinds)
         and [slot for _, slot in one.constants] == [slot for _, slot in other.constants]
     )
 
@@ -117,8 +118,8 @@ def _is_alike(one: Call, other: Call) -> bool:
     )
 
 
-def _kinds_of_owners(pairs: list[tuple[Any, int]]) -> list[tuple[str, int]]:
-    return [(owner.kind, slot) for owner, slot in pairs]
+def _kinds_of_references(pairs: list[tuple[Any, int]]) -> list[tuple[str, int]]:
+    return [(reference.kind, slot) for reference, slot in pairs]
 
 
 def share(program: Program, earlier: Program) -> None:
@@ -164,10 +165,10 @@ def _is_same_nest(one: Any, two: Any) -> bool:
 
 
 def _histories(program: Program) -> list[tuple[str, Any]]:
-    """How autograd sees the results, and what owners hold afterwards."""
+    """How autograd sees the results, and what references hold afterwards."""
     named = [*(("", history) for history in program.histories), *program.historic.items()]
     return [
-        (path, history if isinstance(history, str) else [owner.path for owner in history])
+        (path, history if isinstance(history, str) else [reference.path for reference in history])
         for path, history in named
     ]
 
@@ -177,9 +178,9 @@ def _changed_sizes(known: Program, program: Program) -> set[tuple[int, int]]:
     them did.
     """
     changed = set()
-    for (_, one), (owner, two) in zip(known.owned, program.owned, strict=False):
+    for (_, one), (reference, two) in zip(known.referenced, program.referenced, strict=False):
         old, new = known.slots[one], program.slots[two]
-        if isinstance(owner, ArgumentOwner) and old is not None and new is not None:
+        if isinstance(reference, ArgumentReference) and old is not None and new is not None:
             changed |= {
                 pair for pair in zip(old.shape, new.shape, strict=False) if pair[0] != pair[1]
             }
@@ -306,25 +307,27 @@ def _same_decisions(known: Program, program: Program) -> bool:
     )
 
 
-def _same_questions(known: Program, program: Program, sizes: set[tuple[int, int]]) -> bool:
-    return len(known.questions) == len(program.questions) and all(
-        same(old, new) and _is_same_question(_numbered(one), _numbered(two), sizes)
-        for (one, old), (two, new) in zip(known.questions, program.questions, strict=True)
+def _same_guards(known: Program, program: Program, sizes: set[tuple[int, int]]) -> bool:
+    return len(known.computed_guards) == len(program.computed_guards) and all(
+        same(old, new) and _is_same_guard(_numbered(one), _numbered(two), sizes)
+        for (one, old), (two, new) in zip(
+            known.computed_guards, program.computed_guards, strict=True
+        )
     )
 
 
-def _is_same_question(one: Question, two: Question, sizes: set[tuple[int, int]]) -> bool:
+def _is_same_guard(one: ComputedGuard, two: ComputedGuard, sizes: set[tuple[int, int]]) -> bool:
     return (
         (one.inputs, one.changed, one.slot) == (two.inputs, two.changed, two.slot)
         and _are_resized(one.calls, two.calls, sizes)
         and _same_constants(one.constants, two.constants)
-        and [[owner.path for owner in owners] for owners in one.askers]
-        == [[owner.path for owner in owners] for owners in two.askers]
+        and [[reference.path for reference in references] for references in one.uses]
+        == [[reference.path for reference in references] for references in two.uses]
     )
 
 
-def _numbered(question: Question) -> Question:
-    """A question with its slots numbered as they come. Those of the recording count what was there
+def _numbered(guard: ComputedGuard) -> ComputedGuard:
+    """A guard with its slots numbered as they come. Those of the recording count what was there
     before the step, gradients too.
     """
     numbers: dict[int, int] = {}
@@ -343,21 +346,21 @@ def _numbered(question: Question) -> Question:
             outputs=tuple(None if slot is None else number(slot) for slot in call.outputs),
             mutates=tuple(map(number, call.mutates)),
         )
-        for call in question.calls
+        for call in guard.calls
     ]
     return replace(
-        question,
+        guard,
         calls=calls,
-        inputs=list(map(number, question.inputs)),
-        changed=frozenset(map(number, question.changed)),
-        constants=[(tensor, number(slot)) for tensor, slot in question.constants],
-        slot=number(question.slot),
+        inputs=list(map(number, guard.inputs)),
+        changed=frozenset(map(number, guard.changed)),
+        constants=[(tensor, number(slot)) for tensor, slot in guard.constants],
+        slot=number(guard.slot),
     )
 
 
 def asks_the_same(first: Program, second: Program) -> bool:
-    """Whether two programs take the same for granted of numbers, and ask the same questions."""
-    return _same_decisions(first, second) and _same_questions(first, second, set())
+    """Whether two programs hold for the same decisions on numbers, and the same guards."""
+    return _same_decisions(first, second) and _same_guards(first, second, set())
 
 
 def agrees(live: Program, plain: Program) -> bool:
@@ -432,7 +435,7 @@ def _same_constants(
 
 
 def _paths(bindings: list[tuple[Any, int]]) -> list[tuple[str, int]]:
-    return [(owner.path, slot) for owner, slot in bindings]
+    return [(reference.path, slot) for reference, slot in bindings]
 
 
 def _blocks(program: Program) -> list[tuple[int, int]]:

@@ -105,11 +105,11 @@ def _with_copies(program: Program, order: list[int]) -> Program:
         (place for place, index in enumerate(order) if program.calls[index].is_branch), default=-1
     )
     last_check = max(place for place, index in enumerate(order) if program.calls[index].is_check)
-    owned: dict[int, list[int]] = {}
+    referenced: dict[int, list[int]] = {}
     trained = set()
-    for owner, slot in program.owned:
-        owned.setdefault(program.storage_of(slot), []).append(slot)
-        if owner.kind in ("parameter", "optimizer_state"):
+    for reference, slot in program.referenced:
+        referenced.setdefault(program.storage_of(slot), []).append(slot)
+        if reference.kind in ("parameter", "optimizer_state"):
             trained.add(program.storage_of(slot))
     result = replace(
         program,
@@ -124,7 +124,7 @@ def _with_copies(program: Program, order: list[int]) -> Program:
         if place < (last_branch if storage in trained else last_check):
             pairs = [
                 _add_copy(result, slot, order[place])
-                for slot in _writable(program, owned.get(storage, ()))
+                for slot in _writable(program, referenced.get(storage, ()))
             ]
             copies.setdefault(place, []).extend((Ref(slot), Ref(copy)) for slot, copy, _ in pairs)
             inserted.setdefault(place, []).extend(index for _, _, index in pairs)

@@ -7,11 +7,11 @@ import operator
 
 from roam.program.ir import Program
 from roam.state.references import (
-    ArgumentOwner,
-    AttributeOwner,
-    EntryOwner,
-    GradientOwner,
-    PlaceOwner,
+    ArgumentReference,
+    AttributeReference,
+    EntryReference,
+    GradientReference,
+    PlaceReference,
 )
 
 
@@ -19,19 +19,19 @@ def settle_gradients(program: Program, carried: set[str], keep_grads: bool) -> N
     """Lets those gradients outlive the step that the next step looks at, that no optimizer has used
     up, or all where the caller wants so.
     """
-    owned = {owner.path for owner, _ in program.owned}
+    referenced = {reference.path for reference, _ in program.referenced}
     used_up = set() if keep_grads else _used_up(program)
     rebinds = []
-    for owner, slot in program.rebinds:
-        is_gradient = isinstance(owner, GradientOwner)
-        if not is_gradient or owner.path not in used_up or owner.path in carried:
-            rebinds.append((owner, slot))
-        if is_gradient and owner.path not in owned and owner.path not in carried:
-            program.dropped.append(owner)
-        elif isinstance(owner, (ArgumentOwner, AttributeOwner, EntryOwner)):
+    for reference, slot in program.rebinds:
+        is_gradient = isinstance(reference, GradientReference)
+        if not is_gradient or reference.path not in used_up or reference.path in carried:
+            rebinds.append((reference, slot))
+        if is_gradient and reference.path not in referenced and reference.path not in carried:
+            program.dropped.append(reference)
+        elif isinstance(reference, (ArgumentReference, AttributeReference, EntryReference)):
             continue  # guarded with the arguments, or it may hold anything before
-        elif owner.path not in owned and program.slots[slot] is not None:
-            program.absent.append(owner)
+        elif reference.path not in referenced and program.slots[slot] is not None:
+            program.absent.append(reference)
     program.rebinds = rebinds
 
 
@@ -41,19 +41,19 @@ def _used_up(program: Program) -> set[str]:
     """
     assigned = dict(program.assigned())
     parameters = {
-        owner.path: {program.storage_of(slot), program.storage_of(assigned.get(slot, slot))}
-        for owner, slot in program.owned
-        if isinstance(owner, PlaceOwner)
+        reference.path: {program.storage_of(slot), program.storage_of(assigned.get(slot, slot))}
+        for reference, slot in program.referenced
+        if isinstance(reference, PlaceReference)
     }
     gradients = [
-        (owner, program.storage_of(slot))
-        for owner, slot in program.rebinds
-        if isinstance(owner, GradientOwner)
+        (reference, program.storage_of(slot))
+        for reference, slot in program.rebinds
+        if isinstance(reference, GradientReference)
     ]
     bits = {storage: 1 << number for number, (_, storage) in enumerate(gradients)}
     updated: dict[int, int] = {}
-    for owner, storage in gradients:
-        for parameter in parameters[owner.parameter.path]:
+    for reference, storage in gradients:
+        for parameter in parameters[reference.parameter.path]:
             updated[parameter] = updated.get(parameter, 0) | bits[storage]
     place_of = functools.partial(_place, program)
     reached: dict[
@@ -74,7 +74,7 @@ def _used_up(program: Program) -> set[str]:
             if place in updated:
                 others = (mask for other, mask in sources.items() if other != place)
                 used |= updated[place] & functools.reduce(operator.or_, others, 0)
-    return {owner.path for owner, storage in gradients if used & bits[storage]}
+    return {reference.path for reference, storage in gradients if used & bits[storage]}
 
 
 def _place(program: Program, slot: int) -> int:

@@ -20,7 +20,7 @@ from roam.torch_compat.private import BelowAutograd, FakeTensor, OpOverload
 
 History = Literal["none", "leaf"] | tuple[Any, ...]
 """How autograd sees a tensor: as a plain one or one from before the step, as a leaf that requires a
-gradient, as made from such, of which it gives the owners of those from before the step."""
+gradient, as made from such, of which it gives the references of those from before the step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +132,8 @@ class Call:
             return _name_of(self.target.operator)
         module = str(self.target.__module__)
         is_own = self.is_check or self.target in (assign_data, generator_state)
-        owner = "roam" if is_own else module if module.startswith("torch.") else "float"
-        return f"{owner}.{self.target.__name__}"
+        package = "roam" if is_own else module if module.startswith("torch.") else "float"
+        return f"{package}.{self.target.__name__}"
 
     def refs(self) -> tuple[int, ...]:
         """Slots of all that the call needs: its arguments, nested ones included, its generator's
@@ -220,7 +220,7 @@ class HostCall:
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class ComputedGuard:
     """A computed guard: it decides what the step does by values that are there before the step.
 
     Its slots are numbered as in the recording; it is run apart from the program, before it.
@@ -234,8 +234,9 @@ class Question:
     constants: list[tuple[torch.Tensor, int]]
     slot: int
     source: Source
-    askers: list[tuple[Any, ...]]
-    """Per asker the owners of its inputs."""
+    uses: list[tuple[Any, ...]]
+    """Per use of the guard, the references of its inputs: updates of many parameters may have the
+    same condition, each on a number of its own."""
     made_bytes: int = 0
     """The most that asking it allocates."""
 
@@ -262,12 +263,12 @@ class Question:
         return known[self.slot]
 
     def has_other_answer(self, answer: Any, lookup: Callable[[Any], Any]) -> bool:
-        """Whether any asker gets another answer now; `lookup` gives an owner's value. Equal numbers
-        are asked about once.
+        """Whether any use gets another answer now; `lookup` gives a reference's value. Equal
+        numbers are asked about once.
         """
         asked = set()
-        for owners in self.askers:
-            values = [lookup(owner) for owner in owners]
+        for references in self.uses:
+            values = [lookup(reference) for reference in references]
             key = tuple(_number(value) for value in values)
             if key not in asked and not self._is_answered(values, answer):
                 return True
@@ -287,7 +288,7 @@ def is_same_answer(one: Any, other: Any) -> bool:
 
 
 def _number(value: Any) -> object:
-    """Equal for values that no question tells apart."""
+    """Equal for values that no computed guard tells apart."""
     if not isinstance(value, torch.Tensor):
         return repr(value)
     return (value.dtype, value.shape, repr(value.item())) if value.numel() == 1 else id(value)
@@ -301,8 +302,8 @@ class Program:
     slots: list[TensorMeta | None] = field(default_factory=list)
     """Per slot: the tensor's meta, or None for a live number."""
     storages: list[Storage] = field(default_factory=list)
-    owned: list[tuple[Any, int]] = field(default_factory=list)
-    """(owner, slot): values that are looked up from their owners at every call."""
+    referenced: list[tuple[Any, int]] = field(default_factory=list)
+    """(reference, slot): values that are looked up at every call."""
     constants: list[tuple[torch.Tensor, int]] = field(default_factory=list)
     """(real tensor, slot): literal tensors of the user's code."""
     entering: set[int] = field(default_factory=set)
@@ -312,38 +313,38 @@ class Program:
     histories: list[History] = field(default_factory=list)
     """Per leaf of the result, how autograd sees it."""
     historic: dict[str, History] = field(default_factory=dict)
-    """By the path of the owner among `rebinds`, how autograd sees tensors that are made from such
-    as require a gradient."""
+    """By the path of the reference among `rebinds`, how autograd sees tensors that are made from
+    such as require a gradient."""
     rebinds: list[tuple[Any, int]] = field(default_factory=list)
-    """(owner, slot): owners that hold another tensor or live number after the step than before."""
+    """(reference, slot): where another tensor or live number is after the step than before."""
     flags: list[tuple[int, bool]] = field(default_factory=list)
     """(slot, flag): tensors from before the step whose `requires_grad` it leaves changed, and to
     what."""
     detached: list[int] = field(default_factory=list)
     """Slots of tensors from before the step whose gradient history it ends in place."""
     dropped: list[Any] = field(default_factory=list)
-    """Owners of gradients from before the step that are gone after it."""
+    """References to gradients from before the step that are gone after it."""
     absent: list[Any] = field(default_factory=list)
-    """Owners that must hold nothing before the step: what this program makes, another variant
+    """References that must hold nothing before the step: what this program makes, another variant
     finds."""
     plain_state: list[tuple[Any, Any]] = field(default_factory=list)
-    """(owner, value): what an optimizer's state, rates and overwritten attributes are after the
+    """(reference, value): what an optimizer's state, rates and overwritten attributes are after the
     step, where that is neither tensor nor live number. Of a nest with tensors in it a `Skeleton`,
     whose entries are rebound."""
     state_order: list[Any] = field(default_factory=list)
-    """Owners of all state after the step, in its own order, where `plain_state` adds to it."""
+    """References to all state after the step, in its own order, where `plain_state` adds to it."""
     reshaped: list[tuple[Any, tuple[Any, ...]]] = field(default_factory=list)
-    """(owner, (shape, strides, offset)): arguments whose shape the step changes in place."""
+    """(reference, (shape, strides, offset)): arguments whose shape the step changes in place."""
     overwritten: list[Any] = field(default_factory=list)
-    """Owners of attributes that the step sets before it looks at them, in order."""
+    """References to attributes that the step sets before it looks at them, in order."""
     plain_before: list[tuple[Any, Any]] = field(default_factory=list)
-    """(owner, value): what an optimizer's state must hold before the step beside tensors."""
+    """(reference, value): what an optimizer's state must hold before the step beside tensors."""
     decisions: list[tuple[Any, Callable[..., bool], tuple[float, ...], bool]] = field(
         default_factory=list
     )
-    """(owner, comparison, constants, answer): what the step's code asked of live numbers."""
-    questions: list[tuple[Question, Any]] = field(default_factory=list)
-    """(question about what is there before the step, its answer at capture)."""
+    """(reference, comparison, constants, answer): what the step's code asked of live numbers."""
+    computed_guards: list[tuple[ComputedGuard, Any]] = field(default_factory=list)
+    """(guard, its answer at capture)."""
     stepped: list[Any] = field(default_factory=list)
     """Optimizers whose `step` the user's step calls."""
     skippable: list[tuple[Any, int]] = field(default_factory=list)
@@ -378,8 +379,8 @@ class Program:
         return -1 if meta is None else meta.storage
 
     def outgoing(self) -> set[int]:
-        """Slots whose values outlive the step: results, what owners hold afterwards, data that is
-        assigned to tensors, schedulers' arguments, what was left out.
+        """Slots whose values outlive the step: results, what references hold afterwards, data that
+        is assigned to tensors, schedulers' arguments, what was left out.
         """
         outgoing = set(refs(self.result[0])) | {
             slot for _, slot in (*self.rebinds, *self.skippable)

@@ -510,13 +510,17 @@ def kinds_of(program: Program, leaving: Iterable[int]) -> list[str]:
                     kinds[number] = "gradient"
     for number in leaving:
         kinds[number] = "output"
-    for owner, slot in program.rebinds:
+    for reference, slot in program.rebinds:
         if program.slots[slot] is not None:
-            kinds[program.storage_of(slot)] = owner.kind
-    owned = {slot: owner.kind for owner, slot in program.owned if program.slots[slot] is not None}
+            kinds[program.storage_of(slot)] = reference.kind
+    referenced = {
+        slot: reference.kind
+        for reference, slot in program.referenced
+        if program.slots[slot] is not None
+    }
     for tensor, data in program.assigned():
-        kinds[program.storage_of(data)] = owned[tensor]
-    for slot, kind in owned.items():
+        kinds[program.storage_of(data)] = referenced[tensor]
+    for slot, kind in referenced.items():
         kinds[program.storage_of(slot)] = kind
     for _, slot in program.constants:
         kinds[program.storage_of(slot)] = "buffer"

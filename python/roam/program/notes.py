@@ -23,10 +23,10 @@ def notes_on(program: Program, guards: Guards, *, guessed: bool = False) -> list
         )
     ]
     if program.decisions:
-        kept = {owner.path for owner, *_ in program.decisions}
+        kept = {reference.path for reference, *_ in program.decisions}
         notes.append(("compared", f"{len(kept):,} live numbers with constants, at every call"))
-    if program.questions:
-        places = [question.source for question, _ in program.questions]
+    if program.computed_guards:
+        places = [guard.source for guard, _ in program.computed_guards]
         notes.append(("computed guards", f"{len(places):,} at every call: {_shown(places)}"))
     if program.answers:
         places = [call.source for call in program.calls if call.is_branch]

@@ -19,7 +19,7 @@ from roam.program.ir import (
     ref_to,
     substitute,
 )
-from roam.state.references import GradientOwner, StateOwner
+from roam.state.references import GradientReference, OptimizerReference
 
 aten = torch.ops.aten
 
@@ -106,17 +106,17 @@ def prune(program: Program) -> Program:
             matters.add(program.storage_of(slot))
     calls.reverse()
     moved = {old: new for new, old in enumerate(reversed(positions))}
-    owned = [
-        (owner, slot)
-        for owner, slot in program.owned
+    referenced = [
+        (reference, slot)
+        for reference, slot in program.referenced
         if slot in needed
-        or not isinstance(owner, GradientOwner)
+        or not isinstance(reference, GradientReference)
         and program.slots[slot] is not None
     ]
     constants = [(tensor, slot) for tensor, slot in program.constants if slot in needed]
-    if _is_all(program, calls, owned, constants):
+    if _is_all(program, calls, referenced, constants):
         return program
-    return _renumber(program, calls, moved, owned, constants)
+    return _renumber(program, calls, moved, referenced, constants)
 
 
 def assign_early(program: Program) -> Program:
@@ -147,11 +147,11 @@ def assign_early(program: Program) -> Program:
         last_use.update((program.storage_of(slot), index) for slot in (*call.refs(), *made))
     order = sorted(range(len(program.calls)), key=places.__getitem__)
     held = {program.storage_of(slot) for slot in program.outgoing()}
-    held.update(program.storage_of(slot) for _, slot in program.owned if slot not in assigned)
+    held.update(program.storage_of(slot) for _, slot in program.referenced if slot not in assigned)
     program.entering = {program.storage_of(slot) for slot in assigned} - held
     calls = [program.calls[index] for index in order]
     moved = {old: new for new, old in enumerate(order)}
-    return _renumber(program, calls, moved, program.owned, program.constants)
+    return _renumber(program, calls, moved, program.referenced, program.constants)
 
 
 def renumbered(program: Program) -> Program:
@@ -160,21 +160,23 @@ def renumbered(program: Program) -> Program:
         program,
         program.calls,
         {index: index for index in range(len(program.calls))},
-        program.owned,
+        program.referenced,
         program.constants,
     )
 
 
-def _is_all(program: Program, calls: list[Call], owned: list[Any], constants: list[Any]) -> bool:
+def _is_all(
+    program: Program, calls: list[Call], referenced: list[Any], constants: list[Any]
+) -> bool:
     """Whether these are all that a program has, and it numbers nothing else, with what is there
     before the step first.
     """
-    first = [slot for _, slot in (*owned, *constants)]
+    first = [slot for _, slot in (*referenced, *constants)]
     if first != list(range(len(first))):  # a recording comes by constants in its midst
         return False
-    if (len(calls), len(owned), len(constants)) != (
+    if (len(calls), len(referenced), len(constants)) != (
         len(program.calls),
-        len(program.owned),
+        len(program.referenced),
         len(program.constants),
     ):
         return False
@@ -189,7 +191,7 @@ def reordered(program: Program, order: Sequence[int]) -> Program:
     """The same program with its calls in another order; `order` has their numbers."""
     moved = {old: new for new, old in enumerate(order)}
     return _renumber(
-        program, [program.calls[old] for old in order], moved, program.owned, program.constants
+        program, [program.calls[old] for old in order], moved, program.referenced, program.constants
     )
 
 
@@ -207,13 +209,13 @@ def with_state(
         paths: of what it makes and the later one finds; None: of the optimizers' state.
     """
     made = {
-        owner.path: slot
-        for owner, slot in first.rebinds
-        if (isinstance(owner, StateOwner) if paths is None else owner.path in paths)
+        reference.path: slot
+        for reference, slot in first.rebinds
+        if (isinstance(reference, OptimizerReference) if paths is None else reference.path in paths)
         and first.slots[slot] is not None
     }
-    there = made | {owner.path: slot for owner, slot in first.owned}
-    if there.keys() != {owner.path for owner, _ in later.owned}:
+    there = made | {reference.path: slot for reference, slot in first.referenced}
+    if there.keys() != {reference.path for reference, _ in later.referenced}:
         return None
     state = set(made.values())
     kept = [index for index, call in enumerate(first.calls) if not _only_makes(call, state)]
@@ -232,7 +234,7 @@ def with_state(
         ),
         calls,
         {old: new for new, old in enumerate(kept)},
-        [(owner, there[owner.path]) for owner, _ in later.owned],
+        [(reference, there[reference.path]) for reference, _ in later.referenced],
         [(tensor, slot) for tensor, slot in first.constants if slot in used],
     )
 
@@ -251,7 +253,7 @@ def _renumber(
     program: Program,
     calls: list[Call],
     moved: dict[int, int],
-    owned: list[Any],
+    referenced: list[Any],
     constants: list[Any],
 ) -> Program:
     slots: dict[int, int] = {}
@@ -283,14 +285,14 @@ def _renumber(
     def renamed(value: Any) -> Any:
         return substitute(value, lambda ref: ref_to(slot_of(ref.slot)))
 
-    result.owned = [(owner, slot_of(slot)) for owner, slot in owned]
+    result.referenced = [(reference, slot_of(slot)) for reference, slot in referenced]
     result.constants = [(tensor, slot_of(slot)) for tensor, slot in constants]
     result.entering = {storages[number] for number in program.entering if number in storages}
     result.calls = [call.renamed(slot_of) for call in calls]
     leaves, spec = program.result
     result.result = ([renamed(leaf) for leaf in leaves], spec)
     result.histories, result.historic = program.histories, program.historic
-    result.rebinds = [(owner, slot_of(slot)) for owner, slot in program.rebinds]
+    result.rebinds = [(reference, slot_of(slot)) for reference, slot in program.rebinds]
     result.flags = [(slot_of(slot), flag) for slot, flag in program.flags]
     result.detached = [slot_of(slot) for slot in program.detached]
     result.dropped = list(program.dropped)
@@ -301,7 +303,7 @@ def _renumber(
     result.overwritten = list(program.overwritten)
     result.decisions = list(program.decisions)
     result.plain_before = list(program.plain_before)
-    result.questions = list(program.questions)
+    result.computed_guards = list(program.computed_guards)
     result.split = program.split
     result.unsettled = program.unsettled
     result.stepped = list(program.stepped)
@@ -337,7 +339,7 @@ def _redirect_results(program: Program, replaced: dict[int, int]) -> None:
 
     leaves, spec = program.result
     program.result = (substitute(leaves, new), spec)
-    program.rebinds = [(owner, replaced.get(slot, slot)) for owner, slot in program.rebinds]
+    program.rebinds = [(reference, replaced.get(slot, slot)) for reference, slot in program.rebinds]
     program.after = [
         HostCall(h.scheduler, h.path, substitute(h.arguments, new), h.position)
         for h in program.after

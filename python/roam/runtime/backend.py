@@ -250,10 +250,12 @@ class _Planned:
         logger.info("%s: %s", variant.name, choice)
         program = choice.program
         self._device = variant.device
-        self._places = [owner.index for owner, _ in program.owned]
+        self._places = [reference.index for reference, _ in program.referenced]
         written = {program.storage_of(slot) for call in program.calls for slot in call.mutates}
         self._changed = [
-            owner.index for owner, slot in program.owned if program.storage_of(slot) in written
+            reference.index
+            for reference, slot in program.referenced
+            if program.storage_of(slot) in written
         ]
         self._constants = [tensor for tensor, _ in program.constants]
         self._executor = Executor(

@@ -146,7 +146,7 @@ class Bindings:
 
     def input_slots(self) -> list[int]:
         """Slots of a run's inputs, in their order."""
-        return [slot for _, slot in self.program.owned] + [
+        return [slot for _, slot in self.program.referenced] + [
             slot for _, slot in self.program.constants
         ]
 

@@ -32,7 +32,7 @@ from roam.runtime.planned import plain_of, planned_by
 from roam.runtime.runner import Declined, PartialUpdate, Runner, listed
 from roam.runtime.strategy import MAX_PLANS, Options
 from roam.runtime.timings import Timings
-from roam.state.references import ArgumentOwner
+from roam.state.references import ArgumentReference
 from roam.switch import is_disabled
 from roam.torch_compat.private import FakeTensor, version_of
 
@@ -282,11 +282,11 @@ class Step:
             logger.info("%s: ready after %s", runner.name, timings)
             return result
         except PartialUpdate as partial:
-            self._partly_updated = partial.owners
+            self._partly_updated = partial.references
             self._failed_because = str(partial.error)
             raise partial.error from partial.error.__cause__
 
-    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+    def __get__(self, instance: Any, reference: type | None = None) -> Any:
         """A compiled method, bound like any other."""
         return self if instance is None else MethodType(self, instance)
 
@@ -560,9 +560,9 @@ class Step:
         again.
         """
         waiting = [
-            owner.path
-            for owner, tensor, version in self._partly_updated
-            if owner.get() is tensor and version_of(tensor) == version
+            reference.path
+            for reference, tensor, version in self._partly_updated
+            if reference.get() is tensor and version_of(tensor) == version
         ]
         if waiting:
             raise ExecutionError(
@@ -581,7 +581,9 @@ def _has_fakes(step: CapturedStep, args: tuple[Any, ...], kwargs: dict[str, Any]
     variant = step.steady or step.first
     assert variant is not None, "one of them is there"
     held = [
-        owner.get() for owner, _ in variant.program.owned if not isinstance(owner, ArgumentOwner)
+        reference.get()
+        for reference, _ in variant.program.referenced
+        if not isinstance(reference, ArgumentReference)
     ]
     given = step.arguments.taker.take(args, kwargs).leaves
     return any(isinstance(value, FakeTensor) for value in (*held, *given))

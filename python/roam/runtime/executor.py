@@ -101,8 +101,8 @@ class Executor:
         `run_checked` comes first; both run inside `held`.
 
         Args:
-            inputs: values of `Program.owned`, then of `Program.constants`, in their order. The list
-                is emptied, so that what nobody else holds is gone after its last use.
+            inputs: values of `Program.referenced`, then of `Program.constants`, in their order.
+                The list is emptied, so that what nobody else holds is gone after its last use.
         """
         assert self.generated is not None, "the first run is checked"
         with nullcontext() if self._streams is None else self._streams.entered():
@@ -231,20 +231,22 @@ class Executor:
         return None
 
     def changed_before(self, failure: Failure) -> list[str]:
-        """Paths of the owners that the calls up to and with the failing one write to."""
+        """Paths of the references that the calls up to and with the failing one write to."""
         storage_of = self.program.storage_of
-        owners = {storage_of(slot): owner.path for owner, slot in self._owned_tensors()}
+        references = {
+            storage_of(slot): reference.path for reference, slot in self._referenced_tensors()
+        }
         changed: dict[str, None] = {}
         for index in self.bindings.order[: failure.step + 1]:
             for slot in self.program.calls[index].mutates:
-                path = owners.get(self.program.slots[slot].storage)  # type: ignore[union-attr]
+                path = references.get(self.program.slots[slot].storage)  # type: ignore[union-attr]
                 if path is not None:
                     changed[path] = None
         return list(changed)
 
-    def _owned_tensors(self) -> list[tuple[Any, int]]:
+    def _referenced_tensors(self) -> list[tuple[Any, int]]:
         return [
-            (owner, slot)
-            for owner, slot in self.program.owned
+            (reference, slot)
+            for reference, slot in self.program.referenced
             if self.program.slots[slot] is not None
         ]

@@ -30,12 +30,12 @@ from roam.runtime.timings import Timings
 from roam.state.arguments import Taker
 from roam.state.equality import MISSING, same, show
 from roam.state.references import (
-    ArgumentOwner,
-    GradientOwner,
-    RateOwner,
-    ScalerOwner,
+    ArgumentReference,
+    GradientReference,
+    OptimizerReference,
+    RateReference,
+    ScalerReference,
     Skeleton,
-    StateOwner,
 )
 from roam.state.state_guard import Kind, StateGuard
 from roam.torch_compat.private import (
@@ -51,10 +51,10 @@ from roam.torch_compat.private import (
 class PartialUpdate(Exception):
     """A run failed after it had written to the user's tensors."""
 
-    def __init__(self, error: ExecutionError, owners: list[tuple[Any, Any, int]]) -> None:
+    def __init__(self, error: ExecutionError, references: list[tuple[Any, Any, int]]) -> None:
         super().__init__(str(error))
         self.error = error
-        self.owners = owners
+        self.references = references
 
 
 class Declined(Exception):
@@ -137,41 +137,43 @@ class Runner:
             proven=is_proven(variant.device.type),
             shrinks=shrinks,
         )
-        self._owners = [owner for owner, _ in program.owned]
+        self._references = [reference for reference, _ in program.referenced]
         # Gradients that a run uses up are kept until it is done: it may fail, and be tried again.
-        used = {owner.path for owner in self._owners}
+        used = {reference.path for reference in self._references}
         self._consumed = [
-            owner
-            for owner in program.dropped
-            if owner.path in used or isinstance(owner, ArgumentOwner)
+            reference
+            for reference in program.dropped
+            if reference.path in used or isinstance(reference, ArgumentReference)
         ]
-        self._ignored = [owner for owner in program.dropped if owner not in self._consumed]
-        places = {slot: place for place, (_, slot) in enumerate(program.owned)}
+        self._ignored = [
+            reference for reference in program.dropped if reference not in self._consumed
+        ]
+        places = {slot: place for place, (_, slot) in enumerate(program.referenced)}
         self._historic = [
-            (place, program.historic[owner.path])
-            for place, (owner, _) in enumerate(program.rebinds)
-            if owner.path in program.historic
+            (place, program.historic[reference.path])
+            for place, (reference, _) in enumerate(program.rebinds)
+            if reference.path in program.historic
         ]
         histories = [*program.histories, *program.historic.values()]
         self._sources = {
-            owner.path: owner
+            reference.path: reference
             for history in histories
             if history != "leaf" and history != "none"
-            for owner in history
+            for reference in history
         }
         self._flags = [(places[slot], flag) for slot, flag in program.flags]
         self._detached = [places[slot] for slot in program.detached]
         self._has_checks = any(call.is_check for call in program.calls)
         self._answers = program.answers
         state = StateGuard(
-            (owner, _kind(program.slots[slot]))
-            for owner, slot in program.owned
-            if isinstance(owner, (StateOwner, ScalerOwner, GradientOwner))
+            (reference, _kind(program.slots[slot]))
+            for reference, slot in program.referenced
+            if isinstance(reference, (OptimizerReference, ScalerReference, GradientReference))
             and program.slots[slot] is not None
         )
         self.state_guard = next((known for known in guards if known.stands_for(state)), state)
-        owned = [program.slots[slot] for _, slot in program.owned]
-        self._sharing = _pattern([meta.storage for meta in owned if meta is not None])
+        referenced = [program.slots[slot] for _, slot in program.referenced]
+        self._sharing = _pattern([meta.storage for meta in referenced if meta is not None])
         self._generators = list(_generators(program))
         self._draws = any(call.random for call in program.calls)
         self._devices = {meta.device.type for meta in program.slots if meta is not None}
@@ -182,21 +184,19 @@ class Runner:
         """
         if (failure := self.state_guard.failure()) is not None:
             return failure
-        for owner in self._program.absent:
-            if owner.get() is not MISSING:
-                return f"{owner.path} exists already"
-        for owner, comparison, constants, answer in self._program.decisions:
-            number = owner.get()
+        for reference in self._program.absent:
+            if reference.get() is not MISSING:
+                return f"{reference.path} exists already"
+        for reference, comparison, constants, answer in self._program.decisions:
+            number = reference.get()
             if (
                 not isinstance(number, (float, int))
                 or bool(comparison(number, *constants)) is not answer
             ):
-                return (
-                    f"{owner.path} is {show(number)} now, with which the step does something else"
-                )
-        for owner, value in self._program.plain_before:
-            if not same(value, owner.get()):
-                return f"{owner.path} changed from {show(value)} to {show(owner.get())}"
+                return f"{reference.path} is {show(number)} now, with which the step does something else"
+        for reference, value in self._program.plain_before:
+            if not same(value, reference.get()):
+                return f"{reference.path} changed from {show(value)} to {show(reference.get())}"
         return None
 
     def branch_failure(self, known: tuple[bool, ...]) -> str | None:
@@ -207,28 +207,32 @@ class Runner:
 
     def answer_failure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         """None where numbers and the arguments' values decide as they did at capture, else which
-        question has another answer.
+        guard has another answer.
         """
-        if not self._program.questions:
+        if not self._program.computed_guards:
             return None
         leaves = self._taker.take(args, kwargs).leaves
 
         with self._kernels_alone():
-            for question, answer in self._program.questions:
-                if question.has_other_answer(answer, lambda owner: _found(owner, leaves)):
-                    return f"{question.source} depends on values that change, and its result is another one than at capture"
+            for guard, answer in self._program.computed_guards:
+                if guard.has_other_answer(answer, lambda reference: _found(reference, leaves)):
+                    return f"{guard.source} depends on values that change, and its result is another one than at capture"
         return None
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         program = self._program
         leaves = self._taker.take(args, kwargs).leaves
-        inputs = [_found(owner, leaves) for owner in self._owners]
+        inputs = [_found(reference, leaves) for reference in self._references]
         self._check_inputs(inputs)
         flagged = [(inputs[place], flag) for place, flag in self._flags]
-        sources = {path: _found(owner, leaves) for path, owner in self._sources.items()}
+        sources = {path: _found(reference, leaves) for path, reference in self._sources.items()}
         detached = [inputs[place] for place in self._detached]
         inputs += [tensor for tensor, _ in program.constants]
-        kept = [(owner, owner.get()) for owner in self._ignored] if self._has_checks else []
+        kept = (
+            [(reference, reference.get()) for reference in self._ignored]
+            if self._has_checks
+            else []
+        )
         self._drop_ignored()
         # Not as tensors: those would count as memory of the step.
         drawn = [generator.get_state().numpy().tobytes() for generator in self._generators]
@@ -243,8 +247,8 @@ class Runner:
                     result, rebinds, after, skips = run(inputs)
                 except Exception as error:
                     failure = self._failed(error, drawn)
-                    for owner, gradient in kept if isinstance(failure, Declined) else ():
-                        owner.set(None if gradient is MISSING else gradient)
+                    for reference, gradient in kept if isinstance(failure, Declined) else ():
+                        reference.set(None if gradient is MISSING else gradient)
                     if failure is error:
                         raise
                     raise failure from error
@@ -253,8 +257,8 @@ class Runner:
                     rebinds[place] = histories.of(rebinds[place], history)
                 result = histories.all(result, program.histories)
                 self._leave(leaves, rebinds, _skipped(program, skips))
-                for owner, layout in program.reshaped:
-                    leaves[owner.index].as_strided_(*layout)
+                for reference, layout in program.reshaped:
+                    leaves[reference.index].as_strided_(*layout)
                 for tensor, flag in flagged:
                     tensor.requires_grad_(flag)
                 for tensor in detached:
@@ -274,21 +278,24 @@ class Runner:
         skipped.
         """
         program = self._program
-        for owner in self._consumed:
-            if isinstance(owner, ArgumentOwner):
-                owner.put(leaves, None)
+        for reference in self._consumed:
+            if isinstance(reference, ArgumentReference):
+                reference.put(leaves, None)
             else:
-                owner.set(None)
-        new = [owner for owner in program.overwritten if owner.get() is MISSING]
-        for owner, value in program.plain_state:
-            owner.set(value.build() if isinstance(value, Skeleton) else value)
-        for (owner, _), value in zip(program.rebinds, rebinds, strict=True):
-            if isinstance(owner, ArgumentOwner):
-                owner.put(leaves, value)
-            elif not isinstance(owner, StateOwner) or id(owner.optimizer) not in skipped:
-                owner.set(value)
-        for owner in (*program.state_order, *new):
-            owner.put_last()
+                reference.set(None)
+        new = [reference for reference in program.overwritten if reference.get() is MISSING]
+        for reference, value in program.plain_state:
+            reference.set(value.build() if isinstance(value, Skeleton) else value)
+        for (reference, _), value in zip(program.rebinds, rebinds, strict=True):
+            if isinstance(reference, ArgumentReference):
+                reference.put(leaves, value)
+            elif (
+                not isinstance(reference, OptimizerReference)
+                or id(reference.optimizer) not in skipped
+            ):
+                reference.set(value)
+        for reference in (*program.state_order, *new):
+            reference.put_last()
         for optimizer in program.stepped:
             if id(optimizer) not in skipped:
                 set_step_called(optimizer, True)  # what a scheduler looks for
@@ -325,7 +332,7 @@ class Runner:
         """The result of an eager run of the same step; `memory` then tells what it took."""
         # Gradients that the last step left are no part of the plan, and eager PyTorch keeps them
         # until the step drops them.
-        left = [owner.get() for owner in self._ignored]
+        left = [reference.get() for reference in self._ignored]
         left_bytes = sum(
             gradient.untyped_storage().nbytes() for gradient in left if gradient is not MISSING
         )
@@ -345,8 +352,8 @@ class Runner:
         return sum(self._program.storages[number].size_bytes for number in self._program.entering)
 
     def _drop_ignored(self) -> None:
-        for owner in self._ignored:
-            owner.parameter.get().grad = None
+        for reference in self._ignored:
+            reference.parameter.get().grad = None
 
     def held(self) -> list[Any]:
         """The largest of the Python objects that it is made of."""
@@ -369,18 +376,18 @@ class Runner:
     def _check_inputs(self, inputs: list[Any]) -> None:
         """The last look before anything is changed."""
         storages = []
-        for owner, value in zip(self._owners, inputs, strict=True):
+        for reference, value in zip(self._references, inputs, strict=True):
             if isinstance(value, torch.Tensor):
                 storages.append(c_pointer(value.untyped_storage()))
-            elif isinstance(owner, RateOwner) and (
+            elif isinstance(reference, RateReference) and (
                 type(value) is bool or not isinstance(value, (float, int))
             ):
                 raise ExecutionError(
-                    f"{owner.path} is a {type(value).__name__}, not a float", code="rate"
+                    f"{reference.path} is a {type(value).__name__}, not a float", code="rate"
                 )
         for place in self._detached:
             if is_view(inputs[place]):
-                raise ExecutionError(f"{self._owners[place].path} {VIEW}", code="failed")
+                raise ExecutionError(f"{self._references[place].path} {VIEW}", code="failed")
         if _pattern(storages) != self._sharing:
             raise ExecutionError(
                 "tensors of the step share memory in another way than at capture; tie or untie "
@@ -434,10 +441,10 @@ class Runner:
                 "the step again", code="failed", operator=failure.call.name,
                 source=str(failure.call.source),
             )  # fmt: skip
-        owners = [
-            (owner, owner.get())
-            for owner in self._owners
-            if owner.path in set(changed) and not isinstance(owner, ArgumentOwner)
+        references = [
+            (reference, reference.get())
+            for reference in self._references
+            if reference.path in set(changed) and not isinstance(reference, ArgumentReference)
         ]
         partial = ExecutionError(
             f"{where} failed: {error}. Already updated, perhaps in part: {listed(changed)}",
@@ -445,7 +452,7 @@ class Runner:
         )  # fmt: skip
         partial.__cause__ = error
         return PartialUpdate(
-            partial, [(owner, tensor, version_of(tensor)) for owner, tensor in owners]
+            partial, [(reference, tensor, version_of(tensor)) for reference, tensor in references]
         )
 
     def _number(self, failure: Failure) -> int:
@@ -457,12 +464,16 @@ class Runner:
         program = self._program
         copies = call.args[2] if len(call.args) > 2 else ()
         storages = {program.storage_of(original.slot) for original, _ in copies}
-        return {owner.path for owner, slot in program.owned if program.storage_of(slot) in storages}
+        return {
+            reference.path
+            for reference, slot in program.referenced
+            if program.storage_of(slot) in storages
+        }
 
 
-def _found(owner: Any, leaves: list[Any]) -> Any:
-    """What an owner holds at a call with these flattened arguments."""
-    return owner.find(leaves) if isinstance(owner, ArgumentOwner) else owner.get()
+def _found(reference: Any, leaves: list[Any]) -> Any:
+    """What a reference holds at a call with these flattened arguments."""
+    return reference.find(leaves) if isinstance(reference, ArgumentReference) else reference.get()
 
 
 def _skipped(program: Program, numbers: list[Any]) -> set[int]:

@@ -301,7 +301,7 @@ class _Chooser:
             best = self._best_way(lowering, made, pool, eager_bytes)
         if memory is None:
             return best
-        asked_bytes = (question.made_bytes for question, _ in program.questions)
+        asked_bytes = (guard.made_bytes for guard, _ in program.computed_guards)
         checks_bytes = max(extra_bytes(program, variant.device), max(asked_bytes, default=0))
         limit_bytes = memory.in_bytes(best.total_bytes + checks_bytes, device_bytes)
         if best.total_bytes + checks_bytes > limit_bytes:

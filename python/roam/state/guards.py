@@ -7,7 +7,7 @@ new tensors of the same kind are fine.
 
 Plain values are compared by exact type and value, floats by their bits; containers by their
 entries; everything else by identity. Tensors that are not parameters are compared by their
-metadata, so that an owner may replace them. Not guarded, because a compiled step reads them anew at
+metadata, so that the user may replace them. Not guarded, because a compiled step reads them anew at
 every call: learning rates, schedulers, optimizer state, loss scales, gradients.
 """
 
@@ -59,11 +59,11 @@ _LIVE: Final = object()
 
 
 class _AnyTensor:
-    """Stands for a tensor whose owner may replace it; its metadata is checked apart."""
+    """Stands for a tensor that may be replaced; its metadata is checked apart."""
 
 
 class _TupleOf:
-    """Stands for a tuple with such tensors, whose owner may replace it by another."""
+    """Stands for a tuple with such tensors, which another tuple may replace."""
 
     __slots__ = ("entries", "kind")
 

@@ -2,9 +2,8 @@
 
 A plan never keeps a tensor of the user's. It keeps a reference to the place that holds the tensor
 (a module's table, an optimizer's state, a list) and looks the tensor up at every call. So
-`load_state_dict`, checkpoints and evaluation between steps need no new plan. The classes here, and
-docstrings that speak of an *owner*, mean such a reference. During capture each of these places
-holds a fake tensor instead of the real one.
+`load_state_dict`, checkpoints and evaluation between steps need no new plan. During capture each of
+these places holds a fake tensor instead of the real one.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from roam.state.equality import MISSING
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PlaceOwner:
+class PlaceReference:
     """A place that the step's function can reach: a module's table, an attribute, a closure cell, a
     global, a list.
     """
@@ -41,7 +40,7 @@ class PlaceOwner:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class AttributeOwner:
+class AttributeReference:
     """An attribute that the step sets before it looks at it, so that what it holds before does not
     matter.
     """
@@ -64,24 +63,24 @@ class AttributeOwner:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class EntryOwner:
-    """An entry of a list, tuple or dictionary, however deep, that another owner holds. In a tuple's
-    place a new one is put.
+class EntryReference:
+    """An entry, however deep, of a list, tuple or dictionary that another reference leads to. To set
+    an entry of a tuple, a new tuple is put in its place.
     """
 
-    owner: AttributeOwner
+    reference: AttributeReference
     keys: tuple[Any, ...]
     path: str
     kind: str = "output"
 
     def get(self) -> Any:
-        held = self.owner.get()
+        held = self.reference.get()
         for key in self.keys:
             held = held[key]
         return held
 
     def set(self, value: Any) -> None:
-        self.owner.set(_with_entry(self.owner.get(), self.keys, value))
+        self.reference.set(_with_entry(self.reference.get(), self.keys, value))
 
 
 def _with_entry(held: Any, keys: tuple[Any, ...], value: Any) -> Any:
@@ -123,13 +122,13 @@ def _copied(nest: Any) -> Any:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class StateOwner:
-    """One tensor of an optimizer's state. `load_state_dict` replaces these, so nothing but the way
-    to them is kept.
+class OptimizerReference:
+    """An entry of an optimizer's state, such as one tensor. `load_state_dict` replaces these, so
+    nothing but the way to them is kept.
     """
 
     optimizer: torch.optim.Optimizer
-    parameter: PlaceOwner
+    parameter: PlaceReference
     key: str
     path: str
     kind: str = "optimizer_state"
@@ -148,10 +147,10 @@ class StateOwner:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class GradientOwner:
+class GradientReference:
     """A parameter's `.grad`."""
 
-    parameter: PlaceOwner
+    parameter: PlaceReference
     path: str
     kind: str = "gradient"
 
@@ -164,7 +163,7 @@ class GradientOwner:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ScalerOwner:
+class ScalerReference:
     """The scale or the growth tracker of a gradient scaler, which it makes when it is first
     used.
     """
@@ -183,7 +182,7 @@ class ScalerOwner:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ArgumentOwner:
+class ArgumentReference:
     """The call's own argument, by its place among the flattened arguments: a tensor of the batch,
     or a live float. Or the `.grad` of such a tensor.
     """
@@ -193,9 +192,9 @@ class ArgumentOwner:
     kind: str = "input"
 
     @property
-    def gradient(self) -> ArgumentOwner:
-        """The owner of its gradient."""
-        return ArgumentOwner(self.index, f"{self.path}.grad", "gradient")
+    def gradient(self) -> ArgumentReference:
+        """The reference to its gradient."""
+        return ArgumentReference(self.index, f"{self.path}.grad", "gradient")
 
     def find(self, leaves: Sequence[Any]) -> Any:
         """Its value among a call's flattened arguments."""
@@ -207,7 +206,7 @@ class ArgumentOwner:
 
 
 @dataclass(frozen=True, slots=True)
-class RateOwner:
+class RateReference:
     """An entry of an optimizer's group, or a part of one: the learning rate, a weight decay, one of
     the betas.
     """
@@ -238,7 +237,7 @@ class RateOwner:
         group[self.key] = value
 
     def place(self) -> tuple[Any, ...]:
-        """Equal for owners of the same number, whichever optimizer has the group."""
+        """Equal for references to the same number, whichever optimizer has the group."""
         return id(self.optimizer.param_groups[self.group]), self.key, self.index
 
     def put_last(self) -> None:
@@ -247,74 +246,80 @@ class RateOwner:
         group[self.key] = group.pop(self.key)
 
 
-def rate_owners(optimizer: torch.optim.Optimizer, path: str) -> Iterator[RateOwner]:
+def rate_references(optimizer: torch.optim.Optimizer, path: str) -> Iterator[RateReference]:
     """The live numbers of an optimizer's groups."""
     for number, group in enumerate(optimizer.param_groups):
         for key in sorted(group):
             value, where = group[key], f"{path}.param_groups[{number}][{key!r}]"
             if is_live_number(key, value):
-                yield RateOwner(optimizer, number, where, key)
+                yield RateReference(optimizer, number, where, key)
             elif type(value) in (tuple, list):
                 for index, part in enumerate(value):
                     if is_live_number(key, part):
-                        yield RateOwner(optimizer, number, f"{where}[{index}]", key, index)
+                        yield RateReference(optimizer, number, f"{where}[{index}]", key, index)
 
 
-def number_owners(reach: Reach, paths: Collection[str]) -> Iterator[PlaceOwner]:
+def number_references(reach: Reach, paths: Collection[str]) -> Iterator[PlaceReference]:
     """The numbers at these paths that the step keeps in Python, outside of optimizers' state, or
     the None in their place.
     """
-    found: dict[str, list[PlaceOwner]] = {}
+    found: dict[str, list[PlaceReference]] = {}
     for place in reach.places:
         space = place.space
         for key, value in space.items() if paths and place.guarded else ():
             if (path := space.label(key)) in paths:
                 is_number = value is None or type(value) in (int, float)
                 found.setdefault(path, []).append(
-                    PlaceOwner(space, key, path, "live" if is_number else "", tied=False)
+                    PlaceReference(space, key, path, "live" if is_number else "", tied=False)
                 )
     # Keys without a text of their own share a path, and nobody could tell which of them is meant.
-    yield from (owners[0] for owners in found.values() if len(owners) == 1 and owners[0].kind)
+    yield from (
+        references[0]
+        for references in found.values()
+        if len(references) == 1 and references[0].kind
+    )
 
 
-Owner = PlaceOwner | StateOwner | ScalerOwner | GradientOwner
-"""What holds a tensor between calls."""
+StateReference = PlaceReference | OptimizerReference | ScalerReference | GradientReference
+"""Where a tensor lives between calls."""
 
 
-def state_owners(
-    reach: Reach, parameters: list[PlaceOwner], *, plain: bool | None = False
-) -> Iterator[StateOwner]:
+def optimizer_references(
+    reach: Reach, parameters: list[PlaceReference], *, plain: bool | None = False
+) -> Iterator[OptimizerReference]:
     """What the optimizers' state holds now, in its own order: tensors, or with `plain` everything
     else, or for None both.
 
     State of parameters that have been replaced and that no group holds any more is none of the
     step's.
     """
-    owners = {id(owner.get()): owner for owner in parameters}
+    references = {id(reference.get()): reference for reference in parameters}
     for path, optimizer in reach.optimizers:
         for parameter, entry in optimizer.state.items():
-            owner = owners.get(id(parameter))
-            if owner is None:
+            reference = references.get(id(parameter))
+            if reference is None:
                 continue
             for key, value in entry.items():
                 if plain is None or isinstance(value, torch.Tensor) is not plain:
-                    yield StateOwner(optimizer, owner, key, f"{path}.state[{owner.path}][{key!r}]")
+                    yield OptimizerReference(
+                        optimizer, reference, key, f"{path}.state[{reference.path}][{key!r}]"
+                    )
 
 
-def scaler_owners(reach: Reach) -> Iterator[ScalerOwner]:
+def scaler_references(reach: Reach) -> Iterator[ScalerReference]:
     """What the gradient scalers hold now."""
     for path, scaler in reach.scalers:
         for key in ("_scale", "_growth_tracker"):
-            owner = ScalerOwner(scaler, key, f"{path}.{key}")
-            if owner.get() is not MISSING:
-                yield owner
+            reference = ScalerReference(scaler, key, f"{path}.{key}")
+            if reference.get() is not MISSING:
+                yield reference
 
 
-def gradient_owners(places: list[PlaceOwner]) -> Iterator[GradientOwner]:
+def gradient_references(places: list[PlaceReference]) -> Iterator[GradientReference]:
     """The gradients that exist now."""
-    for owner in places:
+    for reference in places:
         tensor = (
-            owner.get()
+            reference.get()
         )  # a step may have removed it, and asking one that is no leaf for its gradient warns
         if isinstance(tensor, torch.Tensor) and tensor.is_leaf and tensor.grad is not None:
-            yield GradientOwner(owner, f"{owner.path}.grad")
+            yield GradientReference(reference, f"{reference.path}.grad")

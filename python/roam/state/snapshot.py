@@ -322,7 +322,7 @@ def _changes(place: Place, items: Items) -> list[str]:
         key, old = before.get(stand_in, (None, MISSING))
         key, value = after.get(stand_in, (key, MISSING))
         if place.guarded and _has_other_tensors(old, value):
-            continue  # an owner may put another tensor in a tensor's place
+            continue  # the user may put another tensor in a tensor's place
         if not same(old, value) and not (place.guarded and space.is_live(key, old, value)):
             reasons.append(_difference(space.label(key), old, value))
     if not reasons and list(before) != list(after):

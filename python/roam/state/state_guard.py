@@ -14,11 +14,11 @@ import torch
 
 from roam.state.containers import FrozenSpace
 from roam.state.equality import MISSING, show
-from roam.state.references import GradientOwner, ScalerOwner, StateOwner
+from roam.state.references import GradientReference, OptimizerReference, ScalerReference
 
 Kind = tuple[tuple[int, ...], torch.dtype, torch.device, tuple[int, ...]]
 """(shape, dtype, device, strides) of a tensor."""
-_Owner = StateOwner | ScalerOwner | GradientOwner
+_Reference = OptimizerReference | ScalerReference | GradientReference
 _seen: Final = operator.attrgetter("shape", "dtype", "device")
 
 
@@ -27,19 +27,25 @@ class StateGuard:
     plan is for.
 
     Args:
-        expected: each owner of such a tensor, with the tensor's kind.
+        expected: each reference of such a tensor, with the tensor's kind.
     """
 
-    def __init__(self, expected: Iterable[tuple[_Owner, Kind]]) -> None:
+    def __init__(self, expected: Iterable[tuple[_Reference, Kind]]) -> None:
         pairs = list(expected)
-        in_state = [owner for owner, _ in pairs if isinstance(owner, StateOwner)]
-        self._others = [owner for owner, _ in pairs if not isinstance(owner, StateOwner)]
-        self._expected = sorted(pairs, key=lambda pair: not isinstance(pair[0], StateOwner))
-        holders = {_holder(owner): (owner.optimizer, owner.parameter) for owner in in_state}
+        in_state = [
+            reference for reference, _ in pairs if isinstance(reference, OptimizerReference)
+        ]
+        self._others = [
+            reference for reference, _ in pairs if not isinstance(reference, OptimizerReference)
+        ]
+        self._expected = sorted(pairs, key=lambda pair: not isinstance(pair[0], OptimizerReference))
+        holders = {
+            _holder(reference): (reference.optimizer, reference.parameter) for reference in in_state
+        }
         places = {holder: place for place, holder in enumerate(holders)}
         self._holders = list(holders.values())
-        self._places = [places[_holder(owner)] for owner in in_state]
-        self._keys = [owner.key for owner in in_state]
+        self._places = [places[_holder(reference)] for reference in in_state]
+        self._keys = [reference.key for reference in in_state]
         self._kinds = [kind[:3] for _, kind in self._expected]
         self._strides = [kind[3] for _, kind in self._expected]
 
@@ -55,16 +61,16 @@ class StateGuard:
                 return None
         except (AttributeError, LookupError, TypeError, RuntimeError):
             pass  # one is not there, or is no tensor with strides
-        for owner, (shape, dtype, device, strides) in self._expected:
-            tensor = owner.get()
+        for reference, (shape, dtype, device, strides) in self._expected:
+            tensor = reference.get()
             if tensor is MISSING:
-                return f"{owner.path} does not exist yet"
+                return f"{reference.path} does not exist yet"
             if not isinstance(tensor, torch.Tensor):
-                return f"{owner.path} changed from a tensor to {show(tensor)}"
+                return f"{reference.path} changed from a tensor to {show(tensor)}"
             if (tensor.shape, tensor.dtype, tensor.device) != (shape, dtype, device) or (
                 tensor.layout is not torch.strided or tensor.stride() != strides
             ):
-                return f"{owner.path} has another shape, dtype, device or strides than before"
+                return f"{reference.path} has another shape, dtype, device or strides than before"
         return None
 
     def stands_for(self, other: StateGuard) -> bool:
@@ -72,12 +78,12 @@ class StateGuard:
         return (
             self._kinds == other._kinds
             and self._strides == other._strides
-            and [_place(owner) for owner, _ in self._expected]
-            == [_place(owner) for owner, _ in other._expected]
+            and [_place(reference) for reference, _ in self._expected]
+            == [_place(reference) for reference, _ in other._expected]
         )
 
     def _tensors(self) -> list[Any]:
-        """What all owners hold now.
+        """What all references hold now.
 
         Raises:
             LookupError, TypeError: where one holds nothing.
@@ -86,22 +92,22 @@ class StateGuard:
             optimizer.state.get(place.get()) for optimizer, place in self._holders
         ]
         found = list(map(operator.getitem, map(entries.__getitem__, self._places), self._keys))
-        return [*found, *[owner.get() for owner in self._others]]
+        return [*found, *[reference.get() for reference in self._others]]
 
 
-def _holder(owner: StateOwner) -> tuple[int, int]:
+def _holder(reference: OptimizerReference) -> tuple[int, int]:
     """The same for what an optimizer keeps of one parameter."""
-    return id(owner.optimizer), id(owner.parameter)
+    return id(reference.optimizer), id(reference.parameter)
 
 
-def _place(owner: _Owner) -> tuple[Any, ...]:
-    """The same for owners of one place, as long as both are there."""
-    if isinstance(owner, ScalerOwner):
-        return id(owner.scaler), owner.key
-    space = owner.parameter.space
+def _place(reference: _Reference) -> tuple[Any, ...]:
+    """The same for references of one place, as long as both are there."""
+    if isinstance(reference, ScalerReference):
+        return id(reference.scaler), reference.key
+    space = reference.parameter.space
     # Another tuple may come in a tuple's place.
     holder = space if isinstance(space, FrozenSpace) else space.holder  # type: ignore[attr-defined]
-    parameter = type(space), id(holder), id(owner.parameter.key)
-    if isinstance(owner, GradientOwner):
+    parameter = type(space), id(holder), id(reference.parameter.key)
+    if isinstance(reference, GradientReference):
         return parameter
-    return id(owner.optimizer), id(owner.key), *parameter
+    return id(reference.optimizer), id(reference.key), *parameter

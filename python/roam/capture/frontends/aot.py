@@ -125,11 +125,11 @@ def _kind(index: int, value: Any, dying: Collection[int]) -> str:
     return "parameter" if isinstance(value, torch.nn.Parameter) else "input"
 
 
-def _input(recorder: Recorder, mode: FakeTensorMode, owner: GraphInput, value: Any) -> Any:
+def _input(recorder: Recorder, mode: FakeTensorMode, reference: GraphInput, value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     fake = mode.from_tensor(value.detach(), static_shapes=True)
-    recorder.add_owned(owner, fake, owner.path)
+    recorder.add_referenced(reference, fake, reference.path)
     return fake
 
 
@@ -185,8 +185,12 @@ def entering(program: Program, dying: Collection[int]) -> set[int]:
     """Storages of dying arguments that are no other argument's and no result's."""
     kept = {program.storage_of(slot) for slot in refs(program.result[0])}
     kept.update(
-        program.storage_of(slot) for owner, slot in program.owned if owner.index not in dying
+        program.storage_of(slot)
+        for reference, slot in program.referenced
+        if reference.index not in dying
     )
     return {
-        program.storage_of(slot) for owner, slot in program.owned if owner.index in dying
+        program.storage_of(slot)
+        for reference, slot in program.referenced
+        if reference.index in dying
     } - kept

@@ -256,7 +256,7 @@ def _record(module: GraphModule, dying: Collection[str]) -> tuple[Program, dict[
                     code="fx_node",
                 )
             if isinstance(value, torch.Tensor) and recorder.slot_of(value) is None:
-                recorder.add_owned(GraphInput(index, node.name, kind), value, node.name)  # type: ignore[arg-type]
+                recorder.add_referenced(GraphInput(index, node.name, kind), value, node.name)  # type: ignore[arg-type]
         spans = replay(module, stand_ins.mode, recorder, places, values)
     program = recorder.program
     results = pytree.tree_leaves(module.graph.output_node().args[0])
@@ -267,7 +267,7 @@ def _record(module: GraphModule, dying: Collection[str]) -> tuple[Program, dict[
         if isinstance(value, torch.Tensor)
     ]
     program.result = leaves, None
-    last_used = {owner.index for owner, _ in program.owned if owner.path in dying}
+    last_used = {reference.index for reference, _ in program.referenced if reference.path in dying}
     program.entering = entering(program, last_used)
     return program, spans
 
@@ -372,19 +372,19 @@ def _lower(
     for node in (node for node, span in spans.items() if span):
         operators[node] = number + (node in drawing)
         number = operators[node] + 1
-    owner = {index: number for node, number in operators.items() for index in spans[node]}
+    reference = {index: number for node, number in operators.items() for index in spans[node]}
     made: dict[int, list[int]] = {number: [] for number in operators.values()}
     used_by: dict[int, set[int]] = {}
     for index, call in enumerate(program.calls):
         for slot in call.refs():
-            used_by.setdefault(program.storage_of(slot), set()).add(owner[index])
+            used_by.setdefault(program.storage_of(slot), set()).add(reference[index])
     leaving = program.leaving()
     tensors: dict[int, int] = {}
     inner_bytes = dict.fromkeys(operators.values(), 0)
     for number, (storage, kind) in enumerate(
         zip(program.storages, kinds_of(program, program.leaving()), strict=True)
     ):
-        maker = owner.get(storage.creator)
+        maker = reference.get(storage.creator)
         if maker is not None and _is_inner(number, maker, used_by, leaving):
             inner_bytes[maker] += storage.size_bytes
             continue

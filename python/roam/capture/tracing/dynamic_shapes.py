@@ -1,10 +1,10 @@
 """Operators whose results' shapes depend on values: boolean indices, `nonzero`, `unique`, packed
 sequences, CTC loss.
 
-What decides is cut out of the recording as a question (`roam.capture.tracing.scalar_guards`): how
-many elements a mask selects, how long the longest target is. A plan holds for one answer and runs
-the operator itself, on memory of the size that goes with the answer; every call asks again, of what
-its tensors hold then.
+What decides is cut out of the recording as a computed guard
+(`roam.capture.tracing.scalar_guards`): how many elements a mask selects, how long the longest
+target is. A plan holds for one answer and runs the operator itself, on memory of the size that goes
+with the answer; every call computes the guard again, of what its tensors hold then.
 """
 
 from __future__ import annotations

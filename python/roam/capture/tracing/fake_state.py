@@ -2,7 +2,7 @@
 ones.
 
 The step's function runs unmodified on unmodified modules and optimizers, so what it touches must
-hold fakes while it is traced. `FakeState` finds every state reference (an *owner* in the code, see
+hold fakes while it is traced. `FakeState` finds every state reference (see
 `roam.state.references`), puts fakes there, and says after a trace what the step left in each.
 """
 
@@ -34,16 +34,16 @@ from roam.state.containers import FrozenSpace, SetSpace, Space, TensorKeyedSpace
 from roam.state.discovery import Reach
 from roam.state.equality import MISSING, is_plain
 from roam.state.references import (
-    ArgumentOwner,
-    Owner,
-    PlaceOwner,
-    RateOwner,
-    StateOwner,
-    gradient_owners,
-    number_owners,
-    rate_owners,
-    scaler_owners,
-    state_owners,
+    ArgumentReference,
+    OptimizerReference,
+    PlaceReference,
+    RateReference,
+    StateReference,
+    gradient_references,
+    number_references,
+    optimizer_references,
+    rate_references,
+    scaler_references,
 )
 from roam.state.snapshot import Made
 from roam.torch_compat.private import (
@@ -104,29 +104,35 @@ class FakeState:
         self.taken = self.taker.take(args, kwargs)
         self.leaves = self.taken.leaves
         paths = self.taken.paths(lambda path: f"argument {pytree.keystr(path)}", args, kwargs)
-        self.arguments = [ArgumentOwner(index, path) for index, path in enumerate(paths)]
+        self.arguments = [ArgumentReference(index, path) for index, path in enumerate(paths)]
         self.places = list(_places(reach))
         """Owners whose tensors exist before any step: parameters, buffers, the user's own."""
         self.parameters = [
-            owner for owner in self.places if not owner.tied and _is_trained(owner.get())
+            reference
+            for reference in self.places
+            if not reference.tied and _is_trained(reference.get())
         ]
         """Owners of what may have a gradient and an optimizer's state from step to step."""
         rates = [
-            owner for path, optimizer in reach.optimizers for owner in rate_owners(optimizer, path)
+            reference
+            for path, optimizer in reach.optimizers
+            for reference in rate_references(optimizer, path)
         ]
         # An optimizer around another, such as SAM, has its groups.
-        self.rates = list({owner.place(): owner for owner in reversed(rates)}.values())[::-1]
-        self.numbers = list(number_owners(reach, self.changing))
+        self.rates = list({reference.place(): reference for reference in reversed(rates)}.values())[
+            ::-1
+        ]
+        self.numbers = list(number_references(reach, self.changing))
         """Owners of the numbers that the step keeps and changes outside of optimizers' state; some
         may hold none yet."""
         self._check()
         tensors = [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
-        tensors += [owner.get() for owner in self.owners()]
+        tensors += [reference.get() for reference in self.references()]
         self._historic = {
-            id(tensor): owner.path
-            for owner, tensor in (
+            id(tensor): reference.path
+            for reference, tensor in (
                 *zip(self.arguments, self.leaves, strict=True),
-                *_held(self.owners()),
+                *_held(self.references()),
             )
             if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None
         }
@@ -150,42 +156,44 @@ class FakeState:
         no way to put the fakes in their place."""
         self._fakes: dict[int, tuple[Any, Any]] = {}
         self._numbers: dict[str, Any] = {
-            owner.path: tensor
-            for owner in self.owners()
-            if owner.kind != "parameter"
-            and ((tensor := owner.get()).numel() == 1 or isinstance(owner, PlaceOwner))
+            reference.path: tensor
+            for reference in self.references()
+            if reference.kind != "parameter"
+            and ((tensor := reference.get()).numel() == 1 or isinstance(reference, PlaceReference))
         }
 
-    def number_of(self, owner: Any) -> Any:
-        """What an owner holds where a plan begins, a tensor of one number or of a place: as found,
-        or as made by the first step.
+    def number_of(self, reference: Any) -> Any:
+        """The tensor that a reference holds where a plan begins, of one number or of a place: as
+        found, or as made by the first step.
         """
-        number = self._numbers.get(owner.path, MISSING)
+        number = self._numbers.get(reference.path, MISSING)
         return number() if callable(number) else number
 
     def note_numbers(self, recorder: Recorder) -> None:
         """Notes the numbers that a traced step makes for the next."""
         program = recorder.program
-        for owner, slot in program.rebinds:
+        for reference, slot in program.rebinds:
             meta = program.slots[slot]
             if (
                 meta is None
                 or meta.shape
-                or not isinstance(owner, StateOwner)
-                or owner.path in self._numbers
+                or not isinstance(reference, OptimizerReference)
+                or reference.path in self._numbers
             ):
                 continue
             if (number := recorder.made_number(slot)) is not None:
-                self._numbers[owner.path] = functools.cache(
+                self._numbers[reference.path] = functools.cache(
                     functools.partial(_tensor, number, meta)
                 )
 
-    def owners(self) -> Iterator[Owner]:
-        """Every owner that holds a tensor now, each tensor once; state and gradients included."""
-        yield from (owner for owner in self.places if not owner.tied)
-        yield from state_owners(self.reach, self.parameters)
-        yield from scaler_owners(self.reach)
-        yield from gradient_owners([owner for owner in self.places if not owner.tied])
+    def references(self) -> Iterator[StateReference]:
+        """Every reference that holds a tensor now, each tensor once, with state and gradients."""
+        yield from (reference for reference in self.places if not reference.tied)
+        yield from optimizer_references(self.reach, self.parameters)
+        yield from scaler_references(self.reach)
+        yield from gradient_references(
+            [reference for reference in self.places if not reference.tied]
+        )
 
     def enter(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Puts fakes in place of all real tensors; the step's arguments with fakes. A `Snapshot`
@@ -194,9 +202,9 @@ class FakeState:
         self.identities.enter()
         states = [(optimizer, list(optimizer.state.items())) for optimizer in self.optimizers]
         # All places are read before any is written.
-        owners: list[Owner] = [*self.places, *scaler_owners(self.reach)]
-        for owner, tensor in [(owner, owner.get()) for owner in owners]:
-            owner.set(self._fake(tensor))
+        references: list[StateReference] = [*self.places, *scaler_references(self.reach)]
+        for reference, tensor in [(reference, reference.get()) for reference in references]:
+            reference.set(self._fake(tensor))
         for _, module in self.reach.modules:
             if isinstance(module, torch.nn.RNNBase):
                 self._renew_weights(module)
@@ -279,13 +287,13 @@ class FakeState:
         """A fake made from a literal remembers its value, and `.item()` would answer with it for
         ever.
         """
-        for owner in self.owners():
-            owner.get().constant = None
+        for reference in self.references():
+            reference.get().constant = None
 
-    def entries(self) -> dict[RateOwner, None]:
+    def entries(self) -> dict[RateReference, None]:
         """The entries of optimizers' groups, in their order."""
         return {
-            RateOwner(
+            RateReference(
                 optimizer,
                 number,
                 f"{path}.param_groups[{number}][{key!r}]",
@@ -317,7 +325,7 @@ class FakeState:
 
     def signature(self) -> tuple[tuple[str, Any], ...]:
         """What exists between steps now, with metadata: it tells a first step from a steady one."""
-        return tuple((owner.path, describe(owner.get())) for owner in self.owners())
+        return tuple((reference.path, describe(reference.get())) for reference in self.references())
 
     def _fake(self, tensor: Any) -> Any:
         """The one fake for a tensor; views that share a storage get fakes that share one."""
@@ -373,7 +381,7 @@ class FakeState:
     def has_histories(self) -> bool:
         """Whether any tensor has a gradient history from before the step."""
         return bool(self._historic) or any(
-            owner.get().grad_fn is not None for owner in self.owners()
+            reference.get().grad_fn is not None for reference in self.references()
         )
 
     def end_histories(self, before: dict[int, Any]) -> None:
@@ -386,25 +394,25 @@ class FakeState:
         ended: dict[
             int, tuple[torch.Tensor, torch.Tensor]
         ] = {}  # places that hold one tensor go on to do so
-        for owner in self.places:
-            tensor = owner.get()
+        for reference in self.places:
+            tensor = reference.get()
             if (
                 isinstance(tensor, torch.Tensor)
                 and tensor.grad_fn is not None
-                and tensor is not before[id(owner)]
+                and tensor is not before[id(reference)]
             ):
                 if id(tensor) not in ended:
                     other = tensor.detach()
-                    if before[id(owner)].grad_fn is not None:
-                        other = with_history(other, self._refuse_history(owner.path))
+                    if before[id(reference)].grad_fn is not None:
+                        other = with_history(other, self._refuse_history(reference.path))
                     ended[id(tensor)] = tensor, other
-                owner.set(ended[id(tensor)][1])
+                reference.set(ended[id(tensor)][1])
                 continue
             gradient = _gradient_of(tensor) if isinstance(tensor, torch.Tensor) else None
             if gradient is not None and gradient.grad_fn is not None and not is_ended(gradient):
                 # of backward(create_graph=True)
                 tensor.grad = with_history(
-                    gradient.detach(), self._refuse_history(f"{owner.path}.grad")
+                    gradient.detach(), self._refuse_history(f"{reference.path}.grad")
                 )
 
     def _check(self) -> None:
@@ -437,8 +445,8 @@ class FakeState:
                     "cannot be replaced where it is; keep it in a list or as an attribute",
                     code="wrapped_place",
                 )
-        for owner in self.owners():
-            _check_tensor(owner.get(), owner.path)
+        for reference in self.references():
+            _check_tensor(reference.get(), reference.path)
         for leaf, argument in zip(self.leaves, self.arguments, strict=True):
             if isinstance(leaf, torch.Tensor) and not isinstance(leaf, torch.nn.Parameter):
                 _check_tensor(leaf, argument.path)
@@ -494,8 +502,8 @@ def _keeps_order(space: Space) -> bool:
     return all(map(operator.is_, set(elements), elements))
 
 
-def _held(owners: Iterator[Owner]) -> Iterator[tuple[Owner, torch.Tensor]]:
-    return ((owner, owner.get()) for owner in owners)
+def _held(references: Iterator[StateReference]) -> Iterator[tuple[StateReference, torch.Tensor]]:
+    return ((reference, reference.get()) for reference in references)
 
 
 def _gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -533,7 +541,7 @@ def describe(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
 
 
-def _places(reach: Reach) -> Iterator[PlaceOwner]:
+def _places(reach: Reach) -> Iterator[PlaceReference]:
     seen: set[int] = set()
     times: dict[str, int] = {}
     for slot in reach.slots:
@@ -543,7 +551,7 @@ def _places(reach: Reach) -> Iterator[PlaceOwner]:
         times[slot.path] = number = times.get(slot.path, 0) + 1
         path = slot.path if number == 1 else f"{slot.path} ({number})"
         kind = "parameter" if isinstance(slot.tensor, torch.nn.Parameter) else "buffer"
-        yield PlaceOwner(slot.space, slot.key, path, kind, id(slot.tensor) in seen)
+        yield PlaceReference(slot.space, slot.key, path, kind, id(slot.tensor) in seen)
         seen.add(id(slot.tensor))
 
 

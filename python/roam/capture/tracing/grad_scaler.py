@@ -20,7 +20,7 @@ from roam.errors import CaptureError
 from roam.program.ir import Program, refs
 from roam.state.containers import LIVE_OPTIMIZER_KEYS, is_updated
 from roam.state.equality import is_plain
-from roam.state.references import StateOwner
+from roam.state.references import OptimizerReference
 from roam.torch_compat.private import scaler_start
 
 _METHODS = ("scale", "unscale_", "_unscale_grads_", "step", "_maybe_opt_step", "update")
@@ -121,11 +121,11 @@ def _skippable(
 
 
 def _held(fake_state: FakeState, optimizer: Any) -> list[tuple[str, int]]:
-    """What all owners hold but for optimizer state, and the optimizer's own plain values."""
+    """What all references hold but for optimizer state, and the optimizer's own plain values."""
     held = [
-        (owner.path, id(owner.get()))
-        for owner in (*fake_state.owners(), *fake_state.numbers)
-        if not isinstance(owner, StateOwner)
+        (reference.path, id(reference.get()))
+        for reference in (*fake_state.references(), *fake_state.numbers)
+        if not isinstance(reference, OptimizerReference)
     ]
     own = [vars(optimizer), *optimizer.param_groups]
     plain = [(key, id(value)) for values in own for key, value in values.items() if is_plain(value)]
@@ -148,15 +148,17 @@ def check_skippable(program: Program) -> None:
     steps: dict[int, list[int]] = {}
     for optimizer, slot in program.skippable:
         steps.setdefault(id(optimizer), []).append(slot)
-    for owner, slot in program.rebinds:
+    for reference, slot in program.rebinds:
         expected = (
-            steps.get(id(owner.optimizer), [None]) if isinstance(owner, StateOwner) else [None]
+            steps.get(id(reference.optimizer), [None])
+            if isinstance(reference, OptimizerReference)
+            else [None]
         )
         if expected != [skip_if.get(slot)]:
-            raise _escapes(f"{owner.path} is given")
-    for owner, _ in program.plain_state:
-        if isinstance(owner, StateOwner) and id(owner.optimizer) in steps:
-            raise _escapes(f"{owner.path} is given")
+            raise _escapes(f"{reference.path} is given")
+    for reference, _ in program.plain_state:
+        if isinstance(reference, OptimizerReference) and id(reference.optimizer) in steps:
+            raise _escapes(f"{reference.path} is given")
 
 
 def _escapes(what: str, operator: str = "", source: str = "") -> CaptureError:

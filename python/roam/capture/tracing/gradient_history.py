@@ -175,7 +175,9 @@ class Histories:
             value.requires_grad_()
         elif history != "none":
             if id(value) not in self._known:
-                sources = [] if in_group() else [self._sources[owner.path] for owner in history]
+                sources = (
+                    [] if in_group() else [self._sources[reference.path] for reference in history]
+                )
                 self._known[id(value)] = value, with_history(value, _step_is_over, sources)
             return self._known[id(value)][1]
         return value

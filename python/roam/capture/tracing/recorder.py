@@ -27,7 +27,7 @@ from roam.capture.tracing.rng import Watch, forget_idle_states
 from roam.capture.tracing.scalar_guards import (
     CHANCE,
     Slices,
-    add_question,
+    add_guard,
     may_be_asked,
     may_be_fixed,
     may_be_tabled,
@@ -40,8 +40,8 @@ from roam.kernels.recurrent import as_run
 from roam.program.checks import check
 from roam.program.ir import (
     Call,
+    ComputedGuard,
     Program,
-    Question,
     Ref,
     Source,
     Storage,
@@ -53,7 +53,7 @@ from roam.program.operators import is_foreign, is_ours
 from roam.state.equality import MISSING
 from roam.state.global_state import ANOMALY
 from roam.state.live_scalars import MATH, FixedNode, LiveFloat, LiveInt, LiveNode
-from roam.state.references import ArgumentOwner, StateOwner
+from roam.state.references import ArgumentReference, OptimizerReference
 from roam.torch_compat.private import (
     TENSOR_DATA,
     DataDependentOutputException,
@@ -122,17 +122,17 @@ _DISTRIBUTIONS = os.path.dirname(torch.distributions.__file__) + os.sep
 UNKNOWN = -1
 """The slot of a number that nobody can know during the step."""
 _ASKED = -2
-"""The slot of the answer to a question that is no value of the step's."""
+"""The slot of a computed guard's answer that is no value of the step's."""
 _LIVE_STAND_IN = 0.5
 """Kernels on fake tensors see this in place of a live number; neither shapes nor dtypes depend on
 it."""
 
 
 MayAsk = Callable[[Any, Program, int], bool]
-"""Whether a question may look at what an owner holds in a slot."""
+"""Whether a computed guard may look at what a reference holds in a slot."""
 
 
-def _nothing(owner: Any, program: Program, slot: int) -> bool:
+def _nothing(reference: Any, program: Program, slot: int) -> bool:
     return False
 
 
@@ -149,12 +149,12 @@ class Table:
     fake.
     """
 
-    question: Question
+    guard: ComputedGuard
     fake: Any
     storage: int
 
     def __call__(self) -> Any:
-        made = self.question.value([owner.get() for owner in self.question.askers[0]])
+        made = self.guard.value([reference.get() for reference in self.guard.uses[0]])
         return self.fake if made is None else made
 
 
@@ -178,7 +178,7 @@ class Recorder(TorchDispatchMode):
             real_arguments: the call's flattened arguments as the user gave them.
             kernels: remembers across recordings what kernels make of fake tensors.
             watch: over random generators.
-            number_of: the number that an owner's tensor is where a plan begins.
+            number_of: the number that a reference's tensor is where a plan begins.
             results: by identity, real tensors that the step may come by as they are, each with its
                 fake.
             answers: what to take for granted where the step's code goes on either way; None: it is
@@ -210,7 +210,7 @@ class Recorder(TorchDispatchMode):
         """Per slot of a number, what a watched run saw of it."""
         self._watch = watch
         self._slices = Slices(self.program)
-        self._reshaped: dict[int, tuple[ArgumentOwner, int, FakeTensor]] = {}
+        self._reshaped: dict[int, tuple[ArgumentReference, int, FakeTensor]] = {}
         self._number_of = number_of
         self._results = {} if results is None else results
         self._held: list[Any] = []
@@ -218,7 +218,7 @@ class Recorder(TorchDispatchMode):
         self._twins: dict[int, tuple[torch.Tensor, Any, torch.Tensor]] = {}
         """By identity, real tensors that the step was given in the place of fakes: with the fake
         and a copy."""
-        self._forms: dict[str, Question] = {}
+        self._forms: dict[str, ComputedGuard] = {}
         self._fills_empty = False
         """Whether C++ code that makes an uninitialized tensor writes to it, too."""
         self._lacks_cuda = not torch.cuda.is_available()
@@ -231,15 +231,15 @@ class Recorder(TorchDispatchMode):
 
     # -- values that exist before the step
 
-    def add_owned(self, owner: Any, tensor: FakeTensor, name: str) -> int:
-        """Registers a tensor that its owner holds before the step; the slot it gets."""
+    def add_referenced(self, reference: Any, tensor: FakeTensor, name: str) -> int:
+        """Registers a tensor that its reference holds before the step; the slot it gets."""
         slot = self._add_tensor(tensor, creator=-1, name=name)
         # Only these are kept: a reference to any other would change how autograd accumulates
         # gradients.
         self._tagged[id(tensor)] = tensor, slot
         if tensor.grad_fn is not None:
             self._ends[tensor.grad_fn] = slot
-        self.program.owned.append((owner, slot))
+        self.program.referenced.append((reference, slot))
         return slot
 
     def add_constant(self, tensor: FakeTensor, real: torch.Tensor) -> int:
@@ -248,20 +248,20 @@ class Recorder(TorchDispatchMode):
         self.program.constants.append((real, slot))
         return slot
 
-    def add_live(self, owner: Any, origin: str) -> Any:
-        """A live float that its owner holds; nothing that it decides is answered."""
+    def add_live(self, reference: Any, origin: str) -> Any:
+        """A live float that its reference holds; nothing that it decides is answered."""
         live = self._live(False, origin)
-        self.program.owned.append((owner, live.node.slot))
-        self._seen[live.node.slot] = self._real_arguments[owner.index]
+        self.program.referenced.append((reference, live.node.slot))
+        self._seen[live.node.slot] = self._real_arguments[reference.index]
         return live
 
-    def add_number(self, owner: Any, value: float) -> Any:
-        """A live number that its owner holds, integer or not for as long as the plan is used.
+    def add_number(self, reference: Any, value: float) -> Any:
+        """A live number that its reference holds, integer or not for as long as the plan is used.
         Comparisons are answered by its value of now, and noted.
         """
-        live = self._live(type(value) is int, owner.path)
-        self.program.owned.append((owner, live.node.slot))
-        self._given[live.node.slot] = owner, value
+        live = self._live(type(value) is int, reference.path)
+        self.program.referenced.append((reference, live.node.slot))
+        self._given[live.node.slot] = reference, value
         self._seen[live.node.slot] = value
         self.decided(live.node.slot, is_integer if type(value) is int else is_float, ())
         return live
@@ -274,17 +274,17 @@ class Recorder(TorchDispatchMode):
         """
         if slot not in self._given:
             return None
-        owner, value = self._given[slot]
-        decision = (owner, function, others, bool(function(value, *others)))
+        reference, value = self._given[slot]
+        decision = (reference, function, others, bool(function(value, *others)))
         if decision not in self.program.decisions:
             self.program.decisions.append(decision)
         return decision[-1]
 
-    def add_plain(self, owner: Any, value: float) -> float:
-        """A number that its owner holds and keeps as it is: the trace shows what the step does with
-        plain numbers.
+    def add_plain(self, reference: Any, value: float) -> float:
+        """A number that its reference holds and keeps as it is: the trace shows what the step does
+        with plain numbers.
         """
-        self._plain[owner.path] = value
+        self._plain[reference.path] = value
         return value
 
     def is_original(self, tensor: torch.Tensor) -> bool:
@@ -292,28 +292,28 @@ class Recorder(TorchDispatchMode):
         return id(tensor) in self._tagged
 
     def history_of(self, tensor: torch.Tensor) -> tuple[Any, ...]:
-        """The owners of the tensors from before the step to which a backward pass from a tensor
+        """The references of the tensors from before the step to which a backward pass from a tensor
         would come.
         """
         found = {
             self._ends.get(node, self.slot_of(getattr(node, "variable", None)) if is_last else None)
             for node, is_last in nodes_behind(tensor)
         }
-        return tuple(owner for owner, slot in self.program.owned if slot in found)
+        return tuple(reference for reference, slot in self.program.referenced if slot in found)
 
     def given(self) -> list[tuple[FakeTensor, int]]:
         """(tensor, slot): the tensors from before the step."""
         return list(self._tagged.values())
 
-    def is_as_given(self, owner: Any) -> bool:
-        """Whether an owner of a given number still holds it."""
-        if owner.path in self._plain:
-            return owner.get() is self._plain[owner.path]
-        node = getattr(owner.get(), "node", None)
+    def is_as_given(self, reference: Any) -> bool:
+        """Whether a reference of a given number still holds it."""
+        if reference.path in self._plain:
+            return reference.get() is self._plain[reference.path]
+        node = getattr(reference.get(), "node", None)
         return (
             isinstance(node, LiveNode)
             and node.slot in self._given
-            and self._given[node.slot][0] is owner
+            and self._given[node.slot][0] is reference
         )
 
     def is_unknown(self, value: Any) -> bool:
@@ -352,7 +352,7 @@ class Recorder(TorchDispatchMode):
         is_known = getattr(fake, "_roam_slot", (None,))[0] is self
         number = self._storage_numbers.get(c_pointer(fake.untyped_storage()))
         if not is_known and all(
-            number != self.program.storage_of(slot) for _, slot in self.program.owned
+            number != self.program.storage_of(slot) for _, slot in self.program.referenced
         ):
             self.add_constant(fake, real)
             self._held.append(fake)
@@ -733,7 +733,7 @@ class Recorder(TorchDispatchMode):
             call.source,
         )
         is_ours = self._watch is not None  # nobody asks again for a graph that others made
-        answer = self._answered(self._question(_ASKED, may_decide, asked)) if is_ours else None
+        answer = self._answered(self._guard(_ASKED, may_decide, asked)) if is_ours else None
         if answer is None:
             self.refuse(_BY_DATA, code="data_dependent", op=call.name, source=call.source)
         with disable_current_modes():
@@ -755,7 +755,7 @@ class Recorder(TorchDispatchMode):
             phase,
             source,
         )
-        answer = self._answered(self._question(_ASKED, may_decide, asked))
+        answer = self._answered(self._guard(_ASKED, may_decide, asked))
         return (
             packed
             if answer is None
@@ -1002,10 +1002,17 @@ class Recorder(TorchDispatchMode):
         name from here on.
         """
         slot = self.slot_of(tensor)
-        owner = next((owner for owner, owned in self.program.owned if owned == slot), None)
-        if isinstance(owner, ArgumentOwner) and owner.kind == "input" and slot is not None:
-            self._reshaped[id(tensor)] = owner, slot, tensor
-        elif owner is not None:
+        reference = next(
+            (reference for reference, referenced in self.program.referenced if referenced == slot),
+            None,
+        )
+        if (
+            isinstance(reference, ArgumentReference)
+            and reference.kind == "input"
+            and slot is not None
+        ):
+            self._reshaped[id(tensor)] = reference, slot, tensor
+        elif reference is not None:
             self.refuse(
                 "it changes the shape of a tensor in place that is there before the step and is "
                 "no argument, so every step would find another shape; use the form that returns a "
@@ -1026,23 +1033,23 @@ class Recorder(TorchDispatchMode):
 
         Args:
             slot: the value.
-            may_ask: whether it may depend on what an owner holds before the step too: the call's
+            may_ask: whether it may depend on what a reference holds before the step too: the call's
                 real arguments (`attention_mask.all()`), numbers that are there. The answer is then
                 asked for again at every call, and another one means another plan.
         """
-        return self._answered(self._question(slot, may_ask))
+        return self._answered(self._guard(slot, may_ask))
 
-    def _answered(self, question: Question | None) -> Any:
-        """A question's answer, for which the program then holds; None where there is none."""
-        if question is None:
+    def _answered(self, guard: ComputedGuard | None) -> Any:
+        """A guard's answer, for which the program then holds; None where there is none."""
+        if guard is None:
             return None
-        answer = self._asked(question)
-        if question.inputs and answer is not None:
-            add_question(self.program, self._forms, question, answer)
+        answer = self._asked(guard)
+        if guard.inputs and answer is not None:
+            add_guard(self.program, self._forms, guard, answer)
         elif any(
-            self._number_of(owner) is MISSING
-            for owner in question.askers[0]
-            if isinstance(owner, StateOwner)
+            self._number_of(reference) is MISSING
+            for reference in guard.uses[0]
+            if isinstance(reference, OptimizerReference)
         ):
             self.refuse(
                 "a condition depends on a number that the previous step makes from weights or data; "
@@ -1059,8 +1066,8 @@ class Recorder(TorchDispatchMode):
         """Calculates the number that this very step would leave in a slot; None where it hangs on
         more than numbers.
         """
-        question = self._question(slot, may_be_asked)
-        return None if question is None else functools.partial(self._asked, question)
+        guard = self._guard(slot, may_be_asked)
+        return None if guard is None else functools.partial(self._asked, guard)
 
     def made_tensor(self, tensor: Any) -> tuple[int, Table] | None:
         """The slot of a tensor that this step has made of constants and buffers alone, and how to
@@ -1069,11 +1076,9 @@ class Recorder(TorchDispatchMode):
         slot = self.slot_of(tensor)
         if slot is None or tensor.requires_grad or not self._is_intact(tensor, slot):
             return None
-        question = self._question(slot, may_be_tabled)
+        guard = self._guard(slot, may_be_tabled)
         return (
-            None
-            if question is None
-            else (slot, Table(question, tensor, self.program.storage_of(slot)))
+            None if guard is None else (slot, Table(guard, tensor, self.program.storage_of(slot)))
         )
 
     def branch(self, function: Callable[..., bool], operands: tuple[Any, ...]) -> bool | None:
@@ -1112,24 +1117,28 @@ class Recorder(TorchDispatchMode):
             )
         return answer
 
-    def _question(self, slot: int, may_ask: MayAsk, asked: Call | None = None) -> Question | None:
-        owners = {number: owner for owner, number in self.program.owned}
+    def _guard(self, slot: int, may_ask: MayAsk, asked: Call | None = None) -> ComputedGuard | None:
+        references = {number: reference for reference, number in self.program.referenced}
         _, source = self.frames.here()
-        return self._slices.question(
-            slot, owners, lambda owner, number: may_ask(owner, self.program, number), source, asked
+        return self._slices.guard(
+            slot,
+            references,
+            lambda reference, number: may_ask(reference, self.program, number),
+            source,
+            asked,
         )
 
-    def _asked(self, question: Question) -> Any:
-        """A question's answer for what is there where a plan begins."""
+    def _asked(self, guard: ComputedGuard) -> Any:
+        """A guard's answer for what is there where a plan begins."""
 
-        def value(slot: int, owner: Any) -> Any:
-            if isinstance(owner, ArgumentOwner):
-                return owner.find(self._real_arguments)
-            return self._given[slot][1] if slot in self._given else self._number_of(owner)
+        def value(slot: int, reference: Any) -> Any:
+            if isinstance(reference, ArgumentReference):
+                return reference.find(self._real_arguments)
+            return self._given[slot][1] if slot in self._given else self._number_of(reference)
 
         on_device = absent.OnCpu() if self._lacks_cuda else nullcontext()
         with disable_current_modes(), DisableAutocast(), DisableTorchFunction(), on_device:
-            return question.ask(list(map(value, question.inputs, question.askers[0])))
+            return guard.ask(list(map(value, guard.inputs, guard.uses[0])))
 
     # -- arguments and slots
 
@@ -1262,14 +1271,14 @@ class Recorder(TorchDispatchMode):
                 self._refuse_change("a change that capture cannot see", Source())
         if self._watch is not None and not self._watch.is_intact():
             raise CaptureError(_SET_UNSEEN, code="generator_state")
-        for owner, slot, tensor in self._reshaped.values():
+        for reference, slot, tensor in self._reshaped.values():
             if id(tensor) in self._assigned:
                 continue
             meta = self.program.slots[slot]
             assert meta is not None
             now = tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
             if now != (meta.shape, meta.stride, meta.offset):
-                self.program.reshaped.append((owner, now))
+                self.program.reshaped.append((reference, now))
         self.program.guessed = sorted(map(str, self._kernels.guessed))
         forget_idle_states(self.program)
 

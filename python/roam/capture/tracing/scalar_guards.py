@@ -1,8 +1,8 @@
 """Computed guards: conditions on numbers that change from step to step.
 
 If a step's code tests such a number (a step count, a rate, a flag of the batch), a plan holds for
-one outcome. The operators that compute it are cut out of the recording as a `Question`. Every call
-runs them again before anything else; another outcome (`answer`) needs another plan.
+one outcome. The operators that compute it are cut out of the recording as a `ComputedGuard`. Every
+call runs them again before anything else; another outcome (`answer`) needs another plan.
 """
 
 from __future__ import annotations
@@ -14,52 +14,62 @@ from typing import Any
 
 import torch
 
-from roam.program.ir import Call, Program, Question, Source, substitute
+from roam.program.ir import Call, ComputedGuard, Program, Source, substitute
 from roam.state.containers import RATE_KEYS
-from roam.state.references import ArgumentOwner, PlaceOwner, RateOwner, StateOwner
+from roam.state.references import (
+    ArgumentReference,
+    OptimizerReference,
+    PlaceReference,
+    RateReference,
+)
 
 CHANCE = "turn off the option by which chance decides what runs (such as layerdrop=0.0), or draw before the step and pass in what was drawn"
 """What to do about random numbers that reach Python."""
 
 
-def may_be_asked(owner: Any, program: Program, slot: int) -> bool:
-    """Whether a question may look at what an owner holds when a step begins: a tensor of the batch,
+def may_be_asked(reference: Any, program: Program, slot: int) -> bool:
+    """Whether a guard may look at what a reference holds when a step begins: a tensor of the batch,
     a single number, or a tensor that may decide shapes.
     """
     meta = program.slots[slot]
-    if isinstance(owner, ArgumentOwner):
-        return meta is not None and owner.kind == "input"
+    if isinstance(reference, ArgumentReference):
+        return meta is not None and reference.kind == "input"
     is_number = meta is None or math.prod(meta.shape) == 1
-    is_owned = isinstance(owner, (RateOwner, StateOwner, PlaceOwner)) and owner.kind != "parameter"
-    return (is_number and is_owned) or may_decide(owner, program, slot)
+    is_referenced = (
+        isinstance(reference, (RateReference, OptimizerReference, PlaceReference))
+        and reference.kind != "parameter"
+    )
+    return (is_number and is_referenced) or may_decide(reference, program, slot)
 
 
-def may_decide(owner: Any, program: Program, slot: int) -> bool:
-    """Whether what an owner holds when a step begins may decide shapes and numbers in Python:
+def may_decide(reference: Any, program: Program, slot: int) -> bool:
+    """Whether what a reference holds when a step begins may decide shapes and numbers in Python:
     integers and booleans of the batch, or in a buffer. Floating-point data is another at every
     call, and so would the plan be.
     """
     meta = program.slots[slot]
     is_discrete = meta is not None and not (meta.dtype.is_floating_point or meta.dtype.is_complex)
     return (
-        is_discrete and isinstance(owner, (ArgumentOwner, PlaceOwner)) and owner.kind != "parameter"
+        is_discrete
+        and isinstance(reference, (ArgumentReference, PlaceReference))
+        and reference.kind != "parameter"
     )
 
 
-def may_be_fixed(owner: Any, program: Program, slot: int) -> bool:
-    """Whether a plan may hold for one value of what an owner holds: of what may decide shapes, or
-    of a number that seldom changes, which a learning rate does at every step.
+def may_be_fixed(reference: Any, program: Program, slot: int) -> bool:
+    """Whether a plan may hold for one value of what a reference holds: of what may decide shapes,
+    or of a number that seldom changes, unlike a learning rate.
     """
-    return (isinstance(owner, RateOwner) and owner.key not in RATE_KEYS) or may_decide(
-        owner, program, slot
+    return (isinstance(reference, RateReference) and reference.key not in RATE_KEYS) or may_decide(
+        reference, program, slot
     )
 
 
-def may_be_tabled(owner: Any, program: Program, slot: int) -> bool:
-    """Whether what a step makes once may come from what an owner holds: a buffer, which is there
+def may_be_tabled(reference: Any, program: Program, slot: int) -> bool:
+    """Whether what a step makes once may come from what a reference holds: a buffer, which is there
     when it is made.
     """
-    return isinstance(owner, PlaceOwner) and owner.kind != "parameter"
+    return isinstance(reference, PlaceReference) and reference.kind != "parameter"
 
 
 class Slices:
@@ -73,21 +83,21 @@ class Slices:
         self._makers: dict[int, int] = {}
         self._writers: dict[int, list[int]] = {}
 
-    def question(
+    def guard(
         self,
         slot: int,
-        owners: dict[int, Any],
+        references: dict[int, Any],
         may_ask: Callable[[Any, int], bool],
         source: Source,
         asked: Call | None = None,
-    ) -> Question | None:
+    ) -> ComputedGuard | None:
         """What a slot's value comes from; None where it hangs on what may not be asked.
 
         Args:
             slot: the value, as it is now.
-            owners: per slot the owner of what is there before the step.
-            may_ask: whether an owner's slot may be looked at.
-            source: whose question it is.
+            references: per slot the reference of what is there before the step.
+            may_ask: whether a reference's slot may be looked at.
+            source: the line of the condition.
             asked: a call that is not in the recording and gives the value, from values as they are
                 now.
         """
@@ -107,7 +117,11 @@ class Slices:
             behind = (
                 [self._makers[number]] if number in self._makers and number not in constants else []
             )
-            if not behind and number not in constants and not may_ask(owners.get(number), number):
+            if (
+                not behind
+                and number not in constants
+                and not may_ask(references.get(number), number)
+            ):
                 return None
             behind += [
                 index for index in self._writers.get(program.storage_of(number), ()) if index < end
@@ -121,19 +135,19 @@ class Slices:
         chosen = [replace(program.calls[index]) for index in self._ordered(calls)]
         if asked is not None:
             chosen.append(asked)
-        inputs = sorted(number for number in until if number in owners)
+        inputs = sorted(number for number in until if number in references)
         changed = self._changed(chosen, inputs)
         if changed is None:
             return None
         used = [(tensor, number) for number, tensor in constants.items() if number in until]
-        return Question(
+        return ComputedGuard(
             chosen,
             inputs,
             changed,
             used,
             slot,
             source,
-            [tuple(owners[number] for number in inputs)],
+            [tuple(references[number] for number in inputs)],
             self._made_bytes(chosen, changed, used),
         )
 
@@ -172,7 +186,7 @@ class Slices:
         return draws
 
     def _ordered(self, calls: set[int]) -> list[int]:
-        """Calls in program order, but first those that many questions share: arithmetic on numbers
+        """Calls in program order, but first those that many guards share: arithmetic on numbers
         alone.
         """
         shared: set[int] = set()
@@ -210,26 +224,26 @@ class Slices:
         return frozenset(changed) if is_copied else None
 
 
-def add_question(
-    program: Program, forms: dict[str, Question], question: Question, answer: Any
+def add_guard(
+    program: Program, forms: dict[str, ComputedGuard], guard: ComputedGuard, answer: Any
 ) -> None:
-    """Has a program ask a question; one that it asks already of other numbers is asked of these
+    """Adds a guard to a program; one that it has already for other numbers is computed for these
     too.
 
     Args:
-        forms: the program's questions by what they ask and the answer; gets this one.
+        forms: the program's guards by what they compute and the answer; gets this one.
     """
-    form = f"{_form(question)} {type(answer)} {answer!r}"
+    form = f"{_form(guard)} {type(answer)} {answer!r}"
     known = forms.get(form)
     if known is None:
-        forms[form] = question
-        program.questions.append((question, answer))
+        forms[form] = guard
+        program.computed_guards.append((guard, answer))
     else:
-        known.askers.extend(asker for asker in question.askers if asker not in known.askers)
+        known.uses.extend(use for use in guard.uses if use not in known.uses)
 
 
-def _form(question: Question) -> tuple[Any, ...]:
-    """Shown alike for questions that run the same calls, whatever the numbers of their slots."""
+def _form(guard: ComputedGuard) -> tuple[Any, ...]:
+    """Shown alike for guards that run the same calls, whatever the numbers of their slots."""
     numbers: dict[int, int] = {}
 
     def number(slot: int) -> int:
@@ -241,9 +255,9 @@ def _form(question: Question) -> tuple[Any, ...]:
             repr(substitute((call.args, call.kwargs), lambda ref: f"slot {number(ref.slot)}")),
             [s if s is None else number(s) for s in call.outputs],
         )
-        for call in question.calls
+        for call in guard.calls
     ]
     return (
-        calls, [number(slot) for slot in question.inputs], sorted(number(slot) for slot in question.changed),
-        {number(slot): id(tensor) for tensor, slot in question.constants}, number(question.slot),
+        calls, [number(slot) for slot in guard.inputs], sorted(number(slot) for slot in guard.changed),
+        {number(slot): id(tensor) for tensor, slot in guard.constants}, number(guard.slot),
     )  # fmt: skip

@@ -37,17 +37,17 @@ from roam.state.containers import FrozenSpace
 from roam.state.equality import MISSING, is_plain, same
 from roam.state.live_scalars import as_live, number_stand_ins
 from roam.state.references import (
-    ArgumentOwner,
-    AttributeOwner,
-    EntryOwner,
-    GradientOwner,
-    Owner,
-    PlaceOwner,
-    RateOwner,
+    ArgumentReference,
+    AttributeReference,
+    EntryReference,
+    GradientReference,
+    OptimizerReference,
+    PlaceReference,
+    RateReference,
     Skeleton,
-    StateOwner,
+    StateReference,
     as_tuple,
-    state_owners,
+    optimizer_references,
 )
 from roam.torch_compat.patches import SCHEDULERS, Replacement, replaced
 from roam.torch_compat.private import (
@@ -103,37 +103,48 @@ def trace(
         fake_state.results,
         fake_state.answers.replay(),
     )
-    before: list[tuple[Owner, Any]] = [(owner, owner.get()) for owner in fake_state.owners()]
-    tied = [(owner, owner.get()) for owner in fake_state.places if owner.tied]
-    state = [
-        (owner, owner.get())
-        for owner in state_owners(fake_state.reach, fake_state.parameters, plain=True)
+    before: list[tuple[StateReference, Any]] = [
+        (reference, reference.get()) for reference in fake_state.references()
     ]
-    numbers = [(owner, number) for owner, number in state if owner.path in fake_state.changing]
-    plain = [(owner, value) for owner, value in state if owner.path not in fake_state.changing]
-    kept = [(owner, owner.get()) for owner in fake_state.numbers]
-    held: list[tuple[StateOwner | PlaceOwner, Any]] = [*numbers, *(kept if live_numbers else ())]
-    placed = {id(owner): owner.get() for owner in fake_state.places}
+    tied = [(reference, reference.get()) for reference in fake_state.places if reference.tied]
+    state = [
+        (reference, reference.get())
+        for reference in optimizer_references(fake_state.reach, fake_state.parameters, plain=True)
+    ]
+    numbers = [
+        (reference, number) for reference, number in state if reference.path in fake_state.changing
+    ]
+    plain = [
+        (reference, value)
+        for reference, value in state
+        if reference.path not in fake_state.changing
+    ]
+    kept = [(reference, reference.get()) for reference in fake_state.numbers]
+    held: list[tuple[OptimizerReference | PlaceReference, Any]] = [
+        *numbers,
+        *(kept if live_numbers else ()),
+    ]
+    placed = {id(reference): reference.get() for reference in fake_state.places}
     fake_state.refuse = recorder.refuse
     elsewhere = fake_state.state_elsewhere()
-    rates = [owner.get() for owner in fake_state.rates]
+    rates = [reference.get() for reference in fake_state.rates]
     entries = fake_state.entries()
     originals: list[_Original] = []
     received: _Received = []
     try:
-        for owner, tensor in before:
-            recorder.add_owned(owner, tensor, owner.path)
+        for reference, tensor in before:
+            recorder.add_referenced(reference, tensor, reference.path)
         args, kwargs, received = _own_arguments(fake_state, recorder, args, kwargs, live_arguments)
         originals += [_Original(tensor, slot) for tensor, slot in recorder.given()]
-        for rate_owner in fake_state.rates:
-            rate_owner.set(
+        for rate_reference in fake_state.rates:
+            rate_reference.set(
                 (recorder.add_number if live_numbers else recorder.add_plain)(
-                    rate_owner, rate_owner.get()
+                    rate_reference, rate_reference.get()
                 )
             )
-        for number_owner, number in held:
+        for number_reference, number in held:
             if number is not None:
-                number_owner.set(recorder.add_number(number_owner, number))
+                number_reference.set(recorder.add_number(number_reference, number))
         for optimizer in fake_state.optimizers:
             set_step_called(optimizer, False)
         with ExitStack() as stack:
@@ -150,10 +161,10 @@ def trace(
         taken = fake_state.taker.take(args, kwargs)
         if taken.spec != given.spec or not all(map(operator.is_, taken.leaves, given.leaves)):
             raise ArgumentsChange
-        for owner, _ in before:
-            if isinstance(owner, PlaceOwner) and owner.get() is MISSING:
+        for reference, _ in before:
+            if isinstance(reference, PlaceReference) and reference.get() is MISSING:
                 raise CaptureError(
-                    f"the step removes {owner.path}; assign another value instead",
+                    f"the step removes {reference.path}; assign another value instead",
                     code="owner_removed",
                 )
         _check_tuples(fake_state, (args, kwargs, result))
@@ -171,12 +182,14 @@ def trace(
         _argument_endings(recorder, received)
         _original_endings(fake_state, recorder, originals)
         _tied_endings(recorder, before, tied)
-        _plain_endings(fake_state, recorder, plain, {owner.path for owner, _ in numbers})
+        _plain_endings(fake_state, recorder, plain, {reference.path for reference, _ in numbers})
         _rate_endings(fake_state, recorder)
         _entry_endings(fake_state, recorder, entries)
         _attribute_endings(fake_state, recorder, (args, kwargs), result)
         _number_endings(
-            fake_state, recorder, {owner.path for owner, number in kept if number is not None}
+            fake_state,
+            recorder,
+            {reference.path for reference, number in kept if number is not None},
         )
         recorder.note_assigned()
         check_skippable(recorder.program)
@@ -191,10 +204,10 @@ def trace(
             one.restore()
         for _, tensor, gradient in received:
             tensor.grad = gradient
-        for rate_owner, rate in zip(fake_state.rates, rates, strict=True):
-            rate_owner.set(rate)
-        for number_owner, number in held:
-            number_owner.set(number)
+        for rate_reference, rate in zip(fake_state.rates, rates, strict=True):
+            rate_reference.set(rate)
+        for number_reference, number in held:
+            number_reference.set(number)
         for entry in fake_state.entries().keys() - entries.keys():
             entry.optimizer.param_groups[entry.group].pop(entry.key, None)
         fake_state.forget_values()
@@ -307,7 +320,7 @@ class _Original:
             self.tensor.requires_grad_(self.flag)
 
 
-_Received = list[tuple[ArgumentOwner, FakeTensor, Any]]
+_Received = list[tuple[ArgumentReference, FakeTensor, Any]]
 """Arguments, each with its gradient from before the step."""
 
 
@@ -324,17 +337,17 @@ def _own_arguments(
     taken = fake_state.taker.take(args, kwargs)
     leaves = list(taken.leaves)
     received: _Received = []
-    for position, (leaf, owner) in enumerate(zip(leaves, fake_state.arguments, strict=True)):
+    for position, (leaf, reference) in enumerate(zip(leaves, fake_state.arguments, strict=True)):
         if isinstance(leaf, FakeTensor):
             if recorder.slot_of(leaf) is None:
-                recorder.add_owned(owner, leaf, owner.path)
+                recorder.add_referenced(reference, leaf, reference.path)
                 if leaf.is_leaf:
-                    received.append((owner, leaf, leaf.grad))
+                    received.append((reference, leaf, leaf.grad))
         elif live and type(leaf) is float:
-            leaves[position] = recorder.add_live(owner, owner.path)
-    for owner, _, gradient in received:
+            leaves[position] = recorder.add_live(reference, reference.path)
+    for reference, _, gradient in received:
         if gradient is not None and recorder.slot_of(gradient) is None:
-            recorder.add_owned(owner.gradient, gradient, owner.gradient.path)
+            recorder.add_referenced(reference.gradient, gradient, reference.gradient.path)
     given = taken.put(leaves)
     return *pytree.tree_map_only(
         PackedSequence, recorder.with_values, given, is_leaf=_is_packed
@@ -530,7 +543,7 @@ def _scheduler(
 
     Until then nobody can know the next rate, so whoever asks for it is refused.
     """
-    rates = [owner for owner in fake_state.rates if _may_change(scheduler, owner)]
+    rates = [reference for reference in fake_state.rates if _may_change(scheduler, reference)]
 
     def step(*arguments: Any, **keywords: Any) -> None:
         if any(isinstance(group["lr"], torch.Tensor) for group in scheduler.optimizer.param_groups):
@@ -539,7 +552,8 @@ def _scheduler(
                 code="tensor_rate",
             )
         if not all(
-            recorder.is_as_given(owner) or recorder.is_unknown(owner.get()) for owner in rates
+            recorder.is_as_given(reference) or recorder.is_unknown(reference.get())
+            for reference in rates
         ):
             recorder.refuse(_TWO_WAYS, code="unknown_number")
         if torch.is_grad_enabled() and any(
@@ -554,11 +568,11 @@ def _scheduler(
                 len(recorder.program.calls),
             )
         )
-        for owner in rates:
-            owner.set(recorder.unknown(f"{owner.path} after {path}.step()"))
+        for reference in rates:
+            reference.set(recorder.unknown(f"{reference.path} after {path}.step()"))
 
     def last_rates() -> list[Any]:
-        return [owner.get() for owner in rates if owner.key == "lr"]
+        return [reference.get() for reference in rates if reference.key == "lr"]
 
     unknown = recorder.unknown(f"{path}'s own counters")
     names = [name for name in ("last_epoch", "_step_count", "_last_lr") if name in vars(scheduler)]
@@ -576,12 +590,12 @@ def _scheduler(
             )
 
 
-def _may_change(scheduler: Any, owner: RateOwner) -> bool:
+def _may_change(scheduler: Any, reference: RateReference) -> bool:
     """Whether a scheduler's step may give a number of a group another value."""
     is_own = type(scheduler).__module__ == torch.optim.lr_scheduler.__name__
-    group = owner.optimizer.param_groups[owner.group]
+    group = reference.optimizer.param_groups[reference.group]
     is_scheduled = any(group is scheduled for scheduled in scheduler.optimizer.param_groups)
-    return is_scheduled and (owner.key in _SCHEDULED or not is_own)
+    return is_scheduled and (reference.key in _SCHEDULED or not is_own)
 
 
 def _results(fake_state: FakeState, recorder: Recorder, result: Any) -> None:
@@ -622,36 +636,38 @@ def _result_history(recorder: Recorder, tensor: torch.Tensor) -> History:
     return "leaf" if tensor.requires_grad else "none"
 
 
-def _endings(fake_state: FakeState, recorder: Recorder, before: list[tuple[Owner, Any]]) -> None:
-    """What each owner holds after the step, where that is another tensor than before."""
+def _endings(
+    fake_state: FakeState, recorder: Recorder, before: list[tuple[StateReference, Any]]
+) -> None:
+    """What each reference holds after the step, where that is another tensor than before."""
     program = recorder.program
     program.stepped = [
         optimizer for optimizer in fake_state.optimizers if was_step_called(optimizer)
     ]
-    held = {owner.path: tensor for owner, tensor in before}
-    now = {owner.path: owner for owner in fake_state.owners()}
-    for owner, tensor in before:
-        recorder.leaving(tensor, owner.path)
-    for path, owner in now.items():
-        tensor = owner.get()
+    held = {reference.path: tensor for reference, tensor in before}
+    now = {reference.path: reference for reference in fake_state.references()}
+    for reference, tensor in before:
+        recorder.leaving(tensor, reference.path)
+    for path, reference in now.items():
+        tensor = reference.get()
         if held.get(path) is tensor:
             continue
-        _check_replaceable(recorder, owner, tensor)
+        _check_replaceable(recorder, reference, tensor)
         if tensor.grad_fn is not None and not recorder.is_original(tensor):
             program.historic[path] = recorder.history_of(tensor)
-        program.rebinds.append((owner, recorder.leaving(tensor, path)))
-    for owner, _ in before:
-        if owner.path not in now:
-            if isinstance(owner, GradientOwner):
-                program.dropped.append(owner)
+        program.rebinds.append((reference, recorder.leaving(tensor, path)))
+    for reference, _ in before:
+        if reference.path not in now:
+            if isinstance(reference, GradientReference):
+                program.dropped.append(reference)
             else:
                 raise CaptureError(
-                    f"the step removes {owner.path}; assign another value instead",
+                    f"the step removes {reference.path}; assign another value instead",
                     code="owner_removed",
                 )
     # A gradient that was not there may well matter when it is.
     program.absent += [
-        GradientOwner(parameter, path)
+        GradientReference(parameter, path)
         for parameter in fake_state.parameters
         if (path := f"{parameter.path}.grad") not in held and path not in now
     ]
@@ -680,83 +696,88 @@ def _check_tuples(fake_state: FakeState, outside: Any) -> None:
 
 
 def _tied_endings(
-    recorder: Recorder, before: list[tuple[Owner, Any]], tied: list[tuple[PlaceOwner, torch.Tensor]]
+    recorder: Recorder,
+    before: list[tuple[StateReference, Any]],
+    tied: list[tuple[PlaceReference, torch.Tensor]],
 ) -> None:
     """What the step puts in one of several places that hold one tensor. The next step finds two
     tensors.
     """
-    first = {id(tensor): owner for owner, tensor in reversed(before)}
-    for owner, tensor in tied:
-        now = owner.get()
+    first = {id(tensor): reference for reference, tensor in reversed(before)}
+    for reference, tensor in tied:
+        now = reference.get()
         if now is not tensor:
             if not isinstance(now, torch.Tensor):
                 raise CaptureError(
-                    f"the step removes {owner.path}; assign another value instead",
+                    f"the step removes {reference.path}; assign another value instead",
                     code="owner_removed",
                 )
-            _check_replaceable(recorder, owner, now)
-            place = AttributeOwner(owner.space, owner.key, owner.path)
-            recorder.program.rebinds.append((place, recorder.leaving(now, owner.path)))
+            _check_replaceable(recorder, reference, now)
+            place = AttributeReference(reference.space, reference.key, reference.path)
+            recorder.program.rebinds.append((place, recorder.leaving(now, reference.path)))
             if now.grad_fn is not None and not recorder.is_original(now):
-                recorder.program.historic[owner.path] = recorder.history_of(now)
+                recorder.program.historic[reference.path] = recorder.history_of(now)
         if now is first[id(tensor)].get():
             continue
         recorder.program.unsettled = CaptureError(
-            f"{owner.path} and another place hold one tensor before the step and two after it, so "
+            f"{reference.path} and another place hold one tensor before the step and two after it, so "
             "the steady step can be captured only when the first has run; roam.compile does so, "
             "and capture(step='first') captures the first",
             code="unsettled",
         )
 
 
-def _check_replaceable(recorder: Recorder, owner: Owner, tensor: torch.Tensor) -> None:
+def _check_replaceable(recorder: Recorder, reference: StateReference, tensor: torch.Tensor) -> None:
     """Refuses another tensor in a parameter's place or in a frozen set, and one that requires a
     gradient itself.
     """
     if (
-        isinstance(owner, PlaceOwner)
-        and isinstance(owner.space, FrozenSpace)
-        and not isinstance(owner.space.now(), tuple)
+        isinstance(reference, PlaceReference)
+        and isinstance(reference.space, FrozenSpace)
+        and not isinstance(reference.space.now(), tuple)
     ):
         raise CaptureError(
-            f"the step puts another tensor at {owner.path}, in a frozen set; keep it in a list",
+            f"the step puts another tensor at {reference.path}, in a frozen set; keep it in a list",
             code="moved",
         )
-    if not isinstance(owner, (StateOwner, GradientOwner)) and owner.kind == "parameter":
+    if (
+        not isinstance(reference, (OptimizerReference, GradientReference))
+        and reference.kind == "parameter"
+    ):
         raise CaptureError(
-            f"the step puts another tensor in the place of the parameter {owner.path}; write into "
+            f"the step puts another tensor in the place of the parameter {reference.path}; write into "
             "the parameter under torch.no_grad(), as in p.copy_(...)",
             code="parameter_replaced",
         )
-    check_no_leaf(tensor, owner.path, is_new=not recorder.is_original(tensor))
+    check_no_leaf(tensor, reference.path, is_new=not recorder.is_original(tensor))
 
 
 def _original_endings(
     fake_state: FakeState, recorder: Recorder, originals: list[_Original]
 ) -> None:
     """What the step leaves on tensors from before it, beside values."""
-    owners = {slot: owner for owner, slot in recorder.program.owned}
+    references = {slot: reference for reference, slot in recorder.program.referenced}
     for one in originals:
         if one.is_detached():
             if is_view(fake_state.identities.of(one.tensor)):
-                raise CaptureError(f"{owners[one.slot].path} {VIEW}", code="outer_history")
+                raise CaptureError(f"{references[one.slot].path} {VIEW}", code="outer_history")
             recorder.program.detached.append(one.slot)
         elif one.tensor.grad_fn is not one.history:
             raise CaptureError(
-                f"{owners[one.slot].path} would have a gradient history of this step afterwards, "
+                f"{references[one.slot].path} would have a gradient history of this step afterwards, "
                 "and a plan keeps none; detach what the step writes into it, or write under "
                 "torch.no_grad()",
                 code="outer_history",
             )
         if one.tensor.retains_grad is not one.keeps_gradient and one.history is not None:
             raise CaptureError(
-                f"the step calls retain_grad() on {owners[one.slot].path}, which keeps no gradient "
+                f"the step calls retain_grad() on {references[one.slot].path}, which keeps no gradient "
                 "after a captured step; leave it out, or detach the tensor",
                 code="moved",
             )
         if hooks_on(one.tensor) != one.hooks:
             raise CaptureError(
-                f"the step leaves hooks on {owners[one.slot].path}; remove them in the step "
+                f"the step leaves hooks on {references[one.slot].path}; remove them in the step "
                 "itself, or add them outside of it",
                 code="moved",
             )
@@ -764,15 +785,15 @@ def _original_endings(
         for name in one.notes | notes:
             if not same(one.notes.get(name, MISSING), notes.get(name, MISSING)):
                 raise CaptureError(
-                    f"the step sets the attribute {name!r} of {owners[one.slot].path}, which a "
+                    f"the step sets the attribute {name!r} of {references[one.slot].path}, which a "
                     "captured step would not do; set it outside of the step, or keep what it says "
                     "in a dictionary",
                     code="tensor_attribute",
                 )
         if one.has_other_flag():
-            if owners[one.slot].kind in ("optimizer_state", "gradient"):
+            if references[one.slot].kind in ("optimizer_state", "gradient"):
                 raise CaptureError(
-                    f"the step changes requires_grad of {owners[one.slot].path}, which a captured "
+                    f"the step changes requires_grad of {references[one.slot].path}, which a captured "
                     "step would not do; leave it as it is",
                     code="moved",
                 )
@@ -782,18 +803,18 @@ def _original_endings(
 def _argument_endings(recorder: Recorder, received: _Received) -> None:
     """What the gradients of arguments are after the step."""
     program = recorder.program
-    for owner, tensor, before in received:
+    for reference, tensor, before in received:
         gradient = tensor.grad if tensor.is_leaf else None
         if gradient is before:
             continue
         if gradient is None:
-            program.dropped.append(owner.gradient)
+            program.dropped.append(reference.gradient)
         else:
-            check_no_leaf(gradient, owner.gradient.path)
+            check_no_leaf(gradient, reference.gradient.path)
             if gradient.grad_fn is not None:
-                program.historic[owner.gradient.path] = recorder.history_of(gradient)
+                program.historic[reference.gradient.path] = recorder.history_of(gradient)
             program.rebinds.append(
-                (owner.gradient, recorder.leaving(gradient, owner.gradient.path))
+                (reference.gradient, recorder.leaving(gradient, reference.gradient.path))
             )
 
 
@@ -810,45 +831,45 @@ def check_no_leaf(tensor: torch.Tensor, path: str, *, is_new: bool = True) -> No
 def _rate_endings(fake_state: FakeState, recorder: Recorder) -> None:
     """What the step puts in the place of learning rates."""
     program = recorder.program
-    for owner in fake_state.rates:
-        rate = owner.get()
-        if recorder.is_as_given(owner) or recorder.is_unknown(rate):
+    for reference in fake_state.rates:
+        rate = reference.get()
+        if recorder.is_as_given(reference) or recorder.is_unknown(rate):
             continue
-        if any(_may_change(host_call.scheduler, owner) for host_call in program.after):
-            raise CaptureError(f"{owner.path}: {_TWO_WAYS}", code="unknown_number")
+        if any(_may_change(host_call.scheduler, reference) for host_call in program.after):
+            raise CaptureError(f"{reference.path}: {_TWO_WAYS}", code="unknown_number")
         if (slot := recorder.slot_of(rate)) is not None and not isinstance(rate, torch.Tensor):
-            program.rebinds.append((owner, slot))
+            program.rebinds.append((reference, slot))
         elif type(rate) in (float, int):
-            program.plain_state.append((owner, rate))
+            program.plain_state.append((reference, rate))
         else:
             raise CaptureError(
-                f"the step makes {owner.path} a {type(rate).__name__}; set a float", code="rate"
+                f"the step makes {reference.path} a {type(rate).__name__}; set a float", code="rate"
             )
 
 
 def _entry_endings(
-    fake_state: FakeState, recorder: Recorder, before: dict[RateOwner, None]
+    fake_state: FakeState, recorder: Recorder, before: dict[RateReference, None]
 ) -> None:
     """What the step adds to optimizers' groups, such as a step count of the whole group."""
     program = recorder.program
-    for owner in [owner for owner in fake_state.entries() if owner not in before]:
-        value = owner.get()
+    for reference in [reference for reference in fake_state.entries() if reference not in before]:
+        value = reference.get()
         if isinstance(value, torch.Tensor):
-            program.rebinds.append((owner, recorder.leaving(value, owner.path)))
+            program.rebinds.append((reference, recorder.leaving(value, reference.path)))
         elif (slot := recorder.slot_of(value)) is not None:
-            program.rebinds.append((owner, slot))
+            program.rebinds.append((reference, slot))
         elif is_plain(value):
-            program.plain_state.append((owner, value))
+            program.plain_state.append((reference, value))
         else:
             raise CaptureError(
-                f"the step makes {owner.path}, a {type(value).__name__}, which a plan cannot make; "
+                f"the step makes {reference.path}, a {type(value).__name__}, which a plan cannot make; "
                 "keep numbers and tensors there",
                 code="moved",
             )
-        program.absent.append(owner)
-        program.state_order.append(owner)
+        program.absent.append(reference)
+        program.state_order.append(reference)
         program.unsettled = CaptureError(
-            f"the step makes {owner.path}, so the steady step can be captured only when the first has run; roam.compile does "
+            f"the step makes {reference.path}, so the steady step can be captured only when the first has run; roam.compile does "
             'so, and capture(step="first") captures the first',
             code="unsettled",
         )
@@ -858,16 +879,16 @@ def _number_endings(fake_state: FakeState, recorder: Recorder, given: set[str]) 
     """What the step puts in the place of the numbers that it keeps, of which those at `given` were
     there before.
     """
-    for owner in fake_state.numbers:
-        number = owner.get()
+    for reference in fake_state.numbers:
+        number = reference.get()
         if (slot := recorder.slot_of(number)) is not None and not isinstance(number, torch.Tensor):
-            if not recorder.is_as_given(owner):
-                recorder.program.rebinds.append((owner, slot))
-        elif type(number) in (int, float) or (number is None and owner.path in given):
-            recorder.program.plain_state.append((owner, number))
+            if not recorder.is_as_given(reference):
+                recorder.program.rebinds.append((reference, slot))
+        elif type(number) in (int, float) or (number is None and reference.path in given):
+            recorder.program.plain_state.append((reference, number))
         elif number is not None:
             raise CaptureError(
-                f"the step makes {owner.path} a {type(number).__name__}, which was a number "
+                f"the step makes {reference.path} a {type(number).__name__}, which was a number "
                 "before; keep a number there",
                 code="moved",
             )
@@ -890,18 +911,18 @@ def _attribute_endings(
     }
     shared |= {id(container) for container in _containers((arguments, result))}
     for space, name, key in fake_state.reach.overwritten:
-        owner = AttributeOwner(space, name, space.label(name))
-        value = owner.get()
+        reference = AttributeReference(space, name, space.label(name))
+        value = reference.get()
         if value is MISSING:
             continue  # a property, which has set something else
-        skeleton, entries = _nest(recorder, owner, value, shared)
+        skeleton, entries = _nest(recorder, reference, value, shared)
         if skeleton is MISSING:
             fake_state.reach.reads.keep(key, name)
             raise ReadMore
-        program.overwritten.append(owner)
-        if not entries or entries[0][0] is not owner:
+        program.overwritten.append(reference)
+        if not entries or entries[0][0] is not reference:
             program.plain_state.append(
-                (owner, skeleton if is_plain(skeleton) else Skeleton(skeleton))
+                (reference, skeleton if is_plain(skeleton) else Skeleton(skeleton))
             )
         program.rebinds += entries
 
@@ -916,18 +937,18 @@ def _containers(value: Any) -> Iterator[Any]:
 
 def _nest(
     recorder: Recorder,
-    owner: AttributeOwner,
+    reference: AttributeReference,
     value: Any,
     shared: set[int],
     keys: tuple[Any, ...] = (),
     path: str = "",
 ) -> tuple[Any, list[tuple[Any, int]]]:
     """What the step has put in a place, without tensors and live numbers, and these with their
-    owners; `MISSING` where a run could not put the like there: other objects, or containers that
-    somebody else holds too.
+    references; `MISSING` where a run could not put the like there: other objects, or containers
+    that somebody else holds too.
     """
-    path = path or owner.path
-    place = EntryOwner(owner, keys, path) if keys else owner
+    path = path or reference.path
+    place = EntryReference(reference, keys, path) if keys else reference
     if isinstance(value, torch.Tensor):
         left, is_original = recorder.leaving(value, path), recorder.is_original(value)
         if not is_original and (is_parameter(value) or (value.is_leaf and value.requires_grad)):
@@ -950,7 +971,9 @@ def _nest(
     for key, part in value.items() if type(value) is dict else enumerate(value):
         if not is_plain(key):
             return MISSING, []
-        parts[key], entries = _nest(recorder, owner, part, shared, (*keys, key), f"{path}[{key!r}]")
+        parts[key], entries = _nest(
+            recorder, reference, part, shared, (*keys, key), f"{path}[{key!r}]"
+        )
         if parts[key] is MISSING:
             return MISSING, []
         found += entries
@@ -959,16 +982,20 @@ def _nest(
     return (as_tuple(type(value), parts.values()) if is_tuple else list(parts.values())), found
 
 
-def _keep_lists(before: list[tuple[StateOwner, Any]]) -> None:
+def _keep_lists(before: list[tuple[OptimizerReference, Any]]) -> None:
     """Where the step puts other lists and dictionaries of the same form in the place of those that
     an optimizer's state holds, puts what is in them into those.
     """
-    lists = [(owner, held, owner.get()) for owner, held in before if type(held) in (list, dict)]
+    lists = [
+        (reference, held, reference.get())
+        for reference, held in before
+        if type(held) in (list, dict)
+    ]
     if len({id(now) for _, _, now in lists}) == len(lists):
-        for owner, held, now in lists:
+        for reference, held, now in lists:
             if now is not held and _is_alike(held, now):
                 _refill(held, now)
-                owner.set(held)
+                reference.set(held)
 
 
 def _is_alike(held: Any, now: Any) -> bool:
@@ -995,64 +1022,64 @@ def _plain_endings(
     """What the step leaves in optimizer state beside tensors.
 
     Args:
-        before: (owner, value) of what was there and is no live number.
+        before: (reference, value) of what was there and is no live number.
         live: paths of the live numbers.
 
     Raises:
         NumbersChange: where other numbers than the live ones differ from those before.
     """
     recorder.program.plain_before = before
-    known = {owner.path: value for owner, value in before}
-    changed, made = set(), list[tuple[StateOwner, Callable[[], Any] | None]]()
-    for owner in state_owners(fake_state.reach, fake_state.parameters, plain=True):
-        value = owner.get()
-        if (slot := recorder.slot_of(value)) is not None and owner.path in known:
-            changed.add(owner.path)
+    known = {reference.path: value for reference, value in before}
+    changed, made = set(), list[tuple[OptimizerReference, Callable[[], Any] | None]]()
+    for reference in optimizer_references(fake_state.reach, fake_state.parameters, plain=True):
+        value = reference.get()
+        if (slot := recorder.slot_of(value)) is not None and reference.path in known:
+            changed.add(reference.path)
         elif slot is not None:
-            recorder.program.rebinds.append((owner, slot))
-            if owner.path not in live:
-                made.append((owner, recorder.made_number(slot)))
-        elif owner.path in known and value is known[owner.path]:
+            recorder.program.rebinds.append((reference, slot))
+            if reference.path not in live:
+                made.append((reference, recorder.made_number(slot)))
+        elif reference.path in known and value is known[reference.path]:
             continue
         elif not is_plain(value):
             error = CaptureError(
-                f"{owner.path} is a {type(value).__name__}, which no plan can hold; keep each "
+                f"{reference.path} is a {type(value).__name__}, which no plan can hold; keep each "
                 "tensor or number under a key of its own",
                 code="optimizer_state",
             )
             error.settles = type(value) in (list, dict)
             raise error
-        elif owner.path not in known and owner.path not in live:
-            recorder.program.plain_state.append((owner, value))
-            recorder.program.absent.append(owner)
-        elif owner.path in known and same(known[owner.path], value):
+        elif reference.path not in known and reference.path not in live:
+            recorder.program.plain_state.append((reference, value))
+            recorder.program.absent.append(reference)
+        elif reference.path in known and same(known[reference.path], value):
             continue
-        elif type(value) in (int, float) and type(value) is type(known.get(owner.path)):
-            changed.add(owner.path)
+        elif type(value) in (int, float) and type(value) is type(known.get(reference.path)):
+            changed.add(reference.path)
         else:
             raise CaptureError(
-                f"{owner.path} is something else after each step, and no number that the step "
+                f"{reference.path} is something else after each step, and no number that the step "
                 "calculates from the one before; keep tensors and numbers there",
                 code="optimizer_state",
             )
     if changed:
         raise NumbersChange(changed)
-    for owner, calculate in made:
+    for reference, calculate in made:
         number = None if calculate is None else calculate()
         if number is None:
             recorder.program.unsettled = CaptureError(
-                f"the first step makes {owner.path}, a Python number, from weights or data, and "
+                f"the first step makes {reference.path}, a Python number, from weights or data, and "
                 "the next step uses it; roam.compile captures that step when the first has run. "
                 "To capture both at once, keep it a tensor",
                 code="unsettled",
             )
         else:
-            owner.set(number)
-            fake_state.changing.add(owner.path)
-        recorder.program.absent.append(owner)
+            reference.set(number)
+            fake_state.changing.add(reference.path)
+        recorder.program.absent.append(reference)
     if recorder.program.plain_state or made:
         recorder.program.state_order = list(
-            state_owners(fake_state.reach, fake_state.parameters, plain=None)
+            optimizer_references(fake_state.reach, fake_state.parameters, plain=None)
         )
 
 
