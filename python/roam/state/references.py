@@ -64,8 +64,8 @@ class AttributeReference:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EntryReference:
-    """An entry, however deep, of a list, tuple or dictionary that another reference leads to. A tuple
-    is replaced by one that has the new entry.
+    """An entry, however deep, of a list, tuple or dictionary that another reference leads to. A
+    tuple is replaced by one that has the new entry.
     """
 
     reference: AttributeReference
