@@ -299,41 +299,120 @@ class TestPlacesThatHoldOneTensor:
 
 
 class TestListsThatTheStepReplaces:
-    """Who else holds the old list must not see new tensors in it, so its entries are not written to
-    in silence."""
+    """Who else holds the old list must not see new tensors in it, so each run puts a new one in its
+    place, as the step does."""
 
     @staticmethod
-    def script(keep: Callable[[Any, list[torch.Tensor]], None]) -> Any:
+    def both(does: Callable[..., Any], kept: Callable[[], Any]) -> list[Any]:
+        """Runs a trainer whose step replaces what it keeps, eagerly and by plan; its plans."""
+        steps: list[Any] = []
+
+        def script(wrap):
+            trainer = Trainer(does)
+            trainer.kept = kept()
+            step = wrap(trainer.step)
+            steps.append(step)
+            losses, held = [], []
+            for x in inputs(12):
+                held.append(trainer.kept)
+                losses.append(step(x))
+            return losses, held, trainer.kept, trainer.net.state_dict()
+
+        both(script)
+        return steps[-1].plans
+
+    @pytest.mark.parametrize("kind", ["list", "nested", "dict", "in a tuple", "in a list"])
+    def test_are_other_lists_after_each_run(self, kind: str) -> None:
+        forms = {
+            "list": lambda a, b: [a, b],
+            "nested": lambda a, b: [[a], {"b": (b, "text")}],
+            "dict": lambda a, b: {"a": a, "b": [b, 3]},
+            "in a tuple": lambda a, b: ([a], [b]),
+            "in a list": lambda a, b: [(a, [b])],
+        }
+        leaves = torch.utils._pytree.tree_leaves
+
         def does(self, x, out):
-            kept = [self.kept[0] + out.detach().mean(), self.kept[1] * 0.5]
-            keep(self, kept)
-            return kept[0]
+            a, b = (leaf for leaf in leaves(self.kept) if isinstance(leaf, torch.Tensor))
+            self.kept = forms[kind](a + out.detach().mean(), b * 0.5)
+            return a.clone()
+
+        plans = self.both(does, lambda: forms[kind](torch.zeros(()), torch.ones(())))
+        assert len(plans) <= 2  # the first step's, and that of all others
+
+    def test_with_the_same_tensors_are_other_lists_too(self) -> None:
+        def script(wrap):
+            def does(self, x, out):
+                self.kept = list(self.kept)
+                return self.kept[0] + self.kept[1]
+
+            trainer = Trainer(does)
+            trainer.kept = [torch.zeros(()), torch.ones(())]
+            step, found = wrap(trainer.step), []
+            for x in inputs(8):
+                old = trainer.kept
+                step(x)
+                found.append((trainer.kept is old, trainer.kept[0] is old[0]))
+                old[0] = torch.full((), 7.0)
+                found.append(trainer.kept[0].clone())
+            return found
+
+        both(script)
+
+    def test_in_variables_of_the_caller(self) -> None:
+        def script(wrap):
+            net = torch.nn.Linear(6, 6)
+            hidden = [torch.zeros(4, 6), torch.ones(4, 6)]
+
+            @wrap
+            def step(x):
+                nonlocal hidden
+                made = [net(x + state) for state in hidden]
+                loss = sum(state.square().mean() for state in made)
+                loss.backward()
+                hidden = [state.detach() for state in made]
+                return loss
+
+            return [step(x) for x in inputs(12)], hidden, [p.grad for p in net.parameters()]
+
+        both(script)
+
+    def test_that_become_longer_at_first(self) -> None:
+        def does(self, x, out):
+            self.kept = [*self.kept, out.detach().mean()][-4:]
+            return sum(self.kept)
+
+        self.both(does, lambda: [torch.zeros(())])
+
+    @pytest.mark.parametrize("both_places", [True, False], ids=["both", "one"])
+    def test_in_two_places_are_one_list_where_eager_has_one(self, both_places: bool) -> None:
+        def script(wrap):
+            def does(self, x, out):
+                self.kept = [self.kept[1], out.detach().mean()]
+                if both_places:
+                    self.other = self.kept
+                return self.kept[0] + self.other[1]
+
+            trainer = Trainer(does)
+            trainer.kept = trainer.other = [torch.zeros(()), torch.ones(())]
+            step = wrap(trainer.step)
+            return [(step(x), trainer.kept is trainer.other) for x in inputs(8)], trainer.kept
+
+        both(script)
+
+    @pytest.mark.parametrize("what", ["changed", "returned"])
+    def test_are_refused_where_a_run_would_leave_another_list(self, what: str) -> None:
+        def does(self, x, out):
+            if what == "changed":
+                self.kept[0] = out.detach().mean()
+            self.kept = [self.kept[1], self.kept[0]]
+            if what == "returned":
+                return self.kept
+            return self.kept[0].clone()
 
         trainer = Trainer(does)
         trainer.kept = [torch.zeros(()), torch.ones(())]
-        return trainer
-
-    def test_are_refused_with_two_ways_to_go_on(self) -> None:
-        trainer = self.script(lambda self, kept: setattr(self, "kept", kept))
-        with pytest.raises(
-            roam.CaptureError, match="keep a tuple there, or assign the entries"
-        ) as caught:
-            roam.capture(trainer.step, torch.ones(4, 6))
+        step = roam.compile(trainer.step)
+        with pytest.raises(roam.CaptureError, match="list") as caught:
+            list(map(step, inputs(12)))
         assert caught.value.code == "moved"
-
-    @pytest.mark.parametrize("way", ["tuple", "entries"])
-    def test_each_of_which_works(self, way: str) -> None:
-        def keep(self, kept):
-            if way == "tuple":
-                self.kept = tuple(kept)
-            else:
-                self.kept[0], self.kept[1] = kept
-
-        def script(wrap):
-            trainer = self.script(keep)
-            if way == "tuple":
-                trainer.kept = tuple(trainer.kept)
-            step = wrap(trainer.step)
-            return [step(x) for x in inputs(10)], list(trainer.kept), trainer.net.state_dict()
-
-        both(script)

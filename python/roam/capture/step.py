@@ -154,6 +154,7 @@ class Known:
 
     Attributes:
         numbers: paths of the Python numbers that the step changes.
+        renewed: paths of the lists and dictionaries in whose place it puts others.
         programs: steady ones that two traces agreed on; the most recent last.
         guards: of the captures that are kept.
         traces: how many times the user's function has been run on fakes.
@@ -167,6 +168,7 @@ class Known:
     """
 
     numbers: set[str] = field(default_factory=set)
+    renewed: set[str] = field(default_factory=set)
     programs: list[Program] = field(default_factory=list)
     guards: WeakSet[Guards] = field(default_factory=WeakSet)
     traces: int = 0
@@ -215,6 +217,10 @@ class Known:
         found = next(alike, guards)
         self.guards.add(found)
         return found
+
+
+class _Renews(Exception):
+    """A step puts other lists or dictionaries in the place of those that it finds."""
 
 
 class _Settles(Exception):
@@ -349,7 +355,7 @@ def capture_step(
                             )
                     except _Settles as found:
                         settles = found
-                    except ReadMore:
+                    except (ReadMore, _Renews):
                         settles = None
                     except NumbersChange:
                         if settles is None:
@@ -378,7 +384,7 @@ def _captured(
     taker = known.taker
     taken = taker.take(args, kwargs)
     opened = [id(parts.value) for parts in taken.objects.values()]
-    reach = Reach.of(train_step, args, kwargs, reads, opened)
+    reach = Reach.of(train_step, args, kwargs, reads, opened, known.renewed)
     known.caches.update((id(cache), cache) for _, cache in reach.caches)
     floats = live_floats(taken, args, kwargs)
     reliance, results = Reliance(), Results(reach.caches)
@@ -416,7 +422,7 @@ def _captured(
             raise ReadMore from error
         raise
     reads.check()
-    reach = _what_was_read(reach, train_step, args, kwargs, known.numbers, opened)
+    reach = _what_was_read(reach, train_step, args, kwargs, known, opened)
     first, steady = programs[0], programs[-1]
     name = getattr(train_step, "__name__", type(train_step).__name__)
     guards = known.shared(
@@ -467,7 +473,7 @@ def _what_was_read(
     train_step: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    changing: set[str],
+    known: Known,
     opened: Collection[int],
 ) -> Reach:
     """What of a traced step's reach is to be guarded.
@@ -477,7 +483,8 @@ def _what_was_read(
     """
     if reach.reads.is_narrow or reach.reads.everything:
         return reach
-    narrow = Reach.of(train_step, args, kwargs, reach.reads.narrow(), opened)
+    changing = known.numbers
+    narrow = Reach.of(train_step, args, kwargs, reach.reads.narrow(), opened, known.renewed)
     if reach.reads.has_strays() or reach.reads.everything:
         reach.reads.everything = True
         raise ReadMore
@@ -653,6 +660,10 @@ class _Tracer:
                     )
                     if settings is not None:
                         raise _Settles(settings, programs[0], refusal)
+                    renewed = inside.renewed() - self.known.renewed
+                    if renewed:
+                        self.known.renewed |= renewed
+                        raise _Renews
                     numbers = inside.numbers() - self.known.numbers
                     if numbers:
                         raise NumbersChange(numbers)

@@ -287,7 +287,7 @@ class FrozenSpace(Space):
 
     def __init__(
         self,
-        holder: tuple[Any, ...] | frozenset[Any],
+        holder: Any,
         path: str,
         places: list[Place],
         **options: Any,
@@ -304,6 +304,12 @@ class FrozenSpace(Space):
     @property
     def takes_others(self) -> bool:
         return bool(self.places) and all(space.takes_others for space, _ in self.places)
+
+    @property
+    def kind(self) -> str:
+        """What to call it."""
+        kinds = (tuple, frozenset, list, dict)
+        return next(kind.__name__ for kind in kinds if isinstance(self.holder, kind))
 
     def now(self) -> Any:
         """What is in its place."""
@@ -336,6 +342,33 @@ class FrozenSpace(Space):
         new = (tuple if issubclass(kind, tuple) else frozenset).__new__(kind, entries)
         for space, name in self.places:
             space.set(name, new)
+
+
+class RenewedSpace(FrozenSpace):
+    """A list or dictionary in whose place the step puts another of the same form."""
+
+    __slots__ = ()
+
+    def items(self) -> Items:
+        return entries_of(self.now())
+
+    def get(self, key: Any) -> Any:
+        return dict(self.items()).get(key, MISSING)
+
+    def set(self, key: Any, value: Any) -> None:
+        if not self.takes_others:
+            Space.set(self, key, value)
+        new = self.now().copy()
+        new[key] = value
+        for space, name in self.places:
+            space.set(name, new)
+
+
+def entries_of(container: list[Any] | dict[Any, Any]) -> Items:
+    """The entries of a list or dictionary, each with its index or key; nothing of anything else."""
+    if type(container) is list:
+        return list(enumerate(container))
+    return list(container.items()) if type(container) is dict else []
 
 
 class PartialSpace(Space):

@@ -47,6 +47,7 @@ from roam.state.containers import (
     PartialSpace,
     ProxySpace,
     RecurrentSpace,
+    RenewedSpace,
     ScalerSpace,
     SequenceSpace,
     SetSpace,
@@ -197,6 +198,7 @@ class Reach:
         kwargs: dict[str, Any] | None = None,
         reads: Reads | None = None,
         opened: Collection[int] = (),
+        renewed: Collection[str] = (),
     ) -> Reach:
         """Walk everything that ``train_step(*args, **kwargs)`` can reach.
 
@@ -204,6 +206,7 @@ class Reach:
             reads: what is known of the attributes that it looks at; without, all count as looked
                 at.
             opened: identities of the arguments that are taken apart (`arguments.Taker`).
+            renewed: paths of the lists and dictionaries in whose place the step puts others.
 
         Raises:
             CaptureError: if there is so much of it that guarding it would cost more than the step.
@@ -211,7 +214,7 @@ class Reach:
         reads = Reads(everything=True) if reads is None else reads
         while True:
             reach = cls(reads)
-            walk = _Walk(reach, opened)
+            walk = _Walk(reach, opened, renewed)
             try:
                 walk.run(train_step, args, kwargs or {})
                 break
@@ -290,9 +293,10 @@ class _Walk:
     guarded.
     """
 
-    def __init__(self, reach: Reach, opened: Collection[int]) -> None:
+    def __init__(self, reach: Reach, opened: Collection[int], renewed: Collection[str]) -> None:
         self.reach = reach
         self.opened = opened
+        self.renewed = renewed
         self.seen: dict[int, object] = {}  # keeps what it names alive, so that no id is used twice
         self.guarded: deque[_Item] = deque()
         self.optimizers: deque[_Item] = deque()  # after the modules whose parameters they name
@@ -310,7 +314,7 @@ class _Walk:
         self.is_held = True
         self.frozen: defaultdict[int, list[tuple[Space, Any]]] = defaultdict(
             list
-        )  # places of tuples and frozen sets
+        )  # places of tuples, frozen sets, and what may be renewed
         self.classes: set[int] = set()  # those whose attributes have been entered
         self.slots: dict[type, dict[str, types.MemberDescriptorType]] = {}
 
@@ -414,7 +418,8 @@ class _Walk:
 
     def _enqueue(self, value: Any, path: str, place: tuple[Space, Any] | None = None) -> None:
         if value is not MISSING and not is_plain(value):
-            if place is not None and issubclass(type(value), (tuple, frozenset)):
+            is_renewed = bool(self.renewed) and type(value) in (list, dict)
+            if place is not None and (is_renewed or issubclass(type(value), (tuple, frozenset))):
                 self.frozen[id(value)].append(place)
             (self.guarded if self.is_guarding else self.live).append((value, path, self.edge))
 
@@ -475,7 +480,9 @@ class _Walk:
             raise _LeftOut
         if not self._is_new(value):
             return
-        if issubclass(kind, torch.nn.Module):
+        if kind in (list, dict) and path in self.renewed:
+            self._fill(RenewedSpace(value, path, self.frozen[id(value)], label=_index(path)))
+        elif issubclass(kind, torch.nn.Module):
             self._module(value, path)
         elif issubclass(kind, torch.optim.Optimizer) and _holds_groups(value):
             self.optimizers.append((value, path, self.edge))

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import operator
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from itertools import chain, repeat
 from typing import Any, Final
 
@@ -30,6 +30,7 @@ from roam.state.containers import (
     Items,
     MappingSpace,
     NamesSpace,
+    RenewedSpace,
     SequenceSpace,
     SetSpace,
     Space,
@@ -62,42 +63,59 @@ class _AnyTensor:
     """Stands for a tensor that may be replaced; its metadata is checked apart."""
 
 
-class _TupleOf:
-    """Stands for a tuple with such tensors, which another tuple may replace."""
+class _Form:
+    """Stands for a tuple with such tensors, which another tuple may replace, or for a list or
+    dictionary that the step renews.
+    """
 
-    __slots__ = ("entries", "kind")
+    __slots__ = ("entries", "keys", "kind")
 
-    def __init__(self, kind: type, entries: list[Any]) -> None:
+    def __init__(self, kind: type, keys: list[Any], entries: list[Any]) -> None:
         self.kind = kind
+        self.keys = keys
         self.entries = entries
 
+    @classmethod
+    def of(cls, value: Any, expect: Callable[[Any], Any] = lambda entry: entry) -> _Form:
+        """That of a value."""
+        keys = list(value) if type(value) is dict else []
+        entries = value.values() if type(value) is dict else type(value).__iter__(value)
+        return cls(type(value), keys, list(map(expect, entries)))
 
-def _expected(value: Any) -> Any:
+
+def _expected(value: Any, renewed: Collection[int] = ()) -> Any:
+    """What to expect where a value is now.
+
+    Args:
+        renewed: identities of the lists and dictionaries that the step renews.
+    """
     if issubclass(type(value), torch.Tensor):
         return value if _is_fixed(value) else _AnyTensor
-    if issubclass(type(value), tuple):
-        entries = list(map(_expected, tuple.__iter__(value)))
-        if any(map(_may_change, entries)):
-            return _TupleOf(type(value), entries)
+    if id(value) in renewed or issubclass(type(value), tuple):
+        form = _Form.of(value, lambda entry: _expected(entry, renewed))
+        if id(value) in renewed or any(map(_may_change, form.entries)):
+            return form
     return value
 
 
 def _may_change(expected: Any) -> bool:
-    return expected is _AnyTensor or type(expected) is _TupleOf
+    return expected is _AnyTensor or type(expected) is _Form
 
 
 def _is_as_expected(expected: Any, value: Any) -> bool:
     """Whether a value, or what is expected elsewhere, is what is expected."""
     if expected is _AnyTensor:
         return value is _AnyTensor or issubclass(type(value), torch.Tensor)
-    if type(expected) is _TupleOf:
-        kind, entries = (
-            (value.kind, value.entries) if type(value) is _TupleOf else (type(value), value)
-        )
+    if type(expected) is _Form:
+        if type(value) is not _Form:
+            if type(value) is not expected.kind:
+                return False
+            value = _Form.of(value)
         return (
-            kind is expected.kind
-            and len(entries) == len(expected.entries)
-            and all(map(_is_as_expected, expected.entries, entries))
+            value.kind is expected.kind
+            and len(value.entries) == len(expected.entries)
+            and all(map(same, expected.keys, value.keys))
+            and all(map(_is_as_expected, expected.entries, value.entries))
         )
     return same(expected, value)
 
@@ -125,8 +143,11 @@ class Guards:
         results: Results | None = None,
     ) -> None:
         ignored = tuple(ignore)
+        renewed = {
+            id(place.space.now()) for place in reach.places if isinstance(place.space, RenewedSpace)
+        }
         checks = [
-            _SpaceCheck(place.space, ignored)
+            _SpaceCheck(place.space, ignored, renewed)
             for place in reach.places
             if place.guarded
             and not place.space.is_immutable
@@ -295,11 +316,13 @@ class _SpaceCheck:
 
     __slots__ = ("expected", "ignored", "is_quick", "space")
 
-    def __init__(self, space: Space, ignored: tuple[str, ...]) -> None:
+    def __init__(
+        self, space: Space, ignored: tuple[str, ...], renewed: Collection[int] = ()
+    ) -> None:
         self.space = space
         self.ignored = ignored
         self.expected: Items = []
-        self.rebase()
+        self.rebase(renewed)
         if isinstance(space, SetSpace):
             self.is_quick = type(space.holder) is set and not self.expected
         else:
@@ -313,9 +336,9 @@ class _SpaceCheck:
                 )
             )
 
-    def rebase(self) -> None:
+    def rebase(self, renewed: Collection[int] = ()) -> None:
         """Expect what is there now."""
-        self.expected = [(key, _expected(value)) for key, value in self.space.items()]
+        self.expected = [(key, _expected(value, renewed)) for key, value in self.space.items()]
 
     def failure(self) -> str | None:
         space, items = self.space, self.space.items()
@@ -593,6 +616,6 @@ def _pattern(storages: list[int]) -> list[int]:
 
 
 def _show(expected: Any) -> str:
-    if type(expected) is _TupleOf:
+    if type(expected) is _Form:
         return f"({', '.join(map(_show, expected.entries))})"
     return "a tensor" if expected is _AnyTensor else show(expected)

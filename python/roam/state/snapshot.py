@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,9 +24,11 @@ from roam.state.containers import (
     Items,
     MappingSpace,
     OptimizerSpace,
+    RenewedSpace,
     SequenceSpace,
     SetSpace,
     Space,
+    entries_of,
 )
 from roam.state.discovery import Place, Reach
 from roam.state.equality import MISSING, is_plain, same, show
@@ -102,6 +104,14 @@ class Snapshot:
     def __init__(self, reach: Reach) -> None:
         # An optimizer's hyper-parameters are a view of holders that are kept in their own right.
         places = [place for place in reach.places if not place.space.is_immutable]
+        self._renewed = {
+            id(place.space.now()) for place in reach.places if isinstance(place.space, RenewedSpace)
+        }
+        self._paths = {
+            id(place.space.holder): place.space.path
+            for place in places
+            if isinstance(place.space, (MappingSpace, SequenceSpace))
+        }
         self._holders = [(place, place.space.items()) for place in places]
         tensors = {id(slot.tensor): (slot.path, slot.tensor) for slot in reversed(reach.slots)}
         self._tensors = [_TensorState(path, tensor) for path, tensor in reversed(tensors.values())]
@@ -120,7 +130,7 @@ class Snapshot:
             reason
             for place, items in self._holders
             if place.guarded
-            for reason in _changes(place, items)
+            for reason in self._changes(place, items)
         ]
         reasons += [reason for state in self._tensors for reason in state.changes()]
         reasons += [
@@ -142,7 +152,7 @@ class Snapshot:
         found: list[Setting] = []
         reasons = 0
         for place, items in self._holders:
-            if not place.guarded or not (changes := _changes(place, items)):
+            if not place.guarded or not (changes := self._changes(place, items)):
                 continue
             reasons += len(changes)
             if type(place.space) in (MappingSpace, AttributesSpace):
@@ -162,7 +172,11 @@ class Snapshot:
         """
         found = set()
         for place, items in self._holders:
-            if place.guarded and type(place.space).set is not Space.set and _changes(place, items):
+            if (
+                place.guarded
+                and type(place.space).set is not Space.set
+                and self._changes(place, items)
+            ):
                 found |= {
                     place.space.label(key)
                     for key, old in items
@@ -171,6 +185,22 @@ class Snapshot:
                     and _is_number_after(old, value)
                 }
         return found
+
+    def renewed(self) -> set[str]:
+        """Paths of the lists and dictionaries, among what `moved` tells of, in whose place there
+        are others now that differ by tensors alone.
+        """
+        found: list[Any] = []
+        for place, items in self._holders:
+            if place.guarded and self._changes(place, items):
+                for key, old in items:
+                    others: list[Any] = []
+                    if _has_other_tensors(old, place.space.get(key), others.append):
+                        found += others
+        return {self._paths[id(other)] for other in found if id(other) in self._paths}
+
+    def _changes(self, place: Place, items: Items) -> list[str]:
+        return _changes(place, items, self._renewed)
 
     def moved_live(self) -> list[str]:
         """What changed since among live state: schedulers, loss scales, learning rates, the entries
@@ -181,7 +211,7 @@ class Snapshot:
             reason
             for place, items in self._holders
             if not place.guarded
-            for reason in _changes(place, items)
+            for reason in self._changes(place, items)
         ]
         reasons = [reason for reason in reasons if reason not in guarded]
         return reasons + [
@@ -305,8 +335,12 @@ def _is_untouched(space: Space, items: Items) -> bool:
     )
 
 
-def _changes(place: Place, items: Items) -> list[str]:
-    """Readable differences between what a space held and what it holds."""
+def _changes(place: Place, items: Items, renewed: Collection[int]) -> list[str]:
+    """Readable differences between what a space held and what it holds.
+
+    Args:
+        renewed: identities of the lists and dictionaries in whose place others may be.
+    """
     space = place.space
     if _is_untouched(space, items):
         return []
@@ -321,7 +355,12 @@ def _changes(place: Place, items: Items) -> list[str]:
     for stand_in in before | after:
         key, old = before.get(stand_in, (None, MISSING))
         key, value = after.get(stand_in, (key, MISSING))
-        if place.guarded and _has_other_tensors(old, value):
+        others: list[Any] = []
+        if (
+            place.guarded
+            and _has_other_tensors(old, value, others.append)
+            and all(id(other) in renewed for other in others)
+        ):
             continue  # the user may put another tensor in a tensor's place
         if not same(old, value) and not (place.guarded and space.is_live(key, old, value)):
             reasons.append(_difference(space.label(key), old, value))
@@ -337,13 +376,35 @@ def _difference(path: str, old: Any, value: Any) -> str:
     return f"{path} changed from {show(old)} to {show(value)}"
 
 
-def _has_other_tensors(old: Any, value: Any) -> bool:
-    """Whether two values are the same but for tensors, in tuples too."""
+def _has_other_tensors(old: Any, value: Any, renewed: Callable[[Any], None]) -> bool:
+    """Whether two values are the same but for tensors, in tuples too, and in lists and dictionaries
+    that hold some, of which `renewed` is told each that is another one.
+    """
     if issubclass(type(old), torch.Tensor):
         return issubclass(type(value), torch.Tensor)
-    if issubclass(type(old), tuple) and type(old) is type(value) and len(old) == len(value):
-        return all(map(_has_other_tensors, tuple.__iter__(old), tuple.__iter__(value)))
-    return same(old, value)
+    if type(old) is not type(value) or old is value:
+        return same(old, value)
+    if type(old) in (list, dict):
+        before, after = entries_of(old), entries_of(value)
+        if not any(map(_holds_tensor, before)):
+            return False
+        renewed(old)
+    elif issubclass(type(old), tuple):
+        before, after = list(enumerate(tuple.__iter__(old))), list(enumerate(tuple.__iter__(value)))
+    else:
+        return same(old, value)
+    return len(before) == len(after) and all(
+        same(key, other) and _has_other_tensors(one, two, renewed)
+        for (key, one), (other, two) in zip(before, after, strict=True)
+    )
+
+
+def _holds_tensor(item: tuple[Any, Any]) -> bool:
+    """Whether the value of an item is a tensor or holds one, in tuples, lists or dictionaries."""
+    value = item[1]
+    if issubclass(type(value), tuple):
+        return any(map(_holds_tensor, enumerate(tuple.__iter__(value))))
+    return issubclass(type(value), torch.Tensor) or any(map(_holds_tensor, entries_of(value)))
 
 
 def _stand_in(key: Any) -> Any:

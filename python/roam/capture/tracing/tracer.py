@@ -33,7 +33,7 @@ from roam.own_code import is_own_file
 from roam.program.ir import History, HostCall, Program, Ref
 from roam.state.attribute_reads import ReadMore
 from roam.state.autograd_hooks import node_stand_in
-from roam.state.containers import FrozenSpace
+from roam.state.containers import FrozenSpace, Items, RenewedSpace, entries_of
 from roam.state.equality import MISSING, is_plain, same
 from roam.state.live_scalars import as_live, number_stand_ins
 from roam.state.references import (
@@ -129,6 +129,11 @@ def trace(
     elsewhere = fake_state.state_elsewhere()
     rates = [reference.get() for reference in fake_state.rates]
     entries = fake_state.entries()
+    renewed = [
+        (space, space.now(), space.items())
+        for space in fake_state.tuples()
+        if isinstance(space, RenewedSpace)
+    ]
     originals: list[_Original] = []
     received: _Received = []
     try:
@@ -168,6 +173,7 @@ def trace(
                     code="owner_removed",
                 )
         _check_tuples(fake_state, (args, kwargs, result))
+        _check_renewed(renewed)
         if not same(elsewhere, fake_state.state_elsewhere()):
             raise CaptureError(
                 "the step keeps optimizer state that belongs to no parameter; keep one entry for "
@@ -178,7 +184,7 @@ def trace(
         check_updated(fake_state)
         _results(fake_state, recorder, result)
         _keep_lists(plain)
-        _endings(fake_state, recorder, before)
+        _endings(fake_state, recorder, before, renewed)
         _argument_endings(recorder, received)
         _original_endings(fake_state, recorder, originals)
         _tied_endings(recorder, before, tied)
@@ -637,20 +643,28 @@ def _result_history(recorder: Recorder, tensor: torch.Tensor) -> History:
 
 
 def _endings(
-    fake_state: FakeState, recorder: Recorder, before: list[tuple[StateReference, Any]]
+    fake_state: FakeState,
+    recorder: Recorder,
+    before: list[tuple[StateReference, Any]],
+    renewed: list[tuple[RenewedSpace, Any, Items]],
 ) -> None:
-    """What each reference holds after the step, where that is another tensor than before."""
+    """What each reference holds after the step, where that is another tensor than before, or the
+    same in another list or dictionary.
+    """
     program = recorder.program
     program.stepped = [
         optimizer for optimizer in fake_state.optimizers if was_step_called(optimizer)
     ]
     held = {reference.path: tensor for reference, tensor in before}
     now = {reference.path: reference for reference in fake_state.references()}
+    others = [space for space, container, _ in renewed if space.now() is not container]
     for reference, tensor in before:
         recorder.leaving(tensor, reference.path)
     for path, reference in now.items():
         tensor = reference.get()
         if held.get(path) is tensor:
+            if isinstance(reference, PlaceReference) and reference.space in others:
+                program.rebinds.append((reference, recorder.leaving(tensor, path)))
             continue
         _check_replaceable(recorder, reference, tensor)
         if tensor.grad_fn is not None and not recorder.is_original(tensor):
@@ -681,18 +695,33 @@ def _check_tuples(fake_state: FakeState, outside: Any) -> None:
     for space in fake_state.tuples():
         if not space.is_in_all_places():
             error = CaptureError(
-                f"the step puts another tuple in one of several places that hold {space.path}",
+                f"the step puts another {space.kind} in one of several places that hold {space.path}",
                 code="moved",
             )
             error.settles = True
             raise error
         if id(space.now()) in held and space.places:
             raise CaptureError(
-                f"the step puts one tuple at {space.path} and in another place, or returns it; "
-                "give each place a tuple of its own",
+                f"the step puts one {space.kind} at {space.path} and in another place, or returns "
+                f"it; give each place a {space.kind} of its own",
                 code="moved",
             )
         held.add(id(space.now()))
+
+
+def _check_renewed(before: list[tuple[RenewedSpace, Any, Items]]) -> None:
+    """Refuses that a step changes a list or dictionary, of those that it renews at other times."""
+    for space, held, items in before:
+        now = entries_of(held)
+        if len(now) != len(items) or not all(
+            key is old_key and value is old
+            for (key, value), (old_key, old) in zip(now, items, strict=True)
+        ):
+            raise CaptureError(
+                f"the step changes the {space.kind} at {space.path}, and puts another in its place, "
+                "or does so in another call; do one of both",
+                code="moved",
+            )
 
 
 def _tied_endings(
@@ -734,7 +763,7 @@ def _check_replaceable(recorder: Recorder, reference: StateReference, tensor: to
     if (
         isinstance(reference, PlaceReference)
         and isinstance(reference.space, FrozenSpace)
-        and not isinstance(reference.space.now(), tuple)
+        and isinstance(reference.space.now(), frozenset)
     ):
         raise CaptureError(
             f"the step puts another tensor at {reference.path}, in a frozen set; keep it in a list",
@@ -909,6 +938,7 @@ def _attribute_endings(
         for place in fake_state.reach.places
         if hasattr(place.space, "holder")
     }
+    shared |= {id(space.now()) for space in fake_state.tuples() if isinstance(space, RenewedSpace)}
     shared |= {id(container) for container in _containers((arguments, result))}
     for space, name, key in fake_state.reach.overwritten:
         reference = AttributeReference(space, name, space.label(name))
