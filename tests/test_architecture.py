@@ -49,6 +49,7 @@ LAYERS = (
     ("roam.commands",),
     ("roam.integrations",),
     ("roam.cli",),
+    ("roam.__main__",),
 )
 """From the lowest to the highest; a module may import those of its own layer's room and of lower
 layers."""

@@ -77,7 +77,7 @@ def plan_file(tmp_path: Path) -> str:
 
 def run(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "roam.cli", *arguments], capture_output=True, text=True, **options
+        [sys.executable, "-m", "roam", *arguments], capture_output=True, text=True, **options
     )
 
 
@@ -358,7 +358,7 @@ def test_a_swallowed_interrupt_counts_all_the_same(
 
 
 def test_ctrl_c_during_capture() -> None:
-    command = [sys.executable, "-m", "roam.cli", "plan", "gpt2"]
+    command = [sys.executable, "-m", "roam", "plan", "gpt2"]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
@@ -377,7 +377,7 @@ def test_nobody_reads_the_output() -> None:
     os.close(reading)
     with os.fdopen(writing, "w") as output:
         done = subprocess.run(
-            [sys.executable, "-m", "roam.cli", "zoo"],
+            [sys.executable, "-m", "roam", "zoo"],
             stdout=output,
             stderr=subprocess.PIPE,
             text=True,
@@ -637,7 +637,7 @@ def test_ctrl_c_during_a_benchmark_keeps_its_rows_and_leaves_no_process(tmp_path
         str(2**62),
     ]
     rows = tmp_path / "scale.rows.jsonl"
-    command = [sys.executable, "-m", "roam.cli", *asked, "--output", str(tmp_path)]
+    command = [sys.executable, "-m", "roam", *asked, "--output", str(tmp_path)]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:

@@ -459,7 +459,7 @@ def test_memory_that_is_shared_in_another_way_stops_a_run_before_it_begins(
 
 def test_a_report_line_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     net = Net()
-    with caplog.at_level(logging.INFO, logger="roam"):
+    with caplog.at_level(logging.DEBUG, logger="roam"):
         roam.compile(plain_step).plan(net, adamw(net), *batches(1)[0])
     assert "in program order" in caplog.text
     assert json.dumps(caplog.messages)

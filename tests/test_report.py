@@ -352,7 +352,11 @@ def test_a_model_of_the_zoo_is_reported_with_what_could_change(
     arguments = ["report", "gpt2-tiny", "--seq", "16", "--batch", "2", "--optimizer", "sgd"]
     assert cli.main([*arguments, "--output", output, "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
-    changes = {change["name"]: change["planned"]["total_bytes"] for change in said["changes"]}
+    planned = {change["name"]: change["planned"] for change in said["changes"]}
+    clipped = planned["gradients clipped by their norm"]
+    assert clipped["operators"] > said["operators"]
+    assert clipped["total_bytes"] >= said["total_bytes"]
+    changes = {name: plan["total_bytes"] for name, plan in planned.items()}
     assert changes["batch 1"] < said["total_bytes"] < changes["batch 4"]
     assert changes["seq 8"] < said["total_bytes"] < changes["seq 32"]
     assert changes["bfloat16"] < said["total_bytes"] < changes["adamw"]
@@ -369,6 +373,34 @@ def test_without_bokeh_the_error_says_what_to_install(
     graph.save(tmp_path / "graph.json")
     assert cli.main(["report", str(tmp_path / "graph.json"), "--no-changes"]) == 2
     assert "roam-torch[report]" in capsys.readouterr().err
+
+
+def test_a_compiled_step_reports_the_bound_that_a_whole_search_proves(tmp_path: Path) -> None:
+    """Also where the plan that runs was good enough before anything was proved."""
+    import torch
+
+    model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(8)])
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def train_step(x: Any) -> Any:
+        optimizer.zero_grad()
+        loss = model(x).tanh().square().mean()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        return loss
+
+    step = roam.compile(train_step)
+    for _ in range(2):
+        step(torch.randn(64, 64))
+    _, plan = step.plans[-1]
+    assert plan.bound_route == "floor"
+    step.report(tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    (bound_bytes,) = set(re.findall(r'value="(\d+)" data-name="lower_bound_bytes"', page))
+    assert plan.lower_bound_bytes < int(bound_bytes) <= plan.peak_bytes
+    assert int(bound_bytes) >= 0.99 * plan.peak_bytes
+    assert f'value="{plan.total_bytes}" data-name="total_bytes"' in page
 
 
 def test_a_compiled_step_reports_its_plan(tmp_path: Path) -> None:

@@ -116,6 +116,17 @@ def test_tiny_models_learn_their_batch(name: str, optimizer: str) -> None:
     assert sum(losses[-5:]) < sum(losses[:5])
 
 
+def test_gradients_are_clipped_before_the_update() -> None:
+    torch.manual_seed(0)
+    made = zoo.build("lstm-tiny", batch=2, seq=8, optimizer="sgd", clip=0.1)
+    norms = []
+    made.optimizer.register_step_pre_hook(
+        lambda *_: norms.append(torch.nn.utils.get_total_norm([p.grad for p in made.model.parameters()]))
+    )  # fmt: skip
+    made.train_step(made.model, made.optimizer, *made.batch)
+    assert norms[0].item() == pytest.approx(0.1, rel=1e-4)
+
+
 @pytest.mark.parametrize("tokens", [1, 5, 24])
 def test_experts_equal_a_loop_over_tokens(tokens: int) -> None:
     torch.manual_seed(tokens)
@@ -205,6 +216,7 @@ def test_initial_values_of_real_models_stay_truncated() -> None:
         ("gpt2", {"batch": 0}, "at least 1, not 0"),
         ("gpt2", {"dtype": "float64"}, "float32, bfloat16"),
         ("gpt2", {"optimizer": "lion"}, "not 'lion'"),
+        ("gpt2", {"clip": 0.0}, "above 0, not 0.0"),
     ],
 )
 def test_impossible_settings_are_refused(

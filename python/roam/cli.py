@@ -464,7 +464,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         traceback.print_exc()
         _complain("an error of roam itself; please report it with the lines above")
         return EXIT_INTERNAL
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -37,7 +37,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-changes",
         action="store_true",
-        help="do not plan what batch, sequence, dtype, optimizer and memory limits would change",
+        help="do not plan what batch, sequence, dtype, optimizer, clipping and memory limits would "
+        "change",
     )
 
 
@@ -107,3 +108,7 @@ def _settings(name: str, subject: Subject) -> Iterator[tuple[str, dict[str, Any]
         )
     for setting, allowed in (("dtype", zoo.DTYPES), ("optimizer", zoo.OPTIMIZERS)):
         yield from ((other, {setting: other}) for other in allowed if other != settings[setting])
+    if settings["clip"] is None:
+        yield "gradients clipped by their norm", {"clip": 1.0}
+    else:
+        yield "gradients not clipped", {"clip": None}

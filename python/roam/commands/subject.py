@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from roam import Graph, Plan, optimize, zoo
-from roam.arguments import positive_integer
+from roam.arguments import positive_integer, positive_number
 from roam.errors import RoamError
 from roam.interrupts import interrupts_count
 from roam.report import Progress
@@ -23,6 +23,7 @@ CAPTURE_DEFAULTS: dict[str, Any] = {
     "seq": None,
     "dtype": "float32",
     "optimizer": "adamw",
+    "clip": None,
     "step": "steady",
     "device": "cpu",
 }
@@ -81,6 +82,12 @@ def add_capture(parser: argparse.ArgumentParser, *, has_step: bool) -> None:
         choices=zoo.OPTIMIZERS,
         help="the optimizer that is part of the step (default adamw)",
     )
+    capture.add_argument(
+        "--clip",
+        type=positive_number,
+        metavar="NORM",
+        help="clip gradients by the norm of all of them (default: they are not clipped)",
+    )
     if has_step:
         capture.add_argument(
             "--step",
@@ -126,7 +133,8 @@ def captured(name: str, settings: Mapping[str, Any], *, random_states: bool = Fa
     used = {**settings, "seq": sizes.get("seq"), "step": step, "device": device}
     seq = f"seq {used['seq']}" if used["seq"] else ""
     details = [f"batch {used['batch']}", seq, used["dtype"], used["optimizer"]]
-    details += [f"{used['step']} step", used["device"]]
+    clip = "" if used["clip"] is None else f"clipped at {used['clip']:g}"
+    details += [clip, f"{used['step']} step", used["device"]]
     title = f"{name} ({', '.join(filter(None, details))})"
     return Subject(graph, title, used, time.perf_counter() - start)
 

@@ -337,15 +337,15 @@ def changes(listed: Sequence[Change], planned: Planned) -> Table:
 
     def row(change: Change) -> tuple[Cell, ...]:
         if change.planned is None:
-            return change.name, "", "", "", change.error
+            return f"{change.name}: {change.error}", "", "", ""
         values = change.planned
         again = values["recomputation"]
         extra = f"{again['extra_s'] / again['step_s']:.1%}" if again and again["step_s"] else ""
         difference = f"{values['total_bytes'] / total_bytes - 1:+.1%}" if total_bytes else ""
         total = Amount(values["total_bytes"])
-        return change.name, total, difference, extra, change.error
+        return change.name, total, difference, extra
 
-    headings = ("change", "total", "to this plan", "extra time", "")
+    headings = ("change", "total", "to this plan", "extra time")
     note = "Each line is a plan of the changed step. Extra time is that of operators that run again, by the model of time."
     return Table("What you could change", headings, tuple(map(row, listed)), note)
 

@@ -279,7 +279,12 @@ class Step:
                 Progress(f"first run of {runner.name}", only_live=True),
             ):
                 result = runner.run(args, kwargs)
-            logger.info("%s: ready after %s", runner.name, timings)
+            logger.info(
+                "%s: %s; ready after %s",
+                self._name,
+                max(self._beside(runner), key=lambda one: one.plan.total_bytes).choice,
+                timings,
+            )
             return result
         except PartialUpdate as partial:
             self._partly_updated = partial.references
@@ -388,11 +393,13 @@ class Step:
                 "first",
                 code="no_call",
             )
-        runners = [
-            captured.runners for captured in self._captures if self._last in captured.runners
-        ]
-        totals = [runner.memory.total_bytes for runner in (runners[0] if runners else [self._last])]
+        totals = [runner.memory.total_bytes for runner in self._beside(self._last)]
         return replace(self._last.memory, run_bytes=max(totals))
+
+    def _beside(self, runner: Runner) -> list[Runner]:
+        """What runs the first step and later ones of the capture of one of them."""
+        found = [one.runners for one in self._captures if runner in one.runners]
+        return found[0] if found else [runner]
 
     def report(self, path: str | os.PathLike[str]) -> None:
         """Writes one HTML page that explains the plan of the most recent call: see `Plan.report`.
@@ -500,7 +507,7 @@ class Step:
             runners = self._planned(step, timings, is_real=not _has_fakes(step, args, kwargs))
         captured = Captured(step, runners, self._key(args, kwargs), reason, timings.total_s)
         dropped = self._captures.add(captured)
-        logger.info(
+        logger.debug(
             "%s: captured and planned in %.2f s for %s, because %s; %d of at most %d plans kept",
             runners[-1].name, timings.total_s, step.arguments, reason, len(self._captures), self._captures.most,
         )  # fmt: skip

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from roam._core import optimize
+from roam._core import Plan, optimize
 from roam.report.anatomy import Planned
 from roam.report.figures import figures
-from roam.runtime.strategy import Choice
+from roam.runtime.strategy import Choice, ordered_as
 
 
 def planned_by(choice: Choice) -> Planned:
     """The plan of a choice beside the step as it was captured."""
-    written, again = choice.eager_graph, choice.recomputation
+    written, again, plan = choice.eager_graph, choice.recomputation, _bounded(choice)
     values = {
-        **figures(choice.graph, choice.plan),
+        **figures(choice.graph, plan),
         "verified": True,
         "program_order_peak_bytes": int(written.live_bytes().max(initial=0)),
         # Of another graph: pairs of calls may be one, and results may be copied into the pool.
@@ -31,7 +31,21 @@ def planned_by(choice: Choice) -> Planned:
             "timed_operators": again.timed_calls,
             "modelled_operators": again.modelled_calls,
         }
-    return Planned(written, choice.graph, choice.plan, values, again is not None)
+    return Planned(written, choice.graph, plan, values, again is not None)
+
+
+def _bounded(choice: Choice) -> Plan:
+    """The plan of a choice with the best bound that there is: a search that found what is good
+    enough to run left it early.
+    """
+    plan = choice.plan
+    if plan.status == "optimal" or plan.settings["streams"] > 1 or choice.recomputation is not None:
+        return plan
+    limit_s = plan.settings["time_limit_s"]
+    searched = optimize(choice.graph, exact="off", time_limit_s=limit_s)
+    if searched.total_lower_bound_bytes <= plan.total_lower_bound_bytes:
+        return plan
+    return ordered_as(plan, searched, choice.graph) or plan
 
 
 def plain_of(choice: Choice) -> Planned | None:

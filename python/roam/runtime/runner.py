@@ -117,7 +117,7 @@ class Runner:
         program = self._program = choice.program
         self.plan = choice.plan
         self.memory = StepMemory.planned(choice)
-        logger.info("%s: %s", self.name, choice)
+        logger.debug("%s: %s", self.name, choice)
         self._device = variant.device
         self._pool = Pool.of(variant.device) if choice.uses_pool else None
         shrinks = None

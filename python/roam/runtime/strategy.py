@@ -33,6 +33,7 @@ from roam.kernels.workspace import known, workspaces
 from roam.memory_limit import MemoryLimit
 from roam.program.ir import Program
 from roam.program.lower import Lowering
+from roam.report.table import format_bytes
 from roam.runtime.estimate import Estimator
 from roam.runtime.first_run import extra_bytes
 from roam.runtime.plan_cache import WORTH_S, keep_plan, kept_plan
@@ -123,6 +124,8 @@ class Choice:
             of the same calls.
         totals: what each way that was tried comes to, in bytes; the first is the ordinary
             allocator's, where that was tried.
+        bound_bytes: no plan without a pool takes less in all, as the search for one has proved;
+            None where none was searched.
         lowered: the step as it was captured and `program`, lowered, for choices of other sizes;
             where the plan was searched.
         memory_limit_bytes: the most that the step may take; None where nobody set a limit.
@@ -143,6 +146,7 @@ class Choice:
     copied_in: frozenset[int] = frozenset()
     is_searched: bool = True
     totals: tuple[tuple[str, int], ...] = ()
+    bound_bytes: int | None = None
     lowered: tuple[Lowering | None, Lowering | None] = (None, None)
     memory_limit_bytes: int | None = None
     checks_bytes: int = 0
@@ -175,19 +179,18 @@ class Choice:
         )
 
     def __str__(self) -> str:
-        """One line of totals without persistent bytes: planned, in program order, lower bound."""
-        persistent_bytes = self.plan.persistent_bytes
-        planned, program_order, least, beside = (
-            size_bytes / 2**20
-            for size_bytes in (
-                self.total_bytes - persistent_bytes, self.eager_bytes - persistent_bytes,
-                self.plan.total_lower_bound_bytes - persistent_bytes, persistent_bytes,
-            )
-        )  # fmt: skip
+        """One line of totals: planned, in program order, lower bound."""
+        bound_bytes, of = self.plan.total_lower_bound_bytes, ""
+        if self.recomputation is not None:
+            bound_bytes = self.recomputation.floor_bytes
+        elif self.uses_pool and self.bound_bytes is not None:
+            bound_bytes, of = self.bound_bytes, " without a pool"
+        planned, program_order, least = map(
+            format_bytes, (self.total_bytes, self.eager_bytes, bound_bytes)
+        )
         return (
-            f"{planned:.1f} MiB by plan, {'with' if self.uses_pool else 'without'} a pool; "
-            f"{program_order:.1f} MiB in program order; at least {least:.1f} MiB in any plan; "
-            f"parameters, state and batch not counted: {beside:.1f} MiB"
+            f"{planned} in all by plan, {'with' if self.uses_pool else 'without'} a pool; "
+            f"{program_order} in program order; at least {least} in any plan{of}"
             f"{'' if self.recomputation is None else self._recomputed()}"
         )
 
@@ -345,7 +348,8 @@ class _Chooser:
         if pool is None and best.total_bytes > most:
             best = ordinary
         totals = zip(names, [choice.total_bytes for choice in (ordinary, *pooled)], strict=True)
-        return replace(best, totals=tuple(totals))
+        bound_bytes = None if self._streams > 1 else plan.total_lower_bound_bytes
+        return replace(best, totals=tuple(totals), bound_bytes=bound_bytes)
 
     def _timed(self, lowering: Lowering, room_bytes: int) -> Lowering:
         """The same with times of its calls, measured where they can be."""
@@ -462,7 +466,8 @@ class _Chooser:
         ):  # views and copies, say, lie otherwise, and the order is none of this step's
             return None
         graph = lowering.graph(**how)
-        plan = _transferred(self._planned(ordered, self._enough_bytes), graph)
+        quick = _core.optimize(graph, exact="off", time_limit_s=0.0)  # its bound takes no time
+        plan = ordered_as(self._planned(ordered, self._enough_bytes), quick, graph)
         if plan is None:
             return None
         choice = made(graph, plan, like.uses_pool)
@@ -633,27 +638,26 @@ def _has_same_calls(one: Program, other: Program) -> bool:
     )
 
 
-def _transferred(ordered: Plan, graph: Graph) -> Plan | None:
-    """Use a plan (without integer programs) of a graph that permits one order for the graph that
-    permits others.
+def ordered_as(ordered: Plan, bounded: Plan, graph: Graph) -> Plan | None:
+    """The order and layout of one plan (without integer programs) with the bound of another, which
+    is of the graph.
 
     None where program order is better, or where the verifier refuses it: tensors that share memory
-    in another way than before ask for another order. The bound is one that takes no time to prove.
+    in another way than before ask for another order.
     """
-    plan = json.loads(_core.optimize(graph, exact="off", time_limit_s=0.0).to_json())
-    found = json.loads(ordered.to_json())
+    plan, found = json.loads(bounded.to_json()), json.loads(ordered.to_json())
     plan |= {key: found[key] for key in _OF_ORDER}
     plan["settings"] = found["settings"]
     plan["exact"] = found["exact"]
     plan["status"] = (
         "optimal" if plan["total_bytes"] == plan["total_lower_bound_bytes"] else "feasible"
     )
-    transferred = Plan.from_json(json.dumps(plan).encode())
+    made = Plan.from_json(json.dumps(plan).encode())
     try:
-        _core.verify(graph, transferred)
+        _core.verify(graph, made)
     except PlanError:
         return None
-    return transferred
+    return made
 
 
 def _best(pooled: list[Choice], runs_once: bool) -> Choice:

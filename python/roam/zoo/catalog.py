@@ -246,7 +246,15 @@ def entries() -> tuple[Entry, ...]:
     return _ENTRIES
 
 
-def check(name: str, *, batch: int, seq: int | None, dtype: str, optimizer: str) -> dict[str, int]:
+def check(
+    name: str,
+    *,
+    batch: int,
+    seq: int | None,
+    dtype: str,
+    optimizer: str,
+    clip: float | None = None,
+) -> dict[str, int]:
     """Check what :func:`build` is asked for, without importing torch; returns the sizes of the
     model's batch.
 
@@ -260,6 +268,8 @@ def check(name: str, *, batch: int, seq: int | None, dtype: str, optimizer: str)
         raise ZooError(f"dtype must be one of {', '.join(DTYPES)}, not {dtype!r}")
     if optimizer not in OPTIMIZERS:
         raise ZooError(f"optimizer must be one of {', '.join(OPTIMIZERS)}, not {optimizer!r}")
+    if clip is not None and not clip > 0:
+        raise ZooError(f"clip must be above 0, not {clip}")
     sizes = {"batch": batch}
     if chosen.max_seq is None:
         if seq is not None:
@@ -310,6 +320,7 @@ def build(
     seq: int | None = None,
     dtype: str = "float32",
     optimizer: str = "adamw",
+    clip: float | None = None,
     device: str = "cpu",
 ) -> ZooStep:
     """Build a model in training mode, its optimizer, one batch of random data and the step that
@@ -326,12 +337,14 @@ def build(
         dtype: ``float32`` or ``bfloat16``, of parameters, buffers and images.
         optimizer: ``adamw``, ``adam``, ``sgd`` (without momentum) or ``sgd-momentum``, in
             single-tensor form.
+        clip: the most that the norm of all gradients together may have; if ``None``, gradients are
+            not clipped.
         device: where the tensors are made.
 
     Raises:
         ZooError: unknown or impossible settings, or the model's library is not installed.
     """
-    sizes = check(name, batch=batch, seq=seq, dtype=dtype, optimizer=optimizer)
+    sizes = check(name, batch=batch, seq=seq, dtype=dtype, optimizer=optimizer, clip=clip)
     chosen = entry(name)
     if chosen.requires is not None:
         try:
@@ -356,4 +369,4 @@ def build(
     finally:
         torch.set_default_dtype(before)
     model.train()
-    return ZooStep(train_step, model, make_optimizer(optimizer, model), data)
+    return ZooStep(train_step, model, make_optimizer(optimizer, model, clip), data)

@@ -5,9 +5,24 @@ from __future__ import annotations
 import torch
 
 
-def make_optimizer(name: str, model: torch.nn.Module) -> torch.optim.Optimizer:
-    """Make an unmodified ``torch.optim`` optimizer over all of the model's parameters."""
-    parameters = model.parameters()
+def make_optimizer(
+    name: str, model: torch.nn.Module, clip: float | None = None
+) -> torch.optim.Optimizer:
+    """Make an unmodified ``torch.optim`` optimizer over all of the model's parameters, before whose
+    step gradients are clipped by the norm of all of them.
+    """
+    optimizer = _made(name, list(model.parameters()))
+    if clip is not None:
+        limit = clip
+
+        def clipped(*_: object) -> None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
+
+        optimizer.register_step_pre_hook(clipped)
+    return optimizer
+
+
+def _made(name: str, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
     if name == "adamw":
         return torch.optim.AdamW(parameters, lr=1e-3, foreach=False, fused=False)
     if name == "adam":
