@@ -243,6 +243,9 @@ def test_the_page_has_the_same_layers() -> None:
         ("roam.report.table", "from roam import Graph"),
         ("roam.kernels.trial", "from importlib import import_module\nimport_module('roam.capture.step')"),
         ("roam.report.table", "from ..runtime import pool"),
+        ("roam.report.anatomy", "from roam.runtime.planned import planned_by"),
+        ("roam.runtime.compile", "from roam.integrations import transformers"),
+        ("roam.commands.fit", "from roam.cli import main"),
     ],
 )  # fmt: skip
 def test_a_planted_import_against_the_direction_is_found(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import logging
@@ -22,6 +23,11 @@ from steps import Breaking, Net, adamw, batches, both, kernel_of
 from training import TRAININGS, assert_same_bits, plain_step, run, state_of, tensors_and_numbers
 
 functional = torch.nn.functional
+
+
+@functools.cache
+def twenty_steps() -> list[Any]:
+    return run(TRAININGS["gpt2"], 20, roam.compile)[0]
 
 
 class TestReferences:
@@ -101,7 +107,7 @@ class TestReferences:
     def test_save_stop_load_and_go_on_in_a_new_process(self, form: str, tmp_path: Path) -> None:
         """Two processes of ten steps are one run of twenty, whichever way the first ten were
         run."""
-        straight, _ = run(TRAININGS["gpt2"], 20, roam.compile)
+        straight = twenty_steps()
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),

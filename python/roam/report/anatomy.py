@@ -306,7 +306,7 @@ def bound(planned: Planned) -> Table:
         what = "what it reads, changes, makes and takes for itself, beside what persists"
         rows.append((", ".join(filter(None, parts)), Amount(own_bytes), what))
     above = plan.peak_bytes - plan.lower_bound_bytes
-    rows.append(("above the bound", Amount(above), "what the plan's peak has beyond the bound"))
+    rows.append(("above the bound", Amount(above), "bytes of the plan's peak above the bound"))
     return Table("What sets the bound", ("", "bytes", ""), tuple(rows))
 
 
@@ -345,7 +345,7 @@ def changes(listed: Sequence[Change], planned: Planned) -> Table:
         total = Amount(values["total_bytes"])
         return change.name, total, difference, extra
 
-    headings = ("change", "total", "to this plan", "extra time")
+    headings = ("change", "total", "compared with this plan", "extra time")
     note = "Each line is a plan of the changed step. Extra time is that of operators that run again, by the model of time."
     return Table("What you could change", headings, tuple(map(row, listed)), note)
 

@@ -147,7 +147,7 @@ def figure_rows(values: Mapping[str, Any]) -> list[tuple[str, str, int, str]]:
     if again is not None:
         plain, floor = again["plain_total_bytes"], again["floor_bytes"]
         rows += [
-            row("limit", "memory_limit_bytes", "what was asked for"),
+            row("limit", "memory_limit_bytes", "the most that the plan may take"),
             ("without limit", "plain_total_bytes", plain, "total if every operator runs once"),
             ("floor", "floor_bytes", floor, "no plan takes less, however often operators run"),
         ]

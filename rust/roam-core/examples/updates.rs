@@ -1,7 +1,7 @@
 //! What weight updates cost in several orders, as a table:
 //! `cargo run --release --example updates -- GRAPHS`, where each is a file of a captured step.
 //!
-//! Per order, without reuse: its peak, and pool and outside apart, added up, in MiB. Persistent
+//! Per order, without reuse: its peak, and pool and unpooled bytes apart, added up, in MiB. Persistent
 //! tensors are left out.
 
 #![expect(clippy::print_stdout, reason = "the table is what is asked for")]
@@ -22,7 +22,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         print!("| {} |", path.file_name().unwrap_or_default().to_string_lossy().trim_end_matches(".json.gz"));
         for name in ORDERS {
             let order = prepared.order(name).ok_or("no such order")?;
-            let total = order.pool_peak_bytes() + order.outside_peak_bytes();
+            let total = order.pool_peak_bytes() + order.unpooled_peak_bytes();
             print!(" {:.2}, {:.2} |", mib(order.peak_bytes()), mib(total));
         }
         println!();

@@ -170,7 +170,7 @@ impl Profile {
         profile
     }
 
-    /// No layout of this order takes fewer bytes inside and outside the pool.
+    /// No layout of this order has a smaller step-local total.
     pub(crate) fn least_total(&self) -> u64 {
         self.pool_peak + self.unpooled_peak
     }

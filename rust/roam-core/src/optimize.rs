@@ -485,13 +485,13 @@ impl<'a> Search<'a> {
         Ok(())
     }
 
-    /// Where the pool and what stays outside it have their peaks at different steps, the common
-    /// peak is not what counts.
+    /// Where the pool and the unpooled bytes have their peaks at different steps, the common peak is
+    /// not what counts.
     fn look_at_parts(&mut self) -> Result<(), Stop> {
         if self.parts_agree() { Ok(()) } else { self.search_parts() }
     }
 
-    /// Whether the pool and what stays outside it have their peaks together, so that they are best
+    /// Whether the pool and the unpooled bytes have their peaks together, so that they are best
     /// looked at together.
     fn parts_agree(&self) -> bool {
         let best = self.whole.ranking().first().map(|&at| &self.whole.trials[at].ordered.profile);
@@ -511,8 +511,8 @@ impl<'a> Search<'a> {
         self.weigh_parts()
     }
 
-    /// Bounds the pool by what it needs together with what stays outside it: of no order that is
-    /// worth anything does the peak exceed the best total.
+    /// Bounds the pool by what it needs together with the unpooled bytes: of no order that is worth
+    /// anything does the peak exceed the best total.
     fn weigh_parts(&mut self) -> Result<(), Stop> {
         for (more, all) in WEIGHTS {
             if self.parts.is_empty() || self.is_near() || self.whole.problem.is_large() {
@@ -526,8 +526,7 @@ impl<'a> Search<'a> {
         Ok(())
     }
 
-    /// Bounds the pool and what stays outside it apart, then lowers their peaks one after the
-    /// other.
+    /// Bounds the pool and the unpooled bytes apart, then lowers their peaks one after the other.
     fn search_parts(&mut self) -> Result<(), Stop> {
         // One of them is all there is.
         let program = &self.whole.trials[0].ordered.profile;

@@ -23,7 +23,7 @@ const PER_ORDER: u64 = 64;
 /// Permitted pairs at one operator of which every choice is tried.
 const MOST_PAIRS: usize = 6;
 
-/// Most live bytes in the pool, and outside it.
+/// Most live bytes in the pool, and unpooled ones.
 type Peaks = (u64, u64);
 
 /// What is known of a small graph in the end.
@@ -38,7 +38,7 @@ pub(crate) struct Outcome {
 struct Move {
     op: Op,
     next: u32,
-    /// Live bytes outside the pool.
+    /// Live unpooled bytes.
     unpooled: u64,
     /// What may be reused, with the live bytes in the pool; the first leaves the fewest.
     choices: Vec<(Vec<(Ten, Ten)>, u64)>,
@@ -149,7 +149,7 @@ fn states(problem: &Problem, limit: u64, watch: &Watch) -> Result<Option<(Vec<St
 }
 
 /// Bytes of the tensors that exist once `done` has run and are still needed, in the pool and
-/// outside it; before the first step also of what enters without use.
+/// unpooled; before the first step also of what enters without use.
 fn crossing(problem: &Problem, users: &[u64], done: u64) -> Peaks {
     let mut crossing = (0, 0);
     for (item, users) in problem.tensors.iter().zip(users) {

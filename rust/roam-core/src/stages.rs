@@ -31,8 +31,8 @@ pub struct Ordered {
 pub struct Needs {
     /// In the pool; where an allocator serves everything, all that it reserves.
     pub pool_bytes: u64,
-    /// Beside it.
-    pub outside_bytes: u64,
+    /// Unpooled.
+    pub unpooled_bytes: u64,
 }
 
 /// Bytes that every schedule has live at once, whatever runs again.
@@ -62,7 +62,7 @@ impl Ordered {
     }
 
     /// Most live bytes of everything else, workspace included.
-    pub fn outside_peak_bytes(&self) -> u64 {
+    pub fn unpooled_peak_bytes(&self) -> u64 {
         self.profile.unpooled_peak
     }
 
@@ -176,7 +176,7 @@ impl Prepared {
         let Ordered { order, profile } = ordered;
         if let Some(eager) = baseline::Eager::ALL.into_iter().find(|eager| eager.name() == name) {
             let pool_bytes = eager.reserved_bytes(&self.problem, order, profile)?;
-            return Some(Needs { pool_bytes, outside_bytes: 0 });
+            return Some(Needs { pool_bytes, unpooled_bytes: 0 });
         }
         let other = baseline::Layout::ALL.into_iter().find(|layout| layout.name() == name);
         let pool_bytes = match other {
@@ -186,7 +186,7 @@ impl Prepared {
                 layout::by_method(&self.problem, profile, method, &self.watch).ok()??.pool_bytes
             }
         };
-        Some(Needs { pool_bytes, outside_bytes: profile.unpooled_peak })
+        Some(Needs { pool_bytes, unpooled_bytes: profile.unpooled_peak })
     }
 
     /// The least that can be live while the operator at a program position runs.

@@ -28,10 +28,10 @@ fn every_order_is_valid_and_no_layout_takes_less_than_is_live() {
                 for layout in Prepared::layouts() {
                     let needs = prepared.needs(&ordered, layout).expect("a known layout");
                     if ALLOCATORS.contains(&layout) {
-                        assert!(needs.pool_bytes >= ordered.peak_bytes() && needs.outside_bytes == 0);
+                        assert!(needs.pool_bytes >= ordered.peak_bytes() && needs.unpooled_bytes == 0);
                     } else {
                         assert!(needs.pool_bytes >= ordered.pool_peak_bytes(), "{layout}");
-                        assert_eq!(needs.outside_bytes, ordered.outside_peak_bytes());
+                        assert_eq!(needs.unpooled_bytes, ordered.unpooled_peak_bytes());
                     }
                 }
             }

@@ -173,7 +173,7 @@ fn no_plan_takes_more_than_program_order_laid_out() {
             let prepared = Prepared::new(&graph, reuse);
             let program = prepared.order("program").expect("a known order");
             let pool = Prepared::portfolio().filter_map(|layout| prepared.pool_bytes(&program, layout)).min();
-            let total = pool.expect("several layouts") + program.outside_peak_bytes();
+            let total = pool.expect("several layouts") + program.unpooled_peak_bytes();
             assert!(plan.pool_bytes + plan.outside_bytes <= total);
         }
     }
@@ -189,9 +189,9 @@ fn live_bytes_follow_the_definition() {
                 let ordered = Prepared::new(&graph, reuse).order(name).expect("a known order");
                 let order: Vec<OperatorId> =
                     ordered.positions().iter().map(|&position| graph.program_order()[position as usize]).collect();
-                let Peaks { whole: expected, pool, outside } = peaks_by_definition(&graph, &order, reuse);
+                let Peaks { whole: expected, pool, unpooled } = peaks_by_definition(&graph, &order, reuse);
                 assert_eq!(ordered.peak_bytes(), expected, "{name}");
-                assert_eq!((ordered.pool_peak_bytes(), ordered.outside_peak_bytes()), (pool, outside), "{name}");
+                assert_eq!((ordered.pool_peak_bytes(), ordered.unpooled_peak_bytes()), (pool, unpooled), "{name}");
                 if !reuse {
                     let live = live_bytes(&graph, &order).expect("a valid order");
                     assert_eq!(live.into_iter().max().unwrap_or(0), expected);

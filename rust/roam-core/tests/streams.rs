@@ -67,7 +67,7 @@ fn a_real_step_becomes_faster_within_the_bytes_of_program_order() {
     for asked in [None, Some(1.1), Some(1.4)] {
         let plan = check_streams(&graph, &Settings { streams: 2, speed: asked, ..SETTINGS }, &mut random);
         assert!(speed(&plan) >= asked.unwrap_or(1.3), "{}", speed(&plan));
-        assert!(plan.pool_bytes + plan.outside_bytes <= program.pool_peak_bytes() + program.outside_peak_bytes());
+        assert!(plan.pool_bytes + plan.outside_bytes <= program.pool_peak_bytes() + program.unpooled_peak_bytes());
         let of_first = plan.schedule.expect("several streams").streams.iter().filter(|&&stream| stream == 0).count();
         assert!(of_first > 0 && of_first < graph.operators().len());
         totals.push(plan.total_bytes);
@@ -169,7 +169,7 @@ fn time_steps_hold_what_runs_at_once() {
 }
 
 /// Everything that up to `streams` operators at once could do, whatever time they take: the least
-/// that any execution needs, and the least sum of what it needs in the pool and outside.
+/// that any execution needs, and the least sum of what it needs in the pool and unpooled.
 struct Executions<'a> {
     graph: &'a Graph,
     streams: usize,
@@ -180,7 +180,7 @@ struct Executions<'a> {
 impl Executions<'_> {
     fn live(&self, done: u32, running: u32) -> (u64, u64) {
         let is = |set: u32, id: OperatorId| set >> id.0 & 1 != 0;
-        let (mut pool, mut outside) = (0, 0);
+        let (mut pool, mut unpooled) = (0, 0);
         for tensor in (0..self.graph.tensors().len() as u32).map(TensorId) {
             let users = self.graph.users(tensor);
             let made = self.graph.creator(tensor).is_none_or(|creator| is(done | running, creator));
@@ -192,26 +192,26 @@ impl Executions<'_> {
             };
             if made && needed {
                 let part =
-                    if self.graph.tensor(tensor).residency == Residency::StepLocal { &mut pool } else { &mut outside };
+                    if self.graph.tensor(tensor).residency == Residency::StepLocal { &mut pool } else { &mut unpooled };
                 *part += self.graph.counted_bytes(tensor);
             }
         }
         for (index, operator) in self.graph.operators().iter().enumerate() {
             let id = OperatorId(index as u32);
             if is(running, id) {
-                outside += self.graph.workspace_bytes(id);
+                unpooled += self.graph.workspace_bytes(id);
                 // At most what each output could save alone: never less than disjoint pairs can.
                 let dies = |input: TensorId| self.graph.users(input).iter().all(|&user| user == id || is(done, user));
                 let saves =
                     |output: &TensorId| operator.reuse.iter().any(|pair| pair.output == *output && dies(pair.input));
                 for &output in operator.creates.iter().filter(|output| self.reuse && saves(output)) {
                     let is_local = self.graph.tensor(output).residency == Residency::StepLocal;
-                    let part = if is_local { &mut pool } else { &mut outside };
+                    let part = if is_local { &mut pool } else { &mut unpooled };
                     *part -= self.graph.counted_bytes(output).min(*part);
                 }
             }
         }
-        (pool, outside)
+        (pool, unpooled)
     }
 
     fn explore(&mut self, done: u32, running: u32, worst: (u64, u64, u64)) {
@@ -230,8 +230,8 @@ impl Executions<'_> {
             } else if done & bit == 0 && (running.count_ones() as usize) < self.streams {
                 let before = self.graph.predecessors(OperatorId(at));
                 if before.iter().all(|before| done >> before.0 & 1 != 0) {
-                    let (pool, outside) = self.live(done, running | bit);
-                    let worst = (worst.0.max(pool + outside), worst.1.max(pool), worst.2.max(outside));
+                    let (pool, unpooled) = self.live(done, running | bit);
+                    let worst = (worst.0.max(pool + unpooled), worst.1.max(pool), worst.2.max(unpooled));
                     self.explore(done, running | bit, worst);
                 }
             }

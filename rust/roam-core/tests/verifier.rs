@@ -109,7 +109,7 @@ const CORRUPTIONS: [(&str, Corruption); 27] = [
         let at = pick(&pool_tensors(graph, plan, true), random)?;
         Some((edited(plan, |plan| plan.offsets[at] = None), &["offset_missing"]))
     }),
-    ("offset of a tensor outside the pool", |graph, plan, random| {
+    ("offset of an unpooled tensor", |graph, plan, random| {
         let at = pick(&pool_tensors(graph, plan, false), random)?;
         Some((edited(plan, |plan| plan.offsets[at] = Some(0)), &["offset_unexpected"]))
     }),
@@ -291,7 +291,7 @@ fn allocated(graph: &Graph, plan: &Plan) -> Plan {
         reuse: Vec::new(),
         peak_bytes: peaks.whole,
         pool_peak_bytes: peaks.pool,
-        outside_bytes: peaks.outside,
+        outside_bytes: peaks.unpooled,
         pool_bytes,
         ..plan.clone()
     })

@@ -49,13 +49,13 @@ pub(crate) fn baseline(
     let found = detached(py, || {
         let prepared = Prepared::new(&graph, reuse);
         let ordered = prepared.order(order)?;
-        let Needs { pool_bytes, outside_bytes } = prepared.needs(&ordered, layout)?;
+        let Needs { pool_bytes, unpooled_bytes } = prepared.needs(&ordered, layout)?;
         Some(Candidate {
             order: order.to_owned(),
             layout: layout.to_owned(),
             peak_bytes: ordered.peak_bytes(),
             pool_bytes,
-            outside_bytes,
+            outside_bytes: unpooled_bytes,
         })
     })?;
     // Names are known and nothing stops the work, so there is something unless the caching

@@ -11,7 +11,7 @@ pub(crate) struct Layout {
     pub(crate) method: &'static str,
     /// Largest offset plus size.
     pub(crate) pool_bytes: u64,
-    /// Per tensor of the problem; 0 for tensors outside the pool.
+    /// Per tensor of the problem; 0 for tensors that are not in the pool.
     pub(crate) offsets: Vec<u64>,
 }
 
@@ -45,7 +45,7 @@ pub(crate) struct Blocks {
     pub(crate) all: Vec<Block>,
     /// How many times there are.
     pub(crate) times: u32,
-    /// Per tensor its block, [`NONE`] outside the pool.
+    /// Per tensor its block, [`NONE`] if it is not in the pool.
     block_of: Vec<u32>,
 }
 
@@ -73,7 +73,7 @@ impl Blocks {
         for &(input, output) in &profile.pairs {
             let at = block_of[input.index()];
             if at == NONE {
-                continue; // Both outside the pool.
+                continue; // Both unpooled.
             }
             block_of[output.index()] = at;
             let block = &mut all[at as usize];

@@ -337,8 +337,8 @@ mod tests {
     use crate::problem::Scope;
     use crate::rng::Random;
 
-    /// Layers with an activation and a gradient each; updates free the gradients and make state
-    /// outside the pool.
+    /// Layers with an activation and a gradient each; updates free the gradients and make
+    /// unpooled state.
     fn first_step(random: &mut Random) -> crate::graph::Graph {
         let mut builder = GraphBuilder::new("", "cpu", 1);
         let tensor = |builder: &mut GraphBuilder, size_bytes, residency| {

@@ -327,7 +327,7 @@ pub struct Plan {
     pub recomputation: Option<Recomputation>,
     /// Most live bytes over the steps in program order, without reuse.
     pub program_order_peak_bytes: u64,
-    /// Most live bytes over the steps: pool tensors, outside tensors, workspace.
+    /// Most live bytes over the steps: pool tensors, unpooled tensors, workspace.
     pub peak_bytes: u64,
     /// Most live bytes over the steps of the tensors in the pool; `pool_bytes` less this is
     /// fragmentation.

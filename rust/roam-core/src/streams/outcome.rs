@@ -28,12 +28,12 @@ pub(crate) struct Found {
     pub(crate) schedule: Schedule,
     pub(crate) peak: u64,
     pub(crate) pool_peak: u64,
-    pub(crate) outside_bytes: u64,
+    pub(crate) unpooled_bytes: u64,
 }
 
 impl Found {
     pub(super) fn total(&self) -> u64 {
-        self.layout.pool_bytes + self.outside_bytes
+        self.layout.pool_bytes + self.unpooled_bytes
     }
 
     /// The plan; what does not depend on streams is that of the plan for one.
@@ -57,7 +57,7 @@ impl Found {
             peak_bytes: self.peak,
             pool_peak_bytes: self.pool_peak,
             pool_bytes: self.layout.pool_bytes,
-            outside_bytes: self.outside_bytes,
+            outside_bytes: self.unpooled_bytes,
             total_bytes: total,
             status: Status::of(total, single.total_lower_bound_bytes, timed_out),
             exact,

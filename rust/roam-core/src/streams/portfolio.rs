@@ -13,7 +13,7 @@ use crate::control::{Stop, Watch};
 /// [`Stop::Cancelled`].
 pub(crate) fn search(input: &Input<'_>, singles: &[Single<'_>], watch: &Watch) -> Result<Outcome, Stop> {
     let search = Search::new(input, watch);
-    // Outside the pool nothing is reused on several streams, so what needs that does not count.
+    // No unpooled memory is reused on several streams, so what needs that does not count.
     let mut found = singles.iter().map(|single| (single, search.alone(single)));
     let Some((single, alone)) = found.find(|(_, alone)| alone.total() <= input.program_total) else {
         unreachable!("program order is no worse than itself")

@@ -267,14 +267,14 @@ impl<'a> Search<'a> {
             serial_ns: self.serial_ns,
             critical_path_ns: self.critical_path_ns,
         };
-        let (profile, outside_bytes) = match settings.stream_model {
+        let (profile, unpooled_bytes) = match settings.stream_model {
             StreamModel::HappensBefore => {
                 let syncs = syncs::syncs(problem, &timed, settings.streams, &layout.offsets);
                 let id = |op| problem.operator_id(op);
                 schedule.syncs = syncs.pairs.iter().map(|&(before, after)| (id(before), id(after))).collect();
                 let real = syncs.timed(&timed, &self.ns);
                 schedule.makespan_ns = real.end.iter().copied().max().unwrap_or(0);
-                (windows::profile_with(problem, &real, pairs), syncs.outside_bytes(problem, &timed.order))
+                (windows::profile_with(problem, &real, pairs), syncs.unpooled_bytes(problem, &timed.order))
             }
             StreamModel::TimeStep => {
                 let steps: Vec<u32> = timed.start.iter().map(|&step| step as u32).collect();
@@ -285,8 +285,8 @@ impl<'a> Search<'a> {
                 schedule.makespan_ns = longest.into_iter().fold(0, cost::after);
                 schedule.time_steps = self.by_id(&steps);
                 let profile = windows::profile_with(problem, &timed, pairs);
-                let outside_bytes = profile.unpooled_peak;
-                (profile, outside_bytes)
+                let unpooled_bytes = profile.unpooled_peak;
+                (profile, unpooled_bytes)
             }
         };
         Found {
@@ -296,7 +296,7 @@ impl<'a> Search<'a> {
             schedule,
             peak: profile.peak,
             pool_peak: profile.pool_peak,
-            outside_bytes,
+            unpooled_bytes,
         }
     }
 

@@ -200,15 +200,15 @@ impl Syncs<'_> {
         result
     }
 
-    /// No timing lets more than this be live outside the pool.
+    /// No timing lets more unpooled bytes than this be live.
     ///
     /// A stream passes through states: state 2i + 1 while its operator i runs, 2i + 2 once that has
-    /// completed. What an operator makes or needs outside the pool is charged to its stream, from
+    /// completed. What an operator makes or needs unpooled is charged to its stream, from
     /// its own state to the first one in which every last use is known to have completed; what
     /// enters is charged to the stream of its last use by launch. So each stream holds a known sum
     /// in each state, and two streams can be in two states at once only where neither has yet to
     /// reach what the other one has waited for.
-    pub(super) fn outside_bytes(&self, problem: &Problem, order: &[Op]) -> u64 {
+    pub(super) fn unpooled_bytes(&self, problem: &Problem, order: &[Op]) -> u64 {
         let streams = 0..self.clocks.streams;
         let held = self.held(problem, order);
         let anchored = |anchor: usize| {

@@ -42,7 +42,7 @@ pub(super) fn profile_with(problem: &Problem, timed: &Timed, pairs: Vec<(Ten, Te
 }
 
 fn measure(problem: &Problem, timed: &Timed, starts: &Starts, mut pairs: Vec<(Ten, Ten)>) -> Profile {
-    // Outside the pool no stream waits for another one's last use of the input.
+    // For unpooled memory no stream waits for another one's last use of the input.
     pairs.retain(|&(input, _)| problem.tensors[input.index()].in_pool());
     let count = timed.order.len();
     let lifetimes = starts.lifetimes(problem, timed);

@@ -229,7 +229,7 @@ pub(super) fn check_figures(original: &Graph, graph: &Graph, plan: &Plan, peaks:
         return Err(PlanViolation::BoundOperator);
     }
     let Plan { status, total_bytes, total_lower_bound_bytes, .. } = *plan;
-    // The peak never exceeds pool and outside together, so what bounds it bounds these too.
+    // The peak never exceeds pool and unpooled bytes together, so what bounds it bounds these too.
     let least = plan.lower_bound_bytes + persistent;
     if !(least..=total_bytes).contains(&total_lower_bound_bytes) {
         return Err(PlanViolation::TotalBound { total_lower_bound_bytes, least, total_bytes });

@@ -1,4 +1,4 @@
-//! What lies outside the pool of a plan for several streams: an upper bound for every timing
+//! The unpooled bytes of a plan for several streams: an upper bound for every timing
 //! (docs/explanation/streams.md).
 
 use super::happens_before::{Ends, Knowledge, is_past};

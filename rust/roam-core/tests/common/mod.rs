@@ -115,7 +115,7 @@ pub(crate) fn each_order(graph: &Graph, visit: &mut impl FnMut(&[OperatorId])) {
     extend(graph, &mut Vec::new(), visit);
 }
 
-/// A plan's bytes in the pool and outside it, and what bounds them.
+/// A plan's pool and unpooled bytes, and what bounds them.
 pub(crate) fn total_and_bound(plan: &Plan) -> (u64, u64) {
     (plan.total_bytes - plan.persistent_bytes, plan.total_lower_bound_bytes - plan.persistent_bytes)
 }
@@ -145,7 +145,7 @@ pub(crate) struct Peaks {
     /// Most live bytes of step-local tensors.
     pub(crate) pool: u64,
     /// Most live bytes of everything else, and workspace.
-    pub(crate) outside: u64,
+    pub(crate) unpooled: u64,
 }
 
 /// The peaks of an order, worked out step by step from the definition; with reuse, at every
@@ -180,10 +180,10 @@ pub(crate) fn peaks_by_definition(graph: &Graph, order: &[OperatorId], reuse: bo
             let pairs: Vec<ReusePair> = pairs.iter().filter(counts).copied().collect();
             if reuse { most_saved(graph, &pairs) } else { 0 }
         };
-        let (pool, outside) = (live(true) - saved(true), live(false) - saved(false) + graph.workspace_bytes(id));
-        peaks.whole = peaks.whole.max(pool + outside);
+        let (pool, unpooled) = (live(true) - saved(true), live(false) - saved(false) + graph.workspace_bytes(id));
+        peaks.whole = peaks.whole.max(pool + unpooled);
         peaks.pool = peaks.pool.max(pool);
-        peaks.outside = peaks.outside.max(outside);
+        peaks.unpooled = peaks.unpooled.max(unpooled);
     }
     peaks
 }
@@ -217,7 +217,7 @@ pub(crate) fn check_streams(graph: &Graph, settings: &Settings, random: &mut Ran
     let prepared = Prepared::new(graph, false);
     let program = prepared.order("program").expect("a known order");
     let pool = Prepared::portfolio().filter_map(|layout| prepared.pool_bytes(&program, layout)).min();
-    assert!(plan.pool_bytes + plan.outside_bytes <= pool.expect("several layouts") + program.outside_peak_bytes());
+    assert!(plan.pool_bytes + plan.outside_bytes <= pool.expect("several layouts") + program.unpooled_peak_bytes());
     plan
 }
 

@@ -14,8 +14,8 @@ pub(crate) enum Fault {
     Constraint(OperatorId, OperatorId),
     /// Two tensors were live at once and shared bytes.
     Overlap(TensorId, TensorId),
-    /// So many bytes were live outside the pool, more than the plan says.
-    Outside(u64),
+    /// So many unpooled bytes were live, more than the plan says.
+    Unpooled(u64),
 }
 
 /// One execution: durations and delays are drawn so that now this, now that stream is far ahead.
@@ -48,12 +48,12 @@ pub(crate) fn execute(graph: &Graph, plan: &Plan, random: &mut Random) -> Result
 /// Walks through time: at equal times completions come before starts.
 fn check_memory(graph: &Graph, plan: &Plan, start: &[u64], end: &[u64]) -> Result<(), Fault> {
     let last = end.iter().copied().max().unwrap_or(0);
-    // (time, whether it begins, tensor); and bytes outside the pool.
+    // (time, whether it begins, tensor); and unpooled bytes.
     let mut events: Vec<(u64, bool, TensorId)> = Vec::new();
-    let mut outside: BTreeMap<u64, (u64, u64)> = BTreeMap::new();
+    let mut unpooled: BTreeMap<u64, (u64, u64)> = BTreeMap::new();
     let mut hold = |from: u64, to: u64, bytes: u64| {
-        outside.entry(from).or_default().0 += bytes;
-        outside.entry(to).or_default().1 += bytes;
+        unpooled.entry(from).or_default().0 += bytes;
+        unpooled.entry(to).or_default().1 += bytes;
     };
     for id in (0..graph.tensors().len() as u32).map(TensorId) {
         let created = graph.creator(id).map_or(0, |creator| start[creator.index()]);
@@ -85,10 +85,10 @@ fn check_memory(graph: &Graph, plan: &Plan, start: &[u64], end: &[u64]) -> Resul
         hold(start[index], end[index], graph.workspace_bytes(id));
     }
     let mut held = 0;
-    for (came, went) in outside.into_values() {
+    for (came, went) in unpooled.into_values() {
         held = held + came - went;
         if held > plan.outside_bytes {
-            return Err(Fault::Outside(held));
+            return Err(Fault::Unpooled(held));
         }
     }
     events.sort();

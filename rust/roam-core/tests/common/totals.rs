@@ -8,10 +8,10 @@ use std::collections::{BTreeSet, HashMap};
 /// A set of operators or tensors, by the bits of their ids.
 type Set = u64;
 
-/// Most bytes in the pool, and outside it.
+/// Most bytes in the pool, and unpooled ones.
 type Bytes = (u64, u64);
 
-/// The least pool and bytes outside it together, of all orders, all choices of reuse and all
+/// The least pool and unpooled bytes together, of all orders, all choices of reuse and all
 /// layouts, if that is less than `below`; else `below`.
 pub(crate) fn least_total(graph: &Graph, reuse: bool, below: u64) -> u64 {
     let mut totals = Totals {
@@ -59,7 +59,8 @@ impl Totals<'_> {
             for pairs in self.choices(done, id) {
                 let peaks = higher(so_far, self.live(done, id, &pairs));
                 let ahead = self.ahead(after);
-                if ahead.iter().map(|&bytes| higher(peaks, bytes)).all(|(pool, outside)| pool + outside >= self.best) {
+                if ahead.iter().map(|&bytes| higher(peaks, bytes)).all(|(pool, unpooled)| pool + unpooled >= self.best)
+                {
                     continue;
                 }
                 self.order.push(id);
@@ -99,9 +100,9 @@ impl Totals<'_> {
         }
         all.sort_unstable();
         let mut least = u64::MAX;
-        all.retain(|&(_, outside)| {
-            let is_less = outside < least;
-            least = least.min(outside);
+        all.retain(|&(_, unpooled)| {
+            let is_less = unpooled < least;
+            least = least.min(unpooled);
             is_less
         });
         self.ahead.insert(done, all.clone());
@@ -136,7 +137,7 @@ impl Totals<'_> {
     /// Live bytes while an operator runs next.
     fn live(&self, done: Set, id: OperatorId, pairs: &[ReusePair]) -> Bytes {
         let graph = self.graph;
-        let (mut pool, mut outside) = (0, graph.workspace_bytes(id));
+        let (mut pool, mut unpooled) = (0, graph.workspace_bytes(id));
         for tensor in (0..graph.tensors().len() as u32).map(TensorId) {
             let residency = graph.tensor(tensor).residency;
             let exists = graph.creator(tensor).is_none_or(|creator| creator == id || has(done, creator));
@@ -147,10 +148,10 @@ impl Totals<'_> {
             let is_taken = pairs.iter().any(|pair| pair.output == tensor);
             if residency != Residency::Persistent && exists && is_needed && !is_taken {
                 let is_pooled = residency == Residency::StepLocal;
-                *if is_pooled { &mut pool } else { &mut outside } += graph.counted_bytes(tensor);
+                *if is_pooled { &mut pool } else { &mut unpooled } += graph.counted_bytes(tensor);
             }
         }
-        (pool, outside)
+        (pool, unpooled)
     }
 
     /// The pool's tensors that exist so far in the present order, up to now, with one buffer for
