@@ -16,6 +16,7 @@ pytest.importorskip("lightning")
 import lightning
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins import MixedPrecision
 
 import roam
 from roam.integrations import lightning as subject
@@ -83,6 +84,13 @@ class Manual(Automatic):
         ]
 
 
+def scaled() -> Any:
+    """A Trainer on the CPU makes bf16-mixed of 16-mixed, unless it is given what scales. The scale
+    starts too large, and grows: of 20 updates several are left out."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**18, growth_interval=3)
+    return MixedPrecision("16-mixed", "cpu", scaler)
+
+
 class Plain(Automatic):
     """Nothing but a loss, and no batch index."""
 
@@ -93,7 +101,8 @@ class Plain(Automatic):
         self.log("seen", outputs["loss"])
 
 
-def trainer(folder: Path, **options: Any) -> lightning.Trainer:
+def trainer(folder: Path, plugins: Any = None, **options: Any) -> lightning.Trainer:
+    options["plugins"] = None if plugins is None else plugins()
     return lightning.Trainer(
         accelerator="cpu", logger=CSVLogger(folder), log_every_n_steps=1, enable_progress_bar=False,
         enable_model_summary=False, default_root_dir=folder, **{"max_steps": 20, "enable_checkpointing": False, **options},
@@ -123,6 +132,7 @@ def outcome(
         module.state_dict(),
         [optimizer.state_dict() for optimizer in run.optimizers],
         [config.scheduler.state_dict() for config in run.lr_scheduler_configs],
+        run.precision_plugin.state_dict(),
         run.callback_metrics,
         run.global_step,
         (Path(run.logger.log_dir) / "metrics.csv").read_text(),
@@ -139,6 +149,8 @@ def outcome(
         (Plain, {"accumulate_grad_batches": 2}),
         (Manual, {}),
         (Manual, {"precision": "bf16-mixed"}),
+        (Automatic, {"plugins": scaled, "gradient_clip_val": 0.1, "accumulate_grad_batches": 2}),
+        (Manual, {"plugins": scaled}),
     ],
 )
 def test_a_run_leaves_the_same_bits(kind: Any, options: dict[str, Any], tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch import nn
 
 import roam
 from roam.runtime import Step
-from trainers import Measured, leaves
+from trainers import Measured, files, leaves
 from training import assert_same_bits
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # libraries warn of later versions
@@ -66,6 +67,50 @@ def test_the_loop_of_accelerate(options: dict[str, Any]) -> None:
         return leaves(returned, *(part.state_dict() for part in (model, optimizer, scheduler)))
 
     both(script)
+
+
+def test_a_run_of_accelerate_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
+    accelerate = pytest.importorskip("accelerate")
+
+    def run(wrap: Wrap, folder: Path, steps: int, resume: str | None = None) -> list[Any]:
+        accelerate.state.AcceleratorState._reset_state(True)
+        torch.manual_seed(0)
+        accelerator = accelerate.Accelerator(cpu=True, project_dir=folder)
+        layers = nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.1), nn.Linear(16, 3)
+        model = nn.Sequential(*layers)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+        prepared = accelerator.prepare(model, optimizer, scheduler)
+        model, optimizer, scheduler = prepared
+        if resume is not None:
+            accelerator.load_state(folder / resume)
+
+        @wrap
+        def train_step(x, y):
+            loss = nn.functional.cross_entropy(model(x), y)
+            accelerator.backward(loss)
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        returned = []
+        for number in range(steps):
+            returned.append(train_step(torch.randn(4, 8), torch.randint(0, 3, (4,))))
+            scheduler.step()
+            if number % 10 == 9:
+                accelerator.save_state(folder / f"{resume or ''}{number + 1}")
+        return leaves(returned, *(part.state_dict() for part in prepared))
+
+    def both_parts(wrap: Wrap, folder: Path) -> list[Any]:
+        whole, rest = run(wrap, folder, 20), run(wrap, folder, 10, resume="10")
+        assert_same_bits(whole[-len(rest) + 10 :], rest[10:])
+        return leaves(whole, rest, files(folder))
+
+    assert_same_bits(
+        both_parts(lambda step: step, tmp_path / "eager"),
+        both_parts(roam.compile, tmp_path / "plans"),
+    )
 
 
 def test_amp_with_a_scaler_that_skips_a_step() -> None:

@@ -37,7 +37,7 @@ def files(folder: Path) -> dict[str, Any]:
         name = str(path.relative_to(folder))
         if path.suffix == ".safetensors":
             found[name] = load_file(path)
-        elif path.suffix in (".pt", ".pth", ".ckpt") and path.name != "training_args.bin":
+        elif path.suffix in (".pt", ".pth", ".ckpt", ".bin") and path.name != "training_args.bin":
             found[name] = torch.load(path, weights_only=False)
     assert found
     return found

@@ -25,7 +25,7 @@ _BETWEEN = (
     "on_before_optimizer_step",
 )
 """Hooks between the forward pass and the end of the update, which are one step here."""
-_PRECISIONS = ("32-true", "bf16-mixed")
+_PRECISIONS = ("32-true", "bf16-mixed", "16-mixed")
 _REPLACED = ("optimizer_step", "optimizer_zero_grad")
 
 
@@ -75,13 +75,12 @@ def compile(module: LightningModule, **options: Any) -> Step:
             if is_first:
                 optimizer.zero_grad()
             loss = result["loss"] if isinstance(result, dict) else result
+            precision = trainer.precision_plugin  # it has the scaler, and clips
             if loss is not None:
-                backward(loss / trainer.accumulate_grad_batches)
+                loss = precision.pre_backward(loss / trainer.accumulate_grad_batches, module)
+                backward(loss)
             if is_last:
-                module.configure_gradient_clipping(
-                    optimizer, trainer.gradient_clip_val, trainer.gradient_clip_algorithm
-                )
-                optimizer.step()
+                precision.optimizer_step(optimizer, model=module, closure=lambda: loss)
         return _detached(result), logged
 
     is_automatic = module.automatic_optimization
@@ -145,7 +144,7 @@ def _check(module: LightningModule) -> None:
     if trainer.precision not in _PRECISIONS:
         raise CaptureError(
             f"with precision {trainer.precision} the Trainer sets more around the step than autocast; the known ones are "
-            f"{' and '.join(_PRECISIONS)}. Use one of them, or a loop of your own",
+            f"{', '.join(_PRECISIONS)}. Use one of them, or a loop of your own",
             code="trainer_precision",
         )
     hooks = (*_BETWEEN, *(_REPLACED if module.automatic_optimization else ()))
