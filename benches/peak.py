@@ -15,37 +15,28 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
+
 import roam
 from roam._core import baseline_order, caching_allocator_bytes
 from roam.bench.paper import paper_graph
+from roam.report.lifetimes import Steps, lifetimes
 
 MIB = 2**20
-Lives = dict[int, tuple[int, int]]
 
 
-def order_by(graph: roam.Graph, name: str) -> list[int]:
+def order_by(graph: roam.Graph, name: str) -> Steps:
     """The operators as they run."""
     if name == "roam":
-        return roam.optimize(graph, reuse=False).order.tolist()
-    return baseline_order(graph, name, reuse=False).tolist()
+        return roam.optimize(graph, reuse=False).order
+    return baseline_order(graph, name, reuse=False)
 
 
-def lives(graph: roam.Graph, order: Sequence[int]) -> Lives:
-    """First and last step of every tensor that an operator makes and that counts."""
-    turn = {operator: step for step, operator in enumerate(order)}
-    found = {}
-    for tensor in graph.tensors:
-        creator = graph.creator(tensor.id)
-        if creator is not None and tensor.residency != "persistent" and tensor.counted_bytes:
-            made = turn[creator]
-            stays = tensor.residency == "leaves"
-            found[tensor.id] = (
-                made,
-                len(order) - 1
-                if stays
-                else max((turn[u] for u in graph.users(tensor.id)), default=made),
-            )
-    return found
+def is_made(graph: roam.Graph, tensor: int) -> bool:
+    """Whether an operator makes it, and it counts."""
+    found = graph.tensor(tensor)
+    is_counted = found.residency != "persistent" and found.counted_bytes > 0
+    return is_counted and graph.creator(tensor) is not None
 
 
 def kind(graph: roam.Graph, tensor: int) -> str:
@@ -60,14 +51,14 @@ def kind(graph: roam.Graph, tensor: int) -> str:
     )
 
 
-def at_the_peak(graph: roam.Graph, order: Sequence[int], most: int) -> Iterator[str]:
+def at_the_peak(graph: roam.Graph, order: Steps, most: int) -> Iterator[str]:
     """What is live then, by kind, and the largest tensors."""
     live = graph.live_bytes(order)
     peak = int(live.argmax())
     operator = graph.operator(order[peak])
     yield f"peak at step {peak} of {len(order)}, {operator.name} {operator.module}: {live[peak] / MIB:,.2f} MiB, and {graph.persistent_bytes / MIB:,.2f} persistent"
-    spans = lives(graph, order)
-    alive = [tensor for tensor, (first, last) in spans.items() if first <= peak <= last]
+    lives = lifetimes(graph, order)
+    alive = [tensor for tensor in lives.alive_at(peak) if is_made(graph, tensor)]
     sizes: Counter[str] = Counter()
     for tensor in alive:
         sizes[kind(graph, tensor)] += graph.tensor(tensor).counted_bytes
@@ -76,20 +67,18 @@ def at_the_peak(graph: roam.Graph, order: Sequence[int], most: int) -> Iterator[
     for tensor in sorted(alive, key=lambda tensor: -graph.tensor(tensor).counted_bytes)[:most]:
         found, creator = graph.tensor(tensor), graph.creator(tensor)
         module = "" if creator is None else graph.operator(creator).module
-        yield f"{found.counted_bytes / MIB:12,.2f}  {found.name} {module} ({kind(graph, tensor)}), steps {spans[tensor][0]} to {spans[tensor][1]}"
+        yield f"{found.counted_bytes / MIB:12,.2f}  {found.name} {module} ({kind(graph, tensor)}), steps {lives.starts[tensor]} to {lives.ends[tensor] - 1}"
 
 
 def in_the_allocator(
-    graph: roam.Graph, order: Sequence[int], most: int, *, expandable: bool
+    graph: roam.Graph, order: Steps, most: int, *, expandable: bool
 ) -> Iterator[str]:
     """What the first of the steps reserves, and the last tensors that it reserves more for."""
-    spans = lives(graph, order)
-    dying: list[list[int]] = [[] for _ in order]
-    for tensor, (_, last) in spans.items():
-        dying[last].append(tensor)
+    ends = lifetimes(graph, order).ends
     events: list[tuple[int, int | None]] = []
-    for operator, dead in zip(order, dying, strict=True):
-        made = [tensor for tensor in graph.operator(operator).creates if tensor in spans]
+    for step, operator in enumerate(order.tolist()):
+        made = [one for one in graph.operator(operator).creates if is_made(graph, one)]
+        dead = [one for one in np.flatnonzero(ends == step + 1).tolist() if is_made(graph, one)]
         events += [(tensor, graph.tensor(tensor).counted_bytes) for tensor in made]
         events += [(tensor, None) for tensor in dead]
     reserved = caching_allocator_bytes(events, expandable=expandable).tolist()

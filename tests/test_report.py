@@ -97,7 +97,7 @@ def test_lifetimes_add_up_to_the_live_bytes_of_every_step(data: st.DataObject) -
     counted = graph.tensor_counted_bytes
     for lives, order, expected in (
         (lifetimes(graph), graph.program_order, graph.live_bytes()),
-        (lifetimes(graph, plan), plan.order, live_bytes(graph, plan)),
+        (lifetimes(graph, plan.order, plan.reuse), plan.order, live_bytes(graph, plan)),
     ):
         persistent = [tensor.id for tensor in graph.tensors if tensor.residency == "persistent"]
         for step, operator in enumerate(order.tolist()):

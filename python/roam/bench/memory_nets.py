@@ -166,9 +166,7 @@ def build(net: Net, *, small: bool = False) -> ZooStep:
     arguments = {**net.arguments, **net.small} if small else net.arguments
     model, train_step, batch = family.build(**arguments)
     model.train()
-    optimizer = make_optimizer("adamw", model)
-    if small:
-        optimizer.register_step_pre_hook(_clip)
+    optimizer = make_optimizer("adamw", model, CLIP_NORM if small else None)
     return ZooStep(train_step, model, optimizer, batch)
 
 
@@ -178,8 +176,3 @@ def capture(net: Net, *, small: bool = False) -> roam.Graph:
         made = build(net, small=small)
     objects = made.model, made.optimizer, *made.batch
     return roam.capture(made.train_step, *objects, random_states=True)
-
-
-def _clip(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    parameters = [one for group in optimizer.param_groups for one in group["params"]]
-    torch.nn.utils.clip_grad_norm_(parameters, CLIP_NORM)

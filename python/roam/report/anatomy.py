@@ -128,7 +128,7 @@ class Planned:
     @cached_property
     def lives(self) -> Lifetimes:
         """When each tensor of `graph` is alive."""
-        return lifetimes(self.graph, self.plan)
+        return lifetimes(self.graph, self.plan.order, self.plan.reuse)
 
     @cached_property
     def curve(self) -> Curve:

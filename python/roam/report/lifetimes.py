@@ -1,7 +1,8 @@
-"""When each tensor is alive in a plan."""
+"""When each tensor is alive in an order of the operators."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -9,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 if TYPE_CHECKING:
-    from roam._core import Graph, Plan
+    from roam._core import Graph
 
 Steps = npt.NDArray[np.int64]
 
@@ -34,14 +35,17 @@ class Lifetimes:
         return np.flatnonzero((self.starts <= step) & (step < self.ends)).tolist()
 
 
-def lifetimes(graph: Graph, plan: Plan | None = None) -> Lifetimes:
+def lifetimes(
+    graph: Graph, order: Steps | None = None, reuse: Iterable[Sequence[int]] = ()
+) -> Lifetimes:
     """The lifetimes of all tensors of a graph.
 
     Args:
-        graph: the graph whose operators and tensors the plan numbers; see `Plan.expanded`.
-        plan: a plan for one stream without recomputation; program order without reuse where None.
+        graph: the graph whose operators and tensors are numbered; see `Plan.expanded`.
+        order: the operators as they run one after another; program order where None.
+        reuse: pairs of an input and the output that takes its memory over.
     """
-    order = graph.program_order if plan is None else plan.order
+    order = graph.program_order if order is None else order
     steps = len(order)
     step_of = np.empty(steps, dtype=np.int64)
     step_of[order] = np.arange(steps)
@@ -57,6 +61,6 @@ def lifetimes(graph: Graph, plan: Plan | None = None) -> Lifetimes:
         starts[number] = start
         last = max((int(step_of[user]) for user in users), default=start)
         ends[number] = steps if tensor.residency == "leaves" else min(max(last, start) + 1, steps)
-    for old, new in () if plan is None else plan.reuse:
+    for old, new in reuse:
         ends[old] = starts[new]
     return Lifetimes(starts, ends)
