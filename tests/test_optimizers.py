@@ -508,6 +508,34 @@ class TestUserWritten:
         # shows that `scale` changes.
         assert len(step.plans) == (4 if kind is ByHand else 2)
 
+    def test_the_state_has_eagers_order(self) -> None:
+        class Mixed(torch.optim.Optimizer):
+            """Tensors alone for matrices, and a count beside them for all else, as Muon has it."""
+
+            @torch.no_grad()
+            def step(self, closure: Any = None) -> None:
+                for parameter in self.param_groups[0]["params"]:
+                    state = self.state[parameter]
+                    if parameter.ndim < 2:
+                        state["step"] = state.get("step", 0) + 1
+                    state["average"] = state.get("average", 0.0) + parameter.grad
+                    parameter.sub_(state["average"], alpha=0.1)
+
+        def order(wrap: Any) -> list[Any]:
+            net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+            optimizer = Mixed(net.parameters(), {})
+
+            @wrap
+            def step(x: torch.Tensor) -> None:
+                optimizer.zero_grad()
+                net(x).square().mean().backward()
+                optimizer.step()
+
+            step(torch.ones(2, 3))
+            return [(key, list(entry)) for key, entry in optimizer.state_dict()["state"].items()]
+
+        assert order(roam.compile) == order(lambda step: step)
+
     def test_python_numbers_in_state_are_loaded_and_go_on(self) -> None:
         def between(optimizer: Any, place: int) -> None:
             if place == 5:

@@ -141,8 +141,9 @@ class OptimizerReference:
         self.optimizer.state[self.parameter.get()][self.key] = value
 
     def put_last(self) -> None:
-        """Makes it the last of its parameter's entries."""
-        entry = self.optimizer.state[self.parameter.get()]
+        """Makes it the last of its parameter's entries, and those the last of the state."""
+        state, parameter = self.optimizer.state, self.parameter.get()
+        entry = state[parameter] = state.pop(parameter)
         entry[self.key] = entry.pop(self.key)
 
 
