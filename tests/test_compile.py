@@ -318,6 +318,46 @@ class TestMemoryIsKnownBeforeStepOne:
         )
 
 
+class TestExceptionsOfTheUsers:
+    class BadBatch(Exception):
+        pass
+
+    @pytest.mark.parametrize("first", [0, 2])
+    def test_are_raised_with_what_eager_leaves(self, first: int) -> None:
+        def script(wrap):
+            net = Net()
+            optimizer = adamw(net)
+
+            @wrap
+            def step(x, y, is_bad):
+                optimizer.zero_grad()
+                loss = functional.cross_entropy(net(x), y)
+                loss.backward()
+                if is_bad:
+                    raise self.BadBatch("skip it")
+                optimizer.step()
+                return loss
+
+            returned = []
+            for place, (x, y) in enumerate(batches(14)):
+                try:
+                    returned.append(step(x, y, first <= place < first + 10))
+                except self.BadBatch:
+                    returned.append(sum(p.grad.sum() for p in net.parameters()))
+            return [returned, net.state_dict(), optimizer.state_dict()]
+
+        both(script)
+
+    def test_of_libraries_may_be_of_fakes_and_are_refused(self) -> None:
+        def step(net, x):
+            loss = functional.cross_entropy(net(x), torch.zeros(len(x) + 1, dtype=torch.long))
+            loss.backward()
+
+        with pytest.raises(roam.CaptureError) as caught:
+            roam.compile(step)(Net(), batches(1)[0][0])
+        assert caught.value.code == "step_raised"
+
+
 class TestFailure:
     def trained(self, net: Any = None) -> tuple[Any, torch.nn.Module, torch.optim.Optimizer, Any]:
         torch.manual_seed(0)

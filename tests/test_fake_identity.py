@@ -4,6 +4,7 @@ refused."""
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
 import sys
@@ -123,6 +124,7 @@ EQUAL: dict[str, Ask] = {
     "device": lambda my, x, loss: x.is_cpu + 2 * x.is_meta + 4 * (x.device.type == "cpu") + 8 * x.is_pinned(),
     "attribute": lambda my, x, loss: getattr(my.weight, "noted", 1) + hasattr(my.weight, "other"),
     "grad_fn": lambda my, x, loss: len(loss.grad_fn.name()),
+    "same memory": lambda my, x, loss: x.is_set_to(x.view_as(x)) + 2 * x.is_set_to(x[1:]) + 4 * x.is_set_to(x.clone()),
     "comparison": lambda my, x, loss: int(loss.item() > 0) + 2 * torch.equal(x, my.weight) + 4 * torch.allclose(loss, loss),
 }  # fmt: skip
 
@@ -141,6 +143,17 @@ REFUSED: dict[str, tuple[Ask, str]] = {
     "dir": (lambda my, x, loss: len(dir(x)), "identity"),
     "references": (lambda my, x, loss: sys.getrefcount(x), "identity"),
     "size": (lambda my, x, loss: sys.getsizeof(x), "identity"),
+    "referrers": (lambda my, x, loss: len(gc.get_referrers(x)), "identity"),
+    "referents": (lambda my, x, loss: len(gc.get_referents(x)), "identity"),
+    "typed storage": (lambda my, x, loss: isinstance(x.storage(), torch.FloatStorage), "identity"),
+    "fake mode": (lambda my, x, loss: torch._guards.detect_fake_mode([x]) is None, "identity"),
+    "fake": (lambda my, x, loss: torch._subclasses.fake_tensor.is_fake(x), "identity"),
+    "dispatch mode": (
+        lambda my, x, loss: torch.utils._python_dispatch.is_in_torch_dispatch_mode(),
+        "identity",
+    ),
+    "dispatch modes": (lambda my, x, loss: torch._C._len_torch_dispatch_stack(), "identity"),
+    "dispatch keys": (lambda my, x, loss: len(str(torch._C._dispatch_keys(x))), "identity"),
     "pickle": (lambda my, x, loss: len(pickle.dumps(x)), "pickled"),
     "save": (lambda my, x, loss: torch.save(my.net.state_dict(), io.BytesIO()) or 1, "pickled"),
     "copy": (lambda my, x, loss: copy.copy(x).sum(), "pickled"),

@@ -709,6 +709,7 @@ def test_functions_behind_descriptors_and_caches_are_entered(
         monkeypatch.undo()
 
 
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
 def test_switches_of_pytorch_are_guarded() -> None:
     model, optimizer, x = parts()
     guards = guards_of(plain_step, model, optimizer, x)
@@ -716,6 +717,12 @@ def test_switches_of_pytorch_are_guarded() -> None:
         assert_failure(guards, "gradient mode")
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert_failure(guards, "autocast on cpu changed from False to torch.bfloat16")
+    with torch.autograd.detect_anomaly(check_nan=False):
+        assert_failure(guards, "anomaly detection")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    assert_failure(guards, f"number of threads changed from {threads} to {threads + 1}")
+    torch.set_num_threads(threads)
     assert guards.failure() is None
 
 

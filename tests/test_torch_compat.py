@@ -501,6 +501,9 @@ CANARIES: dict[str, Callable[[], bool]] = {
     "C": lambda: (
         callable(private.C.ScriptFunction.__call__) and callable(private.C.ScriptMethod.__call__)
     ),
+    "ASKS_FOR_FAKES": lambda: all(
+        callable(getattr(holder, name)) for holder, name in private.ASKS_FOR_FAKES
+    ),
     "C_NN": lambda: callable(private.C_NN.cross_entropy_loss),
     "ENGINE_CODE": _engine_runs,
     "HOOKS": lambda: all(hasattr(torch.ones(1), name) for name in private.HOOKS),

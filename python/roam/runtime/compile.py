@@ -227,8 +227,12 @@ class Step:
         if is_disabled() or is_tracing() or is_captured_once:
             return self._train_step(*args, **kwargs)
         key, seen = (self._key(args, kwargs), known), Seen()
-        with watching(seen):
-            result = self._train_step(*args, **kwargs)
+        try:
+            with watching(seen):
+                result = self._train_step(*args, **kwargs)
+        except Exception:
+            self._known.settling = 0  # it has set nothing up
+            raise
         self._seen[key] = seen
         self._seen.move_to_end(key)
         if len(self._seen) > _MOST_SEEN:

@@ -38,6 +38,7 @@ _WRITE: dict[str, Callable[[Any], Any]] = {
     "default device": torch.set_default_device,
     "deterministic mode": _set_deterministic,
     "float32 matmul precision": torch.set_float32_matmul_precision,
+    "number of threads": torch.set_num_threads,
 }
 """How those are set that a function sets; the others end with the block that sets them."""
 

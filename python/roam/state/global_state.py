@@ -89,10 +89,11 @@ AMBIENT: Final[tuple[tuple[str, Callable[[], Any]], ...]] = (
     ("hooks on saved tensors", saved_tensor_hooks),
     (
         "anomaly detection",
-        lambda: torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled(),
+        lambda: torch.is_anomaly_enabled() and (True, torch.is_anomaly_check_nan_enabled()),
     ),
     ("deterministic mode", deterministic_switches),
     ("float32 matmul precision", torch.get_float32_matmul_precision),
+    ("number of threads", torch.get_num_threads),
 )
 """Switches of PyTorch's, and code that it runs around operators, on which hangs what a step
 computes: how to read each."""

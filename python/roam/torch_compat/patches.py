@@ -38,6 +38,8 @@ _NO_IDENTITY = (
 )
 _REAL = "what only real memory has is refused, at the user's line"
 _NO_REAL = "a plan freezes an address or a counter of a fake tensor"
+_APART = "a step that looks for fake tensors is refused"
+_NO_APART = "a plan is made of the way that the step goes on fake tensors alone"
 _VALUE = "the value of a tensor reaches Python: answered by what a run has shown, or refused"
 _NO_VALUE = "a value is frozen into the plan, or PyTorch's own error names no remedy"
 _GENERATOR = "what reads, seeds and sets random generators is recorded as calls"
@@ -57,8 +59,9 @@ PATCHES: Final = (
           _VALUE, _NO_VALUE),
     Patch("torch", ("is_nonzero", "equal", "allclose"), _VALUE, _NO_VALUE),
     Patch("torch.Tensor", ("__repr__", "__str__", "__format__"), "printing a tensor shows its values", _NO_VALUE),
-    Patch("torch.Tensor", ("data_ptr",), _REAL, _NO_REAL),
+    Patch("torch.Tensor", ("data_ptr", "storage"), _REAL, _NO_REAL),
     Patch("torch.UntypedStorage", ("data_ptr", "_cdata", "device"), _REAL, _NO_REAL),
+    Patch("torch.TypedStorage", ("data_ptr",), _REAL, _NO_REAL),
     Patch("torch._subclasses.fake_tensor.FakeTensor", ("_version", "_cdata"), _REAL, _NO_REAL),
     Patch("torch._subclasses.fake_tensor.FakeTensor", ("data",), "`x.data = y` is recorded",
           "no operator shows the assignment, and a plan leaves the old memory in place"),
@@ -71,6 +74,12 @@ PATCHES: Final = (
     Patch("torch.utils.dlpack", ("to_dlpack",), "handing a fake's memory to others is refused", _NO_REAL),
     Patch("builtins", ("id", "hash", "vars", "dir"), _IDENTITY, _NO_IDENTITY),
     Patch("sys", ("getrefcount", "getsizeof"), _IDENTITY, _NO_IDENTITY),
+    Patch("gc", ("get_referrers", "get_referents"), _IDENTITY, _NO_IDENTITY),
+    Patch("torch._guards", ("detect_fake_mode",), _APART, _NO_APART),
+    Patch("torch._subclasses.fake_tensor", ("is_fake",), _APART, _NO_APART),
+    Patch("torch.utils._python_dispatch", ("_get_current_dispatch_mode", "_get_current_dispatch_mode_stack",
+                                           "is_in_torch_dispatch_mode"), _APART, _NO_APART),
+    Patch("torch._C", ("_len_torch_dispatch_stack", "_dispatch_keys"), _APART, _NO_APART),
     Patch("<globals of the user's functions>", ("type",), _IDENTITY, _NO_IDENTITY),
     # Kernels that PyTorch chooses by what a fake tensor cannot tell.
     Patch("torch._C._nn", ("cross_entropy_loss",), "by the number of ignored targets, C++ chooses other kernels",

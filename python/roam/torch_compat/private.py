@@ -76,6 +76,16 @@ hooks_of: Callable[[Any], Any] = operator.attrgetter("_backward_hooks")
 """A tensor's hooks on its gradient; None where there are none."""
 gradient_hooks_of: Callable[[Any], Any] = operator.attrgetter("_post_accumulate_grad_hooks")
 """A leaf's hooks after its gradient is accumulated; None where there are none."""
+ASKS_FOR_FAKES: Sequence[tuple[Any, str]] = (
+    (torch._guards, "detect_fake_mode"),
+    (torch._subclasses.fake_tensor, "is_fake"),
+    (torch.utils._python_dispatch, "_get_current_dispatch_mode"),
+    (torch.utils._python_dispatch, "_get_current_dispatch_mode_stack"),
+    (torch.utils._python_dispatch, "is_in_torch_dispatch_mode"),
+    (torch._C, "_len_torch_dispatch_stack"),
+    (torch._C, "_dispatch_keys"),
+)
+"""Functions, each with its module, whose answers are others while fake tensors are in place."""
 HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 """Both attributes by name."""
 
@@ -378,6 +388,7 @@ VF: Any = torch._VF
 """Functions of variables: recurrent layers and packed sequences."""
 
 __all__ = [
+    "ASKS_FOR_FAKES",
     "C_NN",
     "ENGINE_CODE",
     "HOOKS",

@@ -8,6 +8,7 @@ by identity, sees fakes as what they are.
 from __future__ import annotations
 
 import builtins
+import gc
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -17,7 +18,7 @@ import torch
 
 from roam.capture.tracing.source_location import is_user_code
 from roam.torch_compat.patches import Replacement, globals_added, replaced
-from roam.torch_compat.private import HOOKS, FakeTensor
+from roam.torch_compat.private import ASKS_FOR_FAKES, HOOKS, FakeTensor
 
 _identity, _hash, _type = id, hash, type
 Refuse = Callable[..., NoReturn]
@@ -27,6 +28,11 @@ _REAL_MEMORY = (
     (FakeTensor, "_cdata", "the address of a tensor"),
     (torch.UntypedStorage, "_cdata", "the address of a storage"),
     (torch.UntypedStorage, "device", "the device of a storage, which is its tensor's,"),
+)
+
+_ABOUT_OBJECTS = (
+    (sys, ("getrefcount", "getsizeof")),
+    (gc, ("get_referrers", "get_referents")),
 )
 
 
@@ -102,6 +108,18 @@ class Identities:
 
             return asked
 
+        def told_apart(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+            def asked(*args: Any, **kwargs: Any) -> Any:
+                if _asked_by_user():
+                    refuse(
+                        f"the step asks by {name}() whether its tensors are fake, as they are "
+                        "during capture alone; leave it out of the step",
+                        code="identity",
+                    )
+                return function(*args, **kwargs)
+
+            return asked
+
         def attribute(kind: type, name: str, what: str) -> property:
             original = getattr(kind, name)
 
@@ -137,8 +155,16 @@ class Identities:
             replacements.append(
                 (builtins, name, refusing(getattr(builtins, name), f"{name}(tensor)"))
             )
-        for name in ("getrefcount", "getsizeof"):
-            replacements.append((sys, name, refusing(getattr(sys, name), f"sys.{name}(tensor)")))
+        for module, names in _ABOUT_OBJECTS:
+            replacements += [
+                (module, name, refusing(getattr(module, name), f"{module.__name__}.{name}(tensor)"))
+                for name in names
+            ]
+        replacements.append(
+            (torch.Tensor, "storage", refusing(torch.Tensor.storage, "tensor.storage()"))
+        )
+        for holder, name in ASKS_FOR_FAKES:
+            replacements.append((holder, name, told_apart(getattr(holder, name), name)))
         replacements += [
             (FakeTensor, name, handed_out)
             for name in ("__reduce_ex__", "__deepcopy__", "__dlpack__")

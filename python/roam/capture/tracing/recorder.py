@@ -95,6 +95,10 @@ _HIDDEN_ALIAS = {
 _SHAPED_BY_NUMBERS = {aten.arange, aten.range}
 # Kernels whose result is a Python bool.
 _ANSWERS = {aten.equal.default, aten.allclose.default}
+_OF_THEIR_OWN = {
+    aten._local_scalar_dense.default, aten.lift_fresh.default, aten.is_set_to.default, *_ANSWERS
+}  # fmt: skip
+"""Operators that are not recorded, or in a way of their own."""
 _BY_DATA = (
     "the shape of its result depends on floating-point data or on what the step computes; use a "
     "form with a fixed shape: torch.where with three arguments, masked_fill, or a product with "
@@ -616,6 +620,8 @@ class Recorder(TorchDispatchMode):
             return self._item(func, args[0])
         if func in _ANSWERS:
             return self._answer(func, args, kwargs)
+        if func is aten.is_set_to.default:
+            return _is_same_memory(*args)
         phase, source = self.frames.here()
         if (reason := _REFUSED.get(schema_of(func).name)) is not None:
             self.refuse(reason, code="refused_operator", op=str(func), source=source)
@@ -1326,7 +1332,7 @@ class _Facts:
             func,
             is_plain=is_ours(func)
             and schema.name not in _REFUSED
-            and func not in {aten._local_scalar_dense.default, aten.lift_fresh.default, *_ANSWERS}
+            and func not in _OF_THEIR_OWN
             and not multi_tensor.is_multi_tensor(func),
             is_random=torch.Tag.nondeterministic_seeded in func.tags,
             is_check=packet_of(func) is aten._assert_async,
@@ -1353,6 +1359,15 @@ def _facts(func: Any) -> _Facts:
     if facts is None:
         facts = _known_facts[_identity(func)] = _Facts.of(func)
     return facts
+
+
+def _is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """What `is_set_to` says of real tensors: of fake ones, PyTorch's own answer is no."""
+    pointers = [c_pointer(tensor.untyped_storage()) for tensor in (one, other)]
+    return pointers[0] == pointers[1] and (
+        (one.shape, one.stride(), one.storage_offset())
+        == (other.shape, other.stride(), other.storage_offset())
+    )
 
 
 def is_integer(number: object) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import dis
 import functools
 import operator
 import sys
@@ -35,6 +36,7 @@ from roam.state.attribute_reads import ReadMore
 from roam.state.autograd_hooks import node_stand_in
 from roam.state.containers import FrozenSpace, Items, RenewedSpace, entries_of
 from roam.state.equality import MISSING, is_plain, same
+from roam.state.library_code import is_library
 from roam.state.live_scalars import as_live, number_stand_ins
 from roam.state.references import (
     ArgumentReference,
@@ -263,12 +265,25 @@ def _run(
                 "step by torch.compile alone",
                 code="compiled_function", source=line,
             ) from error  # fmt: skip
-        raise CaptureError(
+        refusal = CaptureError(
             f"the step raised {type(error).__name__} at {line} when it was run on fake tensors: {error}",
             code="step_raised", source=line,
-        ) from error  # fmt: skip
+        )  # fmt: skip
+        refusal.settles = _is_raised_by_user(error)
+        raise refusal from error
     finally:
         _state.is_tracing = False
+
+
+def _is_raised_by_user(error: BaseException) -> bool:
+    """Whether a statement of the user's own code, a `raise` or an `assert`, has raised this."""
+    innermost = error.__traceback__
+    while innermost is not None and innermost.tb_next is not None:
+        innermost = innermost.tb_next
+    if innermost is None or is_library(innermost.tb_frame.f_globals.get("__name__")):
+        return False
+    operation = innermost.tb_frame.f_code.co_code[innermost.tb_lasti]
+    return dis.opname[operation] == "RAISE_VARARGS"
 
 
 def user_line(error: BaseException) -> str:
@@ -458,7 +473,7 @@ def _watched(fake_state: FakeState, recorder: Recorder, frames: Frames) -> Itera
     with ExitStack() as stack:
         replace(torch.Tensor, "item", item)
         replace(torch.Tensor, "__bool__", truth)
-        for holder in (torch.Tensor, torch.UntypedStorage):
+        for holder in (torch.Tensor, torch.UntypedStorage, torch.TypedStorage):
             replace(holder, "data_ptr", address(holder.data_ptr))
         replace(C_NN, "cross_entropy_loss", cross_entropy)
         replace(torch, "ctc_loss", ctc_loss)
