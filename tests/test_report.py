@@ -392,11 +392,14 @@ def test_a_compiled_step_reports_the_bound_that_a_whole_search_proves(tmp_path: 
 
     step = roam.compile(train_step)
     for _ in range(2):
-        step(torch.randn(64, 64))
+        step(torch.randn(512, 64))
     _, plan = step.plans[-1]
     assert plan.bound_route == "floor"
-    step.report(tmp_path / "report.html")
+    step.report(tmp_path / "report.html", limits=["80%", 4096])
     page = (tmp_path / "report.html").read_text()
+    assert "memory=4096: no plan takes so little" in page
+    (limited,) = re.findall(r"memory=80%.*?value=\"(\d+)\"", page)
+    assert int(limited) <= 0.8 * plan.total_bytes + 65536  # beside what the first run's checks take
     (bound_bytes,) = set(re.findall(r'value="(\d+)" data-name="lower_bound_bytes"', page))
     assert plan.lower_bound_bytes < int(bound_bytes) <= plan.peak_bytes
     assert int(bound_bytes) >= 0.99 * plan.peak_bytes

@@ -346,7 +346,7 @@ def changes(listed: Sequence[Change], planned: Planned) -> Table:
         return change.name, total, difference, extra
 
     headings = ("change", "total", "compared with this plan", "extra time")
-    note = "Each line is a plan of the changed step. Extra time is that of operators that run again, by the model of time."
+    note = "Each line is a plan of the changed step. Extra time is that of operators that run again, as measured or by the model of time."
     return Table("What you could change", headings, tuple(map(row, listed)), note)
 
 

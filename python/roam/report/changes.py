@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from roam._core import optimize, verify
 from roam.errors import PlanError
@@ -43,9 +44,16 @@ def within(graph: Graph, plan: Plan, limit: MemoryLimit) -> Change:
     again = plan.recomputation
     plain_bytes = plan.total_bytes if again is None else again["plain_total_bytes"]
     limit_bytes = limit.in_bytes(plain_bytes)
-    name = f"memory limit {format_bytes(limit_bytes)}"
+    return tried(
+        f"memory limit {format_bytes(limit_bytes)}",
+        lambda: figures(graph, replanned(graph, plan, limit_bytes)),
+    )
+
+
+def tried(name: str, planned: Callable[[], Mapping[str, Any]]) -> Change:
+    """What makes the figures of a plan within a limit, or why there is none."""
     try:
-        return Change(name, figures(graph, replanned(graph, plan, limit_bytes)))
+        return Change(name, planned())
     except PlanError as error:
         if error.code == "memory_floor":
             return Change(name, None, "no plan takes so little")

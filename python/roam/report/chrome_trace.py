@@ -66,4 +66,4 @@ def _track(
         if live[step] != before:
             before = live[step]
             counted = {"bytes": int(before)}
-            yield {"name": "live bytes", "ph": "C", "pid": process, "tid": 0, "ts": start_us, "args": counted}  # fmt: skip
+            yield {"name": "live", "ph": "C", "pid": process, "tid": 0, "ts": start_us, "args": counted}  # fmt: skip

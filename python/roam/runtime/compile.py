@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from types import MethodType
 from typing import Any, Literal
 
@@ -20,6 +21,7 @@ from roam.memory_limit import MemoryLimit
 from roam.own_code import compiled_step
 from roam.program.ir import Program
 from roam.report.anatomy import Anatomy
+from roam.report.changes import tried
 from roam.report.export import write_export
 from roam.report.page import write_page
 from roam.report.progress import Progress
@@ -30,7 +32,7 @@ from roam.runtime.log import logger, replans
 from roam.runtime.memory_report import KeptPlan, KeptPlans, StepMemory, host_bytes
 from roam.runtime.planned import plain_of, planned_by
 from roam.runtime.runner import Declined, PartialUpdate, Runner, listed
-from roam.runtime.strategy import MAX_PLANS, Options
+from roam.runtime.strategy import MAX_PLANS, Options, choose
 from roam.runtime.timings import Timings
 from roam.state.references import ArgumentReference
 from roam.switch import is_disabled
@@ -405,21 +407,47 @@ class Step:
         found = [one.runners for one in self._captures if runner in one.runners]
         return found[0] if found else [runner]
 
-    def report(self, path: str | os.PathLike[str]) -> None:
+    def report(self, path: str | os.PathLike[str], *, limits: Iterable[int | str] = ()) -> None:
         """Writes one HTML page that explains the plan of the most recent call: see `Plan.report`.
 
         Before the first call, it is the plan that `plan` made.
 
+        Args:
+            path: of the page.
+            limits: memory limits to plan as well, as ``memory=`` of `compile` would: the page lists
+                what the step takes within each, and the extra time of operators that run again.
+
         Raises:
+            ValueError: a limit makes no sense.
             ExecutionError: nothing is planned yet (code ``no_call``).
             PlanError: the plan is for several streams (code ``streams``).
             RoamError: Bokeh is not installed (code ``report_unavailable``).
             OSError: the page cannot be written.
         """
-        first, steady = self._reported()
+        asked = {str(limit): MemoryLimit.of(limit) for limit in limits}
+        captured = self._reported()
+        first, steady = captured.runners[0], captured.runners[-1]
         planned = planned_by(steady.choice)
         other = None if first is steady else planned_by(first.choice)
-        write_page(Anatomy(steady.name, planned, plain_of(steady.choice), other), path)
+        changes = [
+            tried(f"memory={name}", partial(self._figures_within, captured, limit))
+            for name, limit in asked.items()
+        ]
+        write_page(Anatomy(steady.name, planned, plain_of(steady.choice), other, changes), path)
+
+    def _figures_within(self, captured: Captured[Runner], limit: MemoryLimit) -> Mapping[str, Any]:
+        """The figures of a later step's plan within a limit."""
+        variant = captured.step.steady or captured.step.first
+        assert variant is not None, "one of them is there"
+        with Progress(f"planning {self._name} within a limit", only_live=True):
+            choice = choose(
+                variant,
+                pool=self._options.pool,
+                time_limit_s=self._options.time_limit_s,
+                is_real=captured.runners[-1].choice.kernel_bytes is not None,
+                memory=limit,
+            )
+            return planned_by(choice).values
 
     def export(self, path: str | os.PathLike[str]) -> None:
         """Writes the plan of the most recent call in the format of another tool: see `Plan.export`.
@@ -432,10 +460,10 @@ class Step:
             ValueError: no format has the path's ending.
             OSError: the file cannot be written.
         """
-        write_export(planned_by(self._reported()[1].choice), path)
+        write_export(planned_by(self._reported().runners[-1].choice), path)
 
-    def _reported(self) -> tuple[Runner, Runner]:
-        """What runs the first step and later ones, of the most recent call."""
+    def _reported(self) -> Captured[Runner]:
+        """The capture of the most recent call."""
         captures = list(self._captures)
         found = [one for one in captures if self._last in one.runners] or captures
         if not found:
@@ -444,7 +472,7 @@ class Step:
                 "its plan() with the same arguments",
                 code="no_call",
             )
-        return found[0].runners[0], found[0].runners[-1]
+        return found[0]
 
     def measured(self, *args: Any, **kwargs: Any) -> Any:
         """Runs one real step like a call, measures its memory for `memory`, and returns its result.
