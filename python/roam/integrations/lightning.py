@@ -143,8 +143,8 @@ def _check(module: LightningModule) -> None:
         )
     if trainer.precision not in _PRECISIONS:
         raise CaptureError(
-            f"with precision {trainer.precision} the Trainer sets more around the step than autocast; the known ones are "
-            f"{', '.join(_PRECISIONS)}. Use one of them, or a loop of your own",
+            f"with precision {trainer.precision} the Trainer changes more around the step than autocast, and roam would not see it. "
+            f"Use one of {', '.join(_PRECISIONS)}, or a loop of your own",
             code="trainer_precision",
         )
     hooks = (*_BETWEEN, *(_REPLACED if module.automatic_optimization else ()))

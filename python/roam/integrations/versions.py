@@ -16,7 +16,7 @@ def require(package: str, major: int) -> None:
     installed = version(package)
     if int(installed.partition(".")[0]) != major:
         raise CaptureError(
-            f"{package} {installed} is installed, and its trainer is known in versions {major}.x only; install "
+            f"{package} {installed} is installed, and roam is tested with version {major}.x only; install "
             f"'{package}>={major},<{major + 1}', or compile a function of your own with roam.compile",
             code="library_version",
         )

@@ -57,7 +57,7 @@ def check_format(path: str | os.PathLike[str]) -> str:
         if str(path).endswith(suffix):
             return suffix
     raise ValueError(
-        f"{path}: a path ends in .pickle (PyTorch's memory viewer), .json or .json.gz (Chrome's "
+        f"{path}: the path has to end in .pickle (PyTorch's memory viewer), .json or .json.gz (Chrome's "
         "trace format) or .dot (Graphviz)"
     )
 

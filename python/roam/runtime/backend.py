@@ -171,9 +171,9 @@ class PlannedGraph:
         if signature is None:
             if self._options.memory is not None:
                 raise CaptureError(
-                    f"{self._name} is given a tensor subclass, or called in autocast or in a "
-                    "dispatch mode: then it has no plan, and may take more than its limit. Enter "
-                    "autocast inside of what is compiled, or leave memory= out",
+                    f"{self._name} was called with a tensor subclass, in autocast or in a dispatch mode. "
+                    "Such a call has no plan, and may take more than its limit. Enter autocast "
+                    "inside of what is compiled, or leave memory= out",
                     code="memory_unplanned",
                 )
             return self._run_unplanned(args)

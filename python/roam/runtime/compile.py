@@ -268,8 +268,8 @@ class Step:
         self._in_vain += 1
         if self._in_vain == _MANY_IN_VAIN:
             logger.warning(
-                "no plan had the answers that the last %d calls gave to branches on values (docs/explanation/values.md), so the step's own function "
-                "ran: use torch.where there, or ROAM_DISABLE=1",
+                "in each of the last %d calls, branches on values (docs/explanation/values.md) went another way than in every plan, so the "
+                "step's own function ran. Use torch.where there, or set ROAM_DISABLE=1",
                 self._in_vain,
             )
         return self._own(args, kwargs, known)

@@ -61,7 +61,7 @@ class Partition:
             if error.code != "fx_symbolic":
                 raise
             raise CaptureError(
-                f"{error}; a memory limit is for shapes that are numbers: call torch.compile with "
+                f"{error}; a memory limit needs fixed shapes: call torch.compile with "
                 "dynamic=False",
                 code=error.code,
             ) from None

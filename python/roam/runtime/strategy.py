@@ -426,7 +426,7 @@ class _Chooser:
         graph, plan = plan.expanded(plain)
         if expanded.graph(copied_in=copied_in, pool=uses_pool).digest != graph.digest:
             raise PlanError(
-                "the program with extra runs is another than the plan's; please report it",
+                "the program with extra runs differs from the plan's; please report it",
                 code="self_check",
             )
         _core.verify(graph, plan)

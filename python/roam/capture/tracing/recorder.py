@@ -18,10 +18,18 @@ from roam.capture.cuda_estimate import absent
 from roam.capture.tracing import custom_ops, multi_tensor
 from roam.capture.tracing.branch_answers import Replay
 from roam.capture.tracing.conditions import passing_answer
-from roam.capture.tracing.dynamic_shapes import Decided, contents_of, decided, may_be_decided
+from roam.capture.tracing.dynamic_shapes import Decided, contents_of, decided
 from roam.capture.tracing.fake_cache import LIVE_FLOAT, LIVE_INT, PLAIN, FakeKernels, tensors_in
 from roam.capture.tracing.fake_identity import own_attributes
 from roam.capture.tracing.gradient_history import nodes_behind
+from roam.capture.tracing.kernel_facts import (
+    ANSWERS,
+    HIDDEN_ALIAS,
+    HIDDEN_MUTATION,
+    REFUSED,
+    KernelFacts,
+    facts_of,
+)
 from roam.capture.tracing.meta_corrections import bytes_at_least, is_spread, without_masked
 from roam.capture.tracing.rng import Watch, forget_idle_states
 from roam.capture.tracing.scalar_guards import (
@@ -49,7 +57,7 @@ from roam.program.ir import (
     assign_data,
     ref_to,
 )
-from roam.program.operators import is_foreign, is_ours
+from roam.program.operators import is_foreign
 from roam.state.equality import MISSING
 from roam.state.global_state import ANOMALY
 from roam.state.live_scalars import MATH, FixedNode, LiveFloat, LiveInt, LiveNode
@@ -66,7 +74,6 @@ from roam.torch_compat.private import (
     base_name,
     c_pointer,
     disable_current_modes,
-    packet_of,
     pytree,
     schema_of,
     storage_pointer,
@@ -76,43 +83,12 @@ aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default
 _identity = id  # while a step is traced, what its code calls by this name asks whose code it is
 
-# Kernels that change arguments although their schema does not say so: argument positions, and the
-# position of the flag that makes them do it.
-_HIDDEN_MUTATION: dict[Any, tuple[tuple[int, ...], int]] = {
-    aten.native_batch_norm.default: ((3, 4), 5),
-    aten.cudnn_batch_norm.default: ((3, 4), 5),
-    aten.miopen_batch_norm.default: ((3, 4), 5),
-}
-# Kernels whose result shares the argument's storage although their schema does not say so.
-_HIDDEN_ALIAS = {
-    aten._unsafe_view.default,
-    aten._reshape_alias.default,
-    aten.lift_fresh.default,
-    aten.unsafe_split.Tensor,
-    aten.unsafe_split_with_sizes.default,
-}
-# Kernels whose result's shape hangs on the values of their numbers.
-_SHAPED_BY_NUMBERS = {aten.arange, aten.range}
-# Kernels whose result is a Python bool.
-_ANSWERS = {aten.equal.default, aten.allclose.default}
-_OF_THEIR_OWN = {
-    aten._local_scalar_dense.default, aten.lift_fresh.default, aten.is_set_to.default, *_ANSWERS
-}  # fmt: skip
-"""Operators that are not recorded, or in a way of their own."""
 _BY_DATA = (
     "the shape of its result depends on floating-point data or on what the step computes; use a "
     "form with a fixed shape: torch.where with three arguments, masked_fill, or a product with "
     "the mask. Integer and boolean tensors that are there before the step, among its arguments or "
     "in buffers, may decide shapes"
 )
-# Kernels that give a tensor another storage or size under the same name.
-_REFUSED = {
-    "aten::set_": "it gives a tensor another storage; assign the data instead, as in x.data = y",
-    "aten::resize_": "it changes the size of a tensor's storage; use a form that returns a new "
-    "tensor",
-    "aten::resize_as_": "it changes the size of a tensor's storage; use a form that returns a new "
-    "tensor",
-}
 _REPLACED = (
     "the tensor was given other data where capture could not see it; write p.data = x in Python, "
     "or p.data.copy_(x)"
@@ -599,7 +575,7 @@ class Recorder(TorchDispatchMode):
             if absent.is_no_move(func, args, kwargs):
                 return args[0]
             kwargs = absent.on_device(kwargs)
-        if not _facts(func).is_plain:
+        if not facts_of(func).is_plain:
             return self._dispatched(func, args, kwargs)
         if func is not aten.detach.default:  # that is called from where no exception may pass
             deliver_interrupts()
@@ -618,12 +594,12 @@ class Recorder(TorchDispatchMode):
         deliver_interrupts()
         if func is aten._local_scalar_dense.default:
             return self._item(func, args[0])
-        if func in _ANSWERS:
+        if func in ANSWERS:
             return self._answer(func, args, kwargs)
         if func is aten.is_set_to.default:
             return _is_same_memory(*args)
         phase, source = self.frames.here()
-        if (reason := _REFUSED.get(schema_of(func).name)) is not None:
+        if (reason := REFUSED.get(schema_of(func).name)) is not None:
             self.refuse(reason, code="refused_operator", op=str(func), source=source)
         if func is aten.lift_fresh.default and not isinstance(args[0], FakeTensor):
             return self._literal(args[0], phase, source)
@@ -666,7 +642,7 @@ class Recorder(TorchDispatchMode):
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], phase: str, source: Source
     ) -> Any:
         """Runs an operator on fake tensors and records it."""
-        facts = _facts(func)
+        facts = facts_of(func)
         call = Call(func, (), {}, (), False, phase, source, random=facts.is_random)
         if is_spread(func, args):
             return self._spread(*args)
@@ -810,7 +786,7 @@ class Recorder(TorchDispatchMode):
                 aten.new_zeros.default(gradient, mask.shape), mask, gradient
             )
 
-    def _with_fixed_sizes(self, facts: _Facts, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def _with_fixed_sizes(self, facts: KernelFacts, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The arguments with plain numbers for the live ones that decide a shape; refused where a
         plan cannot hold for one value.
         """
@@ -849,7 +825,7 @@ class Recorder(TorchDispatchMode):
         # `isinstance` asks a fake for its class, in Python, wherever it is none of these.
         is_sequence = type(result) is not FakeTensor and isinstance(result, (tuple, list))
         flat = result if is_sequence else (result,)
-        facts = _facts(call.target)
+        facts = facts_of(call.target)
         if facts.are_declared and not any(isinstance(item, torch.Tensor) for item in flat):
             return
         arguments = set(map(_identity, tensors))
@@ -884,11 +860,11 @@ class Recorder(TorchDispatchMode):
         """Storage identity and schema must agree on what is a view."""
         meta = self.program.slots[slot]
         assert meta is not None
-        shares, declared = meta.storage in argument_storages, _facts(call.target).are_declared
+        shares, declared = meta.storage in argument_storages, facts_of(call.target).are_declared
         if (
             shares
             and not declared[min(position, len(declared) - 1)]
-            and call.target not in _HIDDEN_ALIAS
+            and call.target not in HIDDEN_ALIAS
         ):
             self.refuse(
                 "its result shares memory with an argument, and its schema does not say so; "
@@ -981,9 +957,9 @@ class Recorder(TorchDispatchMode):
 
     def _mutated(self, func: Any, args: Any, kwargs: Any, call: Call) -> tuple[int, ...]:
         changed: list[Any] = []
-        for position, name in _facts(func).written:
+        for position, name in facts_of(func).written:
             changed.append(args[position] if position < len(args) else kwargs.get(name))
-        hidden = _HIDDEN_MUTATION.get(func)
+        hidden = HIDDEN_MUTATION.get(func)
         if hidden is not None and args[hidden[1]]:
             changed.extend(args[position] for position in hidden[0])
         slots = tuple(
@@ -1287,78 +1263,6 @@ class Recorder(TorchDispatchMode):
                 self.program.reshaped.append((reference, now))
         self.program.guessed = sorted(map(str, self._kernels.guessed))
         forget_idle_states(self.program)
-
-
-@dataclass(frozen=True, slots=True)
-class _Facts:
-    """What recording asks of a kernel at each of its calls."""
-
-    func: Any
-    is_plain: bool
-    """Whether it is recorded in the way of most, with nothing to refuse beforehand."""
-    is_random: bool
-    is_check: bool
-    is_masked: bool
-    """Whether it makes the results that a mask asks for."""
-    reshapes_in_place: bool
-    takes_dtype: bool
-    mutates: bool
-    """Whether it may change an argument."""
-    may_be_decided: bool
-    """Whether values may decide the shape of its results."""
-    written: list[tuple[int, str]]
-    """Position and name of the arguments that it changes by its schema."""
-    names: list[str]
-    """Of its arguments."""
-    sizes: frozenset[str]
-    """Names of the arguments that decide shapes: integers by the schema (sizes, dimensions,
-    positions, counts), and what a range is made of.
-    """
-    are_declared: list[bool]
-    """Per result, whether the schema says that it is a view or an argument."""
-
-    @classmethod
-    def of(cls, func: Any) -> _Facts:
-        """Of a kernel."""
-        schema = schema_of(func)
-        arguments = schema.arguments
-        written = [
-            (position, argument.name)
-            for position, argument in enumerate(arguments)
-            if argument.alias_info is not None and argument.alias_info.is_write
-        ]
-        makes_range = packet_of(func) in _SHAPED_BY_NUMBERS
-        return cls(
-            func,
-            is_plain=is_ours(func)
-            and schema.name not in _REFUSED
-            and func not in _OF_THEIR_OWN
-            and not multi_tensor.is_multi_tensor(func),
-            is_random=torch.Tag.nondeterministic_seeded in func.tags,
-            is_check=packet_of(func) is aten._assert_async,
-            is_masked=any(argument.name == "output_mask" for argument in arguments),
-            reshapes_in_place=torch.Tag.inplace_view in func.tags,
-            takes_dtype=any(
-                argument.kwarg_only and argument.name == "dtype" for argument in arguments
-            ),
-            mutates=bool(written) or func in _HIDDEN_MUTATION,
-            may_be_decided=may_be_decided(func),
-            written=written,
-            names=[argument.name for argument in arguments],
-            sizes=frozenset(a.name for a in arguments if makes_range or "int" in str(a.type)),
-            are_declared=[result.alias_info is not None for result in schema.returns],
-        )
-
-
-_known_facts: dict[int, _Facts] = {}
-"""By identity, which is found faster than the hash of a kernel; what is known of one keeps it."""
-
-
-def _facts(func: Any) -> _Facts:
-    facts = _known_facts.get(_identity(func))
-    if facts is None:
-        facts = _known_facts[_identity(func)] = _Facts.of(func)
-    return facts
 
 
 def _is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:

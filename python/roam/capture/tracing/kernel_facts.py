@@ -1,0 +1,125 @@
+"""What recording has to know of a kernel, looked up once for each.
+
+Most of it is read off the kernel's schema. Where a schema leaves something out, the tables here say
+it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from roam.capture.tracing import multi_tensor
+from roam.capture.tracing.dynamic_shapes import may_be_decided
+from roam.program.operators import is_ours
+from roam.torch_compat.private import packet_of, schema_of
+
+aten = torch.ops.aten
+_identity = id  # while a step is traced, what its code calls by this name asks whose code it is
+
+# Kernels that change arguments although their schema does not say so: argument positions, and the
+# position of the flag that makes them do it.
+HIDDEN_MUTATION: dict[Any, tuple[tuple[int, ...], int]] = {
+    aten.native_batch_norm.default: ((3, 4), 5),
+    aten.cudnn_batch_norm.default: ((3, 4), 5),
+    aten.miopen_batch_norm.default: ((3, 4), 5),
+}
+# Kernels whose result shares the argument's storage although their schema does not say so.
+HIDDEN_ALIAS = {
+    aten._unsafe_view.default,
+    aten._reshape_alias.default,
+    aten.lift_fresh.default,
+    aten.unsafe_split.Tensor,
+    aten.unsafe_split_with_sizes.default,
+}
+# Kernels whose result's shape hangs on the values of their numbers.
+_SHAPED_BY_NUMBERS = {aten.arange, aten.range}
+# Kernels whose result is a Python bool.
+ANSWERS = {aten.equal.default, aten.allclose.default}
+# Kernels that are not recorded, or in a way of their own.
+_OF_THEIR_OWN = {
+    aten._local_scalar_dense.default, aten.lift_fresh.default, aten.is_set_to.default, *ANSWERS
+}  # fmt: skip
+# Kernels that give a tensor another storage or size under the same name.
+REFUSED = {
+    "aten::set_": "it gives a tensor another storage; assign the data instead, as in x.data = y",
+    "aten::resize_": "it changes the size of a tensor's storage; use a form that returns a new "
+    "tensor",
+    "aten::resize_as_": "it changes the size of a tensor's storage; use a form that returns a new "
+    "tensor",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class KernelFacts:
+    """What recording asks of a kernel at each of its calls."""
+
+    func: Any
+    is_plain: bool
+    """Whether it is recorded in the way of most, with nothing to refuse beforehand."""
+    is_random: bool
+    is_check: bool
+    is_masked: bool
+    """Whether it makes the results that a mask asks for."""
+    reshapes_in_place: bool
+    takes_dtype: bool
+    mutates: bool
+    """Whether it may change an argument."""
+    may_be_decided: bool
+    """Whether values may decide the shape of its results."""
+    written: list[tuple[int, str]]
+    """Position and name of the arguments that it changes by its schema."""
+    names: list[str]
+    """Of its arguments."""
+    sizes: frozenset[str]
+    """Names of the arguments that decide shapes: integers by the schema (sizes, dimensions,
+    positions, counts), and what a range is made of.
+    """
+    are_declared: list[bool]
+    """Per result, whether the schema says that it is a view or an argument."""
+
+    @classmethod
+    def of(cls, func: Any) -> KernelFacts:
+        """Of a kernel."""
+        schema = schema_of(func)
+        arguments = schema.arguments
+        written = [
+            (position, argument.name)
+            for position, argument in enumerate(arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
+        makes_range = packet_of(func) in _SHAPED_BY_NUMBERS
+        return cls(
+            func,
+            is_plain=is_ours(func)
+            and schema.name not in REFUSED
+            and func not in _OF_THEIR_OWN
+            and not multi_tensor.is_multi_tensor(func),
+            is_random=torch.Tag.nondeterministic_seeded in func.tags,
+            is_check=packet_of(func) is aten._assert_async,
+            is_masked=any(argument.name == "output_mask" for argument in arguments),
+            reshapes_in_place=torch.Tag.inplace_view in func.tags,
+            takes_dtype=any(
+                argument.kwarg_only and argument.name == "dtype" for argument in arguments
+            ),
+            mutates=bool(written) or func in HIDDEN_MUTATION,
+            may_be_decided=may_be_decided(func),
+            written=written,
+            names=[argument.name for argument in arguments],
+            sizes=frozenset(a.name for a in arguments if makes_range or "int" in str(a.type)),
+            are_declared=[result.alias_info is not None for result in schema.returns],
+        )
+
+
+_known: dict[int, KernelFacts] = {}
+"""By identity, which is found faster than the hash of a kernel; what is known of one keeps it."""
+
+
+def facts_of(func: Any) -> KernelFacts:
+    """What is known of a kernel."""
+    facts = _known.get(_identity(func))
+    if facts is None:
+        facts = _known[_identity(func)] = KernelFacts.of(func)
+    return facts
