@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -280,10 +281,35 @@ def _scheduled_twice(my: _My) -> None:
     my.kept = torch.optim.lr_scheduler.StepLR(my.optimizer, 1)
 
 
-def _compiled_function(my: _My) -> Any:
-    sine = torch.compile(torch.sin, backend="eager")
-    my.kept = lambda loss: sine(loss)
-    return roam.capture(my.step(lambda my, loss: my.kept(loss)), my.batch)
+def _compiled_function(*arguments: Any, plain: Any = torch.sin, **options: Any) -> Any:
+    """A step that calls a compiled function with its loss, and with more arguments."""
+    my = _My()
+    compiled = torch.compile(plain, **{"backend": "eager", **options})
+    my.kept = lambda loss: compiled(loss, *arguments)
+    torch.compiler.reset()
+    try:
+        return roam.capture(my.step(lambda my, loss: my.kept(loss)), my.batch)
+    finally:
+        torch.compiler.reset()
+
+
+def _by_another_pytorch(act: Callable[[], Any]) -> Any:
+    """With a PyTorch that does not let anybody look at what it has compiled."""
+    tracing = "roam.capture.tracing"
+    with (
+        mock.patch(f"{tracing}.fake_state.frame_evaluation", lambda: None),
+        mock.patch(f"{tracing}.compiled_regions.frame_evaluation", lambda: None),
+    ):
+        return act()
+
+
+def _failing_backend(*_: Any) -> Any:
+    raise ValueError("no kernels today")
+
+
+def _with_a_break(loss: torch.Tensor) -> torch.Tensor:
+    torch._dynamo.graph_break()
+    return loss.sin()
 
 
 class _Tuples(_Odd):
@@ -400,8 +426,14 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "argument_gradient": _given(lambda my: _hooked(torch.ones(2, 4, requires_grad=True))),
     "autocast_cache": _autocast_around,
     "autograd_node": _given(lambda my: _replace(my, "kept", my.model[0].weight.sum().grad_fn)),
-    "compiled_module": _given(lambda my: _replace(my, "model", torch.compile(my.model))),
-    "compiled_function": lambda: _compiled_function(_My()),
+    "compiled_call": lambda: _compiled_function(object(), plain=lambda loss, _: loss.sin()),
+    "compiled_cudagraphs": lambda: _compiled_function(backend="inductor", mode="reduce-overhead"),
+    "compiled_function": lambda: _by_another_pytorch(_compiled_function),
+    "compiled_graph_break": lambda: _compiled_function(plain=_with_a_break),
+    "compiled_module": lambda: _by_another_pytorch(
+        _given(lambda my: _replace(my, "model", torch.compile(my.model)))
+    ),
+    "compiled_region": lambda: _compiled_function(backend=_failing_backend),
     "data_dependent": _between(lambda my, loss: my.batch[my.batch > 0]),
     "dispatch_mode": _in_a_dispatch_mode,
     "fake_modes": _two_fake_modes,

@@ -497,6 +497,62 @@ def _packed() -> bool:
     return padded.shape == (2, 1, 1) and lengths.tolist() == [2]
 
 
+def _compiled_code() -> bool:
+    torch.compiler.reset()
+    compiled = torch.compile(lambda x: x.sin() + 1, backend="eager")
+    compiled(torch.ones(2))
+    module = private.frame_evaluation()
+    (entry,) = private.compiled_entries(compiled.__wrapped__.__code__)
+    is_right = (
+        module is not None
+        and getattr(module, private.IS_NESTED)() is False
+        and entry.guard_manager.check({"x": torch.ones(2)})
+        and not entry.guard_manager.check({"x": torch.ones(2, dtype=torch.int64)})
+        and callable(private.innermost_backend(entry.backend))
+        and private.innermost_backend(entry.backend)
+        is private.innermost_backend(getattr(module, private.FROM_STANCE)(_callback_of(compiled)))
+    )
+    torch.compiler.reset()
+    return is_right
+
+
+def _callback_of(compiled: Any) -> Any:
+    names = compiled.__code__.co_freevars
+    return compiled.__closure__[names.index("callback")].cell_contents
+
+
+def _graph_breaks() -> bool:
+    def broken(x: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return x.sin()
+
+    torch.compiler.reset()
+    try:
+        with private.whole_graphs():
+            torch.compile(broken, backend="eager")(torch.ones(2))
+    except Exception as error:  # noqa: BLE001
+        return private.is_graph_break(error)
+    finally:
+        torch.compiler.reset()
+    return False
+
+
+def _module_calls() -> bool:
+    module = torch.nn.Linear(1, 1)
+    is_bare = not private.has_module_hooks(module)
+    module.register_forward_hook(lambda *_: None)
+    return (
+        is_bare and private.has_module_hooks(module) and module.__call__.__func__ in private.CALLS
+    )
+
+
+def _graphs_of_inductor() -> bool:
+    importlib.import_module("torch._inductor.output_code")
+    return {"source_code", "mutated_input_idxs", "constants", "torchbind_constants"} <= set(
+        private.inductor_graph().__annotations__
+    )
+
+
 CANARIES: dict[str, Callable[[], bool]] = {
     "C": lambda: (
         callable(private.C.ScriptFunction.__call__) and callable(private.C.ScriptMethod.__call__)
@@ -504,6 +560,7 @@ CANARIES: dict[str, Callable[[], bool]] = {
     "ASKS_FOR_FAKES": lambda: all(
         callable(getattr(holder, name)) for holder, name in private.ASKS_FOR_FAKES
     ),
+    "CALLS": _module_calls,
     "C_NN": lambda: callable(private.C_NN.cross_entropy_loss),
     "ENGINE_CODE": _engine_runs,
     "HOOKS": lambda: all(hasattr(torch.ones(1), name) for name in private.HOOKS),
@@ -531,6 +588,9 @@ CANARIES: dict[str, Callable[[], bool]] = {
     "boxed": _compiles,
     "c_function": _overloads,
     "c_pointer": _shares,
+    "compiled_entries": _compiled_code,
+    "FROM_STANCE": _compiled_code,
+    "IS_NESTED": _compiled_code,
     "count_dispatch_modes": _dispatch_modes,
     "count_function_modes": _function_modes,
     "current_node": _node_runs,
@@ -542,16 +602,21 @@ CANARIES: dict[str, Callable[[], bool]] = {
     "engine_will_run": _will_run,
     "flat_weights_of": _flat_weights,
     "foreach_types": _foreach,
+    "frame_evaluation": _compiled_code,
     "function_modes": _function_modes,
     "function_transform": _transforms,
     "gradient_hooks_of": _hooked,
     "has_kernel": _kernels,
     "has_kernel_for": _kernels,
+    "has_module_hooks": _module_calls,
     "hooks_of": _hooked,
     "hooks_on_all_modules": _hook_tables,
     "hooks_on_all_optimizers": _hook_tables,
     "in_kernel_invocation_manager": _fakes,
+    "inductor_graph": _graphs_of_inductor,
+    "innermost_backend": _compiled_code,
     "is_any_autocast_enabled": _autocasts,
+    "is_graph_break": _graph_breaks,
     "is_input_mutation": _partitions,
     "is_of_dynamo": _raised_by_dynamo,
     "is_view": lambda: private.is_view(torch.ones(2)[0]) and not private.is_view(torch.ones(2)),
@@ -589,6 +654,7 @@ CANARIES: dict[str, Callable[[], bool]] = {
     "tracing_context": _compiles,
     "version_of": _written,
     "was_step_called": _steps,
+    "whole_graphs": _graph_breaks,
 }
 
 

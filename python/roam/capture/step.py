@@ -15,6 +15,7 @@ import torch
 from roam._core import Graph
 from roam.capture.cuda_estimate.absent import estimate_of
 from roam.capture.tracing.branch_answers import Answers
+from roam.capture.tracing.compiled_regions import CompileRegions, Regions
 from roam.capture.tracing.fake_cache import Remembered
 from roam.capture.tracing.fake_state import FakeState, refuse
 from roam.capture.tracing.fake_tensors import marked_fakes
@@ -162,6 +163,7 @@ class Known:
         kernels: what they made of fake tensors.
         caches: by identity, functions that keep results, of which snapshots drop those that hold
             fakes.
+        regions: the compiled functions that it calls.
         recorded: the last trace as it was recorded, with whose calls those of the next are shared.
         settling: at how many calls the user's function has run in a plan's place, for what it sets
             up.
@@ -176,6 +178,7 @@ class Known:
     taker: Taker = field(default_factory=Taker)
     kernels: Remembered = field(default_factory=Remembered)
     caches: dict[int, Any] = field(default_factory=dict)
+    regions: Regions = field(default_factory=Regions)
     recorded: Program = field(default_factory=Program)
 
     def share(self, program: Program) -> None:
@@ -332,6 +335,7 @@ def capture_step(
                 code="autocast_cache",
             )
         known = Known() if known is None else known
+        known.regions.start()
         answers = Answers() if answers is None else answers
         reads, settles = Reads(), None
         are_left: Callable[[], bool] | None = None
@@ -355,6 +359,8 @@ def capture_step(
                             )
                     except _Settles as found:
                         settles = found
+                    except CompileRegions:
+                        known.regions.compile()
                     except (ReadMore, _Renews):
                         settles = None
                     except NumbersChange:
@@ -598,6 +604,7 @@ class _Tracer:
             remembered=self.known.kernels,
             reliance=self.reliance,
             answers=self.answers,
+            regions=self.known.regions,
         )
         reads = self.reach.reads
         snapshot, switches = Snapshot(self.reach), Switches()

@@ -22,6 +22,7 @@ import torch
 from roam.kernels.calls import Placed
 from roam.kernels.kept import recall, retain
 from roam.program.ir import Call, Program, Ref, TensorMeta, substitute
+from roam.program.operators import is_region
 from roam.torch_compat.private import (
     OpOverload,
     c_pointer,
@@ -104,7 +105,9 @@ def _is_tried(program: Program, index: int, device: torch.device) -> bool:
     call = program.calls[index]
     if not isinstance(call.target, OpOverload) or call.target.namespace not in ("aten", "roam"):
         return False  # who knows what else it does
-    if call.mutates or call.random or not _made(program, index):
+    # What a compiled region changes and draws comes back; of other calls that change something
+    # little is known.
+    if not is_region(call.target) and (call.mutates or call.random or not _made(program, index)):
         return False
     metas = [program.slots[slot] for slot in (*call.refs(), *_made(program, index))]
     return all(meta is not None and meta.device == device for meta in metas)
@@ -191,9 +194,10 @@ def _taken(program: Program, index: int, at: Placed | None, device: torch.device
         results = pytree.tree_leaves(call.target(*args, **kwargs))
         return [result for result in results if isinstance(result, torch.Tensor)]
 
-    taken, kept = peak(run)
-    # What it keeps it made for the first call alone.
-    return peak(run)[0] if kept else taken
+    with torch.random.fork_rng(range(torch.cuda.device_count()), enabled=call.random):
+        taken, kept = peak(run)
+        # What it keeps it made for the first call alone.
+        return peak(run)[0] if kept else taken
 
 
 def zeros(program: Program, arguments: Any) -> Any:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from roam.program.ir import Call, Program, Ref, TensorMeta
-from roam.program.operators import is_ours
+from roam.program.operators import is_ours, is_region
 from roam.program.replay import Replay
 from roam.torch_compat.private import OpOverload, schema_of
 
@@ -119,6 +119,8 @@ def _repeat(program: Program, call: Call, views: set[int]) -> Repeat | None:
         return None
     if call.target in _NORMS and call.mutates:
         return _norm(program, call, views)
+    if is_region(call.target) and call.mutates:
+        return None  # it may take the memory of what it has used
     is_local = all(program.storages[program.storage_of(slot)].creator >= 0 for slot in call.mutates)
     if not is_local or not (call.mutates or any_of(call.outputs)):
         return None
@@ -176,7 +178,7 @@ def _facts(target: OpOverload) -> _Facts:
     ]
     return _Facts(
         is_exact=not is_named,
-        is_exact_on_cuda=name not in _NEVER_ON_CUDA and not is_sum,
+        is_exact_on_cuda=name not in _NEVER_ON_CUDA and not is_sum and not is_region(target),
         is_random=torch.Tag.nondeterministic_seeded in tags,
         dropout=places[0] if places else None,
     )

@@ -10,7 +10,7 @@ import torch
 from roam.errors import ExecutionError
 from roam.program.bits import differ
 from roam.program.ir import Call, Program, TensorMeta
-from roam.program.operators import is_foreign
+from roam.program.operators import is_foreign, is_region
 from roam.program.replay import Replay
 from roam.torch_compat.private import OpOverload, c_pointer, version_of
 
@@ -22,7 +22,7 @@ def extra_bytes(program: Program, device: torch.device) -> int:
     copied = (
         {program.storage_of(slot) for slot in call.refs() if program.slots[slot] is not None}
         for call in program.calls
-        if is_foreign(call.target)
+        if _is_distrusted(call)
     )
     copies_bytes = max(
         (sum(program.storages[one].size_bytes for one in storages) for storages in copied),
@@ -69,7 +69,7 @@ class Check:
         # A kernel of others may write past the versions.
         kept = (
             {tensor.data_ptr(): tensor for tensor, _ in self._versions}
-            if is_foreign(call.target)
+            if _is_distrusted(call)
             else {}
         )
         self._contents = [(tensor, tensor.clone()) for tensor in kept.values()]
@@ -143,6 +143,11 @@ class Check:
             f"{call.name} at {call.source}: {what}; the plan cannot be trusted{remedy}",
             code="differs_from_capture", operator=call.name, source=str(call.source),
         )  # fmt: skip
+
+
+def _is_distrusted(call: Call) -> bool:
+    """Whether a call runs code that others wrote, or compiled: it may write past the versions."""
+    return is_foreign(call.target) or is_region(call.target)
 
 
 def _generator_state() -> bytes:

@@ -61,7 +61,7 @@ from roam.state.containers import (
 from roam.state.equality import MISSING, attributes_of, is_numpy_array, is_plain
 from roam.state.global_state import surrounding_code
 from roam.state.library_code import is_library, is_opaque, names_of
-from roam.torch_compat.private import HOOKS, FakeTensor, pytree
+from roam.torch_compat.private import HOOKS, FakeTensor, is_of_dynamo, pytree
 
 # Methods that no step runs on an object that it has been given ready-made.
 _NOT_IN_STEP: Final = frozenset(
@@ -500,6 +500,11 @@ class _Walk:
         elif kind is types.FunctionType:
             if not is_library(value.__globals__.get("__name__")):
                 self._function(value, path)
+            elif is_of_dynamo(value.__module__ or "") or is_of_dynamo(
+                value.__globals__.get("__name__", "")
+            ):
+                # What it closes over is the compiler, which changes whenever it compiles.
+                self._enqueue(getattr(value, "__wrapped__", None), path)
             else:  # a library's decorator, or hook, around a function of the user's
                 for part in (getattr(value, "__wrapped__", None), *_closed_over(value)):
                     self._enqueue(part, path)

@@ -56,6 +56,7 @@ _WATCHERS: Final = (
         "hypothesis",
     ),
     *("torch.utils.tensorboard", "torch.profiler", "torch.autograd.profiler"),
+    *("torch._dynamo", "torch._inductor"),  # compilers, which change whenever they compile
 )
 # Standard library modules whose objects are mere holders of attributes.
 _HOLDERS: Final = frozenset({"builtins", "types", "argparse", "collections", "queue", "weakref"})

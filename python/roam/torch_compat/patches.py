@@ -44,6 +44,8 @@ _VALUE = "the value of a tensor reaches Python: answered by what a run has shown
 _NO_VALUE = "a value is frozen into the plan, or PyTorch's own error names no remedy"
 _GENERATOR = "what reads, seeds and sets random generators is recorded as calls"
 _NO_GENERATOR = "checkpointing draws another mask when it computes anew"
+_COMPILED = "a call of what torch.compile has compiled is recorded as one operator"
+_NO_COMPILED = "a step that calls compiled functions or modules is refused"
 _NUMBER = "arithmetic on numbers that change from step to step is recorded"
 _NO_NUMBER = "a learning rate or step count is frozen as it was at capture"
 _OPTIMIZER = "updates of all parameters at once are recorded as one call for each"
@@ -104,6 +106,10 @@ PATCHES: Final = (
           "such hooks never run at capture, and a plan leaves them out"),
     Patch("torch.autograd", ("_engine_run_backward",), "a backward pass into a history from before the step is refused",
           "gradients of the earlier graph are missing"),
+    # Compiled functions and modules inside of the step.
+    Patch("torch._dynamo.eval_frame", ("_is_eager_on_nested_compile", "_callback_from_stance"), _COMPILED, _NO_COMPILED,
+          optional=True),
+    Patch("torch._inductor.output_code.CompiledFxGraph", ("__call__",), _COMPILED, _NO_COMPILED, optional=True),
     # Numbers.
     Patch("math", ("sqrt", "exp", "expm1", "log", "log1p", "log2", "log10", "pow", "sin", "cos", "tan", "tanh", "hypot",
                    "isfinite", "isnan", "isinf"), _NUMBER, _NO_NUMBER),

@@ -378,6 +378,65 @@ def is_of_dynamo(module: str) -> bool:
     return module.startswith("torch._dynamo")
 
 
+IS_NESTED = "_is_eager_on_nested_compile"
+"""The function that a compiled function asks first: whether to run as it is written."""
+FROM_STANCE = "_callback_from_stance"
+"""The function that says what compiles the frames of a compiled function."""
+
+
+def frame_evaluation() -> Any:
+    """The module by which `torch.compile` runs what it has compiled; None where nothing has been
+    compiled in this process, or where this PyTorch has no way to look at it.
+    """
+    module = sys.modules.get("torch._dynamo.eval_frame")
+    has_all = all(hasattr(module, name) for name in (IS_NESTED, FROM_STANCE))
+    return module if has_all else None
+
+
+def inductor_graph() -> Any:
+    """The class of the graphs that Inductor has compiled; None where it has compiled none."""
+    return getattr(sys.modules.get("torch._inductor.output_code"), "CompiledFxGraph", None)
+
+
+def compiled_entries(code: Any) -> list[Any]:
+    """What `torch.compile` has made of a code object so far, each with `code`, `guard_manager` and
+    `backend`.
+    """
+    entries: list[Any] = torch._C._dynamo.eval_frame._debug_get_cache_entry_list(code)
+    return entries
+
+
+def innermost_backend(callback: Any) -> Any:
+    """The compiler that is behind a callback of `torch.compile`'s."""
+    while (inner := getattr(callback, "_torchdynamo_orig_backend", None)) is not None:
+        callback = inner
+    return callback
+
+
+def whole_graphs() -> Any:
+    """A block in which `torch.compile` raises what `is_graph_break` knows, in the place of
+    compiling a function in parts.
+    """
+    return torch._dynamo.error_on_graph_break(True)
+
+
+def is_graph_break(error: BaseException) -> bool:
+    """Whether `torch.compile` has raised an error since it cannot compile a function whole."""
+    return isinstance(error, torch._dynamo.exc.Unsupported)
+
+
+CALLS = (torch.nn.Module._call_impl, torch.nn.Module._wrapped_call_impl)
+"""The functions of a module that call its `forward`."""
+
+
+def has_module_hooks(module: Any) -> bool:
+    """Whether calling a module calls hooks."""
+    tables = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(getattr(module, name) for name in tables) or bool(
+        torch.nn.modules.module._has_any_global_hook()
+    )
+
+
 # -- what patches replace
 
 C: Any = torch._C
@@ -389,9 +448,12 @@ VF: Any = torch._VF
 
 __all__ = [
     "ASKS_FOR_FAKES",
+    "CALLS",
     "C_NN",
     "ENGINE_CODE",
+    "FROM_STANCE",
     "HOOKS",
+    "IS_NESTED",
     "TENSOR_DATA",
     "VF",
     "BelowAutograd",
@@ -415,6 +477,7 @@ __all__ = [
     "boxed",
     "c_function",
     "c_pointer",
+    "compiled_entries",
     "count_dispatch_modes",
     "count_function_modes",
     "current_node",
@@ -426,16 +489,21 @@ __all__ = [
     "engine_will_run",
     "flat_weights_of",
     "foreach_types",
+    "frame_evaluation",
     "function_modes",
     "function_transform",
     "gradient_hooks_of",
     "has_kernel",
     "has_kernel_for",
+    "has_module_hooks",
     "hooks_of",
     "hooks_on_all_modules",
     "hooks_on_all_optimizers",
     "in_kernel_invocation_manager",
+    "inductor_graph",
+    "innermost_backend",
     "is_any_autocast_enabled",
+    "is_graph_break",
     "is_input_mutation",
     "is_of_dynamo",
     "is_view",
@@ -471,4 +539,5 @@ __all__ = [
     "tracing_context",
     "version_of",
     "was_step_called",
+    "whole_graphs",
 ]

@@ -19,6 +19,7 @@ import torch
 
 from roam.capture.cuda_estimate.absent import is_absent, prepare
 from roam.capture.tracing.branch_answers import Answers
+from roam.capture.tracing.compiled_regions import Regions
 from roam.capture.tracing.fake_cache import FakeKernels, Remembered
 from roam.capture.tracing.fake_identity import Identities
 from roam.capture.tracing.fake_mode import mode_of
@@ -51,6 +52,7 @@ from roam.torch_compat.private import (
     FakeTensor,
     FakeTensorMode,
     flat_weights_of,
+    frame_evaluation,
     is_of_dynamo,
     parameters_of,
     pytree,
@@ -79,6 +81,7 @@ class FakeState:
         remembered: Remembered | None = None,
         reliance: Reliance | None = None,
         answers: Answers | None = None,
+        regions: Regions | None = None,
     ) -> None:
         """The fake state of a call.
 
@@ -92,8 +95,10 @@ class FakeState:
             remembered: what kernels made of fake tensors before.
             reliance: gets what the step relies on without holding it.
             answers: what to take for granted where its code goes on either way.
+            regions: what is known of the compiled functions that it calls.
         """
         self.reach = reach
+        self.regions = Regions() if regions is None else regions
         self.answers = Answers() if answers is None else answers
         self.reliance = Reliance() if reliance is None else reliance
         self.changing = set() if changing is None else changing
@@ -147,8 +152,9 @@ class FakeState:
         self.mode: FakeTensorMode = mode_of(tensors)
         self.made: Made = _makes_nothing
         """What the last trace knows of the tensors that it has made."""
-        are_real = not any(isinstance(tensor, FakeTensor) for tensor in tensors)
-        self.kernels = FakeKernels(asks=asks_kernels and are_real, remembered=remembered)
+        self.is_real = not any(isinstance(tensor, FakeTensor) for tensor in tensors)
+        """Whether the step is of real tensors."""
+        self.kernels = FakeKernels(asks=asks_kernels and self.is_real, remembered=remembered)
         self.maker = Maker()
         self.identities = Identities()
         self.results: dict[int, tuple[torch.Tensor, Any]] = {}
@@ -418,10 +424,10 @@ class FakeState:
     def _check(self) -> None:
         """Refuses what the fakes could not stand for."""
         for path, module in self.reach.modules:
-            if is_of_dynamo(type(module).__module__):
+            if is_of_dynamo(type(module).__module__) and frame_evaluation() is None:
                 refuse(
                     path,
-                    "is wrapped by torch.compile; pass the module itself",
+                    "is wrapped by torch.compile, which cannot be captured with this version of PyTorch; pass the module itself",
                     code="compiled_module",
                 )
             if isinstance(module, torch.nn.RNNBase) and any(

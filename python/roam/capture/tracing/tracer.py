@@ -154,6 +154,14 @@ def trace(
                 number_reference.set(recorder.add_number(number_reference, number))
         for optimizer in fake_state.optimizers:
             set_step_called(optimizer, False)
+        fake_state.regions.begin(
+            recorder.refuse,
+            lambda: frames.here()[1],
+            fake_state.fakes(),
+            fake_state.reach.modules,
+            _not_tracing,
+            is_real=fake_state.is_real,
+        )
         with ExitStack() as stack:
             stack.enter_context(_watched(fake_state, recorder, frames))
             # In the thread of the step, where its lines can be seen, on whatever device.
@@ -183,6 +191,7 @@ def trace(
                 code="optimizer_state",
             )
         recorder.finish()
+        fake_state.regions.check()
         check_updated(fake_state)
         _results(fake_state, recorder, result)
         _keep_lists(plain)
@@ -206,6 +215,7 @@ def trace(
         fake_state.end_histories(placed)
         return recorder.program
     finally:
+        fake_state.regions.end()
         watch.restore()
         recorder.close()
         for one in originals:
@@ -489,6 +499,8 @@ def _watched(fake_state: FakeState, recorder: Recorder, frames: Frames) -> Itera
                 "_engine_run_backward",
                 watched_engine(recorder.is_original, frames.made_by),
             )
+        for holder, name, stand_in in fake_state.regions.stand_ins():
+            replace(holder, name, stand_in)
         for holder, name, stand_in in scaler_stand_ins(fake_state, recorder):
             replace(holder, name, stand_in)
         for holder, name, stand_in in number_stand_ins(recorder):

@@ -1,0 +1,551 @@
+"""Compiled regions: functions and modules inside of the step that the user has given to
+`torch.compile`.
+
+A trace cannot compile: Dynamo would look at fakes and stand-ins. So the first trace runs each such
+function as it is written, which also tells what it reads, and notes how it was called. When the
+user's objects are back in place, each is compiled for real tensors of the same metadata, and
+nothing is run: Dynamo's code for the call is kept, the one in its cache if there is one. The next
+trace runs that code. It calls the graphs that Inductor has compiled, forward and backward through
+AOTAutograd's own function, and each such call is recorded as one operator.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field
+from types import CellType, CodeType, FrameType, FunctionType, MethodType
+from typing import Any, NoReturn, Protocol
+
+import torch
+
+from roam.capture.tracing.region_operators import Unknown, region_of
+from roam.errors import CaptureError
+from roam.program.ir import Source
+from roam.state.equality import is_plain
+from roam.torch_compat.patches import replaced
+from roam.torch_compat.private import (
+    CALLS,
+    FROM_STANCE,
+    IS_NESTED,
+    FakeTensor,
+    compiled_entries,
+    disable_current_modes,
+    frame_evaluation,
+    has_module_hooks,
+    inductor_graph,
+    innermost_backend,
+    is_graph_break,
+    pytree,
+    whole_graphs,
+)
+
+_MOST_ROUNDS = 8
+"""How often a capture compiles what the trace before has met."""
+_LINE = re.compile(r'File "([^"]+)", line (\d+)')
+_DEVICES = ("cpu", "cuda")
+
+
+class Refuses(Protocol):
+    """Refuses what the step does now."""
+
+    def __call__(self, message: str, *, code: str, source: Source | None = None) -> NoReturn: ...
+
+
+class CompileRegions(Exception):
+    """A trace has met compiled functions whose code is not known yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Code:
+    """What Dynamo has made of a function for one kind of call."""
+
+    original: CodeType
+    code: CodeType
+    names: dict[str, Any]
+    """The globals that the code runs in."""
+    guards: Any
+    backend: Any
+
+
+@dataclass(frozen=True, slots=True)
+class _Settings:
+    """What a compiled graph depends on beside the arguments."""
+
+    gradients: bool
+    autocasts: tuple[tuple[str, bool, torch.dtype], ...]
+    cache: bool
+
+    @classmethod
+    def now(cls) -> _Settings:
+        return cls(
+            torch.is_grad_enabled(),
+            tuple([(one, torch.is_autocast_enabled(one), torch.get_autocast_dtype(one)) for one in _DEVICES]),
+            torch.is_autocast_cache_enabled(),
+        )  # fmt: skip
+
+    def enter(self, stack: ExitStack) -> None:
+        stack.enter_context(torch.set_grad_enabled(self.gradients))
+        for device, enabled, dtype in self.autocasts:
+            if enabled != torch.is_autocast_enabled(device) or enabled:
+                stack.enter_context(
+                    torch.autocast(device, dtype, enabled=enabled, cache_enabled=self.cache)
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    """A tensor that a compiled function was given."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+    is_leaf: bool
+    known: int | None
+    """The identity of the real one, where it is one from before the step."""
+    place: int
+    """Where among the arguments it is first."""
+
+    def made(self) -> torch.Tensor:
+        """A real one like it, whose values nobody looks at."""
+        tensor = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+        tensor.requires_grad_(self.requires_grad)
+        if self.is_leaf or not self.requires_grad:
+            return tensor
+        with torch.enable_grad():
+            other = tensor.clone()
+        return other if other.stride() == self.stride else tensor
+
+
+@dataclass(slots=True)
+class _Wanted:
+    """A call of a compiled function, to be compiled."""
+
+    call: FunctionType
+    leaves: list[Any]
+    reals: dict[int, torch.Tensor]
+    """By identity, those of the arguments that are from before the step."""
+    spec: Any
+    settings: _Settings
+    state: dict[tuple[int, str], tuple[Any, Any]]
+    source: Source
+
+
+@dataclass(slots=True)
+class Regions:
+    """The compiled functions that one step calls.
+
+    Attributes:
+        compiled_s: seconds that their compilation took, where it was not done before.
+        compiled: how many calls were compiled.
+    """
+
+    compiled_s: float = 0.0
+    compiled: int = 0
+    _codes: list[_Code] = field(default_factory=list)
+    _known: dict[object, _Code] = field(default_factory=dict)
+    _wanted: dict[object, _Wanted] = field(default_factory=dict)
+    _kept: list[Any] = field(default_factory=list)
+    _cells: list[tuple[CellType, Any]] = field(default_factory=list)
+    _refuse: Refuses | None = None
+    _here: Callable[[], Source] = Source
+    _reals: dict[int, tuple[Any, torch.Tensor]] = field(default_factory=dict)
+    _modules: list[tuple[str, torch.nn.Module]] = field(default_factory=list)
+    _rounds: int = 0
+    _depth: int = 0
+    _outside: Callable[[], AbstractContextManager[None]] = nullcontext
+    _is_real: bool = True
+
+    def start(self) -> None:
+        """Before a capture: the code of each call is looked for anew, since what it depends on may
+        have changed.
+        """
+        self._known.clear()
+        self._wanted.clear()
+        self._kept.clear()
+        self._rounds = 0
+
+    # -- while a step is traced
+
+    def begin(
+        self,
+        refuse: Refuses,
+        here: Callable[[], Source],
+        fakes: list[tuple[Any, Any]],
+        modules: list[tuple[str, torch.nn.Module]],
+        outside: Callable[[], AbstractContextManager[None]],
+        *,
+        is_real: bool,
+    ) -> None:
+        """Before a trace.
+
+        Args:
+            refuse: refuses what the step does now.
+            here: the line of the user's that runs now.
+            fakes: every real tensor from before the step, with its fake.
+            modules: those that the step can reach.
+            outside: a block that is no part of the trace.
+            is_real: whether the step is of real tensors.
+        """
+        self._refuse, self._here, self._modules, self._depth = refuse, here, modules, 0
+        self._reals = {id(fake): (fake, real) for real, fake in fakes}
+        self._outside, self._is_real = outside, is_real
+
+    def stand_ins(self) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
+        """(holder, name, function) for what runs compiled code."""
+        evaluation, graph = frame_evaluation(), inductor_graph()
+        if evaluation is not None:
+            plain = getattr(evaluation, IS_NESTED)
+
+            def is_eager() -> bool:
+                return self._meet(sys._getframe(2)) or bool(plain())
+
+            yield evaluation, IS_NESTED, is_eager
+        if graph is not None:
+            plain_call = graph.__call__
+
+            def run_graph(graph: Any, inputs: list[Any]) -> Any:
+                return self._run_graph(graph, functools.partial(plain_call, graph), inputs)
+
+            yield graph, "__call__", run_graph
+
+    def end(self) -> None:
+        """After a trace, whether it ended or failed."""
+        for cell, content in self._cells:
+            cell.cell_contents = content
+        self._cells.clear()
+        self._reals = {}
+        self._modules = []
+        self._refuse = None
+
+    def check(self) -> None:
+        """After a trace that ended.
+
+        Raises:
+            CompileRegions: if something has to be compiled first.
+        """
+        if self._wanted:
+            raise CompileRegions
+
+    def _meet(self, frame: FrameType) -> bool:
+        """Whether a frame is that of a function of `torch.compile`'s that is about to run what it
+        has compiled; then this stands in for what it calls.
+        """
+        if frame.f_code.co_name != "compile_wrapper":
+            return False
+        held = frame.f_locals
+        if isinstance(held["fn"], _Called):
+            return True
+        wrapper = _wrapper_of(frame)
+        if wrapper is None:
+            self._refused("what it calls cannot be found", code="compiled_function")
+        cell = _cell(wrapper, "fn")
+        self._cells.append((cell, held["fn"]))
+        cell.cell_contents = _Called(self, wrapper, held["fn"], held["callback"])
+        return True
+
+    def called(self, called: _Called, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call of a compiled function by the step."""
+        evaluation = frame_evaluation()
+        assert evaluation is not None, "it was met"
+        is_on = callable(getattr(evaluation, FROM_STANCE)(called.callback))
+        if self._depth or not is_on:  # inside of another one, which is compiled with it
+            return called.function(*args, **kwargs)
+        backend = innermost_backend(called.callback)
+        if getattr(backend, "config", {}).get("triton.cudagraphs"):
+            self._refused(
+                "it is compiled with CUDA graphs (mode='reduce-overhead', or triton.cudagraphs), which keep memory of their own "
+                "that no plan can share; compile it without, for example with mode='max-autotune-no-cudagraphs'",
+                code="compiled_cudagraphs",
+            )  # fmt: skip
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        places = {id(leaf): place for place, leaf in reversed(list(enumerate(leaves)))}
+        described = [self._described(leaf, places[id(leaf)]) for leaf in leaves]
+        settings = _Settings.now()
+        key = id(called.wrapper), tuple(map(_key, described)), str(spec), settings
+        found = self._known.get(key)
+        if found is not None:
+            return _function(called.function, found)(*args, **kwargs)
+        if key not in self._wanted:
+            self._kept += (called.wrapper, described)
+            known = (self._reals[id(leaf)][1] for leaf in leaves if id(leaf) in self._reals)
+            self._wanted[key] = _Wanted(
+                called.wrapper, described, {id(real): real for real in known}, spec, settings, _plain_state(self._modules),
+                self._here(),
+            )  # fmt: skip
+        self._depth += 1
+        try:
+            return called.function(*args, **kwargs)
+        finally:
+            self._depth -= 1
+
+    def _described(self, leaf: Any, place: int) -> Any:
+        """An argument without fakes."""
+        if isinstance(leaf, torch.Tensor):
+            known = self._reals.get(id(leaf))
+            if type(leaf) is not FakeTensor and not isinstance(leaf, torch.nn.Parameter):
+                self._refused(
+                    "it is given a tensor subclass; give it plain tensors", code="compiled_call"
+                )
+            fake: Any = leaf
+            return _Tensor(
+                tuple(leaf.shape),
+                leaf.stride(),
+                leaf.dtype,
+                fake.fake_device,
+                leaf.requires_grad,
+                leaf.is_leaf,
+                None if known is None else id(known[1]),
+                place,
+            )
+        if isinstance(leaf, (torch.nn.Module, FunctionType, MethodType, type)) or is_plain(leaf):
+            return leaf
+        self._refused(
+            f"it is given a {type(leaf).__name__}; give it tensors, plain numbers and the containers "
+            "that torch.utils._pytree knows",
+            code="compiled_call",
+        )
+
+    def _run_graph(self, graph: Any, run: Callable[[list[Any]], Any], inputs: list[Any]) -> Any:
+        """A graph of Inductor's, called in a trace."""
+        given = list(inputs)
+        inputs.clear()
+        if not self._is_real:
+            self._refused(
+                "the step is of fake tensors, and what torch.compile has compiled is looked at on real ones; "
+                "capture it with real tensors, or call the plain function",
+                code="compiled_region",
+            )  # fmt: skip
+        try:
+            with self._outside():
+                region = region_of(graph, run, given)
+        except Unknown as unknown:
+            self._refused(
+                f"a graph that Inductor has compiled cannot be recorded: {unknown}; call the plain function",
+                code="compiled_region",
+            )
+        return region(given)
+
+    def _refused(self, what: str, *, code: str) -> NoReturn:
+        assert self._refuse is not None, "in a trace"
+        self._refuse(
+            f"the step calls a function or module that torch.compile has compiled, and {what}",
+            code=code,
+        )
+
+    # -- between traces
+
+    def compile(self) -> None:
+        """Compiles what the trace has met, with the user's objects in place; nothing is run.
+
+        Raises:
+            CaptureError: where that gives no code that can be recorded.
+        """
+        self._rounds += 1
+        wanted, self._wanted = self._wanted, {}
+        start = time.perf_counter()
+        for key, one in wanted.items():
+            if self._rounds > _MOST_ROUNDS:
+                _refuse(
+                    one,
+                    "it is made anew in every step; compile it once, outside of the step",
+                    code="compiled_call",
+                )
+            self._known[key] = self._compiled(one)
+        self.compiled_s += time.perf_counter() - start
+
+    def _compiled(self, wanted: _Wanted) -> _Code:
+        evaluation = frame_evaluation()
+        assert evaluation is not None, "a compiled function was met"
+        found: list[_Code] = []
+        is_whole = bool(_cell(wanted.call, "self").cell_contents.fullgraph)
+
+        def stand_in(callback: Any) -> Any:
+            return self._asking(callback, found, is_whole) if callable(callback) else callback
+
+        with disable_current_modes(), torch.inference_mode(False), ExitStack() as stack:
+            leaves = list[Any]()
+            for leaf in wanted.leaves:
+                if type(leaf) is not _Tensor:
+                    leaves.append(leaf)
+                elif leaf.known is not None:
+                    leaves.append(wanted.reals[leaf.known])
+                else:
+                    leaves.append(leaf.made() if leaf.place == len(leaves) else leaves[leaf.place])
+            args, kwargs = pytree.tree_unflatten(leaves, wanted.spec)
+            wanted.settings.enter(stack)
+            if any(now is not then and now != then for now, then in _changes(wanted.state)):
+                _refuse(
+                    wanted,
+                    "attributes of modules are other ones where the step calls it than before the step, for which it is compiled; "
+                    "set them before the step, for example model.train()",
+                    code="compiled_call",
+                )
+            try:
+                stand_ins = [(evaluation, FROM_STANCE, stand_in)]
+                with replaced(stand_ins), whole_graphs():
+                    wanted.call(*args, **kwargs)
+            except _Found:
+                pass
+            except CaptureError:
+                raise
+            except Exception as error:  # noqa: BLE001 - whatever compilers raise
+                if is_graph_break(error):
+                    _refuse(
+                        wanted,
+                        f"its graph breaks at {_last_line(error)}: {_first_line(error)}; remove the break, or compile the parts before "
+                        "and after it",
+                        code="compiled_graph_break",
+                    )
+                _refuse(
+                    wanted,
+                    f"compiling it raised {type(error).__name__}: {_first_line(error)}",
+                    code="compiled_region",
+                )
+        if not found:
+            _refuse(
+                wanted,
+                "torch.compile compiles nothing of it; call the plain function",
+                code="compiled_region",
+            )
+        (code,) = found
+        return code
+
+    def _asking(self, callback: Any, found: list[_Code], is_whole: bool) -> Any:
+        """A callback for frames that finds or compiles the code of the first that has any, and does
+        not run it.
+
+        `is_whole`: whether no graph in Dynamo's cache can have a break, which code does not tell.
+        """
+        backend = innermost_backend(callback)
+
+        def compiled(frame: Any, *others: Any, **named: Any) -> Any:
+            original = frame.f_code
+            entries = [
+                (entry.code, entry.guard_manager, innermost_backend(entry.backend))
+                for entry in (compiled_entries(original) if is_whole else ())
+            ]
+            entries += [
+                (one.code, one.guards, one.backend)
+                for one in self._codes
+                if one.original is original
+            ]
+            for code, guards, of in entries:
+                if of is backend and guards.check(frame.f_locals):
+                    found.append(_Code(original, code, frame.f_globals, guards, backend))
+                    raise _Found
+            result = callback(frame, *others, **named)
+            if result.guarded_code is None:
+                return result
+            self.compiled += 1
+            made = result.guarded_code
+            found.append(_Code(original, made.code, frame.f_globals, made.guard_manager, backend))
+            self._codes.append(found[0])
+            raise _Found
+
+        return compiled
+
+
+class _Found(BaseException):
+    """The code of a compiled function is found."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Called:
+    """Stands in a function of `torch.compile`'s for what it calls."""
+
+    regions: Regions
+    wrapper: FunctionType
+    function: Callable[..., Any]
+    callback: Any
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.regions.called(self, args, kwargs)
+
+
+def _wrapper_of(frame: FrameType) -> FunctionType | None:
+    """The function that a frame runs: the one with the same code that closes over the same."""
+    held = frame.f_locals
+    for function in gc.get_referrers(frame.f_code):
+        if type(function) is FunctionType and function.__code__ is frame.f_code:
+            names = ("fn", "callback", "self")
+            if all(_cell(function, name).cell_contents is held[name] for name in names):
+                return function
+    return None
+
+
+def _cell(function: FunctionType, name: str) -> CellType:
+    assert function.__closure__ is not None, "a function of torch.compile's"
+    return function.__closure__[function.__code__.co_freevars.index(name)]
+
+
+def _function(function: Callable[..., Any], found: _Code) -> Callable[..., Any]:
+    """The compiled function for one that is called with the same arguments."""
+    if type(function) is MethodType and function.__func__ in CALLS:
+        module: Any = function.__self__
+        if has_module_hooks(module):
+            raise CaptureError(
+                f"{type(module).__name__} is compiled and has hooks, which cannot be captured together; remove the hooks, "
+                "or compile the modules inside of it",
+                code="compiled_call",
+            )
+        function = module.forward
+    plain = function.__func__ if type(function) is MethodType else function
+    if type(plain) is not FunctionType or plain.__code__ is not found.original:
+        raise CaptureError(
+            f"torch.compile compiles another function inside of {getattr(function, '__qualname__', function)}, which "
+            "cannot be captured; compile that function itself",
+            code="compiled_region",
+        )
+    made = FunctionType(
+        found.code, found.names, plain.__name__, plain.__defaults__, plain.__closure__
+    )
+    made.__kwdefaults__ = plain.__kwdefaults__
+    return made.__get__(function.__self__) if type(function) is MethodType else made
+
+
+def _key(described: Any) -> object:
+    if type(described) is _Tensor:
+        return described
+    return type(described), repr(described) if is_plain(described) else id(described)
+
+
+def _plain_state(
+    modules: list[tuple[str, torch.nn.Module]],
+) -> dict[tuple[int, str], tuple[Any, Any]]:
+    """The plain attributes of modules."""
+    return {
+        (id(module), name): (value, module)
+        for _, module in modules
+        for name, value in object.__getattribute__(module, "__dict__").items()
+        if type(value) in (bool, int, float, str)
+    }
+
+
+def _changes(state: dict[tuple[int, str], tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
+    for (_, name), (value, module) in state.items():
+        yield object.__getattribute__(module, "__dict__").get(name), value
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+def _last_line(error: Exception) -> str:
+    """The line of the user's that a compiler names last."""
+    lines = _LINE.findall(str(error))
+    return "{}:{}".format(*lines[-1]) if lines else "unknown line"
+
+
+def _refuse(wanted: _Wanted, what: str, *, code: str) -> NoReturn:
+    raise CaptureError(
+        f"{wanted.source}: the step calls a function or module that torch.compile has compiled, and {what}",
+        code=code, source=str(wanted.source),
+    )  # fmt: skip

@@ -1,0 +1,211 @@
+"""Functions and modules inside of a step that `torch.compile` has compiled: recorded as operators,
+with the bits of the eager loop over the same compiled code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import roam
+from roam.program.operators import is_region
+
+functional = torch.nn.functional
+pytestmark = pytest.mark.filterwarnings(
+    "ignore"
+)  # PyTorch's compilers warn of what they do themselves
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    from torch._inductor import config
+
+    torch._dynamo.reset()
+    with config.patch(compile_threads=1):
+        yield
+    torch._dynamo.reset()
+
+
+class Block(torch.nn.Module):
+    """A residual block with dropout."""
+
+    def __init__(self, width: int = 8, chance: float = 0.1) -> None:
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(width)
+        self.inner = torch.nn.Linear(width, 4 * width)
+        self.outer = torch.nn.Linear(4 * width, width)
+        self.chance = chance
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = functional.gelu(self.inner(self.norm(x)))
+        return x + functional.dropout(self.outer(hidden), self.chance, self.training)
+
+
+class Normed(torch.nn.Module):
+    """Changes buffers."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(width, width)
+        self.norm = torch.nn.BatchNorm1d(width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.norm(self.linear(x)))
+
+
+Compiles = Callable[[torch.nn.Module], torch.nn.Module]
+
+
+def by_method(module: torch.nn.Module, **options: Any) -> torch.nn.Module:
+    module.compile(**options)
+    return module
+
+
+def whole_graph(module: torch.nn.Module) -> torch.nn.Module:
+    return torch.compile(module, fullgraph=True)  # type: ignore[return-value]
+
+
+def aot_eager(module: torch.nn.Module) -> torch.nn.Module:
+    return by_method(module, backend="aot_eager")
+
+
+def network(kind: Callable[[], torch.nn.Module], compiles: Compiles) -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(*(compiles(kind()) for _ in range(3)), torch.nn.Linear(8, 4))
+
+
+def step_of(model: torch.nn.Module) -> Callable[..., Any]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> Any:
+        optimizer.zero_grad()
+        loss = functional.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return step
+
+
+def trained(model: torch.nn.Module, step: Any, steps: int = 20) -> list[torch.Tensor]:
+    torch.manual_seed(1)
+    losses = [step(torch.randn(16, 8), torch.randint(4, (16,))).detach() for _ in range(steps)]
+    return [
+        *losses,
+        *(value.clone() for value in model.state_dict().values()),
+        torch.get_rng_state(),
+    ]
+
+
+def assert_same(make: Callable[[], torch.nn.Module], steps: int = 20) -> Any:
+    """Trains with the compiled model, eagerly and by plan; the step by plan."""
+    eager, planned = make(), make()
+    expected = trained(eager, step_of(eager), steps)
+    step = roam.compile(step_of(planned))
+    for one, other in zip(expected, trained(planned, step, steps), strict=True):
+        assert torch.equal(one, other)
+    return step
+
+
+def regions(step: Any) -> list[str]:
+    """The names of the regions in the plan of the last call, in order."""
+    program = step._last._program
+    return [call.name for call in program.calls if is_region(call.target)]
+
+
+@pytest.mark.parametrize("compiles", [by_method, whole_graph])
+def test_blocks_have_the_bits_of_the_eager_loop_over_them(compiles: Compiles) -> None:
+    step = assert_same(lambda: network(Block, compiles))
+    names = regions(step)
+    assert len(names) == 6  # three forward, three backward
+    # The first one's input needs no gradient, and the two others are alike.
+    assert len(set(names)) == 4
+    assert names[1] == names[2]
+    assert names[3] == names[4]
+
+
+def test_buffers_that_a_region_changes() -> None:
+    step = assert_same(lambda: network(Normed, by_method))
+    assert len(regions(step)) == 6
+
+
+def test_a_backend_without_kernels_of_its_own_gives_ordinary_operators() -> None:
+    step = assert_same(lambda: network(Block, aot_eager), steps=4)
+    assert regions(step) == []
+
+
+def test_a_function() -> None:
+    @torch.compile
+    def mixed(x: torch.Tensor, scale: float) -> torch.Tensor:
+        return torch.tanh(x * scale) + x.sin()
+
+    class Calls(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = torch.nn.Linear(8, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(mixed(mixed(x, 2.0), 2.0).requires_grad_())
+
+    def make() -> torch.nn.Module:
+        torch.manual_seed(0)
+        return Calls()
+
+    step = assert_same(make, steps=4)
+    assert len(regions(step)) == 2
+
+
+def test_what_a_region_reads_is_guarded() -> None:
+    def make() -> torch.nn.Module:
+        return network(lambda: Block(chance=0.0), by_method)
+
+    eager, planned = make(), make()
+    plain, step = step_of(eager), roam.compile(step_of(planned))
+    x, y = torch.randn(16, 8), torch.randint(4, (16,))
+    for model in (eager, planned):
+        assert torch.equal(plain(x, y), step(x, y)) if model is planned else True
+    for one, other in ((eager[1], planned[1]),):
+        one.chance = other.chance = 0.5
+    for _ in range(2):
+        states = []
+        for function in (plain, step):
+            torch.manual_seed(3)
+            states.append(function(x, y))
+        assert torch.equal(*states)
+    eager.eval()
+    planned.eval()
+    assert torch.equal(plain(x, y), step(x, y))
+
+
+def refused(forward: Callable[..., Any], **options: Any) -> roam.CaptureError:
+    class Odd(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = torch.nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return forward(self, x)
+
+    model = network(Odd, lambda module: by_method(module, **options))
+    with pytest.raises(roam.CaptureError) as caught:
+        roam.compile(step_of(model))(torch.randn(16, 8), torch.randint(4, (16,)))
+    return caught.value
+
+
+def test_a_graph_break_is_refused_with_its_line() -> None:
+    def broken(self: Any, x: torch.Tensor) -> torch.Tensor:
+        x = self.linear(x)
+        torch._dynamo.graph_break()
+        return x.relu()
+
+    error = refused(broken, backend="aot_eager")
+    assert error.code == "compiled_graph_break"
+    assert "test_compiled_regions.py:" in str(error)
+    assert "graph_break" in str(error)
+
+
+def test_graphs_that_own_their_memory_are_refused() -> None:
+    error = refused(lambda self, x: self.linear(x), mode="reduce-overhead")
+    assert error.code == "compiled_cudagraphs"
