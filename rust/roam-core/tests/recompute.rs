@@ -299,9 +299,7 @@ fn compare(graphs: impl Iterator<Item = Graph>) -> Compared {
         assert!(proved <= least, "{proved} > {least}: {graph:?}");
         compared.floors += 1;
         compared.floors_met += u64::from(proved == least);
-        if let Some(below) = proved.checked_sub(1) {
-            assert_eq!(least_extra_ns(&graph, below).ns, None);
-        }
+        assert_eq!(least_extra_ns(&graph, graph.persistent_bytes()).ns.is_none(), proved > graph.persistent_bytes());
         let mut limit = least;
         loop {
             let found = schedules.least_ns(limit).expect("at least the least peak");
@@ -328,7 +326,7 @@ fn no_bound_of_a_random_graph_is_above_the_best_schedule() {
         repeating(&graph, &mut random)
     });
     let compared = compare(graphs);
-    assert!(compared.floors_met * 100 >= compared.floors * 80, "{compared:?}");
+    assert!(compared.floors_met * 100 >= compared.floors * 85, "{compared:?}");
     assert!(compared.times_met * 100 >= compared.limits * 30, "{compared:?}");
 }
 
@@ -336,8 +334,30 @@ fn no_bound_of_a_random_graph_is_above_the_best_schedule() {
 fn no_bound_of_a_small_step_is_above_the_best_schedule() {
     let mut random = Random::new(12);
     let compared = compare((0..1500).map(|_| layered(&mut random)));
-    assert!(compared.floors_met * 100 >= compared.floors * 80, "{compared:?}");
+    assert!(compared.floors_met * 100 >= compared.floors * 85, "{compared:?}");
     assert!(compared.times_met * 100 >= compared.limits * 75, "{compared:?}");
+}
+
+#[test]
+fn of_two_tensors_that_are_used_together_one_is_made_beside_the_other() {
+    let mut builder = GraphBuilder::new("two sides", "cpu", 1);
+    let mut run = |reads: &[TensorId], size_bytes: u64, residency| {
+        let kind = Kind::Temporary;
+        let made = builder.tensor(Tensor { name: String::new(), size_bytes, kind, residency, alignment_bytes: 0 });
+        let creates = vec![made.expect("few tensors")];
+        let new = Operator::new("", builder.num_operators() as u32, Phase::Forward);
+        let operator = Operator { reads: reads.to_vec(), creates: creates.clone(), repeatable: true, ..new };
+        builder.operator(operator).expect("few operators");
+        creates[0]
+    };
+    let sides = [(); 2].map(|()| {
+        let wide = run(&[], 20, Residency::StepLocal);
+        run(&[wide], 10, Residency::StepLocal)
+    });
+    run(&sides, 1, Residency::Leaves);
+    let graph = builder.build().expect("valid");
+    // One side, and what the other is made of: while single operators run, 30 bytes are enough.
+    assert_eq!((floor(&graph).bytes, Schedules::new(&graph).least_peak()), (40, 40));
 }
 
 /// How the plans of small steps compare with the best schedules.

@@ -1,5 +1,6 @@
 //! The floor: bytes that no schedule does without, however often operators run again.
 
+use super::makings::Held;
 use super::moment::{CUTS_WORK, moments_at};
 use super::repeats::Repeats;
 use crate::control::{Stop, Watch};
@@ -12,7 +13,8 @@ use std::cmp::Reverse;
 pub struct Floor {
     /// Live at once in every schedule, persistent tensors included.
     pub bytes: u64,
-    /// The operator at whose first run they are; `None` in a graph without operators.
+    /// The operator at whose first run they are, or before it, while what it uses is made; `None` in
+    /// a graph without operators.
     pub operator: Option<OperatorId>,
 }
 
@@ -38,19 +40,39 @@ pub(super) fn at_the_ends(repeats: &Repeats) -> (u64, Option<Op>) {
     if enters >= leaves { (enters, last.map(|_| 0)) } else { (leaves, last) }
 }
 
-/// Raises what is proved by what holds while single operators run.
+/// Moments before which every schedule is looked at, with how many earlier moments each time.
+const ROUNDS: [(usize, usize); 3] = [(256, 200), (48, 1000), (12, 5000)];
+/// Tensors looked at for that.
+const MAKINGS_WORK: u64 = 5_000_000;
+
+/// Raises what is proved by what holds while single operators run, and before they run.
 fn raise(repeats: &Repeats, best: &mut (u64, Option<Op>), watch: &Watch) -> Result<(), Stop> {
     let mut moments = moments_at(repeats, &repeats.most_single_bytes(), watch)?;
     moments.sort_by_key(|(op, moment)| (Reverse(moment.most_floor()), *op));
     let mut work = CUTS_WORK;
-    for (op, moment) in moments {
+    for (op, moment) in &moments {
         if moment.most_floor() <= best.0 || work == 0 {
             break;
         }
         let bytes = moment.floor(&mut work, watch)?;
         if bytes > best.0 {
-            *best = (bytes, Some(op));
+            *best = (bytes, Some(*op));
         }
+    }
+    moments.sort_by_key(|(op, moment)| (Reverse(moment.bytes), *op));
+    let held = moments.iter().take(ROUNDS[0].0);
+    let mut held: Vec<(u64, Held)> =
+        held.map(|(op, moment)| (0, Held::new(repeats, *op, moment.bytes, &moment.held))).collect();
+    let mut work = MAKINGS_WORK;
+    for (operators, moments) in ROUNDS {
+        held.truncate(operators);
+        for (bytes, held) in &mut held {
+            *bytes = held.before(repeats, best.0, moments, &mut work, watch)?;
+            if *bytes > best.0 {
+                *best = (*bytes, Some(held.op));
+            }
+        }
+        held.sort_by_key(|(bytes, held)| (Reverse(*bytes), held.op));
     }
     Ok(())
 }

@@ -21,7 +21,8 @@ const DIVIDING_WORK: u64 = 20_000_000;
 /// What every schedule within the limit pays.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LeastTime {
-    /// Nanoseconds of all further runs together; `None` where no schedule keeps to the limit.
+    /// Nanoseconds of all further runs together; `None` where no schedule keeps to the limit while
+    /// some operator runs for the first time.
     pub ns: Option<u64>,
     /// The operator at whose first run this is proved; `None` where nothing is.
     pub operator: Option<OperatorId>,

@@ -5,6 +5,7 @@ mod base;
 mod evict;
 mod floor;
 mod least_time;
+mod makings;
 mod model;
 mod moment;
 mod repeats;

@@ -64,6 +64,8 @@ pub(super) struct Moment {
     /// What is live in every schedule, persistent tensors left out: the operator's own working set
     /// and tensors that nothing can bring back.
     pub(super) bytes: u64,
+    /// Of these what the operator does not use, at the version that is held.
+    pub(super) held: Vec<(Ten, usize)>,
     nodes: u32,
     arcs: Vec<(u32, u32, Arc)>,
     /// Sums over all arcs.
@@ -167,6 +169,7 @@ impl Moment {
 
         let mut moment = Moment {
             bytes: inputs.iter().map(|&tensor| problem.size(tensor)).sum::<u64>() + problem.transient(op) - saved,
+            held: Vec::new(),
             nodes: 2,
             arcs: Vec::new(),
             all_bytes: 0,
@@ -207,6 +210,7 @@ impl Moment {
                 if from == SOURCE {
                     moment.bytes += bytes;
                     moment.keep_all -= bytes;
+                    moment.held.push((tensor, version));
                 } else if bytes > 0 {
                     moment.single += bytes;
                     moment.arc(from, SINK, Arc::Keep(bytes, 0));
