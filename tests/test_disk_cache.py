@@ -173,6 +173,57 @@ def test_processes_that_are_killed_leave_nothing_wrong(tmp_path: Path) -> None:
     assert cache.get("plan", "a") == CONTENT
 
 
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from roam import disk_cache
+
+lines = 0
+
+def count(frame, event, arg):
+    global lines
+    if frame.f_code.co_filename != disk_cache.__file__:
+        return None
+    lines += event == "line"
+    if lines == last:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return count
+
+for last in range(1, 10_000):
+    child = os.fork()
+    if child == 0:
+        cache = disk_cache.DiskCache(Path(sys.argv[1]), 2_000)
+        lines = 0
+        sys.settrace(count)
+        cache.put("plan", "a", bytes([last % 256]) * 500 + os.urandom(400))
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    found = disk_cache.DiskCache(Path(sys.argv[1]), 2_000).get("plan", "a")
+    assert found is None or (len(found) == 900 and len(set(found[:500])) == 1), found
+    if status == 0:
+        print(last, found is not None)
+        break
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system cannot fork")
+def test_a_process_that_is_killed_at_any_line_of_writing_leaves_nothing_wrong(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "kept"
+    command = [sys.executable, "-c", KILLED, str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    lines, is_there = done.stdout.split()
+    assert int(lines) > 30
+    assert is_there == "True"
+    cache = DiskCache(folder, 2_000)
+    long_ago = time.time() - 7200
+    for path in folder.glob("*.unfinished"):
+        os.utime(path, (long_ago, long_ago))
+    cache.put("plan", "b", b"")
+    assert list(folder.glob("*.unfinished")) == []
+
+
 def test_two_processes_that_share_a_small_folder_do_not_disturb_each_other(tmp_path: Path) -> None:
     both = [writer(tmp_path, 3_000, 300) for _ in range(2)]
     for one in both:
