@@ -391,6 +391,7 @@ def test_a_compiled_step_reports_the_bound_that_a_whole_search_proves(tmp_path: 
         return loss
 
     step = roam.compile(train_step)
+    assert step._repr_html_() is None
     for _ in range(2):
         step(torch.randn(512, 64))
     _, plan = step.plans[-1]
@@ -403,7 +404,11 @@ def test_a_compiled_step_reports_the_bound_that_a_whole_search_proves(tmp_path: 
     (bound_bytes,) = set(re.findall(r'value="(\d+)" data-name="lower_bound_bytes"', page))
     assert plan.lower_bound_bytes < int(bound_bytes) <= plan.peak_bytes
     assert int(bound_bytes) >= 0.99 * plan.peak_bytes
-    assert f'value="{plan.total_bytes}" data-name="total_bytes"' in page
+    total = f'value="{plan.total_bytes}" data-name="total_bytes"'
+    assert total in page
+    (shown,) = re.findall(r'<iframe srcdoc="([^"]*)"', step._repr_html_() or "")
+    assert total in html.unescape(shown)
+    assert drawn(html.unescape(shown)).roots
 
 
 def test_a_compiled_step_reports_its_plan(tmp_path: Path) -> None:

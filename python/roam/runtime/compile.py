@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
+from html import escape
 from types import MethodType
 from typing import Any, Literal
 
@@ -15,7 +16,7 @@ from roam._core import Plan
 from roam.capture.step import CapturedStep, Known, capture_step
 from roam.capture.tracing.branch_answers import Answers, Seen, watching
 from roam.capture.tracing.tracer import is_tracing
-from roam.errors import CaptureError, ExecutionError
+from roam.errors import CaptureError, ExecutionError, PlanError
 from roam.garbage import collections_wait
 from roam.memory_limit import MemoryLimit
 from roam.own_code import compiled_step
@@ -23,7 +24,7 @@ from roam.program.ir import Program
 from roam.report.anatomy import Anatomy
 from roam.report.changes import tried
 from roam.report.export import write_export
-from roam.report.page import write_page
+from roam.report.page import ReportUnavailable, page, write_page
 from roam.report.progress import Progress
 from roam.runtime.available import available_bytes
 from roam.runtime.captures import BUCKETS, MANY, Captured, Captures, call_key
@@ -424,6 +425,18 @@ class Step:
             RoamError: Bokeh is not installed (code ``report_unavailable``).
             OSError: the page cannot be written.
         """
+        write_page(self._anatomy(limits), path)
+
+    def _repr_html_(self) -> str | None:
+        """In a notebook: the page of `report`; None before the first call, or without Bokeh."""
+        try:
+            shown = escape(page(self._anatomy()))
+        except (ExecutionError, PlanError, ReportUnavailable):
+            return None
+        return f'<iframe srcdoc="{shown}" style="width: 100%; height: 40rem; border: 0"></iframe>'
+
+    def _anatomy(self, limits: Iterable[int | str] = ()) -> Anatomy:
+        """What `report` says."""
         asked = {str(limit): MemoryLimit.of(limit) for limit in limits}
         captured = self._reported()
         first, steady = captured.runners[0], captured.runners[-1]
@@ -433,7 +446,7 @@ class Step:
             tried(f"memory={name}", partial(self._figures_within, captured, limit))
             for name, limit in asked.items()
         ]
-        write_page(Anatomy(steady.name, planned, plain_of(steady.choice), other, changes), path)
+        return Anatomy(steady.name, planned, plain_of(steady.choice), other, changes)
 
     def _figures_within(self, captured: Captured[Runner], limit: MemoryLimit) -> Mapping[str, Any]:
         """The figures of a later step's plan within a limit."""
