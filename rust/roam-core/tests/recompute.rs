@@ -12,7 +12,7 @@ use roam_core::plan::Settings;
 use roam_core::rng::Random;
 use roam_core::stages::{floor, least_extra_ns};
 use std::cmp::Reverse;
-use std::collections::{BTreeMap, BinaryHeap};
+use std::collections::{BTreeMap, BTreeSet, BinaryHeap};
 
 /// The same graph with operators that may run again, and inputs that further runs leave alone.
 fn repeating(graph: &Graph, random: &mut Random) -> Graph {
@@ -176,8 +176,9 @@ impl<'a> Schedules<'a> {
         state.done.count_ones() as usize == self.graph.operators().len()
     }
 
-    /// What can happen next: the state after it, bytes live meanwhile, time beyond the first runs.
-    fn moves(&self, state: &State, mut see: impl FnMut(State, u64, u64)) {
+    /// What can happen next: the state after it, bytes live meanwhile in the pool and outside of it,
+    /// time beyond the first runs.
+    fn moves(&self, state: &State, mut see: impl FnMut(State, [u64; 2], u64)) {
         let graph = self.graph;
         // A tensor is given up.
         if state.done != 0 {
@@ -186,7 +187,7 @@ impl<'a> Schedules<'a> {
                 if state.kept[tensor.index()].is_some() && !stays {
                     let mut next = state.clone();
                     next.kept[tensor.index()] = None;
-                    see(next, 0, 0);
+                    see(next, [0, 0], 0);
                 }
             }
         }
@@ -216,12 +217,12 @@ impl<'a> Schedules<'a> {
             for &tensor in &operator.creates {
                 next.kept[tensor.index()] = Some(0);
             }
-            let live: u64 = (0..graph.tensors().len() as u32)
-                .map(TensorId)
-                .filter(|tensor| next.kept[tensor.index()].is_some())
-                .map(|tensor| graph.counted_bytes(tensor))
-                .sum();
-            let live = live + graph.workspace_bytes(id);
+            let mut live = [0, graph.workspace_bytes(id)];
+            for tensor in (0..graph.tensors().len() as u32).map(TensorId) {
+                if next.kept[tensor.index()].is_some() {
+                    live[self.part(tensor)] += graph.counted_bytes(tensor);
+                }
+            }
             let ns = if is_first { 0 } else { rerun_ns(graph, id) };
             // Every set of disjoint pairs whose inputs die here.
             let mut choices = vec![(next, live, Vec::<ReusePair>::new())];
@@ -234,7 +235,8 @@ impl<'a> Schedules<'a> {
                     if used.iter().all(|other| other.input != pair.input && other.output != pair.output) {
                         let mut next = next.clone();
                         next.kept[pair.input.index()] = None;
-                        let live = live - graph.counted_bytes(pair.input);
+                        let mut live = *live;
+                        live[self.part(pair.input)] -= graph.counted_bytes(pair.input);
                         let used = used.iter().copied().chain([pair]).collect();
                         choices.push((next, live, used));
                     }
@@ -246,17 +248,51 @@ impl<'a> Schedules<'a> {
         }
     }
 
+    /// Whether the tensor lies in the pool (0) or outside of it.
+    fn part(&self, tensor: TensorId) -> usize {
+        usize::from(self.graph.tensor(tensor).residency != Residency::StepLocal)
+    }
+
     /// The least over all schedules of their most live bytes.
     fn least_peak(&self) -> u64 {
-        self.search(|peak, live, _| Some(peak.max(live))).expect("program order is a schedule")
+        self.search(|peak, [pool, outside], _| Some(peak.max(pool + outside))).expect("program order is a schedule")
+    }
+
+    /// What may be live outside of the pool at once.
+    fn outsides(&self) -> BTreeSet<u64> {
+        let mut sums = BTreeSet::from([0]);
+        for tensor in (0..self.graph.tensors().len() as u32).map(TensorId).filter(|&tensor| self.part(tensor) == 1) {
+            sums.extend(sums.clone().into_iter().map(|sum| sum + self.graph.counted_bytes(tensor)));
+        }
+        let workspaces = (0..self.graph.operators().len() as u32).map(|id| self.graph.workspace_bytes(OperatorId(id)));
+        let with = |workspace: u64| sums.iter().map(move |sum| sum + workspace);
+        workspaces.chain([0]).flat_map(with).collect()
+    }
+
+    /// The least over all schedules of their peaks in the pool and outside of it together.
+    fn least_total(&self) -> u64 {
+        let of = |most: u64| {
+            let pool = self.search(|peak, [pool, outside], _| (outside <= most).then_some(peak.max(pool)));
+            pool.map(|pool| pool + most)
+        };
+        self.outsides().into_iter().filter_map(of).min().expect("program order is a schedule")
+    }
+
+    /// The least time of further runs of all schedules whose total keeps to the limit.
+    fn least_ns_in_all(&self, limit: u64) -> Option<u64> {
+        let of = |most: u64| {
+            let most_pool = limit.checked_sub(most)?;
+            self.search(|sum, [pool, outside], ns| (outside <= most && pool <= most_pool).then_some(sum + ns))
+        };
+        self.outsides().into_iter().filter_map(of).min()
     }
 
     /// The least time of further runs of all schedules that keep to the limit.
     fn least_ns(&self, limit: u64) -> Option<u64> {
-        self.search(|sum, live, ns| (live <= limit).then_some(sum + ns))
+        self.search(|sum, [pool, outside], ns| (pool + outside <= limit).then_some(sum + ns))
     }
 
-    fn search(&self, cost: impl Fn(u64, u64, u64) -> Option<u64>) -> Option<u64> {
+    fn search(&self, cost: impl Fn(u64, [u64; 2], u64) -> Option<u64>) -> Option<u64> {
         let mut known = BTreeMap::from([(self.start(), 0)]);
         let mut open = BinaryHeap::from([Reverse((0, self.start()))]);
         while let Some(Reverse((sum, state))) = open.pop() {
@@ -371,7 +407,7 @@ struct Planned {
 
 /// Nanoseconds of the extra runs of the plan within a limit, and whether no schedule has less;
 /// `None` where no plan was found.
-fn planned(graph: &Graph, limit_bytes: u64, least_peak: u64) -> Option<(u64, bool)> {
+fn planned(graph: &Graph, limit_bytes: u64, least_total: u64) -> Option<(u64, bool)> {
     let settings = Settings { memory_limit_bytes: Some(limit_bytes), ..Settings::default() };
     match optimize(graph, &settings, &Control::default()) {
         Ok(plan) => {
@@ -379,7 +415,7 @@ fn planned(graph: &Graph, limit_bytes: u64, least_peak: u64) -> Option<(u64, boo
             Some(plan.recomputation.map_or((0, true), |again| (again.extra_ns, again.extra_ns == again.least_extra_ns)))
         }
         Err(OptimizeError::BelowFloor { floor_bytes, .. }) => {
-            assert!(limit_bytes < floor_bytes && floor_bytes <= least_peak);
+            assert!(limit_bytes < floor_bytes && floor_bytes <= least_total);
             None
         }
         Err(OptimizeError::LimitNotFound { least_bytes, .. }) => {
@@ -397,15 +433,15 @@ fn plans_of_small_steps_are_no_better_than_the_best_schedules_and_more_bytes_cos
     for _ in 0..60 {
         let graph = layered(&mut random);
         let schedules = Schedules::new(&graph);
-        let least_peak = schedules.least_peak();
+        let least_total = schedules.least_total();
         let plain = optimize(&graph, &Settings::default(), &Control::default()).expect("no limit");
         let local_bytes = plain.total_bytes - graph.persistent_bytes();
         let rungs: Vec<u64> = (1..20).map(|rung| graph.persistent_bytes() + local_bytes * rung / 20).collect();
-        let limits = least_peak.saturating_sub(2).max(1)..plain.total_bytes;
+        let limits = least_total.saturating_sub(2).max(1)..plain.total_bytes;
         let mut least_of_rungs = None;
         for limit in limits {
-            let found = planned(&graph, limit, least_peak);
-            if let Some(least) = schedules.least_ns(limit) {
+            let found = planned(&graph, limit, least_total);
+            if let Some(least) = schedules.least_ns_in_all(limit) {
                 compared.limits += 1;
                 if let Some((extra_ns, is_proved)) = found {
                     assert!(extra_ns >= least && (!is_proved || extra_ns == least), "{limit}: {graph:?}");
@@ -425,7 +461,6 @@ fn plans_of_small_steps_are_no_better_than_the_best_schedules_and_more_bytes_cos
             }
         }
     }
-    // These steps are tight: most limits leave room for a few bytes beside two operators.
-    assert!(compared.found * 100 >= compared.limits * 10, "{compared:?}");
-    assert!(compared.best * 100 >= compared.found * 25 && compared.proved > 0, "{compared:?}");
+    // All schedules of such small steps are searched, so nothing is left open.
+    assert_eq!((compared.found, compared.best, compared.proved), (compared.limits, compared.limits, compared.limits));
 }

@@ -6,7 +6,7 @@ use crate::cost;
 use crate::expansion::expand;
 use crate::graph::{Graph, OperatorId, Site};
 use crate::plan::{Plan, Recomputation, Settings, Status};
-use crate::recompute::{self, Repeats, search};
+use crate::recompute::{self, Complete, Found, Repeats, search};
 
 /// Every limit is searched together with the lesser ones of a ladder: so many even shares of the
 /// step-local bytes of the plan without extra runs.
@@ -35,9 +35,20 @@ pub(super) fn within(
     plan_of: impl Fn(&Graph, &Settings) -> Result<Plan, OptimizeError>,
 ) -> Result<Plan, OptimizeError> {
     let repeats = Repeats::new(graph);
-    let floor = recompute::floor(&repeats, watch);
-    let limits = Limits { graph, plain, settings, watch, plan_of, persistent_bytes: graph.persistent_bytes() };
-    let least_ns = |limit_bytes| recompute::least_extra_ns(&repeats, limit_bytes, watch).ns;
+    let mut floor = recompute::floor(&repeats, watch);
+    let complete = Complete::new(graph, watch);
+    if let Some(least) = complete.as_ref().and_then(Complete::least_bytes) {
+        floor.bytes = floor.bytes.max(graph.persistent_bytes() + least);
+    }
+    let limits =
+        Limits { graph, plain, settings, watch, plan_of, complete, persistent_bytes: graph.persistent_bytes() };
+    let least_ns = |limit_bytes| {
+        let least = recompute::least_extra_ns(&repeats, limit_bytes, watch).ns?;
+        match limits.cheapest(limit_bytes) {
+            None => Some(least),
+            Some(cheapest) => cheapest.map(|cheapest| least.max(cheapest.extra_ns)),
+        }
+    };
     let rungs = (1..RUNGS).rev().map(|rung| limits.share(rung, RUNGS)).filter(|&rung| rung < limit_bytes);
     let mut best: Option<Within> = None;
     for limit in std::iter::once(limit_bytes).chain(rungs).take_while(|&limit| limit >= floor.bytes) {
@@ -84,6 +95,8 @@ struct Limits<'a, F> {
     settings: &'a Settings,
     watch: &'a Watch,
     plan_of: F,
+    /// All schedules, where the graph is small.
+    complete: Option<Complete<'a>>,
     persistent_bytes: u64,
 }
 
@@ -94,20 +107,35 @@ impl<F: Fn(&Graph, &Settings) -> Result<Plan, OptimizeError>> Limits<'_, F> {
         self.persistent_bytes + (u128::from(local_bytes) * u128::from(part) / u128::from(parts)) as u64
     }
 
+    /// The cheapest of all schedules within a limit, where the graph is small; see
+    /// [`Complete::cheapest`].
+    fn cheapest(&self, limit_bytes: u64) -> Option<Option<Found>> {
+        self.complete.as_ref()?.cheapest(limit_bytes.saturating_sub(self.persistent_bytes))
+    }
+
+    /// Sequences within a limit of live bytes, cheapest first.
+    fn sequences(&self, limit_bytes: u64, least_ns: u64) -> Vec<Found> {
+        match self.cheapest(limit_bytes) {
+            Some(cheapest) => cheapest.into_iter().collect(),
+            None => {
+                let local_bytes = limit_bytes - self.persistent_bytes;
+                search(self.graph, &self.plain.order, local_bytes, least_ns, self.watch)
+            }
+        }
+    }
+
     /// The cheapest plan that is found within a limit. The search ends early near `least_ns`.
     ///
     /// The live bytes of a sequence in its own order are what the search goes by; the plan of its
     /// graph may take less, by another order and reuse, or more, by fragmentation, in which case the
     /// search is asked for as much less as was missed.
     fn find(&self, limit_bytes: u64, least_ns: u64) -> Result<Option<Within>, OptimizeError> {
-        let Some(mut target) = limit_bytes.checked_sub(self.persistent_bytes) else { return Ok(None) };
+        let mut target = limit_bytes;
         let mut attempt = Settings { memory_limit_bytes: None, ..self.settings.clone() };
         attempt.enough_bytes = attempt.enough_bytes.max(limit_bytes);
         for _ in 0..ATTEMPTS {
             let mut over = u64::MAX;
-            for one in
-                search(self.graph, &self.plain.order, target, least_ns, self.watch).into_iter().take(MOST_PLANNED)
-            {
+            for one in self.sequences(target, least_ns).into_iter().take(MOST_PLANNED) {
                 let expanded = expand(self.graph, &one.sequence).map_err(OptimizeError::InvalidSequence)?;
                 let plan = (self.plan_of)(&expanded.graph, &attempt)?;
                 if plan.total_bytes <= limit_bytes {
@@ -115,8 +143,9 @@ impl<F: Fn(&Graph, &Settings) -> Result<Plan, OptimizeError>> Limits<'_, F> {
                 }
                 over = over.min(plan.total_bytes - limit_bytes);
             }
-            match target.checked_sub(over.max(target / 500)) {
-                Some(less) if over != u64::MAX && self.watch.check().is_ok() => target = less,
+            let local_bytes = target.saturating_sub(self.persistent_bytes);
+            match local_bytes.checked_sub(over.max(local_bytes / 500)) {
+                Some(less) if over != u64::MAX && self.watch.check().is_ok() => target = self.persistent_bytes + less,
                 _ => break,
             }
         }

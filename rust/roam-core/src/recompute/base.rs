@@ -1,14 +1,25 @@
 //! Orders that the search starts from: without recomputation the place of an update matters little,
 //! with it much.
 
-use crate::graph::{Graph, Operator, OperatorId, Phase, Residency};
+use super::model::MUCH_LARGER;
+use crate::graph::{Graph, Operator, OperatorId, Phase, Residency, TensorId};
 
-/// The order with operators that only change what stays, such as a weight's decay, right before
-/// they are needed: what reads the weight can run again until then. With `early_updates`, what else
-/// the optimizer does runs as soon as it can, so that gradients do not wait.
+/// The order with operators that only change a tensor, such as a weight's decay, right before they
+/// are needed: what reads the weight can run again until then, and a gradient is scaled right before
+/// its update, so that it need not be made again for each of the two. With `early_updates`, what
+/// else the optimizer does runs as soon as it can, so that gradients do not wait.
 pub(super) fn base_order(graph: &Graph, order: &[OperatorId], early_updates: bool) -> Vec<OperatorId> {
     let mut base =
         Base { graph, early_updates, has_run: vec![false; order.len()], order: Vec::with_capacity(order.len()) };
+    if early_updates {
+        // Arithmetic on numbers, such as rates, keeps no update waiting.
+        for &id in order {
+            let Operator { reads, creates, mutates, .. } = graph.operator(id);
+            if reads.is_empty() && creates.is_empty() && mutates.is_empty() && base.is_ready(id) {
+                base.run(id);
+            }
+        }
+    }
     let (last, first): (Vec<OperatorId>, Vec<OperatorId>) = order.iter().partition(|&&id| base.can_wait(id));
     first.into_iter().chain(last).for_each(|id| base.run(id));
     base.order
@@ -22,10 +33,16 @@ struct Base<'a> {
 }
 
 impl Base<'_> {
+    /// Whether the operator changes something by what stays, or by little, and makes nothing.
     fn can_wait(&self, id: OperatorId) -> bool {
         let Operator { reads, creates, mutates, .. } = self.graph.operator(id);
-        let stays = |tensor| self.graph.tensor(tensor).residency == Residency::Persistent;
-        creates.is_empty() && !mutates.is_empty() && mutates.iter().chain(reads).all(|&tensor| stays(tensor))
+        let bytes = |tensors: &[TensorId], without: &[TensorId]| -> u64 {
+            let counted = |tensor: &&TensorId| {
+                self.graph.tensor(**tensor).residency != Residency::Persistent && !without.contains(tensor)
+            };
+            tensors.iter().filter(counted).map(|&tensor| self.graph.counted_bytes(tensor)).sum()
+        };
+        creates.is_empty() && !mutates.is_empty() && bytes(reads, mutates) * MUCH_LARGER <= bytes(mutates, &[])
     }
 
     /// Runs the operator after all that it waits for, and then the updates that waited for it.

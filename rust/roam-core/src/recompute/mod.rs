@@ -2,6 +2,7 @@
 //! which are found.
 
 mod base;
+mod complete;
 mod evict;
 mod floor;
 mod least_time;
@@ -12,6 +13,7 @@ mod repeats;
 mod search;
 mod timeline;
 
+pub(crate) use complete::Complete;
 pub use floor::Floor;
 pub(crate) use floor::floor;
 pub use least_time::LeastTime;

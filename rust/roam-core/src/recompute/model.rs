@@ -89,7 +89,7 @@ pub(super) struct Model {
 }
 
 /// How many times as large tensors must be for a small one to be held for them.
-const MUCH_LARGER: u64 = 4;
+pub(super) const MUCH_LARGER: u64 = 4;
 
 impl Model {
     /// `order` is an order that the graph permits.
@@ -247,6 +247,11 @@ impl Model {
     /// How many operators.
     pub(super) fn len(&self) -> usize {
         self.operators.len()
+    }
+
+    /// The operator of a place.
+    pub(super) fn operator(&self, op: u32) -> OperatorId {
+        self.operators[op as usize]
     }
 
     /// What a run uses.
