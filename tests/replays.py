@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import roam
+from roam.kernels.workspace import workspaces
 from roam.program.lower import Lowering
 from roam.runtime import strategy
 
@@ -154,6 +155,8 @@ def planning(
     def made(self: Any, graph: roam.Graph, enough_bytes: int, limit: int | None = None) -> Any:
         return planned(self, graph, enough_bytes) if limit is None else HandMade(graph, used[-1])
 
+    # Limits of these tests are lower than any that is kept.
+    monkeypatch.setattr(strategy, "workspaces", lambda *args: workspaces(*args[:4]))
     monkeypatch.setattr(strategy._Chooser, "_within_by", lowered)
     monkeypatch.setattr(strategy._Chooser, "_planned", made)
     return used

@@ -433,7 +433,8 @@ class TestMemoryLimit:
 
     def test_shares_and_devices(self) -> None:
         assert MemoryLimit.of("60%").in_bytes(1000) == 600
-        assert MemoryLimit.of("auto").in_bytes(1000, 77) == 77
+        with pytest.raises(ValueError, match="a device whose memory"):
+            MemoryLimit.of("auto").in_bytes(1000)
 
     @pytest.mark.parametrize(
         "value", ["", "12", "12 Gi", "-1GiB", "0%", 0, -5, True, 1.5, "1e400GiB", 2**63, None]

@@ -76,20 +76,17 @@ class MemoryLimit:
             raise ValueError(f"memory must be above 0 and below 2^63 bytes; not {value!r}")
         return limit
 
-    def in_bytes(self, plain_total_bytes: int, device_bytes: int | None = None) -> int:
+    def in_bytes(self, plain_total_bytes: int) -> int:
         """The limit, in bytes.
 
         Args:
             plain_total_bytes: total of the plan without recomputation.
-            device_bytes: what the device has.
 
         Raises:
-            ValueError: it is what the device has, and nobody knows how much that is.
+            ValueError: it is what the device has, and nobody has asked how much that is.
         """
         if self.size_bytes is not None:
             return self.size_bytes
         if self.share is not None:
             return int(self.share * plain_total_bytes)
-        if device_bytes is None:
-            raise ValueError('memory="auto" needs a device whose memory can be asked for')
-        return device_bytes
+        raise ValueError('memory="auto" needs a device whose memory can be asked for')

@@ -16,7 +16,7 @@ import torch
 
 from roam.kernels.calls import Placed
 from roam.kernels.kept import recall, retain
-from roam.kernels.workspace import kernels_alone, signature_of, zeros
+from roam.kernels.workspace import kernels_alone, signature_of, touched_bytes, zeros
 from roam.program.ir import Call, Program
 from roam.program.operators import is_ours
 from roam.program.replay import generator_state
@@ -74,7 +74,7 @@ def times(
             if deadline is not None and time.monotonic() > deadline:
                 break
             if (
-                _touched_bytes(program, program.calls[index]) + workspaces.get(index, 0)
+                touched_bytes(program, program.calls[index]) + workspaces.get(index, 0)
                 <= room_bytes
             ):
                 time_ns = _measured(program, program.calls[index], placed[index], device)
@@ -126,12 +126,6 @@ def _is_timed(program: Program, call: Call, device: torch.device) -> bool:
         return False
     used = [program.slots[slot] for slot in (*call.refs(), *call.outputs) if slot is not None]
     return all(meta is None or meta.device == device or not meta.shape for meta in used)
-
-
-def _touched_bytes(program: Program, call: Call) -> int:
-    slots = [slot for slot in (*call.refs(), *call.outputs) if slot is not None]
-    storages = {program.storage_of(slot) for slot in slots if program.storage_of(slot) >= 0}
-    return sum(program.storages[storage].size_bytes for storage in storages)
 
 
 def _measured(program: Program, call: Call, at: Placed | None, device: torch.device) -> int | None:

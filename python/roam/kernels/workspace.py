@@ -45,11 +45,23 @@ class Unknown(Exception):
     """What kernels take cannot be found out."""
 
 
+class NoRoom(Exception):
+    """A kernel cannot be tried within the memory that there is for it."""
+
+    def __init__(self, call: Call, size_bytes: int) -> None:
+        super().__init__(
+            f"{call.name} at {call.source} cannot be tried within the limit: zeros in place of what "
+            f"it reads and makes take {size_bytes} bytes beside what is there before the step"
+        )
+        self.call = call
+
+
 def workspaces(
     program: Program,
     placed: Sequence[Placed | None],
     device: torch.device,
     deadline: float | None = None,
+    room_bytes: int | None = None,
 ) -> dict[int, int] | None:
     """Bytes that calls' kernels take beyond their results while they run, where that is anything.
 
@@ -59,10 +71,14 @@ def workspaces(
         device: where the program runs. On CUDA the allocator's peak is forgotten, as by
             `torch.cuda.reset_peak_memory_stats`.
         deadline: the value of `time.monotonic` after which no more kernels are run.
+        room_bytes: no kernel is run whose largest argument and results take more.
 
     Returns:
         Per call. None where it cannot be found out: not in time, or with this PyTorch or on this
         device.
+
+    Raises:
+        NoRoom: a kernel has to be tried for which there is no room.
     """
     signatures = {
         index: signature_of(program, call)
@@ -80,6 +96,10 @@ def workspaces(
             recalled = recall(_KIND, unknown, device)
             _learned.update(recalled)
             unknown = {one: index for one, index in unknown.items() if one not in recalled}
+        for index in unknown.values():
+            trial_bytes = _trial_bytes(program, index)
+            if room_bytes is not None and trial_bytes > room_bytes:
+                raise NoRoom(program.calls[index], trial_bytes)
         learned: dict[object, int] = {}
         try:
             if unknown:
@@ -111,6 +131,22 @@ def _is_tried(program: Program, index: int, device: torch.device) -> bool:
         return False
     metas = [program.slots[slot] for slot in (*call.refs(), *_made(program, index))]
     return all(meta is not None and meta.device == device for meta in metas)
+
+
+def touched_bytes(program: Program, call: Call) -> int:
+    """Bytes of all that a call reads, changes and makes."""
+    slots = [slot for slot in (*call.refs(), *call.outputs) if slot is not None]
+    storages = {program.storage_of(slot) for slot in slots if program.storage_of(slot) >= 0}
+    return sum(program.storages[storage].size_bytes for storage in storages)
+
+
+def _trial_bytes(program: Program, index: int) -> int:
+    """Bytes that trying a call takes, but for what its kernel takes: its arguments are one."""
+    made = {program.storage_of(slot) for slot in _made(program, index)}
+    slots = program.calls[index].refs()
+    read = {program.storage_of(slot) for slot in slots if program.slots[slot] is not None}
+    sizes = [program.storages[number].size_bytes for number in read - made]
+    return max(sizes, default=0) + sum(program.storages[number].size_bytes for number in made)
 
 
 def _allocates(program: Program, call: Call) -> bool:
@@ -183,7 +219,9 @@ def _taken(program: Program, index: int, at: Placed | None, device: torch.device
     """Bytes that a call takes at most beyond its results, by the kernel that runs it."""
     call = program.calls[index]
     slots = [] if at is None or at.by_rows else _made(program, index)
-    args, kwargs, outs = zeros(program, (call.args, call.kwargs, [Ref(slot) for slot in slots]))
+    # It only reads its arguments: one memory of zeros is enough for them.
+    args, kwargs = zeros(program, (call.args, call.kwargs), is_one=True)
+    outs = zeros(program, [Ref(slot) for slot in slots])
     peak = _peak_cuda if device.type == "cuda" else _peak_cpu
 
     def run() -> list[torch.Tensor]:
@@ -200,23 +238,37 @@ def _taken(program: Program, index: int, at: Placed | None, device: torch.device
         return peak(run)[0] if kept else taken
 
 
-def zeros(program: Program, arguments: Any) -> Any:
+def zeros(program: Program, arguments: Any, *, is_one: bool = False) -> Any:
     """Arguments of a call, of zeros, which are numbers, indices and choices alike; for live numbers
     of Python 1.0.
+
+    Args:
+        program: the program.
+        arguments: a nest with references to its slots.
+        is_one: whether all have the memory of the largest, which nobody may write to then.
     """
-    storages: dict[int, torch.UntypedStorage] = {}
+    sizes: dict[object, int] = {}
+    storages: dict[object, torch.UntypedStorage] = {}
+
+    def name(meta: TensorMeta) -> object:
+        return meta.device if is_one else meta.storage
+
+    def size(meta: TensorMeta | None) -> None:
+        if meta is not None:
+            size_bytes = program.storages[meta.storage].size_bytes
+            sizes[name(meta)] = max(sizes.get(name(meta), 0), size_bytes)
 
     def made(meta: TensorMeta | None) -> torch.Tensor | float:
         if meta is None:
             return 1.0
-        if meta.storage not in storages:
-            size_bytes = program.storages[meta.storage].size_bytes
-            storages[meta.storage] = torch.zeros(
-                size_bytes, dtype=torch.uint8, device=meta.device
+        if name(meta) not in storages:
+            storages[name(meta)] = torch.zeros(
+                sizes[name(meta)], dtype=torch.uint8, device=meta.device
             ).untyped_storage()
         view = torch.empty(0, dtype=meta.dtype, device=meta.device)
-        return view.set_(storages[meta.storage], meta.offset, meta.shape, meta.stride)
+        return view.set_(storages[name(meta)], meta.offset, meta.shape, meta.stride)
 
+    substitute(arguments, lambda ref: size(program.slots[ref.slot]))
     return substitute(arguments, lambda ref: made(program.slots[ref.slot]))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Literal, Protocol
@@ -20,6 +20,7 @@ from roam.program.ir import Call, Program, Ref, substitute
 from roam.program.operators import is_ours
 from roam.program.random_states import with_states
 from roam.program.repeatable import Repeat, repeats
+from roam.program.user_checkpoints import undone
 
 
 class WritesResults(Protocol):
@@ -189,8 +190,42 @@ class Lowering:
             notes=self._notes,
             estimate=self._estimate,
         )
+        result._sequence = [
+            number if number < 0 else self._sequence[number] for number in found.calls
+        ]
+        return result
+
+    def undone(
+        self, placed: Callable[[Program], Sequence[WritesResults | None]]
+    ) -> Lowering | None:
+        """The same step without the user's own recomputation; None where it has none that can be
+        left out.
+
+        Args:
+            placed: per call of another program, what `placed_calls` says of it.
+        """
+        found = undone(self.program)
+        if found is None:
+            return None
+        result = Lowering(
+            found.program,
+            placed(found.program),
+            name=self._name,
+            device=self._device,
+            workspaces={
+                place: self.kernel_bytes[number]
+                for place, number in enumerate(found.calls)
+                if number in self.kernel_bytes
+            },
+            notes=self._notes,
+            estimate=self._estimate,
+        )
         result._sequence = found.calls
         return result
+
+    def left_out(self, program: Program) -> set[int]:
+        """Numbers of the calls of the program that this one was made of, and has not."""
+        return set(range(len(program.calls))) - set(self._sequence)
 
     def expanded(self, sequence: Sequence[int]) -> Lowering:
         """The same program by a sequence, in which calls run more than once: its graphs are

@@ -195,6 +195,14 @@ def reordered(program: Program, order: Sequence[int]) -> Program:
     )
 
 
+def with_calls(program: Program, calls: list[Call], numbers: Sequence[int]) -> Program:
+    """The program with these of its calls alone, which may read other slots; `numbers` are theirs,
+    in order.
+    """
+    moved = {old: new for new, old in enumerate(numbers)}
+    return _renumber(program, calls, moved, program.referenced, program.constants)
+
+
 def with_state(
     first: Program, later: Program, paths: Collection[str] | None = None
 ) -> Program | None:

@@ -17,7 +17,7 @@ from roam.program.operators import is_ours
 from roam.program.replay import GENERATOR, generator_state, state_bytes
 from roam.torch_compat.private import schema_of
 
-_EXACT = frozenset(
+EXACT = frozenset(
     f"aten::{name}"
     for name in (
         "bernoulli", "bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_",
@@ -89,7 +89,7 @@ def _source(program: Program, call: Call, leaving: set[int]) -> _Source | None:
     """Where a random call draws from; None where it is not worth or not able to be replayed."""
     if not call.random or call.skip_if is not None or not is_ours(call.target):
         return None
-    if schema_of(call.target).name not in _EXACT:
+    if schema_of(call.target).name not in EXACT:
         return None
     metas = [
         meta

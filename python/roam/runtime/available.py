@@ -8,11 +8,41 @@ from pathlib import Path
 
 import torch
 
+from roam.memory_limit import MemoryLimit
 from roam.runtime.pool import Pool
 
 _GROUPS = Path("/sys/fs/cgroup")
 _UNLIMITED = 2**62
 """Control groups without a limit say `max`, or a number about as large as there is."""
+
+
+_STEPS = 32
+"""What is free differs from one moment to the next. It is rounded down to a multiple of one of so
+many parts of the power of two below it, so by 3 percent at most: a plan that was made for as much
+is found again."""
+
+
+def known_limit(memory: MemoryLimit, device: torch.device, held_bytes: int) -> MemoryLimit:
+    """The same limit, with bytes where it is what the device has.
+
+    Args:
+        memory: the limit.
+        device, held_bytes: as for `available_bytes`.
+
+    Raises:
+        ValueError: nobody can tell what the device has.
+    """
+    if not memory.is_auto:
+        return memory
+    size_bytes = available_bytes(device, held_bytes)
+    if size_bytes is None:
+        raise ValueError(f'memory="auto": nobody can tell how much memory {device} has free')
+    return MemoryLimit(size_bytes=_rounded_down(size_bytes))
+
+
+def _rounded_down(size_bytes: int) -> int:
+    step = max((1 << size_bytes.bit_length() - 1) // _STEPS, 1)
+    return size_bytes // step * step
 
 
 def available_bytes(device: torch.device, held_bytes: int) -> int | None:

@@ -34,7 +34,6 @@ from roam.errors import CaptureError, ExecutionError
 from roam.kernels.table import is_proven
 from roam.memory_limit import MemoryLimit
 from roam.report.progress import Progress
-from roam.runtime.available import available_bytes
 from roam.runtime.executor import Executor
 from roam.runtime.log import logger
 from roam.runtime.partition import Partition
@@ -236,16 +235,12 @@ class _Planned:
     def __init__(
         self, variant: Variant, options: Options, *, earlier: Sequence[Choice] = ()
     ) -> None:
-        device_bytes = None
-        if options.memory is not None and options.memory.is_auto:
-            device_bytes = available_bytes(variant.device, variant.graph.persistent_bytes)
         choice = self.choice = choose(
             variant,
             pool=options.pool,
             time_limit_s=options.time_limit_s,
             earlier=earlier,
             memory=options.memory,
-            device_bytes=device_bytes,
         )
         logger.info("%s: %s", variant.name, choice)
         program = choice.program

@@ -26,14 +26,13 @@ from roam.report.changes import tried
 from roam.report.export import write_export
 from roam.report.page import ReportUnavailable, page, write_page
 from roam.report.progress import Progress
-from roam.runtime.available import available_bytes
 from roam.runtime.captures import BUCKETS, MANY, Captured, Captures, call_key
 from roam.runtime.divergence import PlannedValues
 from roam.runtime.log import logger, replans
 from roam.runtime.memory_report import KeptPlan, KeptPlans, StepMemory, host_bytes
 from roam.runtime.planned import plain_of, planned_by
 from roam.runtime.runner import Declined, PartialUpdate, Runner, listed
-from roam.runtime.strategy import MAX_PLANS, Options, choose
+from roam.runtime.strategy import MAX_PLANS, Options, choose, choose_all
 from roam.runtime.timings import Timings
 from roam.state.references import ArgumentReference
 from roam.switch import is_disabled
@@ -59,6 +58,7 @@ def compile(
     streams: int = 1,
     max_plans: int = MAX_PLANS,
     memory: int | str | None = None,
+    keep_checkpoints: bool = False,
 ) -> Step:
     """Compiles a training step: the result has the function's signature, runs by a plan, and gives
     eager PyTorch's bits.
@@ -93,6 +93,8 @@ def compile(
             recomputation takes, or ``"auto"`` for what the device has when the step is planned. If
             order and layout need more, operators whose results are the same bits run again. See
             docs/how-to/memory-budget.md.
+        keep_checkpoints: with `memory`, run regions of `torch.utils.checkpoint` again as they are
+            written. By default the plan chooses what runs again, in them as elsewhere.
 
     Raises:
         CaptureError: at a call, where the step cannot be captured exactly.
@@ -119,6 +121,7 @@ def compile(
         poison=poison,
         streams=streams,
         memory=None if memory is None else MemoryLimit.of(memory),
+        keep_checkpoints=keep_checkpoints,
     )
     return Step(
         train_step, on_change=on_change, keep_grads=keep_grads, options=options, max_plans=max_plans
@@ -153,6 +156,8 @@ class Step:
         """What runs of the user's function saw, by the kind of call and the first answers to its
         branches."""
         self._shown: Seen | None = None
+        self._is_told = False
+        """Whether it has been said that a call kept to no limit."""
         self._in_vain = 0
         """How many calls in a row no plan had the answers of."""
 
@@ -195,11 +200,13 @@ class Step:
         plans are for enough of them.
         """
         seen = self._seen.get((self._key(args, kwargs), known), self._shown)
-        if known and (seen is None or len(self._captures) >= self._captures.most):
+        # The step's own function keeps to no budget, so where there is one, answers are guessed.
+        may_guess = seen is not None or self._options.memory is not None
+        if known and (not may_guess or len(self._captures) >= self._captures.most):
             return None
         answers = Answers(known, seen)
         try:
-            captured = self._capture(args, kwargs, reason, answers, may_guess=seen is not None)
+            captured = self._capture(args, kwargs, reason, answers, may_guess=may_guess)
         except Unseen:
             logger.info(
                 "the step branches on values, so its own function runs, watched; the next call is captured"
@@ -229,6 +236,13 @@ class Step:
         is_captured_once = self._on_change != "replan" and len(self._captures) > 0
         if is_disabled() or is_tracing() or is_captured_once:
             return self._train_step(*args, **kwargs)
+        if self._options.memory is not None and not self._is_told:
+            self._is_told = True
+            logger.warning(
+                "%s runs the step's own function in a call that no plan is for: its memory is not "
+                "held to the limit",
+                self._name,
+            )
         key, seen = (self._key(args, kwargs), known), Seen()
         try:
             with watching(seen):
@@ -459,6 +473,7 @@ class Step:
                 time_limit_s=self._options.time_limit_s,
                 is_real=captured.runners[-1].choice.kernel_bytes is not None,
                 memory=limit,
+                keep_checkpoints=self._options.keep_checkpoints,
             )
             return planned_by(choice).values
 
@@ -580,32 +595,31 @@ class Step:
     def _planned(self, step: CapturedStep, timings: Timings, *, is_real: bool) -> list[Runner]:
         """What runs the first step, if there is one, and the later ones."""
         known = [runner for captured in self._captures for runner in captured.runners]
-        runners: list[Runner] = []
-        memory, device_bytes = self._options.memory, None
-        if memory is not None and memory.is_auto:
-            now = step.first or step.steady
-            assert now is not None, "one of them is there"
-            device_bytes = available_bytes(now.device, now.graph.persistent_bytes)
-        for variant in filter(None, (step.steady, step.first)):
-            # The process has to have room for later steps anyway, and so a first one is not
-            # searched below that.
-            enough_bytes = runners[0].plan.total_bytes if runners else 0
-            runner = Runner(
-                variant,
-                self._options,
-                timings,
-                taker=step.arguments.taker,
-                is_real=is_real,
-                earlier=[runner.choice for runner in known],
-                enough_bytes=enough_bytes,
-                guards=[runner.state_guard for runner in known],
-                memory=memory,
-                device_bytes=device_bytes,
+        options = self._options
+        variants = [variant for variant in (step.steady, step.first) if variant is not None]
+        if options.streams > 1 and variants[0].device.type != "cuda":
+            raise ExecutionError(
+                f"several streams need CUDA, and the step runs on {variants[0].device.type}; leave "
+                "streams= out",
+                code="streams",
             )
-            runners.insert(0, runner)
-            if (limit_bytes := runner.choice.memory_limit_bytes) is not None:
-                memory = MemoryLimit(size_bytes=limit_bytes)  # one for all steps
-        return runners
+        choices = choose_all(
+            variants,
+            pool=options.pool,
+            time_limit_s=options.time_limit_s,
+            streams=options.streams,
+            is_real=is_real,
+            earlier=[runner.choice for runner in known],
+            memory=options.memory,
+            keep_checkpoints=options.keep_checkpoints,
+            timings=timings,
+        )
+        guards = [runner.state_guard for runner in known]
+        runners = [
+            Runner(variant, choice, options, taker=step.arguments.taker, guards=guards)
+            for variant, choice in zip(variants, choices, strict=True)
+        ]
+        return runners[::-1]
 
     def _refuse_after_partial_update(self) -> None:
         """After a step that failed half-way nothing runs until what it had written to is loaded

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any, NoReturn
 
 import torch
 
 from roam.errors import ExecutionError
+from roam.kernels.calls import Placed
+from roam.kernels.table import is_proven
 from roam.program.bits import differ
 from roam.program.ir import Call, Program, TensorMeta
 from roam.program.operators import is_foreign, is_region
@@ -15,14 +17,19 @@ from roam.program.replay import Replay
 from roam.torch_compat.private import OpOverload, c_pointer, version_of
 
 
-def extra_bytes(program: Program, device: torch.device) -> int:
+def extra_bytes(program: Program, placed: Sequence[Placed | None], device: torch.device) -> int:
     """The most that a first run allocates on the device beyond what the plan says: copies of what
-    kernels of others may not change, and the state of the CPU's random generator.
+    kernels of others may not change, ordinary results that placed kernels are compared with where
+    that is not established, and the state of the CPU's random generator.
     """
+    is_compared = not is_proven(device.type)
+    slots = (
+        call.refs() if _is_distrusted(call) else call.outputs if is_compared and at else ()
+        for call, at in zip(program.calls, placed, strict=True)
+    )
     copied = (
-        {program.storage_of(slot) for slot in call.refs() if program.slots[slot] is not None}
-        for call in program.calls
-        if _is_distrusted(call)
+        {program.storage_of(slot) for slot in of_call if slot is not None} - {-1}
+        for of_call in slots
     )
     copies_bytes = max(
         (sum(program.storages[one].size_bytes for one in storages) for storages in copied),

@@ -20,7 +20,7 @@ from roam.capture.frontends.fx import Lowered
 from roam.capture.frontends.joint import Joint, held_bytes
 from roam.errors import CaptureError, PlanError
 from roam.memory_limit import MemoryLimit
-from roam.runtime.available import available_bytes
+from roam.runtime.available import known_limit
 from roam.runtime.first_run import generator_bytes
 from roam.torch_compat.private import keeping_equal_nodes
 
@@ -98,10 +98,8 @@ class Partition:
         raise self._refusal(last, limit_bytes, plain)
 
     def _limit_bytes(self, graph: Graph, plain_bytes: int) -> int:
-        device_bytes = None
-        if self._memory.is_auto:
-            device_bytes = available_bytes(torch.device(graph.device), graph.persistent_bytes)
-        return self._memory.in_bytes(plain_bytes, device_bytes)
+        known = known_limit(self._memory, torch.device(graph.device), graph.persistent_bytes)
+        return known.in_bytes(plain_bytes)
 
     def _refusal(self, error: PlanError, limit_bytes: int, plain: Plan) -> PlanError:
         if not error.code.startswith("memory_"):

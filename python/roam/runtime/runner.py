@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -15,7 +15,6 @@ from roam.capture.tracing.rng import watched
 from roam.errors import ExecutionError
 from roam.interrupts import interrupts_wait
 from roam.kernels.table import is_proven
-from roam.memory_limit import MemoryLimit
 from roam.program.checks import CheckFailed
 from roam.program.ir import Call, Program, TensorMeta
 from roam.runtime.divergence import PlannedValues
@@ -24,9 +23,8 @@ from roam.runtime.log import logger
 from roam.runtime.memory_profiler import MemoryTrace, measure_peak
 from roam.runtime.memory_report import StepMemory
 from roam.runtime.pool import Pool
-from roam.runtime.strategy import Choice, Options, choose
+from roam.runtime.strategy import Choice, Options
 from roam.runtime.streams import CudaStreams
-from roam.runtime.timings import Timings
 from roam.state.arguments import Taker
 from roam.state.equality import MISSING, same, show
 from roam.state.references import (
@@ -74,46 +72,21 @@ class Runner:
     def __init__(
         self,
         variant: Variant,
+        choice: Choice,
         options: Options,
-        timings: Timings,
         *,
         taker: Taker,
-        is_real: bool = True,
-        earlier: Sequence[Choice] = (),
-        enough_bytes: int = 0,
         guards: Iterable[StateGuard] = (),
-        memory: MemoryLimit | None = None,
-        device_bytes: int | None = None,
     ) -> None:
-        """Plans the variant.
+        """Prepares the runs.
 
         Args:
-            earlier: how other variants of the step run.
-            enough_bytes: a total that needs no search below it.
+            choice: how the variant runs.
             guards: of others, of which one is taken that compares the same.
-            memory: the most that the step may take.
-            device_bytes: what the device has for it, for a limit that is that.
         """
-        if options.streams > 1 and variant.device.type != "cuda":
-            raise ExecutionError(
-                f"several streams need CUDA, and the step runs on {variant.device.type}; leave "
-                "streams= out",
-                code="streams",
-            )
         self.name = variant.name
         self._taker = taker
-        choice = self.choice = choose(
-            variant,
-            pool=options.pool,
-            time_limit_s=options.time_limit_s,
-            streams=options.streams,
-            is_real=is_real,
-            earlier=earlier,
-            enough_bytes=enough_bytes,
-            memory=memory,
-            device_bytes=device_bytes,
-            timings=timings,
-        )
+        self.choice = choice
         program = self._program = choice.program
         self.plan = choice.plan
         self.memory = StepMemory.planned(choice)

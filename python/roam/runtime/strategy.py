@@ -11,7 +11,7 @@ import json
 import math
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,14 +29,16 @@ from roam.kernels.fusion import fused
 from roam.kernels.kept import recalled
 from roam.kernels.times import completed, times
 from roam.kernels.times import known as timed
-from roam.kernels.workspace import known, workspaces
+from roam.kernels.workspace import NoRoom, known, workspaces
 from roam.memory_limit import MemoryLimit
 from roam.program.ir import Program
 from roam.program.lower import Lowering
 from roam.report.table import format_bytes
+from roam.runtime.available import known_limit
 from roam.runtime.estimate import Estimator
 from roam.runtime.first_run import extra_bytes
 from roam.runtime.plan_cache import WORTH_S, keep_plan, kept_plan
+from roam.runtime.pool import Pool
 from roam.runtime.timings import Timings
 
 MAX_PLANS = 64
@@ -78,6 +80,7 @@ class Options:
     poison: bool = False
     streams: int = 1
     memory: MemoryLimit | None = None
+    keep_checkpoints: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +133,7 @@ class Choice:
             where the plan was searched.
         memory_limit_bytes: the most that the step may take; None where nobody set a limit.
         checks_bytes: how much of that is kept for what the checked first run and computed guards
-            allocate for themselves; 0 where nobody set a limit.
+            allocate for themselves.
         recomputation: what runs again; None where nothing has to. Then calls of `program` are runs
             of the captured step's.
     """
@@ -213,14 +216,48 @@ def choose(
     earlier: Iterable[Choice] = (),
     enough_bytes: int = 0,
     memory: MemoryLimit | None = None,
-    device_bytes: int | None = None,
+    keep_checkpoints: bool = False,
     timings: Timings | None = None,
 ) -> Choice:
-    """The way of the least total; if that is above a limit, a plan within it in which calls run
-    again.
+    """`choose_all` for one step.
 
     Args:
-        variant: a captured step.
+        enough_bytes: a total that the process needs anyway: no search goes on below it.
+    """
+    (choice,) = choose_all(
+        [variant],
+        pool=pool,
+        time_limit_s=time_limit_s,
+        streams=streams,
+        is_real=is_real,
+        earlier=earlier,
+        enough_bytes=enough_bytes,
+        memory=memory,
+        keep_checkpoints=keep_checkpoints,
+        timings=timings,
+    )
+    return choice
+
+
+def choose_all(
+    variants: Sequence[Variant],
+    *,
+    pool: bool | None,
+    time_limit_s: float | None,
+    streams: int = 1,
+    is_real: bool = True,
+    earlier: Iterable[Choice] = (),
+    enough_bytes: int = 0,
+    memory: MemoryLimit | None = None,
+    keep_checkpoints: bool = False,
+    timings: Timings | None = None,
+) -> list[Choice]:
+    """Per step of one process the way of the least total; if that is above a limit, a plan within
+    it in which calls run again.
+
+    Args:
+        variants: captured steps; what exists before the last of them exists now. The process has
+            to have room for all, so no search goes on below what one before in the list takes.
         pool: whether to use a pool; None: where that costs next to nothing, see `WORTH`.
         time_limit_s: limit for all planning together, in seconds. The first plan is always made.
         streams: how many operators may run at once; more than one need a pool, whose layout is safe
@@ -229,49 +266,81 @@ def choose(
             they take for themselves.
         earlier: choices of the same step for other sizes. Where one has the same calls, its way and
             its order are tried first, and nothing is searched if they do as well as they did.
-        enough_bytes: a total that the process needs anyway: no search goes on below it.
-        memory: the most that the step may take.
-        device_bytes: what the device has for it, for a limit that is that.
+        enough_bytes: a total that the process needs anyway.
+        memory: the most that each step may take, one number of bytes for all: a share is one of
+            the largest total without recomputation. What the device has is asked for here. A pool
+            that other steps have made is given back before kernels are tried.
+        keep_checkpoints: with a limit, whether what the user's `torch.utils.checkpoint` runs again
+            is run again as written. If not, the plan chooses what is.
         timings: what this takes is added to it.
 
     Raises:
         PlanError: there is no plan within the limit (code ``memory_floor``), or none was found
             (code ``memory_limit_not_found``).
+        ValueError: the limit is what the device has, and nobody can tell how much that is.
     """
     timings = timings or Timings()
     with collections_wait(), timings.running(timings.plan):
-        chooser = _Chooser(variant, time_limit_s, streams, enough_bytes, timings)
-        return chooser.choose(pool, is_real, earlier, memory, device_bytes)
+        room_bytes = None
+        if memory is not None:
+            device, held_bytes = variants[-1].device, variants[-1].graph.persistent_bytes
+            memory = known_limit(memory, device, held_bytes)
+            if is_real:
+                Pool.of(device).release()
+            if memory.size_bytes is not None:
+                room_bytes = memory.size_bytes - held_bytes
+        choosers: list[_Chooser] = []
+        for variant in variants:
+            chooser = _Chooser(
+                variant, pool, time_limit_s, streams, is_real, keep_checkpoints, timings
+            )
+            chooser.choose(earlier, enough_bytes, room_bytes)
+            enough_bytes = max(enough_bytes, chooser.plain.total_bytes)
+            if memory is not None and memory.size_bytes is not None:
+                enough_bytes = min(enough_bytes, memory.size_bytes)
+            choosers.append(chooser)
+        if memory is None:
+            return [chooser.plain for chooser in choosers]
+        limit_bytes = memory.in_bytes(max(chooser.needed_bytes for chooser in choosers))
+        return [chooser.within(limit_bytes) for chooser in choosers]
 
 
 class _Chooser:
-    """Makes the plans of one step, with the effort that they are worth."""
+    """Makes the plans of one step, with the effort that they are worth.
+
+    Attributes:
+        plain: the way of the least total.
+    """
+
+    plain: Choice
 
     def __init__(
         self,
         variant: Variant,
+        pool: bool | None,
         time_limit_s: float | None,
         streams: int,
-        enough_bytes: int,
+        is_real: bool,
+        keeps_checkpoints: bool,
         timings: Timings,
     ) -> None:
         self._variant = variant
+        self._pool = pool
         self._deadline = None if time_limit_s is None else time.monotonic() + time_limit_s
         self._streams = streams
-        self._enough_bytes = enough_bytes
+        self._is_real = is_real
+        self._keeps_checkpoints = keeps_checkpoints
         self._timings = timings
+        self._enough_bytes = 0
+        self._room_bytes: int | None = None
+        self._untried: NoRoom | None = None
 
-    def choose(
-        self,
-        pool: bool | None,
-        is_real: bool,
-        earlier: Iterable[Choice],
-        memory: MemoryLimit | None,
-        device_bytes: int | None,
-    ) -> Choice:
+    def choose(self, earlier: Iterable[Choice], enough_bytes: int, room_bytes: int | None) -> None:
+        """Finds `plain`; kernels that take more than there is room for are not tried."""
+        self._enough_bytes, self._room_bytes = enough_bytes, room_bytes
         variant = self._variant
         program, placed = variant.program, variant.placed
-        taken = self._workspaces(program, placed) if is_real else None
+        taken = self._workspaces(program, placed) if self._is_real else None
         kernel_bytes = None if taken is None else max(taken.values(), default=0)
         searched = [one for one in earlier if one.is_searched]
         written_before, before = self._lowered_before(searched)
@@ -301,20 +370,73 @@ class _Chooser:
         if like is not None and self._streams == 1:
             best = self._as_before(like, lowering, made)
         if best is None:
-            best = self._best_way(lowering, made, pool, eager_bytes)
-        if memory is None:
-            return best
+            best = self._best_way(lowering, made, self._pool, eager_bytes)
         asked_bytes = (guard.made_bytes for guard, _ in program.computed_guards)
-        checks_bytes = max(extra_bytes(program, variant.device), max(asked_bytes, default=0))
-        limit_bytes = memory.in_bytes(best.total_bytes + checks_bytes, device_bytes)
-        if best.total_bytes + checks_bytes > limit_bytes:
-            left_bytes = max(limit_bytes - checks_bytes, 1)
-            room_bytes = left_bytes - best.plan.persistent_bytes
-            lowering = lowering.with_states()
-            if is_real:
-                lowering = self._timed(lowering, room_bytes)
-            best = self._within(left_bytes, lowering, best, pool)
-        return replace(best, memory_limit_bytes=limit_bytes, checks_bytes=checks_bytes)
+        checks_bytes = max(
+            extra_bytes(program, placed, variant.device), max(asked_bytes, default=0)
+        )
+        self.plain, self._lowered = replace(best, checks_bytes=checks_bytes), lowering
+
+    @property
+    def needed_bytes(self) -> int:
+        """What `plain` takes, with what checks allocate for themselves."""
+        return self.plain.total_bytes + self.plain.checks_bytes
+
+    def within(self, limit_bytes: int) -> Choice:
+        """`plain`, or if that is above the limit, a plan within it in which calls run again."""
+        best = self.plain
+        left_bytes = max(limit_bytes - best.checks_bytes, 1)
+        anew = None if self._keeps_checkpoints else self._anew(left_bytes)
+        if anew is not None:
+            best = anew
+        elif self.needed_bytes > limit_bytes:
+            best = self._within(
+                left_bytes, self._prepared(self._lowered, left_bytes), best, self._pool
+            )
+        if self._untried is not None:
+            call = self._untried.call
+            raise PlanError(
+                f"{self._variant.name}: {self._untried}",
+                code="memory_limit_not_found",
+                operator=call.name,
+                source=str(call.source),
+            )
+        return replace(best, memory_limit_bytes=limit_bytes)
+
+    def _prepared(self, lowering: Lowering, left_bytes: int) -> Lowering:
+        """The same with what it takes to run calls again."""
+        lowering = lowering.with_states()
+        if not self._is_real:
+            return lowering
+        return self._timed(lowering, left_bytes - self.plain.plan.persistent_bytes)
+
+    def _anew(self, left_bytes: int) -> Choice | None:
+        """A plan within a limit that runs again what it chooses, and not what the user's
+        `torch.utils.checkpoint` says; None where there is no such, or it runs again for longer than
+        the user's own, which keeps within the limit.
+        """
+        device = self._variant.device
+        lowering = self._lowered.undone(lambda program: placed_calls(program, device))
+        if lowering is None:
+            return None
+        left_out = lowering.left_out(self._lowered.program)
+        prepared = self._prepared(lowering, left_bytes)
+        try:
+            choice = self._within(left_bytes, prepared, self.plain, self._pool)
+        except PlanError as error:
+            if not error.code.startswith("memory_"):
+                raise
+            return None
+        if choice.recomputation is None:
+            name = "running nothing again that torch.utils.checkpoint does"
+            return replace(choice, totals=(*choice.totals, (name, choice.total_bytes)))
+        if self.plain.total_bytes > left_bytes:
+            return choice
+        as_written = self._lowered
+        if self._is_real:
+            as_written = self._timed(as_written, left_bytes - self.plain.plan.persistent_bytes)
+        own_s = as_written.graph(pool=False).times_ns[sorted(left_out)].sum() / 1e9
+        return choice if choice.recomputation.extra_s <= own_s else None
 
     def _best_way(
         self, lowering: Lowering, made: Callable[..., Choice], pool: bool | None, eager_bytes: int
@@ -517,7 +639,13 @@ class _Chooser:
 
     def _workspaces(self, program: Program, placed: list[Placed | None]) -> dict[int, int] | None:
         with self._trying():
-            return workspaces(program, placed, self._variant.device, self._deadline)
+            try:
+                return workspaces(
+                    program, placed, self._variant.device, self._deadline, self._room_bytes
+                )
+            except NoRoom as error:  # maybe there is no plan within the limit anyway
+                self._untried = error
+                return None
 
     @contextmanager
     def _trying(self) -> Iterator[None]:
