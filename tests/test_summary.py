@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import roam
+from roam.report.remade import remade
 from roam.report.summary import find_barrier
 from training import plain_step
 
@@ -101,3 +102,36 @@ def test_a_graph_made_by_hand_has_a_summary(name: str) -> None:
     builder.operator("nothing")
     assert "1  operators" in builder.build().summary()
     assert "0 operators" in roam.GraphBuilder(name, "cpu").build().summary()
+
+
+def test_what_is_kept_and_made_again_is_told_per_module() -> None:
+    blocks = [
+        torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.ReLU(), torch.nn.Dropout(0.1))
+        for _ in range(6)
+    ]
+    model = torch.nn.Sequential(*blocks, torch.nn.Linear(16, 4))
+
+    def train_step(model, x):
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss
+
+    graph = roam.capture(train_step, model, torch.randn(256, 16), random_states=True)
+    plain = roam.optimize(graph)
+    limit = plain.persistent_bytes + int(0.7 * (plain.total_bytes - plain.persistent_bytes))
+    plan = roam.optimize(graph, memory_limit_bytes=limit)
+    again = plan.recomputation
+    assert again is not None
+    found = remade(graph, again["sequence"])
+    made = [tensor for tensor in graph.tensors if tensor.kind == "activation"]
+    told = sum(one.kept_bytes + one.remade_bytes for one in found)
+    assert told == sum(tensor.counted_bytes for tensor in made)
+    assert sum(one.runs for one in found) > 0
+    assert sum(one.remade_bytes for one in found) > 0
+    extra_ns = sum(one.extra_ns for one in found)
+    assert extra_ns / 1e9 == pytest.approx(again["extra_s"], rel=0.01)
+    assert any(one.modules > 6 for one in found)
+    text = plan.summary(graph)
+    assert "made again" in text
+    assert " x model" in text
+    assert "made again" not in plain.summary(graph)

@@ -697,6 +697,16 @@ class Plan:
             ValueError: no format has that ending.
             OSError: the file cannot be written.
         """
+    def summary(self, graph: Graph) -> str:
+        """The plan's figures for people; where operators run again also, per module, which
+        activations are kept and which are made again, with identical layers as one.
+
+        Args:
+            graph: the graph that the plan is for.
+
+        Raises:
+            PlanError: the plan is invalid.
+        """
     def fits(self, memory: int | str) -> bool:
         """Whether the plan's total is within an amount of memory.
 

@@ -27,6 +27,7 @@ from roam.errors import CaptureError, FormatError, GraphError, PlanError, RoamEr
 from roam.report import Progress, figures, peak_place, plan_table
 from roam.report.anatomy import Planned, bound, holdings, kinds
 from roam.report.page import ReportUnavailable
+from roam.report.remade import remade_table
 from roam.report.table import columns, curve_table
 from roam.report.tables import print_tables
 
@@ -298,6 +299,9 @@ def _plan(arguments: argparse.Namespace) -> int:
             planned_step = Planned.of(graph, plan)
             _write("\n")
             print_tables([kinds(planned_step), holdings(planned_step), bound(planned_step)])
+        if plan.recomputation is not None:
+            _write("\n")
+            print_tables([remade_table(graph, plan.recomputation)])
         if arguments.memory_curve:
             _write("\n" + curve_table(values["memory_curve"]) + "\n")
     return code

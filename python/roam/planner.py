@@ -189,6 +189,32 @@ def _export(self: Plan, graph: Graph, path: str | os.PathLike[str]) -> None:
     write_export(Planned.of(graph, self), path)
 
 
+def _plan_summary(self: Plan, graph: Graph) -> str:
+    """The plan's figures for people; where operators run again also, per module, which activations
+    are kept and which are made again, with identical layers as one.
+
+    Args:
+        graph: the graph that the plan is for.
+
+    Raises:
+        PlanError: the plan is invalid.
+    """
+    import io
+
+    from roam.report.figures import figures
+    from roam.report.remade import remade_table
+    from roam.report.table import plan_table
+    from roam.report.tables import print_tables
+
+    _core.verify(graph, self)
+    text = plan_table(graph.name or "step", {**figures(graph, self), "verified": True}, None)
+    if self.recomputation is None:
+        return text
+    out = io.StringIO()
+    print_tables([remade_table(graph, self.recomputation)], out)
+    return f"{text}\n{out.getvalue()}"
+
+
 def _fits(self: Plan, memory: int | str) -> bool:
     """Whether the plan's total is within an amount of memory.
 
@@ -225,5 +251,6 @@ _attach(Graph, "from_fx", _from_fx, to_class=True)
 _attach(Plan, "apply", _apply)
 _attach(Plan, "report", _report)
 _attach(Plan, "export", _export)
+_attach(Plan, "summary", _plan_summary)
 _attach(Plan, "fits", _fits)
 _attach(Plan, "_repr_html_", _repr_html)
