@@ -19,7 +19,8 @@ use crate::rng::Random;
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
-/// How many blocks nearest to each end of a line are compared.
+/// How many blocks nearest to each end of a line are compared. With 6, one of 27 plans and packings
+/// is 1.8 % smaller and one 0.1 % larger (`benches/constants.py`).
 const NEAREST: usize = 24;
 /// Weights stay below this.
 const HEAVIEST: f64 = 1e100;

@@ -10,7 +10,8 @@ use crate::layout::heuristics::weighted::{Filling, Lines, Rule};
 use crate::rng::Random;
 use rayon::prelude::*;
 
-/// Blocks per stage, and most stages.
+/// Blocks per stage, and most stages. With 16 blocks, three of 27 plans and packings are larger, by
+/// at most 3.0 % (`benches/constants.py`).
 const BLOCKS_PER_STAGE: usize = 64;
 const MOST_STAGES: u64 = 300;
 

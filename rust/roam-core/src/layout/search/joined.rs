@@ -13,7 +13,8 @@ use std::collections::BTreeMap;
 
 /// Blocks that may be compared per block, on average.
 const MOST_COMPARED: u64 = 64;
-/// Joined blocks are of use if they are that many times fewer.
+/// Joined blocks are of use if they are that many times fewer. If they always counted as of use,
+/// planning would take more than five times as long (`benches/constants.py`).
 const FEWER: usize = 4;
 
 /// The blocks that are left, and how much was compared; `None` unless they are far fewer.
