@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import roam
 from roam.program.operators import is_region
@@ -209,3 +210,71 @@ def test_a_graph_break_is_refused_with_its_line() -> None:
 def test_graphs_that_own_their_memory_are_refused() -> None:
     error = refused(lambda self, x: self.linear(x), mode="reduce-overhead")
     assert error.code == "compiled_cudagraphs"
+
+
+def tower(batch: int, **options: Any) -> tuple[list[torch.Tensor], Any]:
+    """What four compiled blocks leave after three steps with a batch, and the step by plan; by
+    eager PyTorch without options.
+    """
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(by_method(Block()) for _ in range(4)), torch.nn.Linear(8, 4))
+    step = roam.compile(step_of(model), **options) if options else step_of(model)
+    torch.manual_seed(1)
+    losses = [step(torch.randn(batch, 8), torch.randint(4, (batch,))).detach() for _ in range(3)]
+    return [*losses, *model.state_dict().values(), torch.get_rng_state()], step
+
+
+def test_regions_with_dropout_run_again_within_a_memory_budget() -> None:
+    expected, _ = tower(512)
+    left, step = tower(512, memory="80%")
+    for one, other in zip(expected, left, strict=True):
+        assert torch.equal(one, other)
+    assert step.timings.compile.count == 2  # the first block's input needs no gradient
+    memory = step.memory()
+    assert memory.extra_runs > 0
+    assert memory.total_bytes <= memory.limit_bytes < memory.program_order_bytes
+
+
+def test_the_planned_peak_is_the_measured_one() -> None:
+    _, step = tower(512, on_change="replan")
+    step.measured(torch.randn(512, 8), torch.randint(4, (512,)))
+    memory = step.memory()
+    assert memory.measured_bytes <= memory.total_bytes <= 1.01 * memory.measured_bytes
+
+
+def test_sizes_that_change() -> None:
+    def losses(wrap: Callable[[Any], Any]) -> list[torch.Tensor]:
+        torch._dynamo.reset()
+        step = wrap(step_of(network(Block, by_method)))
+        torch.manual_seed(1)
+        return [
+            step(torch.randn(size, 8), torch.randint(4, (size,))).detach()
+            for size in (16, 16, 24, 16, 32, 24)
+        ]
+
+    for one, other in zip(losses(lambda step: step), losses(roam.compile), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_autocast_and_checkpoints_around_regions() -> None:
+    def step_with(model: torch.nn.Module) -> Callable[..., Any]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(x: torch.Tensor, y: torch.Tensor) -> Any:
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                for layer in model:  # type: ignore[attr-defined]
+                    x = checkpoint(layer, x, use_reentrant=False)
+                loss = functional.cross_entropy(x, y)
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        return step
+
+    eager, planned = network(Block, by_method), network(Block, by_method)
+    expected = trained(eager, step_with(eager), 3)
+    for one, other in zip(
+        expected, trained(planned, roam.compile(step_with(planned)), 3), strict=True
+    ):
+        assert torch.equal(one, other)

@@ -546,6 +546,14 @@ def _module_calls() -> bool:
     )
 
 
+def _dynamic_sizes() -> bool:
+    torch.compiler.reset()
+    compiled = torch.compile(lambda x: x.sin(), backend="aot_eager", dynamic=True)
+    result = compiled(torch.ones(4, requires_grad=True))
+    torch.compiler.reset()
+    return private.DYNAMIC_INDICES in vars(result)
+
+
 def _graphs_of_inductor() -> bool:
     importlib.import_module("torch._inductor.output_code")
     return {"source_code", "mutated_input_idxs", "constants", "torchbind_constants"} <= set(
@@ -589,6 +597,7 @@ CANARIES: dict[str, Callable[[], bool]] = {
     "c_function": _overloads,
     "c_pointer": _shares,
     "compiled_entries": _compiled_code,
+    "DYNAMIC_INDICES": _dynamic_sizes,
     "FROM_STANCE": _compiled_code,
     "IS_NESTED": _compiled_code,
     "count_dispatch_modes": _dispatch_modes,

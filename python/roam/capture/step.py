@@ -360,7 +360,8 @@ def capture_step(
                     except _Settles as found:
                         settles = found
                     except CompileRegions:
-                        known.regions.compile()
+                        with applied([] if settles is None else settles.settings):
+                            known.regions.compile()
                     except (ReadMore, _Renews):
                         settles = None
                     except NumbersChange:

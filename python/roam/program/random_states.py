@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from roam.program.ir import Call, Program, Storage, TensorMeta
-from roam.program.operators import is_ours
+from roam.program.operators import is_ours, is_region
 from roam.program.replay import GENERATOR, generator_state, state_bytes
 from roam.torch_compat.private import schema_of
 
@@ -89,7 +89,8 @@ def _source(program: Program, call: Call, leaving: set[int]) -> _Source | None:
     """Where a random call draws from; None where it is not worth or not able to be replayed."""
     if not call.random or call.skip_if is not None or not is_ours(call.target):
         return None
-    if schema_of(call.target).name not in EXACT:
+    is_region_alone = is_region(call.target) and not call.mutates
+    if schema_of(call.target).name not in EXACT and not is_region_alone:
         return None
     metas = [
         meta
@@ -99,6 +100,8 @@ def _source(program: Program, call: Call, leaving: set[int]) -> _Source | None:
     filled = {meta.storage for meta in metas}
     if not metas or not leaving.isdisjoint(filled) or _is_there(program, filled):
         return None
+    if is_region_alone and any(meta.device.type != "cpu" for meta in metas):
+        return None  # its kernels may add in any order there, and run once
     given = call.kwargs.get(GENERATOR)
     generator = metas[0].device if given is None else given
     size_bytes = state_bytes(generator)

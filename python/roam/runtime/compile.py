@@ -551,6 +551,8 @@ class Step:
         timings, traces = Timings(), self._known.traces
         self._timings = timings
         with collections_wait(), Progress(lambda: f"{timings.doing} {self._name}", only_live=True):
+            regions = self._known.regions
+            compiled, regions.around = regions.compiled, lambda: timings.running(timings.compile)
             with timings.running(timings.capture):
                 step = capture_step(
                     self._train_step,
@@ -564,6 +566,7 @@ class Step:
             if answers.guessed and not may_guess:
                 raise Unseen
             timings.capture.count = self._known.traces - traces
+            timings.compile.count = regions.compiled - compiled
             runners = self._planned(step, timings, is_real=not _has_fakes(step, args, kwargs))
         captured = Captured(step, runners, self._key(args, kwargs), reason, timings.total_s)
         dropped = self._captures.add(captured)

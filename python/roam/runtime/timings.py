@@ -31,6 +31,8 @@ class Timings:
 
     Attributes:
         capture: running the user's function on fake tensors; counts traces.
+        compile: compiling what `torch.compile` is to compile inside of the step; counts the calls
+            that were compiled.
         kernels: finding out what kernels take for themselves; counts those that were run.
         plan: choosing how the step runs, the first one and the later ones; counts the plans that
             were made.
@@ -39,6 +41,7 @@ class Timings:
     """
 
     capture: Stage = field(default_factory=Stage)
+    compile: Stage = field(default_factory=Stage)
     kernels: Stage = field(default_factory=Stage)
     plan: Stage = field(default_factory=Stage)
     first_run: Stage = field(default_factory=Stage)
@@ -70,21 +73,20 @@ class Timings:
     def doing(self) -> str:
         """What is being done with the step before it runs, in words."""
         words = {
-            id(self.capture): "capturing", id(self.kernels): "trying kernels of", id(self.plan): "planning",
+            id(self.capture): "capturing", id(self.compile): "compiling regions of", id(self.kernels): "trying kernels of", id(self.plan): "planning",
         }  # fmt: skip
         return words.get(id(self._current), "preparing")
 
     @property
     def total_s(self) -> float:
         """Seconds that have passed in all stages so far."""
-        return sum(
-            stage.wall_s for stage in (self.capture, self.kernels, self.plan, self.first_run)
-        )
+        stages = self.capture, self.compile, self.kernels, self.plan, self.first_run
+        return sum(stage.wall_s for stage in stages)
 
     def __str__(self) -> str:
         """One line."""
         stages = (
-            ("capture", self.capture, "traces"), ("kernels", self.kernels, "tried"), ("planning", self.plan, "plans"),
+            ("capture", self.capture, "traces"), ("compilation", self.compile, "regions"), ("kernels", self.kernels, "tried"), ("planning", self.plan, "plans"),
             ("first run", self.first_run, ""),
         )  # fmt: skip
         shown = [
@@ -93,6 +95,7 @@ class Timings:
             + (f", {stage.from_disk} from disk" if stage.from_disk else "")
             + (")" if unit else "")
             for name, stage, unit in stages
+            if stage is not self.compile or stage.count
         ]
         return f"{self.total_s:.2f} s: " + ", ".join(shown)
 

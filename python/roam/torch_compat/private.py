@@ -378,6 +378,8 @@ def is_of_dynamo(module: str) -> bool:
     return module.startswith("torch._dynamo")
 
 
+DYNAMIC_INDICES = "_dynamo_propagated_dynamic_indices"
+"""The attribute of tensors where compiled graphs note for later compilations which sizes vary."""
 IS_NESTED = "_is_eager_on_nested_compile"
 """The function that a compiled function asks first: whether to run as it is written."""
 FROM_STANCE = "_callback_from_stance"
@@ -450,6 +452,7 @@ __all__ = [
     "ASKS_FOR_FAKES",
     "CALLS",
     "C_NN",
+    "DYNAMIC_INDICES",
     "ENGINE_CODE",
     "FROM_STANCE",
     "HOOKS",

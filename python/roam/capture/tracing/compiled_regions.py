@@ -15,7 +15,6 @@ import functools
 import gc
 import re
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
@@ -143,12 +142,12 @@ class Regions:
     """The compiled functions that one step calls.
 
     Attributes:
-        compiled_s: seconds that their compilation took, where it was not done before.
         compiled: how many calls were compiled.
+        around: a block around each compilation.
     """
 
-    compiled_s: float = 0.0
     compiled: int = 0
+    around: Callable[[], AbstractContextManager[None]] = nullcontext
     _codes: list[_Code] = field(default_factory=list)
     _known: dict[object, _Code] = field(default_factory=dict)
     _wanted: dict[object, _Wanted] = field(default_factory=dict)
@@ -350,7 +349,6 @@ class Regions:
         """
         self._rounds += 1
         wanted, self._wanted = self._wanted, {}
-        start = time.perf_counter()
         for key, one in wanted.items():
             if self._rounds > _MOST_ROUNDS:
                 _refuse(
@@ -358,8 +356,8 @@ class Regions:
                     "it is made anew in every step; compile it once, outside of the step",
                     code="compiled_call",
                 )
-            self._known[key] = self._compiled(one)
-        self.compiled_s += time.perf_counter() - start
+            with self.around():
+                self._known[key] = self._compiled(one)
 
     def _compiled(self, wanted: _Wanted) -> _Code:
         evaluation = frame_evaluation()
@@ -438,7 +436,7 @@ class Regions:
                 if one.original is original
             ]
             for code, guards, of in entries:
-                if of is backend and guards.check(frame.f_locals):
+                if of == backend and guards.check(frame.f_locals):
                     found.append(_Code(original, code, frame.f_globals, guards, backend))
                     raise _Found
             result = callback(frame, *others, **named)

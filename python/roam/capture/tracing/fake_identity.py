@@ -18,7 +18,7 @@ import torch
 
 from roam.capture.tracing.source_location import is_user_code
 from roam.torch_compat.patches import Replacement, globals_added, replaced
-from roam.torch_compat.private import ASKS_FOR_FAKES, HOOKS, FakeTensor
+from roam.torch_compat.private import ASKS_FOR_FAKES, DYNAMIC_INDICES, HOOKS, FakeTensor
 
 _identity, _hash, _type = id, hash, type
 Refuse = Callable[..., NoReturn]
@@ -204,7 +204,11 @@ def own_attributes(fake: FakeTensor) -> dict[str, Any]:
         _OF_FAKES.update(
             vars(FakeTensor(fake.fake_mode, torch.empty(0, device="meta"), fake.fake_device))
         )
-    return {name: value for name, value in vars(fake).items() if name not in _OF_FAKES}
+    return {
+        name: value
+        for name, value in vars(fake).items()
+        if name not in _OF_FAKES and name != DYNAMIC_INDICES
+    }
 
 
 def is_parameter(fake: Any) -> bool:
