@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import enum
 import functools
+import logging
+import mmap
+import multiprocessing
+import queue
 import random
+import string
+import threading
 import timeit
 import types
 import weakref
@@ -724,6 +731,80 @@ def test_switches_of_pytorch_are_guarded() -> None:
     assert_failure(guards, f"number of threads changed from {threads} to {threads + 1}")
     torch.set_num_threads(threads)
     assert guards.failure() is None
+
+
+def _shared_number() -> Any:
+    return multiprocessing.Value("d", 1.0)
+
+
+def _template() -> Any:
+    return string.Template("$a")
+
+
+OPAQUE: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
+    "event": (threading.Event, threading.Event.set),
+    "semaphore": (threading.Semaphore, threading.Semaphore.release),
+    "logger": (lambda: logging.getLogger("a.step"), lambda logger: logger.setLevel("DEBUG")),
+    "logger's parent": (
+        lambda: logging.getLogger("a.step.of"),
+        lambda logger: logger.parent.setLevel("ERROR"),
+    ),
+    "queue": (queue.SimpleQueue, lambda held: held.put(1)),
+    "shared number": (_shared_number, lambda number: setattr(number, "value", 2.0)),
+    "number of C": (lambda: ctypes.c_double(1.0), lambda number: setattr(number, "value", 2.0)),
+    "array of C": (lambda: (ctypes.c_int * 2)(1, 2), lambda array: array.__setitem__(0, 3)),
+    "memory map": (lambda: mmap.mmap(-1, 16), lambda memory: memory.__setitem__(0, 3)),
+    "array of objects": (
+        lambda: np.array([1.0, "a"], dtype=object),
+        lambda array: array.__setitem__(0, 2.0),
+    ),
+    "template": (_template, lambda template: setattr(template, "template", "$b")),
+    "exception": (lambda: ValueError(1.0), lambda error: setattr(error, "args", (2.0,))),
+}
+
+
+@pytest.mark.parametrize("name", OPAQUE)
+def test_objects_whose_state_is_in_no_container_are_asked(name: str) -> None:
+    make, change = OPAQUE[name]
+    held = make()
+    guards = guards_of(lambda: held)
+    assert guards.failure() is None
+    change(held)
+    assert_failure(guards, "the state of closure held changed from")
+
+
+def test_large_memory_is_not_read_before_the_step_looks_at_it() -> None:
+    class Trainer:
+        def __init__(self) -> None:
+            self.net = torch.nn.Linear(2, 2)
+            self.data = mmap.mmap(-1, 1 << 25)
+
+        def step(self, x: torch.Tensor) -> torch.Tensor:
+            return self.net(x).sum()
+
+    trainer = Trainer()
+    step = roam.compile(trainer.step)
+    step(torch.ones(1, 2))
+    trainer.data[0] = 1
+    step(torch.ones(1, 2))
+    assert len(step.plans) == 1
+
+
+def test_functions_by_type_are_guarded() -> None:
+    @functools.singledispatch
+    def scale(value: object) -> float:
+        return 1.0
+
+    guards = guards_of(lambda: scale(2.0))
+    scale.register(float)(lambda value: 3.0)
+    assert guards.failure() is not None
+
+
+def test_defaults_of_an_optimizer_are_guarded() -> None:
+    model, optimizer, x = parts()
+    guards = guards_of(plain_step, model, optimizer, x)
+    optimizer.defaults["lr"] = 5.0
+    assert_failure(guards, "optimizer.defaults['lr'] changed from")
 
 
 def test_replaceable_tensors_are_not_kept_alive() -> None:

@@ -654,6 +654,27 @@ class ArraySpace(Space):
         return f"{self.path}.{key}"
 
 
+class ReadSpace(Space):
+    """What can be asked of an object whose state is in no container: an event, a logger."""
+
+    __slots__ = ("_read", "holder")
+
+    def __init__(self, holder: Any, path: str, read: Callable[[Any], Any]) -> None:
+        """`read`: what is asked; it gives a plain value, or a tuple that is compared as one."""
+        super().__init__(path)
+        self.holder = holder
+        self._read = read
+
+    def items(self) -> Items:
+        return [("", self._read(self.holder))]
+
+    def put(self, items: Items) -> None:
+        """Nothing: a step that changes such an object is refused."""
+
+    def label(self, key: Any) -> str:
+        return f"the state of {self.path}"
+
+
 class OptimizerSpace(Space):
     """An optimizer's hyper-parameters as the step sees them: through the optimizer, whichever
     objects hold them now.

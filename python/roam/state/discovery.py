@@ -46,6 +46,7 @@ from roam.state.containers import (
     OptimizerSpace,
     PartialSpace,
     ProxySpace,
+    ReadSpace,
     RecurrentSpace,
     RenewedSpace,
     ScalerSpace,
@@ -61,6 +62,7 @@ from roam.state.containers import (
 from roam.state.equality import MISSING, attributes_of, is_numpy_array, is_plain
 from roam.state.global_state import surrounding_code
 from roam.state.library_code import is_library, is_opaque, names_of
+from roam.state.opaque_state import read_bytes_of, reader_of
 from roam.torch_compat.private import HOOKS, FakeTensor, is_of_dynamo, pytree
 
 # Methods that no step runs on an object that it has been given ready-made.
@@ -506,7 +508,8 @@ class _Walk:
                 # What it closes over is the compiler, which changes whenever it compiles.
                 self._enqueue(getattr(value, "__wrapped__", None), path)
             else:  # a library's decorator, or hook, around a function of the user's
-                for part in (getattr(value, "__wrapped__", None), *_closed_over(value)):
+                parts = (getattr(value, name, None) for name in ("__wrapped__", "registry"))
+                for part in (*parts, *_closed_over(value)):
                     self._enqueue(part, path)
         elif kind is types.MethodType:
             self._enqueue(value.__self__, f"{path}.__self__")
@@ -552,10 +555,9 @@ class _Walk:
         elif issubclass(kind, set):
             self._fill(SetSpace(value, path, label=lambda key: f"{path}{{...}}"))
             self._enqueue(kind, kind.__qualname__)
-        elif is_numpy_array(value):
-            if not value.dtype.hasobject:
-                self._weigh(value.nbytes, _MOST_UNREAD_BYTES)
-                self._place(ArraySpace(value, path))
+        elif is_numpy_array(value) and not value.dtype.hasobject:
+            self._weigh(value.nbytes, _MOST_UNREAD_BYTES)
+            self._place(ArraySpace(value, path))
         elif issubclass(kind, types.ModuleType):
             self.held_modules.append((value, path, self.edge))
         elif kind is types.CodeType:
@@ -596,9 +598,13 @@ class _Walk:
                 "on tensors, not on nodes",
                 code="autograd_node",
             )
-        elif not is_opaque(kind):
-            self._attributes(value, path)
-            self._class_of(value)
+        else:
+            if (read := reader_of(value)) is not None:
+                self._weigh(read_bytes_of(value, read), _MOST_UNREAD_BYTES)
+                self._place(ReadSpace(value, path, read))
+            if not is_opaque(kind):
+                self._attributes(value, path)
+                self._class_of(value)
 
     def _module(self, module: torch.nn.Module, path: str) -> None:
         self._list(self.reach.modules, module, path)
@@ -643,7 +649,9 @@ class _Walk:
         held = MappingSpace(attributes, path, label=_child(path))
         self._place(held, guarded=False)
         for name, value in attributes.items():
-            if name not in ("state", "param_groups", "defaults"):
+            if name == "defaults" and any(map(torch.is_tensor, value.values())):
+                continue  # the groups have them
+            if name not in ("state", "param_groups"):
                 self._enqueue(value, f"{path}.{name}", (held, name))
         groups = f"{path}.param_groups"
         self._place(
@@ -775,6 +783,8 @@ class _Walk:
         if not isinstance(module, types.ModuleType) or is_library(module.__name__):
             return
         names = sorted(name for name in attributes if name in module.__dict__)
+        if len(names) < len(attributes):
+            self._enqueue(module.__dict__.get("__getattr__"), f"{path}.__getattr__")
         if names:
             self._fill(NamesSpace(module.__dict__, names, path, label=_child(path)))
         for name in names:

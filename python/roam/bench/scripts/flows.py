@@ -407,3 +407,59 @@ def gaussian_process(wrap: Wrap) -> Any:
         [log_scale.data, log_noise.data, log_length.data],
         optimizer,
     )
+
+
+@script(
+    "Fourier neural operator: complex weights, a real FFT there and back, relative errors, a decaying rate"
+)
+def fourier_operator(wrap: Wrap) -> Any:
+    class SpectralConv1d(nn.Module):
+        def __init__(self, channels: int, modes: int) -> None:
+            super().__init__()
+            self.modes = modes
+            scale = 1 / channels**2
+            self.weights = nn.Parameter(
+                scale * torch.rand(channels, channels, modes, dtype=torch.cfloat)
+            )
+
+        def forward(self, x: Any) -> Any:
+            spectrum = torch.fft.rfft(x)
+            out = torch.zeros(*x.shape[:2], x.size(-1) // 2 + 1, dtype=torch.cfloat)
+            out[:, :, : self.modes] = torch.einsum(
+                "bix,iox->box", spectrum[:, :, : self.modes], self.weights
+            )
+            return torch.fft.irfft(out, n=x.size(-1))
+
+    class Operator(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lift = nn.Linear(2, 8)
+            self.spectral = nn.ModuleList(SpectralConv1d(8, 5) for _ in range(2))
+            self.local = nn.ModuleList(nn.Conv1d(8, 8, 1) for _ in range(2))
+            self.project = nn.Linear(8, 1)
+
+        def forward(self, x: Any) -> Any:
+            grid = torch.linspace(0, 1, x.shape[1]).reshape(1, -1, 1).repeat(x.shape[0], 1, 1)
+            x = self.lift(torch.cat((x, grid), dim=-1)).permute(0, 2, 1)
+            for spectral, local in zip(self.spectral, self.local, strict=True):
+                x = functional.gelu(spectral(x) + local(x))
+            return self.project(x.permute(0, 2, 1))
+
+    model = Operator()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, weight_decay=1e-4)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
+
+    @wrap
+    def train_step(x: Any, y: Any) -> Any:
+        optimizer.zero_grad()
+        out = model(x).view(len(x), -1)
+        loss = (torch.norm(out - y, 2, 1) / torch.norm(y, 2, 1)).sum()
+        loss.backward()
+        optimizer.step()
+        return loss.item(), functional.mse_loss(out, y).item()
+
+    losses = []
+    for _ in range(5):
+        losses.append(train_step(torch.randn(4, 16, 1), torch.randn(4, 16)))
+        scheduler.step()
+    return losses, model, optimizer

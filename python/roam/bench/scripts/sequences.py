@@ -360,3 +360,45 @@ def state_spaces(wrap: Wrap) -> Any:
         [p.data for p in params],
         optimizer,
     )
+
+
+@script(
+    "Truncated backpropagation through time: states of LSTM cells in a list, detached at the next step"
+)
+def truncated_backpropagation(wrap: Wrap) -> Any:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(20, 8)
+            self.cells = nn.ModuleList(nn.LSTMCell(8, 8) for _ in range(2))
+            self.out = nn.Linear(8, 20)
+            self.hidden = [(torch.zeros(3, 8), torch.zeros(3, 8)) for _ in self.cells]
+
+        def detach(self) -> None:
+            self.hidden = [(h.detach(), c.detach()) for h, c in self.hidden]
+
+        def forward(self, x: Any) -> Any:
+            outputs = []
+            for t in range(x.size(1)):
+                value = self.embedding(x[:, t])
+                for i, cell in enumerate(self.cells):
+                    self.hidden[i] = cell(value, self.hidden[i])
+                    value = self.hidden[i][0]
+                outputs.append(self.out(value))
+            return torch.stack(outputs, 1)
+
+    model = Model()
+    optimizer = torch.optim.Adam(model.parameters())
+
+    @wrap
+    def train_step(x: Any, y: Any) -> Any:
+        model.detach()
+        loss = functional.cross_entropy(model(x).flatten(0, 1), y.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        return loss.detach()
+
+    losses = [train_step(torch.randint(20, (3, 5)), torch.randint(20, (3, 5))) for _ in range(10)]
+    return losses, model, model.hidden, optimizer

@@ -422,3 +422,115 @@ def deep_equilibrium(wrap: Wrap) -> Any:
         return loss
 
     return [train_step(*_batch()) for _ in range(3)], cell, head, optimizer
+
+
+@script(
+    "Muon: momentum orthogonalized by Newton-Schulz in bfloat16 for matrices, Adam with a count for the rest"
+)
+def muon(wrap: Wrap) -> Any:
+    def zeropower(gradient: Any, steps: int = 5) -> Any:
+        a, b, c = (3.4445, -4.7750, 2.0315)
+        x = gradient.bfloat16()
+        if gradient.size(-2) > gradient.size(-1):
+            x = x.mT
+        x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+        for _ in range(steps):
+            products = x @ x.mT
+            x = a * x + (b * products + c * products @ products) @ x
+        return x.mT if gradient.size(-2) > gradient.size(-1) else x
+
+    class Muon(torch.optim.Optimizer):
+        def __init__(self, groups: Any) -> None:
+            for group in groups:
+                group["lr"] = group.get("lr", 0.02 if group["use_muon"] else 3e-4)
+                group["momentum"] = group.get("momentum", 0.95)
+                group["betas"] = group.get("betas", (0.9, 0.95))
+                group["weight_decay"] = group.get("weight_decay", 0.0)
+            super().__init__(groups, {})
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for group in self.param_groups:
+                for p in group["params"]:
+                    if p.grad is None:
+                        p.grad = torch.zeros_like(p)
+                    state = self.state[p]
+                    if group["use_muon"]:
+                        if len(state) == 0:
+                            state["momentum_buffer"] = torch.zeros_like(p)
+                        state["momentum_buffer"].lerp_(p.grad, 1 - group["momentum"])
+                        update = zeropower(
+                            p.grad.lerp_(state["momentum_buffer"], group["momentum"])
+                        )
+                        update *= max(1, p.size(-2) / p.size(-1)) ** 0.5
+                    else:
+                        if len(state) == 0:
+                            state["exp_avg"] = torch.zeros_like(p)
+                            state["exp_avg_sq"] = torch.zeros_like(p)
+                            state["step"] = 0
+                        state["step"] += 1
+                        beta1, beta2 = group["betas"]
+                        state["exp_avg"].lerp_(p.grad, 1 - beta1)
+                        state["exp_avg_sq"].lerp_(p.grad.square(), 1 - beta2)
+                        mean = state["exp_avg"] / (1 - beta1 ** state["step"])
+                        square = state["exp_avg_sq"] / (1 - beta2 ** state["step"])
+                        update = mean / (square.sqrt() + 1e-10)
+                    p.mul_(1 - group["lr"] * group["weight_decay"])
+                    p.add_(update.reshape(p.shape), alpha=-group["lr"])
+
+    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 3, bias=False))
+    matrices = [p for p in model.parameters() if p.ndim >= 2]
+    others = [p for p in model.parameters() if p.ndim < 2]
+    optimizer = Muon(
+        [
+            {"params": matrices, "use_muon": True, "weight_decay": 0.01},
+            {"params": others, "use_muon": False},
+        ]
+    )
+
+    @wrap
+    def train_step(x: Any, y: Any) -> Any:
+        loss = functional.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        model.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    history = []
+    for step in range(6):
+        share = min(step / 4, 1)
+        optimizer.param_groups[0]["momentum"] = (1 - share) * 0.85 + share * 0.95
+        history.append(train_step(*_batch()))
+    return history, model, optimizer
+
+
+@script(
+    "A loop that skips bad batches: the step raises an exception of its own, which the loop catches"
+)
+def skipped_batches(wrap: Wrap) -> Any:
+    class BadBatch(Exception):
+        pass
+
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+    optimizer = torch.optim.Adam(model.parameters())
+
+    @wrap
+    def train_step(x: Any, y: Any, is_whole: bool) -> Any:
+        optimizer.zero_grad()
+        loss = functional.cross_entropy(model(x), y)
+        loss.backward()
+        if not is_whole:
+            raise BadBatch("a batch that is cut off")
+        if torch.isnan(loss):
+            raise BadBatch("the loss is not a number")
+        optimizer.step()
+        return loss
+
+    history: list[Any] = []
+    for step in range(8):
+        x, y = _batch()
+        try:
+            history.append(train_step(x * (float("nan") if step == 4 else 1.0), y, step % 3 != 2))
+        except BadBatch as error:
+            history.append(str(error))
+    return history, model, optimizer
