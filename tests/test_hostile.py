@@ -33,7 +33,6 @@ from training import assert_same_bits, tensors_and_numbers
 pytestmark = pytest.mark.usefixtures("one_thread")
 functional = torch.nn.functional
 runtime = importlib.import_module("roam.runtime.compile")
-runner = importlib.import_module("roam.runtime.runner")
 
 
 def make() -> Any:
