@@ -14,7 +14,8 @@ pytest.importorskip("transformers")
 pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 
-from roam.bench import memory, memory_nets, memory_others
+import roam
+from roam.bench import memory, memory_checkmate, memory_nets, memory_others
 from roam.bench.memory_nets import NETS, Net
 from roam.cli import main
 
@@ -35,7 +36,12 @@ def one_tiny_net(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The benchmark has one net, which takes no time."""
     monkeypatch.setattr(memory, "NETS", (TINY,))
     yield
-    for found in (memory._eager, memory._plain, memory._planned_without_limit):
+    for found in (
+        memory._eager,
+        memory._plain,
+        memory._planned_without_limit,
+        memory._small_without_limit,
+    ):
         found.cache_clear()
 
 
@@ -142,3 +148,53 @@ def test_every_net_has_a_name_of_its_own_and_a_small_size() -> None:
     assert {net.kind for net in NETS} == {
         "convolutional", "transformer", "recurrent", "state space", "experts", "searched"
     }  # fmt: skip
+
+
+def chain(layers: int) -> roam.Graph:
+    """Forward and backward pass of a chain: each layer is needed by its backward operator."""
+    builder = roam.GraphBuilder("chain")
+    weight = builder.tensor("weight", 64, kind="parameter", residency="persistent")
+    made = [builder.tensor(f"forward {at}", 4096, kind="activation") for at in range(layers)]
+    for before, after in zip([weight, *made[:-1]], made, strict=True):
+        builder.operator("forward", reads=[before], creates=[after], time_ns=1000, repeatable=True)
+    gradients: list[int] = []
+    for activation in reversed(made):
+        gradients.append(builder.tensor("gradient", 4096))
+        reads = [activation, *gradients[-2:-1]]
+        builder.operator(
+            "backward", reads=reads, creates=gradients[-1:], time_ns=2000, repeatable=True
+        )
+    return builder.build()
+
+
+def test_checkmates_programs_keep_to_their_room_and_none_is_below_the_bound() -> None:
+    pytest.importorskip("highspy")
+    graph = chain(6)
+    room = int(graph.live_bytes().max())
+    assert memory_checkmate.solve(graph, "integer program", room).least_ns == 0
+    tight = room - 2 * 4096
+    exact, rounded = (memory_checkmate.solve(graph, way, tight) for way in memory_checkmate.METHODS)
+    assert exact.solution is not None
+    assert exact.solution.live_bytes <= tight
+    assert exact.least_ns == exact.solution.extra_ns > 0
+    if rounded.solution is not None:
+        assert rounded.solution.live_bytes <= tight
+        assert rounded.solution.extra_ns >= exact.solution.extra_ns
+    plan = roam.optimize(graph, memory_limit_bytes=tight + graph.persistent_bytes)
+    assert plan.recomputation is not None
+    assert plan.recomputation["least_extra_s"] <= exact.least_ns / 1e9
+    assert memory_checkmate.solve(graph, "integer program", 2 * 4096).solution is None
+
+
+def test_what_changes_a_tensor_in_place_runs_with_what_made_it() -> None:
+    graph = memory_checkmate.capture("convolutions")
+    for node in memory_checkmate.nodes_of(graph):
+        names = [graph.operator(operator).name for operator in node.operators]
+        if "aten.relu_.default" in names:
+            assert "aten.native_batch_norm.default" in names
+            assert node.is_repeatable
+
+
+def test_graphs_that_are_too_large_for_checkmates_program_are_refused() -> None:
+    with pytest.raises(ValueError, match="302 nodes; at most 150"):
+        memory_checkmate.solve(chain(151), "integer program", 1 << 30)

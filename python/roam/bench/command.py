@@ -187,11 +187,12 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
     _only(memory, "net")
     memory.add_argument(
         "--part",
-        choices=("planned", "trained", "others", "pytorch"),
+        choices=("planned", "trained", "others", "pytorch", "checkmate"),
         default="planned",
         help="planned: plans of large steps; trained: small steps that are trained by plan; others: "
         "small steps that are trained in other ways; pytorch: budgets of torch.compile beside plans "
-        "within the same memory (default planned)",
+        "within the same memory; checkmate: Checkmate's programs on small steps beside plans (default "
+        "planned)",
     )
     memory.add_argument(
         "--pairs",

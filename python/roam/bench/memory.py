@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import roam
+from roam.bench import memory_checkmate as checkmate
 from roam.bench.memory_nets import NETS, Net, build, capture
 from roam.bench.memory_others import OTHERS, Way, timed_share
 from roam.bench.memory_pytorch import BUDGETS, Point, by_pytorch, by_roam
@@ -57,7 +58,7 @@ def benchmark(arguments: argparse.Namespace) -> Benchmark:
     """Every net, or those named, in one part."""
     check_named(arguments.only, (net.name for net in NETS))
     nets = [net for net in NETS if not arguments.only or net.name in arguments.only]
-    if arguments.part == "pytorch":
+    if arguments.part in ("pytorch", "checkmate"):
         nets = []
     settings = {"only": arguments.only, "pairs": arguments.pairs}
     return Benchmark(
@@ -66,6 +67,7 @@ def benchmark(arguments: argparse.Namespace) -> Benchmark:
         [
             *(task for net in nets for task in _tasks(arguments.part, net, arguments.pairs)),
             *(_pytorch_tasks(arguments.pairs) if arguments.part == "pytorch" else ()),
+            *(_checkmate_tasks() if arguments.part == "checkmate" else ()),
         ],
         _COLUMNS,
         summary=summary,
@@ -100,6 +102,52 @@ def _pytorch_tasks(pairs: int) -> Iterator[Task]:
         for way in ("torch.compile", "roam"):
             key = {"part": "pytorch", "net": "llama", "way": way, "percent": round(100 * share)}
             yield Task(key, partial(_row, partial(meet, share, way, pairs)))
+
+
+def _checkmate_tasks() -> Iterator[Task]:
+    for name in checkmate.NAMES:
+        for share in checkmate.SHARES:
+            for way in (*checkmate.METHODS, "roam"):
+                key: dict[str, str | int] = {
+                    "part": "checkmate",
+                    "net": name,
+                    "way": way,
+                    "percent": round(100 * share),
+                }
+                yield Task(key, partial(_row, partial(beside_checkmate, name, share, way)))
+
+
+@cache
+def _small_without_limit(name: str) -> tuple[roam.Graph, roam.Plan]:
+    graph = checkmate.capture(name)
+    return graph, roam.optimize(graph, exact="off")
+
+
+def beside_checkmate(name: str, share: float, way: str) -> Row:
+    """Plan a small step within a share, by a method of Checkmate or by roam."""
+    graph, plain = _small_without_limit(name)
+    start = time.process_time()
+    if way == "roam":
+        row = _planned(graph, plain, share)
+        return row | {"plan_s": time.process_time() - start}
+    limit_bytes = _limit(plain.persistent_bytes, plain.total_bytes, share)
+    answer = checkmate.solve(graph, way, limit_bytes - plain.persistent_bytes)
+    once_ns = int(graph.times_ns.sum())
+    row = {
+        "operators": graph.num_operators,
+        "persistent_bytes": plain.persistent_bytes,
+        "plain_bytes": plain.total_bytes,
+        "limit_bytes": limit_bytes,
+        "plan_s": time.process_time() - start,
+        "least_share": answer.least_ns / once_ns,
+    }
+    if answer.solution is None:
+        return row | {"outcome": "not found"}
+    return row | {
+        "planned_bytes": plain.persistent_bytes + answer.solution.live_bytes,
+        "extra_runs": len(answer.solution.sequence) - graph.num_operators,
+        "extra_share": answer.solution.extra_ns / once_ns,
+    }
 
 
 @cache
@@ -145,7 +193,10 @@ def _planned_without_limit(net: Net) -> tuple[roam.Graph, roam.Plan]:
 
 def plan(net: Net, share: float) -> Row:
     """Plan the large step within a share, by the model of time; nothing is allocated."""
-    graph, plain = _planned_without_limit(net)
+    return _planned(*_planned_without_limit(net), share)
+
+
+def _planned(graph: roam.Graph, plain: roam.Plan, share: float) -> Row:
     limit_bytes = _limit(plain.persistent_bytes, plain.total_bytes, share)
     row: Row = {
         "operators": graph.num_operators,
@@ -453,6 +504,25 @@ def pytorch_table(record: Record) -> Table:
     return Table("A small Llama, forward and backward pass", columns, record["rows"])
 
 
+def checkmate_table(record: Record) -> Table:
+    """Checkmate's methods and roam's plan within equal bytes."""
+    columns = (
+        "net",
+        "way",
+        "budget",
+        "outcome",
+        "planned",
+        "extra time",
+        "at least",
+        "planning, s",
+    )
+    return Table(
+        "Small steps, by Checkmate's methods and by roam",
+        [column for column in _COLUMNS if column.title in columns],
+        record["rows"],
+    )
+
+
 def totals_line(record: Record) -> str:
     """What came of all rows."""
     rows = record["rows"]
@@ -479,6 +549,7 @@ def summary(record: Record) -> Iterator[Table | str]:
         "trained": trained_table,
         "others": others_table,
         "pytorch": pytorch_table,
+        "checkmate": checkmate_table,
     }
     yield tables[part](record)
     if part == "planned":
