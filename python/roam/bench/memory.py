@@ -139,7 +139,7 @@ def beside_checkmate(name: str, share: float, way: str) -> Row:
         "plain_bytes": plain.total_bytes,
         "limit_bytes": limit_bytes,
         "plan_s": time.process_time() - start,
-        "least_share": answer.least_ns / once_ns,
+        "least_share": None if answer.least_ns is None else answer.least_ns / once_ns,
     }
     if answer.solution is None:
         return row | {"outcome": "not found"}

@@ -214,11 +214,12 @@ class Answer:
 
     Attributes:
         solution: the cheapest within the budget; None where none was found.
-        least_ns: no solution of the integer program has less extra time; 0 if it was not solved.
+        least_ns: no solution of the integer program has less extra time; None where nothing is
+            proved.
     """
 
     solution: Solution | None
-    least_ns: int
+    least_ns: int | None
 
 
 def solve(graph: roam.Graph, method: str, room_bytes: int) -> Answer:
@@ -238,7 +239,7 @@ def solve(graph: roam.Graph, method: str, room_bytes: int) -> Answer:
     else:
         program = _Program(nodes, int(_ROUNDED_SHARE * room_bytes), is_whole=False)
         kept, _ = program.solve()
-        least_ns, thresholds = once_ns, _THRESHOLDS
+        least_ns, thresholds = None, _THRESHOLDS
     found: list[Solution] = []
     for threshold in thresholds:
         if kept is None:
@@ -250,7 +251,7 @@ def solve(graph: roam.Graph, method: str, room_bytes: int) -> Answer:
         if live_bytes <= room_bytes:
             found.append(Solution(sequence, extra_ns, live_bytes))
     best = min(found, key=lambda one: one.extra_ns, default=None)
-    return Answer(best, max(least_ns - once_ns, 0))
+    return Answer(best, None if least_ns is None else max(least_ns - once_ns, 0))
 
 
 def _runs(nodes: list[Node], kept: list[list[float]], threshold: float) -> list[int]:
@@ -400,7 +401,7 @@ class _Program:
             freed[one] = column
         return freed
 
-    def solve(self) -> tuple[list[list[float]] | None, int]:
+    def solve(self) -> tuple[list[list[float]] | None, int | None]:
         """What is kept at each stage, None where no solution was found; and a bound on the time of
         all runs, in nanoseconds.
         """
@@ -409,6 +410,6 @@ class _Program:
         bound = info.mip_dual_bound if self._is_whole else info.objective_function_value
         feasible = self._highspy.SolutionStatus.kSolutionStatusFeasible
         if info.primal_solution_status != feasible:
-            return None, 0
+            return None, None
         values = self._solver.getSolution().col_value
         return [[values[column] for column in stage] for stage in self._keep], int(bound)
