@@ -649,9 +649,11 @@ class _Walk:
         held = MappingSpace(attributes, path, label=_child(path))
         self._place(held, guarded=False)
         for name, value in attributes.items():
-            if name == "defaults" and any(map(torch.is_tensor, value.values())):
-                continue  # the groups have them
-            if name not in ("state", "param_groups"):
+            if name == "defaults" and not any(map(torch.is_tensor, value.values())):
+                # `load_state_dict` adds entries; where there are tensors, the groups have them.
+                where = f"{path}.defaults"
+                self._fill(NamesSpace(value, sorted(value), where, label=_index(where)))
+            elif name not in ("state", "param_groups", "defaults"):
                 self._enqueue(value, f"{path}.{name}", (held, name))
         groups = f"{path}.param_groups"
         self._place(
