@@ -353,7 +353,7 @@ def test_a_gpt2_trains_in_a_third_of_its_memory() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems limit data segments otherwise")
 def test_the_system_may_give_no_more_than_the_budget() -> None:
     """Capture, trials of kernels, planning and the checked first run are inside of it."""
-    budget_bytes = hard_limit.eager_bytes(256) // 3
+    budget_bytes = hard_limit.eager_bytes(512) // 3
     # One arena, and no memory of more than 256 KiB kept for later: how much more glibc takes than
     # it is asked for is not of the budget.
     settings = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": str(2**18)}
@@ -361,13 +361,12 @@ def test_the_system_may_give_no_more_than_the_budget() -> None:
     def told(*arguments: object) -> dict[str, Any]:
         command = [sys.executable, "-W", "ignore", str(TRAINED), *map(str, arguments)]
         environment = os.environ | settings | {"OMP_NUM_THREADS": "1"}
-        output = subprocess.run(
-            command, check=True, capture_output=True, text=True, env=environment
-        ).stdout
-        found: dict[str, Any] = json.loads(output.splitlines()[-1])
+        run = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+        assert run.returncode == 0, run.stderr[-2000:]
+        found: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
         return found
 
-    eager, planned = told("eager", 256, 3), told("planned", 256, 3, budget_bytes)
+    eager, planned = told("eager", 512, 2), told("planned", 512, 2, budget_bytes)
     assert planned["losses"] == eager["losses"]
     assert planned["extra_runs"] > 0
     assert planned["planned_bytes"] <= budget_bytes
