@@ -28,6 +28,15 @@ pub(super) struct Policy<'a> {
     pub(super) weight: &'a [f64],
     /// Per tensor a factor of its scores.
     pub(super) taste: &'a [f64],
+    /// Per tensor the place until which it is kept once it cannot be made again; 0 for most.
+    pub(super) kept_until: &'a [u32],
+}
+
+/// Why an eviction went no further: tensors that were given up, and later could not be made again
+/// because what they are made of had changed for good; empty where something else was the reason.
+pub(super) struct Failure {
+    pub(super) missed: Vec<u32>,
+    pub(super) place: u32,
 }
 
 /// No chain of operators that make a tensor again is followed further.
@@ -39,12 +48,15 @@ const ROUNDS: usize = 4;
 /// What is needed within the step's operators divided by this is needed soon.
 const SOON: usize = 64;
 
-/// The runs, late views left out; `None` where there was no room, or the work was used up.
-pub(super) fn evict(model: &Model, limit: u64, policy: &Policy<'_>, work: &mut u64) -> Option<Vec<u32>> {
+/// The runs, late views left out; a failure where there was no room, or the work was used up.
+pub(super) fn evict(model: &Model, limit: u64, policy: &Policy<'_>, work: &mut u64) -> Result<Vec<u32>, Failure> {
     let mut eviction = Eviction::new(model, limit, policy, *work);
     let result = (0..model.len() as u32).try_for_each(|op| eviction.first_run(op));
     *work = eviction.work;
-    result.map(|()| eviction.runs)
+    match result {
+        Some(()) => Ok(eviction.runs),
+        None => Err(Failure { missed: eviction.missed, place: eviction.now }),
+    }
 }
 
 /// Cannot go on.
@@ -100,6 +112,8 @@ struct Eviction<'a> {
     /// Marks of the operators of the current replay.
     mark: Vec<u32>,
     marks: u32,
+    /// See [`Failure`].
+    missed: Vec<u32>,
 }
 
 /// What making a tensor again takes.
@@ -135,6 +149,7 @@ impl<'a> Eviction<'a> {
             stack: Vec::new(),
             mark: vec![0; model.len()],
             marks: 0,
+            missed: Vec::new(),
         }
     }
 
@@ -209,12 +224,19 @@ impl<'a> Eviction<'a> {
                 if std::mem::replace(&mut self.mark[again as usize], self.marks) == self.marks {
                     continue;
                 }
-                if !model.can_rerun[again as usize] || model.rerun_before[again as usize] < self.now {
+                if !model.can_rerun[again as usize] {
                     return None;
+                }
+                if model.rerun_before[again as usize] < self.now {
+                    self.missed.push(tensor);
+                    continue;
                 }
                 replay.push(again);
                 stack.extend(model.used(again, true).filter(|used| used.tensor != tensor && !self.has(used)));
             }
+        }
+        if !self.missed.is_empty() {
+            return None;
         }
         self.work = self.work.checked_sub(replay.len() as u64)?;
         replay.sort_unstable();
@@ -377,6 +399,7 @@ impl<'a> Eviction<'a> {
         let used = model.users.row(tensor).get(self.cursor[at] as usize).copied();
         // It is small: whether it is needed is found out when the runs are known.
         let used = used.or(Some(model.serves_until[at]).filter(|&until| until != NONE && until > self.now));
+        let used = used.or(Some(self.policy.kept_until[at]).filter(|&until| until > self.now));
         match (used, wanted) {
             (Some(a), Some(b)) => Some(a.min(b)),
             (a, b) => a.or(b),

@@ -6,7 +6,7 @@
 //! only a watch that stops the search changes it.
 
 use super::base::base_order;
-use super::evict::{Exponents, Policy, evict};
+use super::evict::{Exponents, Failure, Policy, evict};
 use super::model::{Model, NONE};
 use super::timeline::{Rank, Timeline};
 use crate::control::Watch;
@@ -36,6 +36,8 @@ const SQUARES_PER_WORK: u64 = 2000;
 /// that might be taken out is about one unit. Together about three seconds.
 const POLICY_WORK: u64 = 24_000_000;
 const LOCAL_WORK: u64 = 40_000_000;
+/// How often an attempt begins again with what it must keep.
+const MOST_RETRIES: usize = 6;
 /// The local search ends after so many attempts that improve nothing.
 const MOST_IN_VAIN: usize = 300;
 
@@ -135,6 +137,8 @@ struct Search<'a> {
     best: Vec<Solution>,
     /// What was tried with success, cheapest first, with the cost.
     tried: Vec<(u64, Attempt)>,
+    /// See [`Policy::kept_until`]: what failures have told.
+    kept_until: Vec<u32>,
     work: u64,
 }
 
@@ -168,6 +172,7 @@ impl<'a> Search<'a> {
                 .saturating_add(model.ns.iter().sum::<u64>() / WORTHWHILE_OF_STEP),
             best: Vec::new(),
             tried: Vec::new(),
+            kept_until: vec![0; model.size.len()],
             work: 0,
         }
     }
@@ -261,24 +266,47 @@ impl<'a> Search<'a> {
         next
     }
 
+    /// The runs of an attempt. Where one fails because it gave up what could not be made again
+    /// later, this is kept from then on.
+    fn evicted(&mut self, attempt: &Attempt) -> Option<Vec<u32>> {
+        let none = vec![0; self.kept_until.len()];
+        let length = self.model.len() as u64;
+        for retry in 0..=MOST_RETRIES {
+            let policy = Policy {
+                forced: attempt.forced,
+                early: attempt.early,
+                weight: &self.weights[attempt.weight],
+                taste: &attempt.taste,
+                kept_until: if retry == 0 { &none } else { &self.kept_until },
+            };
+            let granted = WORK_PER_OPERATOR * length;
+            let mut work = granted;
+            let result = evict(self.model, self.limit, &policy, &mut work);
+            self.work = self.work.saturating_sub(granted - work + length * length / SQUARES_PER_WORK);
+            let Failure { missed, place } = match result {
+                Ok(runs) => return Some(runs),
+                Err(failure) => failure,
+            };
+            if missed.is_empty() || self.is_over() {
+                return None;
+            }
+            for tensor in missed {
+                let until = &mut self.kept_until[tensor as usize];
+                *until = place.max(*until);
+            }
+        }
+        None
+    }
+
     /// Nanoseconds of the attempt's extra runs, if it fits.
     fn attempt(&mut self, attempt: Attempt) -> Option<u64> {
         if self.is_over() {
             return None;
         }
-        let policy = Policy {
-            forced: attempt.forced,
-            early: attempt.early,
-            weight: &self.weights[attempt.weight],
-            taste: &attempt.taste,
-        };
+        let runs = self.evicted(&attempt)?;
+        let mut timeline = Timeline::new(self.model, self.limit, &runs);
         let granted = WORK_PER_OPERATOR * self.model.len() as u64;
         let mut work = granted;
-        let runs = evict(self.model, self.limit, &policy, &mut work);
-        let length = self.model.len() as u64;
-        self.work = self.work.saturating_sub(granted - work + length * length / SQUARES_PER_WORK);
-        let mut timeline = Timeline::new(self.model, self.limit, &runs?);
-        work = granted;
         timeline.cancel(attempt.rank, &mut work);
         self.work = self.work.saturating_sub(granted - work);
         let (extra_ns, peak_bytes) = (timeline.extra_ns, timeline.peak());
@@ -432,6 +460,56 @@ mod tests {
         made.builder.build().unwrap()
     }
 
+    /// A step whose gradients are scaled by the norm of all before the updates, which change first
+    /// the weights of the first layers.
+    fn clipped(random: &mut Random, layers: usize) -> Graph {
+        let mut made = Made { builder: GraphBuilder::new("clipped", "cpu", 64) };
+        let mut saved = Vec::new();
+        let mut now = made.tensor(256, Residency::Enters);
+        for _ in 0..layers {
+            let weight = made.tensor(64, Residency::Persistent);
+            let out = made.tensor(64 * (1 + random.below(8)), Residency::StepLocal);
+            made.run(Phase::Forward, &[now, weight], &[out], &[]);
+            saved.push((weight, now));
+            now = out;
+        }
+        let mut gradient = made.tensor(64, Residency::StepLocal);
+        made.run(Phase::Loss, &[now], &[gradient], &[]);
+        let mut norms = Vec::new();
+        let mut gradients = Vec::new();
+        for &(weight, before) in saved.iter().rev() {
+            let of_weight = made.tensor(64 * (4 + random.below(16)), Residency::StepLocal);
+            let next = made.tensor(64 * (1 + random.below(8)), Residency::StepLocal);
+            made.run(Phase::Backward, &[before, gradient, weight], &[of_weight, next], &[]);
+            let norm = made.tensor(64, Residency::StepLocal);
+            made.builder
+                .operator(Operator {
+                    reads: vec![of_weight],
+                    creates: vec![norm],
+                    repeatable: true,
+                    ..Operator::new("", made.builder.num_operators() as u32, Phase::Update)
+                })
+                .unwrap();
+            norms.push(norm);
+            gradients.push((weight, of_weight));
+            gradient = next;
+        }
+        let scale = made.tensor(64, Residency::StepLocal);
+        made.run(Phase::Update, &norms, &[scale], &[]);
+        for &(weight, of_weight) in gradients.iter().rev() {
+            made.builder
+                .operator(Operator {
+                    reads: vec![scale],
+                    mutates: vec![of_weight],
+                    repeatable: true,
+                    ..Operator::new("", made.builder.num_operators() as u32, Phase::Update)
+                })
+                .unwrap();
+            made.run(Phase::Update, &[of_weight], &[], &[weight]);
+        }
+        made.builder.build().unwrap()
+    }
+
     fn peak(graph: &Graph, order: &[OperatorId]) -> u64 {
         let order: Vec<u32> = order.iter().map(|&id| graph.operator(id).position).collect();
         Profile::new(&Problem::new(graph, true), &order).peak
@@ -461,6 +539,25 @@ mod tests {
             }
         }
         assert!(remade > 50, "{remade}");
+    }
+
+    #[test]
+    fn what_cannot_be_made_again_later_is_kept() {
+        let mut random = Random::new(17);
+        let mut found = 0;
+        for _ in 0..12 {
+            let graph = clipped(&mut random, 6);
+            let order = graph.program_order();
+            let plain = peak(&graph, order);
+            for percent in [70, 60, 55, 50] {
+                let solutions = search(&graph, order, plain * percent / 100, 0, &Watch::default());
+                if let Some(best) = solutions.first() {
+                    assert_eq!(measured(&graph, best), (best.peak_bytes, best.extra_ns));
+                    found += 1;
+                }
+            }
+        }
+        assert!(found >= 15, "{found}");
     }
 
     #[test]
