@@ -278,3 +278,11 @@ def test_autocast_and_checkpoints_around_regions() -> None:
         expected, trained(planned, roam.compile(step_with(planned)), 3), strict=True
     ):
         assert torch.equal(one, other)
+
+
+def test_convolutions_are_refused() -> None:
+    def one_row(self: Any, x: torch.Tensor) -> torch.Tensor:
+        rows = functional.conv1d(self.linear(x)[:, None], self.linear.weight[:1, None, :1])
+        return rows[:, 0]
+
+    assert refused(one_row).code == "compiled_region"
