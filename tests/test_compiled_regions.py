@@ -226,6 +226,7 @@ def tower(batch: int, **options: Any) -> tuple[list[torch.Tensor], Any]:
 
 def test_regions_with_dropout_run_again_within_a_memory_budget() -> None:
     expected, _ = tower(512)
+    torch._dynamo.reset()
     left, step = tower(512, memory="80%")
     for one, other in zip(expected, left, strict=True):
         assert torch.equal(one, other)
@@ -280,9 +281,50 @@ def test_autocast_and_checkpoints_around_regions() -> None:
         assert torch.equal(one, other)
 
 
-def test_convolutions_are_refused() -> None:
-    def one_row(self: Any, x: torch.Tensor) -> torch.Tensor:
-        rows = functional.conv1d(self.linear(x)[:, None], self.linear.weight[:1, None, :1])
-        return rows[:, 0]
+class Filter(torch.nn.Module):
+    """A convolution with batch norm."""
 
-    assert refused(one_row).code == "compiled_region"
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.convolution = torch.nn.Conv1d(channels, 2 * channels, 3, padding=1, bias=False)
+        self.norm = torch.nn.BatchNorm1d(2 * channels)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.norm(self.convolution(x)))
+
+
+def test_what_the_eager_loop_has_compiled_is_used() -> None:
+    # Compiled again, all would be of variable sizes: the second and third differ from the first.
+    def make() -> torch.nn.Module:
+        torch.manual_seed(0)
+        filters = (by_method(Filter(channels)) for channels in (1, 2, 4))
+        head = torch.nn.Linear(64, 4)
+        return torch.nn.Sequential(
+            torch.nn.Unflatten(1, (1, 8)), *filters, torch.nn.Flatten(), head
+        )
+
+    graphs = torch._dynamo.utils.counters["stats"]
+    eager = make()
+    expected = trained(eager, step_of(eager), 4)
+    compiled = graphs["unique_graphs"]
+    planned = make()
+    for one, other in zip(
+        expected, trained(planned, roam.compile(step_of(planned)), 4), strict=True
+    ):
+        assert torch.equal(one, other)
+    assert graphs["unique_graphs"] == compiled > 0
+
+
+def test_a_graph_break_in_what_the_eager_loop_has_compiled_is_refused() -> None:
+    class Broken(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = x * 2
+            torch._dynamo.graph_break()
+            return x + 1
+
+    model = torch.nn.Sequential(by_method(Broken()), torch.nn.Linear(8, 4))
+    step = step_of(model)
+    trained(model, step, 1)
+    with pytest.raises(roam.CaptureError) as caught:
+        trained(model, roam.compile(step), 1)
+    assert caught.value.code == "compiled_graph_break"

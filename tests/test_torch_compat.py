@@ -537,6 +537,26 @@ def _graph_breaks() -> bool:
     return False
 
 
+def _resumes() -> bool:
+    def broken(x: torch.Tensor) -> torch.Tensor:
+        x = x.cos()
+        torch._dynamo.graph_break()
+        return x.sin()
+
+    def whole(x: torch.Tensor) -> torch.Tensor:
+        return x.sin()
+
+    def is_resumed(function: Any) -> bool:
+        torch.compiler.reset()
+        torch.compile(function, backend="eager")(torch.ones(2))
+        (entry,) = private.compiled_entries(function.__code__)
+        return private.is_resumed(entry.code)
+
+    is_right = is_resumed(broken) and not is_resumed(whole)
+    torch.compiler.reset()
+    return is_right
+
+
 def _module_calls() -> bool:
     module = torch.nn.Linear(1, 1)
     is_bare = not private.has_module_hooks(module)
@@ -628,6 +648,7 @@ CANARIES: dict[str, Callable[[], bool]] = {
     "is_graph_break": _graph_breaks,
     "is_input_mutation": _partitions,
     "is_of_dynamo": _raised_by_dynamo,
+    "is_resumed": _resumes,
     "is_view": lambda: private.is_view(torch.ones(2)[0]) and not private.is_view(torch.ones(2)),
     "keeping_activations": _keeps_activations,
     "keeping_equal_nodes": _partitions,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 import sys
 from collections.abc import Callable, Sequence
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 import torch
@@ -408,6 +408,13 @@ def compiled_entries(code: Any) -> list[Any]:
     return entries
 
 
+def is_resumed(code: CodeType) -> bool:
+    """Whether what `torch.compile` has made of a function has a graph break, after which it goes on
+    in a function of its own.
+    """
+    return any(name.startswith("__resume_at") for name in code.co_names)
+
+
 def innermost_backend(callback: Any) -> Any:
     """The compiler that is behind a callback of `torch.compile`'s."""
     while (inner := getattr(callback, "_torchdynamo_orig_backend", None)) is not None:
@@ -509,6 +516,7 @@ __all__ = [
     "is_graph_break",
     "is_input_mutation",
     "is_of_dynamo",
+    "is_resumed",
     "is_view",
     "keeping_activations",
     "keeping_equal_nodes",

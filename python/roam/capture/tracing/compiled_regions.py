@@ -40,6 +40,7 @@ from roam.torch_compat.private import (
     inductor_graph,
     innermost_backend,
     is_graph_break,
+    is_resumed,
     pytree,
     whole_graphs,
 )
@@ -363,10 +364,9 @@ class Regions:
         evaluation = frame_evaluation()
         assert evaluation is not None, "a compiled function was met"
         found: list[_Code] = []
-        is_whole = bool(_cell(wanted.call, "self").cell_contents.fullgraph)
 
         def stand_in(callback: Any) -> Any:
-            return self._asking(callback, found, is_whole) if callable(callback) else callback
+            return self._asking(callback, found) if callable(callback) else callback
 
         with disable_current_modes(), torch.inference_mode(False), ExitStack() as stack:
             leaves = list[Any]()
@@ -416,11 +416,10 @@ class Regions:
         (code,) = found
         return code
 
-    def _asking(self, callback: Any, found: list[_Code], is_whole: bool) -> Any:
+    def _asking(self, callback: Any, found: list[_Code]) -> Any:
         """A callback for frames that finds or compiles the code of the first that has any, and does
-        not run it.
-
-        `is_whole`: whether no graph in Dynamo's cache can have a break, which code does not tell.
+        not run it. Compiled again, a function may get other kernels: Dynamo remembers the sizes
+        that it has met, and takes those that change for variables.
         """
         backend = innermost_backend(callback)
 
@@ -428,7 +427,8 @@ class Regions:
             original = frame.f_code
             entries = [
                 (entry.code, entry.guard_manager, innermost_backend(entry.backend))
-                for entry in (compiled_entries(original) if is_whole else ())
+                for entry in compiled_entries(original)
+                if not is_resumed(entry.code)
             ]
             entries += [
                 (one.code, one.guards, one.backend)
