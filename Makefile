@@ -14,7 +14,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 export PYO3_PYTHON := $(abspath $(BIN))/python
 
-.PHONY: help install wheel demo quick test-planner test canaries durations rust-test nightly fuzz sweep wheel-test bench bench-compare gpu docs site lint lint-workflows format lock release ci clean
+.PHONY: help install wheel demo quick test-planner test canaries durations rust-test nightly fuzz sweep hard-limit wheel-test bench bench-compare gpu docs site lint lint-workflows format lock release ci clean
 
 help:
 	@echo "make install     the release wheel and everything that tests need, into VENV ($(VENV))"
@@ -29,6 +29,7 @@ help:
 	@echo "make nightly     100 000 random graphs and as many layouts, against brute force and the verifier"
 	@echo "make fuzz        2 000 random modules and steps, by their plan and eagerly, bits compared"
 	@echo "make sweep       every sample of PyTorch's operators in many layouts: what capture says of the results is what kernels make"
+	@echo "make hard-limit  a step with a memory budget in a process that the system gives no more"
 	@echo "make wheel-test  the wheel in an empty environment, without torch and mip"
 	@echo "make bench       the planner's benchmarks"
 	@echo "make bench-compare BASE=commit   the same, here and at another commit: names what became slower, and then fails"
@@ -94,6 +95,11 @@ fuzz:
 sweep: export ROAM_SWEEP_EVERY = 1
 sweep:
 	$(BIN)/python -m pytest tests/test_real_layouts.py tests/test_meta_kernels.py -k "all_operators or meta_kernels"
+
+# How much of its free memory malloc scatters depends on timing, so a run in some ten fails.
+hard-limit: export ROAM_HARD_LIMIT = 1
+hard-limit:
+	$(BIN)/python -m pytest tests/test_memory_limit.py -k the_system_may_give
 
 wheel-test:
 	$(PYTHON) -m venv --clear $(BARE)

@@ -182,3 +182,49 @@ class Reference:
             )
 
         return min(map(sum, least(0)))
+
+    def takes(self, total: int) -> bool:
+        """Whether some order and some layout of its step-local tensors take at most `total` bytes
+        beside the persistent ones. Without reuse.
+
+        Some smallest layout has every tensor at 0 or right above another, rounded up to its own
+        alignment; they are placed from the lowest offset up.
+        """
+        assert not self.reuse
+        graph = self.graph
+        step_local = {t.id for t in graph.tensors if t.residency == "step_local"}
+
+        def fits(meets: dict[int, set[int]], limit: int) -> bool:
+            def place(offsets: dict[int, int]) -> bool:
+                if len(offsets) == len(meets):
+                    return True
+                last = max(offsets.values(), default=0)
+                for tensor in meets.keys() - offsets.keys():
+                    unit = max(graph.alignment_bytes, graph.tensor(tensor).alignment_bytes)
+                    ends = [offsets[o] + self.bytes[o] for o in meets[tensor] & offsets.keys()]
+                    offset = _round_up(max(ends, default=0), unit)
+                    is_next = last <= offset <= limit - self.bytes[tensor]
+                    if is_next and place({**offsets, tensor: offset}):
+                        return True
+                return False
+
+            return place({})
+
+        def walk(done: int, outside: int, meets: dict[int, set[int]]) -> bool:
+            if done == self.everything:
+                return fits(meets, total - outside)
+            for operator in range(graph.num_operators):
+                if done >> operator & 1 or self.before[operator] & ~done:
+                    continue
+                pool, beside = self._live_parts(done, operator)
+                alive = self.alive(done, operator) & step_local
+                now = {
+                    t: meets.get(t, set()) | (alive - {t} if t in alive else set())
+                    for t in {*meets, *alive}
+                }
+                most = max(outside, beside)
+                if pool + most <= total and walk(done | 1 << operator, most, now):
+                    return True
+            return False
+
+        return total >= 0 and walk(0, 0, {})

@@ -350,7 +350,10 @@ def test_a_gpt2_trains_in_a_third_of_its_memory() -> None:
         assert measured_bytes <= budget_bytes
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="other systems limit data segments otherwise")
+@pytest.mark.skipif(
+    sys.platform != "linux" or "ROAM_HARD_LIMIT" not in os.environ,
+    reason="`make hard-limit` runs it: how much malloc keeps for later depends on timing",
+)
 def test_the_system_may_give_no_more_than_the_budget() -> None:
     """Capture, trials of kernels, planning and the checked first run are inside of it."""
     budget_bytes = hard_limit.eager_bytes(512) // 3

@@ -826,7 +826,7 @@ _TIMM = [
     for name in timm.optim.list_optimizers()
     if not name.startswith(("bnb", "fused")) and name != "adahessian"
 ]
-_TIMM_REFUSED = dict.fromkeys(("kron", "kronc", "kronw"), "compiled")
+_TIMM_REFUSED = dict.fromkeys(("kron", "kronc", "kronw"), r"value of \.item\(\)")
 
 
 class Images(torch.nn.Module):

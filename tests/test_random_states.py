@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import roam
 from roam.program.bits import as_bytes
 from roam.program.ir import Call, Program
-from roam.program.random_states import _EXACT, with_states
+from roam.program.random_states import EXACT, with_states
 from roam.program.repeatable import repeats
 from roam.program.replay import Replay, generator_state, with_generator
 from roam.torch_compat.private import TorchDispatchMode
@@ -112,7 +112,7 @@ def test_the_number_of_threads_does_not_matter() -> None:
 
 
 def test_all_that_is_replayed_is_tried() -> None:
-    assert {operator._schema.name for operator, _ in OPERATORS} == _EXACT
+    assert {operator._schema.name for operator, _ in OPERATORS} == EXACT
 
 
 def test_draws_of_others_meanwhile_change_nothing() -> None:
