@@ -1,5 +1,4 @@
-"""Reach: everything that a training step can get at, found by one walk that runs none of the user's
-code.
+"""Finds everything that a training step can reach, by one walk that runs none of the user's code.
 
 The walk starts at the user's function and its arguments and goes through closures, bound objects,
 partials, the globals that code names, classes, containers, modules and optimizers. Library packages
@@ -21,9 +20,8 @@ from array import array
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final, get_args
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
@@ -34,35 +32,35 @@ from roam.state.arguments import parts_of
 from roam.state.attribute_reads import Edge, Reads
 from roam.state.containers import (
     ArraySpace,
-    AttributesSpace,
     BytesSpace,
-    CellSpace,
-    ClassSpace,
-    DefaultsSpace,
     FrozenSpace,
-    FunctionSpace,
     MappingSpace,
-    NamesSpace,
-    OptimizerSpace,
-    PartialSpace,
     ProxySpace,
-    ReadSpace,
     RecurrentSpace,
     RenewedSpace,
-    ScalerSpace,
     SequenceSpace,
     SetSpace,
-    SlotsSpace,
-    Space,
     TensorKeyedSpace,
-    VariableSpace,
-    is_under,
-    slots_of,
 )
 from roam.state.equality import MISSING, attributes_of, is_numpy_array, is_plain
 from roam.state.global_state import surrounding_code
-from roam.state.library_code import is_library, is_opaque, names_of
-from roam.state.opaque_state import read_bytes_of, reader_of
+from roam.state.library_code import is_library, is_library_code, is_opaque, names_of
+from roam.state.namespaces import (
+    AttributesSpace,
+    CellSpace,
+    ClassSpace,
+    DefaultsSpace,
+    FunctionSpace,
+    NamesSpace,
+    PartialSpace,
+    SlotsSpace,
+    VariableSpace,
+    slots_of,
+)
+from roam.state.opaque_state import ReadSpace, read_bytes_of, reader_of
+from roam.state.optimizer_spaces import OptimizerSpace, ScalerSpace
+from roam.state.reach import Place, Reach, Slot, TensorKind
+from roam.state.spaces import Space
 from roam.torch_compat.private import HOOKS, FakeTensor, is_of_dynamo, pytree
 
 # Methods that no step runs on an object that it has been given ready-made.
@@ -95,43 +93,11 @@ _MOST_SPACES: Final = 1_000_000
 # buffers.
 _MOST_UNREAD: Final = 50_000
 _MOST_UNREAD_BYTES: Final = 1 << 24
-"""Where a tensor keeps the hooks on its gradient."""
 
-TensorKind = Literal["parameter", "buffer", "group", "state", "loose", "argument"]
 _KEYS: Final[type] = type({}.keys())
 _VALUES: Final[type] = type({}.values())
 _ITEMS: Final[type] = type({}.items())
 _RANKS: Final = {kind: rank for rank, kind in enumerate(get_args(TensorKind))}
-
-
-@dataclass(frozen=True, slots=True)
-class Slot:
-    """A place that holds a tensor.
-
-    Attributes:
-        path: how a reader would write it.
-        tensor: what was found there.
-        space: the holder; ``slot.space.get(slot.key)`` is the tensor of now,
-            ``slot.space.set(slot.key, t)`` puts another.
-        kind: ``parameter`` and ``buffer`` of a module, ``group`` and ``state`` of an optimizer,
-            ``argument`` among the call's arguments, ``loose`` anywhere else.
-    """
-
-    path: str
-    tensor: torch.Tensor
-    space: Space
-    key: Any
-    kind: TensorKind
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """A space and how it is treated: `guarded` ones must stay as they are from step to step, the
-    others are live state.
-    """
-
-    space: Space
-    guarded: bool
 
 
 def _index(path: str) -> Callable[[Any], str]:
@@ -149,141 +115,41 @@ def _child(path: str) -> Callable[[Any], str]:
     return label
 
 
-class Reach:
-    """What one call of a training step can reach.
+def reach_of(
+    train_step: Callable[..., Any],
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+    reads: Reads | None = None,
+    opened: Collection[int] = (),
+    renewed: Collection[str] = (),
+) -> Reach:
+    """What ``train_step(*args, **kwargs)`` can reach.
 
-    Every list is in the order of the walk: the arguments first, then the function; breadth first;
-    the same program gives the same order. Each entry comes with its path.
+    Args:
+        train_step: the user's function.
+        args: of the call.
+        kwargs: likewise.
+        reads: what is known of the attributes that it looks at; without, all count as looked at.
+        opened: identities of the arguments that are taken apart (`arguments.Taker`).
+        renewed: paths of the lists and dictionaries in whose place the step puts others.
 
-    Attributes:
-        modules: all modules, submodules too.
-        optimizers, schedulers, scalers, generators: likewise; schedulers are torch's learning rate
-            schedulers, scalers are ``torch.amp.GradScaler``, generators are ``torch.Generator``.
-        random_sources: ``random.Random`` and NumPy generators that the step holds.
-        iterators: iterators and generators that the step holds; what they have left cannot be put
-            back.
-        caches: functions with a `functools.lru_cache`.
-        slots: every place that holds a tensor; `parameters`, `buffers` and `tensors` select from
-            them.
-        places: every space, guarded or live.
-        objects: objects of classes written in Python whose attributes are places.
-        overwritten: (space, name, key of its object) of attributes that the step sets before it
-            looks at them.
-        edges: for the path of a tensor, module, optimizer, iterator, ..., the last attribute on the
-            way to it, by which it can be left out (`Reads.defer`).
-        reads: what is known of the attributes that the step looks at.
-        code: that of all functions entered, each with its globals.
+    Raises:
+        CaptureError: if there is so much of it that guarding it would cost more than the step.
     """
-
-    def __init__(self, reads: Reads) -> None:
-        self.reads = reads
-        self.edges: dict[str, Edge | None] = {}
-        self.modules: list[tuple[str, torch.nn.Module]] = []
-        self.optimizers: list[tuple[str, torch.optim.Optimizer]] = []
-        self.schedulers: list[tuple[str, Any]] = []
-        self.scalers: list[tuple[str, Any]] = []
-        self.generators: list[tuple[str, torch.Generator]] = []
-        self.random_sources: list[tuple[str, Any]] = []
-        self.iterators: list[tuple[str, Any]] = []
-        self.caches: list[tuple[str, Any]] = []
-        self.slots: list[Slot] = []
-        self.places: list[Place] = []
-        self.objects: list[tuple[str, Any]] = []
-        self.overwritten: list[tuple[Space, str, int]] = []
-        self.code: dict[types.CodeType, dict[str, Any]] = {}
-
-    @classmethod
-    def of(
-        cls,
-        train_step: Callable[..., Any],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-        reads: Reads | None = None,
-        opened: Collection[int] = (),
-        renewed: Collection[str] = (),
-    ) -> Reach:
-        """Walk everything that ``train_step(*args, **kwargs)`` can reach.
-
-        Args:
-            reads: what is known of the attributes that it looks at; without, all count as looked
-                at.
-            opened: identities of the arguments that are taken apart (`arguments.Taker`).
-            renewed: paths of the lists and dictionaries in whose place the step puts others.
-
-        Raises:
-            CaptureError: if there is so much of it that guarding it would cost more than the step.
-        """
-        reads = Reads(everything=True) if reads is None else reads
-        while True:
-            reach = cls(reads)
-            walk = _Walk(reach, opened, renewed)
-            try:
-                walk.run(train_step, args, kwargs or {})
-                break
-            except _LeftOut:
-                pass
-            finally:
-                vars(walk).clear()  # PyTorch's own walk over the arguments keeps it, in a cycle
-        # Where several places hold one tensor, its module's name says most.
-        reach.slots.sort(key=lambda slot: _RANKS[slot.kind])
-        return reach
-
-    @property
-    def parameters(self) -> list[Slot]:
-        """Parameters in their modules; a tied one once for each module that holds it."""
-        return [slot for slot in self.slots if slot.kind == "parameter"]
-
-    @property
-    def buffers(self) -> list[Slot]:
-        """Buffers in their modules."""
-        return [slot for slot in self.slots if slot.kind == "buffer"]
-
-    @property
-    def tensors(self) -> list[Slot]:
-        """Loose tensors, each once: in closures, globals, containers and attributes, and known by
-        no module, optimizer or argument.
-        """
-        owned = {id(slot.tensor) for slot in self.slots if slot.kind != "loose"}
-        loose: list[Slot] = []
-        for slot in self.slots:
-            if slot.kind == "loose" and id(slot.tensor) not in owned:
-                owned.add(id(slot.tensor))
-                loose.append(slot)
-        return loose
-
-    def edge_to(self, path: str) -> Edge | None:
-        """By which attribute the value at a path, or what holds it, can be left out."""
-        return next(
-            (
-                self.edges[known]
-                for known in sorted(self.edges, key=len, reverse=True)
-                if is_under(path, (known,))
-            ),
-            None,
-        )
-
-    def faked(self) -> list[Any]:
-        """What a trace puts fakes and live numbers in, or runs in another way: equal for two walks
-        where a trace would not differ.
-        """
-        entered = (self.modules, self.optimizers, self.schedulers, self.scalers, self.generators)
-        return [
-            *((path, id(value)) for found in entered for path, value in found),
-            *((slot.path, id(slot.tensor), slot.kind) for slot in self.slots),
-        ]
-
-    def may_be_narrower(self) -> bool:
-        """Whether some of that is behind attributes that the step has not looked at, as far as is
-        known now.
-        """
-        if self.reads.is_narrow or self.reads.everything or not self.reads.is_traced:
-            return False
-        if self.reads.overwrites():
-            return True
-        edges = (edge for edge in self.edges.values() if edge is not None)
-        return not all(
-            self.reads.has(edge) or self.reads.has((edge[0], "_modules")) for edge in edges
-        )
+    reads = Reads(everything=True) if reads is None else reads
+    while True:
+        reach = Reach(reads)
+        walk = _Walk(reach, opened, renewed)
+        try:
+            walk.run(train_step, args, kwargs or {})
+            break
+        except _LeftOut:
+            pass
+        finally:
+            vars(walk).clear()  # PyTorch's own walk over the arguments keeps it, in a cycle
+    # Where several places hold one tensor, its module's name says most.
+    reach.slots.sort(key=lambda slot: _RANKS[slot.kind])
+    return reach
 
 
 class _LeftOut(Exception):
@@ -500,7 +366,7 @@ class _Walk:
         elif issubclass(kind, random.Random) or _is_numpy_generator(kind):
             self._list(self.reach.random_sources, value, path)
         elif kind is types.FunctionType:
-            if not is_library(value.__globals__.get("__name__")):
+            if not is_library_code(value.__code__, value.__globals__):
                 self._function(value, path)
             elif is_of_dynamo(value.__module__ or "") or is_of_dynamo(
                 value.__globals__.get("__name__", "")

@@ -14,9 +14,11 @@ from typing import Any
 
 import torch
 
-from roam.state.containers import MappingSpace, Space, is_live_number
-from roam.state.discovery import Reach
+from roam.state.containers import MappingSpace
 from roam.state.equality import MISSING
+from roam.state.optimizer_spaces import is_live_number
+from roam.state.reach import Reach
+from roam.state.spaces import Space
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -14,7 +14,9 @@ use crate::problem::{Op, Problem, step_by_operator};
 use rayon::prelude::*;
 use std::ops::Range;
 
-/// Operators, tensors and arcs looked at, over all chains of one portfolio.
+/// Operators, tensors and arcs looked at, over all chains of one portfolio: a second's work at most.
+/// With a quarter, a step of 46,708 operators (transformers' `hy_v3`) has a gap of 7.1 instead of
+/// 0.6 %.
 pub(super) const WORK: u64 = 40_000_000;
 /// How many times operators join one chain.
 const MOST_ROUNDS: usize = 24;

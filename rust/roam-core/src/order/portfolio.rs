@@ -267,7 +267,7 @@ impl Portfolio {
     pub(crate) fn chain(&mut self, watch: &Watch) -> Result<(), Stop> {
         let mut bases = self.ranking();
         bases.dedup_by_key(|at| self.trials[*at].ordered.profile.peak);
-        let mut work = self.problem.share_if_large(chain::WORK);
+        let mut work = chain::WORK;
         for at in bases.into_iter().take(MOST_CHAINED) {
             for choice in [Choice::Smallest, Choice::Largest] {
                 let mut next = Some(self.trials[at].ordered.clone());

@@ -1,0 +1,257 @@
+"""The spaces in which code finds values by name: globals, closures, defaults, attributes."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Iterable
+from contextvars import ContextVar
+from typing import Any, Final
+
+from roam.state.equality import MISSING
+from roam.state.spaces import Items, Space
+
+
+class VariableSpace(Space):
+    """A context variable, as the thread of the step finds it."""
+
+    __slots__ = ("holder",)
+
+    def __init__(self, holder: ContextVar[Any], path: str) -> None:
+        super().__init__(path)
+        self.holder = holder
+
+    def items(self) -> Items:
+        return [("", self.holder.get(MISSING))]
+
+    def put(self, items: Items) -> None:
+        if items[0][1] is not MISSING:
+            self.holder.set(items[0][1])
+
+    def set(self, key: Any, value: Any) -> None:
+        self.put([(key, value)])
+
+    def label(self, key: Any) -> str:
+        return f"{self.path}.get()"
+
+
+class PartialSpace(Space):
+    """The positional arguments of a `functools.partial`."""
+
+    __slots__ = ("holder",)
+
+    def __init__(self, holder: functools.partial[Any], path: str) -> None:
+        super().__init__(path)
+        self.holder = holder
+
+    def items(self) -> Items:
+        return [("args", self.holder.args)]
+
+    def put(self, items: Items) -> None:
+        self.set(*items[0])
+
+    def set(self, key: Any, value: Any) -> None:
+        if value is not self.holder.args:
+            held: Any = self.holder
+            held.__setstate__((held.func, value, held.keywords, held.__dict__))
+
+    def label(self, key: Any) -> str:
+        return f"{self.path}.args"
+
+
+class CellSpace(Space):
+    """A variable that a function closes over."""
+
+    __slots__ = ("holder", "name")
+
+    def __init__(self, holder: types.CellType, name: str, path: str, **options: Any) -> None:
+        super().__init__(path, **options)
+        self.holder = holder
+        self.name = name
+
+    def items(self) -> Items:
+        try:
+            return [(self.name, self.holder.cell_contents)]
+        except ValueError:  # the variable has no value yet
+            return [(self.name, MISSING)]
+
+    def put(self, items: Items) -> None:
+        self.set(*items[0])
+
+    def set(self, key: Any, value: Any) -> None:
+        if value is not MISSING:
+            self.holder.cell_contents = value
+        elif self.items()[0][1] is not MISSING:
+            del self.holder.cell_contents
+
+    def label(self, key: Any) -> str:
+        return self.path
+
+
+class NamesSpace(Space):
+    """Some names of a namespace: the globals that a function uses."""
+
+    __slots__ = ("holder", "names")
+
+    def __init__(
+        self, holder: dict[str, Any], names: Iterable[str], path: str, **options: Any
+    ) -> None:
+        super().__init__(path, **options)
+        self.holder = holder
+        self.names = tuple(names)
+
+    def items(self) -> Items:
+        return [(name, dict.get(self.holder, name, MISSING)) for name in self.names]
+
+    def get(self, key: Any) -> Any:
+        return dict.get(self.holder, key, MISSING)
+
+    def put(self, items: Items) -> None:
+        for name, value in items:
+            self.set(name, value)
+
+    def set(self, key: Any, value: Any) -> None:
+        if value is MISSING:
+            dict.pop(self.holder, key, None)
+        else:
+            dict.__setitem__(self.holder, key, value)
+
+
+class AttributesSpace(NamesSpace):
+    """The attributes in an object's ``__dict__`` that the step looks at, there or not."""
+
+    __slots__ = ()
+
+
+def slots_of(kind: type) -> dict[str, types.MemberDescriptorType]:
+    """The ``__slots__`` of a class and of those that it is derived from, by name."""
+    return {
+        name: slot
+        for base in reversed(kind.__mro__)
+        for name, slot in vars(base).items()
+        if type(slot) is types.MemberDescriptorType
+    }
+
+
+class SlotsSpace(Space):
+    """The attributes that an object keeps in ``__slots__``."""
+
+    __slots__ = ("_slots", "holder")
+
+    def __init__(
+        self,
+        holder: object,
+        slots: dict[str, types.MemberDescriptorType],
+        path: str,
+        **options: Any,
+    ) -> None:
+        super().__init__(path, **options)
+        self.holder = holder
+        self._slots = slots
+
+    def items(self) -> Items:
+        return [(name, self._read(slot)) for name, slot in self._slots.items()]
+
+    def _read(self, slot: types.MemberDescriptorType) -> Any:
+        try:
+            return slot.__get__(self.holder, type(self.holder))
+        except AttributeError:
+            return MISSING
+
+    def put(self, items: Items) -> None:
+        for name, value in items:
+            self.set(name, value)
+
+    def set(self, key: Any, value: Any) -> None:
+        slot = self._slots[key]
+        if value is not MISSING:
+            try:
+                slot.__set__(self.holder, value)
+            except AttributeError:  # a read-only member of a type written in C
+                if self._read(slot) != value:
+                    raise
+        elif self._read(slot) is not MISSING:
+            slot.__delete__(self.holder)
+
+
+class FunctionSpace(Space):
+    """What a function object holds besides its closure: its code and its defaults."""
+
+    __slots__ = ("holder",)
+    KEYS: Final = ("__code__", "__defaults__", "__kwdefaults__")
+
+    def __init__(self, holder: types.FunctionType, path: str, **options: Any) -> None:
+        super().__init__(path, **options)
+        self.holder = holder
+
+    def items(self) -> Items:
+        return [(key, getattr(self.holder, key)) for key in self.KEYS]
+
+    def put(self, items: Items) -> None:
+        for key, value in items:
+            setattr(self.holder, key, value)
+
+    def label(self, key: Any) -> str:
+        return f"{self.path}.{key}"
+
+
+class DefaultsSpace(Space):
+    """The defaults of a function's arguments, by position. Their tuple is an entry of the
+    function's own space, which guards and snapshots look at.
+    """
+
+    __slots__ = ("holder",)
+
+    def __init__(self, holder: types.FunctionType, path: str, **options: Any) -> None:
+        super().__init__(path, **options)
+        self.holder = holder
+
+    @property
+    def is_immutable(self) -> bool:
+        return True
+
+    @property
+    def takes_others(self) -> bool:
+        return True
+
+    def items(self) -> Items:
+        return list(enumerate(self.holder.__defaults__ or ()))
+
+    def set(self, key: Any, value: Any) -> None:
+        defaults = self.holder.__defaults__ or ()
+        self.holder.__defaults__ = (*defaults[:key], value, *defaults[key + 1 :])
+
+
+class ClassSpace(Space):
+    """The attributes of a class."""
+
+    __slots__ = ("holder",)
+
+    def __init__(self, holder: type, path: str, **options: Any) -> None:
+        super().__init__(path, **options)
+        self.holder = holder
+
+    def items(self) -> Items:
+        # Dunder entries that are no functions are the interpreter's book-keeping, some of it made
+        # when first asked for.
+        return [
+            (key, value)
+            for key, value in type.__dict__["__dict__"].__get__(self.holder).items()
+            if not (key.startswith("__") and key.endswith("__"))
+            or type(value) is types.FunctionType
+        ]
+
+    def put(self, items: Items) -> None:
+        kept = dict(items)
+        for key, value in self.items():
+            if key not in kept:
+                type.__delattr__(self.holder, key)
+            elif kept[key] is not value:
+                type.__setattr__(self.holder, key, kept[key])
+        present = dict(self.items())
+        for key, value in items:
+            if key not in present:
+                type.__setattr__(self.holder, key, value)
+
+    def set(self, key: Any, value: Any) -> None:
+        type.__setattr__(self.holder, key, value)

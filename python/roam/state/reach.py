@@ -1,0 +1,153 @@
+"""What a training step can reach, by what it is and where it lies."""
+
+from __future__ import annotations
+
+import types
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from roam.state.attribute_reads import Edge, Reads
+from roam.state.containers import RenewedSpace
+from roam.state.spaces import Space, is_under
+
+TensorKind = Literal["parameter", "buffer", "group", "state", "loose", "argument"]
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A place that holds a tensor.
+
+    Attributes:
+        path: how a reader would write it.
+        tensor: what was found there.
+        space: the holder; ``slot.space.get(slot.key)`` is the tensor of now,
+            ``slot.space.set(slot.key, t)`` puts another.
+        kind: ``parameter`` and ``buffer`` of a module, ``group`` and ``state`` of an optimizer,
+            ``argument`` among the call's arguments, ``loose`` anywhere else.
+    """
+
+    path: str
+    tensor: torch.Tensor
+    space: Space
+    key: Any
+    kind: TensorKind
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A space and how it is treated: `guarded` ones must stay as they are from step to step, the
+    others are live state.
+    """
+
+    space: Space
+    guarded: bool
+
+
+class Reach:
+    """What one call of a training step can reach.
+
+    Every list is in the order of the walk: the arguments first, then the function; breadth first;
+    the same program gives the same order. Each entry comes with its path.
+
+    Attributes:
+        modules: all modules, submodules too.
+        optimizers, schedulers, scalers, generators: likewise; schedulers are torch's learning rate
+            schedulers, scalers are ``torch.amp.GradScaler``, generators are ``torch.Generator``.
+        random_sources: ``random.Random`` and NumPy generators that the step holds.
+        iterators: iterators and generators that the step holds; what they have left cannot be put
+            back.
+        caches: functions with a `functools.lru_cache`.
+        slots: every place that holds a tensor; `parameters`, `buffers` and `tensors` select from
+            them.
+        places: every space, guarded or live.
+        objects: objects of classes written in Python whose attributes are places.
+        overwritten: (space, name, key of its object) of attributes that the step sets before it
+            looks at them.
+        edges: for the path of a tensor, module, optimizer, iterator, ..., the last attribute on the
+            way to it, by which it can be left out (`Reads.defer`).
+        reads: what is known of the attributes that the step looks at.
+        code: that of all functions entered, each with its globals.
+    """
+
+    def __init__(self, reads: Reads) -> None:
+        self.reads = reads
+        self.edges: dict[str, Edge | None] = {}
+        self.modules: list[tuple[str, torch.nn.Module]] = []
+        self.optimizers: list[tuple[str, torch.optim.Optimizer]] = []
+        self.schedulers: list[tuple[str, Any]] = []
+        self.scalers: list[tuple[str, Any]] = []
+        self.generators: list[tuple[str, torch.Generator]] = []
+        self.random_sources: list[tuple[str, Any]] = []
+        self.iterators: list[tuple[str, Any]] = []
+        self.caches: list[tuple[str, Any]] = []
+        self.slots: list[Slot] = []
+        self.places: list[Place] = []
+        self.objects: list[tuple[str, Any]] = []
+        self.overwritten: list[tuple[Space, str, int]] = []
+        self.code: dict[types.CodeType, dict[str, Any]] = {}
+
+    @property
+    def parameters(self) -> list[Slot]:
+        """Parameters in their modules; a tied one once for each module that holds it."""
+        return [slot for slot in self.slots if slot.kind == "parameter"]
+
+    @property
+    def buffers(self) -> list[Slot]:
+        """Buffers in their modules."""
+        return [slot for slot in self.slots if slot.kind == "buffer"]
+
+    @property
+    def tensors(self) -> list[Slot]:
+        """Loose tensors, each once: in closures, globals, containers and attributes, and known by
+        no module, optimizer or argument.
+        """
+        owned = {id(slot.tensor) for slot in self.slots if slot.kind != "loose"}
+        loose: list[Slot] = []
+        for slot in self.slots:
+            if slot.kind == "loose" and id(slot.tensor) not in owned:
+                owned.add(id(slot.tensor))
+                loose.append(slot)
+        return loose
+
+    @property
+    def renewed(self) -> set[int]:
+        """Identities of the lists and dictionaries in whose place the step puts others."""
+        return {
+            id(place.space.now()) for place in self.places if isinstance(place.space, RenewedSpace)
+        }
+
+    def edge_to(self, path: str) -> Edge | None:
+        """By which attribute the value at a path, or what holds it, can be left out."""
+        return next(
+            (
+                self.edges[known]
+                for known in sorted(self.edges, key=len, reverse=True)
+                if is_under(path, (known,))
+            ),
+            None,
+        )
+
+    def faked(self) -> list[Any]:
+        """What a trace puts fakes and live numbers in, or runs in another way: equal for two walks
+        where a trace would not differ.
+        """
+        entered = (self.modules, self.optimizers, self.schedulers, self.scalers, self.generators)
+        return [
+            *((path, id(value)) for found in entered for path, value in found),
+            *((slot.path, id(slot.tensor), slot.kind) for slot in self.slots),
+        ]
+
+    def may_be_narrower(self) -> bool:
+        """Whether some of that is behind attributes that the step has not looked at, as far as is
+        known now.
+        """
+        if self.reads.is_narrow or self.reads.everything or not self.reads.is_traced:
+            return False
+        if self.reads.overwrites():
+            return True
+        edges = (edge for edge in self.edges.values() if edge is not None)
+        return not all(
+            self.reads.has(edge) or self.reads.has((edge[0], "_modules")) for edge in edges
+        )
