@@ -1,9 +1,9 @@
 //! All schedules of a small graph, any number of runs of each operator: the least extra time within
 //! a limit, and the least limit that any schedule keeps to.
 //!
-//! A plan takes the most live bytes of the pool and, beside it, the most that are ever live outside
-//! of it, at another moment perhaps. So the limit is divided between them in every way that may
-//! matter: those that leave to the outside as much as some state has there.
+//! A plan takes the most live bytes of the pool and, beside it, the most unpooled bytes that are ever
+//! live, at another moment perhaps. So the limit is divided between them in every way that may matter:
+//! those that leave to unpooled tensors as many bytes as they have in some state.
 //!
 //! What a schedule can do next depends on which operators have run and on which tensors are alive,
 //! at which version; both together are a *state*. The best way to a state is found by Dijkstra's
@@ -13,6 +13,7 @@ use super::model::{Model, NONE, Use};
 use super::search::Found;
 use crate::control::Watch;
 use crate::graph::{Graph, OperatorId, Residency};
+use std::cell::RefCell;
 use std::cmp::Reverse;
 use std::collections::{BTreeSet, BinaryHeap, HashMap};
 
@@ -24,7 +25,7 @@ const MOST_STATES: usize = 1 << 17;
 /// Permitted pairs of one operator of which every choice is tried.
 const MOST_PAIRS: usize = 4;
 
-/// No more divisions of a limit between pool and outside are tried.
+/// No more divisions of a limit between pool and unpooled bytes are tried.
 const MOST_DIVISIONS: usize = 32;
 
 /// Marks a tensor that is not alive.
@@ -37,6 +38,8 @@ pub(crate) struct Complete<'a> {
     waits_for: Vec<u64>,
     may_repeat: Vec<bool>,
     watch: &'a Watch,
+    /// What [`Complete::cheapest`] has found, by limit.
+    known: RefCell<HashMap<u64, Option<Option<Found>>>>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -57,7 +60,7 @@ struct Way {
     is_final: bool,
 }
 
-/// Live bytes in the pool, and outside of it.
+/// Live bytes in the pool, and unpooled ones.
 type Live = (u64, u64);
 
 /// What is looked for.
@@ -65,7 +68,7 @@ type Live = (u64, u64);
 enum Aim {
     /// The least extra time within limits of both.
     LeastTime(Live),
-    /// The least peak in the pool within a limit of the outside.
+    /// The least peak in the pool within a limit of unpooled bytes.
     LeastPool(u64),
 }
 
@@ -103,15 +106,25 @@ impl<'a> Complete<'a> {
             waits_for,
             may_repeat: operators().map(|op| op.repeatable && !op.creates.iter().any(leaves)).collect(),
             watch,
+            known: RefCell::default(),
         })
     }
 
-    /// The cheapest schedule that keeps to a limit, persistent tensors left out; inside, `None` where
-    /// there is none, and outside, where there are too many to know.
+    /// The cheapest schedule that keeps to a limit, persistent tensors left out. `Some(None)` where
+    /// there is no such schedule, `None` where there are too many to know.
     pub(crate) fn cheapest(&self, limit_bytes: u64) -> Option<Option<Found>> {
+        if let Some(known) = self.known.borrow().get(&limit_bytes) {
+            return known.clone();
+        }
+        let found = self.cheapest_of_divisions(limit_bytes);
+        self.known.borrow_mut().insert(limit_bytes, found.clone());
+        found
+    }
+
+    fn cheapest_of_divisions(&self, limit_bytes: u64) -> Option<Option<Found>> {
         let mut best: Option<Found> = None;
-        for outside in self.outsides()?.into_iter().filter(|&outside| outside <= limit_bytes) {
-            let found = self.search(Aim::LeastTime((limit_bytes - outside, outside)))?;
+        for unpooled in self.unpooled_bytes()?.into_iter().filter(|&unpooled| unpooled <= limit_bytes) {
+            let found = self.search(Aim::LeastTime((limit_bytes - unpooled, unpooled)))?;
             best = best.into_iter().chain(found).min_by_key(|found| found.extra_ns);
         }
         Some(best)
@@ -120,32 +133,32 @@ impl<'a> Complete<'a> {
     /// The least limit, persistent tensors left out, that a schedule keeps to.
     pub(crate) fn least_bytes(&self) -> Option<u64> {
         let mut least = u64::MAX;
-        for outside in self.outsides()? {
-            let found = self.search(Aim::LeastPool(outside))?;
-            least = least.min(found.map_or(u64::MAX, |found| outside + found.peak_bytes));
+        for unpooled in self.unpooled_bytes()? {
+            let found = self.search(Aim::LeastPool(unpooled))?;
+            least = least.min(found.map_or(u64::MAX, |found| unpooled + found.peak_bytes));
         }
         Some(least)
     }
 
-    /// How many bytes can be live outside of the pool at once; `None` where there are too many ways.
-    fn outsides(&self) -> Option<Vec<u64>> {
+    /// How many unpooled bytes can be live at once; `None` where there are too many ways.
+    fn unpooled_bytes(&self) -> Option<Vec<u64>> {
         let model = &self.model;
-        let is_outside = |&tensor: &usize| model.residency[tensor] != Residency::StepLocal && model.size[tensor] > 0;
+        let is_unpooled = |&tensor: &usize| model.residency[tensor] != Residency::StepLocal && model.size[tensor] > 0;
         let mut sums = BTreeSet::from([0]);
-        for tensor in (0..model.size.len()).filter(is_outside) {
+        for tensor in (0..model.size.len()).filter(is_unpooled) {
             sums.extend(sums.clone().iter().map(|sum| sum + model.size[tensor]));
             if sums.len() > MOST_DIVISIONS {
                 return None;
             }
         }
         let workspaces: BTreeSet<u64> = model.workspace.iter().copied().chain([0]).collect();
-        let outsides: BTreeSet<u64> = sums.iter().flat_map(|sum| workspaces.iter().map(move |one| sum + one)).collect();
-        (outsides.len() <= MOST_DIVISIONS).then(|| outsides.into_iter().collect())
+        let totals: BTreeSet<u64> = sums.iter().flat_map(|sum| workspaces.iter().map(move |one| sum + one)).collect();
+        (totals.len() <= MOST_DIVISIONS).then(|| totals.into_iter().collect())
     }
 
     fn search(&self, aim: Aim) -> Option<Option<Found>> {
         let tensors = self.model.size.len();
-        let all = if self.model.len() == 64 { u64::MAX } else { (1 << self.model.len()) - 1 };
+        let all = (1 << self.model.len()) - 1;
         let version = (0..tensors).map(|t| if self.model.creator[t] == NONE { 0 } else { GONE }).collect();
         let start = State { done: 0, version };
         let mut known = HashMap::from([(start.clone(), 0)]);
@@ -170,9 +183,9 @@ impl<'a> Complete<'a> {
             for (state, op, live) in next.drain(..) {
                 let is_extra = op != NONE && ways[at].state.done >> op & 1 == 1;
                 let cost = match aim {
-                    Aim::LeastPool(outside) if live.1 > outside => continue,
+                    Aim::LeastPool(unpooled) if live.1 > unpooled => continue,
                     Aim::LeastPool(_) => cost.max(live.0),
-                    Aim::LeastTime((pool, outside)) if live.0 > pool || live.1 > outside => continue,
+                    Aim::LeastTime((pool, unpooled)) if live.0 > pool || live.1 > unpooled => continue,
                     Aim::LeastTime(_) => cost + if is_extra { self.model.again_ns[op as usize] } else { 0 },
                 };
                 let way = *known.entry(state.clone()).or_insert(ways.len());

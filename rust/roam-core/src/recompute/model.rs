@@ -64,6 +64,9 @@ pub(super) struct Model {
     pub(super) rerun_before: Vec<u32>,
     /// Whether the operator makes a view that runs when it is first needed, whatever its place.
     pub(super) is_late: Vec<bool>,
+    /// Whether the first run, too, may be left to any place at which the operator may run again:
+    /// it makes tensors, changes none, and nothing but what uses these waits for it.
+    pub(super) can_wait: Vec<bool>,
     pub(super) uses: Lists<Use>,
     pub(super) creates: Lists<u32>,
     /// Per operator the pairs (input, output) of tensors that may share memory.
@@ -148,6 +151,14 @@ impl Model {
             row.iter().map(|used| (used.tensor, (op, used.version))).collect()
         });
 
+        let can_wait: Vec<bool> = operators()
+            .zip(&awaited_by)
+            .map(|(op, after)| {
+                let makes_alone = !op.creates.is_empty() && op.mutates.is_empty() && op.first_only.is_empty();
+                makes_alone && op.sequence.is_none() && after.is_empty()
+            })
+            .collect();
+
         // What cannot be made again: what outlives the step or was there before it, what a fixed
         // operator makes or changes, and what somebody sees by a view that cannot be made again.
         let mut can_rerun: Vec<bool> = (0..order.len() as u32)
@@ -206,6 +217,7 @@ impl Model {
             operators: order.to_vec(),
             can_rerun,
             is_late,
+            can_wait,
             uses,
             creates,
             views,

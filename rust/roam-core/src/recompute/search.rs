@@ -309,6 +309,9 @@ impl<'a> Search<'a> {
         let mut work = granted;
         timeline.cancel(attempt.rank, &mut work);
         self.work = self.work.saturating_sub(granted - work);
+        if let Some(runs) = timeline.without_unused() {
+            timeline = Timeline::new(self.model, self.limit, &runs);
+        }
         let (extra_ns, peak_bytes) = (timeline.extra_ns, timeline.peak());
         if peak_bytes > self.limit {
             return None;
@@ -558,6 +561,39 @@ mod tests {
             }
         }
         assert!(found >= 15, "{found}");
+    }
+
+    #[test]
+    fn copies_that_are_dropped_unread_are_made_once() {
+        let mut made = Made { builder: GraphBuilder::new("copies", "cpu", 64) };
+        let mut saved = Vec::new();
+        let mut copies = Vec::new();
+        let mut now = made.tensor(256, Residency::Persistent);
+        for _ in 0..8 {
+            let weight = made.tensor(64, Residency::Persistent);
+            let [out, copy] = [0; 2].map(|_| made.tensor(256, Residency::StepLocal));
+            made.run(Phase::Forward, &[now, weight], &[out], &[]);
+            copies.push(made.run(Phase::Forward, &[out], &[copy], &[]));
+            made.run(Phase::Forward, &[], &[], &[out]);
+            saved.push(copy);
+            now = out;
+        }
+        let mut gradient = made.tensor(256, Residency::StepLocal);
+        made.run(Phase::Loss, &[now], &[gradient], &[]);
+        for &copy in saved.iter().rev() {
+            let next = made.tensor(256, Residency::StepLocal);
+            made.run(Phase::Backward, &[copy, gradient], &[next], &[]);
+            gradient = next;
+        }
+        let graph = made.builder.build().unwrap();
+        let limit = peak(&graph, graph.program_order()) * 3 / 4;
+        let found = search(&graph, graph.program_order(), limit, 0, &Watch::default());
+        assert_eq!(measured(&graph, &found[0]), (found[0].peak_bytes, found[0].extra_ns));
+        let runs = |&copy: &OperatorId| found[0].sequence.iter().filter(|&&run| run == copy).count();
+        let place = |&copy: &OperatorId| found[0].sequence.iter().position(|&run| run == copy).unwrap();
+        // What each copy is made of is there at first for its change in place alone.
+        assert!(copies.iter().map(runs).all(|runs| runs == 1), "{:?}", found[0].sequence);
+        assert!(!copies.iter().map(place).is_sorted(), "{:?}", found[0].sequence);
     }
 
     #[test]

@@ -139,6 +139,37 @@ impl<'a> Timeline<'a> {
         timeline
     }
 
+    /// The runs that are left, without first runs of which nobody uses what they make before the
+    /// operator runs again: then the next run is the first. `None` where there is no such run.
+    pub(super) fn without_unused(&self) -> Option<Vec<u32>> {
+        let mut left: Vec<u32> = vec![0; self.instances.len()];
+        let is_there = |at: &usize| !self.entries[*at].is_gone;
+        for at in (0..self.entries.len()).filter(is_there) {
+            self.used(at as u32).filter(|&index| self.used[index] != NONE).for_each(|index| {
+                left[self.used[index] as usize] += 1;
+            });
+        }
+        let mut runs_later = vec![false; self.model.len()];
+        let mut runs = Vec::with_capacity(self.entries.len());
+        let mut has_changed = false;
+        for at in (0..self.entries.len()).rev().filter(is_there) {
+            let Entry { op, is_extra, .. } = self.entries[at];
+            let is_unused = |made: u32| left[made as usize] == 0 && !self.instances[made as usize].is_gone;
+            let can_go = !is_extra && runs_later[op as usize] && self.model.can_wait[op as usize];
+            if can_go && self.made(at as u32).all(is_unused) {
+                has_changed = true;
+                for index in self.used(at as u32).filter(|&index| self.used[index] != NONE) {
+                    left[self.used[index] as usize] -= 1;
+                }
+                continue;
+            }
+            runs_later[op as usize] = true;
+            runs.push(op);
+        }
+        runs.reverse();
+        has_changed.then_some(runs)
+    }
+
     /// Live bytes while each of the runs goes on.
     pub(super) fn live_bytes(&self) -> Vec<u64> {
         (0..self.entries.len() as u32).map(|at| self.live.most(at, at).max(0) as u64).collect()
