@@ -1,0 +1,145 @@
+//! A lower bound on what any choice costs: sequential tree-reweighted message passing (TRW-S;
+//! Kolmogorov, "Convergent Tree-Reweighted Message Passing for Energy Minimization", 2006).
+//!
+//! A message moves costs along an edge, from what a pair costs to what an end costs. What all
+//! choices cost together does not change by it, so the least that nodes and edges cost each by
+//! itself is a bound for any messages; passes make it grow.
+
+use super::reduced::Reduced;
+
+pub(super) struct Messages<'a> {
+    reduced: &'a Reduced,
+    /// Per edge where the messages to its two ends begin, one after the other.
+    at: Vec<[usize; 2]>,
+    values: Vec<f64>,
+    /// Per node the share of its costs that each edge takes along.
+    share: Vec<f64>,
+}
+
+/// What a pass found.
+pub(super) struct Pass {
+    /// Nothing costs less. Rounding is taken off.
+    pub(super) bound: f64,
+    /// A choice that takes what earlier nodes chose and later ones say.
+    pub(super) choice: Vec<usize>,
+    /// Matrix entries that were looked at.
+    pub(super) work: u64,
+}
+
+impl<'a> Messages<'a> {
+    pub(super) fn new(reduced: &'a Reduced) -> Self {
+        let mut end = 0;
+        let mut begin = |size: usize| {
+            end += size;
+            end - size
+        };
+        let at = reduced.edges.iter().map(|link| link.nodes.map(|node| begin(reduced.size(node)))).collect();
+        let share = |node: usize| {
+            let edges = &reduced.at_node[node];
+            let earlier = edges.iter().filter(|&&edge| reduced.edges[edge].nodes[1] == node).count();
+            1.0 / earlier.max(edges.len() - earlier).max(1) as f64
+        };
+        let share = (0..reduced.len()).map(share).collect();
+        Messages { reduced, at, values: vec![0.0; end], share }
+    }
+
+    fn message(&self, edge: usize, side: usize) -> &[f64] {
+        let size = self.reduced.size(self.reduced.edges[edge].nodes[side]);
+        &self.values[self.at[edge][side]..][..size]
+    }
+
+    /// A node's costs with all messages to it.
+    fn belief(&self, node: usize, costs: &[f64]) -> Vec<f64> {
+        let mut belief = costs[self.reduced.first[node]..self.reduced.first[node + 1]].to_vec();
+        for &edge in &self.reduced.at_node[node] {
+            let (side, _) = self.reduced.edges[edge].ends(node);
+            belief.iter_mut().zip(self.message(edge, side)).for_each(|(sum, more)| *sum += more);
+        }
+        belief
+    }
+
+    /// Sends a message from a node; returns the least cost, which the message leaves out, and by how
+    /// much that may be wrong.
+    fn send(&mut self, edge: usize, node: usize, belief: &[f64]) -> (f64, f64) {
+        let reduced = self.reduced;
+        let link = reduced.edges[edge];
+        let (side, other) = link.ends(node);
+        let mut message = vec![f64::INFINITY; reduced.size(other)];
+        let mut largest = 0f64;
+        for (strategy, (belief, back)) in belief.iter().zip(self.message(edge, side)).enumerate() {
+            let base = self.share[node] * belief - back;
+            largest = largest.max(belief.abs()).max(back.abs());
+            for (least, cost) in message.iter_mut().zip(reduced.row(link, side, strategy)) {
+                *least = least.min(base + cost);
+            }
+        }
+        let least = message.iter().copied().fold(f64::INFINITY, f64::min);
+        for value in &mut message {
+            largest = largest.max(value.abs());
+            *value -= least;
+        }
+        let at = self.at[edge][1 - side];
+        self.values[at..at + message.len()].copy_from_slice(&message);
+        (least, (reduced.at_node[node].len() + 8) as f64 * f64::EPSILON * largest)
+    }
+
+    /// Sends messages along all edges forward, then back.
+    ///
+    /// Args:
+    ///     costs: of all strategies, instead of the problem's.
+    pub(super) fn pass(&mut self, costs: &[f64]) -> Pass {
+        let reduced = self.reduced;
+        let mut choice = vec![0; reduced.len()];
+        let mut work = costs.len() as u64;
+        for node in 0..reduced.len() {
+            let belief = self.belief(node, costs);
+            let mut met = costs[reduced.first[node]..reduced.first[node + 1]].to_vec();
+            for &edge in &reduced.at_node[node] {
+                let link = reduced.edges[edge];
+                let (side, other) = link.ends(node);
+                let said = if side == 1 { reduced.row(link, 0, choice[other]) } else { self.message(edge, 0) };
+                met.iter_mut().zip(said).for_each(|(sum, more)| *sum += more);
+            }
+            choice[node] = least(&met);
+            for at in 0..reduced.at_node[node].len() {
+                let edge = reduced.at_node[node][at];
+                let (side, other) = reduced.edges[edge].ends(node);
+                work += 2 * (belief.len() * reduced.size(other)) as u64;
+                if side == 0 {
+                    self.send(edge, node, &belief);
+                }
+            }
+        }
+        let (mut bound, mut error) = (reduced.fixed_cost as f64, 0.0);
+        for node in (0..reduced.len()).rev() {
+            let mut belief = self.belief(node, costs);
+            let lowest = belief[least(&belief)];
+            error += (reduced.at_node[node].len() + 8) as f64
+                * f64::EPSILON
+                * belief.iter().fold(0.0, |a, b| b.abs().max(a));
+            belief.iter_mut().for_each(|cost| *cost -= lowest);
+            bound += lowest;
+            for at in 0..reduced.at_node[node].len() {
+                let edge = reduced.at_node[node][at];
+                if reduced.edges[edge].nodes[1] == node {
+                    let (least, wrong) = self.send(edge, node, &belief);
+                    bound += least;
+                    error += wrong;
+                }
+            }
+            error += f64::EPSILON * bound.abs() * reduced.at_node[node].len().max(1) as f64;
+        }
+        Pass { bound: bound - error, choice, work }
+    }
+}
+
+/// The place of the least value; the first of several.
+pub(super) fn least(values: &[f64]) -> usize {
+    let mut least = 0;
+    for (place, value) in values.iter().enumerate() {
+        if *value < values[least] {
+            least = place;
+        }
+    }
+    least
+}

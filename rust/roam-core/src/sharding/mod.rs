@@ -1,0 +1,22 @@
+//! A strategy for each operator of a program, so that all together cost least within a memory limit
+//! at every time.
+//!
+//! This is what automatic parallelism comes down to: how each operator is split over devices has a
+//! cost and takes bytes while its result is alive, and what two operators choose has a cost
+//! together (a collective between them). The contest on intra-operator parallelism (IOPDDL,
+//! ASPLOS and EuroSys 2025) is the same problem.
+//!
+//! problem -> presolve -> reduced -> prices and messages (a bound), forests (choices)
+
+mod forest;
+mod messages;
+mod presolve;
+mod prices;
+mod problem;
+mod read;
+mod reduced;
+mod solve;
+
+pub use problem::{Edge, FORBIDDEN, Node, Problem};
+pub use read::ReadError;
+pub use solve::{Outcome, Solution, solve};

@@ -1,0 +1,124 @@
+//! Prices of memory: what a byte costs at each time.
+//!
+//! With prices, the memory limit becomes a cost: a choice that keeps to the limit costs no more than
+//! its own cost if what it takes is charged and the whole room is paid back. So the least cost with
+//! prices, less what the room is worth, is a lower bound for any prices (Lagrange). Prices rise where
+//! more than the room is taken, along an average of the last excesses, by steps that get shorter when
+//! the bound no longer grows.
+
+use super::messages::{Messages, Pass};
+use super::reduced::Reduced;
+
+/// How much an excess counts that was met just now; the rest is what was met before.
+const NEW: f64 = 0.3;
+/// The length of a step, as a share of the gap that is left (Polyak).
+const STEP: f64 = 0.1;
+const LONGEST: f64 = 1.5;
+const SHORTEST: f64 = 1e-4;
+/// A step is lengthened by `LONGER` when the bound has grown by that share of itself.
+const GROWN: f64 = 1e-4;
+const LONGER: f64 = 1.1;
+/// After so many passes without a better bound, the best prices come back, with a step of half the
+/// length.
+const PATIENCE: usize = 20;
+/// The gap is taken for that share of the bound while no choice is known.
+const GAP: f64 = 0.2;
+/// Messages pass so often before prices change.
+const FIRST: usize = 10;
+
+pub(super) struct Prices<'a> {
+    reduced: &'a Reduced,
+    messages: Messages<'a>,
+    /// Per time; none where there is no limit.
+    now: Vec<f64>,
+    best: Vec<f64>,
+    direction: Vec<f64>,
+    step: f64,
+    passes: usize,
+    /// Passes since the best bound.
+    idle: usize,
+    /// No choice costs less.
+    pub(super) bound: f64,
+}
+
+impl<'a> Prices<'a> {
+    pub(super) fn new(reduced: &'a Reduced) -> Self {
+        let now = vec![0.0; reduced.room.as_ref().map_or(0, Vec::len)];
+        Prices {
+            reduced,
+            messages: Messages::new(reduced),
+            best: now.clone(),
+            direction: now.clone(),
+            now,
+            step: STEP,
+            passes: 0,
+            idle: 0,
+            bound: f64::NEG_INFINITY,
+        }
+    }
+
+    pub(super) fn now(&self) -> &[f64] {
+        &self.now
+    }
+
+    /// One pass of messages at the prices of now, which then change.
+    ///
+    /// Args:
+    ///     known_cost: of the best choice so far.
+    pub(super) fn pass(&mut self, known_cost: Option<f64>) -> Pass {
+        let costs = if self.now.is_empty() { self.reduced.costs.clone() } else { self.reduced.priced(&self.now) };
+        let mut found = self.messages.pass(&costs);
+        let room = self.reduced.room.as_deref().unwrap_or(&[]);
+        let worth: f64 = self.now.iter().zip(room).map(|(price, &bytes)| price * bytes as f64).sum();
+        // Adding up rounds by less.
+        found.bound -= worth + worth * f64::EPSILON * (room.len() + 8) as f64;
+        self.passes += 1;
+        self.idle += 1;
+        if found.bound > self.bound {
+            if found.bound > self.bound + GROWN * self.bound.abs() {
+                self.step = (self.step * LONGER).min(LONGEST);
+            }
+            self.bound = found.bound;
+            self.best.copy_from_slice(&self.now);
+            self.idle = 0;
+        }
+        if self.passes >= FIRST && !room.is_empty() {
+            self.change(room, &found, known_cost);
+        }
+        found
+    }
+
+    fn change(&mut self, room: &[i64], found: &Pass, known_cost: Option<f64>) {
+        if self.idle > PATIENCE {
+            self.idle = 0;
+            self.step = (self.step / 2.0).max(SHORTEST);
+            self.now.copy_from_slice(&self.best);
+            self.direction.fill(0.0);
+            return;
+        }
+        for (direction, bytes) in self.direction.iter_mut().zip(self.reduced.excess(room, &found.choice)) {
+            *direction += NEW * (bytes as f64 - *direction);
+        }
+        let can_move = |(price, direction): &(&f64, &f64)| **price > 0.0 || **direction > 0.0;
+        let square: f64 = self.now.iter().zip(&self.direction).filter(can_move).map(|(_, more)| more * more).sum();
+        if square > 0.0 {
+            let gap = known_cost.map_or(GAP * found.bound.abs(), |cost| cost - found.bound);
+            let length = self.step * gap.max(self.bound.abs() * 1e-6) / square;
+            for (price, more) in self.now.iter_mut().zip(&self.direction) {
+                *price = (*price + length * more).max(0.0);
+            }
+            round(&mut self.now);
+        }
+    }
+}
+
+/// Rounds prices so that sums of them are exact.
+fn round(prices: &mut [f64]) {
+    let largest = prices.iter().copied().fold(0.0, f64::max);
+    if largest > 0.0 {
+        // A power of two that is at least the sum of all.
+        let above = (largest * prices.len() as f64).log2().ceil().exp2();
+        let unit = above * f64::EPSILON;
+        prices.iter_mut().for_each(|price| *price = (*price / unit).round() * unit);
+    }
+}

@@ -1,0 +1,125 @@
+//! A strategy per operator: the search, on problems from files.
+
+use crate::errors::{Class, Fault, file_error};
+use crate::guard::detached;
+use crate::worker::on_worker;
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+use roam_core::optimize::Control;
+use roam_core::sharding::{Outcome, Problem, ReadError, solve};
+use std::fs::File;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// Nodes with strategies, costs of pairs, and a memory limit.
+#[pyclass(name = "ShardingProblem", module = "roam._core", frozen)]
+pub(crate) struct PyShardingProblem {
+    problem: Arc<Problem>,
+}
+
+#[pymethods]
+impl PyShardingProblem {
+    /// Reads a file in the format of the contest (JSON, with or without gzip).
+    #[classmethod]
+    fn read(_class: &Bound<'_, pyo3::types::PyType>, py: Python<'_>, path: PathBuf) -> PyResult<Self> {
+        let file = File::open(&path).map_err(|error| file_error(py, &error, &path))?;
+        match detached(py, || Problem::read(file))? {
+            Ok(problem) => Ok(Self { problem: Arc::new(problem) }),
+            Err(ReadError::Io(error)) => Err(file_error(py, &error, &path)),
+            Err(error) => {
+                let message = format!("{}: {error}", path.display());
+                Err(Fault { class: Class::Format, message, code: "sharding_problem", site: None }.raise(py))
+            }
+        }
+    }
+
+    #[getter]
+    fn name(&self) -> &str {
+        &self.problem.name
+    }
+
+    #[getter]
+    fn nodes(&self) -> usize {
+        self.problem.nodes.len()
+    }
+
+    #[getter]
+    fn edges(&self) -> usize {
+        self.problem.edges.len()
+    }
+
+    #[getter]
+    fn limit_bytes(&self) -> Option<i64> {
+        self.problem.limit_bytes
+    }
+
+    /// What a choice costs, and its most bytes at any time.
+    fn evaluate(&self, choice: Vec<usize>) -> PyResult<(Option<i64>, i64)> {
+        let nodes = &self.problem.nodes;
+        if choice.len() != nodes.len()
+            || nodes.iter().zip(&choice).any(|(node, &strategy)| strategy >= node.costs.len())
+        {
+            return Err(PyValueError::new_err("a choice has one strategy for each node"));
+        }
+        Ok((self.problem.cost(&choice), self.problem.peak_bytes(&choice)))
+    }
+
+    /// Searches for the cheapest choice.
+    #[pyo3(signature = (*, work, time_limit_s = None))]
+    fn solve(&self, py: Python<'_>, work: u64, time_limit_s: Option<f64>) -> PyResult<PyShardingOutcome> {
+        let deadline = match time_limit_s.map(Duration::try_from_secs_f64) {
+            None => None,
+            Some(Ok(limit)) => Instant::now().checked_add(limit),
+            Some(Err(_)) => {
+                return Err(PyValueError::new_err("time_limit_s must be a number of seconds that is not negative"));
+            }
+        };
+        let problem = self.problem.clone();
+        let control = Control { deadline, ..Control::default() };
+        let (interrupt, outcome) = on_worker(py, control, None, move |control| solve(&problem, work, control))?;
+        match interrupt {
+            Some(interrupt) => Err(interrupt),
+            None => Ok(PyShardingOutcome { outcome }),
+        }
+    }
+}
+
+/// What a search found.
+#[pyclass(name = "ShardingOutcome", module = "roam._core", frozen)]
+pub(crate) struct PyShardingOutcome {
+    outcome: Outcome,
+}
+
+#[pymethods]
+impl PyShardingOutcome {
+    #[getter]
+    fn choice(&self) -> Option<Vec<usize>> {
+        self.outcome.solution.as_ref().map(|solution| solution.choice.clone())
+    }
+
+    #[getter]
+    fn cost(&self) -> Option<i64> {
+        self.outcome.solution.as_ref().map(|solution| solution.cost)
+    }
+
+    #[getter]
+    fn bound(&self) -> Option<i64> {
+        self.outcome.bound
+    }
+
+    #[getter]
+    fn nodes(&self) -> usize {
+        self.outcome.nodes
+    }
+
+    #[getter]
+    fn edges(&self) -> usize {
+        self.outcome.edges
+    }
+
+    #[getter]
+    fn passes(&self) -> usize {
+        self.outcome.passes
+    }
+}
