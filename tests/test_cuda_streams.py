@@ -62,7 +62,7 @@ def test_the_text_is_the_plan(name: str) -> None:
     arguments = (*training.objects, *batch)
     training.step(*arguments)
     variant = capture_step(training.step, arguments, {}).steady
-    choice = choose(variant, pool=True, time_limit_s=None, streams=STREAMS)
+    (choice,) = choose([variant], pool=True, time_limit_s=None, streams=STREAMS)
     plan, program = choice.plan, choice.program
     assert len(set(plan.streams.tolist())) == STREAMS
     assert plan.syncs
@@ -121,7 +121,7 @@ def test_in_launch_order_the_bits_are_those_of_eager() -> None:
     other.step(*other.objects, *batch)
     arguments = (*training.objects, *batch)
     variant = capture_step(training.step, arguments, {}).steady
-    choice = choose(variant, pool=True, time_limit_s=None, streams=STREAMS)
+    (choice,) = choose([variant], pool=True, time_limit_s=None, streams=STREAMS)
     executor = Executor(
         choice.program, choice.placed, choice.plan, pool=Pool.of(variant.device), streams=Recorded()
     )

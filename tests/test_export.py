@@ -28,6 +28,7 @@ from roam.report.folding import folded
 from roam.report.snapshot import snapshot
 from strategies import graphs
 from test_report import layers
+from test_streams import branches
 
 # pydot's parser calls pyparsing by old names.
 pytestmark = pytest.mark.filterwarnings("ignore:.*deprecated - use:DeprecationWarning")
@@ -39,6 +40,9 @@ def planned(kind: str) -> Planned:
     if kind == "limited":
         plan = roam.optimize(graph, memory_limit_bytes=plan.total_bytes * 7 // 10)
         assert plan.recomputation is not None
+    if kind == "streams":
+        graph = branches()
+        plan = roam.optimize(graph, streams=2)
     return Planned.of(graph, plan)
 
 
@@ -69,9 +73,11 @@ def replayed(taken: dict[str, Any]) -> tuple[int, set[int]]:
 # -- PyTorch's memory viewer
 
 
-@given(graphs(), st.booleans())
-def test_the_events_of_a_snapshot_reach_the_plans_peak(graph: roam.Graph, reuse: bool) -> None:
-    plan = roam.optimize(graph, reuse=reuse, exact="off")
+@given(graphs(), st.booleans(), st.integers(1, 3))
+def test_the_events_of_a_snapshot_reach_the_plans_peak(
+    graph: roam.Graph, reuse: bool, streams: int
+) -> None:
+    plan = roam.optimize(graph, streams, reuse, exact="off")
     taken = snapshot(Planned.of(graph, plan))
     most, left = replayed(taken)
     assert most == plan.peak_bytes
@@ -149,6 +155,30 @@ def test_a_trace_has_the_operators_in_the_plans_order(step: Planned) -> None:
     names = [step.graph.operator(number).name for number in step.plan.order]
     assert [span["name"] for span in spans] == names
     assert [span["args"]["live_bytes"] for span in spans] == step.curve.live_bytes.tolist()
+
+
+def test_a_trace_of_several_streams_has_a_thread_for_each() -> None:
+    step = planned("streams")
+    graph, plan = step.graph, step.plan
+    events = [e for e in chrome_trace(step)["traceEvents"] if e["pid"] == 1]
+    threads = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert threads == {0: "stream 0", 1: "stream 1"}
+    spans = {e["name"]: e for e in events if e["ph"] == "X"}
+    assert len(spans) == graph.num_operators
+    for number, operator in enumerate(graph.operators):
+        assert spans[operator.name]["tid"] == plan.streams[number]
+
+    def end_us(number: int) -> float:
+        span = spans[graph.operator(number).name]
+        return float(span["ts"] + span["dur"])
+
+    assert plan.syncs
+    for before, after in plan.syncs:
+        assert end_us(before) <= spans[graph.operator(after).name]["ts"]
+    assert max(map(end_us, range(graph.num_operators))) == pytest.approx(
+        (plan.makespan_s or 0) * 1e6
+    )
+    assert max(e["args"]["bytes"] for e in events if e["ph"] == "C") == plan.peak_bytes
 
 
 # -- Graphviz

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import io
+import itertools
 import json
 import re
 import sys
@@ -24,7 +25,7 @@ from roam.report.anatomy import Anatomy, Planned, run_lengths
 from roam.report.changes import within, without_recomputation
 from roam.report.figures import live_bytes
 from roam.report.folding import folded
-from roam.report.lifetimes import lifetimes
+from roam.report.lifetimes import Starts, lifetimes
 from roam.report.page import ReportUnavailable, page
 from roam.report.tables import Amount, Count, Table, as_html, as_text, print_tables
 from strategies import graphs
@@ -72,10 +73,11 @@ def anatomies() -> dict[str, Anatomy]:
         "limited": Anatomy(
             "limited", Planned.of(graph, limited), without_recomputation(graph, limited)
         ),
+        "streams": Anatomy("streams", Planned.of(graph, roam.optimize(graph, streams=2))),
     }
 
 
-@pytest.fixture(scope="module", params=["plain", "limited"])
+@pytest.fixture(scope="module", params=["plain", "limited", "streams"])
 def anatomy(request: pytest.FixtureRequest) -> Anatomy:
     return anatomies()[request.param]
 
@@ -97,7 +99,7 @@ def test_lifetimes_add_up_to_the_live_bytes_of_every_step(data: st.DataObject) -
     counted = graph.tensor_counted_bytes
     for lives, order, expected in (
         (lifetimes(graph), graph.program_order, graph.live_bytes()),
-        (lifetimes(graph, plan.order, plan.reuse), plan.order, live_bytes(graph, plan)),
+        (lifetimes(graph, Starts.of(graph, plan), plan.reuse), plan.order, live_bytes(graph, plan)),
     ):
         persistent = [tensor.id for tensor in graph.tensors if tensor.residency == "persistent"]
         for step, operator in enumerate(order.tolist()):
@@ -112,6 +114,32 @@ def test_what_is_alive_at_the_peak_adds_up_to_the_peak(graph: roam.Graph) -> Non
     planned = Planned.of(graph, plan)
     assert sum(one.size_bytes for one in planned.holdings) == plan.peak_bytes
     assert sum(one.size_bytes for one in planned.program_holdings) == plan.program_order_peak_bytes
+
+
+@given(
+    graphs(max_operators=14), st.integers(2, 3), st.sampled_from(["happens_before", "time_step"])
+)
+def test_a_plan_for_several_streams_adds_up_at_every_start(
+    graph: roam.Graph, streams: int, model: str
+) -> None:
+    plan = roam.optimize(graph, streams, stream_model=model, exact="off")
+    planned = Planned.of(graph, plan)
+    live, starts = planned.curve.live_bytes, planned.starts
+    assert live.max(initial=0) == plan.peak_bytes
+    assert sum(one.size_bytes for one in planned.holdings) == plan.peak_bytes
+    assert sorted(starts.order.tolist()) == list(range(graph.num_operators))
+    begin, end = plan.times_ns(graph)
+    assert end.max(initial=0) == round((plan.makespan_s or 0) * 1e9)
+    assert (np.diff(begin[starts.order]) >= 0).all()
+    lives, sizes = planned.lives, graph.tensor_counted_bytes
+    for at, operator in enumerate(starts.order.tolist()):
+        for before in graph.predecessors(operator):
+            assert starts.done[starts.order == before].item() <= at
+        # Whatever is alive at once in the pool has bytes of its own.
+        pooled = [one for one in lives.alive_at(at) if plan.offsets[one] >= 0 and sizes[one]]
+        spans = sorted((int(plan.offsets[one]), int(sizes[one])) for one in pooled)
+        for (offset, size), (following, _) in itertools.pairwise(spans):
+            assert offset + size <= following
 
 
 def test_a_plan_with_recomputation_adds_up_too(anatomy: Anatomy) -> None:
@@ -162,7 +190,8 @@ def test_run_lengths_cover_everything_once() -> None:
 
 def test_every_figure_of_the_page_is_the_plans(anatomy: Anatomy) -> None:
     text, planned = page(anatomy), anatomy.planned
-    source = json.loads(roam.optimize(layers(), memory_limit_bytes=planned.values["memory_limit_bytes"]).to_json())  # fmt: skip
+    streams, limit_bytes = planned.values["streams"], planned.values["memory_limit_bytes"]
+    source = json.loads(roam.optimize(layers(), streams, memory_limit_bytes=limit_bytes).to_json())
     expected = {
         **planned.values,
         **(planned.values["recomputation"] or {}),
@@ -257,13 +286,6 @@ def test_the_page_of_a_graph_without_operators() -> None:
     assert document.select_one({"name": "pool"}) is None
 
 
-def test_a_plan_for_several_streams_is_refused() -> None:
-    graph = layers()
-    with pytest.raises(roam.PlanError) as raised:
-        Planned.of(graph, roam.optimize(graph, streams=2))
-    assert raised.value.code == "streams"
-
-
 def test_a_plan_of_another_graph_is_refused(tmp_path: Path) -> None:
     with pytest.raises(roam.PlanError) as raised:
         roam.optimize(layers()).report(layers(8192), tmp_path / "report.html")
@@ -318,6 +340,7 @@ def test_the_terminal_shows_what_is_alive_at_the_peak(
         assert any(all(part in line for part in parts) for line in shown.splitlines()), held
     assert "What sets the bound" in shown
     assert cli.main(["plan", path, "-v", "--streams", "2"]) == 0
+    assert "by the model of time" in capsys.readouterr().out
 
 
 # -- the ways to get one
@@ -341,6 +364,13 @@ def test_reports_of_a_plan_and_of_files_are_pages(
     assert cli.main(["report", files[0], "--memory", "70%", "--no-changes", "--output", files[3]]) == 0  # fmt: skip
     assert "plan with recomputation" in Path(files[3]).read_text()
     assert cli.main(["report", *files[:2], "--memory", "70%"]) == 2
+    parallel = roam.optimize(graph, streams=2)
+    parallel.save(files[1])
+    assert cli.main(["report", *files[:2], "--output", files[3]]) == 0
+    assert "The plan has 2 streams" in Path(files[3]).read_text()
+    with pytest.raises(roam.PlanError) as raised:
+        parallel.report(graph, files[2], limits=["70%"])
+    assert raised.value.code == "invalid_memory_limit"
     assert cli.main(["report", "gpt2-tiny", files[1]]) == 2
 
 

@@ -217,6 +217,14 @@ def test_senseless_settings_are_refused() -> None:
         roam.optimize(branches(), 2, stream_model="vectors")
 
 
+def test_times_are_of_valid_plans_only() -> None:
+    graph = branches()
+    plan = roam.optimize(graph, streams=2)
+    with pytest.raises(roam.PlanError) as caught:
+        corrupted(plan, lambda v: v["order"].pop()).times_ns(graph)
+    assert caught.value.code == "operator_missing"
+
+
 def test_a_null_schedule_is_no_plan() -> None:
     plan = roam.optimize(branches())
     with pytest.raises(roam.FormatError):

@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from roam._core import verify
-from roam.errors import PlanError
 from roam.report.figures import Place, figures, live_bytes, peak_place
 from roam.report.folding import folded
-from roam.report.lifetimes import Lifetimes, Steps, lifetimes
+from roam.report.lifetimes import Lifetimes, Starts, Steps, lifetimes
 from roam.report.table import fact_rows, figure_rows
 from roam.report.tables import Amount, Cell, Count, Table
 
@@ -42,12 +41,12 @@ _ROUTES = {
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Live bytes over the steps of one order, persistent tensors left out.
+    """Live bytes over the starts of the operators, persistent tensors left out.
 
     Attributes:
-        name: which order.
-        live_bytes: int64 [steps].
-        phases: the phase of the operator at each step.
+        name: of the order or the plan.
+        live_bytes: int64 [operators].
+        phases: the phase of the operator that starts.
     """
 
     name: str
@@ -95,7 +94,7 @@ class Planned:
         as_written: the graph in which every operator runs once, in eager PyTorch's order.
         graph: the graph whose operators and tensors the plan numbers; another one where operators
             run again.
-        plan: a plan of `graph`, for one stream.
+        plan: a valid plan of `graph`.
         values: its figures, see :func:`roam.report.figures`.
         runs_again: whether operators run more than once.
     """
@@ -106,35 +105,38 @@ class Planned:
     values: Mapping[str, Any]
     runs_again: bool = False
 
-    def __post_init__(self) -> None:
-        if self.plan.settings["streams"] > 1:
-            raise PlanError(
-                "reports and exports are for plans of one stream, whose steps follow each other; "
-                "plan with streams=1",
-                code="streams",
-            )
-
     @classmethod
     def of(cls, graph: Graph, plan: Plan) -> Planned:
         """A graph and a plan of it, with or without recomputation, verified.
 
         Raises:
-            PlanError: the plan is invalid, or is for several streams (code ``streams``).
+            PlanError: the plan is invalid.
         """
         verify(graph, plan)
         values = {**figures(graph, plan), "verified": True}
         return cls(graph, *plan.expanded(graph), values, plan.recomputation is not None)
 
+    @property
+    def is_parallel(self) -> bool:
+        """Whether the plan is for several streams."""
+        return self.plan.settings["streams"] > 1
+
+    @cached_property
+    def starts(self) -> Starts:
+        """When each operator of `graph` runs by the plan."""
+        return Starts.of(self.graph, self.plan)
+
     @cached_property
     def lives(self) -> Lifetimes:
         """When each tensor of `graph` is alive."""
-        return lifetimes(self.graph, self.plan.order, self.plan.reuse)
+        return lifetimes(self.graph, self.starts, self.plan.reuse)
 
     @cached_property
     def curve(self) -> Curve:
         """Live bytes by the plan."""
         name = "plan with recomputation" if self.runs_again else "plan"
-        return _curve(name, self.graph, self.plan.order, live_bytes(self.graph, self.plan))
+        live = live_bytes(self.graph, self.plan, self.starts)
+        return _curve(name, self.graph, self.starts.order, live)
 
     @cached_property
     def program_curve(self) -> Curve:
@@ -145,14 +147,14 @@ class Planned:
     @cached_property
     def place(self) -> Place | None:
         """Where the plan's peak is."""
-        return peak_place(self.graph, self.plan)
+        return peak_place(self.graph, self.plan, self.starts)
 
     @cached_property
     def holdings(self) -> tuple[Holding, ...]:
         """What is alive at the plan's peak, the largest first; it adds up to the peak."""
         if self.place is None:
             return ()
-        return _holdings(self.graph, self.plan.order, self.lives, self.place.step)
+        return _holdings(self.graph, self.starts, self.lives, self.place.step)
 
     @cached_property
     def program_holdings(self) -> tuple[Holding, ...]:
@@ -160,8 +162,8 @@ class Planned:
         if not self.as_written.num_operators:
             return ()
         step = int(self.program_curve.live_bytes.argmax())
-        order = self.as_written.program_order
-        return _holdings(self.as_written, order, lifetimes(self.as_written), step)
+        starts = Starts.one_by_one(self.as_written.program_order)
+        return _holdings(self.as_written, starts, lifetimes(self.as_written, starts), step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,8 +279,11 @@ def holdings(planned: Planned) -> Table:
         tensors = sum(holding.tensors for holding in rest)
         name = f"{len(rest):,} more lines"
         rows.append((Amount(size_bytes), Count(tensors), name, "", "", "", ""))
-    place = planned.place
-    note = "" if place is None else f"The peak is at step {place.step:,}: {place}."
+    place, note = planned.place, ""
+    if place is not None:
+        times = "time steps" if planned.plan.time_steps is not None else "the model of time"
+        when = f"start {place.step:,} by {times}" if planned.is_parallel else f"step {place.step:,}"
+        note = f"The peak is at {when}: {place}."
     headings = ("bytes", "tensors", "kind", "phase", "module", "made by", "line")
     return Table("What is alive at the plan's peak", headings, tuple(rows), note)
 
@@ -355,11 +360,11 @@ def _curve(name: str, graph: Graph, order: Steps, live: Steps) -> Curve:
     return Curve(name, live, tuple(operators[number].phase for number in order.tolist()))
 
 
-def _holdings(graph: Graph, order: Steps, lives: Lifetimes, step: int) -> tuple[Holding, ...]:
-    """What is alive at a step of an order, as lines that fold layers, the largest first."""
+def _holdings(graph: Graph, starts: Starts, lives: Lifetimes, at: int) -> tuple[Holding, ...]:
+    """What is alive at a start, as lines that fold layers, the largest first."""
     modules: defaultdict[tuple[Any, ...], set[str]] = defaultdict(set)
     counts, sizes = Counter[tuple[Any, ...]](), Counter[tuple[Any, ...]]()
-    for key, module, size_bytes in _alive(graph, order, lives, step):
+    for key, module, size_bytes in _alive(graph, starts, lives, at):
         modules[key].add(module)
         counts[key] += 1
         sizes[key] += size_bytes
@@ -374,10 +379,10 @@ def _holdings(graph: Graph, order: Steps, lives: Lifetimes, step: int) -> tuple[
 
 
 def _alive(
-    graph: Graph, order: Steps, lives: Lifetimes, step: int
+    graph: Graph, starts: Starts, lives: Lifetimes, at: int
 ) -> Iterator[tuple[tuple[Any, ...], str, int]]:
     """What a tensor's line has in common, its module, and its bytes."""
-    for number in lives.alive_at(step):
+    for number in lives.alive_at(at):
         tensor, creator = graph.tensor(number), graph.creator(number)
         if tensor.residency == "persistent" or not tensor.counted_bytes:
             continue
@@ -388,11 +393,12 @@ def _alive(
         maker = graph.operator(creator)
         place = (maker.name, maker.file, maker.line)
         yield (tensor.kind, maker.phase, folded(maker.module), *place), maker.module, tensor.counted_bytes  # fmt: skip
-    operator = graph.operator(int(order[step]))
-    workspace_bytes = int(graph.workspaces_bytes[operator.id])
-    if workspace_bytes:
+    running = starts.order[: at + 1][starts.done[: at + 1] > at]
+    for number in running[graph.workspaces_bytes[running] > 0].tolist():
+        operator = graph.operator(number)
         place = (operator.name, operator.file, operator.line)
-        yield (WORKSPACE, operator.phase, folded(operator.module), *place), operator.module, workspace_bytes  # fmt: skip
+        key = (WORKSPACE, operator.phase, folded(operator.module), *place)
+        yield key, operator.module, int(graph.workspaces_bytes[number])
 
 
 def run_lengths(values: Sequence[Any] | Steps) -> Iterator[tuple[Any, int, int]]:

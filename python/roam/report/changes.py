@@ -17,17 +17,20 @@ if TYPE_CHECKING:
 
 
 def replanned(graph: Graph, like: Plan, memory_limit_bytes: int | None = None) -> Plan:
-    """A verified plan with the settings of another, but for the memory limit.
+    """A verified plan with the settings of another, but for the memory limit and a speed.
 
     Raises:
-        PlanError: no plan keeps within the limit, or none was found.
+        PlanError: no plan keeps within the limit, or none was found; or the limit is for several
+            streams (code ``invalid_memory_limit``).
     """
     settings = like.settings
     plan = optimize(
         graph,
+        streams=settings["streams"],
         reuse=settings["reuse"],
         exact=settings["exact"],
         time_limit_s=settings["time_limit_s"],
+        stream_model=settings["stream_model"],
         memory_limit_bytes=memory_limit_bytes,
     )
     verify(graph, plan)

@@ -7,6 +7,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from roam.report.lifetimes import Starts, Steps, lifetimes, live_bytes_of
+
 if TYPE_CHECKING:
     from roam._core import Graph, Plan
 
@@ -33,7 +35,7 @@ _ATTRIBUTES = (
 
 @dataclass(frozen=True)
 class Place:
-    """The operator that runs while the most bytes are live, and the user's line it comes from,
+    """The operator at whose start the most bytes are live, and the user's line it comes from,
     where known.
     """
 
@@ -56,10 +58,18 @@ class Place:
         return ", ".join(part for part in parts if part)
 
 
-def live_bytes(graph: Graph, plan: Plan) -> Any:
-    """Live bytes per step of the plan's order, int64 [operators]; a reused input is counted once
-    with its output.
+def live_bytes(graph: Graph, plan: Plan, starts: Starts | None = None) -> Steps:
+    """Live bytes per start of an operator, int64 [operators]: on one stream per step of the plan's
+    order. A reused input is counted once with its output.
+
+    Args:
+        graph: the graph that the plan is for.
+        plan: a valid plan of it without recomputation, see `Plan.expanded`.
+        starts: when the operators run, where it is known already.
     """
+    if plan.settings["streams"] > 1:
+        starts = Starts.of(graph, plan) if starts is None else starts
+        return live_bytes_of(graph, starts, lifetimes(graph, starts, plan.reuse))
     live = graph.live_bytes(plan.order).copy()
     if len(plan.reuse):
         step_of = {operator: step for step, operator in enumerate(plan.order.tolist())}
@@ -68,18 +78,22 @@ def live_bytes(graph: Graph, plan: Plan) -> Any:
     return live
 
 
-def peak_place(graph: Graph, plan: Plan) -> Place | None:
-    """The first step of the plan whose live bytes are the peak.
+def peak_place(graph: Graph, plan: Plan, starts: Starts | None = None) -> Place | None:
+    """The first start of an operator at which the live bytes of a valid plan are the peak; ``None``
+    for a graph without operators.
 
-    ``None`` for a graph without operators, and for several streams, where the peak is at no one
-    operator.
+    Args:
+        graph: the graph that the plan is for.
+        plan: a valid plan of it.
+        starts: when the operators run, where it is known already.
     """
-    if graph.num_operators == 0 or plan.settings["streams"] > 1:
+    if graph.num_operators == 0:
         return None
     graph, plan = plan.expanded(graph)
-    live = live_bytes(graph, plan)
+    starts = Starts.of(graph, plan) if starts is None else starts
+    live = live_bytes(graph, plan, starts)
     step = int(live.argmax())
-    operator = graph.operator(int(plan.order[step]))
+    operator = graph.operator(int(starts.order[step]))
     return Place(
         step,
         int(live[step]),

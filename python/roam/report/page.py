@@ -69,10 +69,11 @@ def page(anatomy: Anatomy) -> str:
             "pip install 'roam-torch[report]'",
             code="report_unavailable",
         ) from error
-    curves, phases = _curves(anatomy), _phases(anatomy)
+    axis = "operators started" if anatomy.planned.is_parallel else "operators run"
+    curves, phases = _curves(anatomy), _phases(anatomy, axis)
     phases.x_range = curves.x_range
     pooled = list(_pooled(anatomy.planned))
-    drawn = [curves, phases, *([_pool(anatomy.planned, pooled)] if pooled else [])]
+    drawn = [curves, phases, *([_pool(anatomy.planned, pooled, axis)] if pooled else [])]
     template = Environment(loader=PackageLoader("roam.report", "."), autoescape=True).get_template(
         "page.html.jinja"
     )
@@ -82,6 +83,10 @@ def page(anatomy: Anatomy) -> str:
         "orders": dict(zip([c.name for c in anatomy.curves], _colors(anatomy), strict=True)),
         "levels": {name: dash for name, _, dash in _levels(anatomy)},
         "estimate": anatomy.planned.plan.estimate,
+        "streams": anatomy.planned.plan.settings["streams"],
+        "times": "time steps"
+        if anatomy.planned.plan.time_steps is not None
+        else "the model of time",
         "overview": first + facts,
         "tables": rest,
         "phase_colors": {
@@ -187,13 +192,13 @@ def _curves(anatomy: Anatomy) -> figure:
     return drawn
 
 
-def _phases(anatomy: Anatomy) -> figure:
+def _phases(anatomy: Anatomy, axis: str) -> figure:
     """One strip for each order: which phase runs when."""
     from bokeh.models import NumeralTickFormatter
 
     names = [curve.name for curve in anatomy.curves]
     drawn = _figure(
-        height=52 + 26 * len(names), y_range=names[::-1], x_axis_label="operators run",
+        height=52 + 26 * len(names), y_range=names[::-1], x_axis_label=axis,
         name="phases",
     )  # fmt: skip
     drawn.toolbar_location = None
@@ -217,13 +222,13 @@ def _phases(anatomy: Anatomy) -> figure:
     return drawn
 
 
-def _pool(planned: Planned, pooled: list[tuple[Tensor, Operator]]) -> figure:
+def _pool(planned: Planned, pooled: list[tuple[Tensor, Operator]], axis: str) -> figure:
     """Which tensor has which addresses of the pool, and when."""
     from bokeh.models import HoverTool, NumeralTickFormatter
 
     unit, unit_bytes = _unit(planned.plan.pool_bytes)
     drawn = _figure(
-        height=420, x_axis_label="operators run", y_axis_label=f"address in the pool, {unit}",
+        height=420, x_axis_label=axis, y_axis_label=f"address in the pool, {unit}",
         name="pool",
     )  # fmt: skip
     drawn.toolbar.tools = []

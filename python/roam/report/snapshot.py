@@ -28,7 +28,7 @@ _WORK = 2_000_000
 @dataclass(frozen=True, slots=True)
 class _Block:
     """A piece of memory that is used from step `start` to before step `end`; after the last step
-    where it stays.
+    where it stays. On several streams a step is the start of an operator.
     """
 
     address: int
@@ -42,8 +42,9 @@ class _Block:
 def snapshot(planned: Planned) -> dict[str, Any]:
     """One step by the plan. What persists is there from the start, and has no events.
 
-    Each step of the plan is a microsecond; a tensor is freed before the step after its last use
-    begins. Operators' workspaces are allocated like tensors.
+    Each step of the plan is a microsecond, on several streams each start of an operator by the
+    model of time; a tensor is freed before the step after its last use begins. Operators'
+    workspaces are allocated like tensors.
     """
     graph, steps = planned.graph, planned.graph.num_operators
     device = 0
@@ -72,9 +73,12 @@ def snapshot(planned: Planned) -> dict[str, Any]:
         offset = int(planned.plan.offsets[number])
         block = _Block(max(offset, 0), tensor.counted_bytes, start, end, tensor.kind, made_by)
         (pooled if offset >= 0 else unpooled).append(block)
-    for step, number in enumerate(planned.plan.order.tolist()):
+    starts = planned.starts
+    for step, (number, done) in enumerate(
+        zip(starts.order.tolist(), starts.done.tolist(), strict=True)
+    ):
         if size_bytes := int(graph.workspaces_bytes[number]):
-            unpooled.append(_Block(0, size_bytes, step, step + 1, WORKSPACE, frames[number]))
+            unpooled.append(_Block(0, size_bytes, step, done, WORKSPACE, frames[number]))
     unpooled, unpooled_bytes = _placed(unpooled)
     segments = [
         _segment(device, _PERSISTENT, address - _PERSISTENT, persistent, steps),

@@ -1,6 +1,6 @@
 //! `roam.verify`.
 
-use crate::errors::{Class, Fault};
+use crate::errors::plan_error;
 use crate::graph::PyGraph;
 use crate::guard::detached;
 use crate::plan::PyPlan;
@@ -15,7 +15,5 @@ use pyo3::prelude::*;
 #[pyfunction]
 pub(crate) fn verify(py: Python<'_>, graph: &Bound<'_, PyGraph>, plan: &Bound<'_, PyPlan>) -> PyResult<()> {
     let (graph, plan) = (graph.get().inner(), plan.get().inner());
-    detached(py, || roam_core::verify::verify(graph, plan))?.map_err(|error| {
-        Fault { class: Class::Plan, message: error.to_string(), code: error.code(), site: error.site() }.raise(py)
-    })
+    detached(py, || roam_core::verify::verify(graph, plan))?.map_err(|error| plan_error(py, &error))
 }

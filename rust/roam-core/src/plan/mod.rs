@@ -2,6 +2,7 @@
 
 mod contents;
 pub mod json;
+mod times;
 
 pub use contents::{
     BoundRoute, Candidate, Exact, ExactReport, ExactStatus, MAX_STREAMS, Plan, Recomputation, Schedule, Settings,

@@ -83,11 +83,15 @@ fn verify_under_every_timing(
     let pairs = check_reuse(graph, plan, runs_before)?;
     let ends = Ends::new(graph, plan, &knowledge);
     check_shared_bytes(graph, plan, &knowledge, &ends, &pairs)?;
-    let times = times(graph, plan, &knowledge, waits);
+    let times = plan.times_ns(graph);
     let mut peaks = peaks_by_times(graph, plan, &times, &pairs);
     peaks.unpooled = unpooled::bytes(graph, plan, &knowledge, &ends);
     check_figures(graph, graph, plan, peaks)?;
-    Ok(times.iter().map(|&(_, end)| end).max().unwrap_or(0))
+    Ok(makespan_ns(&times))
+}
+
+fn makespan_ns(times: &[(u64, u64)]) -> u64 {
+    times.iter().map(|&(_, end)| end).max().unwrap_or(0)
 }
 
 /// In the order of launching, every new tensor is compared with the last holders of its bytes. Who
@@ -130,21 +134,6 @@ fn check_shared_bytes(
         }
     }
     Ok(())
-}
-
-/// Start and end of every operator by the model of time.
-fn times(graph: &Graph, plan: &Plan, knowledge: &Knowledge, waits: &[Vec<OperatorId>]) -> Vec<(u64, u64)> {
-    let mut times = vec![(0, 0); plan.order.len()];
-    let mut free = vec![0u64; knowledge.streams];
-    for &id in &plan.order {
-        let free = &mut free[knowledge.lane[id.index()].0];
-        let own = &waits[id.index()];
-        let ready = own.iter().map(|before| times[before.index()].1).max().unwrap_or(0).max(*free);
-        let start = cost::after(ready, cost::SYNC_NS * own.len() as u64);
-        *free = cost::after(start, cost::operator_ns(graph, id));
-        times[id.index()] = (start, *free);
-    }
-    times
 }
 
 /// What is live when operators start, by the model's times; of those that start at once the first
@@ -227,18 +216,17 @@ fn verify_by_time_steps(graph: &Graph, plan: &Plan, schedule: &Schedule) -> Resu
     // In the plan's order steps never fall and never leave one out; no stream runs two operators in
     // one.
     let mut busy = vec![None; plan.settings.streams as usize];
-    let mut longest: Vec<u64> = Vec::new();
+    let mut begun = 0;
     for &id in &plan.order {
         let at = step[id.index()];
-        if at == longest.len() {
-            longest.push(0);
+        if at == begun {
+            begun += 1;
         }
         let taken = busy[schedule.streams[id.index()] as usize].replace(at) == Some(at);
-        if at + 1 != longest.len() || taken {
+        if at + 1 != begun || taken {
             let time_step = schedule.time_steps[id.index()];
             return Err(PlanViolation::TimeStep { site: site(graph, id), time_step });
         }
-        longest[at] = cost::operator_ns(graph, id).max(longest[at]);
     }
     let runs_before = |first: OperatorId, second: OperatorId| step[first.index()] < step[second.index()];
     check_constraints(graph, runs_before)?;
@@ -247,5 +235,5 @@ fn verify_by_time_steps(graph: &Graph, plan: &Plan, schedule: &Schedule) -> Resu
     let lives = Lives::new(graph, &step);
     check_overlaps(graph, plan, &lives, &pairs)?;
     check_figures(graph, graph, plan, lives.peaks(graph, &pairs))?;
-    Ok(longest.into_iter().fold(0, cost::after))
+    Ok(makespan_ns(&plan.times_ns(graph)))
 }
