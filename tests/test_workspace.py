@@ -200,7 +200,7 @@ def test_what_is_known_is_not_found_out_again(runs: list[str]) -> None:
 
 def test_kernels_that_write_where_they_are_told_are_not_run(runs: list[str]) -> None:
     variant = steady(perceptron())
-    choice = choose(variant, pool=None, time_limit_s=None)
+    (choice,) = choose([variant], pool=None, time_limit_s=None)
     assert runs
     written = {
         call.name
@@ -232,7 +232,7 @@ def test_where_it_cannot_be_found_out_the_plan_does_without(
     how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     variant = steady(images())
-    known = choose(variant, pool=False, time_limit_s=None)
+    (known,) = choose([variant], pool=False, time_limit_s=None)
     monkeypatch.setattr(workspace, "_learned", {})
     if how == "no profiler":
         monkeypatch.setattr(torch._C._autograd, "_enable_profiler_legacy", refuse)
@@ -250,5 +250,5 @@ def test_where_it_cannot_be_found_out_the_plan_does_without(
 
 def test_a_kernel_that_cannot_be_tried_counts_as_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workspace, "zeros", refuse)
-    choice = choose(steady(images()), pool=None, time_limit_s=None)
+    (choice,) = choose([steady(images())], pool=None, time_limit_s=None)
     assert choice.kernel_bytes == 0

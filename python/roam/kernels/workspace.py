@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -22,7 +22,8 @@ import torch
 from roam.kernels.calls import Placed
 from roam.kernels.kept import recall, retain
 from roam.program.ir import Call, Program, Ref, TensorMeta, substitute
-from roam.program.operators import is_region
+from roam.program.operators import is_region, on_list
+from roam.program.releases import Release, released
 from roam.torch_compat.private import (
     OpOverload,
     c_pointer,
@@ -115,6 +116,127 @@ def workspaces(
     return {index: size for index, size in found.items() if size > 0}
 
 
+def releases(
+    program: Program,
+    device: torch.device,
+    taken: Mapping[int, int],
+    deadline: float | None = None,
+    room_bytes: int | None = None,
+) -> dict[int, tuple[Release, ...]]:
+    """What compiled regions free while they run, where that makes a difference.
+
+    Args:
+        program, device, deadline, room_bytes: as for `workspaces`; a region that cannot be tried
+            holds its arguments, as far as anybody knows.
+        taken: what `workspaces` has found.
+
+    Returns:
+        Per region, if all that dies in it lies outside of the pool, and if only that does which
+        other regions have made.
+    """
+    found: dict[int, tuple[Release, ...]] = {}
+    learned: dict[object, int] = {}
+    with _one_at_a_time:
+        wanted: dict[object, tuple[int, tuple[int, ...]]] = {}
+        of_call: dict[int, list[tuple[object, tuple[int, ...]]]] = {}
+        for index, storages in released(program).items():
+            if not _is_tried(program, index, device):
+                continue
+            signature = signature_of(program, program.calls[index])
+            calls = program.calls
+            by_regions = tuple(
+                one for one in storages if is_region(calls[program.storages[one].creator].target)
+            )
+            for some in dict.fromkeys((storages, by_regions)):
+                if some:
+                    key = signature, "releases", _places(program, index, some)
+                    wanted.setdefault(key, (index, some))
+                    of_call.setdefault(index, []).append((key, some))
+        unknown = {key: one for key, one in wanted.items() if key not in _learned}
+        is_kept = bool(unknown) and device.type == "cpu"
+        if is_kept:
+            recalled = recall(_KIND, unknown, device)
+            _learned.update(recalled)
+            unknown = {key: one for key, one in unknown.items() if key not in recalled}
+
+        def learn() -> None:
+            for key, (index, storages) in unknown.items():
+                if deadline is not None and time.monotonic() > deadline:
+                    return
+                if (
+                    room_bytes is not None
+                    and _released_bytes(program, index, storages) > room_bytes
+                ):
+                    continue
+                try:
+                    peak_bytes = _peak_releasing(program, index, storages, device)
+                except Exception:  # noqa: BLE001 - as in `_learn`
+                    continue
+                held_bytes = _released_bytes(program, index, storages) + taken.get(index, 0)
+                learned[key] = max(held_bytes - peak_bytes, 0)
+
+        try:
+            if unknown:
+                _watched(device, learn)
+        except Unknown:
+            return {}
+        _learned.update(learned)
+        if is_kept:
+            retain(_KIND, learned, device)
+        for index, keys in of_call.items():
+            of_this = tuple([Release(storages, _learned.get(key, 0)) for key, storages in keys])
+            if any(one.saved_bytes for one in of_this):
+                found[index] = of_this
+    return found
+
+
+def _places(program: Program, index: int, storages: Sequence[int]) -> tuple[int, ...]:
+    """Where among a call's arguments storages are."""
+    slots = program.calls[index].refs()
+    return tuple(n for n, slot in enumerate(slots) if program.storage_of(slot) in storages)
+
+
+def _released_bytes(program: Program, index: int, storages: Sequence[int]) -> int:
+    """Bytes of what a call releases and of what it makes."""
+    made = {program.storage_of(slot) for slot in _made(program, index)}
+    return sum(program.storages[number].size_bytes for number in made.union(storages))
+
+
+def _peak_releasing(
+    program: Program, index: int, storages: Sequence[int], device: torch.device
+) -> int:
+    """The most that a region has allocated, with the arguments in some storages, which it frees."""
+    call = program.calls[index]
+    run = on_list(call.target)
+    assert run is not None, "a compiled region"
+    kept = [slot for slot in call.refs() if program.storage_of(slot) not in storages]
+    held: dict[int, Any] = dict(
+        zip(
+            kept, zeros(program, [Ref(slot) for slot in kept], is_one=not call.mutates), strict=True
+        )
+    )
+
+    def arguments() -> list[Any]:
+        gone = [slot for slot in call.refs() if slot not in held]
+        fresh = zeros(program, [Ref(slot) for slot in gone])
+        values = held | dict(zip(gone, fresh, strict=True))
+        return list(substitute(call.args, lambda ref: values[ref.slot]))
+
+    def work() -> list[torch.Tensor]:
+        results = pytree.tree_leaves(run(arguments()))
+        return [result for result in results if isinstance(result, torch.Tensor)]
+
+    with torch.random.fork_rng(range(torch.cuda.device_count()), enabled=call.random):
+        if device.type == "cuda":
+            work()
+            before_bytes = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            work()
+            return torch.cuda.max_memory_allocated() - before_bytes
+        peak_bytes, kept_bytes = _most_cpu(work)[:2]
+        return _most_cpu(work)[0] if kept_bytes else peak_bytes
+
+
 def known() -> int:
     """How many kinds of calls have been tried in this process."""
     return len(_learned)
@@ -141,7 +263,9 @@ def touched_bytes(program: Program, call: Call) -> int:
 
 
 def _trial_bytes(program: Program, index: int) -> int:
-    """Bytes that trying a call takes, but for what its kernel takes: its arguments are one."""
+    """Bytes that trying a call takes, but for what its kernel takes: see `_taken`."""
+    if program.calls[index].mutates:
+        return touched_bytes(program, program.calls[index])
     made = {program.storage_of(slot) for slot in _made(program, index)}
     slots = program.calls[index].refs()
     read = {program.storage_of(slot) for slot in slots if program.slots[slot] is not None}
@@ -219,8 +343,9 @@ def _taken(program: Program, index: int, at: Placed | None, device: torch.device
     """Bytes that a call takes at most beyond its results, by the kernel that runs it."""
     call = program.calls[index]
     slots = [] if at is None or at.by_rows else _made(program, index)
-    # It only reads its arguments: one memory of zeros is enough for them.
-    args, kwargs = zeros(program, (call.args, call.kwargs), is_one=True)
+    # One memory of zeros is enough for arguments that it only reads. What it writes to one of them
+    # would be an index in another.
+    args, kwargs = zeros(program, (call.args, call.kwargs), is_one=not call.mutates)
     outs = zeros(program, [Ref(slot) for slot in slots])
     peak = _peak_cuda if device.type == "cuda" else _peak_cpu
 
@@ -313,7 +438,13 @@ def kernels_alone(device: str) -> Iterator[None]:
 
 
 def _peak_cpu(run: Callable[[], list[torch.Tensor]]) -> tuple[int, int]:
-    """The most that a run has allocated beside its results, and what it keeps allocated.
+    """The most that a run has allocated beside its results, and what it keeps allocated."""
+    peak, live, result_bytes = _most_cpu(run)
+    return max(peak - result_bytes - live, 0), live
+
+
+def _most_cpu(run: Callable[[], list[torch.Tensor]]) -> tuple[int, int, int]:
+    """The most that a run has allocated, what it keeps allocated, and the bytes of its results.
 
     This profiler is the old one, which starts at once; `torch.profiler` takes seconds at its first
     use.
@@ -333,7 +464,7 @@ def _peak_cpu(run: Callable[[], list[torch.Tensor]]) -> tuple[int, int]:
     ):  # those that are not of the allocator have no bytes
         live += event.cpu_memory_usage()
         peak = max(peak, live)
-    return max(peak - result_bytes - live, 0), live
+    return peak, live, result_bytes
 
 
 def _storage_bytes(tensors: Sequence[torch.Tensor]) -> int:

@@ -18,6 +18,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
+from itertools import chain
 from types import CellType, CodeType, FrameType, FunctionType, MethodType
 from typing import Any, NoReturn, Protocol
 
@@ -33,6 +34,7 @@ from roam.torch_compat.private import (
     FROM_STANCE,
     IS_NESTED,
     FakeTensor,
+    backward_compiler,
     compiled_entries,
     disable_current_modes,
     frame_evaluation,
@@ -215,6 +217,17 @@ class Regions:
                 return self._run_graph(graph, functools.partial(plain_call, graph), inputs)
 
             yield graph, "__call__", run_graph
+        compiler = backward_compiler()
+        if compiler is not None:
+            plain_compile = compiler.get_or_compile
+
+            def compile_backward(*args: Any, **kwargs: Any) -> Any:
+                # A backward graph is compiled when it first runs. That looks at nothing of the
+                # step's: the graph was made with the forward one.
+                with self._outside(), disable_current_modes():
+                    return plain_compile(*args, **kwargs)
+
+            yield compiler, "get_or_compile", compile_backward
 
     def end(self) -> None:
         """After a trace, whether it ended or failed."""
@@ -258,8 +271,11 @@ class Regions:
         is_on = callable(getattr(evaluation, FROM_STANCE)(called.callback))
         if self._depth or not is_on:  # inside of another one, which is compiled with it
             return called.function(*args, **kwargs)
-        backend = innermost_backend(called.callback)
-        if getattr(backend, "config", {}).get("triton.cudagraphs"):
+        config = getattr(innermost_backend(called.callback), "config", {})
+        # mode="max-autotune" asks for CUDA graphs too, and gets none on the CPU.
+        if config.get("triton.cudagraphs") and (
+            not config.get("max_autotune") or self._is_on_cuda((args, kwargs))
+        ):
             self._refused(
                 "it is compiled with CUDA graphs (mode='reduce-overhead', or triton.cudagraphs), which keep memory of their own "
                 "that no plan can share; compile it without, for example with mode='max-autotune-no-cudagraphs'",
@@ -285,6 +301,13 @@ class Regions:
             return called.function(*args, **kwargs)
         finally:
             self._depth -= 1
+
+    def _is_on_cuda(self, arguments: Any) -> bool:
+        """Whether arguments, or tensors from before the step, are on CUDA."""
+        leaves = pytree.tree_leaves(arguments)
+        fakes = (leaf.fake_device for leaf in leaves if isinstance(leaf, FakeTensor))
+        reals = (real.device for _, real in self._reals.values())
+        return any(device.type == "cuda" for device in chain(fakes, reals))
 
     def _described(self, leaf: Any, place: int) -> Any:
         """An argument without fakes."""

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from roam.capture.tracing.real_layouts import on_zeros
-from roam.program.operators import REGION
-from roam.torch_compat.private import OpOverload, c_pointer
+from roam.program.operators import REGION, OnList, add_region
+from roam.torch_compat.private import BelowAutograd, OpOverload, c_pointer
 
 _library = torch.library.Library("roam", "FRAGMENT")
 _INPUTS = re.compile(r"^\s*(.+?),? = args$", re.MULTILINE)
@@ -157,9 +157,12 @@ def _registered(
     _library.define(
         f"{short}({arguments}) -> {returns if len(bases) == 1 else f'({returns})'}", tags=tags
     )
-    _library.impl(short, _kernel(run, bases, tuple(changed)), "CompositeExplicitAutograd")
+    kernel = _kernel(run, bases, tuple(changed))
+    _library.impl(short, lambda *args: kernel(list(args)), "CompositeExplicitAutograd")
     _library.impl(short, _on_meta(metas), "Meta")
-    return Region(getattr(torch.ops.roam, short).default, results)
+    operator = getattr(torch.ops.roam, short).default
+    add_region(operator, kernel)
+    return Region(operator, results)
 
 
 def _ran(run: Run, inputs: Sequence[Any]) -> tuple[list[Any], bool]:
@@ -247,11 +250,13 @@ def _reused(graph: Any, count: int) -> set[int]:
     return {place for place, name in enumerate(names) if name in reused}
 
 
-def _kernel(run: Run, bases: list[_Base], changed: tuple[int, ...]) -> Callable[..., Any]:
-    def kernel(*inputs: Any) -> Any:
-        results = run(list(inputs))
+def _kernel(run: Run, bases: list[_Base], changed: tuple[int, ...]) -> OnList:
+    def kernel(inputs: list[Any]) -> Any:
+        # Before it runs, since what it changes may be freed inside of it.
         for place in changed:
             torch.autograd.graph.increment_version(inputs[place])
+        with BelowAutograd():
+            results = run(inputs)
         made = tuple([base.of(results) for base in bases])
         return made[0] if len(made) == 1 else made or None
 

@@ -1,0 +1,194 @@
+"""What compiled blocks cost by plan and in the user's own loop: bits, memory, speed, and the first
+call: `roam bench compiled`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+from roam.bench.results import Record, Row, Task, row_of_process
+from roam.bench.run import Benchmark, Column, Table, check_named
+
+NETS = ("gpt2-small", "llama", "vit", "resnet18")
+_MIB = 2**20
+_LOOP, _PLAN, _BOTH = "loop", "plan", "both"
+
+
+def benchmark(arguments: argparse.Namespace) -> Benchmark:
+    """All networks, or those named."""
+    check_named(arguments.only, NETS)
+    names = [name for name in NETS if name in (arguments.only or NETS)]
+    tasks = [Task({"net": name}, partial(_measure, name, arguments.steps)) for name in names]
+    settings = {"only": arguments.only, "steps": arguments.steps}
+    return Benchmark("compiled", settings, tasks, _COLUMNS)
+
+
+def _measure(name: str, steps: int) -> Row:
+    """First calls are those of processes that find nothing compiled."""
+    with tempfile.TemporaryDirectory() as loops, tempfile.TemporaryDirectory() as plans:
+        loop = _in_process(name, steps, _LOOP, loops)
+        plan = _in_process(name, steps, _PLAN, plans)
+        return {**loop, **plan, **_in_process(name, steps, _BOTH, loops)}
+
+
+def _in_process(name: str, steps: int, what: str, folder: str) -> Row:
+    """The row of one process, in which Inductor keeps its kernels in a folder."""
+    kernels = {"TORCHINDUCTOR_CACHE_DIR": folder}
+    return row_of_process(f"compiled {name}", __name__, name, steps, what, **kernels)
+
+
+def rows_table(record: Record) -> Table:
+    """Every network."""
+    return Table("Compiled blocks", _COLUMNS, record["rows"])
+
+
+_COLUMNS = (
+    Column("net", lambda row: row["net"], right=False),
+    Column("blocks, compiled", lambda row: f"{row['blocks']}, {row['compiled']}"),
+    Column("bits", lambda row: "equal" if row["is_equal"] else "different"),
+    Column("planned, MiB", lambda row: f"{row['planned_bytes'] / _MIB:.1f}"),
+    Column("measured", lambda row: f"{row['measured_bytes'] / _MIB:.1f}"),
+    Column("the loop's", lambda row: f"{row['loop_bytes'] / _MIB:.1f}"),
+    Column("a step, ms", lambda row: f"{row['step_s'] * 1e3:.1f}"),
+    Column("the loop's step", lambda row: f"{row['loop_step_s'] * 1e3:.1f}"),
+    Column("first call, s", lambda row: f"{row['first_s']:.1f}"),
+    Column("the loop's first", lambda row: f"{row['loop_first_s']:.1f}"),
+)
+
+
+def _gpt2() -> tuple[Any, Iterable[Any], Callable[[], Any], Callable[..., Any]]:
+    import torch
+    import transformers
+
+    config = transformers.GPT2Config(use_cache=False)
+    model = transformers.GPT2LMHeadModel(config)
+    ids = partial(torch.randint, config.vocab_size, (1, 64))
+    return model, model.transformer.h, lambda: (ids(),), _language_loss
+
+
+def _llama() -> tuple[Any, Iterable[Any], Callable[[], Any], Callable[..., Any]]:
+    import torch
+    import transformers
+
+    config = transformers.LlamaConfig(
+        num_hidden_layers=8, hidden_size=512, intermediate_size=1408, num_attention_heads=8, num_key_value_heads=4,
+        vocab_size=8192, bos_token_id=0, eos_token_id=0, use_cache=False,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config)
+    ids = partial(torch.randint, config.vocab_size, (2, 128))
+    return model, model.model.layers, lambda: (ids(),), _language_loss
+
+
+def _vit() -> tuple[Any, Iterable[Any], Callable[[], Any], Callable[..., Any]]:
+    import torchvision
+
+    model = torchvision.models.VisionTransformer(64, 8, 12, 6, 384, 1536, num_classes=100)
+    return model, model.encoder.layers, partial(_images, 8), _image_loss
+
+
+def _resnet() -> tuple[Any, Iterable[Any], Callable[[], Any], Callable[..., Any]]:
+    import torchvision
+
+    model = torchvision.models.resnet18(num_classes=100)
+    layers = (model.layer1, model.layer2, model.layer3, model.layer4)
+    return model, [block for layer in layers for block in layer], partial(_images, 8), _image_loss
+
+
+_MAKES = dict(zip(NETS, (_gpt2, _llama, _vit, _resnet), strict=True))
+
+
+def _language_loss(model: Any, ids: Any) -> Any:
+    return model(input_ids=ids, labels=ids).loss
+
+
+def _image_loss(model: Any, images: Any, labels: Any) -> Any:
+    import torch
+
+    return torch.nn.functional.cross_entropy(model(images), labels)
+
+
+def _images(batch: int) -> tuple[Any, Any]:
+    import torch
+
+    return torch.randn(batch, 3, 64, 64), torch.randint(100, (batch,))
+
+
+def _step(name: str) -> tuple[Any, int, Callable[[], Any], Callable[..., Any]]:
+    """A network, how many blocks of it are compiled, its batches, and a step over it."""
+    import torch
+
+    torch.manual_seed(0)
+    model, blocks, batch, loss_of = _MAKES[name]()
+    count = 0
+    for block in blocks:
+        block.compile()
+        count += 1
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def train_step(*values: Any) -> Any:
+        optimizer.zero_grad()
+        loss = loss_of(model, *values)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return model, count, batch, train_step
+
+
+def main() -> None:
+    """Measures one network in this process, and prints what it has found."""
+    import time
+    from statistics import median
+
+    import torch
+
+    import roam
+
+    name, steps, what = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+    model, blocks, batch, loop = _step(name)
+    other, _, _, function = _step(name)
+    planned = roam.compile(function)
+    torch.manual_seed(1)
+    batches = [batch() for _ in range(steps)]
+
+    def taken(run: Callable[..., Any], values: Any) -> float:
+        start = time.perf_counter()
+        run(*values)
+        return time.perf_counter() - start
+
+    if what == _LOOP:
+        row: Row = {"loop_first_s": taken(loop, batches[0])}
+    elif what == _PLAN:
+        row = {"first_s": taken(planned, batches[0])}
+        timings = planned.timings
+        row["compiled"] = 0 if timings is None else timings.compile.count
+    else:
+        losses = []
+        for run in (loop, planned):
+            torch.manual_seed(2)
+            losses.append([run(*values) for values in batches])
+        trained = [*losses[0], *model.state_dict().values()]
+        by_plan = [*losses[1], *other.state_dict().values()]
+        is_equal = all(map(torch.equal, trained, by_plan))
+        pairs = [(taken(planned, values), taken(loop, values)) for values in batches]
+        planned.measured(*batches[0])
+        planned.measured_eagerly(*batches[0])
+        memory = planned.memory()
+        row = {
+            "blocks": blocks,
+            "is_equal": is_equal,
+            "step_s": median(one for one, _ in pairs), "loop_step_s": median(one for _, one in pairs),
+            "planned_bytes": memory.total_bytes, "measured_bytes": memory.measured_bytes,
+            "loop_bytes": memory.eager_measured_bytes,
+        }  # fmt: skip
+    sys.stdout.write("\n" + json.dumps(row) + "\n")
+
+
+if __name__ == "__main__":
+    main()
