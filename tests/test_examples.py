@@ -25,7 +25,9 @@ LIBRARIES = {
     "transformers_trainer.py": ["accelerate"],
 }
 """Examples with trainers of libraries, each in a process of its own, and what they need."""
-EXAMPLES = sorted({path.name for path in FOLDER.glob("*.py")} - {"train_gpt2.py", *LIBRARIES})
+EXAMPLES = sorted(
+    {path.name for path in FOLDER.glob("*.py")} - {"train_gpt2.py", "ddp.py", *LIBRARIES}
+)
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # transformers, when peft calls it
@@ -88,6 +90,28 @@ def test_an_example_of_a_library_is_short_and_its_bits_are_eagers(
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert "4 losses and all parameters: equal bit for bit" in ran.stdout
+
+
+def test_two_processes_train_with_eagers_bits(tmp_path: Path) -> None:
+    script = FOLDER / "ddp.py"
+    assert len(script.read_text().splitlines()) <= 80
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    ran = subprocess.run(
+        [*launcher, str(script)],
+        cwd=tmp_path,
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            "OMP_NUM_THREADS": "1",
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    for rank in range(2):
+        assert f"rank {rank}: 8 losses and all parameters: equal bit for bit" in ran.stdout
 
 
 def test_the_cells_of_the_notebook_run(capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from functorch.compile import min_cut_rematerialization_partition
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils.rnn import pack_padded_sequence
 
 import roam
@@ -581,7 +582,212 @@ def _graphs_of_inductor() -> bool:
     )
 
 
+def _compiler_of_backward_graphs() -> bool:
+    importlib.import_module("torch._functorch._aot_autograd.runtime_wrappers")
+    return callable(private.backward_compiler().get_or_compile)
+
+
+def _finishes() -> bool:
+    return torch.distributed.Work.unbox(private.finished_work()).is_completed()
+
+
+def _in_group(of: Callable[[Any], bool]) -> Callable[[], bool]:
+    def check() -> bool:
+        torch.distributed.init_process_group(
+            "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+        )
+        try:
+            return of(torch.distributed.group.WORLD)
+        finally:
+            torch.distributed.destroy_process_group()
+
+    return check
+
+
+def _copies(start: Callable[..., Any], options: Any) -> Callable[[Any], bool]:
+    def check(group: Any) -> bool:
+        given, output = torch.ones(3), torch.zeros(3)
+        start(group, output, given, options).wait()
+        return torch.equal(given, output)
+
+    return check
+
+
+def _parts(group: Any) -> bool:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (1,))
+    whole = torch.arange(4.0)
+    spread = distribute_tensor(whole, mesh, [Shard(0)])
+    local, layout = private.local_of(spread), private.layout_of(spread)
+    again = private.joined(local, layout)
+    return (
+        private.is_dtensor(spread)
+        and not private.is_dtensor(whole)
+        and private.dtensor_class() is type(spread)
+        and private.local_of(whole) is whole
+        and torch.equal(local, whole)
+        and private.layout_of(whole) is None
+        and layout == private.layout_of(again)
+        and layout != private.layout_of(distribute_tensor(whole, mesh, [Replicate()]))
+        and again.to_local().data_ptr() == local.data_ptr()
+        and not private.holds_mask(layout)
+    )
+
+
+def _rules(group: Any) -> bool:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+    found: list[Any] = []
+    holder, name = private.layout_rules()
+    rules = getattr(holder, name)
+
+    def watched(propagator: Any, schema: Any) -> Any:
+        schema = private.with_numbers(schema, lambda value: 3.0 if value == 2.5 else value)
+        found.append((schema.args_schema[1], private.gives_arguments(rules(propagator, schema))))
+        return rules(propagator, schema)
+
+    spread = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (1,)), [Shard(0)])
+    with replaced([(holder, name, watched)]), FakeTensorMode(allow_non_fake_inputs=True):
+        result = torch.mul(spread, 2.5)
+    return isinstance(result, DTensor) and found == [(3.0, False)]
+
+
+# PyTorch remembers the layouts it has found, so it asks for them once in a process.
+_finds_layouts = functools.cache(_in_group(_rules))
+
+
+def _shards(group: Any) -> bool:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = torch.nn.Linear(4, 4)
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    (state,) = private.shard_states([model])
+    if list(private.shard_faults(state)) != [""]:
+        return False
+    model(torch.ones(1, 4)).sum().backward()
+    (of_group,) = private.shard_groups([model])
+    one, other = private.shards(of_group)
+    settings = private.shard_settings(state)
+    is_plain = not list(private.shard_faults(state)) and settings == private.shard_settings(state)
+    model.set_requires_gradient_sync(False)
+    is_other = settings != private.shard_settings(state)
+    private.forget_forward_passes(of_group)
+    whole, flat = one.sharded_param, private.local_of(one.sharded_param).view(-1)
+    is_flat = private.flat_shape(one) == (16,)
+    private.exchange_shard(one, whole, flat)
+    names = {name for _, name in private.shard_memory()}
+    held = private.shard_holders([state])
+    return (
+        is_plain
+        and is_other
+        and is_flat
+        and not hasattr(one, "_unsharded_param")
+        and hasattr(other, "_unsharded_param")
+        and names == {"alloc_storage", "free_storage"}
+        and all(any(item is known for known in held) for item in (state, of_group, one, other))
+    )
+
+
+def _kernels_of_shards() -> bool:
+    importlib.import_module("torch.distributed.fsdp")
+    joined = torch.empty(2, 2)
+    torch.ops.fsdp.chunk_cat_mixed_dtype([torch.ones(2), torch.zeros(2)], 0, 2, out=joined)
+    known = torch.empty(2, 2)
+    private.chunk_cat([torch.ones(2), torch.zeros(2)], 0, 2, out=known)
+    return (
+        private.shard_kernel("chunk_cat_mixed_dtype") is None
+        and callable(private.shard_kernel("all_gather_copy_in"))
+        and callable(private.shard_kernel("split_with_sizes_copy"))
+        and torch.equal(joined, known)
+    )
+
+
+def _pending(group: Any) -> bool:
+    import torch.distributed._functional_collectives as functional
+
+    result = functional.all_reduce(torch.ones(2), "sum", group)
+    return private.is_pending(result) and not private.is_pending(result.wait())
+
+
+def _switches_of_dtensors() -> bool:
+    from torch.distributed.tensor.experimental import implicit_replication
+    from torch.distributed.tensor.parallel import loss_parallel
+
+    found = [private.distributed_switches()]
+    for block in (implicit_replication, loss_parallel):
+        with block():
+            found.append(private.distributed_switches())
+    return found[0] == (False, ()) and found[1] == (True, ()) and len(found[2][1]) > 0
+
+
+def _beside_operators_on_dtensors() -> bool:
+
+    holder, name = private.layout_rules()
+    ((dispatch, question),) = private.spread_generators()
+    buffer = private.mask_buffer()()
+    return (
+        callable(getattr(holder, name))
+        and callable(getattr(dispatch, question))
+        and (buffer.data, buffer.refcount) == (None, 0)
+    )
+
+
+def _keeps(group: Any) -> bool:
+    private.store_of(group).set("key", "value")
+    return private.store_of(group).get("key") == b"value"
+
+
+def _ddp(of: Callable[[Any], bool]) -> Callable[[], bool]:
+    def check(group: Any) -> bool:
+        net = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
+        return of(torch.nn.parallel.DistributedDataParallel(net))
+
+    return _in_group(check)
+
+
+def _trained(ddp: Any) -> Any:
+    ddp(torch.ones(4, 2)).sum().backward()
+    return ddp
+
+
+def _tells_buckets(ddp: Any) -> bool:
+    before = private.reducer_data(ddp).get("has_rebuilt_buckets")
+    is_rebuilt = private.rebuild_buckets(_trained(ddp).reducer)
+    data = private.reducer_data(ddp)
+    return (
+        not before and is_rebuilt and data["has_rebuilt_buckets"] == 1
+        and sorted(map(int, data["rebuilt_per_bucket_param_indices"].split())) == [0, 1, 2, 3]
+        and data["rebuilt_bucket_sizes"] == str(4 * (6 + 3 + 3 + 3))
+    )  # fmt: skip
+
+
+def _marks_begun(ddp: Any) -> bool:
+    private.mark_begun(ddp, True)
+    return ddp._lazy_init_ran and ddp._has_rebuilt_buckets
+
+
+def _moves(ddp: Any) -> bool:
+    value = torch.ones(2)
+    ddp.device_ids = [0]  # the CPU's only one
+    args, kwargs = private.to_device(ddp, (value,), {"other": value})
+    return torch.equal(args[0], value) and torch.equal(kwargs["other"], value)
+
+
+def _is_compiled() -> bool:
+    plain, one = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    one.compile()
+    compiled = torch.compile(torch.nn.Linear(2, 2))
+    return [private.is_compiled(module) for module in (plain, one, compiled)] == [False, True, True]
+
+
 CANARIES: dict[str, Callable[[], bool]] = {
+    "all_gather_single": _in_group(
+        _copies(private.all_gather_single, torch.distributed.distributed_c10d.AllgatherOptions())
+    ),
     "C": lambda: (
         callable(private.C.ScriptFunction.__call__) and callable(private.C.ScriptMethod.__call__)
     ),
@@ -616,6 +822,7 @@ CANARIES: dict[str, Callable[[], bool]] = {
     "boxed": _compiles,
     "c_function": _overloads,
     "c_pointer": _shares,
+    "backward_compiler": _compiler_of_backward_graphs,
     "compiled_entries": _compiled_code,
     "DYNAMIC_INDICES": _dynamic_sizes,
     "FROM_STANCE": _compiled_code,
@@ -628,7 +835,33 @@ CANARIES: dict[str, Callable[[], bool]] = {
     "disable_fake_tensor_cache": _cache_is_off,
     "dispatch_modes": _dispatch_modes,
     "engine": _engine_runs,
+    "chunk_cat": _kernels_of_shards,
+    "shard_kernel": _kernels_of_shards,
+    "forget_forward_passes": _in_group(_shards),
+    "shard_memory": _in_group(_shards),
+    "exchange_shard": _in_group(_shards),
+    "flat_shape": _in_group(_shards),
+    "shards": _in_group(_shards),
+    "shard_faults": _in_group(_shards),
+    "shard_settings": _in_group(_shards),
+    "shard_holders": _in_group(_shards),
+    "shard_states": _in_group(_shards),
+    "shard_groups": _in_group(_shards),
+    "layout_rules": _beside_operators_on_dtensors,
+    "with_numbers": _finds_layouts,
+    "gives_arguments": _finds_layouts,
+    "spread_generators": _beside_operators_on_dtensors,
+    "mask_buffer": _beside_operators_on_dtensors,
+    "distributed_switches": _switches_of_dtensors,
+    "is_pending": _in_group(_pending),
+    "holds_mask": _in_group(_parts),
+    "joined": _in_group(_parts),
+    "layout_of": _in_group(_parts),
+    "local_of": _in_group(_parts),
+    "is_dtensor": _in_group(_parts),
+    "dtensor_class": _in_group(_parts),
     "engine_will_run": _will_run,
+    "finished_work": _finishes,
     "flat_weights_of": _flat_weights,
     "foreach_types": _foreach,
     "frame_evaluation": _compiled_code,
@@ -644,6 +877,7 @@ CANARIES: dict[str, Callable[[], bool]] = {
     "in_kernel_invocation_manager": _fakes,
     "inductor_graph": _graphs_of_inductor,
     "innermost_backend": _compiled_code,
+    "is_compiled": _is_compiled,
     "is_any_autocast_enabled": _autocasts,
     "is_graph_break": _graph_breaks,
     "is_input_mutation": _partitions,
@@ -661,8 +895,30 @@ CANARIES: dict[str, Callable[[], bool]] = {
     "private_use_type": lambda: private.private_use_type() is not None,
     "protect_pointer": _fakes,
     "pytree": lambda: private.pytree.tree_leaves(({"a": 1}, [2])) == [1, 2],
+    "reduce_scatter_single": _in_group(
+        _copies(
+            private.reduce_scatter_single, torch.distributed.distributed_c10d.ReduceScatterOptions()
+        )
+    ),
+    "rebuild_buckets": _ddp(lambda ddp: private.rebuild_buckets(_trained(ddp).reducer)),
+    "reducer_data": _ddp(_tells_buckets),
+    "is_joined": _ddp(lambda ddp: not private.is_joined(ddp)),
+    "ddp_parameters": _ddp(lambda ddp: private.ddp_parameters(ddp) == list(ddp.parameters())),
+    "broadcast_buckets": lambda: (
+        [
+            len(b)
+            for b in private.broadcast_buckets(
+                [torch.ones(2), torch.ones(2, dtype=torch.int64), torch.ones(2)], 1000
+            )
+        ]
+        == [2, 1]
+    ),
+    "to_device": _ddp(_moves),
+    "mark_begun": _ddp(_marks_begun),
+    "store_of": _in_group(_keeps),
     "reducer_class": lambda: isinstance(private.reducer_class(), (type, type(None))),
     "register_backend": _backend,
+    "resolve_group": _in_group(lambda group: private.resolve_group(group.group_name) is group),
     "run_composite": _composite,
     "run_unplanned": _compiles,
     "saved_tensor_hooks": _saved_hooks,

@@ -54,6 +54,10 @@ _SCALER = "gradient scalers skip updates by a number that a run knows"
 _NO_SCALER = "whether an update is skipped is frozen as it was at capture"
 _COLLECTIVE = "collectives that begin with pickling are refused by name"
 _NO_COLLECTIVE = "processes wait for each other while one of them captures"
+_SPREAD_RANDOM = (
+    "random operators on distributed tensors that move the generator's state are refused"
+)
+_NO_SPREAD_RANDOM = "all processes draw the same numbers, or the state is left elsewhere"
 
 PATCHES: Final = (
     # Values and memory of tensors.
@@ -106,10 +110,14 @@ PATCHES: Final = (
           "such hooks never run at capture, and a plan leaves them out"),
     Patch("torch.autograd", ("_engine_run_backward",), "a backward pass into a history from before the step is refused",
           "gradients of the earlier graph are missing"),
+    Patch("torch.nn.parallel.DistributedDataParallel", ("forward",), "what its reducer does in C++ is recorded",
+          "gradients are not reduced, or processes wait for each other while one of them captures", optional=True),
     # Compiled functions and modules inside of the step.
     Patch("torch._dynamo.eval_frame", ("_is_eager_on_nested_compile", "_callback_from_stance"), _COMPILED, _NO_COMPILED,
           optional=True),
     Patch("torch._inductor.output_code.CompiledFxGraph", ("__call__",), _COMPILED, _NO_COMPILED, optional=True),
+    Patch("torch._functorch._aot_autograd.runtime_wrappers._AutogradBackwardCompiler", ("get_or_compile",), _COMPILED,
+          _NO_COMPILED, optional=True),
     # Numbers.
     Patch("math", ("sqrt", "exp", "expm1", "log", "log1p", "log2", "log10", "pow", "sin", "cos", "tan", "tanh", "hypot",
                    "isfinite", "isnan", "isinf"), _NUMBER, _NO_NUMBER),
@@ -133,6 +141,21 @@ PATCHES: Final = (
                          "initial_seed"), _GENERATOR, _NO_GENERATOR),
     Patch("torch.cuda.random", ("get_rng_state", "set_rng_state", "manual_seed", "manual_seed_all", "seed", "seed_all",
                                 "initial_seed"), _GENERATOR, _NO_GENERATOR),
+    # Distributed tensors.
+    Patch("torch.distributed.tensor._sharding_prop.ShardingPropagator", ("propagate_op_sharding_non_cached",),
+          "operators that run for the layouts of distributed tensors are not recorded",
+          "a plan has operators and memory that no eager step has", optional=True),
+    Patch("torch.distributed.tensor._dispatch", ("is_rng_supported_mesh",), _SPREAD_RANDOM, _NO_SPREAD_RANDOM, optional=True),
+    Patch("torch.distributed.tensor._random.OffsetBasedRNGTracker", ("_distribute_region", "_compute_rng_offsets"),
+          _SPREAD_RANDOM, _NO_SPREAD_RANDOM, optional=True),
+    Patch("torch.distributed.tensor._ops._mask_buffer.MaskBuffer", ("materialize_mask",),
+          "masks of lookups in spread tables are put back after a trace",
+          "after a trace that was refused the eager step finds a fake mask", optional=True),
+    Patch("torch.distributed.tensor.DTensor", ("__hash__",), _IDENTITY, _NO_IDENTITY, optional=True),
+    *(Patch(f"torch.distributed.fsdp._fully_shard.{name}", ("alloc_storage", "free_storage"),
+            "memory of gathered parameters that is given back is other memory when it is taken again",
+            "a plan holds all gathered parameters at once, or resizes the memory of fakes", optional=True)
+      for name in ("_fsdp_param", "_fsdp_param_group")),
     # Processes and the environment.
     Patch("torch.distributed", ("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list",
                                 "send_object_list", "recv_object_list"), _COLLECTIVE, _NO_COLLECTIVE, optional=True),

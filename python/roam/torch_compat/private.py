@@ -6,9 +6,11 @@ name on a PyTorch that changed, and a test that no other file uses a private nam
 
 from __future__ import annotations
 
+import dataclasses
+import enum
 import operator
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import CodeType, ModuleType
 from typing import Any
 
@@ -121,6 +123,285 @@ def mark_parameter(tensor: Any) -> None:
     """Makes a tensor subclass's object an instance of `torch.nn.Parameter`."""
     tensor._is_param = True
 
+
+# -- distributed tensors
+
+
+def is_dtensor(value: object) -> bool:
+    """Whether a value is a `torch.distributed.tensor.DTensor`; does not import that."""
+    kind = type(value)
+    return (
+        kind is not torch.Tensor
+        and kind is not FakeTensor
+        and kind.__name__ == "DTensor"
+        and kind.__module__ == "torch.distributed.tensor"
+    )
+
+
+def dtensor_class() -> Any:
+    """The class of distributed tensors; None where nobody has imported it."""
+    return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+
+
+def is_pending(value: object) -> bool:
+    """Whether a value is the result of a functional collective that may not have been waited
+    for.
+    """
+    kind = type(value)
+    return (
+        kind is not torch.Tensor
+        and kind is not FakeTensor
+        and kind.__name__ == "AsyncCollectiveTensor"
+        and kind.__module__ == "torch.distributed._functional_collectives"
+    )
+
+
+def local_of(value: Any) -> Any:
+    """This process's part of a distributed tensor, waited for; anything else as it is."""
+    if not is_dtensor(value):
+        return value
+    if is_pending(value._local_tensor):
+        value._local_tensor = value._local_tensor.wait()
+    return value._local_tensor
+
+
+def layout_of(value: Any) -> Any:
+    """How a distributed tensor lies on its mesh of devices: mesh, placements, shape and strides of
+    the whole. None for any other tensor.
+    """
+    return value._spec if is_dtensor(value) else None
+
+
+def joined(local: torch.Tensor, layout: Any, *, requires_grad: bool = False) -> Any:
+    """A distributed tensor of which this process has a part."""
+    kind: Any = sys.modules["torch.distributed.tensor"].DTensor
+    return kind(local, layout, requires_grad=requires_grad)
+
+
+def layout_rules() -> tuple[Any, str] | None:
+    """The class and the name of the method that finds how the result of an operator is spread, and
+    runs it on fakes of whole tensors for that; None where nobody has imported them.
+    """
+    module = sys.modules.get("torch.distributed.tensor._sharding_prop")
+    return (
+        None if module is None else (module.ShardingPropagator, "propagate_op_sharding_non_cached")
+    )
+
+
+def with_numbers(schema: Any, number: Callable[[Any], Any]) -> Any:
+    """What an operator on distributed tensors is given, with `number` of each argument."""
+    args, kwargs = pytree.tree_map(number, (schema.args_schema, schema.kwargs_schema))
+    return type(schema)(schema.op, args, kwargs, schema_info=schema.schema_info)
+
+
+def gives_arguments(sharding: Any) -> bool:
+    """Whether what such a method has found has other arguments than it was given."""
+    return bool(getattr(sharding, "use_val_from_redistribute_schema", False))
+
+
+def spread_generators() -> list[tuple[Any, str]]:
+    """What is asked, each an object and a name, before random operators on distributed tensors move
+    the generator's state: whether they do for a mesh first, then that of the tracker that does it.
+    """
+    dispatch = sys.modules.get("torch.distributed.tensor._dispatch")
+    random = sys.modules.get("torch.distributed.tensor._random")
+    if dispatch is None or random is None:
+        return []
+    tracker = random.OffsetBasedRNGTracker
+    asked = [(dispatch, "is_rng_supported_mesh")]
+    if random._rng_tracker is not None:
+        asked += [(tracker, "_distribute_region"), (tracker, "_compute_rng_offsets")]
+    return asked
+
+
+def mask_buffer() -> Any:
+    """The class of the masks that lookups in spread tables keep until they are reduced; None where
+    nobody has imported it.
+    """
+    module = sys.modules.get("torch.distributed.tensor._ops._mask_buffer")
+    return getattr(module, "MaskBuffer", None)
+
+
+def holds_mask(layout: Any) -> bool:
+    """Whether a layout holds a tensor of its own, as that of a lookup in a table whose rows are
+    spread does until it is reduced.
+    """
+    return any(hasattr(placement, "mask_buffer") for placement in layout.placements)
+
+
+def distributed_switches() -> Any:
+    """What changes how operators on distributed tensors run: `implicit_replication`,
+    `loss_parallel`.
+    """
+    tensors = sys.modules.get("torch.distributed.tensor")
+    if tensors is None:
+        return False, ()
+    dispatcher = tensors.DTensor._op_dispatcher
+    handlers = dispatcher._custom_op_handlers.items()
+    package = "torch.distributed.tensor._"
+    return dispatcher._allow_implicit_replication, tuple(
+        (operator, handler)
+        for operator, handler in handlers
+        if not handler.__module__.startswith(package)
+    )
+
+
+# -- fully_shard
+
+_FSDP = "torch.distributed.fsdp._fully_shard."
+
+
+def shard_groups(modules: Sequence[torch.nn.Module]) -> list[Any]:
+    """The groups of parameters that `fully_shard` gathers together for these modules."""
+    module = sys.modules.get(f"{_FSDP}_fsdp_state")
+    if module is None:
+        return []
+    states = [module._get_module_fsdp_state(one) for one in modules]
+    groups = [group for state in states if state is not None for group in state._fsdp_param_groups]
+    return list(dict.fromkeys(groups))
+
+
+def shard_states(modules: Sequence[torch.nn.Module]) -> list[Any]:
+    """What `fully_shard` keeps for these modules."""
+    module = sys.modules.get(f"{_FSDP}_fsdp_state")
+    states = [] if module is None else map(module._get_module_fsdp_state, modules)
+    return list(dict.fromkeys(state for state in states if state is not None))
+
+
+def shard_holders(states: Sequence[Any]) -> list[Any]:
+    """Every object whose attributes `fully_shard` changes as a step runs."""
+    found: list[Any] = []
+    for state in states:
+        found += [state, state._state_ctx, state._comm_ctx]
+        for group in state._fsdp_param_groups:
+            found += [group, group.comm_ctx, *group.fsdp_params]
+    return list({id(one): one for one in found}.values())
+
+
+_PASSING = frozenset({"_unsharded_param", "post_forward_order", "_post_forward_indices"})
+"""What `fully_shard` keeps from a forward pass to the next backward pass, or for the next step."""
+
+
+def shard_settings(state: Any) -> tuple[Any, ...]:
+    """All plain settings of `fully_shard` for a module, on which it hangs what a step does, and
+    whether parameters lie where it looks for them.
+    """
+    told: list[Any] = []
+    for holder in shard_holders([state]):
+        for name, value in sorted(vars(holder).items()):
+            if name not in _PASSING:
+                told.append((name, _told(value)))
+        if hasattr(holder, "sharded_param"):
+            told.append(("is in place", _is_in_place(holder)))
+    return tuple(told)
+
+
+def _told(value: Any) -> Any:
+    if isinstance(value, (bool, int, float, str, torch.dtype, torch.device)) or value is None:
+        return value
+    if isinstance(value, enum.Enum):
+        return value.name
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = [getattr(value, field.name) for field in dataclasses.fields(value)]
+        return tuple(map(_told, fields))
+    if isinstance(value, (torch.Tensor, torch.Event, dict)):
+        return type(value).__name__
+    if isinstance(value, (list, tuple)):
+        if all(isinstance(item, torch.Tensor) for item in value):
+            return "tensors"
+        return tuple(_told(item) if isinstance(item, (int, str)) else id(item) for item in value)
+    return id(value)
+
+
+def _is_in_place(parameter: Any) -> bool:
+    """Whether the flat data that is gathered is the memory of the parameter's local part."""
+    local = parameter.sharded_param._local_tensor
+    flat = parameter._sharded_param_data
+    return bool(flat.untyped_storage()._cdata == local.untyped_storage()._cdata)
+
+
+def shard_faults(state: Any) -> Iterator[str]:
+    """What of a module's sharding is not captured: each a clause about it, with a remedy."""
+    if state._is_root is None:
+        yield ""
+    for group in state._fsdp_param_groups:
+        if not group.is_sharded or group._all_gather_result is not None:
+            yield (
+                "holds gathered parameters, as after an evaluation; call reshard() of each such "
+                "module before the step"
+            )
+        if group._partial_reduce_output is not None or any(
+            getattr(getattr(one, "_unsharded_param", None), "grad", None) is not None
+            for one in group.fsdp_params
+        ):
+            yield "holds gradients that have not been reduced; reduce them in the step"
+        if type(group.offload_policy).__name__ != "OffloadPolicy":
+            yield "offloads to the CPU; leave offload_policy out"
+        if group._use_post_forward_mesh:
+            yield "is resharded to fewer ranks after forward; pass a bool as reshard_after_forward"
+        if group._all_reduce_hook is not None:
+            yield "has an all-reduce hook; leave it out"
+        comms = type(group._all_gather_comm).__name__, type(group._reduce_scatter_comm).__name__
+        if comms != ("DefaultAllGather", "DefaultReduceScatter"):
+            yield "communicates in a way of its own; leave set_custom_all_gather and the like out"
+        for one in group.fsdp_params:
+            local = one.sharded_param._local_tensor
+            if one.is_dtensor or one.is_spmd_types:
+                yield "shards DTensors (two-dimensional parallelism); shard plain parameters"
+                break
+            if hasattr(local, "fsdp_pre_all_gather"):
+                yield "gathers a tensor subclass of its own; use plain parameters"
+                break
+            if not _is_in_place(one):
+                yield "was given other local parts; run the model once"
+                break
+
+
+def shards(group: Any) -> list[Any]:
+    """The parameters of a group, each as `fully_shard` keeps it."""
+    return list(group.fsdp_params)
+
+
+def forget_forward_passes(group: Any) -> None:
+    """Forgets the order of earlier forward passes, such as those of an evaluation, which have had
+    no backward pass: by it, PyTorch only chooses what to gather ahead.
+    """
+    group.comm_ctx.post_forward_order.clear()
+    group._post_forward_indices.clear()
+
+
+def flat_shape(parameter: Any) -> tuple[int, ...]:
+    """The shape of the flat data of which a parameter's local part is the beginning."""
+    return tuple(parameter._sharded_param_data.shape)
+
+
+def exchange_shard(parameter: Any, sharded: Any, flat: Any) -> None:
+    """Has a parameter be gathered from another local part into new memory."""
+    parameter.sharded_param, parameter._sharded_param_data = sharded, flat
+    parameter.all_gather_outputs = []
+    vars(parameter).pop("_unsharded_param", None)
+
+
+def shard_memory() -> list[tuple[Any, str]]:
+    """What `fully_shard` calls to take memory for gathered parameters and to give it back."""
+    found = []
+    for name in ("_fsdp_param", "_fsdp_param_group"):
+        module = sys.modules.get(f"{_FSDP}{name}")
+        names = ("alloc_storage", "free_storage")
+        found += [(module, one) for one in names if module is not None and hasattr(module, one)]
+    return found
+
+
+def shard_kernel(name: str) -> Callable[..., Any] | None:
+    """What an operator of `torch.ops.fsdp` runs on every device; None for one in C++."""
+    module = sys.modules[f"{_FSDP}_fsdp_collectives"]
+    names = {"all_gather_copy_in": "all_gather_copy_in_cuda"}
+    found: Callable[..., Any] | None = getattr(module, names.get(name, name), None)
+    return found
+
+
+chunk_cat: Callable[..., Any] = torch._chunk_cat
+"""Cuts tensors into as many parts, and joins the parts of equal place."""
 
 # -- operators
 
@@ -273,6 +554,93 @@ def reducer_class() -> type | None:
     return torch._C._distributed_c10d.Reducer if torch.distributed.is_available() else None
 
 
+# -- processes
+
+
+def resolve_group(name: str) -> Any:
+    """The process group of a name.
+
+    Raises:
+        RuntimeError: there is none.
+    """
+    module: Any = torch.distributed.distributed_c10d
+    return module._resolve_process_group(name)
+
+
+def store_of(group: Any) -> Any:
+    """The store by which the ranks of a process group have found each other."""
+    module: Any = torch.distributed.distributed_c10d
+    return module.PrefixStore("roam", module._get_process_group_store(group))
+
+
+def finished_work() -> Any:
+    """The handle of a collective that has nothing left to do, as operators return it."""
+    return torch._C._distributed_c10d.FakeWork().boxed()
+
+
+def rebuild_buckets(reducer: Any) -> bool:
+    """Has a reducer lay out its buckets by the order in which the first backward pass has made
+    gradients, if that is due. Whether it was.
+    """
+    return bool(reducer._rebuild_buckets())
+
+
+def reducer_data(ddp: Any) -> dict[str, Any]:
+    """What the reducer of a `DistributedDataParallel` tells of its buckets, as they are now."""
+    ddp.logger.set_runtime_stats_and_log()
+    found: dict[str, Any] = ddp._get_ddp_logging_data()
+    return found
+
+
+def mark_begun(ddp: Any, is_rebuilt: bool) -> None:
+    """Has a `DistributedDataParallel` know that its first step is done."""
+    ddp._lazy_init_ran, ddp._has_rebuilt_buckets = True, is_rebuilt
+
+
+def is_joined(ddp: Any) -> bool:
+    """Whether a `DistributedDataParallel` is called under its `join`."""
+    return bool(ddp._join_config.enable)
+
+
+def ddp_parameters(ddp: Any) -> list[torch.Tensor]:
+    """The parameters of a `DistributedDataParallel`, as its reducer numbers them."""
+    before = ddp.modules_buffers, ddp.named_module_buffers
+    try:
+        parameters: list[torch.Tensor] = ddp._build_params_for_reducer()[0]
+    finally:
+        ddp.modules_buffers, ddp.named_module_buffers = before
+    return parameters
+
+
+def broadcast_buckets(buffers: list[torch.Tensor], size_bytes: int) -> list[list[torch.Tensor]]:
+    """Which tensors `DistributedDataParallel` broadcasts together."""
+    if not buffers:
+        return []
+    module: Any = torch.distributed
+    indices, _ = module._compute_bucket_assignment_by_size(buffers, [size_bytes])
+    return [[buffers[place] for place in bucket] for bucket in indices]
+
+
+def to_device(ddp: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The arguments of a `DistributedDataParallel` where its `device_ids` say."""
+    module: Any = torch.nn.parallel.distributed
+    device = torch.device(ddp.device_type, ddp.device_ids[0])
+    moved_args, moved_kwargs = module._to_kwargs(
+        args, kwargs, device, ddp.use_side_stream_for_tensor_copies
+    )
+    return moved_args[0], moved_kwargs[0]
+
+
+def all_gather_single(group: Any, output: Any, given: Any, options: Any) -> Any:
+    """Starts a group's all-gather of one tensor into one."""
+    return group._allgather_base(output, given, options)
+
+
+def reduce_scatter_single(group: Any, output: Any, given: Any, options: Any) -> Any:
+    """Starts a group's reduce-scatter of one tensor into one."""
+    return group._reduce_scatter_base(output, given, options)
+
+
 # -- attention, absent devices
 
 attention_order: Callable[[], Sequence[int]] = torch._C._get_sdp_priority_order
@@ -400,6 +768,14 @@ def inductor_graph() -> Any:
     return getattr(sys.modules.get("torch._inductor.output_code"), "CompiledFxGraph", None)
 
 
+def backward_compiler() -> Any:
+    """The class that compiles a region's backward graph when it first runs; None where there is
+    none.
+    """
+    wrappers = sys.modules.get("torch._functorch._aot_autograd.runtime_wrappers")
+    return getattr(wrappers, "_AutogradBackwardCompiler", None)
+
+
 def compiled_entries(code: Any) -> list[Any]:
     """What `torch.compile` has made of a code object so far, each with `code`, `guard_manager` and
     `backend`.
@@ -446,6 +822,11 @@ def has_module_hooks(module: Any) -> bool:
     )
 
 
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether `torch.compile` has compiled a module by itself, by either spelling."""
+    return is_of_dynamo(type(module).__module__) or module._compiled_call_impl is not None
+
+
 # -- what patches replace
 
 C: Any = torch._C
@@ -479,33 +860,46 @@ __all__ = [
     "OpOverload",
     "TorchDispatchMode",
     "UnsupportedOperatorException",
+    "all_gather_single",
     "aot_autograd",
     "attention_order",
     "backend_classes",
     "backend_name",
+    "backward_compiler",
     "base_name",
     "boxed",
+    "broadcast_buckets",
     "c_function",
     "c_pointer",
+    "chunk_cat",
     "compiled_entries",
     "count_dispatch_modes",
     "count_function_modes",
     "current_node",
+    "ddp_parameters",
     "deterministic_switches",
     "disable_current_modes",
     "disable_fake_tensor_cache",
     "dispatch_modes",
+    "distributed_switches",
+    "dtensor_class",
     "engine",
     "engine_will_run",
+    "exchange_shard",
+    "finished_work",
+    "flat_shape",
     "flat_weights_of",
     "foreach_types",
+    "forget_forward_passes",
     "frame_evaluation",
     "function_modes",
     "function_transform",
+    "gives_arguments",
     "gradient_hooks_of",
     "has_kernel",
     "has_kernel_for",
     "has_module_hooks",
+    "holds_mask",
     "hooks_of",
     "hooks_on_all_modules",
     "hooks_on_all_optimizers",
@@ -513,15 +907,25 @@ __all__ = [
     "inductor_graph",
     "innermost_backend",
     "is_any_autocast_enabled",
+    "is_compiled",
+    "is_dtensor",
     "is_graph_break",
     "is_input_mutation",
+    "is_joined",
     "is_of_dynamo",
+    "is_pending",
     "is_resumed",
     "is_view",
+    "joined",
     "keeping_activations",
     "keeping_equal_nodes",
     "kernel_library_switches",
+    "layout_of",
+    "layout_rules",
+    "local_of",
+    "mark_begun",
     "mark_parameter",
+    "mask_buffer",
     "next_sequence_number",
     "node_class",
     "packet_of",
@@ -529,8 +933,12 @@ __all__ = [
     "private_use_type",
     "protect_pointer",
     "pytree",
+    "rebuild_buckets",
+    "reduce_scatter_single",
     "reducer_class",
+    "reducer_data",
     "register_backend",
+    "resolve_group",
     "run_composite",
     "run_unplanned",
     "saved_tensor_hooks",
@@ -541,14 +949,26 @@ __all__ = [
     "set_flat_weights",
     "set_grad_enabled",
     "set_step_called",
+    "shard_faults",
+    "shard_groups",
+    "shard_holders",
+    "shard_kernel",
+    "shard_memory",
+    "shard_settings",
+    "shard_states",
+    "shards",
+    "spread_generators",
     "start_allocator_events",
     "stop_allocator_events",
     "storage_pointer",
     "storage_uses",
+    "store_of",
     "subclass_of",
     "suggest_memory_format",
+    "to_device",
     "tracing_context",
     "version_of",
     "was_step_called",
     "whole_graphs",
+    "with_numbers",
 ]

@@ -1,0 +1,1 @@
+"""Steps of several processes: collectives of `torch.distributed` as calls of a program."""

@@ -1,0 +1,232 @@
+"""What ranks tell each other beside their collectives, through the store of a process group.
+
+Before a plan runs for the first time, its rank writes down which collectives it launches, and waits
+until every other rank of the group has a plan with the same ones. Only what is new is compared, so
+a rank that plans anew alone, for another shape, goes on at once. A rank whose step fails writes
+down why; one that waits for others looks there now and then.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import socket
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from roam.errors import ExecutionError
+from roam.state.autograd_hooks import in_group
+from roam.torch_compat.private import resolve_group, store_of
+
+if TYPE_CHECKING:
+    from roam.distributed.collectives import Group
+
+LOOK_S = 1.0
+"""How often a rank that waits for others looks for what they have written."""
+_ASK_S = 0.02
+_AGAIN = "start all processes again, from what was saved last"
+
+_runs: dict[str, int] = {}
+"""By the name of a group, how many runs of plans have used it."""
+_current: dict[str, tuple[int, list[list[str]]]] = {}
+"""By the name of a group, the number and the collectives of the run that uses it now."""
+_left: dict[str, str] = {}
+"""By the name of a group in which a step of this rank has failed, why."""
+_groups: dict[str, Any] = {}
+"""By its name, the process group that the rest here is about."""
+
+Sequences = dict["Group", list[list[str]]]
+"""Per group what a plan launches in it, in order: (what, the user's line)."""
+
+
+def begin(sequences: Sequences, *, is_new: bool) -> None:
+    """Before a run that launches these collectives; `is_new`: whether the plan has not run before.
+
+    Raises:
+        ExecutionError: another rank launches others (code ``collectives_differ``), or a rank has
+            left (code ``rank_left``).
+    """
+    for group, sequence in sequences.items():
+        _enter(group)
+        known = _left.get(group.name)
+        if known is not None:
+            raise ExecutionError(
+                f"an earlier step with collectives failed on this rank ({known}), and other "
+                f"ranks may be somewhere else; {_AGAIN}",
+                code="rank_left",
+            )
+        _runs[group.name] = _runs.get(group.name, 0) + 1
+        _current[group.name] = _runs[group.name], sequence
+        if is_new and len(group.ranks) > 1:
+            _agree(group, sequence)
+
+
+def _enter(group: Group) -> None:
+    """Forgets what this rank knew and wrote of an earlier group of the same name: its store may be
+    the same.
+    """
+    now = resolve_group(group.name)
+    if _groups.get(group.name) is now:
+        return
+    _groups[group.name] = now
+    for known in (_runs, _current, _left):
+        known.pop(group.name, None)
+    store = _store(group)
+    for key in (f"left/{group.rank}", f"pending/{group.rank}"):
+        if store.check([key]):
+            store.set(key, "")
+
+
+def announce() -> None:
+    """Tells other ranks which process this is, so that they notice when it is gone."""
+    if not in_group():
+        return
+    group: Any = torch.distributed.group.WORLD
+    if _announced.get("group") is not group:
+        _announced["group"] = group
+        store_of(group).set(f"process/{group.rank()}", f"{socket.gethostname()} {os.getpid()}")
+
+
+_announced: dict[str, Any] = {}
+
+
+def leave(sequences: Sequences, reason: str) -> None:
+    """After a run that failed: tells the other ranks, which wait for what never comes."""
+    for group in sequences:
+        _left.setdefault(group.name, reason)
+        try:
+            _store(group).set(f"left/{group.rank}", reason)
+        except RuntimeError:  # whoever kept it is gone, and so are the others
+            continue
+
+
+def look(group: Group) -> None:
+    """While this rank waits for others: raises if they will never come.
+
+    Raises:
+        ExecutionError: as `begin`.
+    """
+    store = _store(group)
+    number, sequence = _current.get(group.name, (0, []))
+    for other in range(len(group.ranks)):
+        if other == group.rank:
+            continue
+        _raise_if_left(store, group, other)
+        theirs = _read(store, f"pending/{other}")
+        # It waits for this rank to have what it launches in the same run.
+        if (
+            theirs
+            and theirs["run"] == number
+            and not store.check([f"known/{group.rank}/{theirs['digest']}"])
+        ):
+            _raise_different(group, other, sequence, theirs["sequence"])
+
+
+def _agree(group: Group, sequence: list[list[str]]) -> None:
+    """Waits until all ranks have a plan that launches the same collectives."""
+    store, digest = _store(group), _digest(sequence)
+    others = [other for other in range(len(group.ranks)) if other != group.rank]
+    store.set(f"known/{group.rank}/{digest}", "1")
+    mine = {"run": _runs[group.name], "digest": digest, "sequence": sequence}
+    store.set(f"pending/{group.rank}", json.dumps(mine))
+    deadline = time.monotonic() + store.timeout.total_seconds()
+    while missing := [one for one in others if not store.check([f"known/{one}/{digest}"])]:
+        for other in missing:
+            _raise_if_left(store, group, other)
+            theirs = _read(store, f"pending/{other}")
+            if theirs and not store.check([f"known/{group.rank}/{theirs['digest']}"]):
+                _raise_different(group, other, sequence, theirs["sequence"])
+        if time.monotonic() > deadline:
+            raise ExecutionError(
+                f"rank {_named(group, missing[0])} has no plan with the same collectives after "
+                f"{store.timeout.total_seconds():.0f} s, the time limit of the group's store; call the "
+                "same compiled step on all ranks, or on none (ROAM_DISABLE=1)",
+                code="rank_left",
+            )
+        time.sleep(_ASK_S)
+    store.set(f"pending/{group.rank}", "")
+
+
+def _digest(sequence: Sequence[Sequence[str]]) -> str:
+    return hashlib.sha256("\n".join(what for what, _ in sequence).encode()).hexdigest()[:32]
+
+
+def _store(group: Group) -> Any:
+    return store_of(resolve_group(group.name))
+
+
+def _read(store: Any, key: str) -> Any:
+    if not store.check([key]):
+        return None
+    text = store.get(key).decode()
+    return json.loads(text) if text else None
+
+
+def _named(group: Group, rank: int) -> int:
+    """A member's rank among all processes."""
+    return group.ranks[rank]
+
+
+def _raise_if_left(store: Any, group: Group, other: int) -> None:
+    key = f"left/{other}"
+    if store.check([key]) and (reason := store.get(key).decode()):
+        raise ExecutionError(
+            f"rank {_named(group, other)} has left the step: {reason}; {_AGAIN}", code="rank_left"
+        )
+
+    process = _process_of(_named(group, other))
+    if process is not None and process[0] == socket.gethostname() and _is_gone(int(process[1])):
+        raise ExecutionError(
+            f"rank {_named(group, other)} has left: its process {process[1]} is gone; {_AGAIN}",
+            code="rank_left",
+        )
+
+
+def _process_of(rank: int) -> list[str] | None:
+    """Host and number of a rank's process; None where it has not told."""
+    world = torch.distributed.group.WORLD
+    store, key = store_of(world), f"process/{rank}"
+    return store.get(key).decode().split() if store.check([key]) else None
+
+
+def _is_gone(process: int) -> bool:
+    """Whether a process of this machine has ended; so has one that waits to be asked how."""
+    try:
+        os.kill(process, 0)
+        with open(f"/proc/{process}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] == "Z"
+    except ProcessLookupError:
+        return True
+    except OSError:  # another user's, or a system without that folder
+        return False
+
+
+def _raise_different(
+    group: Group, other: int, mine: Sequence[Sequence[str]], theirs: Sequence[Sequence[str]]
+) -> None:
+    """Says which collective is the first that differs."""
+    nothing = ["nothing", "the end of the step"]
+    place = next(
+        (
+            place
+            for place, (one, two) in enumerate(zip(mine, theirs, strict=False))
+            if one[0] != two[0]
+        ),
+        min(len(mine), len(theirs)),
+    )
+    (own, own_line), (what, line) = (
+        sequence[place] if place < len(sequence) else nothing for sequence in (mine, theirs)
+    )
+    raise ExecutionError(
+        f"ranks launch different collectives: number {place + 1} in the group is {own} at {own_line} on "
+        f"rank {_named(group, group.rank)}, and {what} at {line} on rank {_named(group, other)}; let all ranks "
+        "run the same code on models of the same shape",
+        code="collectives_differ",
+    )
+
+
+__all__ = ["LOOK_S", "Sequences", "begin", "leave", "look"]

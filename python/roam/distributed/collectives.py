@@ -1,0 +1,279 @@
+"""Collectives of `torch.distributed` as calls of a program: a launch and a wait.
+
+A launch gives its tensors to the process group and returns at once. From then on until the wait,
+the group reads the inputs and writes the outputs whenever it likes. The wait therefore uses all of
+them, and changes the outputs: lifetimes, constraints and the verifier then follow from the ordinary
+rules. Launches keep their program order, so that all ranks of a group call it in one order.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from roam.distributed.agreement import LOOK_S, look
+from roam.interrupts import interrupts_allowed
+from roam.torch_compat.private import all_gather_single, reduce_scatter_single, resolve_group
+
+_SETTLES_S = 5.0
+"""How long a rank whose step failed waits for what it has launched: other ranks launch the same,
+unless they fail too."""
+REDUCTIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
+"""Reductions that need no operand of their own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A process group as a program knows it.
+
+    Attributes:
+        name: by which `torch.distributed` finds it.
+        ranks: global ranks of its members, in its order.
+        rank: this process's place among them.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    rank: int
+
+    @classmethod
+    def of(cls, group: Any) -> Group:
+        """What a program keeps of a process group."""
+        return cls(
+            group.group_name,
+            tuple(torch.distributed.get_process_group_ranks(group)),
+            group.rank(),
+        )
+
+    def is_fake(self) -> bool:
+        """Whether its collectives return at once and do nothing: for plans without processes."""
+        return torch.distributed.get_backend(resolve_group(self.name)) == "fake"
+
+    @property
+    def size(self) -> int:
+        """How many members it has."""
+        return len(self.ranks)
+
+    def can_be_polled(self) -> bool:
+        """Whether one can wait for its collectives for a while, and then for longer."""
+        return torch.distributed.get_backend(resolve_group(self.name)) == "gloo"
+
+    def failure(self) -> str | None:
+        """None while the name stands for the same group, else what has changed."""
+        if not torch.distributed.is_initialized():
+            return "torch.distributed is not initialized any more"
+        try:
+            group = resolve_group(self.name)
+        except (RuntimeError, KeyError, ValueError):
+            return f"the process group {self.name!r} is gone"
+        if Group.of(group) != self:
+            return f"the process group {self.name!r} has other ranks"
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """Starts a collective; called with its outputs and its inputs, returns what `wait` takes.
+
+    Make one by `launch`: equal launches are one object.
+
+    Attributes:
+        kind: the operator of `torch.ops.c10d`.
+        group: whose collective it is.
+        reduction: one of `REDUCTIONS`; empty where nothing is reduced.
+        root: rank in the group that sends or receives; -1 where there is none.
+        splits: sizes of the outputs' and inputs' parts, where ranks exchange such.
+    """
+
+    kind: str
+    group: Group
+    reduction: str = ""
+    root: int = -1
+    splits: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+
+    @property
+    def __name__(self) -> str:
+        return self.kind
+
+    def __call__(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Pending:
+        """Launches it on real tensors, all of which stay busy until `wait`."""
+        group = resolve_group(self.group.name)
+        return Pending(self, _STARTS[self.kind](self, group, list(outputs), list(inputs)))
+
+
+launch: Callable[..., Launch] = functools.cache(Launch)
+"""The one `Launch` of its arguments."""
+
+
+class Pending:
+    """A collective between its launch and its wait."""
+
+    __slots__ = ("_work", "launch")
+
+    def __init__(self, launch: Launch, work: Any) -> None:
+        self.launch = launch
+        self._work = work
+        if work is not None:
+            _in_flight[id(self)] = self
+
+    def wait(self) -> None:
+        """Returns when the outputs are written and the inputs read.
+
+        Raises:
+            RuntimeError: what the group says, if the collective failed.
+        """
+        work = self._work
+        if work is None:
+            return
+        group = self.launch.group
+        if len(group.ranks) > 1 and group.can_be_polled():
+            while not self._is_done(LOOK_S):
+                with interrupts_allowed():
+                    look(group)
+        elif not self._is_done():
+            raise RuntimeError("the process group does not wait for its collective")
+
+    def _is_done(self, timeout_s: float | None = None) -> bool:
+        """Waits for so long at most; whether the collective is done.
+
+        Raises:
+            RuntimeError: it is, and it failed.
+        """
+        work = self._work
+        try:
+            if timeout_s is None:
+                work.wait()
+            else:
+                work.wait(datetime.timedelta(seconds=timeout_s))
+        except RuntimeError:
+            if timeout_s is not None and not work.is_completed():
+                return False
+            self._forget()
+            raise
+        self._forget()
+        return True
+
+    def _forget(self) -> None:
+        """The group's own object holds the tensors: it goes when the collective is done."""
+        self._work = None
+        _in_flight.pop(id(self), None)
+
+
+_in_flight: dict[int, Pending] = {}
+
+
+def wait(pending: Pending, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
+    """Waits for a collective that was launched with these tensors."""
+    pending.wait()
+
+
+def settle(most_s: float = _SETTLES_S) -> None:
+    """After a run that failed: returns when no collective uses memory of its any more, or so late
+    that none can be expected to end.
+    """
+    deadline = time.monotonic() + most_s
+    for pending in list(_in_flight.values()):
+        try:
+            pending._is_done(max(deadline - time.monotonic(), 0.001))
+        except RuntimeError:  # it failed too, and uses nothing any more
+            continue
+
+
+def unsettled() -> str | None:
+    """What still uses memory of a run that failed; None where nothing does."""
+    for pending in list(_in_flight.values()):
+        try:
+            if not pending._is_done(0.001):
+                return f"{pending.launch.kind} in the group {pending.launch.group.name!r}"
+        except RuntimeError:
+            continue
+    return None
+
+
+def is_collective(target: object) -> bool:
+    """Whether a call's target launches a collective or waits for one."""
+    return type(target) is Launch or target is wait
+
+
+def is_launch(target: object) -> bool:
+    """Whether a call's target launches a collective."""
+    return type(target) is Launch
+
+
+# -- how each is started: (launch, group, outputs, inputs)
+
+
+def _options(kind: str, launch: Launch, **values: Any) -> Any:
+    options = getattr(torch.distributed.distributed_c10d, f"{kind}Options")()
+    if launch.reduction:
+        options.reduceOp = getattr(torch.distributed.ReduceOp, launch.reduction)
+    for name, value in values.items():
+        setattr(options, name, value)
+    options.asyncOp = True
+    return options
+
+
+def _all_reduce(launch: Launch, group: Any, outputs: list[Any], inputs: list[Any]) -> Any:
+    return group.allreduce(outputs, _options("Allreduce", launch))
+
+
+def _broadcast(launch: Launch, group: Any, outputs: list[Any], inputs: list[Any]) -> Any:
+    options = _options("Broadcast", launch, rootRank=launch.root, rootTensor=0)
+    return group.broadcast(outputs, options)
+
+
+def _reduce(launch: Launch, group: Any, outputs: list[Any], inputs: list[Any]) -> Any:
+    options = _options("Reduce", launch, rootRank=launch.root, rootTensor=0)
+    return group.reduce(outputs, options)
+
+
+def _all_gather(launch: Launch, group: Any, outputs: list[Any], inputs: list[Any]) -> Any:
+    return group.allgather([outputs], inputs, _options("Allgather", launch))
+
+
+def _all_gather_single(launch: Launch, group: Any, outputs: list[Any], inputs: list[Any]) -> Any:
+    return all_gather_single(group, outputs[0], inputs[0], _options("Allgather", launch))
+
+
+def _reduce_scatter(launch: Launch, group: Any, outputs: list[Any], inputs: list[Any]) -> Any:
+    return group.reduce_scatter(outputs, [inputs], _options("ReduceScatter", launch))
+
+
+def _reduce_scatter_single(
+    launch: Launch, group: Any, outputs: list[Any], inputs: list[Any]
+) -> Any:
+    return reduce_scatter_single(group, outputs[0], inputs[0], _options("ReduceScatter", launch))
+
+
+def _all_to_all_single(launch: Launch, group: Any, outputs: list[Any], inputs: list[Any]) -> Any:
+    made, given = map(list, launch.splits)
+    return group.alltoall_base(*outputs, *inputs, made, given, _options("AllToAll", launch))
+
+
+def _barrier(launch: Launch, group: Any, outputs: list[Any], inputs: list[Any]) -> Any:
+    return group.barrier(_options("Barrier", launch))
+
+
+_STARTS: dict[str, Callable[[Launch, Any, list[Any], list[Any]], Any]] = {
+    "allreduce_": _all_reduce,
+    "broadcast_": _broadcast,
+    "reduce_": _reduce,
+    "allgather_": _all_gather,
+    "_allgather_base_": _all_gather_single,
+    "reduce_scatter_": _reduce_scatter,
+    "_reduce_scatter_base_": _reduce_scatter_single,
+    "alltoall_base_": _all_to_all_single,
+    "barrier": _barrier,
+}
+KINDS = frozenset(_STARTS)
+"""The operators of `torch.ops.c10d` that can be launched."""
+
+__all__ = [
+    "KINDS", "REDUCTIONS", "Group", "Launch", "Pending", "is_collective", "is_launch", "launch", "settle", "unsettled", "wait"
+]  # fmt: skip

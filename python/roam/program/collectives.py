@@ -1,0 +1,55 @@
+"""What a program must be like to launch collectives: every rank launches the same ones."""
+
+from __future__ import annotations
+
+import math
+
+from roam.distributed.agreement import Sequences
+from roam.distributed.collectives import is_collective
+from roam.errors import CaptureError
+from roam.program.ir import Program
+
+
+def sequences(program: Program) -> Sequences:
+    """What a program launches in each group, as other ranks have to launch it."""
+    found: Sequences = {}
+    for call in program.launches():
+        outputs, inputs = call.args
+        # Ranks may exchange parts of different sizes.
+        sizes = () if call.target.kind == "alltoall_base_" else (*outputs, *inputs)
+        metas = [program.slots[ref.slot] for ref in sizes]
+        tensors = ", ".join(
+            f"{math.prod(meta.shape)} x {str(meta.dtype).removeprefix('torch.')}"
+            for meta in metas
+            if meta is not None
+        )
+        root = f" root {call.target.root}" if call.target.root >= 0 else ""
+        what = f"{call.target.kind} {call.target.reduction.lower()}{root} of [{tensors}]"
+        found.setdefault(call.target.group, []).append([what, str(call.source)])
+    return found
+
+
+def check_sequence(program: Program) -> None:
+    """Refuses a program that launches collectives in some runs and not in others.
+
+    A run whose branch goes another way than its plan starts again by the step's own function, and
+    would launch what it has launched already, while other ranks go on.
+
+    Raises:
+        CaptureError: it branches on a value, or a scaler may skip a collective (code
+            ``collective_branch``).
+    """
+    if not program.launches():
+        return
+    for call in program.calls:
+        if call.is_check or (is_collective(call.target) and call.skip_if is not None):
+            what = "asks about a value" if call.is_check else "may skip a collective"
+            raise CaptureError(
+                f"{call.name} at {call.source}: the step calls collectives and {what} here, which "
+                "only the run of each rank can tell, so that ranks could launch different "
+                "collectives; use a form that stays on tensors, such as torch.where, or do it "
+                "outside of the step",
+                code="collective_branch",
+                operator=call.name,
+                source=str(call.source),
+            )

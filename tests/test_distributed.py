@@ -1,0 +1,747 @@
+"""Steps of several processes: eager PyTorch's bits on every rank, or a typed error on all.
+
+The processes are gloo ranks on the CPU. Four of them show what two hide: with more than two, the
+bits of a sum depend on where in its buffer an element lies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+import transformers
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.utils import _pytree as pytree
+
+import roam
+from ranks import Ranks, alive, revived
+
+Step = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    yield from alive(4, tmp_path_factory.mktemp("four"))
+
+
+@pytest.fixture
+def ranks(four: Ranks) -> Ranks:
+    return revived(four)
+
+
+# -- what the ranks run
+
+
+def small(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    net = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 8))
+    return net, torch.optim.AdamW(net.parameters(), lr=1e-2)
+
+
+def batch(rank: int, number: int, rows: int = 6) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * rank + number)
+    return torch.randn(rows, 16, generator=generator)
+
+
+def tensors_of(*values: Any) -> list[torch.Tensor]:
+    found = [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+    return [tensor.detach().clone() for tensor in found]
+
+
+def state_of(net: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return tensors_of(list(net.parameters()), list(net.buffers()), optimizer.state_dict())
+
+
+def differences(one: list[torch.Tensor], other: list[torch.Tensor]) -> list[int]:
+    """Places of what has other bits."""
+    assert len(one) == len(other)
+    return [
+        place
+        for place, (left, right) in enumerate(zip(one, other, strict=True))
+        if left.dtype != right.dtype or not torch.equal(left, right)
+    ]
+
+
+def both(rank: int, world: int, step: Step, make: Callable[[], Any], steps: int = 4) -> list[int]:
+    """What differs after so many steps, eagerly and by plan."""
+
+    def trained(wrap: Callable[[Step], Step]) -> list[torch.Tensor]:
+        net, optimizer = make()
+        run, results = wrap(step), []
+        for number in range(steps):
+            results += tensors_of(run(net, optimizer, batch(rank, number)))
+        return [*results, *state_of(net, optimizer)]
+
+    compiled: list[Any] = []
+
+    def compile_it(step: Step) -> Step:
+        compiled.append(roam.compile(step, poison=True))
+        return compiled[0]
+
+    found = differences(trained(lambda step: step), trained(compile_it))
+    assert compiled[0].plans, "nothing ran by a plan"
+    return found
+
+
+def backward(net: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
+    optimizer.zero_grad()
+    loss = net(x).square().mean()
+    loss.backward()
+    return loss
+
+
+def reduced(net: nn.Module, optimizer: Any, x: torch.Tensor) -> torch.Tensor:
+    loss = backward(net, optimizer, x)
+    for parameter in net.parameters():
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= dist.get_world_size()
+    nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+    dist.barrier()
+    optimizer.step()
+    return loss
+
+
+def reduced_in_the_background(net: nn.Module, optimizer: Any, x: torch.Tensor) -> torch.Tensor:
+    loss = backward(net, optimizer, x)
+    handles = [dist.all_reduce(p.grad, async_op=True) for p in net.parameters()]
+    scale = loss.detach() * 0 + 1 / dist.get_world_size()
+    for handle, parameter in zip(handles, net.parameters(), strict=True):
+        handle.wait()
+        parameter.grad.mul_(scale)
+    optimizer.step()
+    return loss
+
+
+def reduced_functionally(net: nn.Module, optimizer: Any, x: torch.Tensor) -> Any:
+    loss = backward(net, optimizer, x)
+    group = dist.group.WORLD
+    for parameter in net.parameters():
+        parameter.grad = functional.all_reduce(parameter.grad, "sum", group) / group.size()
+    losses = functional.all_gather_tensor(loss.detach().reshape(1), 0, group)
+    first = functional.broadcast(losses * (group.rank() + 1), 1, group)
+    shares = functional.reduce_scatter_tensor(losses.repeat(2), "sum", 0, group)
+    swapped = functional.all_to_all_single(losses, None, None, group)
+    optimizer.step()
+    return losses, first, shares, swapped
+
+
+def gathered(net: nn.Module, optimizer: Any, x: torch.Tensor) -> Any:
+    loss = backward(net, optimizer, x)
+    world = dist.get_world_size()
+    for parameter in net.parameters():
+        flat = parameter.grad.reshape(-1)
+        every = flat.new_empty(world * flat.numel())
+        dist.all_gather_into_tensor(every, flat)
+        flat = flat * 0  # its memory is free only when it has been sent
+        mine = torch.empty_like(flat)
+        dist.reduce_scatter_tensor(mine, every)
+        parameter.grad = (mine + flat).view_as(parameter)
+    losses = [torch.empty_like(loss) for _ in range(world)]
+    dist.all_gather(losses, loss.detach())
+    chosen = loss.detach() * 2
+    dist.broadcast(chosen, 1)
+    most = loss.detach().clone()
+    dist.reduce(most, 2, op=dist.ReduceOp.MAX)
+    optimizer.step()
+    return loss, losses, chosen
+
+
+def within_halves(net: nn.Module, optimizer: Any, x: torch.Tensor) -> torch.Tensor:
+    loss = backward(net, optimizer, x)
+    for parameter in net.parameters():
+        dist.all_reduce(parameter.grad, group=HALVES[0])
+    optimizer.step()
+    return loss
+
+
+HALVES: list[Any] = []
+
+
+def halve(rank: int, world: int) -> None:
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    HALVES[:] = [groups[rank // 2]]
+
+
+STEPS = (reduced, reduced_in_the_background, reduced_functionally, gathered)
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_collectives_have_eager_bits(ranks: Ranks, step: Step) -> None:
+    assert ranks.run(both, step, small) == [[]] * 4
+
+
+def test_collectives_of_a_part_of_the_ranks_have_eager_bits(ranks: Ranks) -> None:
+    ranks.run(halve)
+    assert ranks.run(both, within_halves, small) == [[]] * 4
+
+
+def branching(net: nn.Module, optimizer: Any, x: torch.Tensor) -> torch.Tensor:
+    loss = backward(net, optimizer, x)
+    dist.all_reduce(loss.detach())
+    if loss > 3:
+        optimizer.step()
+    return loss
+
+
+def test_a_branch_in_a_step_with_collectives_is_refused(tmp_path: Any) -> None:
+    with alone(tmp_path), pytest.raises(roam.CaptureError, match="only the run of each rank") as e:
+        roam.compile(branching).plan(*small(), batch(0, 0))
+    assert e.value.code == "collective_branch"
+    assert "test_distributed.py" in e.value.source
+
+
+@contextmanager
+def alone(folder: Any) -> Iterator[None]:
+    """A group of this process only."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_plan_is_for_a_group_of_the_same_ranks(tmp_path: Any) -> None:
+    net, optimizer = small()
+    step = roam.compile(reduced)
+    for number in range(2):  # the second group is the first for all that a plan knows
+        (tmp_path / str(number)).mkdir()
+        with alone(tmp_path / str(number)):
+            for place in range(3):
+                step(net, optimizer, batch(0, place))
+    assert len(step.plans) == 2
+    with pytest.raises(roam.CaptureError, match="not been initialized"):
+        step(net, optimizer, batch(0, 0))
+
+
+def test_a_launch_and_its_wait_keep_the_tensors_busy(tmp_path: Any) -> None:
+    with alone(tmp_path):
+        graph = roam.capture(gathered, *small(), batch(0, 0))
+    operators = list(graph.operators)
+    launched = [one for one in operators if one.sequence == "collective"]
+    waits = [one for one in operators if one.name == "c10d.wait"]
+    assert len(launched) == len(waits) == 11
+    for launch, wait in zip(launched, waits, strict=True):
+        busy = {*launch.reads, *launch.mutates}
+        assert busy <= {*wait.reads, *wait.mutates}
+        assert not launch.repeatable
+        assert not wait.repeatable
+
+
+# -- DistributedDataParallel
+
+
+def wrapped(net: nn.Module, **options: Any) -> nn.Module:
+    """In several buckets, however small the model is."""
+    return nn.parallel.DistributedDataParallel(net, **{"bucket_cap_mb": 0.01, **options})
+
+
+def gpt2() -> tuple[nn.Module, torch.optim.Optimizer]:
+    config = transformers.GPT2Config(
+        n_layer=4, n_embd=32, n_head=4, vocab_size=97, n_positions=16, use_cache=False,
+        bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    net = wrapped(transformers.GPT2LMHeadModel(config).train())
+    return net, torch.optim.AdamW(net.parameters(), lr=1e-3)
+
+
+def train_gpt2(net: nn.Module, optimizer: Any, x: torch.Tensor) -> torch.Tensor:
+    tokens = (x * 1e4).long().abs() % 97
+    optimizer.zero_grad()
+    loss = net(input_ids=tokens, labels=tokens).loss
+    loss.backward()
+    nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+    optimizer.step()
+    return loss
+
+
+class Residual(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.convolutions = nn.Sequential(
+            nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU(),
+            nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width),
+        )  # fmt: skip
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(x + self.convolutions(x))
+
+
+def resnet() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), Residual(8), Residual(8),
+        nn.Flatten(), nn.Linear(128, 4),
+    )  # fmt: skip
+    net = net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return (net := wrapped(net)), torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+
+
+def train_resnet(net: nn.Module, optimizer: Any, x: torch.Tensor) -> torch.Tensor:
+    return clipped(net, optimizer, x.view(-1, 1, 4, 4))
+
+
+def clipped(net: nn.Module, optimizer: Any, x: torch.Tensor) -> torch.Tensor:
+    loss = backward(net, optimizer, x)
+    nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+    optimizer.step()
+    return loss
+
+
+def accumulating(net: Any, optimizer: Any, x: torch.Tensor) -> torch.Tensor:
+    optimizer.zero_grad()
+    with net.no_sync():
+        for part in x.chunk(3)[:2]:
+            net(part).square().mean().backward()
+    loss = net(x.chunk(3)[2]).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+def small_ddp(**options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Linear(16, 64), nn.BatchNorm1d(64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 64),
+        nn.Linear(64, 8),
+    )  # fmt: skip
+    net = wrapped(net, **options)
+    return net, torch.optim.AdamW(net.parameters(), lr=1e-2)
+
+
+def with_views() -> Any:
+    return small_ddp(gradient_as_bucket_view=True)
+
+
+def without_buffers() -> Any:
+    return small_ddp(broadcast_buffers=False)
+
+
+def autocast(net: nn.Module, optimizer: Any, x: torch.Tensor) -> torch.Tensor:
+    optimizer.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = net(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+SCALER: list[Any] = []
+
+
+def scaled(net: nn.Module, optimizer: Any, x: torch.Tensor) -> torch.Tensor:
+    optimizer.zero_grad()
+    loss = net(x).square().mean()
+    SCALER[0].scale(loss).backward()
+    SCALER[0].step(optimizer)
+    SCALER[0].update()
+    return loss
+
+
+def with_scaler() -> Any:
+    SCALER[:] = [torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=3)]
+    return small_ddp()
+
+
+@pytest.mark.parametrize(
+    ("step", "make", "steps"),
+    [
+        (train_gpt2, gpt2, 20),
+        (train_resnet, resnet, 20),
+        (accumulating, small_ddp, 20),
+        (clipped, with_views, 5),
+        (accumulating, with_views, 5),
+        (clipped, without_buffers, 5),
+        (autocast, small_ddp, 5),
+        (scaled, with_scaler, 8),
+    ],
+)
+def test_ddp_has_eager_bits(ranks: Ranks, step: Step, make: Any, steps: int) -> None:
+    assert ranks.run(both, step, make, steps) == [[]] * 4
+
+
+def stopped_and_resumed(rank: int, world: int) -> list[int]:
+    def trained(wrap: Callable[[Step], Step]) -> list[torch.Tensor]:
+        net, optimizer = small_ddp()
+        run = wrap(clipped)
+        for number in range(5):
+            run(net, optimizer, batch(rank, number))
+        file = io.BytesIO()
+        torch.save((net.state_dict(), optimizer.state_dict()), file)
+        file.seek(0)
+        net, optimizer = small_ddp()
+        for one, state in zip((net, optimizer), torch.load(file), strict=True):
+            one.load_state_dict(state)
+        run = wrap(clipped)
+        for number in range(5, 10):
+            run(net, optimizer, batch(rank, number))
+        return state_of(net, optimizer)
+
+    return differences(trained(lambda step: step), trained(roam.compile))
+
+
+def test_training_that_was_stopped_goes_on(ranks: Ranks) -> None:
+    assert ranks.run(stopped_and_resumed) == [[]] * 4
+
+
+def in_turns(rank: int, world: int) -> list[int]:
+    """Steps by plan and eager ones, evaluation in between, and batches of other shapes on one
+    rank."""
+
+    def trained(step: Step) -> list[torch.Tensor]:
+        net, optimizer = small_ddp()
+        found = []
+        for number in range(10):
+            run = clipped if number in (3, 4, 8) else step
+            rows = 5 if rank == 2 and number % 2 else 6
+            found += tensors_of(run(net, optimizer, batch(rank, number, rows)))
+            if number == 5:
+                net.eval()
+                with torch.no_grad():
+                    found += tensors_of(net(batch(rank, number)))
+                net.train()
+        return [*found, *state_of(net, optimizer)]
+
+    return differences(trained(clipped), trained(roam.compile(clipped)))
+
+
+def test_steps_by_plan_and_eager_ones_take_turns(ranks: Ranks) -> None:
+    assert ranks.run(in_turns) == [[]] * 4
+
+
+def evaluated(net: nn.Module, optimizer: Any, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return net(x)
+
+
+def two_steps(rank: int, world: int) -> list[int]:
+    """Two compiled steps of one module, one of which only evaluates it."""
+
+    def trained(wrap: Callable[[Step], Step]) -> list[torch.Tensor]:
+        net, optimizer = small_ddp()
+        train, evaluate = wrap(clipped), wrap(evaluated)
+        found = []
+        for number in range(5):
+            found += tensors_of(train(net, optimizer, batch(rank, number)))
+            net.eval()
+            found += tensors_of(evaluate(net, optimizer, batch(rank, number)))
+            net.train()
+        return [*found, *state_of(net, optimizer)]
+
+    return differences(trained(lambda step: step), trained(roam.compile))
+
+
+def test_a_module_is_trained_and_evaluated_by_plan(ranks: Ranks) -> None:
+    assert ranks.run(two_steps) == [[]] * 4
+
+
+def compared(rank: int, world: int) -> str:
+    net, optimizer = small_ddp()
+    return str(roam.compare(clipped, net, optimizer, batch(rank, 0)))
+
+
+def test_compare_finds_ddp_equal(ranks: Ranks) -> None:
+    for text in ranks.run(compared):
+        assert "3 steps: equal" in text
+
+
+def frozen() -> Any:
+    """To be frozen when its reducer has been made."""
+    return small_ddp()
+
+
+def hooked() -> Any:
+    net, optimizer = small_ddp()
+    net.register_comm_hook(None, default_hooks.allreduce_hook)
+    return net, optimizer
+
+
+def hooked_in_c() -> Any:
+    net, optimizer = small_ddp()
+    net._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
+    return net, optimizer
+
+
+def static() -> Any:
+    return small_ddp(static_graph=True)
+
+
+def first_half(net: nn.Module, optimizer: Any, x: torch.Tensor) -> torch.Tensor:
+    optimizer.zero_grad()
+    loss = net(x).square().mean()
+    net.module[0].weight.square().sum().backward()
+    optimizer.step()
+    return loss
+
+
+OPTION, UNUSED = "ddp_option", "ddp_unused"  # error codes
+
+
+@pytest.mark.parametrize(
+    ("step", "make", "code"),
+    [
+        (clipped, frozen, OPTION),
+        (clipped, hooked, OPTION),
+        (clipped, hooked_in_c, OPTION),
+        (clipped, static, OPTION),
+        (first_half, small_ddp, UNUSED),
+    ],
+)
+def test_what_no_plan_can_reduce_is_refused(
+    tmp_path: Any, step: Step, make: Any, code: str
+) -> None:
+    with alone(tmp_path), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        net, optimizer = make() if make is not frozen else small_ddp()
+        if step is not first_half:
+            backward(net, optimizer, batch(0, 0))
+        if make is frozen:
+            net.module[0].weight.requires_grad_(False)
+        elif step is first_half:
+            clipped(net, optimizer, batch(0, 0))
+        with pytest.raises(roam.CaptureError) as error:
+            roam.compile(step).plan(net, optimizer, batch(0, 0))
+    assert error.value.code == code
+
+
+def test_the_first_step_of_ddp_runs_eagerly(tmp_path: Any) -> None:
+    with alone(tmp_path):
+        net, optimizer = small_ddp()
+        step = roam.compile(clipped)
+        with pytest.raises(roam.CaptureError, match="run the step once") as error:
+            step.plan(net, optimizer, batch(0, 0))
+        assert error.value.code == "ddp_first_step"
+        step(net, optimizer, batch(0, 0))
+        assert not step.plans
+        step(net, optimizer, batch(0, 0))
+        assert step.plans
+
+
+# -- ranks that do not do the same
+
+
+def other_on_one(rank: int, world: int) -> None:
+    def step(net: nn.Module, optimizer: Any, x: torch.Tensor) -> torch.Tensor:
+        loss = backward(net, optimizer, x)
+        dist.all_reduce(loss.detach())
+        if rank == 1:
+            dist.broadcast(loss.detach().clone(), 0)
+        for parameter in net.parameters():
+            dist.all_reduce(parameter.grad)
+        optimizer.step()
+        return loss
+
+    net, optimizer = small()
+    for number in range(3):
+        roam.compile(step)(net, optimizer, batch(rank, number))
+
+
+def other_at_the_third(rank: int, world: int) -> None:
+    """All know both plans by then, and one rank goes on by another than the rest."""
+    net, optimizer = small()
+    step = roam.compile(reduced)
+    for number in range(2):
+        step(net, optimizer, batch(rank, number))
+    if rank == 1:
+        step = roam.compile(gathered)
+    step(net, optimizer, batch(rank, 2))
+
+
+def raising_in_the_run(rank: int, world: int) -> None:
+    def step(net: nn.Module, optimizer: Any, x: torch.Tensor, places: torch.Tensor) -> Any:
+        loss = backward(net, optimizer, x[places])
+        for parameter in net.parameters():
+            dist.all_reduce(parameter.grad)
+        optimizer.step()
+        return loss
+
+    net, optimizer = small()
+    compiled = roam.compile(step)
+    for number in range(4):
+        places = torch.arange(6) + (7 if rank == 1 and number == 3 else 0)
+        compiled(net, optimizer, batch(rank, number), places)
+
+
+def killed(rank: int, world: int) -> None:
+    net, optimizer = small_ddp()
+    step = roam.compile(clipped)
+    for number in range(6):
+        if rank == 1 and number == 4:
+            os.kill(os.getpid(), signal.SIGKILL)
+        step(net, optimizer, batch(rank, number))
+
+
+def killed_before_a_plan(rank: int, world: int) -> None:
+    net, optimizer = small()
+    roam.compile(reduced)(net, optimizer, batch(rank, 0))
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    roam.compile(gathered)(net, optimizer, batch(rank, 1))
+
+
+DIFFER, LEFT = "collectives_differ", "rank_left"  # error codes
+
+
+@pytest.mark.parametrize(
+    ("function", "codes", "text"),
+    [
+        (other_on_one, {DIFFER, LEFT}, "broadcast_"),
+        (
+            other_at_the_third,
+            {DIFFER, LEFT, "torn", "failed"},
+            "_allgather_base_",
+        ),
+        (raising_in_the_run, {LEFT, "torn", "failed"}, "rank 1 has left|out of bounds"),
+    ],
+)
+def test_all_ranks_get_an_error_soon(
+    tmp_path: Any, function: Callable[..., Any], codes: set[str], text: str
+) -> None:
+    two = Ranks(2, tmp_path, group_s=300)
+    try:
+        two.start(function)
+        answers = two.answers(60)
+    finally:
+        two.kill()
+    for how, told in answers:
+        assert how == "raised", answers
+        kind, code, trace = told
+        assert (kind, code in codes) == ("ExecutionError", True), told
+        assert re.search(text, trace), told
+
+
+def interrupted_while_it_waits(rank: int, world: int) -> None:
+    """Rank 1 is late, and rank 0's user has no patience."""
+    net, optimizer = small()
+    step = roam.compile(reduced)
+    for number in range(3):
+        step(net, optimizer, batch(rank, number))
+    if rank == 1:
+        time.sleep(6)
+    else:
+        threading.Timer(2, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    step(net, optimizer, batch(rank, 3))
+
+
+def test_an_interrupt_ends_a_rank_that_waits(tmp_path: Any) -> None:
+    two = Ranks(2, tmp_path, group_s=300)
+    try:
+        two.start(interrupted_while_it_waits)
+        (how, told), (other_how, other) = two.answers(60)
+    finally:
+        two.kill()
+    assert (how, told[0]) == ("raised", "KeyboardInterrupt"), told
+    assert (other_how, other[0]) == ("raised", "ExecutionError"), other
+    assert "it was interrupted" in other[2]
+
+
+def made_anew(rank: int, world: int) -> list[int]:
+    """After a failure, in a new group of the same name and store."""
+    net, optimizer = small()
+    failing = roam.compile(other_number_of_sums)
+    store = dist.FileStore(os.environ["ROAM_TEST_STORE"], world)
+    for attempt in range(2):
+        dist.destroy_process_group()
+        dist.init_process_group(
+            "gloo", store=dist.PrefixStore(str(attempt), store), rank=rank, world_size=world
+        )
+        if attempt == 0:
+            with pytest.raises(roam.ExecutionError):
+                failing(net, optimizer, batch(rank, 0), rank)
+            with pytest.raises(roam.ExecutionError, match="start all processes again"):
+                roam.compile(reduced)(net, optimizer, batch(rank, 0))
+    return both(rank, world, reduced, small)
+
+
+def other_number_of_sums(net: nn.Module, optimizer: Any, x: torch.Tensor, number: int) -> Any:
+    loss = backward(net, optimizer, x).detach()
+    for _ in range(number + 1):
+        dist.all_reduce(loss)
+    return loss
+
+
+def test_a_new_group_begins_anew(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROAM_TEST_STORE", str(tmp_path / "again"))
+    two = Ranks(2, tmp_path, group_s=300)
+    try:
+        assert two.run(made_anew) == [[], []]
+    finally:
+        two.kill()
+
+
+@pytest.mark.parametrize("function", [killed, killed_before_a_plan])
+def test_a_rank_that_is_killed_ends_the_others(tmp_path: Any, function: Callable[..., Any]) -> None:
+    two = Ranks(2, tmp_path, group_s=300)
+    try:
+        two.start(function)
+        (how, told), (gone, _) = two.answers(60)
+    finally:
+        two.kill()
+    assert (how, gone) == ("raised", "gone"), told
+    assert told[0] in ("ExecutionError", "RuntimeError"), told
+
+
+class Trainer:
+    """Holds what its step trains: two wrappers of one model, called in turns."""
+
+    def __init__(self) -> None:
+        net = small_ddp()[0].module
+        self.models = wrapped(net), wrapped(net, bucket_cap_mb=0.02)
+        self.optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+    def step(self, x: torch.Tensor, number: int) -> torch.Tensor:
+        return clipped(self.models[number], self.optimizer, x)
+
+
+def a_method_and_two_wrappers(rank: int, world: int) -> list[int]:
+    def trained(wrap: Callable[[Step], Step]) -> list[torch.Tensor]:
+        trainer = Trainer()
+        run, found = wrap(trainer.step), []
+        for number in range(8):
+            found += tensors_of(run(batch(rank, number), number % 2))
+        return [*found, *state_of(trainer.models[0], trainer.optimizer)]
+
+    return differences(trained(lambda step: step), trained(roam.compile))
+
+
+def test_one_model_in_two_wrappers_has_eager_bits(ranks: Ranks) -> None:
+    assert ranks.run(a_method_and_two_wrappers) == [[]] * 4
+
+
+def across_calls(net: Any, optimizer: Any, x: torch.Tensor, is_last: bool) -> torch.Tensor:
+    with contextlib.nullcontext() if is_last else net.no_sync():
+        loss = net(x).square().mean()
+        loss.backward()
+    if is_last:
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+    return loss
+
+
+def accumulated(rank: int, world: int) -> list[int]:
+    def trained(wrap: Callable[[Step], Step]) -> list[torch.Tensor]:
+        net, optimizer = small_ddp()
+        run, found = wrap(across_calls), []
+        for number in range(9):
+            found += tensors_of(run(net, optimizer, batch(rank, number), number % 3 == 2))
+        return [*found, *state_of(net, optimizer)]
+
+    return differences(trained(lambda step: step), trained(roam.compile))
+
+
+def test_gradients_add_up_over_calls_without_communication(ranks: Ranks) -> None:
+    assert ranks.run(accumulated) == [[]] * 4

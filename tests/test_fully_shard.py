@@ -1,0 +1,228 @@
+"""Steps on modules that `fully_shard` shards (FSDP2): eager PyTorch's bits on every rank, or a
+typed error.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import roam
+from ranks import Ranks, alive, revived
+from test_tensor_parallel import Net, adamw, batch, is_equal, parts, state_of, trained
+
+RANKS = 4
+
+
+@pytest.fixture(scope="module")
+def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    yield from alive(RANKS, tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.fixture
+def ranks(processes: Ranks) -> Ranks:
+    return revived(processes)
+
+
+# -- what the ranks run
+
+
+def sharded(kind: str = "plain", **options: Any) -> nn.Module:
+    """The last layer's rows are not divisible by the ranks."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    world = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world,))
+    if kind == "hybrid":
+        mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("copies", "shards"))
+    elif kind == "mixed":
+        options["mp_policy"] = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32
+        )
+    elif kind == "kept":
+        options["reshard_after_forward"] = False
+    torch.manual_seed(0)
+    net = Net()
+    net.head = nn.Linear(16, 47, bias=False)
+    for block in net.blocks:
+        fully_shard(block, mesh=mesh, **options)
+    return fully_shard(net, mesh=mesh, **options)
+
+
+def loss_of(net: Any, tokens: torch.Tensor) -> torch.Tensor:
+    words = (tokens + dist.get_rank()) % 47
+    return F.cross_entropy(net(words).float().flatten(0, 1), words.flatten())
+
+
+def update(net: Any, optimizer: torch.optim.Optimizer, tokens: torch.Tensor) -> Any:
+    optimizer.zero_grad()
+    loss = loss_of(net, tokens)
+    loss.backward()
+    norm = nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+    optimizer.step()
+    return loss.detach(), norm, norm.full_tensor()
+
+
+def accumulate(net: Any, optimizer: torch.optim.Optimizer, tokens: torch.Tensor) -> Any:
+    optimizer.zero_grad()
+    net.set_requires_gradient_sync(False)
+    first = loss_of(net, tokens[:2])
+    first.backward()
+    net.set_requires_gradient_sync(True)
+    second = loss_of(net, tokens[2:])
+    second.backward()
+    optimizer.step()
+    return first.detach() + second.detach()
+
+
+def leave_gradients(net: Any, optimizer: torch.optim.Optimizer, tokens: torch.Tensor) -> Any:
+    net.set_requires_gradient_sync(False)
+    loss = loss_of(net, tokens)
+    loss.backward()
+    net.set_requires_gradient_sync(True)
+    return loss.detach()
+
+
+def reshard(net: nn.Module) -> None:
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in net.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def code_of(step: Any, *args: Any) -> str:
+    try:
+        step(*args)
+    except roam.CaptureError as error:
+        return error.code
+    return ""
+
+
+def evaluated_between(rank: int, world: int) -> tuple[list[str], bool, int]:
+    """Evaluates eagerly between steps: the codes of what is refused, whether the bits are eager's,
+    and how many plans were made.
+    """
+    warnings.simplefilter("ignore")
+    codes, found = [], []
+    step = roam.compile(update)
+    for run in (update, step):
+        net = sharded("kept")
+        optimizer = adamw(net)
+        results = []
+        for number in range(4):
+            results.append(run(net, optimizer, batch(number)))
+            with torch.no_grad():
+                results.append(net(batch(9) % 47))
+            if run is step:
+                codes.append(code_of(run, net, optimizer, batch(0)))
+            reshard(net)
+        found.append(parts(results, state_of(net, optimizer)))
+    return codes, is_equal(*found), len(step.plans)
+
+
+def refused(rank: int, world: int) -> tuple[str, bool]:
+    """The code of a step that leaves gradients, and whether the eager step goes on as before."""
+    warnings.simplefilter("ignore")
+    found = []
+    code = ""
+    for tries in (False, True):
+        net = sharded()
+        optimizer = adamw(net)
+        update(net, optimizer, batch(0))
+        if tries:
+            code = code_of(roam.compile(leave_gradients), net, optimizer, batch(1))
+        update(net, optimizer, batch(1))
+        found.append(parts(state_of(net, optimizer)))
+    return code, is_equal(*found)
+
+
+def measured(rank: int, world: int) -> tuple[int, int, int, int]:
+    """Bytes of a step by plan as measured, of these the process group's own, bytes of an eager
+    step, and those that were planned.
+    """
+    warnings.simplefilter("ignore")
+    net = sharded()
+    optimizer, step = adamw(net), roam.compile(update)
+    for number in range(2):
+        step(net, optimizer, batch(number))
+    step.measured(net, optimizer, batch(2))
+    step.measured_eagerly(net, optimizer, batch(3))
+    memory = step.memory()
+    by_plan, eagerly = memory.measured_bytes or 0, memory.eager_measured_bytes or 0
+    return by_plan, memory.group_bytes, eagerly, memory.total_bytes
+
+
+def saved_and_loaded(rank: int, world: int, folder: str) -> bool:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    warnings.simplefilter("ignore")
+    net = sharded()
+    optimizer, step = adamw(net), roam.compile(update)
+
+    def train(numbers: range) -> list[torch.Tensor]:
+        results = [step(net, optimizer, batch(number)) for number in numbers]
+        return parts(results, state_of(net, optimizer))
+
+    train(range(3))
+    model_state, optimizer_state = get_state_dict(net, optimizer)
+    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
+    went_on = train(range(3, 6))
+    model_state, optimizer_state = get_state_dict(net, optimizer)
+    state = {"model": model_state, "optimizer": optimizer_state}
+    dcp.load(state, checkpoint_id=folder)
+    set_state_dict(
+        net, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+    )
+    return is_equal(went_on, train(range(3, 6)))
+
+
+# -- tests
+
+
+@pytest.mark.parametrize(
+    ("kind", "step", "steps"),
+    [
+        ("plain", update, 20),
+        ("kept", update, 4),
+        ("mixed", update, 4),
+        ("hybrid", update, 4),
+        ("plain", accumulate, 4),
+    ],
+)
+def test_steps_have_the_bits_of_eager_pytorch(
+    ranks: Ranks, kind: str, step: Any, steps: int
+) -> None:
+    found = ranks.run(trained, sharded, adamw, step, None, {"kind": kind}, steps)
+    assert found == [""] * RANKS
+
+
+def test_after_an_evaluation_parameters_are_resharded(ranks: Ranks) -> None:
+    found = ranks.run(evaluated_between)
+    assert found == [(["fully_shard"] * 4, True, 1)] * RANKS
+
+
+def test_gradients_that_are_left_are_refused(ranks: Ranks) -> None:
+    assert ranks.run(refused) == [("fully_shard", True)] * RANKS
+
+
+def test_a_checkpoint_is_loaded_and_training_goes_on(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks.run(saved_and_loaded, str(tmp_path)) == [True] * RANKS
+
+
+def test_memory_is_measured(ranks: Ranks) -> None:
+    found = ranks.run(measured)
+    for by_plan, of_group, eagerly, planned in found:
+        assert 0 < of_group < by_plan, found
+        assert abs(by_plan - of_group - planned) < 0.05 * planned, found
+        assert by_plan < eagerly, found
