@@ -35,13 +35,15 @@ MOST_TIMES = 5
 #: Layout instances are packed with so much work: the searches run, and seconds are enough.
 PACKING_WORK = 20_000_000
 #: Per file the constants that trade time for bytes. Others are facts (sizes, versions, sentinels)
-#: or part of a published method.
+#: or part of a published method. Those of recompute/ are left out: these plans have no memory
+#: limit.
 CONSTANTS: Mapping[str, Sequence[str]] = {
     "bound/bounds.rs": (
-        "WORK_PER_CUT", "FEWEST_CUTS", "INSPECT_WORK", "ALL_CUTS_WORK", "MOST_PROBES", "MOST_JOINT",
-        "PROBE_WORK", "ALL_PROBES_WORK", "FALLING_WORK", "JOINT_WORK", "MOST_UNDER_LIMIT",
-        "MOST_IN_FIRST_SET", "FIRST_OF_SET_WORK", "MOST_IN_VAIN", "MOST_CHOICES",
+        "FEWEST_CUTS", "INSPECT_WORK", "ALL_CUTS_WORK", "ALL_PROBES_WORK", "FALLING_WORK", "JOINT_WORK",
     ),
+    "bound/cut.rs": ("WORK_PER_CUT", "MOST_CHOICES"),
+    "bound/first_of_set.rs": ("MOST_IN_FIRST_SET", "FIRST_OF_SET_WORK", "MOST_IN_VAIN"),
+    "bound/probe.rs": ("MOST_PROBES", "MOST_JOINT", "PROBE_WORK", "MOST_UNDER_LIMIT"),
     "layout/bare/arrange.rs": ("SOLID_SHARE", "GREEDY_SHARE", "MOST_MOVES", "PER_SPAN", "PER_PIECE", "MOST_FRUITLESS"),
     "layout/bare/solid.rs": ("PART_FOR_CORES", "PART_FOR_ANNEALING"),
     "layout/heuristics/weighted.rs": ("NEAREST",),
@@ -70,7 +72,12 @@ CONSTANTS: Mapping[str, Sequence[str]] = {
     "update_phase.rs": ("LONGEST_UPDATE",),
 }  # fmt: skip
 #: (module, name): those that other files use.
-USED_ELSEWHERE = (("chain", "WORK"), ("work", "SHARE"), ("update_phase", "LONGEST_UPDATE"))
+USED_ELSEWHERE = (
+    ("chain", "WORK"),
+    ("probe", "MOST_UNDER_LIMIT"),
+    ("update_phase", "LONGEST_UPDATE"),
+    ("work", "SHARE"),
+)
 _READ = """
 /// A constant as the environment has it.
 pub(crate) fn constant(name: &str, value: f64) -> f64 {

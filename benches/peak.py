@@ -20,7 +20,7 @@ import numpy as np
 import roam
 from roam._core import baseline_order, caching_allocator_bytes
 from roam.bench.paper import paper_graph
-from roam.report.lifetimes import Steps, lifetimes
+from roam.report.lifetimes import Starts, Steps, lifetimes
 
 MIB = 2**20
 
@@ -57,7 +57,7 @@ def at_the_peak(graph: roam.Graph, order: Steps, most: int) -> Iterator[str]:
     peak = int(live.argmax())
     operator = graph.operator(order[peak])
     yield f"peak at step {peak} of {len(order)}, {operator.name} {operator.module}: {live[peak] / MIB:,.2f} MiB, and {graph.persistent_bytes / MIB:,.2f} persistent"
-    lives = lifetimes(graph, order)
+    lives = lifetimes(graph, Starts.one_by_one(order))
     alive = [tensor for tensor in lives.alive_at(peak) if is_made(graph, tensor)]
     sizes: Counter[str] = Counter()
     for tensor in alive:
@@ -74,7 +74,7 @@ def in_the_allocator(
     graph: roam.Graph, order: Steps, most: int, *, expandable: bool
 ) -> Iterator[str]:
     """What the first of the steps reserves, and the last tensors that it reserves more for."""
-    ends = lifetimes(graph, order).ends
+    ends = lifetimes(graph, Starts.one_by_one(order)).ends
     events: list[tuple[int, int | None]] = []
     for step, operator in enumerate(order.tolist()):
         made = [one for one in graph.operator(operator).creates if is_made(graph, one)]

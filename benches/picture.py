@@ -17,26 +17,12 @@ import numpy.typing as npt
 
 import roam
 from roam import zoo
+from roam.report.figures import live_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
 # Columns of the picture. Of the steps in one the most live bytes are drawn, so that the peak is in
 # it.
 COLUMNS = 250
-
-
-def planned_live_bytes(graph: roam.Graph, plan: roam.Plan) -> npt.NDArray[np.int64]:
-    """Live bytes at every step of a plan. An input and the output that takes its memory count once,
-    at the step that has both.
-    """
-    live = np.array(graph.live_bytes(plan.order))
-    step_of = np.empty(graph.num_operators, dtype=np.int64)
-    step_of[plan.order] = np.arange(graph.num_operators)
-    for given, taken in plan.reuse:
-        creator = graph.creator(taken)
-        assert creator is not None
-        live[step_of[creator]] -= graph.tensor_counted_bytes[given]
-    assert live.max() == plan.peak_bytes
-    return live
 
 
 def drawn(live: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
@@ -51,7 +37,7 @@ def main() -> None:
 
     graph = zoo.capture(arguments.model)
     plan = roam.optimize(graph)
-    program, planned = drawn(graph.live_bytes()), drawn(planned_live_bytes(graph, plan))
+    program, planned = drawn(graph.live_bytes()), drawn(live_bytes(graph, plan))
     share = np.linspace(0, 100, COLUMNS)
 
     mpl.use("svg")

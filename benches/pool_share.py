@@ -36,7 +36,7 @@ def chosen(step: str, *, fake: bool) -> Choice:
     with roam.fake("cpu") if fake else nullcontext():
         built = zoo.build(name, batch=int(batch), seq=int(tokens[0]) if tokens else None)
     captured = capture_step(built.train_step, (built.model, built.optimizer, *built.batch), {})
-    return choose(captured.steady, pool=None, time_limit_s=None, is_real=not fake)
+    return choose([captured.steady], pool=None, time_limit_s=None, is_real=not fake)[0]
 
 
 def main() -> int:

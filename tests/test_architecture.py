@@ -34,6 +34,7 @@ LAYERS = (
     ),
     ("roam.torch_compat",),
     ("roam.state",),
+    ("roam.distributed",),
     ("roam.program",),
     ("roam.kernels",),
     ("roam.capture.cuda_estimate",),
@@ -261,10 +262,10 @@ def test_a_planted_circle_is_found(imports: list[Import], is_in_function: bool) 
     text = "from roam.state.guards import Guards"
     text = f"def f():\n    {text}" if is_in_function else text
     modules = {**module_files(PACKAGE), "roam._core": None}
-    (planted,) = imports_of("roam.state.discovery", text, False, modules)
+    (planted,) = imports_of("roam.state.reach", text, False, modules)
     assert against_direction([planted]) == []
     (circle,) = circles([*imports, planted])
-    assert {"roam.state.discovery", "roam.state.guards"} <= set(circle)
+    assert {"roam.state.reach", "roam.state.guards"} <= set(circle)
 
 
 def test_a_planted_import_of_the_bindings_is_found(tmp_path: Path) -> None:
@@ -275,6 +276,6 @@ def test_a_planted_import_of_the_bindings_is_found(tmp_path: Path) -> None:
 
 
 def test_imports_for_types_make_no_circle() -> None:
-    types = Import("roam.state.discovery", "roam.state.guards", 1, for_types=True)
-    back = Import("roam.state.guards", "roam.state.discovery", 1)
+    types = Import("roam.state.reach", "roam.state.guards", 1, for_types=True)
+    back = Import("roam.state.guards", "roam.state.reach", 1)
     assert circles([types, back]) == []

@@ -62,9 +62,10 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Seen]:
     subject.logger.setLevel(logging.INFO)
     choose, run = subject.choose, subject._Planned.run
 
-    def spied_choose(*args: Any, **kwargs: Any) -> Choice:
-        seen.choices.append(choose(*args, **kwargs))
-        return seen.choices[-1]
+    def spied_choose(*args: Any, **kwargs: Any) -> list[Choice]:
+        found = choose(*args, **kwargs)
+        seen.choices.extend(found)
+        return found
 
     def spied_run(planned: Any, args: list[Any]) -> Any:
         seen.planned_runs += 1

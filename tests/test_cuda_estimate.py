@@ -307,6 +307,37 @@ class TestLabel:
             step(net, optimizer, *batch)
         assert refusal.value.code == "estimate"
 
+    @pytest.mark.parametrize("streams", [1, 2])
+    def test_a_compiled_step_is_reported_by_a_plan_in_a_pool(
+        self, streams: int, tmp_path: Path
+    ) -> None:
+        with roam.fake("cuda"):
+            model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(6)])
+            optimizer = torch.optim.AdamW(model.parameters())
+            x = torch.randn(256, 64)
+
+        def train_step(x: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss: torch.Tensor = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        step = roam.compile(train_step, streams=streams, pool=True)
+        assert step.plan(x).pool_bytes > 0
+        _, plan = step.plans[-1]
+        step.report(tmp_path / "report.html")
+        page = (tmp_path / "report.html").read_text()
+        assert f'<data value="{plan.total_bytes}" data-name="total_bytes"' in page
+        assert ("The plan has 2 streams" in page) == (streams == 2)
+        if streams == 2:
+            with pytest.raises(roam.PlanError) as caught:
+                step.report(tmp_path / "report.html", limits=["80%"])
+            assert caught.value.code == "invalid_memory_limit"
+        with pytest.raises(roam.ExecutionError) as refused:
+            step(x)
+        assert refused.value.code == "estimate"
+
 
 @is_absent
 def test_questions_are_asked_on_the_cpu() -> None:

@@ -134,12 +134,26 @@ def _pages() -> Iterator[Path]:
             yield path
 
 
+@pytest.fixture
+def process_group() -> Iterator[None]:
+    """A process group of this process alone, for pages whose blocks are run by each of several."""
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    yield
+    torch.distributed.destroy_process_group()
+
+
 @pytest.mark.parametrize("path", list(_pages()), ids=lambda path: str(path.relative_to(ROOT)))
-def test_the_blocks_run(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_blocks_run(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
     if path.name == "libraries.md":  # trainers of libraries warn of what is not roam's
         for library in ("accelerate", "lightning"):
             pytest.importorskip(library)
         warnings.simplefilter("ignore")
+    if path.name in ("fully-shard.md", "tensor-parallel.md"):
+        request.getfixturevalue("process_group")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ROAM_CACHE_DIR", str(tmp_path / "kept"))
     monkeypatch.delenv("ROAM_CACHE")

@@ -27,10 +27,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import roam
-from roam.state.containers import SlotsSpace
-from roam.state.discovery import Reach
+from roam.state.discovery import reach_of
 from roam.state.equality import same
 from roam.state.guards import ArgGuard, Guards
+from roam.state.namespaces import SlotsSpace
 from roam.state.snapshot import Snapshot
 
 ALPHA = 0.5
@@ -101,7 +101,7 @@ def parts() -> tuple[Net, torch.optim.Optimizer, torch.Tensor]:
 
 
 def guards_of(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Guards:
-    guards = Guards(Reach.of(step, args, kwargs))
+    guards = Guards(reach_of(step, args, kwargs))
     assert guards.failure() is None
     return guards
 
@@ -130,7 +130,7 @@ def test_reach_lists_what_a_step_uses_with_readable_paths() -> None:
         scaler.update()
         history[0] += SHARED.sum() + torch.rand(1, generator=generator)
 
-    reach = Reach.of(step, (model, optimizer, {"x": x}))
+    reach = reach_of(step, (model, optimizer, {"x": x}))
     assert [path for path, _ in reach.modules] == [
         "model", "model.blocks", "model.dropout", "model.head", "model.blocks[0]", "model.blocks[1]"
     ]  # fmt: skip
@@ -149,7 +149,7 @@ def test_slots_read_and_write_their_place() -> None:
     holder = types.SimpleNamespace(
         mask=torch.ones(2), parts=[torch.ones(3)], fixed=(torch.ones(4),)
     )
-    reach = Reach.of(lambda: holder)
+    reach = reach_of(lambda: holder)
     slots = {slot.path: slot for slot in reach.tensors}
     for path, read in {
         "closure holder.mask": lambda: holder.mask,
@@ -167,7 +167,7 @@ def test_reach_gives_the_same_order_every_time() -> None:
     model, optimizer, x = parts()
 
     def paths() -> list[str]:
-        reach = Reach.of(plain_step, (model, optimizer, x))
+        reach = reach_of(plain_step, (model, optimizer, x))
         return [place.space.path for place in reach.places] + [slot.path for slot in reach.slots]
 
     assert paths() == paths()
@@ -178,7 +178,7 @@ def test_tied_weights_are_found_at_each_of_their_places() -> None:
         {"wte": torch.nn.Embedding(5, 4), "head": torch.nn.Linear(4, 5, bias=False)}
     )
     model["head"].weight = model["wte"].weight
-    slots = Reach.of(lambda: model).parameters
+    slots = reach_of(lambda: model).parameters
     assert [slot.path for slot in slots] == [
         "closure model.wte.weight",
         "closure model.head.weight",
@@ -203,14 +203,14 @@ def test_libraries_are_not_entered() -> None:
     def step() -> Any:
         return torch.nn.functional.relu, np.float64, torch.optim, functools.reduce
 
-    reach = Reach.of(step)
+    reach = reach_of(step)
     assert len(reach.places) == 2, "the function itself and its globals"
 
 
 def test_iterators_are_listed() -> None:
     batches = iter([1, 2])
     numbers = (n for n in range(3))
-    assert [path for path, _ in Reach.of(lambda: (batches, numbers)).iterators] == [
+    assert [path for path, _ in reach_of(lambda: (batches, numbers)).iterators] == [
         "closure batches",
         "closure numbers",
     ]
@@ -441,7 +441,7 @@ def test_a_set_whose_hashes_meet_is_put_back() -> None:
     def step() -> set[int]:
         return numbers
 
-    snapshot = Snapshot(Reach.of(step))
+    snapshot = Snapshot(reach_of(step))
     numbers.clear()
     numbers.update([0, 8])
     assert list(numbers) == [0, 8]
@@ -492,7 +492,7 @@ def test_bound_methods_are_guarded() -> None:
 def test_paths_can_be_ignored() -> None:
     trainer = Trainer()
     guards = Guards(
-        Reach.of(trainer.step, (torch.ones(1),)), ignore=["self.history", "self.batch", "self.clip"]
+        reach_of(trainer.step, (torch.ones(1),)), ignore=["self.history", "self.batch", "self.clip"]
     )
     trainer.history.append(0.1)
     trainer.batch = [torch.ones(3)]
@@ -605,7 +605,7 @@ def test_changes_of_objects_are_seen_and_undone(change: str) -> None:
     def step() -> Any:
         return objects
 
-    reach = Reach.of(step)
+    reach = reach_of(step)
     guards, snapshot = Guards(reach), Snapshot(reach)
     assert guards.failure() is None
     assert snapshot.moved() == []
@@ -707,7 +707,7 @@ def test_functions_behind_descriptors_and_caches_are_entered(
         return FLAG
 
     schedule = Schedule()
-    reach = Reach.of(lambda: (schedule, flagged))
+    reach = reach_of(lambda: (schedule, flagged))
     assert [slot.path for slot in reach.tensors] == ["global SHARED"]
     guards = Guards(reach)
     for name in ("ALPHA", "LIMITS", "FLAG"):
@@ -910,7 +910,7 @@ def test_a_real_step_is_undone_but_for_values() -> None:
         batch["new"] = 1
         scheduler.step()
 
-    reach = Reach.of(step, (model, optimizer, batch))
+    reach = reach_of(step, (model, optimizer, batch))
     snapshot = Snapshot(reach)
     order = list(batch)
     step(model, optimizer, batch)
@@ -919,14 +919,10 @@ def test_a_real_step_is_undone_but_for_values() -> None:
         "model.blocks[1].num_batches_tracked was written to" in reason
         for reason in snapshot.moved()
     )
-    live = snapshot.moved_live()
-    for text in (
-        "closure scheduler.last_epoch",
-        "optimizer.param_groups[0]['lr']",
-        "model.head.weight.grad",
-        "batch['new']",
-    ):
-        assert any(text in reason for reason in live), text
+    assert scheduler.last_epoch == 1
+    assert optimizer.param_groups[0]["lr"] < 0.1
+    assert optimizer.state
+    assert model.head.weight.grad is not None
     snapshot.restore()
     assert list(batch) == order
     assert batch["x"] is x
@@ -935,13 +931,12 @@ def test_a_real_step_is_undone_but_for_values() -> None:
     assert scheduler.last_epoch == 0
     assert optimizer.param_groups[0]["lr"] == 0.1
     assert all(parameter.grad is None for parameter in model.parameters())
-    assert snapshot.moved_live() == []
 
 
 def test_optimizer_state_keyed_by_tensors_is_restored_in_order() -> None:
     model, optimizer, x = parts()
     plain_step(model, optimizer, x)
-    reach = Reach.of(plain_step, (model, optimizer, x))
+    reach = reach_of(plain_step, (model, optimizer, x))
     snapshot = Snapshot(reach)
     before = [(key, entry, list(entry.items())) for key, entry in optimizer.state.items()]
     gradients = [parameter.grad for parameter in model.parameters()]
@@ -969,7 +964,7 @@ def test_optimizer_state_keyed_by_tensors_is_restored_in_order() -> None:
 
 def test_model_surgery_is_undone() -> None:
     model, optimizer, x = parts()
-    reach = Reach.of(plain_step, (model, optimizer, x))
+    reach = reach_of(plain_step, (model, optimizer, x))
     guards, snapshot = Guards(reach), Snapshot(reach)
     names = [name for name, _ in model.named_modules()]
     model.eval()
@@ -986,7 +981,7 @@ def test_model_surgery_is_undone() -> None:
     assert any("model.training changed from True to False" in reason for reason in moved)
     assert any("optimizer.param_groups[0]['nesterov']" in reason for reason in moved)
     snapshot.restore()
-    assert snapshot.moved() == snapshot.moved_live() == []
+    assert snapshot.moved() == []
     assert guards.failure() is None
     assert [name for name, _ in model.named_modules()] == names
     assert len(optimizer.param_groups) == 1
@@ -1007,7 +1002,7 @@ def test_random_generators_are_noticed_and_put_back() -> None:
             legacy.random(),
         ]
 
-    snapshot = Snapshot(Reach.of(step))
+    snapshot = Snapshot(reach_of(step))
     assert snapshot.moved() == []
     drawn = step()
     assert len(snapshot.moved()) == 7
@@ -1021,7 +1016,7 @@ def test_random_generators_are_noticed_and_put_back() -> None:
 def test_names_made_by_the_step_are_removed() -> None:
     space: dict[str, Any] = {"__name__": "my_script", "count": 0}
     exec("def step():\n    global count, made\n    count += 1\n    made = 1", space)
-    snapshot = Snapshot(Reach.of(space["step"]))
+    snapshot = Snapshot(reach_of(space["step"]))
     space["step"]()
     assert snapshot.moved() == [
         "global count changed from 0 to 1",
@@ -1040,7 +1035,7 @@ def test_closure_variables_are_put_back() -> None:
         count += 1
         late = 1
 
-    snapshot = Snapshot(Reach.of(step))
+    snapshot = Snapshot(reach_of(step))
     late = 2
     snapshot.restore()
     assert step.__closure__ is not None
@@ -1074,7 +1069,7 @@ def test_any_sequence_of_changes_is_undone(acts: list[str]) -> None:
         return id(value), list(inner)
 
     before = picture(table)
-    reach = Reach.of(lambda: table)
+    reach = reach_of(lambda: table)
     guards, snapshot = Guards(reach), Snapshot(reach)
     for act in acts:
         {
@@ -1101,7 +1096,7 @@ def test_guards_are_cheap() -> None:
     model = torch.nn.ModuleList([Net() for _ in range(25)])
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
     guards = guards_of(plain_step, model, optimizer, torch.ones(1))
-    assert len(Reach.of(plain_step, (model, optimizer, torch.ones(1))).modules) > 150
+    assert len(reach_of(plain_step, (model, optimizer, torch.ones(1))).modules) > 150
     # The least of many: other processes share the machine.
     assert min(timeit.repeat(guards.failure, number=1, repeat=50)) < 3e-3
 

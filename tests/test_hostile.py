@@ -654,7 +654,7 @@ class TestInterrupts:
         ("holder", "name"),
         [
             (FakeState, "enter"), (FakeState, "forget_values"), (FakeState, "references"), (Snapshot, "moved"), (Snapshot, "restore"),
-            (Recorder, "close"), (Recorder, "finish"), (runtime, "choose_all"), (runtime, "capture_step"),
+            (Recorder, "close"), (Recorder, "finish"), (runtime, "choose"), (runtime, "capture_step"),
         ],
     )  # fmt: skip
     def test_at_a_stage_of_capture(
@@ -775,7 +775,7 @@ class TestExceptions:
             raise MemoryError("deliberate")
 
         with monkeypatch.context() as patch:
-            patch.setattr(runtime, "choose_all", fail)
+            patch.setattr(runtime, "choose", fail)
             with pytest.raises(MemoryError, match="deliberate"):
                 step(*data[0])
         assert_same_bits(before, everything(my))

@@ -27,7 +27,7 @@ from roam import _core
 from roam.capture.tracing.tracer import is_tracing
 from roam.memory_limit import MemoryLimit
 from roam.program.lower import Lowering
-from roam.runtime import available, strategy
+from roam.runtime import available, strategy, timings
 from roam.runtime.available import _STEPS, available_bytes, known_limit
 from steps import Recomputing, train
 from test_expand import MAKERS
@@ -267,9 +267,63 @@ def test_a_budget_is_kept_as_measured_whatever_other_steps_did_to_the_pool(
     assert memory.measured_bytes is not None
     assert memory.measured_bytes <= limit_bytes
     assert memory.least_extra_s <= memory.extra_s < memory.step_s
+    assert memory.extra_measured_s is not None
+    assert memory.step_measured_s is not None
+    assert 0 < memory.extra_measured_s < memory.step_measured_s
+    assert "as measured" in str(memory)
     for runner in steps[0]._captures[0].runners:
         assert runner.memory.total_bytes <= limit_bytes
     assert "operators run again" in str(memory)
+
+
+def accumulating() -> Training:
+    """Gradients of two micro-batches, which are summed."""
+
+    def step(model, optimizer, x, y):
+        optimizer.zero_grad()
+        for part, labels in zip(x.chunk(2), y.chunk(2), strict=True):
+            loss = functional.cross_entropy(model(part), labels) / 2
+            loss.backward()
+        optimizer.step()
+        return loss
+
+    made = deep()
+    return Training(step, made.objects, made.batch)
+
+
+def with_a_scaler() -> Training:
+    """Autocast and a scaler."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+
+    def step(model, optimizer, scaler, x, y):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = functional.cross_entropy(model(x), y)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        return loss
+
+    made = deep()
+    return Training(step, (*made.objects, scaler), made.batch)
+
+
+@pytest.mark.parametrize("make", [accumulating, with_a_scaler])
+def test_ordinary_loops_keep_within_a_share(make: Callable[[], Training]) -> None:
+    steps: list[roam.Step] = []
+
+    def wrap(step: Any) -> Any:
+        steps.append(roam.compile(step, memory="60%"))
+        return steps[-1]
+
+    planned, training = run(make, 5, wrap)
+    assert_same_bits(run(make, 5)[0], planned)
+    steps[0].measured(*training.objects, *training.batch(torch.Generator().manual_seed(2)))
+    memory = steps[0].memory()
+    assert memory.extra_runs > 0
+    assert memory.measured_bytes is not None
+    assert memory.limit_bytes is not None
+    assert memory.measured_bytes <= memory.limit_bytes
 
 
 def test_a_budget_that_cannot_be_kept_is_refused_before_anything_runs() -> None:
@@ -284,6 +338,7 @@ def test_a_budget_that_cannot_be_kept_is_refused_before_anything_runs() -> None:
             with pytest.raises(roam.PlanError, match="Without recomputation it takes") as caught:
                 step(*training.objects, *batch)
             assert caught.value.code == "memory_floor"
+            assert "are there before and after the step" in str(caught.value)
     assert_same_bits(before, tensors_and_numbers([part.state_dict() for part in training.objects]))
 
 
@@ -564,3 +619,24 @@ def test_a_branch_on_values_keeps_to_the_budget_too(caplog: pytest.LogCaptureFix
         assert memory.measured_bytes <= local_share(0.9)
     assert not own
     assert "held to the limit" not in caplog.text
+
+
+def test_the_time_of_extra_runs_is_theirs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    planning(monkeypatch, SEQUENCES["few"])
+    training = MAKERS["small"]()
+    batch = training.batch(torch.Generator().manual_seed(2))
+    step = roam.compile(training.step, pool=False, memory=1)
+    step.measured(*training.objects, *batch)
+    assert step.memory().extra_measured_s is None  # a first run, which checks every call
+    step(*training.objects, *batch)
+    *_, runner = (one for one in step._captures[0].runners if one._executor.generated is not None)
+    again = runner.choice.recomputation
+    assert again is not None
+    calls, seconds = runner.choice.program.calls, 0.01
+    # Each look at the clock finds it a hundredth of a second later.
+    clock = iter(range(10**9))
+    monkeypatch.setattr(timings.time, "perf_counter", lambda: next(clock) * seconds)
+    step.measured(*training.objects, *batch)
+    memory = step.memory()
+    assert memory.extra_measured_s == pytest.approx(len(again.calls) * seconds)
+    assert memory.step_measured_s == pytest.approx((len(calls) - len(again.calls) - 1) * seconds)

@@ -35,9 +35,10 @@ def choices(monkeypatch: pytest.MonkeyPatch) -> list[Choice]:
     made: list[Choice] = []
     choose = subject.choose
 
-    def spied(*args: Any, **kwargs: Any) -> Choice:
-        made.append(choose(*args, **kwargs))
-        return made[-1]
+    def spied(*args: Any, **kwargs: Any) -> list[Choice]:
+        found = choose(*args, **kwargs)
+        made.extend(found)
+        return found
 
     monkeypatch.setattr(subject, "choose", spied)
     return made

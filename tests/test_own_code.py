@@ -12,7 +12,7 @@ import roam
 from roam.capture.tracing.recorder import Recorder
 from roam.errors import CaptureError
 from roam.own_code import is_compiled_step, is_own_file, is_own_module
-from roam.state.discovery import Reach
+from roam.state.reach import Reach
 
 PACKAGE = Path(roam.__file__).parent
 AS_USERS = {"bench", "zoo"}

@@ -105,7 +105,7 @@ class TestPoison:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         arguments = (model, optimizer, torch.randn(5, 6))
         variant = capture_step(train_step, arguments, {}).steady
-        choice = choosing.choose(variant, pool=True, time_limit_s=None)
+        (choice,) = choosing.choose([variant], pool=True, time_limit_s=None)
         pool = Pool.of(torch.device("cpu"))
         before = copy.deepcopy(model.state_dict())
 

@@ -152,7 +152,7 @@ def test_a_plan_without_a_pool_cuts_nothing(monkeypatch: pytest.MonkeyPatch) -> 
         training.step, (*training.objects, *training.batch(torch.Generator())), {}
     ).steady
     assert any(placed is not None and placed.by_rows for placed in variant.placed)
-    choice = choose(variant, pool=False, time_limit_s=None)
+    (choice,) = choose([variant], pool=False, time_limit_s=None)
     targets = [call.target for call in choice.program.calls]
     for index, placed in enumerate(choice.placed):
         if placed is not None and placed.by_rows:
@@ -163,7 +163,9 @@ def test_a_plan_without_a_pool_cuts_nothing(monkeypatch: pytest.MonkeyPatch) -> 
 
 def choice_of(training: Training, pool: bool | None) -> Choice:
     arguments = (*training.objects, *training.batch(torch.Generator().manual_seed(0)))
-    return choose(capture_step(training.step, arguments, {}).steady, pool=pool, time_limit_s=None)
+    return choose(
+        [capture_step(training.step, arguments, {}).steady], pool=pool, time_limit_s=None
+    )[0]
 
 
 @pytest.mark.usefixtures("one_thread")

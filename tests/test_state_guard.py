@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from roam.state.discovery import Reach
+from roam.state.discovery import reach_of
 from roam.state.metadata import Table, metadata_of
 from roam.state.references import (
     GradientReference,
@@ -91,7 +91,7 @@ def _trained() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 def _guard(model: nn.Module, optimizer: torch.optim.Optimizer) -> StateGuard:
     """Guards the state as it is, and the gradient of the first parameter."""
-    reach = Reach.of(lambda: (model, optimizer), (), {})
+    reach = reach_of(lambda: (model, optimizer), (), {})
     parameters = [
         PlaceReference(slot.space, slot.key, slot.path, "parameter", tied=False)
         for slot in reach.slots
@@ -105,7 +105,7 @@ def _guard(model: nn.Module, optimizer: torch.optim.Optimizer) -> StateGuard:
 
 
 def _kind(tensor: torch.Tensor) -> Any:
-    return tuple(tensor.shape), tensor.dtype, tensor.device, tensor.stride()
+    return tuple(tensor.shape), tensor.dtype, tensor.device, tensor.stride(), None
 
 
 def _grown(state: dict[str, Any]) -> None:

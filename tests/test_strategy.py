@@ -120,7 +120,7 @@ def test_plans_under_a_time_limit_are_not_kept(planned: list[roam.Graph]) -> Non
 def test_no_choice_takes_more_than_eager_or_much_more_than_a_full_search(make: Any) -> None:
     step = captured(make())
     for variant in filter(None, (step.first, step.steady)):
-        choice = choose(variant, pool=None, time_limit_s=None)
+        (choice,) = choose([variant], pool=None, time_limit_s=None)
         roam.verify(choice.graph, choice.plan)
         assert choice.total_bytes <= choice.eager_bytes
         full = roam.optimize(choice.graph)
@@ -132,8 +132,8 @@ def test_a_first_step_is_not_searched_below_what_later_steps_take(
 ) -> None:
     step = captured(perceptron(512))
     assert step.first is not None
-    steady = choose(step.steady, pool=None, time_limit_s=None)
-    first = choose(step.first, pool=None, time_limit_s=None, enough_bytes=steady.total_bytes)
+    (steady,) = choose([step.steady], pool=None, time_limit_s=None)
+    (first,) = choose([step.first], pool=None, time_limit_s=None, enough_bytes=steady.total_bytes)
     assert first.plan.settings["enough_bytes"] == steady.total_bytes
     assert first.total_bytes <= max(steady.total_bytes, first.eager_bytes)
 
@@ -143,7 +143,7 @@ def test_an_estimate_is_what_the_same_order_takes() -> None:
     lowering = Lowering(variant.program, variant.placed, name=variant.name, device="cpu")
     plan = roam.optimize(lowering.graph(pool=False), reuse=False)
     estimator = Estimator(lowering, plan)
-    choice = choose(variant, pool=False, time_limit_s=None, is_real=False)
+    (choice,) = choose([variant], pool=False, time_limit_s=None, is_real=False)
     copy_choices = list(subject._copy_choices(choice, variant.device))
     assert len(copy_choices) > 2
     for _, copied_in in copy_choices:

@@ -50,10 +50,10 @@ def measured(variant: Variant, room_bytes: int = 2**40) -> dict[int, int]:
 
 
 def within(variant: Variant, share: float, *, is_real: bool = True) -> Choice:
-    plain = choose(variant, pool=None, time_limit_s=None, is_real=is_real)
+    (plain,) = choose([variant], pool=None, time_limit_s=None, is_real=is_real)
     local_bytes = plain.total_bytes - plain.plan.persistent_bytes
     limit = MemoryLimit(size_bytes=plain.plan.persistent_bytes + int(local_bytes * share))
-    return choose(variant, pool=None, time_limit_s=None, is_real=is_real, memory=limit)
+    return choose([variant], pool=None, time_limit_s=None, is_real=is_real, memory=limit)[0]
 
 
 def test_every_kernel_of_a_step_is_timed_and_changes_nothing() -> None:
@@ -131,7 +131,7 @@ def test_a_plan_within_a_budget_depends_on_its_graph_alone() -> None:
 def test_without_a_budget_and_of_fakes_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel_times, "_measured", lambda *_: pytest.fail("measured"))
     variant = steady(dropping())
-    plain = choose(variant, pool=None, time_limit_s=None)
+    (plain,) = choose([variant], pool=None, time_limit_s=None)
     assert all(operator.time_ns == 0 for operator in plain.graph.operators)
     again = within(variant, 0.7, is_real=False).recomputation
     assert again is not None

@@ -17,6 +17,8 @@ __all__ = [
     "Operator",
     "Packing",
     "Plan",
+    "ShardingOutcome",
+    "ShardingProblem",
     "Tensor",
     "__version__",
     "baseline",
@@ -565,6 +567,16 @@ class Plan:
         """Seconds of the longest chain of operators that wait for each other: no number of streams
         is faster.
         """
+    def times_ns(self, graph: Graph) -> tuple[_Numbers, _Numbers]:
+        """Start and end of each operator, in nanoseconds from the start of the step, by the model
+        of time. Shape [num_operators] each, read-only.
+
+        Args:
+            graph: that the plan's operators are of, see `expanded`.
+
+        Raises:
+            PlanError: the plan is invalid.
+        """
     @property
     def program_order_peak_bytes(self) -> int:
         """Most live bytes over the steps in program order, without reuse."""
@@ -693,7 +705,7 @@ class Plan:
                 Graphviz.
 
         Raises:
-            PlanError: the plan is invalid, or is for several streams (code ``streams``).
+            PlanError: the plan is invalid.
             ValueError: no format has that ending.
             OSError: the file cannot be written.
         """
@@ -734,7 +746,8 @@ class Plan:
                 cost.
 
         Raises:
-            PlanError: the plan is invalid, or is for several streams (code ``streams``).
+            PlanError: the plan is invalid; or there are limits, and it is for several streams
+                (code ``invalid_memory_limit``).
             RoamError: Bokeh is not installed (code ``report_unavailable``).
             ValueError: a limit means nothing.
             OSError: the page cannot be written.
@@ -966,6 +979,68 @@ class Packing:
     __hash__: ClassVar[None]  # type: ignore[assignment]
     def __eq__(self, other: object, /) -> bool: ...
     def __ne__(self, other: object, /) -> bool: ...
+
+@final
+class ShardingProblem:
+    """Nodes with strategies, costs of pairs, and a memory limit. Read-only."""
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> ShardingProblem:
+        """Reads a file in the format of the contest on intra-operator parallelism (JSON, with or
+        without gzip).
+
+        Raises:
+            OSError: the file cannot be read.
+            FormatError: it is no such problem (code ``sharding_problem``).
+        """
+    @property
+    def name(self) -> str:
+        """As the file says."""
+    @property
+    def nodes(self) -> int:
+        """How many."""
+    @property
+    def edges(self) -> int:
+        """How many."""
+    @property
+    def limit_bytes(self) -> int | None:
+        """The most bytes at any time."""
+    def evaluate(self, choice: Sequence[int]) -> tuple[int | None, int]:
+        """What a choice of a strategy per node costs (None where it is not allowed), and its most
+        bytes at any time.
+        """
+    def solve(self, *, work: int, time_limit_s: float | None = None) -> ShardingOutcome:
+        """Searches for the cheapest choice within the limit, until it is proved to be that.
+
+        Args:
+            work: how many entries of cost matrices are looked at at most.
+            time_limit_s: wall-clock limit in seconds; no limit where None.
+        """
+
+@final
+class ShardingOutcome:
+    """What a search for strategies found. Read-only."""
+
+    @property
+    def choice(self) -> list[int] | None:
+        """A strategy per node; None where no choice was found that is allowed and within the
+        limit.
+        """
+    @property
+    def cost(self) -> int | None:
+        """What it costs."""
+    @property
+    def bound(self) -> int | None:
+        """No choice costs less; None where it is proved that there is none."""
+    @property
+    def nodes(self) -> int:
+        """How many nodes were left to search, once others were joined."""
+    @property
+    def edges(self) -> int:
+        """How many edges were left."""
+    @property
+    def passes(self) -> int:
+        """How many times messages passed."""
 
 def pack(
     buffers: Buffers,

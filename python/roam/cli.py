@@ -295,7 +295,7 @@ def _plan(arguments: argparse.Namespace) -> int:
             (graph.summary() + "\n" if arguments.verbose else "")
             + plan_table(subject.title, values, place)
         )
-        if arguments.verbose and arguments.streams == 1:
+        if arguments.verbose:
             planned_step = Planned.of(graph, plan)
             _write("\n")
             print_tables([kinds(planned_step), holdings(planned_step), bound(planned_step)])

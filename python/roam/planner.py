@@ -154,7 +154,8 @@ def _report(
             what the step takes within each, and how much time operators that run again cost.
 
     Raises:
-        PlanError: the plan is invalid, or is for several streams (code ``streams``).
+        PlanError: the plan is invalid; or there are limits, and it is for several streams (code
+            ``invalid_memory_limit``).
         RoamError: Bokeh is not installed (code ``report_unavailable``).
         ValueError: a limit means nothing.
         OSError: the page cannot be written.
@@ -179,7 +180,7 @@ def _export(self: Plan, graph: Graph, path: str | os.PathLike[str]) -> None:
             ``.json`` or ``.json.gz`` for Perfetto and ``chrome://tracing``, ``.dot`` for Graphviz.
 
     Raises:
-        PlanError: the plan is invalid, or is for several streams (code ``streams``).
+        PlanError: the plan is invalid.
         ValueError: no format has that ending.
         OSError: the file cannot be written.
     """

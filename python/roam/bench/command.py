@@ -179,6 +179,20 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
         help="how many steps (default %(default)s)",
     )
 
+    compiled = command(
+        "compiled",
+        "train networks whose blocks torch.compile has compiled, by plan and in a loop of their own",
+        *_MODELS,
+    )
+    _only(compiled, "net")
+    compiled.add_argument(
+        "--steps",
+        type=positive_integer,
+        default=20,
+        metavar="N",
+        help="how many steps (default %(default)s)",
+    )
+
     memory = command(
         "memory",
         "plan and train networks within memory budgets, and compare what that costs",
@@ -224,6 +238,28 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
     )
     layout.add_argument(
         "--packed", type=Path, metavar="DIR", help="write each packing to a CSV file in this folder"
+    )
+
+    iopddl = command(
+        "iopddl",
+        "choose strategies for the problems of the contest on intra-operator parallelism, and compare costs "
+        "with their bounds",
+    )
+    iopddl.add_argument(
+        "files", nargs="+", type=Path, metavar="FILE", help="a problem in the contest's format"
+    )
+    iopddl.add_argument(
+        "--work",
+        type=positive_integer,
+        default=10_000_000_000,
+        metavar="N",
+        help="look at no more than N entries of cost matrices for each problem (default %(default)s)",
+    )
+    iopddl.add_argument(
+        "--time-limit",
+        type=seconds,
+        metavar="S",
+        help="stop each search after S seconds, reading included, with its best choice so far",
     )
 
     scale = command(

@@ -6,15 +6,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from roam.bench.results import BenchError, Record, Row, Task
+from roam.bench.results import Record, Row, Task, row_of_process
 from roam.bench.run import Benchmark, Column, Table, check_named
 
 STEPS = {
@@ -45,16 +43,8 @@ def _measure(name: str) -> Row:
 
 def _in_process(name: str, folder: str) -> Row:
     """The row of one process, which keeps its plans in a folder."""
-    done = subprocess.run(
-        [sys.executable, "-m", __name__, name],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "ROAM_CACHE": "1", "ROAM_CACHE_DIR": folder},
-    )
-    if done.returncode:
-        raise BenchError(f"first-call {name}: {done.stderr.strip().splitlines()[-1]}")
-    return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
+    kept = {"ROAM_CACHE": "1", "ROAM_CACHE_DIR": folder}
+    return row_of_process(f"first-call {name}", __name__, name, **kept)
 
 
 def rows_table(record: Record) -> Table:

@@ -16,6 +16,8 @@ import importlib.metadata
 import json
 import os
 import platform
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -111,6 +113,32 @@ def load_average() -> float | None:
         return round(os.getloadavg()[0], 2)
     except (AttributeError, OSError):
         return None
+
+
+def row_of_process(what: str, module: str, *arguments: object, **environment: str) -> Row:
+    """The row that a module prints as the last line of its output, a JSON object, when it runs as a
+    program in a process of its own.
+
+    Args:
+        what: the row's name, for the error.
+        module: its name.
+        arguments: of the program.
+        environment: variables that differ from this process's.
+
+    Raises:
+        BenchError: the process failed.
+    """
+    done = subprocess.run(
+        [sys.executable, "-m", module, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, **environment},
+    )
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        raise BenchError(f"{what}: {last}")
+    return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
 
 
 class Results:

@@ -6,13 +6,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from roam.bench.results import BenchError, Record, Row, Task
+from roam.bench.results import BenchError, Record, Row, Task, row_of_process
 from roam.bench.run import Benchmark, Column, Table
 
 if TYPE_CHECKING:
@@ -44,13 +43,7 @@ def benchmark(arguments: argparse.Namespace) -> Benchmark:
 
 
 def _measure(*numbers: int) -> Row:
-    command = [sys.executable, "-m", __name__, *map(str, numbers)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise BenchError(
-            f"shapes, {numbers[0]} layers: {(done.stderr.strip().splitlines() or ['no message'])[-1]}"
-        )
-    return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
+    return row_of_process(f"shapes, {numbers[0]} layers", __name__, *numbers)
 
 
 def rows_table(record: Record) -> Table:

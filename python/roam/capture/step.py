@@ -21,6 +21,7 @@ from roam.capture.tracing.fake_state import FakeState, refuse
 from roam.capture.tracing.fake_tensors import marked_fakes
 from roam.capture.tracing.grad_scaler import check_scaler
 from roam.capture.tracing.imports import clear_fakes
+from roam.capture.tracing.repeated_blocks import compile_blocks
 from roam.capture.tracing.rng import watched
 from roam.capture.tracing.scalar_guards import CHANCE
 from roam.capture.tracing.tracer import ArgumentsChange, NumbersChange, check_no_leaf, trace
@@ -28,22 +29,25 @@ from roam.errors import CaptureError
 from roam.garbage import collections_wait
 from roam.interrupts import interrupts_wait
 from roam.kernels.calls import Placed, placed_calls
+from roam.program.collectives import check_sequence
 from roam.program.diff import agrees, asks_the_same, difference, is_resized, share
 from roam.program.early_checks import checks_first
 from roam.program.gradient_lifetime import settle_gradients
 from roam.program.ir import Program
 from roam.program.lower import Lowering, device_of
 from roam.program.notes import notes_on
+from roam.program.operators import on_list
 from roam.program.passes import accumulate_in_place, assign_early, prune, renumbered, with_state
 from roam.state.arguments import Taker, live_floats
 from roam.state.attribute_reads import ReadMore, Reads
 from roam.state.autograd_hooks import check_beneath
 from roam.state.cached_results import Results
 from roam.state.code_guards import Reliance
-from roam.state.discovery import Reach
+from roam.state.discovery import reach_of
 from roam.state.global_flags import Switches
 from roam.state.global_state import check_surroundings
 from roam.state.guards import ArgGuard, Guards
+from roam.state.reach import Reach
 from roam.state.references import (
     ArgumentReference,
     GradientReference,
@@ -164,6 +168,7 @@ class Known:
         caches: by identity, functions that keep results, of which snapshots drop those that hold
             fakes.
         regions: the compiled functions that it calls.
+        compiles_blocks: whether the repeated blocks of its models are to be compiled.
         recorded: the last trace as it was recorded, with whose calls those of the next are shared.
         settling: at how many calls the user's function has run in a plan's place, for what it sets
             up.
@@ -179,6 +184,7 @@ class Known:
     kernels: Remembered = field(default_factory=Remembered)
     caches: dict[int, Any] = field(default_factory=dict)
     regions: Regions = field(default_factory=Regions)
+    compiles_blocks: bool = False
     recorded: Program = field(default_factory=Program)
 
     def share(self, program: Program) -> None:
@@ -391,7 +397,9 @@ def _captured(
     taker = known.taker
     taken = taker.take(args, kwargs)
     opened = [id(parts.value) for parts in taken.objects.values()]
-    reach = Reach.of(train_step, args, kwargs, reads, opened, known.renewed)
+    reach = reach_of(train_step, args, kwargs, reads, opened, known.renewed)
+    if known.compiles_blocks and compile_blocks(module for _, module in reach.modules):
+        reach = reach_of(train_step, args, kwargs, reads, opened, known.renewed)
     known.caches.update((id(cache), cache) for _, cache in reach.caches)
     floats = live_floats(taken, args, kwargs)
     reliance, results = Reliance(), Results(reach.caches)
@@ -428,7 +436,18 @@ def _captured(
             reads.narrow()
             raise ReadMore from error
         raise
+    for program in programs:
+        check_sequence(program)
     reads.check()
+    if known.compiles_blocks and not any(
+        on_list(call.target) for program in programs for call in program.calls
+    ):
+        raise CaptureError(
+            "kernels='inductor' compiles repeated blocks, and the step runs none that it can compile: modules with children, at "
+            "least two of one class in one ModuleList or Sequential, without hooks; compile what you want by module.compile(), "
+            "and leave kernels= out",
+            code="no_repeated_blocks",
+        )  # fmt: skip
     reach = _what_was_read(reach, train_step, args, kwargs, known, opened)
     first, steady = programs[0], programs[-1]
     name = getattr(train_step, "__name__", type(train_step).__name__)
@@ -491,7 +510,7 @@ def _what_was_read(
     if reach.reads.is_narrow or reach.reads.everything:
         return reach
     changing = known.numbers
-    narrow = Reach.of(train_step, args, kwargs, reach.reads.narrow(), opened, known.renewed)
+    narrow = reach_of(train_step, args, kwargs, reach.reads.narrow(), opened, known.renewed)
     if reach.reads.has_strays() or reach.reads.everything:
         reach.reads.everything = True
         raise ReadMore

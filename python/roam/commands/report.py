@@ -91,7 +91,7 @@ def _changes(name: str, subject: Subject, plan: Plan) -> Iterator[Change]:
         graph = captured(name, {**subject.settings, **setting}, random_states=True).graph
         with Progress(f"planning {label}"):
             yield Change(label, figures(graph, replanned(graph, plan)))
-    for share in _SHARES:
+    for share in () if plan.settings["streams"] > 1 else _SHARES:
         with Progress(f"planning within {share}"):
             yield within(subject.graph, plan, MemoryLimit.of(share))
 

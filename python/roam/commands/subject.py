@@ -176,7 +176,7 @@ def planned_subject(
 
     Raises:
         UsageError: a plan without its graph file, or with a limit; as from :func:`subject_of`.
-        PlanError: the plan is invalid or for several streams, or none keeps within the limit.
+        PlanError: the plan is invalid, or none keeps within the limit.
     """
     if arguments.plan is not None and (arguments.model in zoo.names() or arguments.memory):
         raise UsageError("PLAN: only with a graph file, and without --memory")

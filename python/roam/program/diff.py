@@ -40,6 +40,7 @@ def difference(first: Program, second: Program) -> str | None:
         ("storages", _blocks(first), _blocks(second)),
         ("references", _paths(first.referenced), _paths(second.referenced)),
         ("state left behind", _paths(first.rebinds), _paths(second.rebinds)),
+        ("layouts over devices", _layouts(first), _layouts(second)),
         ("changes of requires_grad", first.flags, second.flags),
         ("histories ended in place", first.detached, second.detached),
         ("histories", _histories(first), _histories(second)),
@@ -74,6 +75,7 @@ def is_resized(known: Program, program: Program) -> bool:
         and known.entering == program.entering
         and _paths(known.referenced) == _paths(program.referenced)
         and _paths(known.rebinds) == _paths(program.rebinds)
+        and _layouts_are_resized(known, program)
         and (known.flags, known.detached) == (program.flags, program.detached)
         and _histories(known) == _histories(program)
         and known.result[1] == program.result[1]
@@ -436,6 +438,30 @@ def _same_constants(
 
 def _paths(bindings: list[tuple[Any, int]]) -> list[tuple[str, int]]:
     return [(reference.path, slot) for reference, slot in bindings]
+
+
+def _layouts(program: Program) -> tuple[Any, Any]:
+    """Layouts over devices, of what is there before and of what is left."""
+    left = {
+        place: (one.layout, None if one.reference is None else one.reference.path)
+        for place, one in program.left_layouts.items()
+    }
+    return program.given_layouts, left
+
+
+def _layouts_are_resized(known: Program, program: Program) -> bool:
+    """Whether layouts over devices differ in the sizes of the whole alone."""
+    return all(
+        one.keys() == two.keys()
+        and all(_over_mesh(one[place]) == _over_mesh(two[place]) for place in one)
+        for one, two in zip(_layouts(known), _layouts(program), strict=True)
+    )
+
+
+def _over_mesh(layout: Any) -> Any:
+    if isinstance(layout, tuple):
+        return _over_mesh(layout[0]), layout[1]
+    return layout.mesh, layout.placements
 
 
 def _blocks(program: Program) -> list[tuple[int, int]]:

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import torch
 
+from roam.distributed.collectives import is_collective, is_launch
 from roam.program.replay import Replay, generator_state
 from roam.torch_compat.private import BelowAutograd, FakeTensor, OpOverload
 
@@ -124,12 +125,15 @@ class Call:
     @property
     def name(self) -> str:
         """`aten.add.Tensor` for a kernel, `torch.random.set_rng_state` for a function of PyTorch's,
-        `roam.assign_data` for one of roam's, `float.truediv` for arithmetic on live numbers.
+        `roam.assign_data` for one of roam's, `c10d.allreduce_` and `c10d.wait` for a collective,
+        `float.truediv` for arithmetic on live numbers.
         """
         if isinstance(self.target, OpOverload):
             return _name_of(self.target)
         if isinstance(self.target, Replay):
             return _name_of(self.target.operator)
+        if is_collective(self.target):
+            return f"c10d.{self.target.__name__}"
         module = str(self.target.__module__)
         is_own = self.is_check or self.target in (assign_data, generator_state)
         package = "roam" if is_own else module if module.startswith("torch.") else "float"
@@ -294,6 +298,19 @@ def _number(value: Any) -> object:
     return (value.dtype, value.shape, repr(value.item())) if value.numel() == 1 else id(value)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Joined:
+    """A distributed tensor that a step leaves; one object wherever it leaves the same one.
+
+    Attributes:
+        layout: over devices.
+        reference: where it is from before the step, if it is.
+    """
+
+    layout: Any
+    reference: Any = None
+
+
 @dataclass(slots=True)
 class Program:
     """A captured step."""
@@ -315,6 +332,12 @@ class Program:
     historic: dict[str, History] = field(default_factory=dict)
     """By the path of the reference among `rebinds`, how autograd sees tensors that are made from
     such as require a gradient."""
+    given_layouts: dict[str, Any] = field(default_factory=dict)
+    """By the path of a reference, the layouts over devices of the distributed tensors of which the
+    program has this process's parts."""
+    left_layouts: dict[str | int, Joined] = field(default_factory=dict)
+    """By the path of a reference among `rebinds`, or by the place among the leaves of the result:
+    what a value is put together to."""
     rebinds: list[tuple[Any, int]] = field(default_factory=list)
     """(reference, slot): where another tensor or live number is after the step than before."""
     flags: list[tuple[int, bool]] = field(default_factory=list)
@@ -368,6 +391,10 @@ class Program:
         the code asks.
         """
         return tuple(call.args[1] for call in self.calls if call.is_branch)
+
+    def launches(self) -> list[Call]:
+        """The calls that launch collectives."""
+        return [call for call in self.calls if is_launch(call.target)]
 
     def persists(self, storage: int) -> bool:
         """Whether a storage exists before the step and after it."""

@@ -14,11 +14,13 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from roam._core import Graph, GraphBuilder
+from roam.distributed.collectives import is_collective, is_launch
 from roam.program.diff import has_same_structure
 from roam.program.expand import expand
 from roam.program.ir import Call, Program, Ref, substitute
 from roam.program.operators import is_ours
 from roam.program.random_states import with_states
+from roam.program.releases import Release
 from roam.program.repeatable import Repeat, repeats
 from roam.program.user_checkpoints import undone
 
@@ -76,6 +78,7 @@ class Lowering:
         device: the graphs' device.
         workspaces: per call, the bytes that its kernel takes beyond its results while it runs,
             where that is known.
+        releases: per call, what it frees while it runs.
         notes: what to say of the graphs to people.
         estimate: what the graphs may be wrong about; empty where they are exact.
         like: an earlier program, lowered. Where this one is it for other sizes, what depends on no
@@ -90,6 +93,7 @@ class Lowering:
         name: str,
         device: str,
         workspaces: Mapping[int, int] | None = None,
+        releases: Mapping[int, Sequence[Release]] | None = None,
         notes: Sequence[tuple[str, str]] = (),
         estimate: str = "",
         like: Lowering | None = None,
@@ -98,6 +102,7 @@ class Lowering:
         self.placed = placed
         self._name, self._device, self._notes, self._estimate = name, device, notes, estimate
         self.kernel_bytes = workspaces or {}
+        self._releases = releases or {}
         self._times: Mapping[int, int] = {}
         self.timed_calls = 0
         """How many calls have a time that was measured."""
@@ -129,7 +134,7 @@ class Lowering:
         self._given_away = {
             program.storage_of(slot)
             for call in program.calls
-            if not is_ours(call.target) and not call.is_check
+            if not (is_ours(call.target) or is_collective(call.target) or call.is_check)
             for slot in call.refs()
         }
 
@@ -177,23 +182,7 @@ class Lowering:
             None if number < 0 or call.state is not None else self.placed[number]
             for number, call in zip(found.calls, calls, strict=True)
         ]
-        result = Lowering(
-            found.program,
-            placed,
-            name=self._name,
-            device=self._device,
-            workspaces={
-                place: self.kernel_bytes[number]
-                for place, number in enumerate(found.calls)
-                if number in self.kernel_bytes
-            },
-            notes=self._notes,
-            estimate=self._estimate,
-        )
-        result._sequence = [
-            number if number < 0 else self._sequence[number] for number in found.calls
-        ]
-        return result
+        return self._changed(found.program, found.calls, placed)
 
     def undone(
         self, placed: Callable[[Program], Sequence[WritesResults | None]]
@@ -207,20 +196,54 @@ class Lowering:
         found = undone(self.program)
         if found is None:
             return None
+        return self._changed(found.program, found.calls, placed(found.program))
+
+    def _changed(
+        self,
+        program: Program,
+        calls: Sequence[int],
+        placed: Sequence[WritesResults | None],
+    ) -> Lowering:
+        """The lowering of a program that was made of this one's.
+
+        Args:
+            program: that program.
+            calls: which call of this one each of its calls is; below 0, one that this has not.
+            placed: per call of it, what `placed_calls` says of it.
+        """
         result = Lowering(
-            found.program,
-            placed(found.program),
+            program,
+            placed,
             name=self._name,
             device=self._device,
             workspaces={
                 place: self.kernel_bytes[number]
-                for place, number in enumerate(found.calls)
+                for place, number in enumerate(calls)
                 if number in self.kernel_bytes
             },
             notes=self._notes,
             estimate=self._estimate,
         )
-        result._sequence = found.calls
+        result._sequence = [number if number < 0 else self._sequence[number] for number in calls]
+        return result
+
+    @property
+    def frees(self) -> bool:
+        """Whether a call frees arguments while it runs."""
+        return bool(self._releases)
+
+    @property
+    def most_saved_bytes(self) -> int:
+        """The most that a call saves by freeing arguments while it runs."""
+        saved = (one.saved_bytes for some in self._releases.values() for one in some)
+        return max(saved, default=0)
+
+    def holding(self) -> Lowering:
+        """The same where no call frees its arguments while it runs. Where calls run again, what was
+        the last to use a tensor need not be.
+        """
+        result = copy.copy(self)
+        result._releases = {}
         return result
 
     def left_out(self, program: Program) -> set[int]:
@@ -278,6 +301,11 @@ class Lowering:
             for is_again, operator in zip(self._is_again, self.operators, strict=True)
         )
 
+    @property
+    def extra_calls(self) -> frozenset[int]:
+        """Numbers of the calls that run again, views included."""
+        return frozenset(index for index, is_again in enumerate(self._is_again) if is_again)
+
     def places(self, calls: Container[int]) -> frozenset[int]:
         """Where calls of the program are that this one was made of."""
         return frozenset(place for place, index in enumerate(self._sequence) if index in calls)
@@ -288,8 +316,10 @@ class Lowering:
         copied_in: Container[int] | None = None,
         pool: bool = True,
         order: Sequence[int] | None = None,
+        in_place: bool = True,
     ) -> Graph:
-        """One graph.
+        """One graph. Its first tensors are the program's storages; what regions free while they run
+        is told by further ones, each a part of one of those.
 
         Args:
             copied_in: calls that compute into memory of their own and whose results are then copied
@@ -299,6 +329,7 @@ class Lowering:
                 unpooled.
             order: numbers of the calls, in an order that they may run in; then they may run in no
                 other.
+            in_place: whether kernels may write results over arguments.
         """
         program = self.program
         rank = None if order is None else {number: place for place, number in enumerate(order)}
@@ -308,24 +339,34 @@ class Lowering:
         for topic, text in self._notes:
             builder.note(topic, text)
         residencies = self.residencies(copied_in, pool)
-        for storage, kind, residency in zip(
-            program.storages, self._kinds, residencies, strict=True
+        parts = self._parts(residencies)
+        for storage, size_bytes, kind, residency in zip(
+            program.storages, parts.sizes, self._kinds, residencies, strict=True
         ):
-            builder.tensor(storage.name, storage.size_bytes, kind=kind, residency=residency)
+            builder.tensor(storage.name, size_bytes, kind=kind, residency=residency)
+        for number, size_bytes in parts.of:
+            name, kind = program.storages[number].name + _PART, self._kinds[number]
+            builder.tensor(name, size_bytes, kind=kind, residency=residencies[number])
         for index, (call, operator) in enumerate(zip(program.calls, self.operators, strict=True)):
             source = call.source
             copied = self._copied(index, copied_in, residencies)
-            pairs = self._reuse(index, copied)
+            pairs = self._reuse(index, copied) if in_place else []
+            # A storage of which parts are apart is smaller than those that it was alike.
+            pairs = [
+                (old, new)
+                for old, new in pairs
+                if residencies[old] == residencies[new] and parts.sizes[old] == parts.sizes[new]
+            ]
             repeat = self.repeats[index]
             builder.operator(
                 operator.name,
-                reads=operator.reads,
-                creates=operator.creates,
+                reads=[*operator.reads, *parts.reads.get(index, ())],
+                creates=[*operator.creates, *parts.creates.get(index, ())],
                 mutates=operator.mutates,
-                workspace_bytes=self._workspace_bytes(index, copied),
-                reuse=[pair for pair in pairs if residencies[pair[0]] == residencies[pair[1]]],
+                workspace_bytes=self._workspace_bytes(index, copied, residencies),
+                reuse=[*pairs, *parts.pairs.get(index, ())],
                 phase=call.phase,
-                sequence="random" if _draws(call, repeat) else None,
+                sequence=_sequence(call, repeat),
                 module=source.module,
                 file=source.file,
                 line=source.line,
@@ -372,7 +413,7 @@ class Lowering:
         """
         calls = range(len(self.operators))
         return [
-            self._workspace_bytes(index, self._copied(index, copied_in, residencies))
+            self._workspace_bytes(index, self._copied(index, copied_in, residencies), residencies)
             for index in calls
         ]
 
@@ -388,10 +429,58 @@ class Lowering:
             if residencies[number] == "step_local"
         ]
 
-    def _workspace_bytes(self, index: int, copied: Sequence[int]) -> int:
+    def _workspace_bytes(
+        self, index: int, copied: Sequence[int], residencies: Sequence[Residency]
+    ) -> int:
         at = self._run_as(index, copied)
         own = sum(self._sizes[number] for number in copied) if at is None else at.workspace_bytes
-        return own + self.kernel_bytes.get(index, 0)
+        kernel_bytes = self.kernel_bytes.get(index, 0)
+        release = self._release(index, residencies)
+        return own + max(kernel_bytes - (0 if release is None else release.saved_bytes), 0)
+
+    def _release(self, index: int, residencies: Sequence[Residency]) -> Release | None:
+        """What a call frees while it runs: nothing that lies in the pool."""
+        for release in self._releases.get(index, ()):
+            if all(residencies[number] == "unpooled" for number in release.storages):
+                return release
+        return None
+
+    def _parts(self, residencies: Sequence[Residency]) -> _Parts:
+        """What calls save by freeing arguments, beyond what kernels take for themselves: as parts
+        of those, whose memory parts of the results take.
+        """
+        parts = _Parts(self._sizes)
+        alignment_bytes = GraphBuilder(device=self._device).build().alignment_bytes
+        paired = {
+            self.program.storage_of(slot)
+            for at in (self.placed if self._releases else ())
+            if at is not None
+            for pair in at.in_place
+            for slot in pair
+        }
+        for index in self._releases:
+            release = self._release(index, residencies)
+            if release is None:
+                continue
+            operator, sizes = self.operators[index], parts.sizes
+            left_bytes = release.saved_bytes - self.kernel_bytes.get(index, 0)
+            old = [number for number in release.storages if number in operator.reads]
+            new = [one for one in operator.creates if residencies[one] in ("unpooled", "leaves")]
+            while left_bytes >= alignment_bytes:
+                # What is in another pair stays whole where it can.
+                large = [one for one in old if sizes[one] >= alignment_bytes]
+                giver = max(large, key=lambda one: (one not in paired, sizes[one]), default=None)
+                taker = max(new, key=lambda one: sizes[one], default=None)
+                if giver is None or taker is None:
+                    break
+                size_bytes = min(left_bytes, sizes[giver], sizes[taker])
+                size_bytes -= size_bytes % alignment_bytes
+                if not size_bytes:
+                    break
+                parts.add(index, giver, taker, size_bytes)
+                left_bytes -= size_bytes
+        parts.find_readers(self.operators, [one.creator for one in self.program.storages])
+        return parts
 
     def _run_as(self, index: int, copied: Sequence[int]) -> WritesResults | None:
         """How a call's kernel writes where the plan wants; None if it runs in the ordinary way."""
@@ -412,6 +501,56 @@ class Lowering:
         # When a result is copied to its place, the arguments have been used.
         size, reads = self._sizes, self.operators[index].reads
         return [(old, new) for old in reads for new in copied if size[old] == size[new] > 0]
+
+
+def _sequence(call: Call, repeat: Repeat | None) -> Literal["random", "collective"] | None:
+    """The sequence in which a call has a place."""
+    if is_launch(call.target):
+        return "collective"
+    return "random" if _draws(call, repeat) else None
+
+
+_PART = " (part)"
+"""Added to the names of parts of storages."""
+
+
+class _Parts:
+    """Parts of storages that are tensors of their own in a graph.
+
+    Attributes:
+        sizes: per storage the bytes that are left of it.
+        of: per part its storage and its bytes.
+        pairs: per call (part of an argument, part of a result) in one memory, by their numbers in
+            the graph.
+        reads, creates: per call the numbers of the parts that it reads and creates.
+    """
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self.sizes = list(sizes)
+        self.of: list[tuple[int, int]] = []
+        self.pairs: dict[int, list[tuple[int, int]]] = {}
+        self.reads: dict[int, list[int]] = {}
+        self.creates: dict[int, list[int]] = {}
+
+    def add(self, index: int, giver: int, taker: int, size_bytes: int) -> None:
+        """At a call a part of one storage gives its memory to a part of another."""
+        first = len(self.sizes) + len(self.of)
+        self.of += ((giver, size_bytes), (taker, size_bytes))
+        self.sizes[giver] -= size_bytes
+        self.sizes[taker] -= size_bytes
+        self.pairs.setdefault(index, []).append((first, first + 1))
+
+    def find_readers(self, operators: Sequence[_Operator], creators: Sequence[int]) -> None:
+        """Parts are made where their storage is, and read where that is used."""
+        numbers: dict[int, list[int]] = {}
+        for place, (storage, _) in enumerate(self.of):
+            number = len(self.sizes) + place
+            numbers.setdefault(storage, []).append(number)
+            self.creates.setdefault(creators[storage], []).append(number)
+        for index, operator in enumerate(operators) if numbers else ():
+            for storage in (*operator.reads, *operator.mutates):
+                if storage in numbers:
+                    self.reads.setdefault(index, []).extend(numbers[storage])
 
 
 def _draws(call: Call, repeat: Repeat | None) -> bool:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from roam.torch_compat.private import OpOverload
 
 REGION = "roam::region_"
@@ -22,3 +25,20 @@ def is_foreign(func: object) -> bool:
 def is_region(func: object) -> bool:
     """Whether it stands for a compiled region: a graph that `torch.compile` has compiled."""
     return isinstance(func, OpOverload) and func.name().startswith(REGION)
+
+
+OnList = Callable[[list[Any]], Any]
+"""Runs an operator on a list of its arguments, and empties the list as soon as it has them."""
+_on_lists: dict[OpOverload, OnList] = {}
+
+
+def add_region(func: OpOverload, run: OnList) -> None:
+    """Makes known how a compiled region runs so that arguments which nobody else holds are freed
+    when it has used them, not when it ends.
+    """
+    _on_lists[func] = run
+
+
+def on_list(func: object) -> OnList | None:
+    """How an operator runs on a list of its arguments; None for one that is no compiled region."""
+    return _on_lists.get(func) if isinstance(func, OpOverload) else None

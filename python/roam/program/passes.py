@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from roam.distributed.collectives import is_collective
 from roam.program.ir import (
     Call,
     HostCall,
@@ -94,6 +95,7 @@ def prune(program: Program) -> Program:
         has_effect = (
             call.random
             or call.is_check
+            or is_collective(call.target)  # other processes wait for it
             or not call.outputs
             or any(program.storage_of(slot) in matters for slot in call.mutates)
         )
@@ -300,6 +302,7 @@ def _renumber(
     leaves, spec = program.result
     result.result = ([renamed(leaf) for leaf in leaves], spec)
     result.histories, result.historic = program.histories, program.historic
+    result.given_layouts, result.left_layouts = program.given_layouts, program.left_layouts
     result.rebinds = [(reference, slot_of(slot)) for reference, slot in program.rebinds]
     result.flags = [(slot_of(slot), flag) for slot, flag in program.flags]
     result.detached = [slot_of(slot) for slot in program.detached]

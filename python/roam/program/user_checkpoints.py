@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import count
 
 import torch
 
@@ -25,8 +26,6 @@ from roam.torch_compat.private import OpOverload, schema_of
 _READ = (torch.random.get_rng_state, torch.cuda.random.get_rng_state)
 _SET = (torch.random.set_rng_state, torch.cuda.random.set_rng_state)
 _FORWARD = ("forward", "loss")
-
-
 _UNTOLD = frozenset(("aten::_conj", "aten::_neg_view"))
 """Views whose elements are not what their memory says."""
 
@@ -48,6 +47,8 @@ def undone(program: Program) -> Undone | None:
     """The program with what the forward pass made in the place of what the backward pass makes
     again; None where nothing is made again.
     """
+    if program.launches():  # as often as other processes expect
+        return None
     operators = (call.target for call in program.calls if type(call.target) is OpOverload)
     if not _UNTOLD.isdisjoint(schema_of(operator).name for operator in operators):
         return None
@@ -67,6 +68,7 @@ class _Values:
     def __init__(self, program: Program) -> None:
         self._program = program
         self._repeats: list[Repeat | None] = repeats(program)
+        self._fresh = count().__next__
         self._numbers: dict[Hashable, int] = {}
         self._value = [self._fresh() for _ in program.storages]
         """Per storage."""
@@ -227,11 +229,6 @@ class _Values:
         if key is None:
             return self._fresh()
         return self._numbers.setdefault((key, what, place), self._fresh())
-
-    def _fresh(self) -> int:
-        number = len(self._numbers)
-        self._numbers[("fresh", number)] = number
-        return number
 
 
 def _look(meta: TensorMeta) -> Hashable:

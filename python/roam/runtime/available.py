@@ -14,8 +14,6 @@ from roam.runtime.pool import Pool
 _GROUPS = Path("/sys/fs/cgroup")
 _UNLIMITED = 2**62
 """Control groups without a limit say `max`, or a number about as large as there is."""
-
-
 _STEPS = 32
 """What is free differs from one moment to the next. It is rounded down to a multiple of one of so
 many parts of the power of two below it, so by 3 percent at most: a plan that was made for as much

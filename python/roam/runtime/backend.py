@@ -235,13 +235,14 @@ class _Planned:
     def __init__(
         self, variant: Variant, options: Options, *, earlier: Sequence[Choice] = ()
     ) -> None:
-        choice = self.choice = choose(
-            variant,
+        (choice,) = choose(
+            [variant],
             pool=options.pool,
             time_limit_s=options.time_limit_s,
             earlier=earlier,
             memory=options.memory,
         )
+        self.choice = choice
         logger.info("%s: %s", variant.name, choice)
         program = choice.program
         self._device = variant.device

@@ -10,19 +10,29 @@ in the same order have the same text then, which is compiled once.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import CodeType
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 import torch
 
 from roam._core import Plan
 from roam.program.ir import Ref, substitute
+from roam.program.operators import on_list
 from roam.runtime.bindings import POISON, Bindings
-from roam.runtime.divergence import PlannedValues
 from roam.runtime.streams import Streams
 from roam.torch_compat.private import OpOverload, c_function
+
+
+class Watcher(Protocol):
+    """Is told of every call of a run."""
+
+    def slots(self, index: int) -> list[int]:
+        """Which values of a call it wants to see."""
+
+    def note(self, index: int, values: Iterable[torch.Tensor]) -> None:
+        """Is called as soon as the call has run, with these values."""
 
 
 class GeneratedSource:
@@ -41,7 +51,7 @@ class GeneratedSource:
         bindings: Bindings,
         plan: Plan,
         streams: Streams | None,
-        watcher: PlannedValues | None = None,
+        watcher: Watcher | None = None,
     ) -> None:
         self._bindings = bindings
         self._watcher = watcher
@@ -52,6 +62,7 @@ class GeneratedSource:
         for event, (before, after) in enumerate(plan.syncs):
             self._recorded.setdefault(before, []).append(event)
             self._awaited.setdefault(after, []).append(event)
+        self._steps = {index: step for step, index in enumerate(bindings.order)}
         self._names = _Names()
         numbered = list(self._numbered())
         self.source = "\n".join(line for _, line in numbered)
@@ -139,7 +150,15 @@ class GeneratedSource:
             function, args, kwargs = self._bindings.placement(index).call(args, kwargs, outs)
             yield self._line(function, args, kwargs)
             return
-        line = self._line(function, args, kwargs)
+        run = None if self._streams is not None else on_list(call.target)
+        if run is None:
+            line = self._line(function, args, kwargs)
+        else:
+            # What dies here is freed inside, as soon as it has been used.
+            yield f"args = [{', '.join(map(self._names.argument, args))}]"
+            if dying := self._dying_arguments(index):
+                yield f"{' = '.join(dying)} = None"
+            line = f"{self._names.constant(run)}(args)"
         copied = (
             [slot for slot in call.outputs if slot in self._bindings.views]
             if way == "copy_in"
@@ -158,6 +177,18 @@ class GeneratedSource:
         yield line
         for slot in copied:
             yield f"{self._names.constant(self._bindings.views[slot])}.copy_(v{slot}); v{slot} = None"
+
+    def _dying_arguments(self, index: int) -> list[str]:
+        """Variables of what dies at a call and was there before it."""
+        bindings = self._bindings
+        made = set(bindings.made(index))
+        return [
+            f"v{slot}"
+            for storage, slots in bindings.dying[self._steps[index]].items()
+            if storage not in bindings.offsets and storage not in made
+            for slot in slots
+            if slot not in bindings.program.calls[index].outputs
+        ]
 
     def _line_for_result(self, index: int, slot: int) -> str:
         """Memory from the allocator for a written result: an argument's that dies, or new."""

@@ -15,17 +15,20 @@ import torch
 
 from roam._core import __version__
 from roam.capture.tracing.branch_answers import Seen, watching
+from roam.distributed.ddp import is_before_first_step, leave_first_step
 from roam.errors import CaptureError, ExecutionError, RoamError
 from roam.interrupts import interrupts_wait
 from roam.runtime.compile import Step
 from roam.runtime.divergence import DifferentOperator, digest, eager_values, first_different
-from roam.state.containers import LIVE_OPTIMIZER_KEYS, MappingSpace
-from roam.state.discovery import Reach
+from roam.state.containers import MappingSpace
+from roam.state.discovery import reach_of
 from roam.state.equality import is_numpy_array, is_plain, same, show
 from roam.state.global_flags import Switches
+from roam.state.optimizer_spaces import LIVE_OPTIMIZER_KEYS
+from roam.state.reach import Reach
 from roam.state.snapshot import Snapshot, random_sources
 from roam.switch import is_disabled
-from roam.torch_compat.private import FakeTensor, c_pointer, pytree
+from roam.torch_compat.private import FakeTensor, c_pointer, local_of, pytree
 
 Outcome = Literal["equal", "different", "refused", "failed", "undecided"]
 
@@ -150,6 +153,19 @@ def compare(
     return _Trial(function, compiled, args, kwargs, steps).run()
 
 
+def _without_reruns(number: int, path: str, expected: _Values, found: _Values) -> Difference:
+    """What differs in a step that launches collectives: other ranks, which may find no difference,
+    run no step again.
+    """
+    eager, planned = expected.get(path), found.get(path)
+    return Difference(
+        number,
+        path,
+        "nothing" if eager is None else eager.text,
+        "nothing" if planned is None else planned.text,
+    )
+
+
 def _both(train_step: Callable[..., Any]) -> tuple[Callable[..., Any], Callable[[], Step]]:
     """The user's function, and what compiles it anew."""
     if isinstance(train_step, MethodType) and isinstance(train_step.__func__, Step):
@@ -181,7 +197,7 @@ class _Trial:
             reach = self._reach()
         except CaptureError as error:
             return self._ended("refused", error=error)
-        if any(isinstance(slot.tensor, FakeTensor) for slot in reach.slots):
+        if any(isinstance(local_of(slot.tensor), FakeTensor) for slot in reach.slots):
             raise ExecutionError(
                 "the step's tensors have no values, because they were made in roam.fake; build "
                 "model and batch outside of it",
@@ -189,6 +205,12 @@ class _Trial:
             )
         found: _Values = {}
         try:
+            fresh = [module for _, module in reach.modules if is_before_first_step(module)]
+            if fresh:  # its gradients are reduced in other buckets than those of later steps
+                with _kept(reach):
+                    self._eager_step()
+            for module in fresh:
+                leave_first_step(module)
             with _kept(reach) as start:
                 planned = self.compiled()
                 try:
@@ -202,11 +224,16 @@ class _Trial:
                 eager = [_without_tensors(values) for values in self._eagerly(self.steps, seen)]
                 planned.show(seen)
                 start.restore()
+                differences: list[Difference] = []
                 for number, expected in enumerate(eager, 1):
                     found = self._after(planned(*self.args, **self.kwargs))
                     path = self._first_different(expected, found)
-                    if path is not None:
+                    if path is not None and not planned.joins_processes:
                         return self._different(start, number, path, expected, found)
+                    if path is not None:
+                        differences.append(_without_reruns(number, path, expected, found))
+                if differences:
+                    return self._ended("different", found, difference=differences[0])
                 return self._ended("equal", found)
         except _Eagerly as failure:
             return self._ended("undecided", error=failure.__cause__)
@@ -273,7 +300,7 @@ class _Trial:
         return first_different(number, program, values, expected)
 
     def _reach(self) -> Reach:
-        return Reach.of(self.function, self.args, self.kwargs)
+        return reach_of(self.function, self.args, self.kwargs)
 
     def _first_different(self, expected: _Values, found: _Values) -> str | None:
         """The path of the first value that differs, other than a gradient that the plan has used
@@ -341,7 +368,8 @@ class _Kept:
             tensor.grad for tensor in tensors.values() if tensor.is_leaf and tensor.grad is not None
         ]
         # A step may give a tensor another storage, as an assignment to `.data` does.
-        self._tensors = [(tensor, tensor.detach()) for tensor in (*tensors.values(), *gradients)]
+        parts = map(local_of, (*tensors.values(), *gradients))
+        self._tensors = [(tensor, tensor.detach()) for tensor in parts]
         storages = {c_pointer(alias.untyped_storage()): _bytes(alias) for _, alias in self._tensors}
         self._values = [(flat, flat.clone()) for flat in storages.values()]
 
@@ -403,6 +431,7 @@ _Values = dict[str, _Value]
 
 
 def _value(kind: str, value: Any) -> _Value:
+    value = local_of(value)
     if isinstance(value, torch.Tensor):
         dtype = str(value.dtype).removeprefix("torch.")
         text = (

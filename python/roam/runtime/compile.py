@@ -16,6 +16,7 @@ from roam._core import Plan
 from roam.capture.step import CapturedStep, Known, capture_step
 from roam.capture.tracing.branch_answers import Answers, Seen, watching
 from roam.capture.tracing.tracer import is_tracing
+from roam.distributed.agreement import announce
 from roam.errors import CaptureError, ExecutionError, PlanError
 from roam.garbage import collections_wait
 from roam.memory_limit import MemoryLimit
@@ -32,11 +33,11 @@ from roam.runtime.log import logger, replans
 from roam.runtime.memory_report import KeptPlan, KeptPlans, StepMemory, host_bytes
 from roam.runtime.planned import plain_of, planned_by
 from roam.runtime.runner import Declined, PartialUpdate, Runner, listed
-from roam.runtime.strategy import MAX_PLANS, Options, choose, choose_all
+from roam.runtime.strategy import MAX_PLANS, Options, choose
 from roam.runtime.timings import Timings
 from roam.state.references import ArgumentReference
 from roam.switch import is_disabled
-from roam.torch_compat.private import FakeTensor, version_of
+from roam.torch_compat.private import FakeTensor, local_of, version_of
 
 _MOST_SEEN = 256
 """Runs of the user's function of which it is kept what they saw."""
@@ -59,6 +60,7 @@ def compile(
     max_plans: int = MAX_PLANS,
     memory: int | str | None = None,
     keep_checkpoints: bool = False,
+    kernels: Literal["eager", "inductor"] = "eager",
 ) -> Step:
     """Compiles a training step: the result has the function's signature, runs by a plan, and gives
     eager PyTorch's bits.
@@ -95,6 +97,9 @@ def compile(
             docs/how-to/memory-budget.md.
         keep_checkpoints: with `memory`, run regions of `torch.utils.checkpoint` again as they are
             written. By default the plan chooses what runs again, in them as elsewhere.
+        kernels: ``"inductor"`` compiles the repeated blocks of the step's models by
+            `torch.nn.Module.compile`, in place, at the first call. The bits are then those of
+            compiled blocks, in roam and elsewhere. See docs/how-to/compiled-blocks.md.
 
     Raises:
         CaptureError: at a call, where the step cannot be captured exactly.
@@ -115,6 +120,8 @@ def compile(
         raise ValueError(f"max_plans is at least 1, not {max_plans}")
     if streams > 1 and memory is not None:
         raise ValueError("a memory limit is for plans of one stream; leave streams= or memory= out")
+    if kernels not in ("eager", "inductor"):
+        raise ValueError(f"kernels is 'eager' or 'inductor', not {kernels!r}")
     options = Options(
         time_limit_s=time_limit_s,
         pool=pool,
@@ -122,6 +129,7 @@ def compile(
         streams=streams,
         memory=None if memory is None else MemoryLimit.of(memory),
         keep_checkpoints=keep_checkpoints,
+        kernels=kernels,
     )
     return Step(
         train_step, on_change=on_change, keep_grads=keep_grads, options=options, max_plans=max_plans
@@ -147,7 +155,7 @@ class Step:
         self._keep_grads = keep_grads
         self._options = options
         self._captures: Captures[Runner] = Captures(max_plans)
-        self._known = Known()
+        self._known = Known(compiles_blocks=options.kernels == "inductor")
         self._last: Runner | None = None
         self._timings: Timings | None = None
         self._partly_updated: list[tuple[Any, Any, int]] = []
@@ -303,7 +311,7 @@ class Step:
             logger.info(
                 "%s: %s; ready after %s",
                 self._name,
-                max(self._beside(runner), key=lambda one: one.plan.total_bytes).choice,
+                max(self._alongside(runner), key=lambda one: one.plan.total_bytes).choice,
                 timings,
             )
             return result
@@ -312,7 +320,7 @@ class Step:
             self._failed_because = str(partial.error)
             raise partial.error from partial.error.__cause__
 
-    def __get__(self, instance: Any, reference: type | None = None) -> Any:
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """A compiled method, bound like any other."""
         return self if instance is None else MethodType(self, instance)
 
@@ -383,6 +391,13 @@ class Step:
         ]
 
     @property
+    def joins_processes(self) -> bool:
+        """Whether a call that has a plan launches collectives."""
+        return any(
+            runner.joins_processes for captured in self._captures for runner in captured.runners
+        )
+
+    @property
     def timings(self) -> Timings | None:
         """How long each stage took in the last captured call; None before the first call."""
         return self._timings
@@ -414,13 +429,17 @@ class Step:
                 "first",
                 code="no_call",
             )
-        totals = [runner.memory.total_bytes for runner in self._beside(self._last)]
+        totals = [runner.memory.total_bytes for runner in self._alongside(self._last)]
         return replace(self._last.memory, run_bytes=max(totals))
 
-    def _beside(self, runner: Runner) -> list[Runner]:
+    def _captured(self, runner: Runner | None) -> Captured[Runner] | None:
+        """The capture whose first step or later ones it runs; None where it was given up."""
+        return next((one for one in self._captures if runner in one.runners), None)
+
+    def _alongside(self, runner: Runner) -> list[Runner]:
         """What runs the first step and later ones of the capture of one of them."""
-        found = [one.runners for one in self._captures if runner in one.runners]
-        return found[0] if found else [runner]
+        captured = self._captured(runner)
+        return [runner] if captured is None else captured.runners
 
     def report(self, path: str | os.PathLike[str], *, limits: Iterable[int | str] = ()) -> None:
         """Writes one HTML page that explains the plan of the most recent call: see `Plan.report`.
@@ -435,7 +454,8 @@ class Step:
         Raises:
             ValueError: a limit makes no sense.
             ExecutionError: nothing is planned yet (code ``no_call``).
-            PlanError: the plan is for several streams (code ``streams``).
+            PlanError: there are limits, and the plan is for several streams (code
+                ``invalid_memory_limit``).
             RoamError: Bokeh is not installed (code ``report_unavailable``).
             OSError: the page cannot be written.
         """
@@ -452,6 +472,12 @@ class Step:
     def _anatomy(self, limits: Iterable[int | str] = ()) -> Anatomy:
         """What `report` says."""
         asked = {str(limit): MemoryLimit.of(limit) for limit in limits}
+        if asked and self._options.streams > 1:
+            raise PlanError(
+                "memory limits are for plans of one stream; leave limits= out, or compile the step "
+                "without streams=",
+                code="invalid_memory_limit",
+            )
         captured = self._reported()
         first, steady = captured.runners[0], captured.runners[-1]
         planned = planned_by(steady.choice)
@@ -467,8 +493,8 @@ class Step:
         variant = captured.step.steady or captured.step.first
         assert variant is not None, "one of them is there"
         with Progress(f"planning {self._name} within a limit", only_live=True):
-            choice = choose(
-                variant,
+            (choice,) = choose(
+                [variant],
                 pool=self._options.pool,
                 time_limit_s=self._options.time_limit_s,
                 is_real=captured.runners[-1].choice.kernel_bytes is not None,
@@ -484,7 +510,6 @@ class Step:
 
         Raises:
             ExecutionError: nothing is planned yet (code ``no_call``).
-            PlanError: the plan is for several streams (code ``streams``).
             ValueError: no format has the path's ending.
             OSError: the file cannot be written.
         """
@@ -492,15 +517,14 @@ class Step:
 
     def _reported(self) -> Captured[Runner]:
         """The capture of the most recent call."""
-        captures = list(self._captures)
-        found = [one for one in captures if self._last in one.runners] or captures
-        if not found:
+        found = self._captured(self._last) or next(iter(self._captures), None)
+        if found is None:
             raise ExecutionError(
                 "no call has a plan yet, so there is nothing to report; call the step first, or "
                 "its plan() with the same arguments",
                 code="no_call",
             )
-        return found[0]
+        return found
 
     def measured(self, *args: Any, **kwargs: Any) -> Any:
         """Runs one real step like a call, measures its memory for `memory`, and returns its result.
@@ -548,6 +572,7 @@ class Step:
         """
         if len(self._captures):
             replans.info("%s is planned anew: %s", self._name, reason)
+        announce()
         timings, traces = Timings(), self._known.traces
         self._timings = timings
         with collections_wait(), Progress(lambda: f"{timings.doing} {self._name}", only_live=True):
@@ -606,7 +631,7 @@ class Step:
                 "streams= out",
                 code="streams",
             )
-        choices = choose_all(
+        choices = choose(
             variants,
             pool=options.pool,
             time_limit_s=options.time_limit_s,
@@ -631,7 +656,7 @@ class Step:
         waiting = [
             reference.path
             for reference, tensor, version in self._partly_updated
-            if reference.get() is tensor and version_of(tensor) == version
+            if local_of(reference.get()) is tensor and version_of(tensor) == version
         ]
         if waiting:
             raise ExecutionError(
@@ -650,9 +675,9 @@ def _has_fakes(step: CapturedStep, args: tuple[Any, ...], kwargs: dict[str, Any]
     variant = step.steady or step.first
     assert variant is not None, "one of them is there"
     held = [
-        reference.get()
+        local_of(reference.get())
         for reference, _ in variant.program.referenced
         if not isinstance(reference, ArgumentReference)
     ]
     given = step.arguments.taker.take(args, kwargs).leaves
-    return any(isinstance(value, FakeTensor) for value in (*held, *given))
+    return any(isinstance(local_of(value), FakeTensor) for value in (*held, *given))

@@ -52,7 +52,9 @@ class Estimator:
         for index, operator in enumerate(lowering.operators):
             for storage in (*operator.reads, *operator.mutates):
                 self._ends[storage] = max(self._ends[storage], places[index])
-        self._pairs = [(old, new) for old, new in plan.reuse if self._is_made[old]]
+        # What is left out are parts of storages.
+        pairs = [(old, new) for old, new in plan.reuse if old < len(storages)]
+        self._pairs = [(old, new) for old, new in pairs if self._is_made[old]]
 
     def of(self, copied_in: Container[int]) -> Estimate:
         """A way with a pool, into which the results of these calls are copied."""

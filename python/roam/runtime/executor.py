@@ -20,8 +20,7 @@ from roam.kernels.substitutes import UNINITIALIZED
 from roam.program.bits import differ
 from roam.program.ir import Call, Program, substitute
 from roam.runtime.bindings import POISON, Bindings
-from roam.runtime.codegen import GeneratedSource
-from roam.runtime.divergence import PlannedValues
+from roam.runtime.codegen import GeneratedSource, Watcher
 from roam.runtime.first_run import Check
 from roam.runtime.pool import Pool
 from roam.runtime.streams import Streams
@@ -77,10 +76,10 @@ class Executor:
         self._streams = streams
         self._proven = proven
         self._shrinks = shrinks
-        self._watcher: PlannedValues | None = None
+        self._watcher: Watcher | None = None
 
-    def watch(self, watcher: PlannedValues | None) -> None:
-        """From now on the watcher notes what each call makes; None: no more."""
+    def watch(self, watcher: Watcher | None) -> None:
+        """From now on the watcher is told of each call; None: no more."""
         self._watcher = watcher
         if self.generated is not None:
             self.generated = GeneratedSource(self.bindings, self._plan, self._streams, watcher)

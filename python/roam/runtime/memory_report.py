@@ -104,9 +104,12 @@ class StepMemory:
         measured_bytes: the most that was allocated at once in one step; None until
             `Step.measured`.
         workspace_bytes: the part of it that kernels allocated for themselves; None on CUDA.
+        group_bytes: the part of it that process groups allocated for themselves, which no plan
+            counts: gloo copies what it reduces.
         eager_measured_bytes: the same when the user's own function runs; None until
             `Step.measured_eagerly`.
         eager_workspace_bytes: the part of it that kernels allocated for themselves; None on CUDA.
+        eager_group_bytes: the part of it that process groups allocated for themselves.
         limit_bytes: the most that the step may take (``memory=`` of `roam.compile`); None where
             nobody set a limit.
         floor_bytes: no plan, whatever it runs again, takes less; None where nothing runs again.
@@ -118,6 +121,9 @@ class StepMemory:
             kernel once for its shapes; 0 where nothing runs again.
         modelled_operators: of how many the model of time gave them; scaled to the measured ones,
             where there are any.
+        extra_measured_s: seconds that the extra runs took in the step that was measured; None until
+            `Step.measured`, on CUDA, and where nothing runs again.
+        step_measured_s: seconds of all other operators in that step; None as `extra_measured_s`.
     """
 
     uses_pool: bool
@@ -130,8 +136,10 @@ class StepMemory:
     totals: tuple[tuple[str, int], ...]
     measured_bytes: int | None = None
     workspace_bytes: int | None = None
+    group_bytes: int = 0
     eager_measured_bytes: int | None = None
     eager_workspace_bytes: int | None = None
+    eager_group_bytes: int = 0
     limit_bytes: int | None = None
     floor_bytes: int | None = None
     extra_runs: int = 0
@@ -140,6 +148,8 @@ class StepMemory:
     step_s: float = 0.0
     timed_operators: int = 0
     modelled_operators: int = 0
+    extra_measured_s: float | None = None
+    step_measured_s: float | None = None
 
     @classmethod
     def planned(cls, choice: Choice) -> StepMemory:
@@ -198,10 +208,13 @@ class StepMemory:
             f"{seconds / max(self.step_s, 1e-9):.1%}"
             for seconds in (self.extra_s, self.least_extra_s)
         )
+        measured = ""
+        if self.extra_measured_s is not None and self.step_measured_s:
+            measured = f", {self.extra_measured_s / self.step_measured_s:.1%} as measured"
         return [
-            f"{self.extra_runs:,} operators run again, for {extra} of the step's time by plan; no "
-            f"plan within the limit recomputes less than {least}. Times of {self.timed_operators:,} "
-            f"operators are measured, of {self.modelled_operators:,} modelled"
+            f"{self.extra_runs:,} operators run again, for {extra} of the step's time by plan"
+            f"{measured}; no plan within the limit recomputes less than {least}. Times of "
+            f"{self.timed_operators:,} operators are measured, of {self.modelled_operators:,} modelled"
         ]
 
     def _rows(self) -> list[tuple[str, int, str]]:
@@ -247,6 +260,11 @@ class StepMemory:
                 "the part of it that kernels allocated for themselves",
             ),
             (
+                "in process groups",
+                self.group_bytes or None,
+                "the part of it that process groups allocated for themselves, beside the plan",
+            ),
+            (
                 "eager",
                 self.eager_measured_bytes,
                 "the most allocated at once in a step of eager PyTorch",
@@ -255,6 +273,11 @@ class StepMemory:
                 "in kernels",
                 self.eager_workspace_bytes,
                 "the part of it that kernels allocated for themselves",
+            ),
+            (
+                "in process groups",
+                self.eager_group_bytes or None,
+                "the part of it that process groups allocated for themselves",
             ),
         ]
         return [(label, size, note) for label, size, note in rows if size is not None]

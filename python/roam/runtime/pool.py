@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 
 import torch
 
@@ -28,7 +29,6 @@ class Pool:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._storage = torch.UntypedStorage(0, device=device)
         self._lock = threading.Lock()
         self._stream: torch.cuda.Stream | None = None
 
@@ -41,10 +41,15 @@ class Pool:
                 pool = _pools[device] = Pool(device)
             return pool
 
+    @cached_property
+    def _storage(self) -> torch.UntypedStorage:
+        # A plan may be made for a device that is not there; then nothing asks for its memory.
+        return torch.UntypedStorage(0, device=self.device)
+
     @property
     def nbytes(self) -> int:
         """Bytes that it takes now."""
-        return self._storage.nbytes()
+        return self._storage.nbytes() if "_storage" in vars(self) else 0
 
     @contextmanager
     def held(self, size_bytes: int, most_bytes: int | None = None) -> Iterator[None]:
@@ -64,7 +69,8 @@ class Pool:
     def release(self) -> None:
         """Gives the memory back to the allocator, until the next step."""
         with self._lock:
-            self._storage.resize_(0)
+            if self.nbytes:
+                self._storage.resize_(0)
 
     def tensor(self, meta: TensorMeta, offset_bytes: int) -> torch.Tensor:
         """A view with a tensor's dtype, shape and strides, of a storage that begins at an offset.

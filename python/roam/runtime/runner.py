@@ -12,10 +12,13 @@ import torch
 from roam.capture.step import Variant
 from roam.capture.tracing.gradient_history import VIEW, Histories
 from roam.capture.tracing.rng import watched
+from roam.distributed.agreement import begin, leave
+from roam.distributed.collectives import Group, settle, unsettled
 from roam.errors import ExecutionError
 from roam.interrupts import interrupts_wait
 from roam.kernels.table import is_proven
 from roam.program.checks import CheckFailed
+from roam.program.collectives import sequences
 from roam.program.ir import Call, Program, TensorMeta
 from roam.runtime.divergence import PlannedValues
 from roam.runtime.executor import Executor, Failure
@@ -25,6 +28,7 @@ from roam.runtime.memory_report import StepMemory
 from roam.runtime.pool import Pool
 from roam.runtime.strategy import Choice, Options
 from roam.runtime.streams import CudaStreams
+from roam.runtime.timings import Stopwatch
 from roam.state.arguments import Taker
 from roam.state.equality import MISSING, same, show
 from roam.state.references import (
@@ -40,6 +44,8 @@ from roam.torch_compat.private import (
     DisableTorchFunction,
     c_pointer,
     is_view,
+    joined,
+    local_of,
     pytree,
     set_step_called,
     version_of,
@@ -139,7 +145,7 @@ class Runner:
         self._has_checks = any(call.is_check for call in program.calls)
         self._answers = program.answers
         state = StateGuard(
-            (reference, _kind(program.slots[slot]))
+            (reference, _kind(program.slots[slot], program.given_layouts.get(reference.path)))
             for reference, slot in program.referenced
             if isinstance(reference, (OptimizerReference, ScalerReference, GradientReference))
             and program.slots[slot] is not None
@@ -148,6 +154,11 @@ class Runner:
         referenced = [program.slots[slot] for _, slot in program.referenced]
         self._sharing = _pattern([meta.storage for meta in referenced if meta is not None])
         self._generators = list(_generators(program))
+        groups: list[Group] = [call.target.group for call in program.launches()]
+        self._groups = list(dict.fromkeys(groups))
+        self._sequences = sequences(program)
+        self._has_begun = False
+        self._is_fake = any(group.is_fake() for group in self._groups)
         self._draws = any(call.random for call in program.calls)
         self._devices = {meta.device.type for meta in program.slots if meta is not None}
 
@@ -157,6 +168,9 @@ class Runner:
         """
         if (failure := self.state_guard.failure()) is not None:
             return failure
+        for group in self._groups:
+            if (failure := group.failure()) is not None:
+                return failure
         for reference in self._program.absent:
             if reference.get() is not MISSING:
                 return f"{reference.path} exists already"
@@ -192,13 +206,30 @@ class Runner:
                     return f"{guard.source} depends on values that change, and its result is another one than at capture"
         return None
 
+    @property
+    def joins_processes(self) -> bool:
+        """Whether its runs launch collectives."""
+        return bool(self._groups)
+
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         program = self._program
+        if self._is_fake:
+            raise ExecutionError(
+                'the process group is a "fake" one, whose collectives do nothing; plan under it '
+                "(step.plan), and run on a group of processes",
+                code="fake_group",
+            )
         leaves = self._taker.take(args, kwargs).leaves
         inputs = [_found(reference, leaves) for reference in self._references]
         self._check_inputs(inputs)
-        flagged = [(inputs[place], flag) for place, flag in self._flags]
-        sources = {path: _found(reference, leaves) for path, reference in self._sources.items()}
+        if (busy := unsettled()) is not None:
+            raise ExecutionError(
+                f"an earlier step failed on this rank, and {busy} may still write into its memory; "
+                "start all processes again, from what was saved last",
+                code="rank_left",
+            )
+        flagged = [(_held(self._references[place], leaves), flag) for place, flag in self._flags]
+        sources = {path: _held(reference, leaves) for path, reference in self._sources.items()}
         detached = [inputs[place] for place in self._detached]
         inputs += [tensor for tensor, _ in program.constants]
         kept = (
@@ -206,6 +237,8 @@ class Runner:
             if self._has_checks
             else []
         )
+        if self._groups:
+            self._begin()
         self._drop_ignored()
         # Not as tensors: those would count as memory of the step.
         drawn = [generator.get_state().numpy().tobytes() for generator in self._generators]
@@ -218,7 +251,12 @@ class Runner:
                         else self._executor.run
                     )
                     result, rebinds, after, skips = run(inputs)
+                except KeyboardInterrupt:
+                    leave(self._sequences, "it was interrupted")
+                    raise
                 except Exception as error:
+                    if self._groups:
+                        leave(self._sequences, str(error))
                     failure = self._failed(error, drawn)
                     for reference, gradient in kept if isinstance(failure, Declined) else ():
                         reference.set(None if gradient is MISSING else gradient)
@@ -226,6 +264,8 @@ class Runner:
                         raise
                     raise failure from error
                 histories = Histories(sources)
+                if program.left_layouts:
+                    result, rebinds = self._joined(leaves, result, rebinds)
                 for place, history in self._historic:
                     rebinds[place] = histories.of(rebinds[place], history)
                 result = histories.all(result, program.histories)
@@ -239,6 +279,44 @@ class Runner:
             for host_call, (arguments, keywords) in zip(program.after, after, strict=True):
                 host_call.scheduler.step(*arguments, **keywords)
         return pytree.tree_unflatten(result, program.result[1])
+
+    def _joined(
+        self, leaves: list[Any], result: list[Any], rebinds: list[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        """The result's leaves and the rebinds with distributed tensors in the place of this
+        process's parts.
+        """
+        made: dict[int, Any] = {}
+        layouts = self._program.left_layouts
+
+        def whole(place: str | int, value: Any) -> Any:
+            known = layouts.get(place)
+            if known is None:
+                return value
+            if id(known) not in made:
+                made[id(known)] = (
+                    joined(value, known.layout)
+                    if known.reference is None
+                    else _held(known.reference, leaves)
+                )
+            return made[id(known)]
+
+        return (
+            [whole(place, value) for place, value in enumerate(result)],
+            [
+                whole(reference.path, value)
+                for (reference, _), value in zip(self._program.rebinds, rebinds, strict=True)
+            ],
+        )
+
+    def _begin(self) -> None:
+        """Sees to it that all ranks launch the same collectives."""
+        try:
+            begin(self._sequences, is_new=not self._has_begun)
+        except BaseException as error:
+            leave(self._sequences, str(error) or type(error).__name__)
+            raise
+        self._has_begun = True
 
     def _undisturbed(self) -> AbstractContextManager[Any]:
         """Around a run: others neither draw random numbers nor watch who does, where this run does
@@ -289,7 +367,8 @@ class Runner:
         self._drop_ignored()
         with self._executor.held():
             held_bytes = 0 if self._pool is None else self._pool.nbytes
-        trace = measure_peak(work, device=self._device.type)
+        with self._timed() as stopwatch:
+            trace = measure_peak(work, device=self._device.type)
         known_bytes = max(self._entering_bytes() - (trace.unseen_freed_bytes or 0), 0)
         self.memory = replace(
             self.memory,
@@ -298,8 +377,27 @@ class Runner:
             + known_bytes
             + trace.peak_bytes,
             workspace_bytes=_workspace(trace),
+            group_bytes=trace.group_bytes,
+            extra_measured_s=None if stopwatch is None else stopwatch.extra_s,
+            step_measured_s=None if stopwatch is None else stopwatch.step_s,
         )
         return trace.value
+
+    @contextmanager
+    def _timed(self) -> Iterator[Stopwatch | None]:
+        """In the block, runs have their extra runs timed; None where there are none, or no clock
+        would tell: on CUDA, and in a first run, which checks every call.
+        """
+        again = self.choice.recomputation
+        if again is None or self._device.type != "cpu" or self._executor.generated is None:
+            yield None
+            return
+        stopwatch = Stopwatch(again.calls)
+        self._executor.watch(stopwatch)
+        try:
+            yield stopwatch
+        finally:
+            self._executor.watch(None)
 
     def measured_eagerly(self, work: Callable[[], Any]) -> Any:
         """The result of an eager run of the same step; `memory` then tells what it took."""
@@ -307,7 +405,9 @@ class Runner:
         # until the step drops them.
         left = [reference.get() for reference in self._ignored]
         left_bytes = sum(
-            gradient.untyped_storage().nbytes() for gradient in left if gradient is not MISSING
+            local_of(gradient).untyped_storage().nbytes()
+            for gradient in left
+            if gradient is not MISSING
         )
         left_bytes += self._entering_bytes()
         del left
@@ -317,6 +417,7 @@ class Runner:
             self.memory,
             eager_measured_bytes=self.memory.persistent_bytes + known_bytes + trace.peak_bytes,
             eager_workspace_bytes=_workspace(trace),
+            eager_group_bytes=trace.group_bytes,
         )
         return trace.value
 
@@ -383,6 +484,7 @@ class Runner:
 
     def _failed(self, error: Exception, drawn: list[bytes]) -> Exception:
         """What to raise for an error of a run."""
+        settle()  # until then, collectives under way use memory of the run's
         failure = self._executor.failure(error)
         if failure is None:
             return error
@@ -415,7 +517,7 @@ class Runner:
                 source=str(failure.call.source),
             )  # fmt: skip
         references = [
-            (reference, reference.get())
+            (reference, local_of(reference.get()))
             for reference in self._references
             if reference.path in set(changed) and not isinstance(reference, ArgumentReference)
         ]
@@ -445,6 +547,11 @@ class Runner:
 
 
 def _found(reference: Any, leaves: list[Any]) -> Any:
+    """What a run takes of what a reference holds: of a distributed tensor this process's part."""
+    return local_of(_held(reference, leaves))
+
+
+def _held(reference: Any, leaves: list[Any]) -> Any:
     """What a reference holds at a call with these flattened arguments."""
     return reference.find(leaves) if isinstance(reference, ArgumentReference) else reference.get()
 
@@ -474,9 +581,9 @@ def _workspace(trace: MemoryTrace) -> int | None:
     return None if without is None else trace.peak_bytes - without
 
 
-def _kind(meta: TensorMeta | None) -> Kind:
+def _kind(meta: TensorMeta | None, layout: Any) -> Kind:
     assert meta is not None, "state is made of tensors"
-    return meta.shape, meta.dtype, meta.device, meta.stride
+    return meta.shape, meta.dtype, meta.device, meta.stride, layout
 
 
 def _pattern(storages: list[int]) -> list[int]:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 
@@ -29,10 +29,11 @@ from roam.kernels.fusion import fused
 from roam.kernels.kept import recalled
 from roam.kernels.times import completed, times
 from roam.kernels.times import known as timed
-from roam.kernels.workspace import NoRoom, known, workspaces
+from roam.kernels.workspace import NoRoom, known, releases, workspaces
 from roam.memory_limit import MemoryLimit
 from roam.program.ir import Program
 from roam.program.lower import Lowering
+from roam.program.releases import Release
 from roam.report.table import format_bytes
 from roam.runtime.available import known_limit
 from roam.runtime.estimate import Estimator
@@ -81,6 +82,7 @@ class Options:
     streams: int = 1
     memory: MemoryLimit | None = None
     keep_checkpoints: bool = False
+    kernels: Literal["eager", "inductor"] = "eager"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +91,7 @@ class Recomputation:
 
     Attributes:
         runs: how many calls run again, views not counted.
+        calls: numbers of all calls that are extra runs.
         extra_s: seconds that they take, as measured or by the model of time.
         step_s: seconds of the step without them.
         least_extra_s: no plan within the limit has extra runs that take less.
@@ -98,6 +101,7 @@ class Recomputation:
     """
 
     runs: int
+    calls: frozenset[int]
     extra_s: float
     step_s: float
     least_extra_s: float
@@ -174,7 +178,8 @@ class Choice:
     @property
     def pooled_bytes(self) -> int:
         """How much of `made_bytes` lies in the pool."""
-        places = zip(self.program.storages, self.plan.offsets, strict=True)
+        # Parts of storages come after these in the plan; none lies in the pool.
+        places = zip(self.program.storages, self.plan.offsets, strict=False)
         return (
             sum(storage.size_bytes for storage, offset in places if offset >= 0)
             if self.uses_pool
@@ -207,39 +212,6 @@ class Choice:
 
 
 def choose(
-    variant: Variant,
-    *,
-    pool: bool | None,
-    time_limit_s: float | None,
-    streams: int = 1,
-    is_real: bool = True,
-    earlier: Iterable[Choice] = (),
-    enough_bytes: int = 0,
-    memory: MemoryLimit | None = None,
-    keep_checkpoints: bool = False,
-    timings: Timings | None = None,
-) -> Choice:
-    """`choose_all` for one step.
-
-    Args:
-        enough_bytes: a total that the process needs anyway: no search goes on below it.
-    """
-    (choice,) = choose_all(
-        [variant],
-        pool=pool,
-        time_limit_s=time_limit_s,
-        streams=streams,
-        is_real=is_real,
-        earlier=earlier,
-        enough_bytes=enough_bytes,
-        memory=memory,
-        keep_checkpoints=keep_checkpoints,
-        timings=timings,
-    )
-    return choice
-
-
-def choose_all(
     variants: Sequence[Variant],
     *,
     pool: bool | None,
@@ -266,7 +238,7 @@ def choose_all(
             they take for themselves.
         earlier: choices of the same step for other sizes. Where one has the same calls, its way and
             its order are tried first, and nothing is searched if they do as well as they did.
-        enough_bytes: a total that the process needs anyway.
+        enough_bytes: a total that the process needs anyway: no search goes on below it.
         memory: the most that each step may take, one number of bytes for all: a share is one of
             the largest total without recomputation. What the device has is asked for here. A pool
             that other steps have made is given back before kernels are tried.
@@ -346,9 +318,12 @@ class _Chooser:
         written_before, before = self._lowered_before(searched)
         written = self._written(taken, written_before)
         eager_graph = variant.graph if written is None else written.graph()
-        eager_bytes = (
-            eager_graph.persistent_bytes + _core.baseline(eager_graph, reuse=False).peak_bytes
-        )
+        if written is not None and written.frees:
+            # Eager PyTorch writes no result over an argument, but compiled regions free theirs.
+            in_order = _core.baseline(written.graph(in_place=False))
+        else:
+            in_order = _core.baseline(eager_graph, reuse=False)
+        eager_bytes = eager_graph.persistent_bytes + in_order.peak_bytes
         if (joined := fused(program, variant.device)) is not program:
             program, placed = joined, placed_calls(joined, variant.device)
             taken = self._workspaces(program, placed) if taken else taken
@@ -372,9 +347,9 @@ class _Chooser:
         if best is None:
             best = self._best_way(lowering, made, self._pool, eager_bytes)
         asked_bytes = (guard.made_bytes for guard, _ in program.computed_guards)
-        checks_bytes = max(
-            extra_bytes(program, placed, variant.device), max(asked_bytes, default=0)
-        )
+        # The checked run holds arguments that later ones free.
+        first_bytes = extra_bytes(program, placed, variant.device) + lowering.most_saved_bytes
+        checks_bytes = max(first_bytes, max(asked_bytes, default=0))
         self.plain, self._lowered = replace(best, checks_bytes=checks_bytes), lowering
 
     @property
@@ -405,7 +380,7 @@ class _Chooser:
 
     def _prepared(self, lowering: Lowering, left_bytes: int) -> Lowering:
         """The same with what it takes to run calls again."""
-        lowering = lowering.with_states()
+        lowering = lowering.holding().with_states()
         if not self._is_real:
             return lowering
         return self._timed(lowering, left_bytes - self.plain.plan.persistent_bytes)
@@ -445,8 +420,10 @@ class _Chooser:
         graph = lowering.graph(pool=False)
         plan = self._planned(graph, self._enough_bytes)
         ordinary = made(graph, plan, False)
+        # A step of compiled regions has most of its tensors outside of a pool anyway.
+        worth = 0 if lowering.frees else WORTH
         most = (
-            eager_bytes if self._streams > 1 else min(plan.total_bytes * (1 + WORTH), eager_bytes)
+            eager_bytes if self._streams > 1 else min(plan.total_bytes * (1 + worth), eager_bytes)
         )
         names, pooled = ["allocator"], list[Choice]()
         for name, copied_in in (
@@ -525,7 +502,7 @@ class _Chooser:
                 raise
             raise PlanError(
                 f"{self._variant.name}: {error}. Without recomputation it takes {best.total_bytes} "
-                "bytes",
+                f"bytes, of which {best.plan.persistent_bytes} are there before and after the step",
                 code=error.code,
                 operator=error.operator,
                 position=error.position,
@@ -564,6 +541,7 @@ class _Chooser:
             totals=(*best.totals, (f"{name}, running operators again", plan.total_bytes)),
             recomputation=Recomputation(
                 runs=expanded.extra_runs,
+                calls=expanded.extra_calls,
                 extra_s=again["extra_s"],
                 step_s=again["step_s"],
                 least_extra_s=again["least_extra_s"],
@@ -647,6 +625,15 @@ class _Chooser:
                 self._untried = error
                 return None
 
+    def _released(
+        self, program: Program, taken: dict[int, int] | None
+    ) -> dict[int, tuple[Release, ...]]:
+        """What compiled regions free while they run; with several streams nothing is freed then."""
+        if taken is None or self._streams > 1:
+            return {}
+        with self._trying():
+            return releases(program, self._variant.device, taken, self._deadline, self._room_bytes)
+
     @contextmanager
     def _trying(self) -> Iterator[None]:
         """Around what finds something out about kernels."""
@@ -671,6 +658,7 @@ class _Chooser:
             name=variant.name,
             device=variant.device.type,
             workspaces=taken,
+            releases=self._released(program, taken),
             estimate=variant.estimate,
             like=like,
         )

@@ -36,17 +36,22 @@ class Streams(Protocol):
 
 class CudaStreams:
     """Streams of a CUDA device: its own streams beside the current one, and one CUDA event per
-    number.
+    number. They are made by the first run, so that a plan can be made without the device.
     """
 
     def __init__(self, device: torch.device, streams: int, events: int) -> None:
         self._device = device
-        self._others = [torch.cuda.Stream(device) for _ in range(streams - 1)]
-        self._events = [torch.cuda.Event() for _ in range(events)]
+        self._counts = streams - 1, events
+        self._others: list[torch.cuda.Stream] = []
+        self._events: list[torch.cuda.Event] = []
         self._streams: list[torch.cuda.Stream] = []
 
     @contextmanager
     def entered(self) -> Iterator[None]:
+        if not self._streams:
+            others, events = self._counts
+            self._others = [torch.cuda.Stream(self._device) for _ in range(others)]
+            self._events = [torch.cuda.Event() for _ in range(events)]
         main = torch.cuda.current_stream(self._device)
         self._streams = [main, *self._others]
         for other in self._others:

@@ -1,6 +1,6 @@
 """The Python state that a step reads and changes: found, kept, guarded and put back. Knows nothing
 of programs and plans.
 
-discovery (what the step can get at, as containers) -> references (where tensors live) -> snapshot,
+discovery (what the step can get at, as `spaces`) -> references (where tensors live) -> snapshot,
 guards
 """

@@ -19,17 +19,11 @@ from typing import Any, Final
 
 import torch
 
-from roam.state.containers import (
-    FrozenSpace,
-    MappingSpace,
-    Place,
-    SequenceSpace,
-    SlotsSpace,
-    Space,
-    slots_of,
-)
+from roam.state.containers import FrozenSpace, MappingSpace, SequenceSpace
 from roam.state.equality import attributes_of, is_plain
 from roam.state.library_code import is_opaque
+from roam.state.namespaces import SlotsSpace, slots_of
+from roam.state.spaces import Place, Space
 from roam.torch_compat.private import pytree
 
 _HEAP_TYPE: Final = 1 << 9

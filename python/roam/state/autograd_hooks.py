@@ -2,14 +2,15 @@
 
 Hooks on autograd's own nodes, among them those that accumulate a parameter's gradient, belong to
 the real tensors' nodes and never run on fakes. Modules of `torch.distributed` reduce gradients in
-such hooks, in C++. Both are refused, before a capture and when they come later.
+such hooks, in C++. Both are refused, before a capture and when they come later; what
+`DistributedDataParallel` does is recorded instead.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any, Final
 
 import torch
@@ -17,7 +18,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from roam.errors import CaptureError
-from roam.state.discovery import Reach, Slot
+from roam.state.reach import Reach, Slot
 from roam.torch_compat.private import (
     DisableTorchFunction,
     FakeTensor,
@@ -26,7 +27,7 @@ from roam.torch_compat.private import (
     reducer_class,
 )
 
-_SHARDED: Final = ("FullyShardedDataParallel", "FSDPModule")
+_SHARDED: Final = ("FullyShardedDataParallel",)
 _PLAIN: Final = (
     "pass the plain module, and bring gradients together between two compiled functions, one for "
     "the backward pass and one for the update"
@@ -45,8 +46,9 @@ def check_beneath(reach: Reach) -> None:
                 f"{_PLAIN}",
                 code="reducing_module",
             )
+    held = held_by_reducers(reach)
     for path, parameter in leaves_of(reach.slots):
-        if (reason := _hooked(parameter)) is not None:
+        if (reason := _hooked(parameter, is_held=id(parameter) in held)) is not None:
             error = CaptureError(
                 f"{path} has {reason}, which a captured step would not run; register hooks with "
                 "Tensor.register_hook or Tensor.register_post_accumulate_grad_hook",
@@ -63,20 +65,26 @@ class NodeHooks:
     moved are the nodes themselves looked at.
     """
 
-    def __init__(self, leaves: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """`leaves`: (path, tensor), none of them with such hooks now."""
-        self._leaves = list(leaves)
+    def __init__(
+        self, leaves: Iterable[tuple[str, torch.Tensor]], held: Container[int] = ()
+    ) -> None:
+        """`leaves`: (path, tensor), none of them with such hooks now; `held`: identities of those
+        whose nodes a known reducer holds.
+        """
+        self._leaves = [(path, leaf, id(leaf) in held) for path, leaf in leaves]
         self._registered = _registered()
 
     def watches_the_same(self, other: NodeHooks) -> bool:
         """Whether others watch the same leaves."""
-        return [id(leaf) for _, leaf in self._leaves] == [id(leaf) for _, leaf in other._leaves]
+        return [id(leaf) for _, leaf, _ in self._leaves] == [
+            id(leaf) for _, leaf, _ in other._leaves
+        ]
 
     def failure(self) -> str | None:
         """None while there is none, else where one is."""
         if self._registered != _registered():
-            for path, leaf in self._leaves:
-                if (reason := _hooked(leaf)) is not None:
+            for path, leaf, is_held in self._leaves:
+                if (reason := _hooked(leaf, is_held=is_held)) is not None:
                     return f"{path} got {reason}"
             self._registered = _registered()
         return None
@@ -97,12 +105,22 @@ def leaves_of(slots: Iterable[Slot]) -> Iterator[tuple[str, torch.Tensor]]:
             yield slot.path, tensor
 
 
+def held_by_reducers(reach: Reach) -> set[int]:
+    """Identities of the parameters whose nodes the reducers of `DistributedDataParallel` hold."""
+    return {
+        id(parameter)
+        for _, module in reach.modules
+        if isinstance(module, torch.nn.parallel.DistributedDataParallel)
+        for parameter in module.parameters()
+    }
+
+
 def _reducing(module: torch.nn.Module) -> str | None:
     """What a module is called that brings gradients together on its own; None for any other."""
     if isinstance(module, torch.nn.DataParallel):
         return "DataParallel" if module.device_ids else None
     if isinstance(module, torch.nn.parallel.DistributedDataParallel):
-        return "DistributedDataParallel"
+        return None  # what it does is known, and recorded
     sharded = sys.modules.get("torch.distributed.fsdp")
     if sharded is not None:
         for name in _SHARDED:
@@ -150,8 +168,10 @@ def _registered() -> int:
     return RemovableHandle.next_id - _own_registrations
 
 
-def _hooked(leaf: torch.Tensor) -> str | None:
-    """What hooks the node has that accumulates a leaf's gradient, or None."""
+def _hooked(leaf: torch.Tensor, *, is_held: bool = False) -> str | None:
+    """What hooks the node has that accumulates a leaf's gradient, or None; `is_held`: whether a
+    known reducer holds it.
+    """
     if not leaf.requires_grad:
         return None
     with disable_current_modes(), DisableTorchFunction(), torch.inference_mode(False):
@@ -165,7 +185,7 @@ def _hooked(leaf: torch.Tensor) -> str | None:
             return None
     if any(map(_hooks_of, (node.register_prehook, node.register_hook))):
         return "hooks on the node that accumulates its gradient"
-    if in_group():
+    if in_group() and not is_held:
         return (
             "something that holds the node which accumulates its gradient (a reducer of torch.distributed, or the graph "
             "of an earlier loss that is still alive: keep loss.detach())"

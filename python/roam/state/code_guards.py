@@ -18,9 +18,9 @@ from typing import Any, Final
 
 import torch
 
-from roam.state.discovery import Reach
 from roam.state.equality import MISSING, show
-from roam.state.library_code import is_library
+from roam.state.library_code import is_library, is_library_code
+from roam.state.reach import Reach
 
 _FUNCTIONS: Final = (
     types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.MethodDescriptorType, types.WrapperDescriptorType,
@@ -96,7 +96,7 @@ class Reliance:
         ran = [
             code
             for code, names in self.code.items()
-            if code not in known and not is_library(names.get("__name__"))
+            if code not in known and not is_library_code(code, names)
         ]
         found: dict[int, tuple[str, types.FunctionType]] = {}
         if ran:
@@ -107,7 +107,7 @@ class Reliance:
             function = holder.get(name)
             if type(function) is not types.FunctionType or function.__code__ in known:
                 continue
-            if not is_library(function.__globals__.get("__name__")):
+            if not is_library_code(function.__code__, function.__globals__):
                 found[id(function)] = f"{path}.{name}", function
         return list(found.values())
 

@@ -20,6 +20,7 @@ from roam.torch_compat.private import (
     count_function_modes,
     deterministic_switches,
     dispatch_modes,
+    distributed_switches,
     function_modes,
     function_transform,
     hooks_on_all_modules,
@@ -94,6 +95,7 @@ AMBIENT: Final[tuple[tuple[str, Callable[[], Any]], ...]] = (
     ("deterministic mode", deterministic_switches),
     ("float32 matmul precision", torch.get_float32_matmul_precision),
     ("number of threads", torch.get_num_threads),
+    ("handling of distributed tensors", distributed_switches),
 )
 """Switches of PyTorch's, and code that it runs around operators, on which hangs what a step
 computes: how to read each."""

@@ -22,21 +22,10 @@ from typing import Any, Final
 import torch
 
 from roam.state.arguments import Taker
-from roam.state.autograd_hooks import NodeHooks, leaves_of
+from roam.state.autograd_hooks import NodeHooks, held_by_reducers, leaves_of
 from roam.state.cached_results import Results
 from roam.state.code_guards import Reliance
-from roam.state.containers import (
-    ArraySpace,
-    Items,
-    MappingSpace,
-    NamesSpace,
-    RenewedSpace,
-    SequenceSpace,
-    SetSpace,
-    Space,
-    is_under,
-)
-from roam.state.discovery import Reach
+from roam.state.containers import ArraySpace, MappingSpace, SequenceSpace, SetSpace
 from roam.state.equality import (
     MISSING,
     is_hashed_by_value,
@@ -48,6 +37,9 @@ from roam.state.equality import (
 )
 from roam.state.global_state import AMBIENT
 from roam.state.metadata import Table, metadata_change, metadata_of, storage_of
+from roam.state.namespaces import NamesSpace
+from roam.state.reach import Reach
+from roam.state.spaces import Items, Space, is_under
 from roam.torch_compat.private import pytree
 
 # Holders that many quick comparisons may go through at once: exact types, whose iteration runs
@@ -143,9 +135,7 @@ class Guards:
         results: Results | None = None,
     ) -> None:
         ignored = tuple(ignore)
-        renewed = {
-            id(place.space.now()) for place in reach.places if isinstance(place.space, RenewedSpace)
-        }
+        renewed = reach.renewed
         checks = [
             _SpaceCheck(place.space, ignored, renewed)
             for place in reach.places
@@ -181,7 +171,10 @@ class Guards:
         self._shared_groups = self._group_pattern()
         self._first_places = _first_places(self._storages)
         self._ambient = [(name, read, read()) for name, read in AMBIENT]
-        self._nodes = NodeHooks(leaves_of(slot for slot in reach.slots if slot.kind != "argument"))
+        self._nodes = NodeHooks(
+            leaves_of(slot for slot in reach.slots if slot.kind != "argument"),
+            held_by_reducers(reach),
+        )
         self._objects = [
             (path, value) for path, value in reach.objects if not is_under(path, ignored)
         ]

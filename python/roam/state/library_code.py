@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import dis
 import functools
+import os
 import sys
 import types
+from collections.abc import Mapping
 from typing import Final
+
+import torch
 
 from roam.own_code import is_own_module
 
@@ -58,11 +62,22 @@ _WATCHERS: Final = (
     *("torch.utils.tensorboard", "torch.profiler", "torch.autograd.profiler"),
     *("torch._dynamo", "torch._inductor"),  # compilers, which change whenever they compile
 )
+# Packages whose objects say where tensors are and who talks to whom: they stay as they are made.
+_MESHES: Final = (
+    "torch.distributed.device_mesh",
+    "torch.distributed.distributed_c10d",
+    "torch._C._distributed_c10d",
+    "torch.distributed.tensor.placement_types",
+    "torch._C._distributed",
+    "torch.distributed.tensor._dtensor_spec",
+    "torch.distributed.fsdp",
+)
 # Standard library modules whose objects are mere holders of attributes.
 _HOLDERS: Final = frozenset({"builtins", "types", "argparse", "collections", "queue", "weakref"})
 # Standard library modules whose functions make classes for others, with their own name for the
 # class's module.
 _MAKERS: Final = frozenset({"abc", "types"})
+_PYTORCH: Final = os.path.dirname(torch.__file__) + os.sep
 _STANDARD: Final = frozenset(sys.stdlib_module_names)
 
 
@@ -87,6 +102,17 @@ def is_library(module: object) -> bool:
     )
 
 
+def is_library_code(code: types.CodeType, names: Mapping[str, object]) -> bool:
+    """Whether a function is of a library, told by its code and its module's names.
+
+    PyTorch generates functions whose module has no name; their code names a file of PyTorch.
+    """
+    module = names.get("__name__")
+    if module is None:
+        return code.co_filename.startswith(_PYTORCH)
+    return is_library(module)
+
+
 def is_opaque(kind: type) -> bool:
     """Whether objects of a class hold nothing that a step's results could depend on, as far as roam
     can know: locks, loggers, progress bars. A library's other objects, such as configurations, hold
@@ -96,6 +122,7 @@ def is_opaque(kind: type) -> bool:
     return type(module) is str and (
         (_is_standard(module) and module not in _HOLDERS and module != "__main__")
         or _is_in(module, _WATCHERS)
+        or _is_in(module, _MESHES)
     )
 
 

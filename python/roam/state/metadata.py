@@ -8,7 +8,14 @@ from typing import Any, Final
 import torch
 
 from roam.state.equality import show
-from roam.torch_compat.private import c_pointer, gradient_hooks_of, hooks_of
+from roam.torch_compat.private import (
+    c_pointer,
+    gradient_hooks_of,
+    hooks_of,
+    is_dtensor,
+    layout_of,
+    local_of,
+)
 
 
 def metadata_of(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -30,11 +37,30 @@ def metadata_of(tensor: torch.Tensor) -> tuple[Any, ...]:
         len(tensor.__dict__),
         len(hooks) if hooks else 0,
         len(post_hooks) if post_hooks else 0,
+        layout_over_devices(tensor),
+    )
+
+
+def layout_over_devices(tensor: torch.Tensor) -> tuple[Any, ...] | None:
+    """Of a distributed tensor how it lies on its mesh, and how this process's part lies in memory;
+    None for any other.
+    """
+    if not is_dtensor(tensor):
+        return None
+    local = local_of(tensor)
+    return (
+        layout_of(tensor),
+        type(local),
+        local.dtype,
+        local.shape,
+        local.stride() if local.layout is torch.strided else local.layout,
+        local.storage_offset() if local.layout is torch.strided else 0,
+        local.device,
     )
 
 
 _NAMES: Final = (
-    "type", "dtype", "shape", "strides", "storage offset", "device", "requires_grad", "is_leaf", "retains_grad", "conjugate or negative bit", "inference mode", "attributes", "gradient hooks", "gradient hooks"
+    "type", "dtype", "shape", "strides", "storage offset", "device", "requires_grad", "is_leaf", "retains_grad", "conjugate or negative bit", "inference mode", "attributes", "gradient hooks", "gradient hooks", "layout over devices"
 )  # fmt: skip
 
 
@@ -51,7 +77,7 @@ def storage_of(tensor: torch.Tensor) -> int:
     their own stand for themselves.
     """
     try:
-        return int(c_pointer(tensor.untyped_storage()))
+        return int(c_pointer(local_of(tensor).untyped_storage()))
     except (NotImplementedError, RuntimeError):
         return id(tensor)
 
@@ -96,8 +122,11 @@ _METHODS: Final = (
 
 def _others(tensors: list[Any]) -> list[Any]:
     """What `metadata_of` says of strided tensors, beside what `_seen` does."""
+    kinds = list(map(type, tensors))
+    has_dtensors = any(map(is_dtensor, tensors))
     return [
-        list(map(type, tensors)),
+        kinds,
+        list(map(layout_over_devices, tensors)) if has_dtensors else [],
         *[list(map(method, tensors)) for method in _METHODS],
         list(map(len, map(_attributes, tensors))),
         *[_counts(list(map(hooks, tensors))) for hooks in (hooks_of, gradient_hooks_of)],

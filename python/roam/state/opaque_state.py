@@ -11,6 +11,8 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from roam.state.equality import is_numpy_array
+from roam.state.spaces import Items, Space
+from roam.torch_compat.private import shard_settings
 
 
 def _logger(logger: Any) -> Any:
@@ -44,6 +46,7 @@ _OF_MODULES: Final[tuple[tuple[str, str, Callable[[Any], Any]], ...]] = (
     ("ctypes", "Array", _bytes),
     ("ctypes", "Structure", _bytes),
     ("multiprocessing.sharedctypes", "SynchronizedBase", _shared),
+    ("torch.distributed.fsdp._fully_shard._fsdp_state", "FSDPState", shard_settings),
 )
 """Of classes whose modules need not be imported; then no object is of them."""
 
@@ -70,3 +73,24 @@ def read_bytes_of(value: Any, read: Callable[[Any], Any]) -> int:
     if read not in (_bytes, _shared):
         return 1
     return memoryview(value.get_obj() if read is _shared else value).nbytes
+
+
+class ReadSpace(Space):
+    """What can be asked of an object whose state is in no container: an event, a logger."""
+
+    __slots__ = ("_read", "holder")
+
+    def __init__(self, holder: Any, path: str, read: Callable[[Any], Any]) -> None:
+        """`read`: what is asked; it gives a plain value, or a tuple that is compared as one."""
+        super().__init__(path)
+        self.holder = holder
+        self._read = read
+
+    def items(self) -> Items:
+        return [("", self._read(self.holder))]
+
+    def put(self, items: Items) -> None:
+        """Nothing: a step that changes such an object is refused."""
+
+    def label(self, key: Any) -> str:
+        return f"the state of {self.path}"

@@ -18,22 +18,14 @@ from typing import Any
 import torch
 
 from roam.state.cached_results import forget_others, keys_of, tensors_in
-from roam.state.containers import (
-    ArraySpace,
-    AttributesSpace,
-    Items,
-    MappingSpace,
-    OptimizerSpace,
-    RenewedSpace,
-    SequenceSpace,
-    SetSpace,
-    Space,
-    entries_of,
-)
-from roam.state.discovery import Place, Reach
+from roam.state.containers import ArraySpace, MappingSpace, SequenceSpace, SetSpace, entries_of
 from roam.state.equality import MISSING, is_plain, same, show
 from roam.state.live_scalars import LiveFloat, LiveInt
-from roam.torch_compat.private import FakeTensor, disable_current_modes, version_of
+from roam.state.namespaces import AttributesSpace
+from roam.state.optimizer_spaces import OptimizerSpace
+from roam.state.reach import Place, Reach
+from roam.state.spaces import Items, Space
+from roam.torch_compat.private import FakeTensor, disable_current_modes, local_of, version_of
 
 DRAWN = "was drawn from"
 """Ends the reason that tells of a random generator."""
@@ -104,9 +96,7 @@ class Snapshot:
     def __init__(self, reach: Reach) -> None:
         # An optimizer's hyper-parameters are a view of holders that are kept in their own right.
         places = [place for place in reach.places if not place.space.is_immutable]
-        self._renewed = {
-            id(place.space.now()) for place in reach.places if isinstance(place.space, RenewedSpace)
-        }
+        self._renewed = reach.renewed
         self._paths = {
             id(place.space.holder): place.space.path
             for place in places
@@ -202,22 +192,6 @@ class Snapshot:
     def _changes(self, place: Place, items: Items) -> list[str]:
         return _changes(place, items, self._renewed)
 
-    def moved_live(self) -> list[str]:
-        """What changed since among live state: schedulers, loss scales, learning rates, the entries
-        of optimizer state, the call's own containers, gradients.
-        """
-        guarded = set(self.moved())
-        reasons = [
-            reason
-            for place, items in self._holders
-            if not place.guarded
-            for reason in self._changes(place, items)
-        ]
-        reasons = [reason for reason in reasons if reason not in guarded]
-        return reasons + [
-            f"{state.path}.grad changed" for state in self._tensors if state.has_other_gradient()
-        ]
-
     def restore(self) -> None:
         """Put everything back: the same holders with the old contents in the old order. Values of
         tensors are not touched.
@@ -304,7 +278,8 @@ def _gradient(tensor: torch.Tensor) -> torch.Tensor | None:
 
 def _version(tensor: torch.Tensor) -> int:
     # A fake tensor has no values that could be written to.
-    return 0 if isinstance(tensor, FakeTensor) or tensor.is_inference() else version_of(tensor)
+    is_fake = isinstance(local_of(tensor), FakeTensor)
+    return 0 if is_fake or tensor.is_inference() else version_of(tensor)
 
 
 def _is_number_after(old: Any, value: Any) -> bool:

@@ -15,9 +15,11 @@ import torch
 from roam.state.containers import FrozenSpace
 from roam.state.equality import MISSING, show
 from roam.state.references import GradientReference, OptimizerReference, ScalerReference
+from roam.torch_compat.private import layout_of, local_of
 
-Kind = tuple[tuple[int, ...], torch.dtype, torch.device, tuple[int, ...]]
-"""(shape, dtype, device, strides) of a tensor."""
+Kind = tuple[tuple[int, ...], torch.dtype, torch.device, tuple[int, ...], Any]
+"""(shape, dtype, device, strides) of a tensor or of this process's part of a distributed one, and
+the layout of that over devices; None for others."""
 _Reference = OptimizerReference | ScalerReference | GradientReference
 _seen: Final = operator.attrgetter("shape", "dtype", "device")
 
@@ -48,21 +50,27 @@ class StateGuard:
         self._keys = [reference.key for reference in in_state]
         self._kinds = [kind[:3] for _, kind in self._expected]
         self._strides = [kind[3] for _, kind in self._expected]
+        self._layouts = [kind[4] for _, kind in self._expected]
 
     def failure(self) -> str | None:
         """None while all are of these kinds, else the first that is not."""
         try:
             # In the usual case a few passes over all at once decide.
-            tensors = self._tensors()
+            found = self._tensors()
+            tensors = list(map(local_of, found))
             if (
-                list(map(_seen, tensors)) == self._kinds
+                list(map(layout_of, found)) == self._layouts
+                and list(map(_seen, tensors)) == self._kinds
                 and list(map(torch.Tensor.stride, tensors)) == self._strides
             ):
                 return None
         except (AttributeError, LookupError, TypeError, RuntimeError):
             pass  # one is not there, or is no tensor with strides
-        for reference, (shape, dtype, device, strides) in self._expected:
-            tensor = reference.get()
+        for reference, (shape, dtype, device, strides, layout) in self._expected:
+            found = reference.get()
+            if layout_of(found) != layout:
+                return f"{reference.path} has another layout over devices than before"
+            tensor = local_of(found)
             if tensor is MISSING:
                 return f"{reference.path} does not exist yet"
             if not isinstance(tensor, torch.Tensor):
@@ -78,6 +86,7 @@ class StateGuard:
         return (
             self._kinds == other._kinds
             and self._strides == other._strides
+            and self._layouts == other._layouts
             and [_place(reference) for reference, _ in self._expected]
             == [_place(reference) for reference, _ in other._expected]
         )

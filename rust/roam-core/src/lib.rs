@@ -14,6 +14,7 @@ pub mod packing;
 pub mod plan;
 pub mod recompute;
 pub mod rng;
+pub mod sharding;
 pub mod stages;
 pub mod synthetic;
 pub mod verify;

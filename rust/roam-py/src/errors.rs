@@ -5,6 +5,7 @@ use pyo3::exceptions::PyOSError;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyType};
 use roam_core::graph::{FormatError, GraphError, Site};
+use roam_core::verify::PlanViolation;
 use std::path::Path;
 
 /// The classes of `roam.errors` that the bindings raise.
@@ -61,6 +62,11 @@ impl Fault<'_> {
 /// `roam.GraphError`.
 pub(crate) fn graph_error(py: Python<'_>, error: &GraphError) -> PyErr {
     Fault { class: Class::Graph, message: error.to_string(), code: error.code(), site: error.site() }.raise(py)
+}
+
+/// `roam.PlanError` of a plan that the verifier refuses.
+pub(crate) fn plan_error(py: Python<'_>, error: &PlanViolation) -> PyErr {
+    Fault { class: Class::Plan, message: error.to_string(), code: error.code(), site: error.site() }.raise(py)
 }
 
 /// `roam.FormatError`, `roam.GraphError` or `OSError`; `path` is named where there is one.

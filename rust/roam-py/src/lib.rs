@@ -11,6 +11,7 @@ mod layout;
 mod optimize;
 mod plan;
 mod routes;
+mod sharding;
 mod solver;
 mod synthetic;
 mod verify;
@@ -35,6 +36,8 @@ mod _core {
     use crate::plan::{PyCandidate, PyPlan};
     #[pymodule_export]
     use crate::routes::compare_routes;
+    #[pymodule_export]
+    use crate::sharding::{PyShardingOutcome, PyShardingProblem};
     #[pymodule_export]
     use crate::synthetic::{synthetic_buffers, synthetic_step};
     #[pymodule_export]

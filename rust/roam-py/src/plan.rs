@@ -2,7 +2,7 @@
 
 use crate::convert::{array, max_bytes_or_default, to_i64};
 use crate::entries::word;
-use crate::errors::{Class, Fault, format_error};
+use crate::errors::{Class, Fault, format_error, plan_error};
 use crate::graph::PyGraph;
 use crate::guard::detached;
 use numpy::PyArray1;
@@ -14,8 +14,11 @@ use roam_core::liveness::live_bytes;
 use roam_core::optimize::Timings;
 use roam_core::plan::json::{load_plan, read_plan, save_plan, write_plan};
 use roam_core::plan::{Candidate, ExactReport, Plan, Schedule, StreamModel};
+use roam_core::verify::verify;
 use std::path::PathBuf;
 use std::sync::Arc;
+
+type Numbers<'py> = Bound<'py, PyArray1<i64>>;
 
 /// One order and layout that was tried.
 #[pyclass(name = "Candidate", module = "roam", frozen, eq)]
@@ -236,6 +239,16 @@ impl PyPlan {
     #[getter]
     fn critical_path_s(&self) -> Option<f64> {
         self.seconds(|schedule| schedule.critical_path_ns)
+    }
+    /// Start and end of each operator of a graph that this is a plan of, in nanoseconds from the
+    /// start of the step, by the model of time.
+    fn times_ns<'py>(&self, py: Python<'py>, graph: &Bound<'py, PyGraph>) -> PyResult<(Numbers<'py>, Numbers<'py>)> {
+        let (graph, plan) = (graph.get().inner(), &self.plan);
+        let times = detached(py, || verify(graph, plan).map(|()| plan.times_ns(graph)))?;
+        let (start, end) = times.map_err(|error| plan_error(py, &error))?.into_iter().unzip();
+        let numbers =
+            |times: Vec<u64>| array(py, times.into_iter().map(to_i64).collect()).map(|one| one.into_bound(py));
+        Ok((numbers(start)?, numbers(end)?))
     }
     /// Most live bytes over the steps in program order, without reuse.
     #[getter]

@@ -17,17 +17,6 @@ from roam.torch_compat.private import OpOverload, schema_of
 
 _ONLY_MARKS = frozenset({"profiler", "prim"})
 """Operators that compute nothing: marks in a profile, questions about metadata."""
-_COLLECTIVES = frozenset(
-    {
-        "c10d",
-        "c10d_functional",
-        "_c10d_functional",
-        "_c10d_functional_autograd",
-        "fsdp",
-        "symm_mem",
-        "_dtensor",
-    }
-)
 _OF_OBJECTS = (
     *("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"),
     *("send_object_list", "recv_object_list"),
@@ -51,11 +40,6 @@ def collective_stand_ins(trace: TraceContext) -> Iterator[tuple[Any, str, Callab
 def is_mark(func: OpOverload) -> bool:
     """Whether an operator computes nothing."""
     return func.namespace in _ONLY_MARKS
-
-
-def is_collective(func: OpOverload) -> bool:
-    """Whether an operator brings processes together."""
-    return func.namespace in _COLLECTIVES
 
 
 @functools.cache

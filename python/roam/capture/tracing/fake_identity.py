@@ -18,7 +18,14 @@ import torch
 
 from roam.capture.tracing.source_location import is_user_code
 from roam.torch_compat.patches import Replacement, globals_added, replaced
-from roam.torch_compat.private import ASKS_FOR_FAKES, DYNAMIC_INDICES, HOOKS, FakeTensor
+from roam.torch_compat.private import (
+    ASKS_FOR_FAKES,
+    DYNAMIC_INDICES,
+    HOOKS,
+    FakeTensor,
+    dtensor_class,
+    is_dtensor,
+)
 
 _identity, _hash, _type = id, hash, type
 Refuse = Callable[..., NoReturn]
@@ -52,7 +59,10 @@ class Identities:
         def hashed(fake: Any) -> int:
             return _identity(real.get(_identity(fake), fake))
 
-        self._stack.enter_context(replaced([(FakeTensor, "__hash__", hashed)]))
+        replacements: list[Replacement] = [(FakeTensor, "__hash__", hashed)]
+        if (kind := dtensor_class()) is not None:
+            replacements.append((kind, "__hash__", hashed))
+        self._stack.enter_context(replaced(replacements))
 
     def leave(self) -> None:
         """Fakes have their own hash again."""
@@ -87,18 +97,14 @@ class Identities:
             return _identity(real)
 
         def identity(value: Any, /) -> int:
-            return (
-                fixed(value)
-                if _type(value) is FakeTensor and _asked_by_user()
-                else _identity(value)
-            )
+            return fixed(value) if _is_stand_in(value) and _asked_by_user() else _identity(value)
 
         def hashed(value: Any, /) -> int:
-            return fixed(value) if _type(value) is FakeTensor and _asked_by_user() else _hash(value)
+            return fixed(value) if _is_stand_in(value) and _asked_by_user() else _hash(value)
 
         def refusing(function: Callable[..., Any], what: str) -> Callable[..., Any]:
             def asked(*args: Any, **kwargs: Any) -> Any:
-                if args and _type(args[0]) is FakeTensor and _asked_by_user():
+                if args and _is_stand_in(args[0]) and _asked_by_user():
                     refuse(
                         f"the step calls {what} while a fake tensor stands for the real one; leave "
                         "it out of the step",
@@ -200,7 +206,7 @@ def hooks_on(tensor: Any) -> list[int]:
 
 def own_attributes(fake: FakeTensor) -> dict[str, Any]:
     """What the user's code has noted on a tensor."""
-    if "fake_mode" not in _OF_FAKES:
+    if not is_dtensor(fake) and "fake_mode" not in _OF_FAKES:
         _OF_FAKES.update(
             vars(FakeTensor(fake.fake_mode, torch.empty(0, device="meta"), fake.fake_device))
         )
@@ -214,6 +220,11 @@ def own_attributes(fake: FakeTensor) -> dict[str, Any]:
 def is_parameter(fake: Any) -> bool:
     """Whether a fake stands for a `torch.nn.Parameter`."""
     return bool(getattr(fake, "_is_param", False))
+
+
+def _is_stand_in(value: Any) -> bool:
+    """Whether a fake tensor, or a distributed one of fakes, stands for one."""
+    return _type(value) is FakeTensor or is_dtensor(value)
 
 
 _plain_attributes: Any = torch.Tensor.__dict__["__dict__"]

@@ -24,6 +24,7 @@ from roam.capture.tracing.fake_cache import FakeKernels, Remembered
 from roam.capture.tracing.fake_identity import Identities
 from roam.capture.tracing.fake_mode import mode_of
 from roam.capture.tracing.fake_tensors import Maker
+from roam.capture.tracing.fully_shard import check_sharded
 from roam.capture.tracing.gradient_history import Refuse, is_ended, with_history
 from roam.capture.tracing.recorder import Recorder
 from roam.errors import CaptureError
@@ -31,9 +32,10 @@ from roam.program.ir import Source, TensorMeta
 from roam.state.arguments import Taker
 from roam.state.cached_results import Results
 from roam.state.code_guards import Reliance
-from roam.state.containers import FrozenSpace, SetSpace, Space, TensorKeyedSpace
-from roam.state.discovery import Reach
+from roam.state.containers import FrozenSpace, SetSpace, TensorKeyedSpace
 from roam.state.equality import MISSING, is_plain
+from roam.state.metadata import layout_over_devices
+from roam.state.reach import Reach
 from roam.state.references import (
     ArgumentReference,
     OptimizerReference,
@@ -47,13 +49,19 @@ from roam.state.references import (
     scaler_references,
 )
 from roam.state.snapshot import Made
+from roam.state.spaces import Space
 from roam.torch_compat.private import (
     HOOKS,
     FakeTensor,
     FakeTensorMode,
     flat_weights_of,
     frame_evaluation,
+    holds_mask,
+    is_dtensor,
     is_of_dynamo,
+    joined,
+    layout_of,
+    local_of,
     parameters_of,
     pytree,
     set_flat_weights,
@@ -143,6 +151,7 @@ class FakeState:
         }
         """By identity, the paths of the tensors that have a gradient history from before the step.
         """
+        tensors = list(map(local_of, tensors))
         self.lacks_device = any(is_absent(tensor.device) for tensor in tensors)
         """Whether it is of fakes on a device that the machine does not have."""
         if self.lacks_device:
@@ -165,7 +174,10 @@ class FakeState:
             reference.path: tensor
             for reference in self.references()
             if reference.kind != "parameter"
-            and ((tensor := reference.get()).numel() == 1 or isinstance(reference, PlaceReference))
+            and (
+                (tensor := local_of(reference.get())).numel() == 1
+                or isinstance(reference, PlaceReference)
+            )
         }
 
     def number_of(self, reference: Any) -> Any:
@@ -249,6 +261,10 @@ class FakeState:
         """Every tensor that has a fake, with its fake."""
         return list(self._fakes.values())
 
+    def fake_of(self, tensor: Any) -> Any:
+        """What stands for a tensor."""
+        return self._fake(tensor)
+
     def leave(self) -> None:
         """Lets go of the fakes. One and its gradient, which knows the recorder, hold each other
         where Python cannot see it.
@@ -294,7 +310,7 @@ class FakeState:
         ever.
         """
         for reference in self.references():
-            reference.get().constant = None
+            local_of(reference.get()).constant = None
 
     def entries(self) -> dict[RateReference, None]:
         """The entries of optimizers' groups, in their order."""
@@ -340,7 +356,7 @@ class FakeState:
         if id(tensor) in self._fakes:
             return self._fakes[id(tensor)][1]
         path = self._historic.get(id(tensor))
-        if isinstance(tensor, FakeTensor) and path is None:
+        if isinstance(local_of(tensor), FakeTensor) and path is None:
             return tensor
         gradient = _gradient_of(tensor)
         if path is not None:
@@ -348,6 +364,10 @@ class FakeState:
             found = with_history(
                 found if isinstance(found, FakeTensor) else self.mode.from_tensor(found),
                 self._refuse_history(path),
+            )
+        elif is_dtensor(tensor):
+            found = joined(
+                self._fake(local_of(tensor)), layout_of(tensor), requires_grad=tensor.requires_grad
             )
         else:
             tensor.grad = None  # faked apart, so that it too has one fake
@@ -423,6 +443,7 @@ class FakeState:
 
     def _check(self) -> None:
         """Refuses what the fakes could not stand for."""
+        check_sharded(self.reach.modules)
         for path, module in self.reach.modules:
             if is_of_dynamo(type(module).__module__) and frame_evaluation() is None:
                 refuse(
@@ -544,7 +565,14 @@ def _is_exchanged(space: Space, reference: Any) -> bool:
 
 def describe(tensor: torch.Tensor) -> tuple[Any, ...]:
     """What a plan depends on of a tensor that it does not own."""
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
+    return (
+        tensor.shape,
+        tensor.stride(),
+        tensor.dtype,
+        tensor.device,
+        tensor.requires_grad,
+        layout_over_devices(tensor),
+    )
 
 
 def _places(reach: Reach) -> Iterator[PlaceReference]:
@@ -575,7 +603,9 @@ def _is_trained(tensor: torch.Tensor) -> bool:
 
 
 def _check_tensor(tensor: Any, path: str) -> None:
-    if type(tensor) not in _CLASSES:
+    if is_dtensor(tensor):
+        _check_dtensor(tensor, path)
+    elif type(tensor) not in _CLASSES:
         refuse(
             path,
             f"is a {type(tensor).__name__}; tensor subclasses are not captured: use plain tensors",
@@ -587,7 +617,7 @@ def _check_tensor(tensor: Any, path: str) -> None:
             f"has layout {tensor.layout}; only strided tensors are captured: use dense tensors",
             code="layout",
         )
-    if not isinstance(tensor, FakeTensor) and any(
+    if not isinstance(local_of(tensor), FakeTensor) and any(
         isinstance(value, torch.Tensor) for value in vars(tensor).values()
     ):
         refuse(
@@ -601,6 +631,37 @@ def _check_tensor(tensor: Any, path: str) -> None:
             "has a gradient history from before the step and keeps its gradient, by retain_grad(); "
             "detach it",
             code="outer_history",
+        )
+
+
+def _check_dtensor(tensor: Any, path: str) -> None:
+    local = local_of(tensor)
+    if type(local) not in (torch.Tensor, FakeTensor) or local.layout is not torch.strided:
+        refuse(
+            path,
+            f"is a DTensor whose local part is a {type(local).__name__} of layout {local.layout}; only "
+            "dense plain parts are captured",
+            code="subclass",
+        )
+    if local.requires_grad:
+        refuse(
+            path,
+            "is a DTensor whose local part requires a gradient itself; make it by DTensor.from_local "
+            "or distribute_tensor",
+            code="subclass",
+        )
+    if tensor.grad_fn is not None:
+        refuse(
+            path,
+            "is a DTensor with a gradient history from before the step; detach it",
+            code="outer_history",
+        )
+    if holds_mask(layout_of(tensor)):
+        refuse(
+            path,
+            "is a DTensor whose placement holds a mask, as a lookup in a spread table leaves it; "
+            "redistribute it before",
+            code="subclass",
         )
 
 

@@ -18,8 +18,8 @@ from roam.capture.tracing.fake_state import FakeState
 from roam.capture.tracing.recorder import Recorder
 from roam.errors import CaptureError
 from roam.program.ir import Program, refs
-from roam.state.containers import LIVE_OPTIMIZER_KEYS, is_updated
 from roam.state.equality import is_plain
+from roam.state.optimizer_spaces import LIVE_OPTIMIZER_KEYS, is_updated
 from roam.state.references import OptimizerReference
 from roam.torch_compat.private import scaler_start
 

@@ -6,7 +6,7 @@ import functools
 import operator
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
@@ -15,7 +15,13 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from roam.capture.cuda_estimate import absent
-from roam.capture.tracing import custom_ops, multi_tensor
+from roam.capture.tracing import (
+    collectives,
+    custom_ops,
+    dtensors,
+    fully_shard,
+    multi_tensor,
+)
 from roam.capture.tracing.branch_answers import Replay
 from roam.capture.tracing.conditions import passing_answer
 from roam.capture.tracing.dynamic_shapes import Decided, contents_of, decided
@@ -42,6 +48,7 @@ from roam.capture.tracing.scalar_guards import (
     may_decide,
 )
 from roam.capture.tracing.source_location import is_run_by
+from roam.distributed.collectives import Launch
 from roam.errors import CaptureError
 from roam.interrupts import deliver_interrupts
 from roam.kernels.recurrent import as_run
@@ -49,6 +56,7 @@ from roam.program.checks import check
 from roam.program.ir import (
     Call,
     ComputedGuard,
+    Joined,
     Program,
     Ref,
     Source,
@@ -74,6 +82,10 @@ from roam.torch_compat.private import (
     base_name,
     c_pointer,
     disable_current_modes,
+    holds_mask,
+    is_dtensor,
+    layout_of,
+    local_of,
     pytree,
     schema_of,
     storage_pointer,
@@ -194,6 +206,11 @@ class Recorder(TorchDispatchMode):
         self._number_of = number_of
         self._results = {} if results is None else results
         self._held: list[Any] = []
+        self._bases: dict[int, Ref | None] = {}
+        """Per storage, by its pointer, of which the memory has been given back: what has all of the
+        memory that was taken again; None while none is."""
+        self._joined: dict[int, tuple[Any, Joined]] = {}
+        """By identity, distributed tensors with what stands for them in the program."""
         self._refusal: CaptureError | None = None
         self._twins: dict[int, tuple[torch.Tensor, Any, torch.Tensor]] = {}
         """By identity, real tensors that the step was given in the place of fakes: with the fake
@@ -213,13 +230,16 @@ class Recorder(TorchDispatchMode):
 
     def add_referenced(self, reference: Any, tensor: FakeTensor, name: str) -> int:
         """Registers a tensor that its reference holds before the step; the slot it gets."""
-        slot = self._add_tensor(tensor, creator=-1, name=name)
+        slot = self._add_tensor(local_of(tensor), creator=-1, name=name)
         # Only these are kept: a reference to any other would change how autograd accumulates
         # gradients.
         self._tagged[id(tensor)] = tensor, slot
         if tensor.grad_fn is not None:
             self._ends[tensor.grad_fn] = slot
         self.program.referenced.append((reference, slot))
+        if is_dtensor(tensor):
+            self._joined[id(tensor)] = tensor, Joined(layout_of(tensor), reference)
+            self.program.given_layouts[reference.path] = layout_of(tensor)
         return slot
 
     def add_constant(self, tensor: FakeTensor, real: torch.Tensor) -> int:
@@ -306,7 +326,7 @@ class Recorder(TorchDispatchMode):
         if self._results:
             value = self._stand_in(value)
         if isinstance(value, torch.Tensor):
-            tag = getattr(value, "_roam_slot", None)
+            tag = getattr(local_of(value), "_roam_slot", None)
             return int(tag[1]) if tag is not None and tag[0] is self else None
         node = (
             getattr(value, "node", None)
@@ -352,13 +372,15 @@ class Recorder(TorchDispatchMode):
             assert meta is not None
             fake.as_strided_(meta.shape, meta.stride, meta.offset)
         self._reshaped.clear()
-        for tensor in (*self._held, *(tensor for tensor, _ in self._tagged.values())):
+        given = (local_of(tensor) for tensor, _ in self._tagged.values())
+        for tensor in (*self._held, *given):
             if getattr(tensor, "_roam_slot", (None,))[0] is self:
                 del tensor._roam_slot
         self._tagged.clear()
         self._ends.clear()
         self._twins.clear()
         self._held.clear()
+        self._joined.clear()
         self._calculated.clear()  # live numbers, which know the recorder
         self._watch = (
             None  # it holds generators' states, and a recorder lives until its cycles are found
@@ -427,11 +449,23 @@ class Recorder(TorchDispatchMode):
     def refuse_collective(self, name: str) -> NoReturn:
         """Refuses what brings processes together."""
         self.refuse(
-            "the step calls a collective of torch.distributed, which cannot be captured; call "
-            "collectives outside of the step, such as between two compiled functions, one for the "
-            "backward pass, whose gradients stay in .grad, and one for the update",
+            "a plan cannot launch this collective of torch.distributed; call it outside of the step, "
+            "such as between two compiled functions, one for the backward pass, whose gradients "
+            "stay in .grad, and one for the update",
             code="collective", op=name,
         )  # fmt: skip
+
+    def add_collective(self, target: Launch, outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
+        """Records a collective's launch, and its wait."""
+        _, source = self.frames.here()
+        written, read = (
+            [self._slot_of_argument(tensor, target.kind, source) for tensor in tensors]
+            for tensors in (outputs, inputs)
+        )
+        pending = self._live(True, f"{target.kind} at {source}").node.slot
+        self.program.calls += collectives.calls_of(
+            self.program, target, written, read, pending, source
+        )
 
     def scalar_call(self, function: Callable[..., Any], operands: tuple[Any, ...]) -> Any:
         """Records Python arithmetic on live numbers."""
@@ -493,6 +527,11 @@ class Recorder(TorchDispatchMode):
 
     def references(self, value: Any, user: str) -> Any:
         """The nest with a `Ref` for every tensor and live number."""
+        if is_dtensor(value):
+            self.refuse(
+                f"{user} is given a DTensor; give it value.to_local(), or a number",
+                code="dtensor",
+            )
         if isinstance(value, (torch.Tensor, torch.SymFloat, torch.SymInt)):
             slot = self.slot_of(value)
             if slot is None:
@@ -563,6 +602,8 @@ class Recorder(TorchDispatchMode):
                 and absent.asked_by_engine(sys._getframe(1))
             )
             return absent.NOWHERE if is_hidden else device
+        if any(kind is not FakeTensor and _runs_itself(kind) for kind in types):
+            return NotImplemented  # its own dispatch calls operators on the parts
         kwargs = kwargs or {}
         if self._fills_empty and func is aten.empty.memory_format:
             with disable_current_modes():
@@ -587,8 +628,11 @@ class Recorder(TorchDispatchMode):
         """
         if custom_ops.is_mark(func):
             return func(*args, **kwargs)
-        if custom_ops.is_collective(func):
-            self.refuse_collective(str(func))
+        if func.namespace == "fsdp":
+            return fully_shard.record(self, func, args, kwargs)
+        if collectives.is_collective(func):
+            deliver_interrupts()
+            return collectives.record(self, func, args, kwargs)
         if (reason := custom_ops.refusal(func)) is not None:
             self.refuse(reason, code="foreign_operator", op=str(func))
         deliver_interrupts()
@@ -632,6 +676,7 @@ class Recorder(TorchDispatchMode):
 
     def effect(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Records a call that only changes its arguments, without running it on them."""
+        args, kwargs = dtensors.parts_of_update(self, str(func), args, kwargs)
         phase, source = self.frames.here()
         call = Call(func, (), {}, (None,), False, phase, source)
         call.args, call.kwargs = self._recorded(args, call), self._recorded(kwargs, call)
@@ -1148,8 +1193,64 @@ class Recorder(TorchDispatchMode):
             return {key: self._recorded(item, call) for key, item in value.items()}
         return value
 
+    # -- memory that is given back and taken again
+
+    def add_alias(self, tensor: Any, of: Any) -> None:
+        """Records that a tensor is a view of another, or of memory that it has."""
+        phase, source = self.frames.here()
+        self._alias(tensor, Ref(self._slot_of_argument(of, "view", source)), phase, source)
+
+    def _alias(self, tensor: Any, base: Ref, phase: str, source: Source) -> int:
+        index = len(self.program.calls)
+        slot = self._add_tensor(tensor, creator=index, name=f"as_strided_{index}")
+        layout = list(tensor.shape), list(tensor.stride()), tensor.storage_offset()
+        self.program.calls.append(
+            Call(aten.as_strided.default, (base, *layout), {}, (slot,), False, phase, source)
+        )
+        return slot
+
+    def give_memory_back(self, tensor: Any) -> None:
+        """A tensor's memory is given back, of which it has all: whatever lies there is lost."""
+        pointer = storage_pointer(tensor.untyped_storage())
+        if self._storage_numbers.pop(pointer, None) is not None:
+            self._bases[pointer] = None
+
+    def take_memory(self, tensor: Any) -> None:
+        """A tensor that has given its memory back takes other memory; so do all views of it."""
+        pointer = storage_pointer(tensor.untyped_storage())
+        if self._bases.get(pointer, MISSING) is not None:
+            return  # it has its memory
+        phase, source = self.frames.here()
+        index = len(self.program.calls)
+        slot = self._add_tensor(tensor, creator=index, name=f"empty_{index}")
+        self._bases[pointer] = self._refs[slot]
+        options = {"dtype": tensor.dtype, "device": tensor.fake_device}
+        self.program.calls.append(
+            Call(
+                aten.empty.memory_format,
+                (list(tensor.shape),),
+                options,
+                (slot,),
+                False,
+                phase,
+                source,
+            )
+        )
+
+    def _renew(self, tensor: Any, slot: int) -> int:
+        """The slot of a tensor, also where its memory has been given back and taken again."""
+        if not self._bases:
+            return slot
+        pointer = storage_pointer(tensor.untyped_storage())
+        base, meta = self._bases.get(pointer), self.program.slots[slot]
+        if base is None or meta is None or meta.storage == self._storage_numbers[pointer]:
+            return slot
+        return self._alias(tensor, base, *self.frames.here())
+
     def _slot_of_argument(self, tensor: Any, target: Any, source: Source) -> int:
         slot = self.slot_of(tensor)
+        if slot is not None and self._bases:
+            slot = self._renew(local_of(tensor), slot)
         if slot is None:
             shape = tuple(tensor.shape)
             self.refuse(
@@ -1175,7 +1276,7 @@ class Recorder(TorchDispatchMode):
                 "step's function can reach",
                 code="unknown_tensor",
             )
-        if not self._is_intact(tensor, slot):
+        if not self._is_intact(local_of(tensor), slot):
             raise CaptureError(f"{place}: {_REPLACED}", code="storage_replaced")
         if self.is_original(tensor):
             return self._tagged[id(tensor)][1]
@@ -1186,6 +1287,29 @@ class Recorder(TorchDispatchMode):
                 code="tensor_attribute",
             )
         return slot
+
+    def joined(self, tensor: Any, place: str) -> Joined | None:
+        """What a run puts together at `place` after the step for a distributed tensor; None for any
+        other.
+        """
+        if not is_dtensor(tensor):
+            return None
+        if id(tensor) not in self._joined:
+            layout = layout_of(tensor)
+            if holds_mask(layout):
+                raise CaptureError(
+                    f"the step leaves at {place} a DTensor whose placement holds a mask, as a lookup in "
+                    "a spread table gives it; redistribute it in the step",
+                    code="dtensor",
+                )
+            self._joined[id(tensor)] = tensor, Joined(layout)
+        return self._joined[id(tensor)][1]
+
+    def note_joined(self, place: str | int, tensor: Any) -> None:
+        """Notes of what is left at a place that it is a distributed tensor, if it is."""
+        made = self.joined(tensor, place if isinstance(place, str) else "the step's result")
+        if made is not None:
+            self.program.left_layouts[place] = made
 
     def _is_intact(self, tensor: Any, slot: int) -> bool:
         """Whether a tensor is still what its slot says; `.data = ...` makes it another behind the
@@ -1263,6 +1387,17 @@ class Recorder(TorchDispatchMode):
                 self.program.reshaped.append((reference, now))
         self.program.guessed = sorted(map(str, self._kernels.guessed))
         forget_idle_states(self.program)
+
+
+@functools.cache
+def _runs_itself(kind: type) -> bool:
+    """Whether tensors of a class run operators by others on plain tensors: distributed ones, and
+    results of collectives that may not have been waited for.
+    """
+    return (kind.__module__, kind.__name__) in (
+        ("torch.distributed.tensor", "DTensor"),
+        ("torch.distributed._functional_collectives", "AsyncCollectiveTensor"),
+    )
 
 
 def _is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
+from roam.distributed.collectives import is_collective
 from roam.program.ir import Call, ComputedGuard, Program, Source, substitute
-from roam.state.containers import RATE_KEYS
+from roam.state.optimizer_spaces import RATE_KEYS
 from roam.state.references import (
     ArgumentReference,
     OptimizerReference,
@@ -128,7 +129,7 @@ class Slices:
             ]
             for index in set(behind) - calls:
                 call = program.calls[index]
-                if call.random or call.skip_if is not None:
+                if call.random or call.skip_if is not None or is_collective(call.target):
                     return None
                 calls.add(index)
                 open_slots += [(argument, index) for argument in call.refs()]

@@ -17,7 +17,8 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from roam.capture.cuda_estimate.absent import PRESENT
-from roam.capture.tracing import custom_ops, multi_tensor
+from roam.capture.tracing import custom_ops, dtensors, fully_shard, multi_tensor
+from roam.capture.tracing.ddp import Reductions
 from roam.capture.tracing.fake_cache import tensors_in
 from roam.capture.tracing.fake_identity import hooks_on, is_parameter, own_attributes
 from roam.capture.tracing.fake_state import FakeState
@@ -28,13 +29,14 @@ from roam.capture.tracing.recorder import Recorder
 from roam.capture.tracing.rng import Watch, stand_ins
 from roam.capture.tracing.scalar_guards import may_be_asked
 from roam.capture.tracing.source_location import Frames, is_torch_file, shown_path
+from roam.distributed.ddp import is_ddp
 from roam.errors import CaptureError
 from roam.interrupts import interrupts_allowed
 from roam.own_code import is_own_file
 from roam.program.ir import History, HostCall, Program, Ref
 from roam.state.attribute_reads import ReadMore
 from roam.state.autograd_hooks import node_stand_in
-from roam.state.containers import FrozenSpace, Items, RenewedSpace, entries_of
+from roam.state.containers import FrozenSpace, RenewedSpace, entries_of
 from roam.state.equality import MISSING, is_plain, same
 from roam.state.library_code import is_library
 from roam.state.live_scalars import as_live, number_stand_ins
@@ -51,6 +53,7 @@ from roam.state.references import (
     as_tuple,
     optimizer_references,
 )
+from roam.state.spaces import Items
 from roam.torch_compat.patches import SCHEDULERS, Replacement, replaced
 from roam.torch_compat.private import (
     C_NN,
@@ -59,9 +62,12 @@ from roam.torch_compat.private import (
     DataDependentOutputException,
     FakeTensor,
     dispatch_modes,
+    engine,
     foreach_types,
     is_of_dynamo,
     is_view,
+    layout_of,
+    local_of,
     pytree,
     set_step_called,
     was_step_called,
@@ -136,6 +142,7 @@ def trace(
         for space in fake_state.tuples()
         if isinstance(space, RenewedSpace)
     ]
+    reductions = Reductions(recorder, recorder.is_original)
     originals: list[_Original] = []
     received: _Received = []
     try:
@@ -163,7 +170,7 @@ def trace(
             is_real=fake_state.is_real,
         )
         with ExitStack() as stack:
-            stack.enter_context(_watched(fake_state, recorder, frames))
+            stack.enter_context(_watched(fake_state, recorder, frames, reductions))
             # In the thread of the step, where its lines can be seen, on whatever device.
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             if fake_state.lacks_device:
@@ -171,8 +178,11 @@ def trace(
             stack.enter_context(imports_leave(_not_tracing))
             stack.enter_context(fake_state.mode)
             stack.enter_context(recorder)
+            modules = [module for _, module in fake_state.reach.modules]
+            stack.enter_context(fully_shard.sharded(recorder, modules, fake_state.fake_of))
             given = fake_state.taker.take(args, kwargs)
             result = _run(recorder, step, args, kwargs)
+            reductions.check()
         taken = fake_state.taker.take(args, kwargs)
         if taken.spec != given.spec or not all(map(operator.is_, taken.leaves, given.leaves)):
             raise ArgumentsChange
@@ -245,11 +255,12 @@ def is_tracing() -> bool:
 @contextmanager
 def _not_tracing() -> Iterator[None]:
     """Leaves the trace for a while: nothing stands in for PyTorch's functions."""
+    before = is_tracing()
     _state.is_tracing = False
     try:
         yield
     finally:
-        _state.is_tracing = True
+        _state.is_tracing = before
 
 
 def _run(
@@ -313,13 +324,16 @@ class _Original:
     and so does every trace.
     """
 
-    __slots__ = ("flag", "history", "hooks", "keeps_gradient", "notes", "slot", "tensor")
+    __slots__ = (
+        "flag", "history", "hooks", "keeps_gradient", "layout", "notes", "part", "slot", "tensor"
+    )  # fmt: skip
 
     def __init__(self, tensor: FakeTensor, slot: int) -> None:
         self.tensor = tensor
         self.slot = slot
         self.flag = tensor.requires_grad
         self.history: Any = tensor.grad_fn
+        self.part, self.layout = local_of(tensor), layout_of(tensor)
         self.keeps_gradient = tensor.retains_grad
         self.hooks = hooks_on(tensor)
         self.notes = own_attributes(tensor)
@@ -369,7 +383,7 @@ def _own_arguments(
     leaves = list(taken.leaves)
     received: _Received = []
     for position, (leaf, reference) in enumerate(zip(leaves, fake_state.arguments, strict=True)):
-        if isinstance(leaf, FakeTensor):
+        if isinstance(local_of(leaf), FakeTensor):
             if recorder.slot_of(leaf) is None:
                 recorder.add_referenced(reference, leaf, reference.path)
                 if leaf.is_leaf:
@@ -390,7 +404,9 @@ def _is_packed(value: Any) -> bool:
 
 
 @contextmanager
-def _watched(fake_state: FakeState, recorder: Recorder, frames: Frames) -> Iterator[None]:
+def _watched(
+    fake_state: FakeState, recorder: Recorder, frames: Frames, reductions: Reductions
+) -> Iterator[None]:
     """Stands in for what acts on Python state that no operator shows."""
 
     def shown(tensor: Any, *_: object, **__: object) -> str:
@@ -493,12 +509,14 @@ def _watched(fake_state: FakeState, recorder: Recorder, frames: Frames) -> Itera
         for kind in (C.ScriptFunction, C.ScriptMethod):
             replace(kind, "__call__", scripted(kind.__call__))
         replace(C, "_will_engine_execute_node", node_stand_in(fake_state.fakes()))
+        run_engine = engine()
         if fake_state.has_histories():
-            replace(
-                torch.autograd,
-                "_engine_run_backward",
-                watched_engine(recorder.is_original, frames.made_by),
-            )
+            run_engine = watched_engine(recorder.is_original, frames.made_by)
+        if any(is_ddp(module) for _, module in fake_state.reach.modules):
+            run_engine = reductions.engine(run_engine)
+            replace(torch.nn.parallel.DistributedDataParallel, "forward", reductions.forward)
+        if run_engine is not engine():
+            replace(torch.autograd, "_engine_run_backward", run_engine)
         for holder, name, stand_in in fake_state.regions.stand_ins():
             replace(holder, name, stand_in)
         for holder, name, stand_in in scaler_stand_ins(fake_state, recorder):
@@ -508,6 +526,11 @@ def _watched(fake_state: FakeState, recorder: Recorder, frames: Frames) -> Itera
         for holder, name, stand_in in fake_state.reliance.stand_ins(
             lambda reason: recorder.refuse(reason, code="moved")
         ):
+            replace(holder, name, stand_in)
+        for holder, name, stand_in in dtensors.stand_ins(recorder):
+            replace(holder, name, stand_in)
+        stack.enter_context(dtensors.masks_kept())
+        for holder, name, stand_in in fully_shard.stand_ins(recorder):
             replace(holder, name, stand_in)
         for holder, name, stand_in in custom_ops.collective_stand_ins(recorder):
             replace(holder, name, stand_in)
@@ -639,6 +662,7 @@ def _results(fake_state: FakeState, recorder: Recorder, result: Any) -> None:
         history: History = "none"
         if isinstance(leaf, torch.Tensor):
             references.append(Ref(recorder.leaving(leaf, "the step's result")))
+            recorder.note_joined(len(references) - 1, leaf)
             if not recorder.is_original(leaf):
                 history = _result_history(recorder, leaf)
         elif (slot := recorder.slot_of(leaf)) is not None:
@@ -692,11 +716,13 @@ def _endings(
         if held.get(path) is tensor:
             if isinstance(reference, PlaceReference) and reference.space in others:
                 program.rebinds.append((reference, recorder.leaving(tensor, path)))
+                recorder.note_joined(path, tensor)
             continue
         _check_replaceable(recorder, reference, tensor)
         if tensor.grad_fn is not None and not recorder.is_original(tensor):
             program.historic[path] = recorder.history_of(tensor)
         program.rebinds.append((reference, recorder.leaving(tensor, path)))
+        recorder.note_joined(path, tensor)
     for reference, _ in before:
         if reference.path not in now:
             if isinstance(reference, GradientReference):
@@ -771,6 +797,7 @@ def _tied_endings(
             _check_replaceable(recorder, reference, now)
             place = AttributeReference(reference.space, reference.key, reference.path)
             recorder.program.rebinds.append((place, recorder.leaving(now, reference.path)))
+            recorder.note_joined(reference.path, now)
             if now.grad_fn is not None and not recorder.is_original(now):
                 recorder.program.historic[reference.path] = recorder.history_of(now)
         if now is first[id(tensor)].get():
@@ -814,6 +841,12 @@ def _original_endings(
     """What the step leaves on tensors from before it, beside values."""
     references = {slot: reference for reference, slot in recorder.program.referenced}
     for one in originals:
+        if local_of(one.tensor) is not one.part or layout_of(one.tensor) != one.layout:
+            raise CaptureError(
+                f"the step gives the DTensor {references[one.slot].path} another local part or layout; "
+                "put another DTensor in its place, or write into it",
+                code="dtensor",
+            )
         if one.is_detached():
             if is_view(fake_state.identities.of(one.tensor)):
                 raise CaptureError(f"{references[one.slot].path} {VIEW}", code="outer_history")
@@ -872,6 +905,7 @@ def _argument_endings(recorder: Recorder, received: _Received) -> None:
             program.rebinds.append(
                 (reference.gradient, recorder.leaving(gradient, reference.gradient.path))
             )
+            recorder.note_joined(reference.gradient.path, gradient)
 
 
 def check_no_leaf(tensor: torch.Tensor, path: str, *, is_new: bool = True) -> None:
@@ -912,6 +946,7 @@ def _entry_endings(
         value = reference.get()
         if isinstance(value, torch.Tensor):
             program.rebinds.append((reference, recorder.leaving(value, reference.path)))
+            recorder.note_joined(reference.path, value)
         elif (slot := recorder.slot_of(value)) is not None:
             program.rebinds.append((reference, slot))
         elif is_plain(value):
@@ -1008,6 +1043,7 @@ def _nest(
     place = EntryReference(reference, keys, path) if keys else reference
     if isinstance(value, torch.Tensor):
         left, is_original = recorder.leaving(value, path), recorder.is_original(value)
+        recorder.note_joined(path, value)
         if not is_original and (is_parameter(value) or (value.is_leaf and value.requires_grad)):
             return MISSING, []
         if value.grad_fn is not None and not is_original:

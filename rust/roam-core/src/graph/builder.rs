@@ -339,14 +339,18 @@ impl GraphBuilder {
                 }
             }
             let residency = |tensor: TensorId| self.tensors[tensor.index()].residency;
-            let is_local = matches!(residency(input), Residency::StepLocal | Residency::Unpooled);
+            let is_local = match residency(input) {
+                Residency::StepLocal => residency(output) == Residency::StepLocal,
+                Residency::Unpooled => matches!(residency(output), Residency::Unpooled | Residency::Leaves),
+                Residency::Enters | Residency::Leaves | Residency::Persistent => false,
+            };
             let fault = if read[input.index()] != Some(id) {
                 ReuseFault::InputNotRead
             } else if created[output.index()] != Some(id) {
                 ReuseFault::OutputNotCreated
             } else if mutated[input.index()] == Some(id) {
                 ReuseFault::InputMutated
-            } else if !is_local || residency(input) != residency(output) {
+            } else if !is_local {
                 ReuseFault::NotStepLocal
             } else if self.counted_bytes(input) != self.counted_bytes(output) {
                 ReuseFault::SizesDiffer

@@ -24,7 +24,8 @@ pub enum ReuseFault {
     InputMutated,
     /// The operator does not make the output.
     OutputNotCreated,
-    /// One of the two does not live in the step alone, or only one of them in the pool.
+    /// One of the two may lie in the pool and the other not, or the input does not live in the step
+    /// alone.
     NotStepLocal,
     /// Their counted sizes differ.
     SizesDiffer,
@@ -38,7 +39,9 @@ impl fmt::Display for ReuseFault {
             Self::InputNotRead => "the operator does not read the input",
             Self::InputMutated => "the operator mutates the input",
             Self::OutputNotCreated => "the operator does not create the output",
-            Self::NotStepLocal => "both tensors must be step-local, or both unpooled",
+            Self::NotStepLocal => {
+                "both tensors must be step-local, or the input unpooled and the output unpooled or leaving"
+            }
             Self::SizesDiffer => "the two tensors differ in counted size",
             Self::Doubled => "the pair is listed twice",
         })
