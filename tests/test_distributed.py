@@ -29,6 +29,8 @@ from torch.utils import _pytree as pytree
 
 import roam
 from ranks import Ranks, alive, revived
+from roam.distributed import collectives
+from roam.torch_compat.private import tensor_uses
 
 Step = Callable[..., Any]
 
@@ -745,3 +747,21 @@ def accumulated(rank: int, world: int) -> list[int]:
 
 def test_gradients_add_up_over_calls_without_communication(ranks: Ranks) -> None:
     assert ranks.run(accumulated) == [[]] * 4
+
+
+def still_held(rank: int, world: int) -> int:
+    """In how many of 300 collectives their tensors had more holders after the wait than before."""
+    group = collectives.Group.of(dist.group.WORLD)
+    start = collectives.launch("allreduce_", group, "SUM")
+    found = 0
+    for _ in range(300):
+        tensor = torch.ones(1000)
+        before = tensor_uses(tensor)
+        pending = start([tensor], [tensor])
+        collectives.wait(pending, [tensor], [tensor])
+        found += tensor_uses(tensor) > before
+    return found
+
+
+def test_after_a_wait_no_thread_of_the_group_holds_tensors(ranks: Ranks) -> None:
+    assert ranks.run(still_held) == [0] * 4

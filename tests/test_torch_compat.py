@@ -112,6 +112,13 @@ def _uses() -> bool:
     return after == before + 1 and view.numel() == 1
 
 
+def _holds() -> bool:
+    tensor = torch.ones(2, requires_grad=True)
+    before = private.tensor_uses(tensor)
+    product = tensor * tensor  # its node holds both factors
+    return private.tensor_uses(tensor) > before and product.numel() == 2
+
+
 def _marks() -> bool:
     with _fake_mode():
         fake = torch.ones(2)
@@ -934,6 +941,7 @@ CANARIES: dict[str, Callable[[], bool]] = {
     "storage_pointer": _shares,
     "storage_uses": _uses,
     "subclass_of": _fakes,
+    "tensor_uses": _holds,
     "suggest_memory_format": lambda: (
         private.suggest_memory_format(torch.ones(2)) is torch.contiguous_format
     ),

@@ -19,11 +19,18 @@ import torch
 
 from roam.distributed.agreement import LOOK_S, look
 from roam.interrupts import interrupts_allowed
-from roam.torch_compat.private import all_gather_single, reduce_scatter_single, resolve_group
+from roam.torch_compat.private import (
+    all_gather_single,
+    reduce_scatter_single,
+    resolve_group,
+    tensor_uses,
+)
 
 _SETTLES_S = 5.0
 """How long a rank whose step failed waits for what it has launched: other ranks launch the same,
 unless they fail too."""
+_RELEASES_S = 0.1
+"""How long a rank waits at most for gloo's thread to release a collective's tensors."""
 REDUCTIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 """Reductions that need no operand of their own."""
 
@@ -104,7 +111,12 @@ class Launch:
     def __call__(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Pending:
         """Launches it on real tensors, all of which stay busy until `wait`."""
         group = resolve_group(self.group.name)
-        return Pending(self, _STARTS[self.kind](self, group, list(outputs), list(inputs)))
+        held = [
+            (tensor, tensor_uses(tensor))
+            for tensor in {id(t): t for t in (*outputs, *inputs)}.values()
+        ]
+        work = _STARTS[self.kind](self, group, list(outputs), list(inputs))
+        return Pending(self, work, held)
 
 
 launch: Callable[..., Launch] = functools.cache(Launch)
@@ -114,11 +126,13 @@ launch: Callable[..., Launch] = functools.cache(Launch)
 class Pending:
     """A collective between its launch and its wait."""
 
-    __slots__ = ("_work", "launch")
+    __slots__ = ("_held", "_work", "launch")
 
-    def __init__(self, launch: Launch, work: Any) -> None:
+    def __init__(self, launch: Launch, work: Any, held: list[tuple[torch.Tensor, int]]) -> None:
+        """`held`: the tensors that were launched, each with how many holders it had before."""
         self.launch = launch
         self._work = work
+        self._held = held
         if work is not None:
             _in_flight[id(self)] = self
 
@@ -128,14 +142,14 @@ class Pending:
         Raises:
             RuntimeError: what the group says, if the collective failed.
         """
-        work = self._work
-        if work is None:
+        if self._work is None:
             return
         group = self.launch.group
         if len(group.ranks) > 1 and group.can_be_polled():
             while not self._is_done(LOOK_S):
                 with interrupts_allowed():
                     look(group)
+            self._wait_for_release()
         elif not self._is_done():
             raise RuntimeError("the process group does not wait for its collective")
 
@@ -158,6 +172,19 @@ class Pending:
             raise
         self._forget()
         return True
+
+    def _wait_for_release(self) -> None:
+        """Returns when gloo's thread holds the tensors no longer, which is a little after it has
+        said that the collective is done. Otherwise memory would be freed later than planned, by
+        chance, and a process that ends in between would be aborted: that thread cannot release
+        objects of an interpreter that is gone.
+        """
+        deadline = time.monotonic() + _RELEASES_S
+        held, self._held = self._held, []
+        while any(tensor_uses(tensor) > uses for tensor, uses in held):
+            if time.monotonic() > deadline:
+                return
+            time.sleep(0)
 
     def _forget(self) -> None:
         """The group's own object holds the tensors: it goes when the collective is done."""

@@ -74,6 +74,8 @@ storage_pointer: Callable[[Any], int] = torch._C.StorageBase.__dict__["_cdata"].
 """As `c_pointer`, of a storage, while attributes of storages are patched."""
 storage_uses: Callable[[int], int] = torch._C._storage_Use_Count
 """How many tensors and Python objects hold a storage, by its `c_pointer`."""
+tensor_uses: Callable[[Any], int] = torch.Tensor._use_count
+"""How many holders the C++ object of a tensor has; Python counts as one of them."""
 hooks_of: Callable[[Any], Any] = operator.attrgetter("_backward_hooks")
 """A tensor's hooks on its gradient; None where there are none."""
 gradient_hooks_of: Callable[[Any], Any] = operator.attrgetter("_post_accumulate_grad_hooks")
@@ -965,6 +967,7 @@ __all__ = [
     "store_of",
     "subclass_of",
     "suggest_memory_format",
+    "tensor_uses",
     "to_device",
     "tracing_context",
     "version_of",
