@@ -308,12 +308,12 @@ def with_a_scaler() -> Training:
     return Training(step, (*made.objects, scaler), made.batch)
 
 
-@pytest.mark.parametrize("make", [accumulating, with_a_scaler])
-def test_ordinary_loops_keep_within_a_share(make: Callable[[], Training]) -> None:
+@pytest.mark.parametrize(("make", "share"), [(accumulating, "60%"), (with_a_scaler, "75%")])
+def test_ordinary_loops_keep_within_a_share(make: Callable[[], Training], share: str) -> None:
     steps: list[roam.Step] = []
 
     def wrap(step: Any) -> Any:
-        steps.append(roam.compile(step, memory="60%"))
+        steps.append(roam.compile(step, memory=share))
         return steps[-1]
 
     planned, training = run(make, 5, wrap)
