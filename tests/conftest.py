@@ -18,6 +18,10 @@ settings.load_profile("roam")
 # the tests interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# Kernels as small as those of tests gain nothing from more threads, and wait for them where as many
+# processes test as there are cores. Tests of what threads change set their number.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # No test takes plans that another left on disk, but for those of the cache.
 os.environ["ROAM_CACHE"] = "0"
 
