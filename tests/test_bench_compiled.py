@@ -22,7 +22,7 @@ def test_one_network(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
         block = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh())
         model = torch.nn.Sequential(block, torch.nn.Linear(8, 100))
         batch = partial(torch.randn, 4, 8), partial(torch.randint, 100, (4,))
-        return model, [block], lambda: tuple(make() for make in batch), compiled._image_loss
+        return model, [block], lambda: tuple(make() for make in batch), compiled.image_loss
 
     monkeypatch.setitem(compiled._MAKES, "vit", small)
     row: dict[str, object] = {"net": "vit"}

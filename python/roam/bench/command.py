@@ -193,6 +193,27 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
         help="how many steps (default %(default)s)",
     )
 
+    ranks = command(
+        "ranks",
+        "train networks on several gloo processes, wrapped and sharded, by plan and eagerly",
+        *_MODELS,
+    )
+    _only(ranks, "net")
+    ranks.add_argument(
+        "--ranks",
+        type=positive_integer,
+        default=2,
+        metavar="N",
+        help="how many processes (default %(default)s)",
+    )
+    ranks.add_argument(
+        "--steps",
+        type=positive_integer,
+        default=20,
+        metavar="N",
+        help="how many steps of each kind, of which the first three are not timed (default %(default)s)",
+    )
+
     memory = command(
         "memory",
         "plan and train networks within memory budgets, and compare what that costs",

@@ -69,7 +69,7 @@ def _gpt2() -> tuple[Any, Iterable[Any], Callable[[], Any], Callable[..., Any]]:
     config = transformers.GPT2Config(use_cache=False)
     model = transformers.GPT2LMHeadModel(config)
     ids = partial(torch.randint, config.vocab_size, (1, 64))
-    return model, model.transformer.h, lambda: (ids(),), _language_loss
+    return model, model.transformer.h, lambda: (ids(),), language_loss
 
 
 def _llama() -> tuple[Any, Iterable[Any], Callable[[], Any], Callable[..., Any]]:
@@ -82,14 +82,14 @@ def _llama() -> tuple[Any, Iterable[Any], Callable[[], Any], Callable[..., Any]]
     )  # fmt: skip
     model = transformers.LlamaForCausalLM(config)
     ids = partial(torch.randint, config.vocab_size, (2, 128))
-    return model, model.model.layers, lambda: (ids(),), _language_loss
+    return model, model.model.layers, lambda: (ids(),), language_loss
 
 
 def _vit() -> tuple[Any, Iterable[Any], Callable[[], Any], Callable[..., Any]]:
     import torchvision
 
     model = torchvision.models.VisionTransformer(64, 8, 12, 6, 384, 1536, num_classes=100)
-    return model, model.encoder.layers, partial(_images, 8), _image_loss
+    return model, model.encoder.layers, partial(_images, 8), image_loss
 
 
 def _resnet() -> tuple[Any, Iterable[Any], Callable[[], Any], Callable[..., Any]]:
@@ -97,17 +97,19 @@ def _resnet() -> tuple[Any, Iterable[Any], Callable[[], Any], Callable[..., Any]
 
     model = torchvision.models.resnet18(num_classes=100)
     layers = (model.layer1, model.layer2, model.layer3, model.layer4)
-    return model, [block for layer in layers for block in layer], partial(_images, 8), _image_loss
+    return model, [block for layer in layers for block in layer], partial(_images, 8), image_loss
 
 
 _MAKES = dict(zip(NETS, (_gpt2, _llama, _vit, _resnet), strict=True))
 
 
-def _language_loss(model: Any, ids: Any) -> Any:
+def language_loss(model: Any, ids: Any) -> Any:
+    """The loss of a language model that predicts the ids that it is given."""
     return model(input_ids=ids, labels=ids).loss
 
 
-def _image_loss(model: Any, images: Any, labels: Any) -> Any:
+def image_loss(model: Any, images: Any, labels: Any) -> Any:
+    """The loss of a classifier of images."""
     import torch
 
     return torch.nn.functional.cross_entropy(model(images), labels)
