@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 _OUTPUT = "roam-bench"
 _MODELS = ("torch", "torchvision", "transformers")
 """What the zoo's models need."""
+_Command = Callable[..., argparse.ArgumentParser]
+"""Makes the parser of a benchmark of its name, what it does, and the packages it needs."""
 _LIBRARIES = ("torchvision", "transformers", "timm", "diffusers")
 
 
@@ -34,33 +36,56 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
             name, help=summary, description=summary[0].upper() + summary[1:] + "."
         )
         made.set_defaults(run=_run, module=f"roam.bench.{name.replace('-', '_')}", needs=needs)
-        made.add_argument(
-            "--json",
-            action="store_true",
-            help="print one JSON object, the contents of the JSON file",
-        )
-        made.add_argument(
-            "--output",
-            type=Path,
-            default=Path(_OUTPUT),
-            metavar="DIR",
-            help="folder for the results; a benchmark that was stopped continues from those it "
-            f"finds there (default {_OUTPUT})",
-        )
-        made.add_argument(
-            "--fresh",
-            action="store_true",
-            help="start again instead of continuing a benchmark that was stopped",
-        )
+        _outputs(made)
         return made
 
-    zoo = command(
+    for add in (
+        _zoo,
+        _scripts,
+        _paper,
+        _suite,
+        _families,
+        _first_call,
+        _shapes,
+        _compiled,
+        _ranks,
+        _memory,
+        _layout,
+        _iopddl,
+        _scale,
+    ):
+        add(command)
+
+
+def _outputs(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="print one JSON object, the contents of the JSON file",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path(_OUTPUT),
+        metavar="DIR",
+        help="folder for the results; a benchmark that was stopped continues from those it "
+        f"finds there (default {_OUTPUT})",
+    )
+    parser.add_argument(
+        "--fresh",
+        action="store_true",
+        help="start again instead of continuing a benchmark that was stopped",
+    )
+
+
+def _zoo(command: _Command) -> None:
+    made = command(
         "zoo",
         "train small versions of known architectures by a plan and eagerly, and compare bits",
         "torch",
     )
-    _only(zoo, "architecture")
-    zoo.add_argument(
+    _only(made, "architecture")
+    made.add_argument(
         "--library",
         action="append",
         default=[],
@@ -69,20 +94,22 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
         "installed)",
     )
 
-    scripts = command(
+
+def _scripts(command: _Command) -> None:
+    made = command(
         "scripts",
         "run training scripts by a plan and eagerly, and compare everything that they change",
         "torch",
     )
-    _only(scripts, "script")
-    scripts.add_argument(
+    _only(made, "script")
+    made.add_argument(
         "--family",
         action="append",
         default=[],
         metavar="NAME",
         help="only this family; may be given several times",
     )
-    scripts.add_argument(
+    made.add_argument(
         "--time-limit",
         type=seconds,
         default=600.0,
@@ -90,13 +117,15 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
         help="seconds for each script (default %(default)s)",
     )
 
-    paper = command(
+
+def _paper(command: _Command) -> None:
+    made = command(
         "paper",
         "compare roam's plans and every baseline with the figures that Shu et al. published",
         *_MODELS,
     )
-    _only(paper, "model")
-    paper.add_argument(
+    _only(made, "model")
+    made.add_argument(
         "--whole-program",
         type=seconds,
         default=60.0,
@@ -105,14 +134,16 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
         "are small enough; 0 leaves them out (default 60)",
     )
 
-    suite = command(
+
+def _suite(command: _Command) -> None:
+    made = command(
         "suite",
         "plan the steps of the models that 'roam zoo' lists, and compare their memory with "
         "PyTorch's",
         *_MODELS,
     )
-    _only(suite, "model")
-    suite.add_argument(
+    _only(made, "model")
+    made.add_argument(
         "--batch",
         type=positive_integer,
         action="append",
@@ -120,23 +151,25 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="only this batch size (default 1 and 32)",
     )
-    suite.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="(default cpu)")
+    made.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="(default cpu)")
 
-    suite.add_argument(
+    made.add_argument(
         "--step", choices=("first", "steady"), default="steady", help="(default steady)"
     )
-    suite.add_argument(
+    made.add_argument(
         "--graphs", type=Path, metavar="DIR", help="write every captured graph to this folder"
     )
 
-    families = command(
+
+def _families(command: _Command) -> None:
+    made = command(
         "families",
         "plan models of timm and transformers that a rule chooses, and compare them with the "
         "lower bound",
         "torch",
     )
-    _only(families, "model")
-    families.add_argument(
+    _only(made, "model")
+    made.add_argument(
         "--library",
         action="append",
         default=[],
@@ -145,18 +178,22 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
         "installed)",
     )
 
-    first_call = command(
+
+def _first_call(command: _Command) -> None:
+    made = command(
         "first-call", "measure what takes the time in the first call of a compiled step", *_MODELS
     )
-    _only(first_call, "step")
+    _only(made, "step")
 
-    shapes = command(
+
+def _shapes(command: _Command) -> None:
+    made = command(
         "shapes",
         "train GPT-2 on sequence lengths in random order, by plan and eagerly",
         "torch",
         "transformers",
     )
-    shapes.add_argument(
+    made.add_argument(
         "--layers",
         type=positive_integer,
         action="append",
@@ -164,63 +201,41 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="only a model with N layers; may be given several times (default 2, 8 and 12)",
     )
-    shapes.add_argument(
-        "--lengths",
-        type=positive_integer,
-        default=24,
-        metavar="N",
-        help="how many sequence lengths (default %(default)s)",
-    )
-    shapes.add_argument(
-        "--steps",
-        type=positive_integer,
-        default=200,
-        metavar="N",
-        help="how many steps (default %(default)s)",
-    )
+    _count(made, "--lengths", 24, "how many sequence lengths")
+    _count(made, "--steps", 200, "how many steps")
 
-    compiled = command(
+
+def _compiled(command: _Command) -> None:
+    made = command(
         "compiled",
         "train networks whose blocks torch.compile has compiled, by plan and in a loop of their own",
         *_MODELS,
     )
-    _only(compiled, "net")
-    compiled.add_argument(
-        "--steps",
-        type=positive_integer,
-        default=20,
-        metavar="N",
-        help="how many steps (default %(default)s)",
-    )
+    _only(made, "net")
+    _count(made, "--steps", 20, "how many steps")
 
-    ranks = command(
+
+def _ranks(command: _Command) -> None:
+    made = command(
         "ranks",
         "train networks on several gloo processes, wrapped and sharded, by plan and eagerly",
         *_MODELS,
     )
-    _only(ranks, "net")
-    ranks.add_argument(
-        "--ranks",
-        type=positive_integer,
-        default=2,
-        metavar="N",
-        help="how many processes (default %(default)s)",
-    )
-    ranks.add_argument(
-        "--steps",
-        type=positive_integer,
-        default=20,
-        metavar="N",
-        help="how many steps of each kind, of which the first three are not timed (default %(default)s)",
+    _only(made, "net")
+    _count(made, "--ranks", 2, "how many processes")
+    _count(
+        made, "--steps", 20, "how many steps of each kind, of which the first three are not timed"
     )
 
-    memory = command(
+
+def _memory(command: _Command) -> None:
+    made = command(
         "memory",
         "plan and train networks within memory budgets, and compare what that costs",
         *_MODELS,
     )
-    _only(memory, "net")
-    memory.add_argument(
+    _only(made, "net")
+    made.add_argument(
         "--part",
         choices=("planned", "trained", "others", "pytorch", "checkmate"),
         default="planned",
@@ -229,7 +244,7 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
         "within the same memory; checkmate: Checkmate's programs on small steps beside plans (default "
         "planned)",
     )
-    memory.add_argument(
+    made.add_argument(
         "--pairs",
         type=int,
         default=30,
@@ -238,74 +253,77 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
         "(default %(default)s)",
     )
 
-    layout = command(
+
+def _layout(command: _Command) -> None:
+    made = command(
         "layout", "pack layout files in MiniMalloc's format, and compare pools with their bounds"
     )
-    layout.add_argument(
+    made.add_argument(
         "files", nargs="+", type=Path, metavar="FILE", help="a CSV file in MiniMalloc's format"
     )
-    _work(layout, 20_000_000_000, "file")
-    layout.add_argument(
+    _work(made, 20_000_000_000, "file")
+    made.add_argument(
         "--time-limit",
         type=seconds,
         metavar="S",
         help="stop each search after S seconds with its best packing so far",
     )
-    layout.add_argument(
+    made.add_argument(
         "--target",
         type=positive_integer,
         metavar="BYTES",
         help="stop each search once its pool is no larger than that",
     )
-    layout.add_argument(
+    made.add_argument(
         "--packed", type=Path, metavar="DIR", help="write each packing to a CSV file in this folder"
     )
 
-    iopddl = command(
+
+def _iopddl(command: _Command) -> None:
+    made = command(
         "iopddl",
         "choose strategies for the problems of the contest on intra-operator parallelism, and compare costs "
         "with their bounds",
     )
-    iopddl.add_argument(
+    made.add_argument(
         "files", nargs="+", type=Path, metavar="FILE", help="a problem in the contest's format"
     )
-    iopddl.add_argument(
+    _count(
+        made,
         "--work",
-        type=positive_integer,
-        default=10_000_000_000,
-        metavar="N",
-        help="look at no more than N entries of cost matrices for each problem (default %(default)s)",
+        10_000_000_000,
+        "look at no more than N entries of cost matrices for each problem",
     )
-    iopddl.add_argument(
+    made.add_argument(
         "--time-limit",
         type=seconds,
         metavar="S",
         help="stop each search after S seconds, reading included, with its best choice so far",
     )
 
-    scale = command(
+
+def _scale(command: _Command) -> None:
+    made = command(
         "scale", "plan generated steps and layouts of growing size, and measure time and memory"
     )
-    scale.add_argument(
-        "--largest",
-        type=positive_integer,
-        default=1_000_000,
-        metavar="N",
-        help="the largest number of operators or buffers (default %(default)s)",
-    )
-    scale.add_argument("--what", choices=("steps", "layouts"), help="only these (default both)")
-    _only(scale, "family of steps or style of layouts")
-    _work(scale, 200_000_000, "layout")
+    _count(made, "--largest", 1_000_000, "the largest number of operators or buffers")
+    made.add_argument("--what", choices=("steps", "layouts"), help="only these (default both)")
+    _only(made, "family of steps or style of layouts")
+    _work(made, 200_000_000, "layout")
 
 
-def _work(parser: argparse.ArgumentParser, default: int, what: str) -> None:
+def _count(parser: argparse.ArgumentParser, option: str, default: int, what: str) -> None:
     parser.add_argument(
-        "--work",
+        option,
         type=positive_integer,
         default=default,
         metavar="N",
-        help=f"limit the search to N comparisons for each {what} (default %(default)s)",
+        help=f"{what} (default %(default)s)",
     )
+
+
+def _work(parser: argparse.ArgumentParser, default: int, what: str) -> None:
+    _count(parser, "--work", default, f"limit the search to N comparisons for each {what}")
 
 
 def _only(parser: argparse.ArgumentParser, what: str) -> None:

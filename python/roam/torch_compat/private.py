@@ -131,13 +131,7 @@ def mark_parameter(tensor: Any) -> None:
 
 def is_dtensor(value: object) -> bool:
     """Whether a value is a `torch.distributed.tensor.DTensor`; does not import that."""
-    kind = type(value)
-    return (
-        kind is not torch.Tensor
-        and kind is not FakeTensor
-        and kind.__name__ == "DTensor"
-        and kind.__module__ == "torch.distributed.tensor"
-    )
+    return _is_named(value, "torch.distributed.tensor", "DTensor")
 
 
 def dtensor_class() -> Any:
@@ -149,12 +143,17 @@ def is_pending(value: object) -> bool:
     """Whether a value is the result of a functional collective that may not have been waited
     for.
     """
+    return _is_named(value, "torch.distributed._functional_collectives", "AsyncCollectiveTensor")
+
+
+def _is_named(value: object, module: str, name: str) -> bool:
+    """Whether a value's class has this name, in a module that may not have been imported."""
     kind = type(value)
     return (
         kind is not torch.Tensor
         and kind is not FakeTensor
-        and kind.__name__ == "AsyncCollectiveTensor"
-        and kind.__module__ == "torch.distributed._functional_collectives"
+        and kind.__name__ == name
+        and kind.__module__ == module
     )
 
 
