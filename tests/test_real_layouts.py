@@ -246,6 +246,7 @@ LOSSES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "unfolded": lambda x, y: functional.fold(functional.unfold(x, 3, padding=1), (8, 8), 3, padding=1) * y,
     "normed": lambda x, y: functional.layer_norm(permuted(x), (4,)) * functional.instance_norm(y).movedim(1, -1),
     "distances": lambda x, y: torch.cdist(x.flatten(2).transpose(1, 2), y.flatten(2).transpose(1, 2)),
+    "mse of other targets": lambda x, y: functional.mse_loss(x.bfloat16(), y) + functional.smooth_l1_loss(x.half(), y),
     "attention": lambda x, y: functional.scaled_dot_product_attention(permuted(x), permuted(y), permuted(x)),
 }  # fmt: skip
 

@@ -87,6 +87,11 @@ def _layer_norm_backward(args: Any, result: Any) -> Any:
     return result[0].contiguous(), *result[1:]
 
 
+def _loss_backward(args: Any, result: Any) -> Any:
+    """The gradient has its input's dtype, also where the targets have another."""
+    return result if args[1].device.type != "cpu" else result.to(args[1].dtype)
+
+
 def _multilabel_margin_loss(args: Any, result: Any) -> Any:
     return (result[0].new_empty(()), result[1]) if args[0].dim() < 2 and args[2] == 0 else result
 
@@ -108,6 +113,8 @@ _CORRECTIONS: dict[Any, Callable[[Any, Any], Any]] = {
     aten.native_batch_norm_backward.default: _batch_norm_backward,
     aten.native_layer_norm.default: _layer_norm,
     aten.native_layer_norm_backward.default: _layer_norm_backward,
+    aten.mse_loss_backward.default: _loss_backward,
+    aten.smooth_l1_loss_backward.default: _loss_backward,
     aten.multilabel_margin_loss_forward.default: _multilabel_margin_loss,
 }
 
@@ -143,8 +150,9 @@ def bytes_at_least(func: Any, tensors: list[Any], position: int, result: Any) ->
     if func not in _OVERSIZED or tensors[0].device.type != "cpu":
         return 0
     item_bytes = int(tensors[0].element_size())
-    if func in _REDUCED_LOSSES:
-        return int(torch.broadcast_shapes(tensors[0].shape, tensors[1].shape).numel()) * item_bytes
+    if func in _REDUCED_LOSSES:  # in the result's dtype, where the two differ
+        losses = torch.broadcast_shapes(tensors[0].shape, tensors[1].shape).numel()
+        return int(losses) * int(result.element_size())
     if func in _UNFOLDED:
         return int(tensors[0].numel()) * item_bytes
     if position == 1 and result.numel():
