@@ -96,10 +96,11 @@ _announced: dict[str, Any] = {}
 
 def leave(sequences: Sequences, reason: str) -> None:
     """After a run that failed: tells the other ranks, which wait for what never comes."""
+    reason = reason.removesuffix(f"; {_AGAIN}")
     for group in sequences:
-        _left.setdefault(group.name, reason)
+        first = _left.setdefault(group.name, reason)
         try:
-            _store(group).set(f"left/{group.rank}", reason)
+            _store(group).set(f"left/{group.rank}", first)
         except RuntimeError:  # whoever kept it is gone, and so are the others
             continue
 
@@ -115,7 +116,6 @@ def look(group: Group) -> None:
     for other in range(len(group.ranks)):
         if other == group.rank:
             continue
-        _raise_if_left(store, group, other)
         theirs = _read(store, f"pending/{other}")
         # It waits for this rank to have what it launches in the same run.
         if (
@@ -124,6 +124,7 @@ def look(group: Group) -> None:
             and not store.check([f"known/{group.rank}/{theirs['digest']}"])
         ):
             _raise_different(group, other, sequence, theirs["sequence"])
+        _raise_if_left(store, group, other)
 
 
 def _agree(group: Group, sequence: list[list[str]]) -> None:
@@ -135,14 +136,14 @@ def _agree(group: Group, sequence: list[list[str]]) -> None:
     store.set(f"pending/{group.rank}", json.dumps(mine))
     deadline = time.monotonic() + store.timeout.total_seconds()
     while missing := [one for one in others if not store.check([f"known/{one}/{digest}"])]:
-        for other in missing:
-            _raise_if_left(store, group, other)
+        for other in missing:  # what differs comes first: whoever finds it leaves
             theirs = _read(store, f"pending/{other}")
             if theirs and not store.check([f"known/{group.rank}/{theirs['digest']}"]):
                 _raise_different(group, other, sequence, theirs["sequence"])
+            _raise_if_left(store, group, other)
         if time.monotonic() > deadline:
             raise ExecutionError(
-                f"rank {_named(group, missing[0])} has no plan with the same collectives after "
+                f"rank {_named(group, missing[0])} has come with no plan for the same collectives in "
                 f"{store.timeout.total_seconds():.0f} s, the time limit of the group's store; call the "
                 "same compiled step on all ranks, or on none (ROAM_DISABLE=1)",
                 code="rank_left",
@@ -209,7 +210,6 @@ def _raise_different(
     group: Group, other: int, mine: Sequence[Sequence[str]], theirs: Sequence[Sequence[str]]
 ) -> None:
     """Says which collective is the first that differs."""
-    nothing = ["nothing", "the end of the step"]
     place = next(
         (
             place
@@ -218,13 +218,14 @@ def _raise_different(
         ),
         min(len(mine), len(theirs)),
     )
-    (own, own_line), (what, line) = (
-        sequence[place] if place < len(sequence) else nothing for sequence in (mine, theirs)
+    own, what = (
+        "{} at {}".format(*sequence[place]) if place < len(sequence) else "none"
+        for sequence in (mine, theirs)
     )
     raise ExecutionError(
-        f"ranks launch different collectives: number {place + 1} in the group is {own} at {own_line} on "
-        f"rank {_named(group, group.rank)}, and {what} at {line} on rank {_named(group, other)}; let all ranks "
-        "run the same code on models of the same shape",
+        f"ranks launch different collectives: number {place + 1} of the step in this process group is {own} on rank "
+        f"{_named(group, group.rank)}, and {what} on rank {_named(group, other)}; let all ranks run the same code on "
+        "models of the same shape",
         code="collectives_differ",
     )
 
