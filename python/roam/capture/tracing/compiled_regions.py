@@ -258,7 +258,10 @@ class Regions:
             return True
         wrapper = _wrapper_of(frame)
         if wrapper is None:
-            self._refused("what it calls cannot be found", code="compiled_function")
+            self._refused(
+                "the function inside of it cannot be found; call the plain function",
+                code="compiled_function",
+            )
         cell = _cell(wrapper, "fn")
         self._cells.append((cell, held["fn"]))
         cell.cell_contents = _Called(self, wrapper, held["fn"], held["callback"])
@@ -342,8 +345,8 @@ class Regions:
         inputs.clear()
         if not self._is_real:
             self._refused(
-                "the step is of fake tensors, and what torch.compile has compiled is looked at on real ones; "
-                "capture it with real tensors, or call the plain function",
+                "it cannot be recorded in a step of fake tensors; capture the step with real tensors, or call "
+                "the plain function",
                 code="compiled_region",
             )  # fmt: skip
         try:
@@ -377,7 +380,7 @@ class Regions:
             if self._rounds > _MOST_ROUNDS:
                 _refuse(
                     one,
-                    "it is made anew in every step; compile it once, outside of the step",
+                    "every step makes it anew; call torch.compile once, outside of the step",
                     code="compiled_call",
                 )
             with self.around():
@@ -402,13 +405,14 @@ class Regions:
                     leaves.append(leaf.made() if leaf.place == len(leaves) else leaves[leaf.place])
             args, kwargs = pytree.tree_unflatten(leaves, wanted.spec)
             wanted.settings.enter(stack)
-            if any(now is not then and now != then for now, then in _changes(wanted.state)):
-                _refuse(
-                    wanted,
-                    "attributes of modules are other ones where the step calls it than before the step, for which it is compiled; "
-                    "set them before the step, for example model.train()",
-                    code="compiled_call",
-                )
+            for name, now, then in _changes(wanted.state):
+                if now is not then and now != then:
+                    _refuse(
+                        wanted,
+                        f"the step has set {name} to {then!r} by then; it would be compiled for {now!r}, the value before "
+                        "the step; set such attributes before the step, as model.train() does",
+                        code="compiled_call",
+                    )
             try:
                 stand_ins = [(evaluation, FROM_STANCE, stand_in)]
                 with replaced(stand_ins), whole_graphs():
@@ -513,8 +517,8 @@ def _function(function: Callable[..., Any], found: _Code) -> Callable[..., Any]:
         module: Any = function.__self__
         if has_module_hooks(module):
             raise CaptureError(
-                f"{type(module).__name__} is compiled and has hooks, which cannot be captured together; remove the hooks, "
-                "or compile the modules inside of it",
+                f"{type(module).__name__} is compiled by torch.compile and has hooks, and the two cannot be captured "
+                "together; remove the hooks, or compile the modules inside of it",
                 code="compiled_call",
             )
         function = module.forward
@@ -550,9 +554,11 @@ def _plain_state(
     }
 
 
-def _changes(state: dict[tuple[int, str], tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
+def _changes(state: dict[tuple[int, str], tuple[Any, Any]]) -> Iterator[tuple[str, Any, Any]]:
+    """Per attribute its name, its value now and its value when the compiled function was called."""
     for (_, name), (value, module) in state.items():
-        yield object.__getattribute__(module, "__dict__").get(name), value
+        now = object.__getattribute__(module, "__dict__").get(name)
+        yield f"{type(module).__name__}.{name}", now, value
 
 
 def _first_line(error: Exception) -> str:

@@ -49,8 +49,8 @@ class Reductions:
         """What `DistributedDataParallel.forward` does."""
         if (reason := unsupported(ddp)) is not None:
             self._recorder.refuse(
-                f"a DistributedDataParallel is called of which a plan cannot do what it is set to: {reason}; make it without, or "
-                "pass the plain module and reduce the gradients in the step by torch.distributed.all_reduce",
+                f"a DistributedDataParallel is set to what no plan can do: {reason}; leave that out, or pass the plain "
+                "module and reduce the gradients in the step by torch.distributed.all_reduce",
                 code="ddp_option",
             )
         is_synced = torch.is_grad_enabled() and ddp.require_backward_grad_sync
@@ -72,9 +72,9 @@ class Reductions:
         if buckets is None:
             try:
                 self._recorder.refuse(
-                    "the first step of a DistributedDataParallel reduces gradients in other "
-                    "buckets than all later ones, which it is to find out; run the step once, "
-                    "eagerly",
+                    "a DistributedDataParallel has not run a backward pass yet; only in the first "
+                    "one does it find out in which buckets all later ones reduce gradients; run "
+                    "the step once, which runs it eagerly",
                     code="ddp_first_step",
                 )
             except CaptureError as refusal:
@@ -83,7 +83,7 @@ class Reductions:
         parameters = parameters_of(ddp, buckets)
         if parameters is None:
             self._recorder.refuse(
-                "the parameters of a DistributedDataParallel are not those that its reducer knows; "
+                "the parameters of a DistributedDataParallel are not those that it was made with; "
                 "freeze or replace parameters before it is made",
                 code="ddp_option",
             )
@@ -172,8 +172,8 @@ class _Reducer:
             missing = len(self._parameters) - len(self._ready)
             self._recorder.refuse(
                 f"{missing} of {len(self._parameters)} parameters of a DistributedDataParallel get no "
-                "gradient in a backward pass, so that it would never be reduced; let the loss "
-                "depend on all of them, or freeze the others before the module is made",
+                "gradient in a backward pass, so that their buckets would never be reduced; let the "
+                "loss depend on all of them, or freeze the others before the module is made",
                 code="ddp_unused",
             )
 
@@ -183,9 +183,9 @@ class _Reducer:
             if self._as_views and parameter.grad is not None and is_given(parameter.grad):
                 # In eager PyTorch it may be a view of the bucket, and is then divided in place.
                 self._recorder.refuse(
-                    "gradients from before the step are there, and gradient_as_bucket_view=True "
-                    "reduces such in another way; set them to None first, as "
-                    "optimizer.zero_grad() does",
+                    "a parameter has a gradient from before the step, which "
+                    "gradient_as_bucket_view=True reduces in another way than plans do; set "
+                    "gradients to None first, as optimizer.zero_grad() does",
                     code="ddp_option",
                 )
 
@@ -208,8 +208,9 @@ class _Reducer:
                 else "has a history of its own (create_graph=True)"
             )
             self._recorder.refuse(
-                f"the gradient of a parameter of a DistributedDataParallel {what}, which it does "
-                "not reduce as plans do; use non-reentrant checkpoints, and plain backward passes",
+                f"the gradient of a parameter of a DistributedDataParallel {what}, and no plan "
+                "reduces such a gradient as the module does; use checkpoints with "
+                "use_reentrant=False, and backward passes without create_graph",
                 code="ddp_unused",
             )
         self._ready.add(place)

@@ -66,7 +66,7 @@ def stand_ins(trace: TraceContext) -> Iterator[Replacement]:
         trace.refuse(
             "DTensor draws random numbers on this device by moving the generator's state by each "
             "process's place, which capture cannot see; leave dropout out where tensors are "
-            "distributed, or call it on x.to_local()",
+            "distributed, or apply it to x.to_local()",
             code="dtensor_random",
         )
 

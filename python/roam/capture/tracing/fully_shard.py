@@ -56,7 +56,10 @@ def check_sharded(modules: Sequence[tuple[str, torch.nn.Module]]) -> None:
             for fault in shard_faults(state):
                 error = CaptureError(
                     f"{path} is sharded by fully_shard and "
-                    + (fault or "has not run yet, which sets it up; run the model once"),
+                    + (
+                        fault
+                        or "has not run yet; PyTorch sets it up in its first run: call the step once"
+                    ),
                     code="fully_shard",
                 )
                 error.settles = not fault
@@ -100,7 +103,8 @@ def sharded(
                 raise CaptureError(
                     "the step leaves parameters gathered that fully_shard has sharded, or gradients "
                     "to be reduced; run forward and backward in one step, with "
-                    "set_requires_gradient_sync(True) for the last backward pass",
+                    "set_requires_gradient_sync(True) for the last backward pass, and evaluations "
+                    "by functions that are not compiled",
                     code="fully_shard",
                 )
     finally:

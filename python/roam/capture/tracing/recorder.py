@@ -449,9 +449,10 @@ class Recorder(TorchDispatchMode):
     def refuse_collective(self, name: str) -> NoReturn:
         """Refuses what brings processes together."""
         self.refuse(
-            "a plan cannot launch this collective of torch.distributed; call it outside of the step, "
-            "such as between two compiled functions, one for the backward pass, whose gradients "
-            "stay in .grad, and one for the update",
+            "a plan cannot launch this operation of torch.distributed; use all_reduce, broadcast, or "
+            "another one that plans launch (docs/how-to/distributed.md), or call it outside of the "
+            "step: between two compiled functions, one for the backward pass, whose gradients stay "
+            "in .grad, and one for the update",
             code="collective", op=name,
         )  # fmt: skip
 
