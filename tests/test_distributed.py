@@ -29,8 +29,8 @@ from torch.utils import _pytree as pytree
 
 import roam
 from ranks import Ranks, alive, revived
-from roam.distributed import collectives
-from roam.torch_compat.private import tensor_uses
+from roam.distributed import agreement, collectives
+from roam.torch_compat.private import store_of, tensor_uses
 
 Step = Callable[..., Any]
 
@@ -718,6 +718,22 @@ def a_method_and_two_wrappers(rank: int, world: int) -> list[int]:
         return [*found, *state_of(trainer.models[0], trainer.optimizer)]
 
     return differences(trained(lambda step: step), trained(roam.compile))
+
+
+def test_only_processes_of_this_machine_are_looked_for(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Containers may share a host's name, and not the numbers of processes."""
+    if not os.path.exists("/proc/self/ns/pid"):
+        pytest.skip("processes have no namespaces here")
+    with alone(tmp_path):
+        store, two = store_of(dist.group.WORLD), collectives.Group("two", (0, 1), 0)
+        beyond_all = 2**22 + 1  # the largest number of a process is 2**22 at most
+        store.set("process/1", f"{agreement._machine()} {beyond_all}")
+        with pytest.raises(roam.ExecutionError, match="is gone"):
+            agreement._raise_if_left(store, two, 1)
+        monkeypatch.setattr(os, "readlink", lambda path: "pid:[1]")
+        agreement._raise_if_left(store, two, 1)
 
 
 def test_one_model_in_two_wrappers_has_eager_bits(ranks: Ranks) -> None:

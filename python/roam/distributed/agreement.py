@@ -88,7 +88,7 @@ def announce() -> None:
     group: Any = torch.distributed.group.WORLD
     if _announced.get("group") is not group:
         _announced["group"] = group
-        store_of(group).set(f"process/{group.rank()}", f"{socket.gethostname()} {os.getpid()}")
+        store_of(group).set(f"process/{group.rank()}", f"{_machine()} {os.getpid()}")
 
 
 _announced: dict[str, Any] = {}
@@ -180,7 +180,7 @@ def _raise_if_left(store: Any, group: Group, other: int) -> None:
         )
 
     process = _process_of(_named(group, other))
-    if process is not None and process[0] == socket.gethostname() and _is_gone(int(process[1])):
+    if process is not None and process[0] == _machine() and _is_gone(int(process[1])):
         raise ExecutionError(
             f"rank {_named(group, other)} has left: its process {process[1]} is gone; {_AGAIN}",
             code="rank_left",
@@ -188,10 +188,18 @@ def _raise_if_left(store: Any, group: Group, other: int) -> None:
 
 
 def _process_of(rank: int) -> list[str] | None:
-    """Host and number of a rank's process; None where it has not told."""
+    """Machine and number of a rank's process; None where it has not told."""
     world = torch.distributed.group.WORLD
     store, key = store_of(world), f"process/{rank}"
     return store.get(key).decode().split() if store.check([key]) else None
+
+
+def _machine() -> str:
+    """Where processes have the same numbers: containers may share a host's name and not those."""
+    try:
+        return f"{socket.gethostname()}/{os.readlink('/proc/self/ns/pid')}"
+    except OSError:  # a system without that folder
+        return socket.gethostname()
 
 
 def _is_gone(process: int) -> bool:
