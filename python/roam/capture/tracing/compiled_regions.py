@@ -431,7 +431,8 @@ class Regions:
                     )
                 _refuse(
                     wanted,
-                    f"compiling it raised {type(error).__name__}: {_first_line(error)}",
+                    f"compiling it raised {type(error).__name__}: {_first_line(error)}; correct that, or "
+                    "call the plain function",
                     code="compiled_region",
                 )
         if not found:
