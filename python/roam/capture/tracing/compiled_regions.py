@@ -431,8 +431,7 @@ class Regions:
                     )
                 _refuse(
                     wanted,
-                    f"compiling it raised {type(error).__name__}: {_first_line(error)}; correct that, or "
-                    "call the plain function",
+                    f"compiling it raised {type(error).__name__}: {_first_line(error)}",
                     code="compiled_region",
                 )
         if not found:
