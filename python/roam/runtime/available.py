@@ -34,7 +34,10 @@ def known_limit(memory: MemoryLimit, device: torch.device, held_bytes: int) -> M
         return memory
     size_bytes = available_bytes(device, held_bytes)
     if size_bytes is None:
-        raise ValueError(f'memory="auto": nobody can tell how much memory {device} has free')
+        raise ValueError(
+            f'memory="auto": nobody can tell how much memory {device} has free; name an amount, '
+            'such as memory="12GiB"'
+        )
     return MemoryLimit(size_bytes=_rounded_down(size_bytes))
 
 

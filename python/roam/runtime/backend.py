@@ -80,7 +80,10 @@ def backend(
     partition = None if limit is None else Partition(MemoryLimit.of(limit))
     unknown = given.keys() - {"time_limit_s", "pool", "poison"}
     if unknown:
-        raise ValueError(f"the backend has no option {sorted(unknown)[0]!r}")
+        raise ValueError(
+            f"the backend has no option {sorted(unknown)[0]!r}; it has max_plans, memory, poison, pool "
+            "and time_limit_s"
+        )
     if type(max_plans) is not int or max_plans < 1:
         raise ValueError(f"max_plans is a whole number of at least 1, not {max_plans!r}")
     chosen = Options(**{"pool": False, **given})

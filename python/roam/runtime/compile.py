@@ -115,7 +115,10 @@ def compile(
     if on_change not in ("replan", "raise", "eager"):
         raise ValueError(f"on_change is 'replan', 'raise' or 'eager', not {on_change!r}")
     if streams > 1 and (pool is False or poison):
-        raise ValueError("a plan for several streams needs the pool, which poison cannot watch")
+        raise ValueError(
+            "a plan for several streams needs the pool, which poison cannot watch; leave pool=False and "
+            "poison=True out, or streams="
+        )
     if max_plans < 1:
         raise ValueError(f"max_plans is at least 1, not {max_plans}")
     if streams > 1 and memory is not None:
@@ -190,7 +193,11 @@ class Step:
                 replans.info("%s runs eagerly, since no plan fits: %s", self._name, found)
                 return None
             if len(self._captures) and self._on_change == "raise":
-                raise ExecutionError(f"no plan fits this call: {found}", code="no_plan_fits")
+                raise ExecutionError(
+                    f"no plan fits this call, and on_change='raise' makes no other: {found}; call the "
+                    "step with arguments like those at capture, or leave on_change= out",
+                    code="no_plan_fits",
+                )
             self._known.taker = self._known.taker.learning(args, kwargs)
             capture = self._capture_seen(args, kwargs, found, known)
             if capture is None:

@@ -142,12 +142,12 @@ class Check:
     def differs(self, call: Call, what: str) -> NoReturn:
         """Refuses to go on."""
         remedy = (
-            "; let its fake kernel (`register_fake`) say what the real one does"
+            "let its fake kernel (`register_fake`) say what the real one does"
             if is_foreign(call.target)
-            else ""
+            else "please report it"
         )
         raise ExecutionError(
-            f"{call.name} at {call.source}: {what}; the plan cannot be trusted{remedy}",
+            f"{call.name} at {call.source}: {what}; the plan cannot be trusted; {remedy}",
             code="differs_from_capture", operator=call.name, source=str(call.source),
         )  # fmt: skip
 

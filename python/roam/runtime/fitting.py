@@ -162,7 +162,8 @@ def graphs_of(
         if steady is None:
             assert first is not None, "one of them is there"
             raise first.program.unsettled or CaptureError(
-                "there is no steady step to plan; run the step's first call before",
+                "there is no steady step to plan before the first step has run; call the compiled step "
+                "once",
                 code="unsettled",
             )
         return [

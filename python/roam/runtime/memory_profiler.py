@@ -241,7 +241,8 @@ class _Stream:
             if total != event.total_bytes:
                 raise MeasurementError(
                     "memory was released by a thread that the profiler does not watch: "
-                    f"{event.total_bytes} bytes allocated, {total} accounted for",
+                    f"{event.total_bytes} bytes allocated, {total} accounted for. Measure while no "
+                    "other thread uses tensors",
                     code="other_thread",
                 )
             if event.size_bytes >= 0:
@@ -325,7 +326,8 @@ def _between_marks(roots: list[Any]) -> tuple[list[_Event], int]:
         stack.extend((child, call, operator, mark) for child in reversed(node.children))
     if _START not in marks or _END not in marks:
         raise MeasurementError(
-            "the profiler recorded no allocator events; is another profiler running?",
+            "the profiler recorded no allocator events, as when another profiler runs; stop the other "
+            "one",
             code="no_events",
         )
     start, start_bytes = marks[_START]
@@ -454,7 +456,8 @@ def measure_in_child(
             )
         except subprocess.TimeoutExpired:
             raise MeasurementError(
-                f"{request['build']} did not finish within {timeout_s} s", code="timeout"
+                f"{request['build']} did not finish within {timeout_s} s; pass a larger timeout_s",
+                code="timeout",
             ) from None
         if not reply.exists():
             tail = child.stderr.strip()[-2000:]

@@ -106,7 +106,7 @@ class Partition:
             return error
         return PlanError(
             f"forward and backward within {limit_bytes} bytes: {error}. Without recomputation they "
-            f"take {plain.total_bytes} bytes",
+            f"take {plain.total_bytes} bytes. Pass a larger memory=, or take a smaller batch",
             code=error.code,
             operator=error.operator,
             position=error.position,

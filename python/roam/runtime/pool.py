@@ -98,7 +98,8 @@ class Pool:
             self._storage.resize_(size_bytes)
         except RuntimeError as error:
             raise ExecutionError(
-                f"there is no memory for a pool of {size_bytes:,} bytes on {self.device}; nothing has been changed: {error}",
+                f"there is no memory for a pool of {size_bytes:,} bytes on {self.device}; nothing has been changed. Free "
+                f"memory, take a smaller batch, or pass a memory budget (memory=) to roam.compile: {error}",
                 code="out_of_memory",
             ) from error
 

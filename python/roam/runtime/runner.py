@@ -457,7 +457,8 @@ class Runner:
                 type(value) is bool or not isinstance(value, (float, int))
             ):
                 raise ExecutionError(
-                    f"{reference.path} is a {type(value).__name__}, not a float", code="rate"
+                    f"{reference.path} is a {type(value).__name__}, not a float; set a float",
+                    code="rate",
                 )
         for place in self._detached:
             if is_view(inputs[place]):
@@ -465,7 +466,7 @@ class Runner:
         if _pattern(storages) != self._sharing:
             raise ExecutionError(
                 "tensors of the step share memory in another way than at capture; tie or untie "
-                "weights before the first call",
+                "weights before the first call of the compiled step, or compile it again",
                 code="sharing",
             )
 
@@ -522,7 +523,8 @@ class Runner:
             if reference.path in set(changed) and not isinstance(reference, ArgumentReference)
         ]
         partial = ExecutionError(
-            f"{where} failed: {error}. Already updated, perhaps in part: {listed(changed)}",
+            f"{where} failed: {error}. Already updated, perhaps in part: {listed(changed)}. Load these from "
+            "a checkpoint before the next call",
             code="torn", operator=failure.call.name, source=str(failure.call.source),
         )  # fmt: skip
         partial.__cause__ = error

@@ -205,7 +205,8 @@ class _Walk:
             if len(self.reach.places) > _MOST_SPACES:
                 raise CaptureError(
                     f"the step reaches more than {_MOST_SPACES} objects (at {path}), which are too "
-                    "many to guard; pass it less, or close over less",
+                    "many to guard; let it reach fewer objects: keep data sets and loaders out of its "
+                    "arguments, and of what its function reads",
                     code="reach",
                 )
 

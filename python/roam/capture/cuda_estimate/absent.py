@@ -72,7 +72,8 @@ def prepare() -> None:
         from roam.capture.cuda_estimate import privateuse1
     except AttributeError as error:
         raise CaptureError(
-            f'no CUDA device on this machine; with PyTorch {torch.__version__}, capture with roam.fake("cpu")',
+            f"no CUDA device on this machine, and PyTorch {torch.__version__} does not permit a plan for CUDA without one; "
+            'capture with roam.fake("cpu"), or install a newer PyTorch',
             code="no_device",
         ) from error
     if privateuse1.is_free():

@@ -136,7 +136,9 @@ def _input(recorder: Recorder, mode: FakeTensorMode, reference: GraphInput, valu
 def _constant(recorder: Recorder, mode: FakeTensorMode, node: Node, value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         raise CaptureError(
-            f"{node.name} is a {type(value).__name__}, not a tensor", code="foreign_operator"
+            f"{node.name} is a {type(value).__name__}, and constants of a graph can only be tensors; "
+            "keep it out of what is compiled",
+            code="foreign_operator",
         )
     fake = mode.from_tensor(value.detach(), static_shapes=True)
     recorder.add_constant(fake, value)
@@ -153,7 +155,8 @@ def _call(node: Node, values: Mapping[Node, Any]) -> Any:
     ):
         name = getattr(target, "__name__", str(target))
         raise CaptureError(
-            f"{name} at {_source(node.meta)} is no aten operator",
+            f"{name} at {_source(node.meta)} is not one of PyTorch's own operators (aten), and graphs of "
+            "torch.compile with others have no plan; call it outside of what is compiled",
             code="foreign_operator",
             operator=name,
         )

@@ -639,8 +639,8 @@ def _check_dtensor(tensor: Any, path: str) -> None:
     if type(local) not in (torch.Tensor, FakeTensor) or local.layout is not torch.strided:
         refuse(
             path,
-            f"is a DTensor whose local part is a {type(local).__name__} of layout {local.layout}; only "
-            "dense plain parts are captured",
+            f"is a DTensor whose local part is a {type(local).__name__} of layout {local.layout}; make "
+            "it of dense plain tensors",
             code="subclass",
         )
     if local.requires_grad:
@@ -660,7 +660,7 @@ def _check_dtensor(tensor: Any, path: str) -> None:
         refuse(
             path,
             "is a DTensor whose placement holds a mask, as a lookup in a spread table leaves it; "
-            "redistribute it before",
+            "redistribute it before the step",
             code="subclass",
         )
 

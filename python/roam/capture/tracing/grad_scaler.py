@@ -164,6 +164,6 @@ def check_skippable(program: Program) -> None:
 def _escapes(what: str, operator: str = "", source: str = "") -> CaptureError:
     return CaptureError(
         f"{what} what an optimizer's step makes, which does not exist if a gradient scaler skips "
-        "that step",
+        "that step; use it only inside of the optimizer's step",
         code="scaler", operator=operator, source=source,
     )  # fmt: skip

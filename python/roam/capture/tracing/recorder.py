@@ -726,7 +726,7 @@ class Recorder(TorchDispatchMode):
             if not is_foreign(func):
                 raise
             self.refuse(
-                f"its fake kernel gives no result: {str(error).splitlines()[0] if str(error) else type(error).__name__}",
+                f"its fake kernel (torch.library.register_fake) gives no result; correct it: {str(error).splitlines()[0] if str(error) else type(error).__name__}",
                 code="no_fake_kernel", op=str(func), source=source,
             )  # fmt: skip
         if facts.reshapes_in_place:

@@ -286,11 +286,13 @@ def _run(
                 "step by torch.compile alone",
                 code="compiled_function", source=line,
             ) from error  # fmt: skip
+        settles = _is_raised_by_user(error)
+        remedy = "" if settles else "; run it eagerly, and report it if it works there"
         refusal = CaptureError(
-            f"the step raised {type(error).__name__} at {line} when it was run on fake tensors: {error}",
+            f"the step raised {type(error).__name__} at {line} when it was run on fake tensors{remedy}: {error}",
             code="step_raised", source=line,
         )  # fmt: skip
-        refusal.settles = _is_raised_by_user(error)
+        refusal.settles = settles
         raise refusal from error
     finally:
         _state.is_tracing = False
@@ -748,7 +750,8 @@ def _check_tuples(fake_state: FakeState, outside: Any) -> None:
     for space in fake_state.tuples():
         if not space.is_in_all_places():
             error = CaptureError(
-                f"the step puts another {space.kind} in one of several places that hold {space.path}",
+                f"the step puts another {space.kind} in one of several places that hold {space.path}; put the same one in all "
+                "of them, or keep it in one place",
                 code="moved",
             )
             error.settles = True
