@@ -14,6 +14,7 @@ import torch
 
 from roam.bench import ranks
 from roam.bench.compiled import image_loss
+from roam.runtime.pool import Pool
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # gloo warns of the machine's name
 
@@ -32,6 +33,8 @@ def test_one_network(
     alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     for name, value in alone.items():
         monkeypatch.setenv(name, value)
+    # All compiled steps of a process share one pool; other tests may have needed a larger one.
+    Pool.of(torch.device("cpu")).release()
     ranks.main()
     row = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert row["is_equal"]
