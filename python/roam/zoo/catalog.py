@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
     import torch
 
     from roam._core import Graph
+    from roam.capture import Variant
+    from roam.zoo.sharding import Sharding
 
 DTYPES = ("float32", "bfloat16")
 OPTIMIZERS = ("adamw", "adam", "sgd", "sgd-momentum")
@@ -313,6 +316,33 @@ def capture(
     return roam.capture(made.train_step, *objects, step=step, random_states=random_states)
 
 
+def capture_rank(
+    name: str,
+    sharding: Sharding,
+    *,
+    step: Literal["first", "steady"] = "steady",
+    device: str = "cpu",
+    **settings: Any,
+) -> Variant:
+    """As :func:`capture`, of one of the ranks that train a model together.
+
+    Args:
+        sharding: how the model is spread, and which rank it is.
+
+    Raises:
+        ShardingError: as from :func:`roam.zoo.sharding.spread`.
+    """
+    import roam
+    from roam.capture.step import capture_variant
+    from roam.zoo.sharding import one_process, spread
+
+    with one_process(sharding) as mesh:
+        with roam.fake(device):
+            made = build(name, device=device, spread=partial(spread, sharding, mesh), **settings)
+        objects = made.model, made.optimizer, *made.batch
+        return capture_variant(made.train_step, objects, {}, step)
+
+
 def build(
     name: str,
     *,
@@ -322,6 +352,7 @@ def build(
     optimizer: str = "adamw",
     clip: float | None = None,
     device: str = "cpu",
+    spread: Callable[[Any, Any], tuple[Any, Any]] | None = None,
 ) -> ZooStep:
     """Build a model in training mode, its optimizer, one batch of random data and the step that
     trains it.
@@ -340,6 +371,7 @@ def build(
         clip: the most that the norm of all gradients together may have; if ``None``, gradients are
             not clipped.
         device: where the tensors are made.
+        spread: given the model and the step, the same as one rank of several has them.
 
     Raises:
         ZooError: unknown or impossible settings, or the model's library is not installed.
@@ -369,4 +401,6 @@ def build(
     finally:
         torch.set_default_dtype(before)
     model.train()
+    if spread is not None:
+        model, train_step = spread(model, train_step)
     return ZooStep(train_step, model, make_optimizer(optimizer, model, clip), data)
