@@ -99,14 +99,15 @@ class Variant:
     @cached_property
     def graph(self) -> Graph:
         """As if every kernel could write where a plan wants."""
-        return self._lowering().graph()
+        return self.lowering().graph()
 
     @property
     def graph_with_states(self) -> Graph:
         """The same for plans within a memory limit: see `capture`."""
-        return self._lowering().with_states().graph()
+        return self.lowering().with_states().graph()
 
-    def _lowering(self) -> Lowering:
+    def lowering(self) -> Lowering:
+        """The program, lowered as for `graph`."""
         return Lowering(
             self.program,
             self.placed,

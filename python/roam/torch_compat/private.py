@@ -259,8 +259,6 @@ def distributed_switches() -> Any:
     )
 
 
-
-
 def fake_store() -> Any:
     """The store of a "fake" process group, whose collectives return at once and do nothing."""
     return importlib.import_module("torch.testing._internal.distributed.fake_pg").FakeStore()
@@ -927,8 +925,8 @@ __all__ = [
     "engine",
     "engine_will_run",
     "exchange_shard",
-    "finished_work",
     "fake_store",
+    "finished_work",
     "flat_shape",
     "flat_weights_of",
     "foreach_types",

@@ -70,6 +70,17 @@ class Sharding:
         inner = f", {self.inner} for each layer" if self.way == "fsdp+tp" else ""
         return f"{self.way} on {self.world} ranks{inner}, rank {self.rank}"
 
+    @property
+    def note(self) -> str:
+        """What the figures of a plan do not have; empty where there is nothing."""
+        if self.way != "ddp":
+            return ""
+        return (
+            "The module itself is planned, with reductions as DistributedDataParallel has them. The "
+            "wrapper keeps\nbuckets of its own beside that, as large as all gradients; no figure "
+            "above counts them.\n"
+        )
+
 
 @contextmanager
 def one_process(sharding: Sharding) -> Iterator[DeviceMesh]:
@@ -155,7 +166,12 @@ def _spread_layers(model: Any, mesh: DeviceMesh) -> None:
         )
     heads = {
         name: getattr(config, name, None)
-        for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
+        for name in (
+            "num_attention_heads",
+            "num_key_value_heads",
+            "intermediate_size",
+            "vocab_size",
+        )
     }
     for name, size in heads.items():
         if size is not None and size % mesh.size():
@@ -242,9 +258,7 @@ class _Reductions:
         bucket, self._open = self._open, []
         scale = 1 / torch.distributed.get_world_size()
         like = bucket[0]
-        flat = torch.empty(
-            sum(one.numel() for one in bucket), dtype=like.dtype, device=like.device
-        )
+        flat = torch.empty(sum(one.numel() for one in bucket), dtype=like.dtype, device=like.device)
         parts = flat.split([one.numel() for one in bucket])
         with torch.no_grad():
             for one, part in zip(bucket, parts, strict=True):
