@@ -16,17 +16,19 @@ from roam.zoo.catalog import (
     ZooStep,
     build,
     capture,
-    capture_rank,
     check,
     entries,
     entry,
     names,
 )
+from roam.zoo.sharding import Sharding, ShardingError, capture_rank
 
 __all__ = [
     "DTYPES",
     "OPTIMIZERS",
     "Entry",
+    "Sharding",
+    "ShardingError",
     "ZooError",
     "ZooStep",
     "build",

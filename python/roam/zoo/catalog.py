@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,8 +14,6 @@ if TYPE_CHECKING:
     import torch
 
     from roam._core import Graph
-    from roam.capture import Variant
-    from roam.zoo.sharding import Sharding
 
 DTYPES = ("float32", "bfloat16")
 OPTIMIZERS = ("adamw", "adam", "sgd", "sgd-momentum")
@@ -314,33 +311,6 @@ def capture(
         made = build(name, device=device, **settings)
     objects = made.model, made.optimizer, *made.batch
     return roam.capture(made.train_step, *objects, step=step, random_states=random_states)
-
-
-def capture_rank(
-    name: str,
-    sharding: Sharding,
-    *,
-    step: Literal["first", "steady"] = "steady",
-    device: str = "cpu",
-    **settings: Any,
-) -> Variant:
-    """As :func:`capture`, of one of the ranks that train a model together.
-
-    Args:
-        sharding: how the model is spread, and which rank it is.
-
-    Raises:
-        ShardingError: as from :func:`roam.zoo.sharding.spread`.
-    """
-    import roam
-    from roam.capture.step import capture_variant
-    from roam.zoo.sharding import one_process, spread
-
-    with one_process(sharding) as mesh:
-        with roam.fake(device):
-            made = build(name, device=device, spread=partial(spread, sharding, mesh), **settings)
-        objects = made.model, made.optimizer, *made.batch
-        return capture_variant(made.train_step, objects, {}, step)
 
 
 def build(

@@ -9,13 +9,16 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
 
-from roam.errors import RoamError
+from roam.zoo.catalog import ZooError, build
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
+
+    from roam.capture import Variant
 
 WAYS = ("ddp", "fsdp", "tp", "fsdp+tp")
 NODE_RANKS = 8
@@ -24,7 +27,7 @@ _FIRST_BUCKET_BYTES, _BUCKET_BYTES = 2**20, 25 * 2**20
 """As `DistributedDataParallel` has them if it is told nothing else."""
 
 
-class ShardingError(RoamError, ValueError):
+class ShardingError(ZooError):
     """A model cannot be sharded as it was asked for."""
 
 
@@ -133,6 +136,35 @@ def spread(
             fully_shard(block, mesh=mesh["data"])
         fully_shard(model, mesh=mesh["data"])
     return model, train_step
+
+
+def capture_rank(
+    name: str,
+    sharding: Sharding,
+    *,
+    step: Literal["first", "steady"] = "steady",
+    device: str = "cpu",
+    **settings: Any,
+) -> Variant:
+    """One rank's step of a model of the zoo, built on fake tensors and captured.
+
+    Args:
+        name: one of :func:`roam.zoo.names`.
+        sharding: how the model is spread, and which rank it is.
+        step, device, settings: as for :func:`roam.zoo.capture`.
+
+    Raises:
+        ZooError: as from :func:`roam.zoo.build` and :func:`spread`.
+        CaptureError: the step cannot be captured.
+    """
+    import roam
+    from roam.capture.step import capture_variant
+
+    with one_process(sharding) as mesh:
+        with roam.fake(device):
+            made = build(name, device=device, spread=partial(spread, sharding, mesh), **settings)
+        objects = made.model, made.optimizer, *made.batch
+        return capture_variant(made.train_step, objects, {}, step)
 
 
 # -- tensor parallelism
@@ -262,6 +294,7 @@ class _Reductions:
         parts = flat.split([one.numel() for one in bucket])
         with torch.no_grad():
             for one, part in zip(bucket, parts, strict=True):
+                assert one.grad is not None, "it has just come"
                 torch.mul(one.grad, scale, out=part.view(one.shape))
         torch.distributed.all_reduce(flat)
         self._full.append((bucket, flat))
@@ -270,8 +303,17 @@ class _Reductions:
         for bucket, flat in self._full:
             parts = flat.split([one.numel() for one in bucket])
             for one, part in zip(bucket, parts, strict=True):
-                assert one.grad is not None
+                assert one.grad is not None, "it has come before"
                 one.grad.copy_(part.view(one.shape))
 
 
-__all__ = ["NODE_RANKS", "WAYS", "Sharding", "ShardingError", "one_process", "reducing", "spread"]
+__all__ = [
+    "NODE_RANKS",
+    "WAYS",
+    "Sharding",
+    "ShardingError",
+    "capture_rank",
+    "one_process",
+    "reducing",
+    "spread",
+]
