@@ -328,7 +328,8 @@ def shard_settings(state: Any) -> tuple[Any, ...]:
     told: list[Any] = []
     for holder in shard_holders([state]):
         for name, value in sorted(vars(holder).items()):
-            if name not in _PASSING:
+            # Some attributes come to an instance with its first run, with what the class says.
+            if name not in _PASSING and value is not getattr(type(holder), name, told):
                 told.append((name, _told(value)))
         if hasattr(holder, "sharded_param"):
             told.append(("is in place", _is_in_place(holder)))

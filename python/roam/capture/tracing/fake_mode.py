@@ -81,8 +81,8 @@ def fake(device: str = "cpu") -> Iterator[None]:
 
 
 def _meshes() -> Iterator[Replacement]:
-    """What stands in for meshes of devices: where their ranks are no fakes, they are made and asked
-    outside of any mode.
+    """What stands in for meshes of devices: where the values of their ranks are known, they are
+    made and asked outside of any mode.
     """
     kind = mesh_class()
     if kind is None:
@@ -90,6 +90,7 @@ def _meshes() -> Iterator[Replacement]:
     plain, ranks = kind.__init__, kind.mesh.fget
 
     def init(mesh: Any, *args: Any, **kwargs: Any) -> None:
+        args, kwargs = pytree.tree_map_only(FakeTensor, _known, (args, kwargs))
         is_fake = any(isinstance(value, FakeTensor) for value in (*args, *kwargs.values()))
         with nullcontext() if is_fake else disable_current_modes():
             plain(mesh, *args, **kwargs)
@@ -100,6 +101,11 @@ def _meshes() -> Iterator[Replacement]:
 
     yield kind, "__init__", init
     yield kind, "mesh", property(ranks_of)
+
+
+def _known(fake: Any) -> Any:
+    """The values of a fake tensor, or itself where nobody knows them."""
+    return getattr(fake, "_roam_known", fake)
 
 
 def _default_device() -> torch.device:
