@@ -46,6 +46,9 @@ def by_kind(values: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {one["kind"]: one for one in values["communication"]["collectives"]}
 
 
+@pytest.mark.filterwarnings(
+    "ignore:FSDP2-wrapped module"
+)  # what tensor parallelism returns is a view
 @pytest.mark.parametrize("way", WAYS)
 def test_the_command_plans_a_rank(
     way: str, capsys: pytest.CaptureFixture[str], parameter_bytes: int
@@ -165,7 +168,7 @@ def test_a_step_of_the_users_own(tmp_path: Path) -> None:
     # Two layers are gathered at once, with a gradient; what persists is a 64th, three times.
     assert 2 * layer_bytes < int(total) < 6 * layer_bytes
     assert any("all-gather" in line for line in table)
-    assert int(count) == 4 + 3 + 4  # the last layer is kept for the backward pass
+    assert int(count) == 4 + 4 + 4  # gathered twice, and reduced
 
 
 # -- the model of time

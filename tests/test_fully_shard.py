@@ -179,6 +179,51 @@ def evaluated_between(rank: int, world: int) -> tuple[list[str], bool, int]:
     return codes, is_equal(*found), len(step.plans)
 
 
+def layers(kept: bool) -> nn.Module:
+    """Layers whose weights are large beside what they make."""
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Linear(256, 256) for _ in range(6)))
+    for layer in net:
+        fully_shard(layer, reshard_after_forward=not kept)
+    return fully_shard(net, reshard_after_forward=not kept)
+
+
+def update_layers(net: Any, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> Any:
+    optimizer.zero_grad()
+    loss = net(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def budgeted(rank: int, world: int) -> tuple[bool, bool, int, int, int]:
+    """Trains within a limit between what a step takes that keeps all gathered parameters, and one
+    that gathers them again: whether the bits are eager's, whether the plan keeps to the limit, how
+    often it gathers, how many calls run again, and in how many of a thousand parts of the time that
+    is the least.
+    """
+    warnings.simplefilter("ignore")
+    x = torch.randn(4, 256, generator=torch.Generator().manual_seed(rank))
+    totals = []
+    for kept in (True, False):
+        net = layers(kept)
+        totals.append(roam.compile(update_layers).plan(net, adamw(net), x).total_bytes)
+    limit = sum(totals) // 2
+    step = roam.compile(update_layers, memory=limit, poison=True)
+    found = []
+    for run in (update_layers, step):
+        net = layers(kept=True)
+        optimizer = adamw(net)
+        results = [run(net, optimizer, x) for _ in range(6)]
+        found.append(parts(results, state_of(net, optimizer)))
+    memory = step.memory()
+    gathers = [one.count for one in step.communication().collectives if one.kind == "all-gather"]
+    share = round(1000 * memory.least_extra_s / memory.extra_s) if memory.extra_s else 0
+    return is_equal(*found), memory.total_bytes <= limit, sum(gathers), memory.extra_runs, share
+
+
 def refused(rank: int, world: int) -> tuple[str, bool]:
     """The code of a step that leaves gradients, and whether the eager step goes on as before."""
     warnings.simplefilter("ignore")
@@ -285,6 +330,15 @@ def test_a_fake_group_gives_the_plan_of_any_rank(ranks: Ranks, make: Any, step: 
     *figures, code = in_fake_group(1, RANKS, True, make, step)
     assert code == "fake_group"
     assert figures == ranks.run(planned, make, step)[1]
+
+
+def test_parameters_are_gathered_again_within_a_limit(ranks: Ranks) -> None:
+    for has_bits, is_within, gathers, runs, share in (found := ranks.run(budgeted)):
+        assert has_bits, found
+        assert is_within, found
+        assert gathers > 6, found
+        assert runs > 0, found
+        assert 0 < share <= 1000, found
 
 
 def test_memory_is_measured(ranks: Ranks) -> None:

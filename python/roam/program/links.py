@@ -100,4 +100,13 @@ def _bytes(program: Program, refs: list[Ref]) -> int:
     return sum(math.prod(meta.shape) * meta.dtype.itemsize for meta in metas if meta is not None)
 
 
-__all__ = ["Links", "Transfer", "transfers"]
+def times_ns(program: Program) -> dict[int, int]:
+    """Nanoseconds of launches and waits by the model, by their numbers: launches have all of it."""
+    links, found = Links(), dict[int, int]()
+    for one in transfers(program):
+        found[one.launch] = max(links.time_ns(one.kind, one.group, one.size_bytes), 1)
+        found[one.wait] = 1
+    return found
+
+
+__all__ = ["Links", "Transfer", "times_ns", "transfers"]
