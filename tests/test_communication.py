@@ -19,7 +19,7 @@ import roam
 from roam import cli, zoo
 from roam.distributed.collectives import Group
 from roam.program.links import Links, Transfer
-from roam.report.communication import least_ns, simulated
+from roam.report.communication import Communication, least_ns, simulated
 from roam.zoo.sharding import WAYS, Sharding, ShardingError
 
 MODEL, SEQ = "llama-tiny", 16
@@ -83,15 +83,19 @@ def test_the_command_plans_a_rank(
         assert 1 / 4 < of_state < 1 / 2
 
 
-def test_ranks_on_several_machines_wait_longer(capsys: pytest.CaptureFixture[str]) -> None:
-    options = "--world", "16", "--shard", "fsdp"
-    near = planned(capsys, *options, "--machine-ranks", "16")
-    far = planned(capsys, *options)
-    slow = planned(capsys, *options, "--far", "1")
-    times = [values["communication"]["time_s"] for values in (near, far, slow)]
-    assert times == sorted(times)
-    assert times[0] < times[1] < times[2]
-    assert near["total_bytes"] == far["total_bytes"] == slow["total_bytes"]
+def test_ranks_on_several_machines_wait_longer() -> None:
+    variant = zoo.capture_rank(MODEL, Sharding("fsdp", 16, 15), seq=SEQ)
+    program, graph = variant.program, variant.graph
+    plan = roam.optimize(graph)
+    near, far, slow = (
+        Communication.of(program, graph, plan, links)
+        for links in (Links(machine_ranks=16), Links(), Links(far_bytes_per_ns=1))
+    )
+    assert near.time_s < far.time_s < slow.time_s
+    assert near.exposed_s < far.exposed_s < slow.exposed_s
+    assert near.compute_s == far.compute_s == slow.compute_s
+    assert "on several machines" in str(far)
+    assert "on several machines" not in str(near)
 
 
 @pytest.mark.parametrize(
