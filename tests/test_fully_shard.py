@@ -209,7 +209,8 @@ def budgeted(rank: int, world: int) -> tuple[bool, bool, int, int, int]:
     totals = []
     for kept in (True, False):
         net = layers(kept)
-        totals.append(roam.compile(update_layers).plan(net, adamw(net), x).total_bytes)
+        graph = roam.capture(update_layers, net, adamw(net), x)
+        totals.append(roam.optimize(graph).total_bytes)
     limit = sum(totals) // 2
     step = roam.compile(update_layers, memory=limit, poison=True)
     found = []
