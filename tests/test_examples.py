@@ -25,8 +25,10 @@ LIBRARIES = {
     "transformers_trainer.py": ["accelerate"],
 }
 """Examples with trainers of libraries, each in a process of its own, and what they need."""
+RANKS = ("ddp.py", "fully_shard.py", "tensor_parallel.py")
+"""Examples of several processes."""
 EXAMPLES = sorted(
-    {path.name for path in FOLDER.glob("*.py")} - {"train_gpt2.py", "ddp.py", *LIBRARIES}
+    {path.name for path in FOLDER.glob("*.py")} - {"train_gpt2.py", *RANKS, *LIBRARIES}
 )
 
 
@@ -92,8 +94,9 @@ def test_an_example_of_a_library_is_short_and_its_bits_are_eagers(
     assert "4 losses and all parameters: equal bit for bit" in ran.stdout
 
 
-def test_two_processes_train_with_eagers_bits(tmp_path: Path) -> None:
-    script = FOLDER / "ddp.py"
+@pytest.mark.parametrize("name", RANKS)
+def test_two_processes_train_with_eagers_bits(name: str, tmp_path: Path) -> None:
+    script = FOLDER / name
     assert len(script.read_text().splitlines()) <= 80
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     ran = subprocess.run(

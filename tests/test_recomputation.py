@@ -4,6 +4,8 @@ kept or refused with figures, and every corruption of such a plan is caught."""
 from __future__ import annotations
 
 import json
+import math
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -401,6 +403,84 @@ class TestRandomOperators:
                 assert self.refused(graph, corrupted)
                 overwritten += 1
         assert overwritten > 3
+
+
+def gathering(layers: int) -> roam.Graph:
+    """Layers whose weights are gathered of the parts of several ranks, and used again in the
+    backward pass.
+
+    Operators 4 i to 4 i + 3 make the memory of a weight, launch its all-gather, wait, and use it.
+    """
+    builder = roam.GraphBuilder("gathering")
+    last = builder.tensor("x", 640, kind="input", residency="persistent")
+    weights = []
+    for layer in range(layers):
+        part = builder.tensor(f"part{layer}", 1600, kind="parameter", residency="persistent")
+        whole = builder.tensor(f"whole{layer}", 6400)
+        out = builder.tensor(f"h{layer}", 640)
+        builder.operator("empty", creates=[whole], repeatable=True, time_ns=1)
+        launch = builder.operator(
+            "launch", reads=[part], mutates=[whole], sequence="collective", repeatable=True,
+            phase="collective", time_ns=100,
+        )  # fmt: skip
+        wait = builder.operator(
+            "wait", reads=[part], mutates=[whole], repeatable=True, phase="collective", time_ns=1
+        )
+        builder.control(launch, wait)
+        builder.operator("use", reads=[last, whole], creates=[out], repeatable=True, time_ns=20)
+        weights.append(whole)
+        last = out
+    for layer in reversed(range(layers)):
+        below = builder.tensor(f"g{layer}", 640)
+        builder.operator("back", reads=[last, weights[layer]], creates=[below], phase="backward", time_ns=20)  # fmt: skip
+        last = below
+    sink = builder.tensor("loss", 64, residency="leaves")
+    builder.operator("end", reads=[last], creates=[sink], phase="backward", time_ns=1)
+    return builder.build()
+
+
+class TestGathers:
+    """An all-gather runs again as a launch and a wait, at the price of both."""
+
+    LAYERS = 8
+
+    @pytest.mark.parametrize("percent", [30, 50, 70, 90])
+    def test_weights_are_gathered_again_at_their_price(self, percent: int) -> None:
+        graph = gathering(self.LAYERS)
+        plain = roam.optimize(graph)
+        local = plain.total_bytes - plain.persistent_bytes
+        limit = plain.persistent_bytes + local * percent // 100
+        plan = roam.optimize(graph, memory_limit_bytes=limit)
+        roam.verify(graph, plan)
+        assert plan.total_bytes <= limit
+        again = plan.recomputation
+        assert again is not None
+        names = Counter(graph.operator(number).name for number in again["sequence"])
+        extra = names["launch"] - self.LAYERS
+        assert names["launch"] == names["wait"] == names["empty"]
+        # Each weight that is dropped once has to be gathered once more.
+        assert extra == math.ceil((self.LAYERS * 6400 + 1280 - local * percent / 100) / 6400)
+        assert again["extra_s"] == pytest.approx(extra * 102e-9)
+
+    def test_a_launch_for_which_nothing_waits_is_refused(self) -> None:
+        graph = gathering(2)
+        order = graph.program_order.tolist()
+        good = [*order[:8], 0, 1, 2, *order[8:]]
+        roam.verify(graph, loaded(planned(graph, good)))
+        bad = [0, 1, 0, *order[1:]]
+        values = planned(graph, bad)
+        with pytest.raises(roam.PlanError) as caught:
+            roam.verify(graph, loaded(values))
+        assert caught.value.code == "launch_not_waited"
+
+    @pytest.mark.parametrize("number", [0, 1, 2])
+    def test_half_a_gather_is_refused(self, number: int) -> None:
+        """What is launched again is waited for again, in memory that is made for it."""
+        graph = gathering(2)
+        order = graph.program_order.tolist()
+        again = [one for one in (0, 1, 2) if one != number]
+        with pytest.raises(roam.PlanError):
+            roam.verify(graph, loaded(planned(graph, [*order[:8], *again, *order[8:]])))
 
 
 def chain(layers: int) -> roam.Graph:

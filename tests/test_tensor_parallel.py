@@ -94,13 +94,13 @@ def mesh() -> Any:
     return init_device_mesh("cpu", (dist.get_world_size(),))
 
 
-def tensor_parallel(**options: Any) -> nn.Module:
+def tensor_parallel(devices: Any = None, **options: Any) -> nn.Module:
     """Columns and rows of the linear layers are spread, and everything between them is whole."""
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor import parallel as tp
 
     torch.manual_seed(0)
-    net, devices = Net(**options), mesh()
+    net, devices = Net(**options), devices or mesh()
     spread = dict.fromkeys(("query", "key", "value", "gate", "up"), tp.ColwiseParallel())
     for block in net.blocks:
         tp.parallelize_module(
@@ -111,7 +111,7 @@ def tensor_parallel(**options: Any) -> nn.Module:
     return tp.parallelize_module(net, devices, {"embed": table, "head": whole})
 
 
-def sequence_parallel(**options: Any) -> nn.Module:
+def sequence_parallel(devices: Any = None, **options: Any) -> nn.Module:
     """The words are spread between the layers too, so that all parameters are distributed; the
     logits stay so for `loss_parallel`.
     """
@@ -119,7 +119,7 @@ def sequence_parallel(**options: Any) -> nn.Module:
     from torch.distributed.tensor import parallel as tp
 
     torch.manual_seed(0)
-    net, devices = Net(**options), mesh()
+    net, devices = Net(**options), devices or mesh()
     spread = {
         "before": tp.SequenceParallel(use_local_output=False),
         "between": tp.SequenceParallel(use_local_output=False),
@@ -355,20 +355,23 @@ def put_part(net: Any, optimizer: torch.optim.Optimizer, tokens: torch.Tensor) -
 
 
 PLANNED = """
-import sys
+import importlib, sys
 import torch, torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 import roam
-from test_tensor_parallel import adamw, batch, tensor_parallel, update
+from test_tensor_parallel import adamw, batch
 
-rank, world, is_fake = map(int, sys.argv[1:])
+rank, world, is_fake = map(int, sys.argv[1:4])
+module, make, update = sys.argv[4:]
+module = importlib.import_module(module)
+make, update = getattr(module, make), getattr(module, update)
 dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
 if is_fake:
     with roam.fake():
-        net = tensor_parallel()
+        net = make()
         tokens = torch.zeros(4, 8, dtype=torch.long)
 else:
-    net, tokens = tensor_parallel(), batch(0)
+    net, tokens = make(), batch(0)
 optimizer, step = adamw(net), roam.compile(update)
 plan = step.plan(net, optimizer, tokens)
 print(plan.total_bytes, plan.persistent_bytes)
@@ -379,10 +382,13 @@ except roam.ExecutionError as error:
 """
 
 
-def in_fake_group(*arguments: int) -> list[str]:
+def in_fake_group(
+    rank: int, world: int, is_fake: bool, make: Any = tensor_parallel, step: Any = update
+) -> list[str]:
     """What a process says that plans under a "fake" group: figures of its plan, and the code by
     which a call is refused.
     """
+    arguments = rank, world, int(is_fake), make.__module__, make.__name__, step.__name__
     command = [sys.executable, "-W", "ignore", "-c", PLANNED, *map(str, arguments)]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=120, cwd=Path(__file__).parent
@@ -391,10 +397,10 @@ def in_fake_group(*arguments: int) -> list[str]:
     return done.stdout.split()
 
 
-def planned(rank: int, world: int) -> list[str]:
+def planned(rank: int, world: int, make: Any = tensor_parallel, step: Any = update) -> list[str]:
     warnings.simplefilter("ignore")
-    net = tensor_parallel()
-    plan = roam.compile(update).plan(net, adamw(net), batch(0))
+    net = make()
+    plan = roam.compile(step).plan(net, adamw(net), batch(0))
     return [str(plan.total_bytes), str(plan.persistent_bytes)]
 
 
@@ -471,10 +477,10 @@ def test_another_layout_is_another_plan(ranks: Ranks) -> None:
 
 def test_a_fake_group_gives_the_plan_of_any_rank(ranks: Ranks) -> None:
     last = ranks.world - 1
-    *figures, code = in_fake_group(last, ranks.world, 0)
+    *figures, code = in_fake_group(last, ranks.world, False)
     assert code == "fake_group"
     assert figures == ranks.run(planned)[last]
 
 
 def test_a_fake_group_and_fake_tensors() -> None:
-    assert in_fake_group(3, 4, 1)[:2] == in_fake_group(3, 4, 0)[:2]
+    assert in_fake_group(3, 4, True)[:2] == in_fake_group(3, 4, False)[:2]

@@ -675,6 +675,8 @@ def _shards(group: Any) -> bool:
     (state,) = private.shard_states([model])
     if list(private.shard_faults(state)) != [""]:
         return False
+    if not private.set_up_shards([model]) or private.set_up_shards([model]):
+        return False
     model(torch.ones(1, 4)).sum().backward()
     (of_group,) = private.shard_groups([model])
     one, other = private.shards(of_group)
@@ -697,6 +699,31 @@ def _shards(group: Any) -> bool:
         and names == {"alloc_storage", "free_storage"}
         and all(any(item is known for known in held) for item in (state, of_group, one, other))
     )
+
+
+def _meshes(group: Any) -> bool:
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (1,))
+    fake = init_device_mesh("cpu", (1,))
+    with FakeTensorMode():
+        fake._rank_map = torch.arange(1)
+    return (
+        private.mesh_class() is DeviceMesh
+        and isinstance(vars(DeviceMesh)["mesh"], property)
+        and private.has_real_ranks(mesh)
+        and not private.has_real_ranks(fake)
+    )
+
+
+def _stands_for_ranks() -> bool:
+    dist = torch.distributed
+    dist.init_process_group("fake", store=private.fake_store(), rank=5, world_size=64)
+    try:
+        dist.all_reduce(torch.ones(2))
+        return dist.get_rank() == 5
+    finally:
+        dist.destroy_process_group()
 
 
 def _kernels_of_shards() -> bool:
@@ -845,6 +872,10 @@ CANARIES: dict[str, Callable[[], bool]] = {
     "chunk_cat": _kernels_of_shards,
     "shard_kernel": _kernels_of_shards,
     "forget_forward_passes": _in_group(_shards),
+    "set_up_shards": _in_group(_shards),
+    "fake_store": _stands_for_ranks,
+    "mesh_class": _in_group(_meshes),
+    "has_real_ranks": _in_group(_meshes),
     "shard_memory": _in_group(_shards),
     "exchange_shard": _in_group(_shards),
     "flat_shape": _in_group(_shards),

@@ -21,7 +21,7 @@ from roam.bench.results import BenchError
 from roam.commands import export as export_command
 from roam.commands import fit as fit_command
 from roam.commands import report as report_command
-from roam.commands.subject import UsageError, add_subject, subject_of
+from roam.commands.subject import UsageError, add_sharding, add_subject, subject_of
 from roam.disk_cache import disk_cache
 from roam.errors import CaptureError, FormatError, GraphError, PlanError, RoamError
 from roam.report import Progress, figures, peak_place, plan_table
@@ -33,6 +33,8 @@ from roam.report.tables import print_tables
 
 if TYPE_CHECKING:
     from roam._core import Graph, Plan
+    from roam.program.ir import Program
+    from roam.report.communication import Communication
 
 EXIT_OK = 0
 EXIT_INVALID_PLAN = 1
@@ -142,6 +144,7 @@ def _parser() -> argparse.ArgumentParser:
         help="print what recomputation costs at 100, 90, ... 10 percent of the bytes that the step "
         "needs beside what persists",
     )
+    add_sharding(plan)
     streams = plan.add_argument_group("streams")
     streams.add_argument(
         "--streams",
@@ -239,6 +242,8 @@ def _peak_rss_bytes() -> int | None:
 
 def _plan(arguments: argparse.Namespace) -> int:
     is_limited = arguments.memory is not None or arguments.memory_curve
+    if arguments.world is not None and arguments.streams > 1:
+        raise UsageError("--streams: a rank's plan is for one stream; leave it or --world out")
     subject = subject_of(arguments, is_limited=is_limited)
     graph = subject.graph
     values: dict[str, Any] = {"model": arguments.model, **subject.settings}
@@ -286,6 +291,11 @@ def _plan(arguments: argparse.Namespace) -> int:
         _baseline(graph, *names, reuse=not arguments.no_reuse) for names in arguments.baseline
     ]
     place = peak_place(graph, plan)
+    communication = None
+    if subject.program is not None and subject.sharding is not None:
+        communication = _communication(arguments, subject.program, graph, plan)
+        values["sharding"] = {**vars(subject.sharding), "tp_ranks": subject.sharding.inner}
+        values["communication"] = communication.as_json()
     if arguments.json:
         values["peak_operator"] = None if place is None else vars(place)
         values["peak_rss_bytes"] = _peak_rss_bytes()
@@ -299,12 +309,32 @@ def _plan(arguments: argparse.Namespace) -> int:
             planned_step = Planned.of(graph, plan)
             _write("\n")
             print_tables([kinds(planned_step), holdings(planned_step), bound(planned_step)])
+        if communication is not None and subject.sharding is not None:
+            _write("\n")
+            print_tables([communication.table()])
+            _write(subject.sharding.note)
         if plan.recomputation is not None:
             _write("\n")
             print_tables([remade_table(graph, plan.recomputation)])
         if arguments.memory_curve:
             _write("\n" + curve_table(values["memory_curve"]) + "\n")
     return code
+
+
+def _communication(
+    arguments: argparse.Namespace, program: Program, graph: Graph, plan: Plan
+) -> Communication:
+    """What a rank's plan waits for others."""
+    from roam.program.links import Links
+    from roam.report.communication import Communication
+
+    asked = {
+        "machine_ranks": arguments.machine_ranks,
+        "near_bytes_per_ns": arguments.near,
+        "far_bytes_per_ns": arguments.far,
+    }
+    links = Links(**{name: value for name, value in asked.items() if value is not None})
+    return Communication.of(program, graph, plan, links)
 
 
 def _memory_curve(graph: Graph, plan: Plan, planned: Callable[[int], Plan]) -> list[dict[str, Any]]:

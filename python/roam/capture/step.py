@@ -19,6 +19,7 @@ from roam.capture.tracing.compiled_regions import CompileRegions, Regions
 from roam.capture.tracing.fake_cache import Remembered
 from roam.capture.tracing.fake_state import FakeState, refuse
 from roam.capture.tracing.fake_tensors import marked_fakes
+from roam.capture.tracing.fully_shard import set_up
 from roam.capture.tracing.grad_scaler import check_scaler
 from roam.capture.tracing.imports import clear_fakes
 from roam.capture.tracing.repeated_blocks import compile_blocks
@@ -98,14 +99,15 @@ class Variant:
     @cached_property
     def graph(self) -> Graph:
         """As if every kernel could write where a plan wants."""
-        return self._lowering().graph()
+        return self.lowering().graph()
 
     @property
     def graph_with_states(self) -> Graph:
         """The same for plans within a memory limit: see `capture`."""
-        return self._lowering().with_states().graph()
+        return self.lowering().with_states().graph()
 
-    def _lowering(self) -> Lowering:
+    def lowering(self) -> Lowering:
+        """The program, lowered as for `graph`."""
         return Lowering(
             self.program,
             self.placed,
@@ -289,23 +291,34 @@ def capture(
         ...     return loss
         >>> graph = roam.capture(train_step, model, optimizer, x, y)
     """
+    with collections_wait():
+        variant = capture_variant(train_step, args, kwargs, step)
+        return variant.graph_with_states if random_states else variant.graph
+
+
+def capture_variant(
+    train_step: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    step: Literal["first", "steady"] = "steady",
+) -> Variant:
+    """As `capture`, with the program that the graph is of."""
     if step not in ("first", "steady"):
         raise CaptureError(f"step is 'first' or 'steady', not {step!r}", code="argument")
-    with collections_wait():
-        captured = capture_step(train_step, args, kwargs)
-        if step == "steady" and captured.steady is None and captured.first is not None:
-            raise captured.first.program.unsettled or CaptureError(
-                "there is no steady step to capture; capture(step='first') captures the first step",
-                code="unsettled",
-            )
-        variant = captured.first if step == "first" else captured.steady or captured.first
-        if variant is None:
-            raise CaptureError(
-                "there is no first step to capture: the optimizer has its state already, or keeps "
-                "none; capture with step='steady'",
-                code="no_first_step",
-            )
-        return variant.graph_with_states if random_states else variant.graph
+    captured = capture_step(train_step, args, kwargs)
+    if step == "steady" and captured.steady is None and captured.first is not None:
+        raise captured.first.program.unsettled or CaptureError(
+            "there is no steady step to capture; capture(step='first') captures the first step",
+            code="unsettled",
+        )
+    variant = captured.first if step == "first" else captured.steady or captured.first
+    if variant is None:
+        raise CaptureError(
+            "there is no first step to capture: the optimizer has its state already, or keeps "
+            "none; capture with step='steady'",
+            code="no_first_step",
+        )
+    return variant
 
 
 def capture_step(
@@ -398,7 +411,10 @@ def _captured(
     taken = taker.take(args, kwargs)
     opened = [id(parts.value) for parts in taken.objects.values()]
     reach = reach_of(train_step, args, kwargs, reads, opened, known.renewed)
+    is_changed = set_up([module for _, module in reach.modules])
     if known.compiles_blocks and compile_blocks(module for _, module in reach.modules):
+        is_changed = True
+    if is_changed:
         reach = reach_of(train_step, args, kwargs, reads, opened, known.renewed)
     known.caches.update((id(cache), cache) for _, cache in reach.caches)
     floats = live_floats(taken, args, kwargs)
@@ -782,4 +798,4 @@ def _refuse_unseen_state(reach: Reach) -> None:
     check_beneath(reach)
 
 
-__all__ = ["CapturedStep", "Variant", "capture", "capture_step"]
+__all__ = ["CapturedStep", "Variant", "capture", "capture_step", "capture_variant"]

@@ -13,9 +13,12 @@ from roam.errors import RoamError
 from roam.interrupts import interrupts_count
 from roam.report import Progress
 from roam.report.anatomy import Planned
+from roam.zoo.sharding import WAYS, Sharding, ShardingError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from roam.program.ir import Program
 
 GRAPH_SUFFIXES = (".json", ".json.gz")
 CAPTURE_DEFAULTS: dict[str, Any] = {
@@ -43,12 +46,16 @@ class Subject:
         settings: how it was captured: the keys of `CAPTURE_DEFAULTS`. None, but for the device,
             where a file does not say.
         capture_s: seconds that capture took; None for a file.
+        sharding: which of several ranks it is; None for a step of one process.
+        program: the captured step; None where `sharding` is.
     """
 
     graph: Graph
     title: str
     settings: Mapping[str, Any]
     capture_s: float | None
+    sharding: Sharding | None = None
+    program: Program | None = None
 
 
 def add_subject(parser: argparse.ArgumentParser, *, has_step: bool = True) -> None:
@@ -102,6 +109,70 @@ def add_capture(parser: argparse.ArgumentParser, *, has_step: bool) -> None:
     )
 
 
+def add_sharding(parser: argparse.ArgumentParser) -> None:
+    """Adds the options that make a step one of a rank among several."""
+    ranks = parser.add_argument_group(
+        "several ranks", "for models that 'roam zoo' lists; nothing but this process is needed"
+    )
+    ranks.add_argument(
+        "--world",
+        type=positive_integer,
+        metavar="N",
+        help="plan one of N ranks that train together",
+    )
+    ranks.add_argument(
+        "--shard",
+        choices=WAYS,
+        help="how: ddp, gradients are reduced in buckets; fsdp, fully_shard of each block and of the "
+        "rest; tp, tensor parallelism by the plan that transformers ships; fsdp+tp, both",
+    )
+    ranks.add_argument(
+        "--rank", type=int, metavar="R", help="which rank (default 0, whose parts are the largest)"
+    )
+    ranks.add_argument(
+        "--tp",
+        type=positive_integer,
+        metavar="N",
+        help="with fsdp+tp, how many ranks share the parts of each layer (default 8, or all)",
+    )
+    ranks.add_argument(
+        "--machine-ranks",
+        type=positive_integer,
+        metavar="N",
+        help="how many ranks share a machine (default 8)",
+    )
+    ranks.add_argument(
+        "--near",
+        type=positive_number,
+        metavar="GB/S",
+        help="what a rank sends to others on its machine (default 240)",
+    )
+    ranks.add_argument(
+        "--far",
+        type=positive_number,
+        metavar="GB/S",
+        help="what a rank sends to other machines (default 20)",
+    )
+
+
+def sharding_of(arguments: argparse.Namespace) -> Sharding | None:
+    """What the options of :func:`add_sharding` say; None where none was given.
+
+    Raises:
+        UsageError: they make no sense together.
+    """
+    names = ("world", "shard", "rank", "tp", "machine_ranks", "near", "far")
+    given = {name: getattr(arguments, name, None) for name in names}
+    if all(value is None for value in given.values()):
+        return None
+    if given["world"] is None or given["shard"] is None:
+        raise UsageError("--world and --shard: a rank's plan needs both")
+    try:
+        return Sharding(given["shard"], given["world"], given["rank"] or 0, given["tp"])
+    except ShardingError as error:
+        raise UsageError(str(error)) from error
+
+
 def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
     """The settings of capture that were given, or else their defaults."""
     given = {name: getattr(arguments, name, None) for name in CAPTURE_DEFAULTS}
@@ -111,13 +182,20 @@ def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def captured(name: str, settings: Mapping[str, Any], *, random_states: bool = False) -> Subject:
+def captured(
+    name: str,
+    settings: Mapping[str, Any],
+    *,
+    random_states: bool = False,
+    sharding: Sharding | None = None,
+) -> Subject:
     """A step of a model of the zoo.
 
     Args:
         name: the model's.
         settings: those of :data:`CAPTURE_DEFAULTS`.
         random_states: as for :func:`roam.capture`.
+        sharding: which of several ranks it is; None for a step of one process.
 
     Raises:
         ZooError: unknown or impossible settings.
@@ -128,15 +206,29 @@ def captured(name: str, settings: Mapping[str, Any], *, random_states: bool = Fa
     step, device = settings.pop("step"), settings.pop("device")
     # Before torch is imported, which takes its time.
     sizes = zoo.check(name, **settings)
+    program: Program | None = None
     with Progress(f"capturing {name}"), interrupts_count():
-        graph = zoo.capture(name, step=step, device=device, random_states=random_states, **settings)
+        if sharding is None:
+            graph = zoo.capture(
+                name, step=step, device=device, random_states=random_states, **settings
+            )
+        else:
+            variant = zoo.capture_rank(name, sharding, step=step, device=device, **settings)
+            lowering = variant.lowering()
+            lowering = lowering.with_states() if random_states else lowering
+            program, graph = lowering.program, lowering.graph()
     used = {**settings, "seq": sizes.get("seq"), "step": step, "device": device}
     seq = f"seq {used['seq']}" if used["seq"] else ""
     details = [f"batch {used['batch']}", seq, used["dtype"], used["optimizer"]]
     clip = "" if used["clip"] is None else f"clipped at {used['clip']:g}"
-    details += [clip, f"{used['step']} step", used["device"]]
+    details += [
+        clip,
+        f"{used['step']} step",
+        used["device"],
+        "" if sharding is None else str(sharding),
+    ]
     title = f"{name} ({', '.join(filter(None, details))})"
-    return Subject(graph, title, used, time.perf_counter() - start)
+    return Subject(graph, title, used, time.perf_counter() - start, sharding, program)
 
 
 def subject_of(arguments: argparse.Namespace, *, is_limited: bool) -> Subject:
@@ -148,16 +240,15 @@ def subject_of(arguments: argparse.Namespace, *, is_limited: bool) -> Subject:
         FormatError, GraphError, OSError: as from `Graph.load`.
         ZooError, CaptureError: as from :func:`captured`.
     """
-    name = arguments.model
+    name, sharding = arguments.model, sharding_of(arguments)
     if name in zoo.names():
-        return captured(name, settings_of(arguments), random_states=is_limited)
+        return captured(name, settings_of(arguments), random_states=is_limited, sharding=sharding)
     if not name.endswith(GRAPH_SUFFIXES):
         raise UsageError(
             f"{name!r} is neither a model that 'roam zoo' lists nor a file ending in .json or .json.gz"
         )
-    given = [
-        f"--{option}" for option in CAPTURE_DEFAULTS if getattr(arguments, option, None) is not None
-    ]
+    options = (*CAPTURE_DEFAULTS, "world", "shard")
+    given = [f"--{option}" for option in options if getattr(arguments, option, None) is not None]
     if given:
         raise UsageError(
             f"{', '.join(given)}: only for models that 'roam zoo' lists; {name} has been "

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 from roam.distributed.agreement import Sequences
-from roam.distributed.collectives import is_collective
+from roam.distributed.collectives import is_collective, is_launch
 from roam.errors import CaptureError
 from roam.program.ir import Program
 
 
-def sequences(program: Program) -> Sequences:
-    """What a program launches in each group, as other ranks have to launch it."""
+def sequences(program: Program, order: Iterable[int]) -> Sequences:
+    """What a program launches in each group, as other ranks have to launch it.
+
+    Args:
+        program: the calls.
+        order: their numbers, as they run.
+    """
     found: Sequences = {}
-    for call in program.launches():
+    for call in map(program.calls.__getitem__, order):
+        if not is_launch(call.target):
+            continue
         outputs, inputs = call.args
         # Ranks may exchange parts of different sizes.
         sizes = () if call.target.kind == "alltoall_base_" else (*outputs, *inputs)

@@ -87,7 +87,12 @@ def expand(program: Program, repeats: Sequence[Repeat | None], sequence: Sequenc
                 storage_of.append(number)
         for slot in call.outputs:
             meta = None if slot is None else program.slots[slot]
-            if slot is None or meta is None:
+            if slot is None:
+                continue
+            if meta is None:  # a number, or a collective that is under way
+                if again is not None:
+                    latest[slot] = len(slots)
+                    slots.append(None)
                 continue
             # A view may be one of what has been made again, at its first run too.
             made = (

@@ -18,6 +18,7 @@ from roam.distributed.collectives import is_collective, is_launch
 from roam.program.diff import has_same_structure
 from roam.program.expand import expand
 from roam.program.ir import Call, Program, Ref, substitute
+from roam.program.links import times_ns
 from roam.program.operators import is_ours
 from roam.program.random_states import with_states
 from roam.program.releases import Release
@@ -103,7 +104,7 @@ class Lowering:
         self._name, self._device, self._notes, self._estimate = name, device, notes, estimate
         self.kernel_bytes = workspaces or {}
         self._releases = releases or {}
-        self._times: Mapping[int, int] = {}
+        self._times: Mapping[int, int] = times_ns(program)
         self.timed_calls = 0
         """How many calls have a time that was measured."""
         self._sequence: Sequence[int] = range(len(program.calls))
@@ -366,7 +367,7 @@ class Lowering:
                 workspace_bytes=self._workspace_bytes(index, copied, residencies),
                 reuse=[*pairs, *parts.pairs.get(index, ())],
                 phase=call.phase,
-                sequence=_sequence(call, repeat),
+                sequence=None if self._is_again[index] else _sequence(call, repeat),
                 module=source.module,
                 file=source.file,
                 line=source.line,

@@ -3,18 +3,20 @@ change nothing but what they make, or what the step has made and is made again w
 
 Schemas and tags say what a kernel does; what they do not say is listed here. That the bits are
 equal is shown by `tests/test_repeatable.py`, which runs every such call of real steps twice. Random
-calls may run again where the state of their generator has been read (`random_states.py`).
+calls may run again where the state of their generator has been read (`random_states.py`). Of
+collectives, all-gathers may run again: they only move what every rank still has.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from roam.distributed.collectives import is_collective, is_launch
 from roam.program.ir import Call, Program, Ref, TensorMeta
 from roam.program.operators import is_ours, is_region
 from roam.program.replay import Replay
@@ -56,6 +58,8 @@ _CUDA_FAMILIES = (
 )  # fmt: skip
 """How operators begin whose backward passes are such sums on CUDA."""
 
+_GATHERS = frozenset({"_allgather_base_", "allgather_"})
+"""Collectives whose results are parts of the ranks' inputs, bit for bit."""
 _NORMS: dict[Any, Any] = {
     aten.native_batch_norm.default: aten.native_batch_norm.default,
     aten.cudnn_batch_norm.default: aten.cudnn_batch_norm.default,
@@ -97,15 +101,38 @@ def repeats(
         for slot in call.outputs
         if slot is not None and not _is_made(program, slot, index)
     }
+    launches = {
+        slot: call for call in program.launches() for slot in call.outputs if slot is not None
+    }
     if known is None:
-        return [_repeat(program, call, views) for call in program.calls]
+        return [_repeat(program, call, views, launches) for call in program.calls]
     return [
-        repeat if call is same else _repeat(program, call, views)
+        repeat if call is same else _repeat(program, call, views, launches)
         for call, same, repeat in zip(program.calls, known[0].calls, known[1], strict=True)
     ]
 
 
-def _repeat(program: Program, call: Call, views: set[int]) -> Repeat | None:
+def gathers_again(repeats: Sequence[Repeat | None]) -> bool:
+    """Whether collectives are among what may run again. Then all ranks have to choose the same."""
+    return any(repeat is not None and is_launch(repeat.call.target) for repeat in repeats)
+
+
+def _gather(program: Program, call: Call, launches: Mapping[int, Call]) -> Repeat | None:
+    """A launch of an all-gather, or the wait for one. Both run again, or neither: both change what
+    is gathered, so that it is made by the two.
+    """
+    launch = call if is_launch(call.target) else launches[call.args[0].slot]
+    is_local = all(program.storages[program.storage_of(slot)].creator >= 0 for slot in call.mutates)
+    if launch.target.kind not in _GATHERS or not call.mutates or not is_local:
+        return None
+    return Repeat(call)
+
+
+def _repeat(
+    program: Program, call: Call, views: set[int], launches: Mapping[int, Call]
+) -> Repeat | None:
+    if is_collective(call.target):
+        return None if call.skip_if is not None else _gather(program, call, launches)
     if call.skip_if is not None or call.is_check or not is_ours(call.target):
         return None
     if any(slot is not None and program.slots[slot] is None for slot in call.outputs):

@@ -22,8 +22,10 @@ from roam.garbage import collections_wait
 from roam.memory_limit import MemoryLimit
 from roam.own_code import compiled_step
 from roam.program.ir import Program
+from roam.program.links import Links
 from roam.report.anatomy import Anatomy
 from roam.report.changes import tried
+from roam.report.communication import Communication
 from roam.report.export import write_export
 from roam.report.page import ReportUnavailable, page, write_page
 from roam.report.progress import Progress
@@ -509,6 +511,22 @@ class Step:
                 keep_checkpoints=self._options.keep_checkpoints,
             )
             return planned_by(choice).values
+
+    def communication(self, links: Links | None = None) -> Communication:
+        """What the plan of the most recent call has this rank wait for others, by the model of
+        time: how long collectives take, and how much of that nothing else overlaps.
+
+        Before the first call, it is the plan that `plan` made.
+
+        Args:
+            links: what joins the ranks; None for eight A100 to a machine.
+
+        Raises:
+            ExecutionError: nothing is planned yet (code ``no_call``).
+            ValueError: the plan is for several streams.
+        """
+        choice = self._reported().runners[-1].choice
+        return Communication.of(choice.program, choice.graph, choice.plan, links)
 
     def export(self, path: str | os.PathLike[str]) -> None:
         """Writes the plan of the most recent call in the format of another tool: see `Plan.export`.

@@ -156,7 +156,7 @@ class Runner:
         self._generators = list(_generators(program))
         groups: list[Group] = [call.target.group for call in program.launches()]
         self._groups = list(dict.fromkeys(groups))
-        self._sequences = sequences(program)
+        self._sequences = sequences(program, self.plan.order.tolist())
         self._has_begun = False
         self._is_fake = any(group.is_fake() for group in self._groups)
         self._draws = any(call.random for call in program.calls)

@@ -34,6 +34,7 @@ from roam.memory_limit import MemoryLimit
 from roam.program.ir import Program
 from roam.program.lower import Lowering
 from roam.program.releases import Release
+from roam.program.repeatable import gathers_again
 from roam.report.table import format_bytes
 from roam.runtime.available import known_limit
 from roam.runtime.estimate import Estimator
@@ -381,7 +382,9 @@ class _Chooser:
     def _prepared(self, lowering: Lowering, left_bytes: int) -> Lowering:
         """The same with what it takes to run calls again."""
         lowering = lowering.holding().with_states()
-        if not self._is_real:
+        # Where collectives may run again, all ranks have to choose the same, and the model of time
+        # tells all of them the same.
+        if not self._is_real or gathers_again(lowering.repeats):
             return lowering
         return self._timed(lowering, left_bytes - self.plain.plan.persistent_bytes)
 

@@ -142,6 +142,8 @@ PATCHES: Final = (
     Patch("torch.cuda.random", ("get_rng_state", "set_rng_state", "manual_seed", "manual_seed_all", "seed", "seed_all",
                                 "initial_seed"), _GENERATOR, _NO_GENERATOR),
     # Distributed tensors.
+    Patch("torch.distributed.device_mesh.DeviceMesh", ("__init__", "mesh"), "a mesh of real ranks is used among fake tensors",
+          "models that two meshes share cannot be built without memory", optional=True),
     Patch("torch.distributed.tensor._sharding_prop.ShardingPropagator", ("propagate_op_sharding_non_cached",),
           "operators that run for the layouts of distributed tensors are not recorded",
           "a plan has operators and memory that no eager step has", optional=True),

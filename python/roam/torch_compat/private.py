@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import importlib
 import operator
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -179,6 +180,17 @@ def joined(local: torch.Tensor, layout: Any, *, requires_grad: bool = False) -> 
     return kind(local, layout, requires_grad=requires_grad)
 
 
+def mesh_class() -> Any:
+    """The class of meshes of devices; None where nobody has imported it."""
+    module = sys.modules.get("torch.distributed.device_mesh")
+    return getattr(module, "DeviceMesh", None)
+
+
+def has_real_ranks(mesh: Any) -> bool:
+    """Whether a mesh keeps its ranks in a tensor with values."""
+    return type(mesh._rank_map) is torch.Tensor
+
+
 def layout_rules() -> tuple[Any, str] | None:
     """The class and the name of the method that finds how the result of an operator is spread, and
     runs it on fakes of whole tensors for that; None where nobody has imported them.
@@ -247,6 +259,11 @@ def distributed_switches() -> Any:
     )
 
 
+def fake_store() -> Any:
+    """The store of a "fake" process group, whose collectives return at once and do nothing."""
+    return importlib.import_module("torch.testing._internal.distributed.fake_pg").FakeStore()
+
+
 # -- fully_shard
 
 _FSDP = "torch.distributed.fsdp._fully_shard."
@@ -279,6 +296,27 @@ def shard_holders(states: Sequence[Any]) -> list[Any]:
     return list({id(one): one for one in found}.values())
 
 
+def set_up_shards(modules: Sequence[torch.nn.Module]) -> bool:
+    """Does what `fully_shard` leaves to a model's first forward pass, for all of these modules that
+    have had none; whether there were any. The outermost of them count as roots.
+
+    Raises:
+        Exception: what PyTorch's own code raises of a model that it cannot set up.
+    """
+    new = {one: None for one in shard_states(modules) if one._is_root is None}
+    inner = {
+        state
+        for root in new
+        for module in root._modules
+        for state in shard_states([part for part in module.modules() if part is not module])
+        if state is not root
+    }
+    roots = [one for one in new if one not in inner and len(one._modules) == 1]
+    for root in roots:
+        root._lazy_init()
+    return bool(roots)
+
+
 _PASSING = frozenset({"_unsharded_param", "post_forward_order", "_post_forward_indices"})
 """What `fully_shard` keeps from a forward pass to the next backward pass, or for the next step."""
 
@@ -290,7 +328,8 @@ def shard_settings(state: Any) -> tuple[Any, ...]:
     told: list[Any] = []
     for holder in shard_holders([state]):
         for name, value in sorted(vars(holder).items()):
-            if name not in _PASSING:
+            # Some attributes come to an instance with its first run, with what the class says.
+            if name not in _PASSING and value is not getattr(type(holder), name, told):
                 told.append((name, _told(value)))
         if hasattr(holder, "sharded_param"):
             told.append(("is in place", _is_in_place(holder)))
@@ -347,8 +386,8 @@ def shard_faults(state: Any) -> Iterator[str]:
             yield "communicates in a way of its own; leave set_custom_all_gather and the like out"
         for one in group.fsdp_params:
             local = one.sharded_param._local_tensor
-            if one.is_dtensor or one.is_spmd_types:
-                yield "shards DTensors (two-dimensional parallelism); shard plain parameters"
+            if one.is_spmd_types:
+                yield "shards parameters with types of spmd_types; shard plain ones or DTensors"
                 break
             if hasattr(local, "fsdp_pre_all_gather"):
                 yield "gathers a tensor subclass of its own; use plain parameters"
@@ -887,6 +926,7 @@ __all__ = [
     "engine",
     "engine_will_run",
     "exchange_shard",
+    "fake_store",
     "finished_work",
     "flat_shape",
     "flat_weights_of",
@@ -900,6 +940,7 @@ __all__ = [
     "has_kernel",
     "has_kernel_for",
     "has_module_hooks",
+    "has_real_ranks",
     "holds_mask",
     "hooks_of",
     "hooks_on_all_modules",
@@ -927,6 +968,7 @@ __all__ = [
     "mark_begun",
     "mark_parameter",
     "mask_buffer",
+    "mesh_class",
     "next_sequence_number",
     "node_class",
     "packet_of",
@@ -950,6 +992,7 @@ __all__ = [
     "set_flat_weights",
     "set_grad_enabled",
     "set_step_called",
+    "set_up_shards",
     "shard_faults",
     "shard_groups",
     "shard_holders",

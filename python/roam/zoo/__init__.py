@@ -21,15 +21,19 @@ from roam.zoo.catalog import (
     entry,
     names,
 )
+from roam.zoo.sharding import Sharding, ShardingError, capture_rank
 
 __all__ = [
     "DTYPES",
     "OPTIMIZERS",
     "Entry",
+    "Sharding",
+    "ShardingError",
     "ZooError",
     "ZooStep",
     "build",
     "capture",
+    "capture_rank",
     "check",
     "entries",
     "entry",

@@ -322,6 +322,7 @@ def build(
     optimizer: str = "adamw",
     clip: float | None = None,
     device: str = "cpu",
+    spread: Callable[[Any, Any], tuple[Any, Any]] | None = None,
 ) -> ZooStep:
     """Build a model in training mode, its optimizer, one batch of random data and the step that
     trains it.
@@ -340,6 +341,7 @@ def build(
         clip: the most that the norm of all gradients together may have; if ``None``, gradients are
             not clipped.
         device: where the tensors are made.
+        spread: given the model and the step, the same as one rank of several has them.
 
     Raises:
         ZooError: unknown or impossible settings, or the model's library is not installed.
@@ -369,4 +371,6 @@ def build(
     finally:
         torch.set_default_dtype(before)
     model.train()
+    if spread is not None:
+        model, train_step = spread(model, train_step)
     return ZooStep(train_step, model, make_optimizer(optimizer, model, clip), data)

@@ -23,6 +23,8 @@ from roam.torch_compat.private import (
     c_pointer,
     disable_current_modes,
     function_modes,
+    has_real_ranks,
+    mesh_class,
     pytree,
     schema_of,
 )
@@ -63,6 +65,7 @@ def fake(device: str = "cpu") -> Iterator[None]:
     if absent.is_absent(inside):
         absent.prepare()
         replacements += absent.PRESENT
+    replacements += _meshes()
     plain = [(holder, name, getattr(holder, name)) for holder, name, _ in replacements]
 
     @contextmanager
@@ -75,6 +78,34 @@ def fake(device: str = "cpu") -> Iterator[None]:
             yield
     finally:
         clear_fakes()
+
+
+def _meshes() -> Iterator[Replacement]:
+    """What stands in for meshes of devices: where the values of their ranks are known, they are
+    made and asked outside of any mode.
+    """
+    kind = mesh_class()
+    if kind is None:
+        return
+    plain, ranks = kind.__init__, kind.mesh.fget
+
+    def init(mesh: Any, *args: Any, **kwargs: Any) -> None:
+        args, kwargs = pytree.tree_map_only(FakeTensor, _known, (args, kwargs))
+        is_fake = any(isinstance(value, FakeTensor) for value in (*args, *kwargs.values()))
+        with nullcontext() if is_fake else disable_current_modes():
+            plain(mesh, *args, **kwargs)
+
+    def ranks_of(mesh: Any) -> Any:
+        with disable_current_modes() if has_real_ranks(mesh) else nullcontext():
+            return ranks(mesh)
+
+    yield kind, "__init__", init
+    yield kind, "mesh", property(ranks_of)
+
+
+def _known(fake: Any) -> Any:
+    """The values of a fake tensor, or itself where nobody knows them."""
+    return getattr(fake, "_roam_known", fake)
 
 
 def _default_device() -> torch.device:

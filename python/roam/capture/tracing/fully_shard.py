@@ -23,6 +23,7 @@ from roam.torch_compat.private import (
     forget_forward_passes,
     local_of,
     schema_of,
+    set_up_shards,
     shard_faults,
     shard_groups,
     shard_holders,
@@ -64,6 +65,13 @@ def check_sharded(modules: Sequence[tuple[str, torch.nn.Module]]) -> None:
                 )
                 error.settles = not fault
                 raise error
+
+
+def set_up(modules: Sequence[torch.nn.Module]) -> bool:
+    """Sets sharded modules up that have not run yet, as their first forward pass would, so that it
+    can be planned; whether there were any.
+    """
+    return set_up_shards(modules)
 
 
 @contextmanager
@@ -136,6 +144,13 @@ def stand_ins(recorder: Recording) -> Iterator[Replacement]:
         yield holder, name, recorder.take_memory if takes else recorder.give_memory_back
 
 
+def _copied_out(
+    all_gather_output: Any, all_gather_input_split_sizes: list[int], dim: int = 0, *, out: Any
+) -> tuple[Any, list[int], int]:
+    """What is gathered, and how it is cut."""
+    return all_gather_output, all_gather_input_split_sizes, dim
+
+
 def record(recorder: Recording, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Records an operator of `torch.ops.fsdp` by what its kernel runs.
 
@@ -150,6 +165,12 @@ def record(recorder: Recording, func: Any, args: tuple[Any, ...], kwargs: dict[s
             if len({tensor.dtype for tensor in args[0]}) > 1:
                 args = ([tensor.to(dtype) for tensor in args[0]], *args[1:])
             chunk_cat(*args, **kwargs)
+            return None
+        if name == "split_with_sizes_copy":
+            # One copy for each parameter, so that a plan may drop and make each by itself.
+            whole, sizes, dimension = _copied_out(*args, **kwargs)
+            for part, out in zip(whole.split(sizes, dimension), kwargs["out"], strict=True):
+                out.copy_(part)
             return None
         kernel = shard_kernel(name)
         if kernel is None:

@@ -3,7 +3,7 @@
 //! All passes are linear in operators, tensors and accesses, save one sort of the ordering
 //! constraints.
 
-use super::entries::{Operator, Region, Residency, ReusePair, Sequence, Tensor, round_up};
+use super::entries::{Operator, Region, Residency, ReusePair, Tensor, round_up};
 use super::error::{GraphError, ReuseFault};
 use super::ids::{OperatorId, RegionId, TensorId};
 use super::site::Site;
@@ -378,9 +378,6 @@ impl GraphBuilder {
         first_only: &mut [Option<OperatorId>],
     ) -> Result<(), GraphError> {
         let operator = &self.operators[id.index()];
-        if operator.repeatable && operator.sequence == Some(Sequence::Collective) {
-            return Err(GraphError::RepeatableCollective { site: self.site(id) });
-        }
         self.mark(id, "first_only", &operator.first_only, first_only)?;
         let is_touched = |tensor: TensorId| [read, mutated].iter().any(|marks| marks[tensor.index()] == Some(id));
         match operator.first_only.iter().find(|&&tensor| !is_touched(tensor)) {

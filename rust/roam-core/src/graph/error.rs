@@ -202,12 +202,6 @@ pub enum GraphError {
         /// What is wrong.
         fault: ReuseFault,
     },
-    /// A collective is said to be repeatable.
-    #[error("{site} communicates with other ranks, so it cannot run again, yet it is marked as repeatable")]
-    RepeatableCollective {
-        /// The operator.
-        site: Box<Site>,
-    },
     /// An operator lists as first-only a tensor that it does not touch.
     #[error("{site} lists tensor `{tensor}` as first_only, but neither reads nor mutates it")]
     FirstOnlyUntouched {
@@ -315,7 +309,6 @@ impl GraphError {
                 ReuseFault::SizesDiffer => "reuse_sizes_differ",
                 ReuseFault::Doubled => "reuse_doubled",
             },
-            Self::RepeatableCollective { .. } => "repeatable_collective",
             Self::FirstOnlyUntouched { .. } => "first_only_untouched",
             Self::PositionOutOfRange { .. } => "position_out_of_range",
             Self::PositionTaken { .. } => "position_taken",
@@ -343,7 +336,6 @@ impl GraphError {
             | Self::ReadsOwnOutput { site, .. }
             | Self::Doubled { site, .. }
             | Self::Reuse { site, .. }
-            | Self::RepeatableCollective { site }
             | Self::FirstOnlyUntouched { site, .. }
             | Self::PositionOutOfRange { site, .. }
             | Self::PositionTaken { site, .. }

@@ -2,7 +2,7 @@
 //! with it much.
 
 use super::model::MUCH_LARGER;
-use crate::graph::{Graph, Operator, OperatorId, Phase, Residency, TensorId};
+use crate::graph::{Graph, Operator, OperatorId, Phase, Residency, Sequence, TensorId};
 
 /// The order with operators that only change a tensor, such as a weight's decay, right before they
 /// are needed: what reads the weight can run again until then, and a gradient is scaled right before
@@ -60,11 +60,27 @@ impl Base<'_> {
             stack.pop();
             if !std::mem::replace(&mut self.has_run[id.index()], true) {
                 self.order.push(id);
+                stack.extend(self.wait_for(id));
                 if self.early_updates {
                     self.push_ready(id, &mut stack);
                 }
             }
         }
+    }
+
+    /// What waits for a collective that may run again, and so changes next what this one changes. It
+    /// comes right after: between the two nothing can be dropped and made again.
+    fn wait_for(&self, id: OperatorId) -> Option<OperatorId> {
+        let launch = self.graph.operator(id);
+        let is_wait = |after: &&OperatorId| {
+            let changes = &self.graph.operator(**after).mutates;
+            let mut before = self.graph.predecessors(**after).iter();
+            !self.has_run[after.index()]
+                && changes.iter().any(|tensor| launch.mutates.contains(tensor))
+                && before.all(|&before| self.has_run[before.index()])
+        };
+        let may_run_again = launch.repeatable && launch.sequence == Some(Sequence::Collective);
+        self.graph.successors(id).iter().filter(|_| may_run_again).find(is_wait).copied()
     }
 
     /// The updates that nothing but operators that can wait keeps from running, the first on top.

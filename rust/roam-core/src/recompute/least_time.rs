@@ -50,7 +50,7 @@ fn raise(repeats: &Repeats, limit_bytes: u64, best: &mut (Option<u64>, Option<Op
     // Where most would have to be given up if nothing ran again, most time is to be expected.
     let needed = |moment: &Moment| moment.bytes + moment.keep_all;
     moments.retain(|(_, moment)| needed(moment) > limit);
-    moments.sort_by_key(|(op, moment)| (Reverse(needed(moment)), *op));
+    moments.sort_by_key(|(op, moment)| (Reverse(moment.promise()), *op));
     let mut work = CUTS_WORK;
     let mut in_vain = 0;
     let mut found = Vec::new();

@@ -73,6 +73,8 @@ pub(super) struct Moment {
     all_ns: u64,
     /// Kept if nothing runs again, beyond [`Moment::bytes`].
     pub(super) keep_all: u64,
+    /// The same of what has been made for certain: what may as well be made later costs nothing.
+    made: u64,
     /// Kept where everything is dropped that can be brought back.
     single: u64,
 }
@@ -175,12 +177,16 @@ impl Moment {
             all_bytes: 0,
             all_ns: 0,
             keep_all: 0,
+            made: 0,
             single: 0,
         };
         // Who makes a version of a tensor; `None` where it enters.
         let maker_of = |tensor: Ten, version: usize| match version.checked_sub(1) {
             None => repeats.creator(tensor),
             Some(change) => Some(repeats.mutators.row(tensor)[change]),
+        };
+        let is_made = |tensor: Ten, version: usize| {
+            maker_of(tensor, version).is_none_or(|maker| side[maker as usize] == Side::Before)
         };
         // What was made before and is used later, unless it is made later in any case.
         let is_past = |maker: Option<Op>| maker.is_none_or(|maker| maker != op && side[maker as usize] != Side::After);
@@ -198,6 +204,7 @@ impl Moment {
                     known.push((version, SOURCE));
                     pending.push((tensor, version, SOURCE));
                     moment.keep_all += price(tensor, version);
+                    moment.made += if is_made(tensor, version) { price(tensor, version) } else { 0 };
                 }
             }
         }
@@ -210,6 +217,7 @@ impl Moment {
                 if from == SOURCE {
                     moment.bytes += bytes;
                     moment.keep_all -= bytes;
+                    moment.made -= if is_made(tensor, version) { bytes } else { 0 };
                     moment.held.push((tensor, version));
                 } else if bytes > 0 {
                     moment.single += bytes;
@@ -308,6 +316,11 @@ impl Moment {
             }
         }
         Ok((value, Choice { bytes, ns, wanted }))
+    }
+
+    /// About what is live here if nothing runs again.
+    pub(super) fn promise(&self) -> u64 {
+        self.bytes + self.made
     }
 
     /// What [`Moment::floor`] does not exceed.

@@ -160,7 +160,8 @@ fn check_waits(graph: &Graph, expanded: &Expanded) -> Result<(), PlanViolation> 
 }
 
 /// Follows the runs in the plan's order: each finds the values that its operator finds in program
-/// order, and what outlives the step has its last value at the end.
+/// order, and what outlives the step has its last value at the end. So has what a collective
+/// changes, up to the change by the operator that waits for it: that one changes it next.
 fn check_values(graph: &Graph, expanded: &Expanded, order: &[OperatorId]) -> Result<(), PlanViolation> {
     let mut by_position: Vec<OperatorId> = (0..graph.operators().len() as u32).map(OperatorId).collect();
     by_position.sort_unstable_by_key(|&id| graph.operator(id).position);
@@ -176,6 +177,7 @@ fn check_values(graph: &Graph, expanded: &Expanded, order: &[OperatorId]) -> Res
         }
     }
     let is_there = |id: TensorId| id.index() < graph.tensors().len() && graph.creator(id).is_none();
+    let mut launched: BTreeMap<TensorId, OperatorId> = BTreeMap::new();
     let mut value: Vec<Option<u32>> = tensors(&expanded.graph).map(|id| is_there(id).then_some(0)).collect();
     for &run in order {
         let Some(operator) = expanded.graph.operators().get(run.index()) else {
@@ -190,12 +192,21 @@ fn check_values(graph: &Graph, expanded: &Expanded, order: &[OperatorId]) -> Res
         }
         for tensor in &operator.mutates {
             value[tensor.index()] = value[tensor.index()].map(|version| version + 1);
+            let is_awaited = value[tensor.index()].is_some_and(|version| version < changes[of(tensor).index()]);
+            match graph.operator(id).sequence {
+                Some(Sequence::Collective) if is_awaited => launched.insert(*tensor, id),
+                _ => launched.remove(tensor),
+            };
         }
         for tensor in &operator.creates {
             if value[tensor.index()].replace(0).is_some() {
                 return Err(PlanViolation::RunsAgain { site: site(graph, id) });
             }
         }
+    }
+    if let Some((tensor, &id)) = launched.first_key_value() {
+        let tensor = name(graph, expanded.tensor_of[tensor.index()]);
+        return Err(PlanViolation::LaunchNotWaited { site: site(graph, id), tensor });
     }
     let outlives = |id: &TensorId| matches!(graph.tensor(*id).residency, Residency::Persistent | Residency::Leaves);
     for id in tensors(graph).filter(outlives) {

@@ -42,6 +42,14 @@ pub enum PlanViolation {
         /// The operator.
         site: Box<Site>,
     },
+    /// What a collective changes is not changed next by what waits for it.
+    #[error("a run of {site} launches a collective on tensor `{tensor}`, and no run waits for it")]
+    LaunchNotWaited {
+        /// The operator that launches it.
+        site: Box<Site>,
+        /// The tensor.
+        tensor: String,
+    },
     /// A run does not wait for what the operator waits for.
     #[error("a run of {site} does not wait for {before}, or uses a view of another instance")]
     RunDoesNotWait {
@@ -330,6 +338,7 @@ impl PlanViolation {
             Self::Sequence(error) => error.code(),
             Self::RunDiffers { .. } => "run_differs",
             Self::RunUsesOther { .. } => "run_uses_other",
+            Self::LaunchNotWaited { .. } => "launch_not_waited",
             Self::RunsAgain { .. } => "runs_again",
             Self::RunDoesNotWait { .. } => "run_does_not_wait",
             Self::OverLimit { .. } => "over_limit",
@@ -375,6 +384,7 @@ impl PlanViolation {
             Self::OperatorDoubled { site }
             | Self::RunDiffers { site, .. }
             | Self::RunUsesOther { site, .. }
+            | Self::LaunchNotWaited { site, .. }
             | Self::RunsAgain { site }
             | Self::RunDoesNotWait { site, .. }
             | Self::OperatorMissing { site }

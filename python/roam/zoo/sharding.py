@@ -1,0 +1,319 @@
+"""Models of the zoo as one rank of many trains them, in one process: PyTorch's "fake" process group
+stands for the others.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+from roam.zoo.catalog import ZooError, build
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from roam.capture import Variant
+
+WAYS = ("ddp", "fsdp", "tp", "fsdp+tp")
+NODE_RANKS = 8
+"""Ranks that share a machine, and so its fast links."""
+_FIRST_BUCKET_BYTES, _BUCKET_BYTES = 2**20, 25 * 2**20
+"""As `DistributedDataParallel` has them if it is told nothing else."""
+
+
+class ShardingError(ZooError):
+    """A model cannot be sharded as it was asked for."""
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How a model is spread, and which rank is looked at.
+
+    Attributes:
+        way: one of `WAYS`. ``ddp``: every rank has the whole model, and gradients are reduced in
+            buckets; ``fsdp``: `fully_shard` of each repeated block and of the rest; ``tp``: tensor
+            parallelism, by the plan that transformers ships with the architecture; ``fsdp+tp``:
+            that within groups of `tp_ranks` neighbours, and `fully_shard` across the groups.
+        world: how many ranks there are.
+        rank: one of them.
+        tp_ranks: how many ranks share the parts of one layer; None where `way` says it.
+    """
+
+    way: str
+    world: int
+    rank: int = 0
+    tp_ranks: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.way not in WAYS:
+            raise ShardingError(f"a model is sharded by one of {', '.join(WAYS)}, not {self.way!r}")
+        if self.world < 1 or not 0 <= self.rank < self.world:
+            raise ShardingError(f"there is no rank {self.rank} of {self.world}")
+        if self.tp_ranks is not None and self.way != "fsdp+tp":
+            raise ShardingError("only 'fsdp+tp' says how many ranks share the parts of a layer")
+        if self.world % self.inner:
+            raise ShardingError(
+                f"{self.world} ranks are no groups of {self.inner} that share the parts of a layer"
+            )
+
+    @property
+    def inner(self) -> int:
+        """How many ranks share the parts of one layer."""
+        if self.way == "fsdp+tp":
+            return min(NODE_RANKS, self.world) if self.tp_ranks is None else self.tp_ranks
+        return self.world if self.way == "tp" else 1
+
+    def __str__(self) -> str:
+        inner = f", {self.inner} for each layer" if self.way == "fsdp+tp" else ""
+        return f"{self.way} on {self.world} ranks{inner}, rank {self.rank}"
+
+    @property
+    def note(self) -> str:
+        """What the figures of a plan do not have; empty where there is nothing."""
+        if self.way != "ddp":
+            return ""
+        return (
+            "The module itself is planned, with reductions as DistributedDataParallel has them. The "
+            "wrapper keeps\nbuckets of its own beside that, as large as all gradients; no figure "
+            "above counts them.\n"
+        )
+
+
+@contextmanager
+def one_process(sharding: Sharding) -> Iterator[DeviceMesh]:
+    """A process group in which this process is the rank and nobody is the others; gives the mesh of
+    shape [world / inner, inner]. Its collectives do nothing, so it is for captures alone.
+
+    Raises:
+        ShardingError: this process is in a group already.
+    """
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from roam.torch_compat.private import fake_store
+
+    if dist.is_initialized():
+        raise ShardingError(
+            "this process is in a process group already; plan ranks in a process of its own"
+        )
+    dist.init_process_group(
+        "fake", store=fake_store(), rank=sharding.rank, world_size=sharding.world
+    )
+    try:
+        shape = sharding.world // sharding.inner, sharding.inner
+        yield init_device_mesh("cpu", shape, mesh_dim_names=("data", "layer"))
+    finally:
+        dist.destroy_process_group()
+
+
+Step = Callable[..., "torch.Tensor"]
+
+
+def spread(
+    sharding: Sharding, mesh: DeviceMesh, model: torch.nn.Module, train_step: Step
+) -> tuple[torch.nn.Module, Step]:
+    """One rank's model and training step, in place; the optimizer is made afterwards.
+
+    Raises:
+        ShardingError: nobody has said how this model is spread, or its sizes are not divisible.
+    """
+    if sharding.way == "ddp":
+        return model, reducing(train_step)
+    if "tp" in sharding.way:
+        _spread_layers(model, mesh["layer"])
+    if "fsdp" in sharding.way:
+        from torch.distributed.fsdp import fully_shard
+
+        from roam.capture.tracing.repeated_blocks import repeated_blocks
+
+        for block in repeated_blocks([model]):
+            fully_shard(block, mesh=mesh["data"])
+        fully_shard(model, mesh=mesh["data"])
+    return model, train_step
+
+
+def capture_rank(
+    name: str,
+    sharding: Sharding,
+    *,
+    step: Literal["first", "steady"] = "steady",
+    device: str = "cpu",
+    **settings: Any,
+) -> Variant:
+    """One rank's step of a model of the zoo, built on fake tensors and captured.
+
+    Args:
+        name: one of :func:`roam.zoo.names`.
+        sharding: how the model is spread, and which rank it is.
+        step, device, settings: as for :func:`roam.zoo.capture`.
+
+    Raises:
+        ZooError: as from :func:`roam.zoo.build` and :func:`spread`.
+        CaptureError: the step cannot be captured.
+    """
+    import roam
+    from roam.capture.step import capture_variant
+
+    with one_process(sharding) as mesh:
+        with roam.fake(device):
+            made = build(name, device=device, spread=partial(spread, sharding, mesh), **settings)
+        objects = made.model, made.optimizer, *made.batch
+        return capture_variant(made.train_step, objects, {}, step)
+
+
+# -- tensor parallelism
+
+
+def _spread_layers(model: Any, mesh: DeviceMesh) -> None:
+    """By the plan of transformers; tables of tied words are spread like the last layer."""
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    ways: dict[str, Callable[[], Any]] = {
+        "colwise": ColwiseParallel,
+        "rowwise": RowwiseParallel,
+        "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
+        "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),
+    }
+    config = getattr(model, "config", None)
+    prefix = getattr(model, "base_model_prefix", "")
+    shipped = {f"{prefix}.{name}": way for name, way in _plan_of(config).items()}
+    shipped |= dict(getattr(type(model), "_tp_plan", None) or {})
+    names = dict(model.named_modules())
+    unknown = sorted(set(shipped.values()) - set(ways))
+    if not shipped or unknown:
+        raise ShardingError(
+            "tensor parallelism needs the plan that transformers ships with an architecture, and "
+            + (f"this one asks for {', '.join(unknown)}" if shipped else "this model has none")
+        )
+    heads = {
+        name: getattr(config, name, None)
+        for name in (
+            "num_attention_heads",
+            "num_key_value_heads",
+            "intermediate_size",
+            "vocab_size",
+        )
+    }
+    for name, size in heads.items():
+        if size is not None and size % mesh.size():
+            raise ShardingError(f"{name}, which is {size}, is not divisible by {mesh.size()} ranks")
+    table, head = model.get_input_embeddings(), model.get_output_embeddings()
+    is_tied = head is not None and table.weight is head.weight
+    if is_tied:
+        (path,) = (name for name, module in names.items() if module is table)
+        shipped[path] = "embedding_rowwise"
+    for pattern, way in shipped.items():
+        found = re.compile(re.escape(pattern).replace(r"\*", "[^.]+"))
+        for name in names:
+            if found.fullmatch(name):
+                parallelize_module(model, mesh, {name: ways[way]()})
+    if is_tied:
+        head.weight = table.weight
+
+
+def _plan_of(config: Any) -> dict[str, str]:
+    return dict(getattr(config, "base_model_tp_plan", None) or {})
+
+
+# -- data parallelism
+
+
+def reducing(train_step: Step) -> Step:
+    """A step on the plain module that reduces gradients as `DistributedDataParallel` does, whose
+    constructor reads values that nobody has in a "fake" group: buckets of 25 MiB, the first of 1
+    MiB, in the order in which gradients come; buffers are rank 0's.
+    """
+
+    @functools.wraps(train_step)
+    def reducing_step(model: torch.nn.Module, optimizer: Any, *batch: Any) -> torch.Tensor:
+        _broadcast(model.buffers())
+        reductions = _Reductions(model)
+        hooks = [
+            parameter.register_post_accumulate_grad_hook(reductions.add)
+            for parameter in reductions.parameters
+        ]
+        loss = train_step(model, optimizer, *batch)
+        for hook in hooks:
+            hook.remove()
+        return loss
+
+    return reducing_step
+
+
+def _broadcast(buffers: Iterable[torch.Tensor]) -> None:
+    import torch
+
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for buffer in buffers:
+        by_dtype.setdefault(buffer.dtype, []).append(buffer)
+    for alike in by_dtype.values():
+        flat = torch.cat([buffer.reshape(-1) for buffer in alike])
+        torch.distributed.broadcast(flat, 0)
+        parts = flat.split([buffer.numel() for buffer in alike])
+        for buffer, part in zip(alike, parts, strict=True):
+            buffer.copy_(part.view(buffer.shape))
+
+
+class _Reductions:
+    """The gradients of one backward pass."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.parameters = [one for one in model.parameters() if one.requires_grad]
+        self._missing = len(self.parameters)
+        self._full: list[tuple[list[torch.Tensor], torch.Tensor]] = []
+        self._open: list[torch.Tensor] = []
+
+    def add(self, parameter: torch.Tensor) -> None:
+        """A gradient has come; with the last one all are replaced by the sums."""
+        self._open.append(parameter)
+        self._missing -= 1
+        limit = _BUCKET_BYTES if self._full else _FIRST_BUCKET_BYTES
+        if sum(one.nbytes for one in self._open) >= limit or not self._missing:
+            self._launch()
+        if not self._missing:
+            self._finish()
+
+    def _launch(self) -> None:
+        import torch
+
+        bucket, self._open = self._open, []
+        scale = 1 / torch.distributed.get_world_size()
+        like = bucket[0]
+        flat = torch.empty(sum(one.numel() for one in bucket), dtype=like.dtype, device=like.device)
+        parts = flat.split([one.numel() for one in bucket])
+        with torch.no_grad():
+            for one, part in zip(bucket, parts, strict=True):
+                assert one.grad is not None, "it has just come"
+                torch.mul(one.grad, scale, out=part.view(one.shape))
+        torch.distributed.all_reduce(flat)
+        self._full.append((bucket, flat))
+
+    def _finish(self) -> None:
+        for bucket, flat in self._full:
+            parts = flat.split([one.numel() for one in bucket])
+            for one, part in zip(bucket, parts, strict=True):
+                assert one.grad is not None, "it has come before"
+                one.grad.copy_(part.view(one.shape))
+
+
+__all__ = [
+    "NODE_RANKS",
+    "WAYS",
+    "Sharding",
+    "ShardingError",
+    "capture_rank",
+    "one_process",
+    "reducing",
+    "spread",
+]
