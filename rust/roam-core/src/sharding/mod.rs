@@ -8,7 +8,11 @@
 //!
 //! problem -> presolve -> reduced -> prices and messages (a bound), forests (choices)
 
+mod branch;
+mod eliminate;
+mod fit;
 mod forest;
+mod improve;
 mod messages;
 mod presolve;
 mod prices;
@@ -19,4 +23,5 @@ mod solve;
 
 pub use problem::{Edge, FORBIDDEN, Node, Problem};
 pub use read::ReadError;
-pub use solve::{Outcome, Solution, solve};
+pub use improve::Solution;
+pub use solve::{Outcome, solve};

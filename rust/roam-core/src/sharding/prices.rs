@@ -6,6 +6,7 @@
 //! more than the room is taken, along an average of the last excesses, by steps that get shorter when
 //! the bound no longer grows.
 
+use super::eliminate::Marginals;
 use super::messages::{Messages, Pass};
 use super::reduced::Reduced;
 
@@ -42,8 +43,12 @@ pub(super) struct Prices<'a> {
 }
 
 impl<'a> Prices<'a> {
-    pub(super) fn new(reduced: &'a Reduced) -> Self {
-        let now = vec![0.0; reduced.room.as_ref().map_or(0, Vec::len)];
+    /// Args:
+    ///     known: prices to begin with, by the time of the problem, in order.
+    pub(super) fn new(reduced: &'a Reduced, known: &[(usize, f64)]) -> Self {
+        let price = |time: &usize| known.binary_search_by_key(time, |&(time, _)| time).map_or(0.0, |at| known[at].1);
+        let mut now: Vec<f64> = reduced.times().iter().map(price).collect();
+        round(&mut now);
         Prices {
             reduced,
             messages: Messages::new(reduced),
@@ -61,14 +66,19 @@ impl<'a> Prices<'a> {
         &self.now
     }
 
+    /// The prices of the best bound, by the time of the problem.
+    pub(super) fn known(&self) -> Vec<(usize, f64)> {
+        self.reduced.times().iter().copied().zip(self.best.iter().copied()).collect()
+    }
+
     /// One pass of messages at the prices of now, which then change.
     ///
     /// Args:
     ///     known_cost: of the best choice so far.
     pub(super) fn pass(&mut self, known_cost: Option<f64>) -> Pass {
-        let costs = if self.now.is_empty() { self.reduced.costs.clone() } else { self.reduced.priced(&self.now) };
+        let costs = self.reduced.priced(&self.now);
         let mut found = self.messages.pass(&costs);
-        let room = self.reduced.room.as_deref().unwrap_or(&[]);
+        let room = &self.reduced.room;
         let worth: f64 = self.now.iter().zip(room).map(|(price, &bytes)| price * bytes as f64).sum();
         // Adding up rounds by less.
         found.bound -= worth + worth * f64::EPSILON * (room.len() + 8) as f64;
@@ -88,6 +98,18 @@ impl<'a> Prices<'a> {
         found
     }
 
+    /// Bounds per strategy at the best prices, with what is fixed and less what the room is worth.
+    pub(super) fn marginals(&self) -> Marginals {
+        let costs = self.reduced.priced(&self.best);
+        let mut found = self.messages.marginals(&costs);
+        let room = &self.reduced.room;
+        let worth: f64 = self.best.iter().zip(room).map(|(price, &bytes)| price * bytes as f64).sum();
+        let more = self.reduced.fixed_cost as f64 - worth - worth * f64::EPSILON * (room.len() + 8) as f64;
+        found.least += more;
+        found.by_strategy.iter_mut().for_each(|least| *least += more);
+        found
+    }
+
     fn change(&mut self, room: &[i64], found: &Pass, known_cost: Option<f64>) {
         if self.idle > PATIENCE {
             self.idle = 0;
@@ -96,7 +118,7 @@ impl<'a> Prices<'a> {
             self.direction.fill(0.0);
             return;
         }
-        for (direction, bytes) in self.direction.iter_mut().zip(self.reduced.excess(room, &found.choice)) {
+        for (direction, bytes) in self.direction.iter_mut().zip(self.reduced.excess(&found.choice)) {
             *direction += NEW * (bytes as f64 - *direction);
         }
         let can_move = |(price, direction): &(&f64, &f64)| **price > 0.0 || **direction > 0.0;

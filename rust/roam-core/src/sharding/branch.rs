@@ -1,0 +1,185 @@
+//! Parts of the problem, each with fewer strategies, that together hold every choice that may still
+//! be better than the best: branch and bound.
+//!
+//! A part is bounded by prices and messages. Strategies whose bound is as high as the cost of the
+//! best choice are left out, which makes the part smaller. Where memory no longer matters and tables
+//! are small, the part is solved exactly; otherwise it is split in two, mostly by the bytes that a
+//! node takes.
+
+use super::eliminate::{Elimination, Marginals, Order};
+use super::improve::{Begin, Best, improve};
+use super::prices::Prices;
+use super::reduced::{Kept, Reduced};
+use crate::control::Watch;
+use crate::rng::Random;
+use std::sync::Arc;
+
+/// Messages pass so often before a part is made smaller, at most so often in all, and they go on
+/// only while the bound grows by that share of the gap.
+const PASSES: usize = 20;
+const MOST_PASSES: usize = 200;
+const GROWS: f64 = 0.03;
+/// A part is made smaller once this share of its strategies can be left out.
+const SHARE: f64 = 0.05;
+/// Tables of a part that is solved exactly have at most so many entries in all.
+const ENTRIES: u64 = 1 << 24;
+/// Strategies that cost up to this share of the gap more than the least are taken for as good.
+const AS_GOOD: f64 = 0.1;
+
+/// A part that is to be looked at.
+#[derive(Clone)]
+pub(super) struct Part {
+    pub(super) kept: Kept,
+    /// By the time of the problem.
+    pub(super) prices: Vec<(usize, f64)>,
+    /// No choice in it costs less.
+    pub(super) bound: i64,
+}
+
+/// What came of a part.
+pub(super) struct Looked<'a> {
+    pub(super) best: Best<'a>,
+    /// What is left of it, in one part or more.
+    pub(super) parts: Vec<Part>,
+    pub(super) work: u64,
+    pub(super) passes: usize,
+}
+
+/// Exactly the best choice where memory does not matter and tables are small.
+pub(super) fn solved(reduced: &Reduced, best: &mut Best<'_>) -> Option<u64> {
+    if !reduced.room.is_empty() || !reduced.is_exact() {
+        return None;
+    }
+    let all: Vec<usize> = (0..reduced.len()).collect();
+    let order = Order::new(reduced, &all, ENTRIES, None).filter(|order| order.work <= ENTRIES)?;
+    let mut choice = vec![0; reduced.len()];
+    Elimination::new(reduced).choose(&order, &reduced.costs, &mut choice);
+    best.meet(reduced, &choice);
+    Some(order.work)
+}
+
+/// Which strategies have a bound below the cost of the best choice; `None` where too few have not to
+/// begin anew.
+pub(super) fn without_worse(marginals: &Marginals, cost: i64) -> Option<Vec<bool>> {
+    let is_kept: Vec<bool> = marginals.by_strategy.iter().map(|&bound| bound <= (cost - 1) as f64).collect();
+    let gone = is_kept.iter().filter(|&&is_kept| !is_kept).count();
+    (gone > 0 && gone as f64 >= SHARE * is_kept.len() as f64).then_some(is_kept)
+}
+
+/// Which of a node's strategies go to the first of two parts.
+fn split(reduced: &Reduced, marginals: &Marginals, prices: &[f64], gap: f64) -> Option<(usize, Vec<bool>)> {
+    let is_good = |place: usize| marginals.by_strategy[place] <= marginals.least + AS_GOOD * gap;
+    let mut until = vec![0.0; prices.len() + 1];
+    for (time, price) in prices.iter().enumerate() {
+        until[time + 1] = until[time] + price;
+    }
+    let mut chosen: Option<(f64, usize, Vec<bool>)> = None;
+    for node in 0..reduced.len() {
+        let first = reduced.first[node];
+        for demand in &reduced.demands[node] {
+            let good = demand.bytes.iter().enumerate().filter(|(strategy, _)| is_good(first + strategy));
+            let mut levels: Vec<i64> = good.map(|(_, &bytes)| bytes).collect();
+            levels.sort_unstable();
+            let Some(jump) = levels.windows(2).max_by_key(|pair| pair[1] - pair[0]).filter(|pair| pair[1] > pair[0])
+            else {
+                continue;
+            };
+            let score = (until[demand.lifetime.end] - until[demand.lifetime.start]) * (jump[1] - jump[0]) as f64;
+            if score > 0.0 && chosen.as_ref().is_none_or(|(known, _, _)| score > *known) {
+                chosen = Some((score, node, demand.bytes.iter().map(|&bytes| bytes <= jump[0]).collect()));
+            }
+        }
+    }
+    if let Some((_, node, is_first)) = chosen {
+        return Some((node, is_first));
+    }
+    // The node with most strategies that are as good: the better half of them.
+    let count = |node: usize| (reduced.first[node]..reduced.first[node + 1]).filter(|&place| is_good(place)).count();
+    let node = (0..reduced.len()).rev().max_by_key(|&node| (count(node), reduced.size(node)))?;
+    let bounds = &marginals.by_strategy[reduced.first[node]..reduced.first[node + 1]];
+    let mut order: Vec<usize> = (0..bounds.len()).collect();
+    order.sort_by(|&a, &b| bounds[a].total_cmp(&bounds[b]));
+    let mut is_first = vec![false; bounds.len()];
+    order[..bounds.len() / 2].iter().for_each(|&strategy| is_first[strategy] = true);
+    Some((node, is_first))
+}
+
+/// Bounds a part, and splits it where it may hold a better choice than the best.
+///
+/// Args:
+///     root: the problem that the part has strategies of.
+///     best: the best choice so far.
+pub(super) fn look<'a>(
+    root: &Arc<Reduced>,
+    part: &Part,
+    best: &Best<'a>,
+    random: &mut Random,
+    watch: &Watch,
+) -> Looked<'a> {
+    let mut looked = Looked { best: best.clone(), parts: Vec::new(), work: 0, passes: 0 };
+    let mut part = part.clone();
+    'smaller: loop {
+        // What is left out has no better choice.
+        let Some(reduced) = root.restricted(&part.kept) else { return looked };
+        looked.work += reduced.costs.len() as u64 + reduced.matrices.len() as u64;
+        if let Some(work) = solved(&reduced, &mut looked.best) {
+            looked.work += work;
+            return looked;
+        }
+        let mut prices = Prices::new(&reduced, &part.prices);
+        let mut before = part.bound as f64;
+        for passes in 1..=MOST_PASSES {
+            if watch.check().is_err() {
+                looked.parts.push(part);
+                return looked;
+            }
+            let cost = looked.best.cost();
+            let found = prices.pass(cost.map(|cost| cost as f64));
+            looked.work += found.work;
+            looked.passes += 1;
+            looked.best.meet(&reduced, &found.choice);
+            part.bound = part.bound.max(prices.bound.ceil() as i64);
+            if looked.best.cost().is_some_and(|cost| cost <= part.bound) {
+                return looked;
+            }
+            if passes % PASSES > 0 {
+                continue;
+            }
+            let gap = looked.best.cost().map_or(prices.bound.abs(), |cost| cost as f64 - prices.bound).max(1.0);
+            let has_grown = prices.bound > before + GROWS * gap;
+            before = before.max(prices.bound);
+            if has_grown && passes < MOST_PASSES {
+                continue;
+            }
+            let begin = Begin { choice: found.choice, prices: prices.now().to_vec(), is_kicked: false };
+            looked.work += improve(&reduced, begin, prices.bound.abs(), &mut looked.best, random, watch);
+            let marginals = prices.marginals();
+            part.bound = part.bound.max(marginals.least.ceil() as i64);
+            part.prices = prices.known();
+            if let Some(cost) = looked.best.cost() {
+                if cost <= part.bound {
+                    return looked;
+                }
+                if let Some(is_kept) = without_worse(&marginals, cost) {
+                    part.kept = reduced.kept(|node, strategy| is_kept[reduced.first[node] + strategy]);
+                    continue 'smaller;
+                }
+            }
+            let now: Vec<f64> = part.prices.iter().map(|&(_, price)| price).collect();
+            let Some((node, is_first)) = split(&reduced, &marginals, &now, gap) else {
+                looked.parts.push(part);
+                return looked;
+            };
+            for side in [true, false] {
+                let keeps = |other: usize, strategy: usize| {
+                    let is_worse = looked.best.cost().is_some_and(|cost| {
+                        marginals.by_strategy[reduced.first[other] + strategy] > (cost - 1) as f64
+                    });
+                    !is_worse && (other != node || is_first[strategy] == side)
+                };
+                looked.parts.push(Part { kept: reduced.kept(keeps), ..part.clone() });
+            }
+            return looked;
+        }
+    }
+}
