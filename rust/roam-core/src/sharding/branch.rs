@@ -8,7 +8,7 @@
 
 use super::eliminate::{Elimination, Marginals, Order};
 use super::improve::{Begin, Best, improve};
-use super::prices::Prices;
+use super::prices::{Known, Prices};
 use super::reduced::{Kept, Reduced};
 use crate::control::Watch;
 use crate::rng::Random;
@@ -30,8 +30,7 @@ const AS_GOOD: f64 = 0.1;
 #[derive(Clone)]
 pub(super) struct Part {
     pub(super) kept: Kept,
-    /// By the time of the problem.
-    pub(super) prices: Vec<(usize, f64)>,
+    pub(super) known: Arc<Known>,
     /// No choice in it costs less.
     pub(super) bound: i64,
 }
@@ -126,8 +125,8 @@ pub(super) fn look<'a>(
             looked.work += work;
             return looked;
         }
-        let mut prices = Prices::new(&reduced, &part.prices);
-        let mut before = part.bound as f64;
+        let mut prices = Prices::new(&reduced, &part.known);
+        let mut before = f64::NEG_INFINITY;
         for passes in 1..=MOST_PASSES {
             if watch.check().is_err() {
                 looked.parts.push(part);
@@ -147,7 +146,7 @@ pub(super) fn look<'a>(
             }
             let gap = looked.best.cost().map_or(prices.bound.abs(), |cost| cost as f64 - prices.bound).max(1.0);
             let has_grown = prices.bound > before + GROWS * gap;
-            before = before.max(prices.bound);
+            before = prices.bound;
             if has_grown && passes < MOST_PASSES {
                 continue;
             }
@@ -155,7 +154,7 @@ pub(super) fn look<'a>(
             looked.work += improve(&reduced, begin, prices.bound.abs(), &mut looked.best, random, watch);
             let marginals = prices.marginals();
             part.bound = part.bound.max(marginals.least.ceil() as i64);
-            part.prices = prices.known();
+            part.known = Arc::new(prices.known());
             if let Some(cost) = looked.best.cost() {
                 if cost <= part.bound {
                     return looked;
@@ -165,7 +164,7 @@ pub(super) fn look<'a>(
                     continue 'smaller;
                 }
             }
-            let now: Vec<f64> = part.prices.iter().map(|&(_, price)| price).collect();
+            let now: Vec<f64> = part.known.prices.iter().map(|&(_, price)| price).collect();
             let Some((node, is_first)) = split(&reduced, &marginals, &now, gap) else {
                 looked.parts.push(part);
                 return looked;

@@ -252,8 +252,9 @@ impl<'a> Elimination<'a> {
         order.steps.iter().map(|step| self.own(order, costs, choice, step.node)).collect()
     }
 
-    /// Eliminates nodes at given costs of strategies, and lets them choose the best.
-    pub(super) fn choose(&self, order: &Order, costs: &[f64], choice: &mut [usize]) {
+    /// Eliminates nodes at given costs of strategies, and lets them choose the best; returns what they
+    /// cost, less what rounding may add.
+    pub(super) fn choose(&self, order: &Order, costs: &[f64], choice: &mut [usize]) -> f64 {
         let of = Self::taken(order);
         let owns = self.owns(order, costs, choice);
         let tables = self.tables(order, &of, &owns);
@@ -271,6 +272,23 @@ impl<'a> Elimination<'a> {
             }
             choice[step.node] = best;
         }
+        let least = Self::least(order, &tables);
+        least - self.error(&tables, least)
+    }
+
+    /// What the nodes cost together.
+    fn least(order: &Order, tables: &[Vec<f64>]) -> f64 {
+        let roots = order.steps.iter().zip(tables).filter(|(step, _)| step.around.is_empty());
+        roots.map(|(_, table)| table[0]).sum()
+    }
+
+    /// By how much rounding may change what all nodes cost: each sum, of at most all costs, by a share
+    /// of the largest.
+    fn error(&self, tables: &[Vec<f64>], least: f64) -> f64 {
+        let largest = tables.iter().flatten().filter(|cost| cost.abs() < FAR / 2.0);
+        let largest = largest.fold(least.abs(), |most, cost| most.max(cost.abs()));
+        let sums = 4 * (self.reduced.len() + self.reduced.edges.len() + 8);
+        sums as f64 * f64::EPSILON * largest
     }
 
     /// The least cost for each strategy of each node, where none is kept.
@@ -278,8 +296,7 @@ impl<'a> Elimination<'a> {
         let of = Self::taken(order);
         let owns = self.owns(order, costs, &[]);
         let tables = self.tables(order, &of, &owns);
-        let roots = || order.steps.iter().zip(&tables).filter(|(step, _)| step.around.is_empty());
-        let least: f64 = roots().map(|(_, table)| table[0]).sum();
+        let least = Self::least(order, &tables);
         let mut by_strategy = vec![f64::INFINITY; costs.len()];
         // Per step, for each entry of its table, the least cost of all that is not in the table.
         let mut outside: Vec<Vec<f64>> = tables.iter().map(|table| vec![f64::INFINITY; table.len()]).collect();
@@ -304,6 +321,8 @@ impl<'a> Elimination<'a> {
                 }
             });
         }
-        Marginals { least, by_strategy }
+        let error = self.error(&tables, least);
+        by_strategy.iter_mut().for_each(|least| *least -= error);
+        Marginals { least: least - error, by_strategy }
     }
 }

@@ -6,7 +6,11 @@
 //! itself is a bound for any messages; passes make it grow.
 
 use super::eliminate::Marginals;
-use super::reduced::Reduced;
+use super::reduced::{Link, Reduced};
+use std::collections::BTreeMap;
+
+/// Messages to both ends of edges, by the ends and their strategies in what a problem was made of.
+pub(super) type Known = BTreeMap<[usize; 2], [Vec<f32>; 2]>;
 
 pub(super) struct Messages<'a> {
     reduced: &'a Reduced,
@@ -28,7 +32,9 @@ pub(super) struct Pass {
 }
 
 impl<'a> Messages<'a> {
-    pub(super) fn new(reduced: &'a Reduced) -> Self {
+    /// Args:
+    ///     known: messages to begin with.
+    pub(super) fn new(reduced: &'a Reduced, known: &Known) -> Self {
         let mut end = 0;
         let mut begin = |size: usize| {
             end += size;
@@ -41,7 +47,33 @@ impl<'a> Messages<'a> {
             1.0 / earlier.max(edges.len() - earlier).max(1) as f64
         };
         let share = (0..reduced.len()).map(share).collect();
-        Messages { reduced, at, values: vec![0.0; end], share }
+        let mut messages = Messages { reduced, at, values: vec![0.0; end], share };
+        for (edge, link) in reduced.edges.iter().enumerate() {
+            let owns = link.nodes.map(|node| reduced.own(node));
+            let Some(known) = known.get(&owns.map(|own| own.0)) else { continue };
+            for side in 0..2 {
+                let at = messages.at[edge][side];
+                for (place, &strategy) in owns[side].1.iter().enumerate() {
+                    messages.values[at + place] = f64::from(known[side][strategy]);
+                }
+            }
+        }
+        messages
+    }
+
+    /// All messages, for what is made of the same as this by leaving more out.
+    pub(super) fn known(&self) -> Known {
+        let of = |(edge, link): (usize, &Link)| {
+            let owns = link.nodes.map(|node| self.reduced.own(node));
+            let values = [0, 1].map(|side| {
+                let mut values = vec![0.0; owns[side].1.iter().max().map_or(0, |most| most + 1)];
+                let known = owns[side].1.iter().zip(self.message(edge, side));
+                known.for_each(|(&strategy, &message)| values[strategy] = message as f32);
+                values
+            });
+            (owns.map(|own| own.0), values)
+        };
+        self.reduced.edges.iter().enumerate().map(of).collect()
     }
 
     fn message(&self, edge: usize, side: usize) -> &[f64] {

@@ -6,8 +6,8 @@
 //! more than the room is taken, along an average of the last excesses, by steps that get shorter when
 //! the bound no longer grows.
 
-use super::eliminate::Marginals;
-use super::messages::{Messages, Pass};
+use super::eliminate::{Elimination, Marginals, Order};
+use super::messages::{self, Messages, Pass};
 use super::reduced::Reduced;
 
 /// How much an excess counts that was met just now; the rest is what was met before.
@@ -27,9 +27,22 @@ const GAP: f64 = 0.2;
 /// Messages pass so often before prices change.
 const FIRST: usize = 10;
 
+/// Tables that have at most so many entries in all are small.
+const ENTRIES: u64 = 1 << 20;
+
+/// Prices and messages to begin with.
+#[derive(Clone, Default)]
+pub(super) struct Known {
+    /// By the time of the problem, in order.
+    pub(super) prices: Vec<(usize, f64)>,
+    pub(super) messages: messages::Known,
+}
+
 pub(super) struct Prices<'a> {
     reduced: &'a Reduced,
     messages: Messages<'a>,
+    /// Where tables are small, the least cost at given prices is found exactly instead.
+    exact: Option<(Elimination<'a>, Order)>,
     /// Per time; none where there is no limit.
     now: Vec<f64>,
     best: Vec<f64>,
@@ -43,15 +56,17 @@ pub(super) struct Prices<'a> {
 }
 
 impl<'a> Prices<'a> {
-    /// Args:
-    ///     known: prices to begin with, by the time of the problem, in order.
-    pub(super) fn new(reduced: &'a Reduced, known: &[(usize, f64)]) -> Self {
-        let price = |time: &usize| known.binary_search_by_key(time, |&(time, _)| time).map_or(0.0, |at| known[at].1);
+    pub(super) fn new(reduced: &'a Reduced, known: &Known) -> Self {
+        let find = |time: &usize| known.prices.binary_search_by_key(time, |&(time, _)| time);
+        let price = |time: &usize| find(time).map_or(0.0, |at| known.prices[at].1);
         let mut now: Vec<f64> = reduced.times().iter().map(price).collect();
         round(&mut now);
+        let all: Vec<usize> = (0..reduced.len()).collect();
+        let order = Order::new(reduced, &all, ENTRIES, None).filter(|order| order.work <= ENTRIES);
         Prices {
             reduced,
-            messages: Messages::new(reduced),
+            exact: order.map(|order| (Elimination::new(reduced), order)),
+            messages: Messages::new(reduced, &known.messages),
             best: now.clone(),
             direction: now.clone(),
             now,
@@ -67,8 +82,14 @@ impl<'a> Prices<'a> {
     }
 
     /// The prices of the best bound, by the time of the problem.
-    pub(super) fn known(&self) -> Vec<(usize, f64)> {
+    pub(super) fn best(&self) -> Vec<(usize, f64)> {
         self.reduced.times().iter().copied().zip(self.best.iter().copied()).collect()
+    }
+
+    /// What parts of this begin with.
+    pub(super) fn known(&self) -> Known {
+        let messages = if self.exact.is_some() { messages::Known::new() } else { self.messages.known() };
+        Known { prices: self.best(), messages }
     }
 
     /// One pass of messages at the prices of now, which then change.
@@ -77,7 +98,14 @@ impl<'a> Prices<'a> {
     ///     known_cost: of the best choice so far.
     pub(super) fn pass(&mut self, known_cost: Option<f64>) -> Pass {
         let costs = self.reduced.priced(&self.now);
-        let mut found = self.messages.pass(&costs);
+        let mut found = match &self.exact {
+            None => self.messages.pass(&costs),
+            Some((elimination, order)) => {
+                let mut choice = vec![0; self.reduced.len()];
+                let bound = self.reduced.fixed_cost as f64 + elimination.choose(order, &costs, &mut choice);
+                Pass { bound, choice, work: order.work }
+            }
+        };
         let room = &self.reduced.room;
         let worth: f64 = self.now.iter().zip(room).map(|(price, &bytes)| price * bytes as f64).sum();
         // Adding up rounds by less.
@@ -101,7 +129,10 @@ impl<'a> Prices<'a> {
     /// Bounds per strategy at the best prices, with what is fixed and less what the room is worth.
     pub(super) fn marginals(&self) -> Marginals {
         let costs = self.reduced.priced(&self.best);
-        let mut found = self.messages.marginals(&costs);
+        let mut found = match &self.exact {
+            None => self.messages.marginals(&costs),
+            Some((elimination, order)) => elimination.marginals(order, &costs),
+        };
         let room = &self.reduced.room;
         let worth: f64 = self.best.iter().zip(room).map(|(price, &bytes)| price * bytes as f64).sum();
         let more = self.reduced.fixed_cost as f64 - worth - worth * f64::EPSILON * (room.len() + 8) as f64;

@@ -175,10 +175,15 @@ impl Reduced {
         (0..self.len()).map(|node| (node, of(node))).collect()
     }
 
+    /// A node in what this was made of, and its strategies there.
+    pub(super) fn own(&self, node: usize) -> &(usize, Vec<usize>) {
+        &self.members[node][0]
+    }
+
     /// The strategies that are kept of all nodes, in terms of what this was made of.
     pub(super) fn kept(&self, is_kept: impl Fn(usize, usize) -> bool) -> Kept {
         let of = |node: usize| {
-            let (number, strategies) = &self.members[node][0];
+            let (number, strategies) = self.own(node);
             let kept = strategies.iter().enumerate().filter(|&(place, _)| is_kept(node, place));
             (*number, kept.map(|(_, &strategy)| strategy).collect())
         };

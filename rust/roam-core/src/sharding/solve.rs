@@ -3,7 +3,7 @@
 
 use super::branch::{Part, look, solved, without_worse};
 use super::improve::{Begin, Best, Solution, improve};
-use super::prices::Prices;
+use super::prices::{Known, Prices};
 use super::problem::Problem;
 use super::reduced::{Kept, Reduced};
 use crate::control::{Control, Watch};
@@ -94,7 +94,7 @@ struct Found {
 impl<'a> Search<'a> {
     fn run(&mut self, reduced: Reduced) {
         let mut reduced = Arc::new(reduced);
-        let mut known = Vec::new();
+        let mut known = Known::default();
         loop {
             if let Some(work) = solved(&reduced, &mut self.best) {
                 self.work += work;
@@ -103,7 +103,7 @@ impl<'a> Search<'a> {
                 return;
             }
             let (kept, prices, found) = self.bound_whole(&reduced, &known);
-            known = prices;
+            known.prices = prices;
             if self.is_over() {
                 return;
             }
@@ -128,7 +128,7 @@ impl<'a> Search<'a> {
 
     /// Messages pass and better choices are looked for, until many strategies can be left out: then
     /// returns which are kept; or until the bound no longer grows.
-    fn bound_whole(&mut self, reduced: &Reduced, known: &[(usize, f64)]) -> (Option<Kept>, Vec<(usize, f64)>, Found) {
+    fn bound_whole(&mut self, reduced: &Reduced, known: &Known) -> (Option<Kept>, Vec<(usize, f64)>, Found) {
         let mut prices = Prices::new(reduced, known);
         let mut found = Found { choice: vec![0; reduced.len()], prices: prices.now().to_vec() };
         let (mut grown_at, mut bound) = (0, f64::NEG_INFINITY);
@@ -163,7 +163,7 @@ impl<'a> Search<'a> {
                 found = Found { choice, prices: prices.now().to_vec() };
             }
             if self.is_over() {
-                return (None, prices.known(), found);
+                return (None, prices.best(), found);
             }
             let gap = self.best.cost().map_or(prices.bound.abs(), |cost| cost as f64 - prices.bound);
             if prices.bound > bound + GROWS * gap {
@@ -176,11 +176,11 @@ impl<'a> Search<'a> {
                 let marginals = prices.marginals();
                 self.bound = self.bound.max(marginals.least.ceil() as i64);
                 if let Some(is_kept) = without_worse(&marginals, cost) {
-                    return (Some(reduced.all(|place| is_kept[place])), prices.known(), found);
+                    return (Some(reduced.all(|place| is_kept[place])), prices.best(), found);
                 }
             }
             if has_stopped {
-                return (None, prices.known(), found);
+                return (None, prices.best(), found);
             }
         }
         unreachable!("the search ends")
@@ -215,8 +215,8 @@ impl<'a> Search<'a> {
     }
 
     /// Looks at parts of the problem, those of the least bound first, and splits them.
-    fn branch(&mut self, reduced: &Arc<Reduced>, prices: Vec<(usize, f64)>, found: &Found) {
-        let first = Part { kept: reduced.all(|_| true), prices, bound: self.bound };
+    fn branch(&mut self, reduced: &Arc<Reduced>, known: Known, found: &Found) {
+        let first = Part { kept: reduced.all(|_| true), known: Arc::new(known), bound: self.bound };
         let mut parts = BTreeMap::from([((first.bound, 0), first)]);
         let mut number = 0;
         while !self.is_over() {
