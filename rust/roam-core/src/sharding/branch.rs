@@ -103,6 +103,22 @@ fn split(reduced: &Reduced, marginals: &Marginals, prices: &[f64], gap: f64) -> 
     Some((node, is_first))
 }
 
+/// The part in which most nodes take no more bytes than they do in a choice.
+pub(super) fn around(reduced: &Reduced, whole: &Part, choice: &[usize], random: &mut Random) -> Part {
+    let mut part = whole.clone();
+    let times = 2 + random.below(4);
+    for (node, strategies) in &mut part.kept {
+        let demands = &reduced.demands[*node];
+        if !demands.is_empty() && !random.once_in(times) {
+            let takes_less = |&strategy: &usize| {
+                demands.iter().all(|demand| demand.bytes[strategy] <= demand.bytes[choice[*node]])
+            };
+            strategies.retain(takes_less);
+        }
+    }
+    part
+}
+
 /// Bounds a part, and splits it where it may hold a better choice than the best.
 ///
 /// Args:

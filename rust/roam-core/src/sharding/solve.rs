@@ -1,7 +1,7 @@
 //! The search: prices and messages give a bound, forests better choices, and what is left between
 //! the two is split into parts.
 
-use super::branch::{Part, look, solved, without_worse};
+use super::branch::{Part, around, look, solved, without_worse};
 use super::improve::{Begin, Best, Solution, improve};
 use super::prices::{Known, Prices};
 use super::problem::Problem;
@@ -22,6 +22,8 @@ const GROWS: f64 = 0.01;
 const PATIENCE: u64 = 10;
 /// So many parts are looked at in each round.
 const PARTS: usize = 4;
+/// And at so many about the best choice.
+const AROUND: usize = 1;
 /// After so many rounds without a better choice, only each so many rounds look for one.
 const IDLE: u64 = 20;
 const SELDOM: u64 = 8;
@@ -198,7 +200,10 @@ impl<'a> Search<'a> {
                 random.below(2);
                 let near = near.as_ref().filter(|_| self.rounds % AFRESH > 0 && !random.once_in(4));
                 let choice = near.unwrap_or(&found.choice).clone();
-                let begin = Begin { choice, prices: found.prices.clone(), is_kicked: near.is_some() };
+                // By up to a half lower or higher, for another balance of costs and bytes.
+                let share = 0.5 + random.below(1025) as f64 / 1024.0;
+                let prices = found.prices.iter().map(|price| price * share).collect();
+                let begin = Begin { choice, prices, is_kicked: near.is_some() };
                 let mut best = self.best.clone();
                 let scale = self.best.cost().map_or(self.bound as f64, |cost| cost as f64).abs();
                 let work = improve(reduced, begin, scale, &mut best, &mut random, &self.watch);
@@ -217,7 +222,7 @@ impl<'a> Search<'a> {
     /// Looks at parts of the problem, those of the least bound first, and splits them.
     fn branch(&mut self, reduced: &Arc<Reduced>, known: Known, found: &Found) {
         let first = Part { kept: reduced.all(|_| true), known: Arc::new(known), bound: self.bound };
-        let mut parts = BTreeMap::from([((first.bound, 0), first)]);
+        let mut parts = BTreeMap::from([((first.bound, 0), first.clone())]);
         let mut number = 0;
         while !self.is_over() {
             let mut next = Vec::new();
@@ -227,25 +232,36 @@ impl<'a> Search<'a> {
                 next.push(part);
             }
             let this: &Self = self;
+            let near = this.best.solution.as_ref().map(|best| reduced.near(&best.choice));
             let (looked, better) = rayon::join(
                 || {
-                    let look = |(task, part): (usize, &Part)| {
+                    let look = |task: usize| {
                         let mut random = Random::new(number + task as u64);
-                        look(reduced, part, &this.best, &mut random, &this.watch)
+                        random.below(2);
+                        let part = match (next.get(task), &near) {
+                            (Some(part), _) => part.clone(),
+                            (None, Some(near)) => around(reduced, &first, near, &mut random),
+                            (None, None) => return None,
+                        };
+                        Some(look(reduced, &part, &this.best, &mut random, &this.watch))
                     };
-                    next.par_iter().enumerate().map(look).collect::<Vec<_>>()
+                    (0..next.len() + AROUND).into_par_iter().map(look).collect::<Vec<_>>()
                 },
                 || this.improved(reduced, found),
             );
             let before = self.best.cost();
             self.take(better);
-            for looked in looked {
+            for (task, looked) in looked.into_iter().enumerate() {
+                let Some(looked) = looked else { continue };
                 self.best.take(looked.best);
                 self.work += looked.work;
                 self.passes += looked.passes;
+                number += 1;
                 for part in looked.parts {
                     number += 1;
-                    parts.insert((part.bound, number), part);
+                    if task < next.len() {
+                        parts.insert((part.bound, number), part);
+                    }
                 }
             }
             self.rounds += 1;
