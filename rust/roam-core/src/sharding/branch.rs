@@ -22,7 +22,7 @@ const GROWS: f64 = 0.03;
 /// A part is made smaller once this share of its strategies can be left out.
 const SHARE: f64 = 0.05;
 /// Tables of a part that is solved exactly have at most so many entries in all.
-const ENTRIES: u64 = 1 << 24;
+const ENTRIES: u64 = 1 << 22;
 /// Strategies that cost up to this share of the gap more than the least are taken for as good.
 const AS_GOOD: f64 = 0.1;
 
@@ -46,15 +46,13 @@ pub(super) struct Looked<'a> {
 
 /// Exactly the best choice where memory does not matter and tables are small.
 pub(super) fn solved(reduced: &Reduced, best: &mut Best<'_>) -> Option<u64> {
-    if !reduced.room.is_empty() || !reduced.is_exact() {
+    if reduced.len() > 0 && !(reduced.room.is_empty() && reduced.is_exact()) {
         return None;
     }
-    let all: Vec<usize> = (0..reduced.len()).collect();
-    let order = Order::new(reduced, &all, ENTRIES, None).filter(|order| order.work <= ENTRIES)?;
-    let mut choice = vec![0; reduced.len()];
-    Elimination::new(reduced).choose(&order, &reduced.costs, &mut choice);
+    let elimination = Elimination::new(reduced, Order::new(reduced, ENTRIES)?);
+    let (choice, _) = elimination.choose(&reduced.costs);
     best.meet(reduced, &choice);
-    Some(order.work)
+    Some(elimination.order.work)
 }
 
 /// Which strategies have a bound below the cost of the best choice; `None` where too few have not to
@@ -110,9 +108,8 @@ pub(super) fn around(reduced: &Reduced, whole: &Part, choice: &[usize], random: 
     for (node, strategies) in &mut part.kept {
         let demands = &reduced.demands[*node];
         if !demands.is_empty() && !random.once_in(times) {
-            let takes_less = |&strategy: &usize| {
-                demands.iter().all(|demand| demand.bytes[strategy] <= demand.bytes[choice[*node]])
-            };
+            let takes_less =
+                |&strategy: &usize| demands.iter().all(|demand| demand.bytes[strategy] <= demand.bytes[choice[*node]]);
             strategies.retain(takes_less);
         }
     }
@@ -134,9 +131,15 @@ pub(super) fn look<'a>(
     let mut looked = Looked { best: best.clone(), parts: Vec::new(), work: 0, passes: 0 };
     let mut part = part.clone();
     'smaller: loop {
-        // What is left out has no better choice.
-        let Some(reduced) = root.restricted(&part.kept) else { return looked };
-        looked.work += reduced.costs.len() as u64 + reduced.matrices.len() as u64;
+        let reduced = match root.restricted(&part.kept, watch) {
+            Ok(Some(reduced)) => reduced,
+            Ok(None) => return looked,
+            Err(_) => {
+                looked.parts.push(part);
+                return looked;
+            }
+        };
+        looked.work += 1 + (reduced.costs.len() + reduced.matrices.len()) as u64;
         if let Some(work) = solved(&reduced, &mut looked.best) {
             looked.work += work;
             return looked;
@@ -154,7 +157,7 @@ pub(super) fn look<'a>(
             looked.passes += 1;
             looked.best.meet(&reduced, &found.choice);
             part.bound = part.bound.max(prices.bound.ceil() as i64);
-            if looked.best.cost().is_some_and(|cost| cost <= part.bound) {
+            if looked.best.cost().unwrap_or(i64::MAX) <= part.bound {
                 return looked;
             }
             if passes % PASSES > 0 {
@@ -171,14 +174,13 @@ pub(super) fn look<'a>(
             let marginals = prices.marginals();
             part.bound = part.bound.max(marginals.least.ceil() as i64);
             part.known = Arc::new(prices.known());
-            if let Some(cost) = looked.best.cost() {
-                if cost <= part.bound {
-                    return looked;
-                }
-                if let Some(is_kept) = without_worse(&marginals, cost) {
-                    part.kept = reduced.kept(|node, strategy| is_kept[reduced.first[node] + strategy]);
-                    continue 'smaller;
-                }
+            let cost = looked.best.cost().unwrap_or(i64::MAX);
+            if cost <= part.bound {
+                return looked;
+            }
+            if let Some(is_kept) = without_worse(&marginals, cost) {
+                part.kept = reduced.kept(|node, strategy| is_kept[reduced.first[node] + strategy]);
+                continue 'smaller;
             }
             let now: Vec<f64> = part.known.prices.iter().map(|&(_, price)| price).collect();
             let Some((node, is_first)) = split(&reduced, &marginals, &now, gap) else {
@@ -187,9 +189,7 @@ pub(super) fn look<'a>(
             };
             for side in [true, false] {
                 let keeps = |other: usize, strategy: usize| {
-                    let is_worse = looked.best.cost().is_some_and(|cost| {
-                        marginals.by_strategy[reduced.first[other] + strategy] > (cost - 1) as f64
-                    });
+                    let is_worse = marginals.by_strategy[reduced.first[other] + strategy] > (cost - 1) as f64;
                     !is_worse && (other != node || is_first[strategy] == side)
                 };
                 looked.parts.push(Part { kept: reduced.kept(keeps), ..part.clone() });

@@ -1,16 +1,15 @@
-//! The best choice for some nodes while the others keep their strategies: nodes are eliminated one
-//! after the other (bucket elimination; Bertelè and Brioschi, "Nonserial Dynamic Programming", 1972;
-//! Dechter, "Bucket elimination", 1999).
+//! The best choice, exactly, where that is quick: nodes are eliminated one after the other (bucket
+//! elimination; Bertelè and Brioschi, "Nonserial Dynamic Programming", 1972; Dechter, "Bucket
+//! Elimination", 1999).
 //!
-//! A node that is eliminated leaves a table: the least that it costs for each choice of the nodes
-//! that it still has to do with. Where all tables are small, which depends on the order, the least
-//! cost of all nodes together is found exactly. Where they are not, some nodes are *kept*: they hold
-//! their strategies, and whatever is left between them is small.
+//! A node that is eliminated leaves a table: the least that it costs, with those eliminated before,
+//! for each choice of the nodes that they still have to do with. In a good order all tables are small
+//! where the graph is nearly a tree or a chain of blocks.
 
+use super::messages::least;
 use super::reduced::Reduced;
-use crate::rng::Random;
 use std::cmp::Reverse;
-use std::collections::BinaryHeap;
+use std::collections::BTreeSet;
 
 /// Stands for infinity where what is not allowed has to be compared: the less of it, the better.
 pub(super) const FAR: f64 = 1e30;
@@ -22,83 +21,53 @@ struct Step {
     around: Vec<usize>,
 }
 
-/// In which order nodes are eliminated.
+/// In which order nodes are eliminated, and what that takes.
 pub(super) struct Order {
     steps: Vec<Step>,
-    /// Per node its place in `steps`; none if it keeps its strategy.
-    place: Vec<Option<usize>>,
-    /// Entries of sums that one elimination of all computes.
+    /// Per node its place in `steps`.
+    place: Vec<usize>,
+    /// Per step the steps whose tables it takes up: those of which its node is the first to go.
+    taken: Vec<Vec<usize>>,
+    /// Entries of sums in all.
     pub(super) work: u64,
 }
 
 impl Order {
-    /// Orders nodes so that the next table is always the smallest, more or less; keeps nodes where
-    /// no table is small.
-    ///
-    /// Args:
-    ///     among: nodes that may be eliminated.
-    ///     most: entries of sums that a node's elimination may take.
-    ///     random: changes the order; `None` where no node may be kept.
-    ///
-    /// Returns `None` if a node would have to be kept and none may.
-    pub(super) fn new(reduced: &Reduced, among: &[usize], most: u64, mut random: Option<&mut Random>) -> Option<Order> {
+    /// Always the node with the least sums goes next; `None` if that takes more than `most` entries.
+    pub(super) fn new(reduced: &Reduced, most: u64) -> Option<Order> {
         let count = reduced.len();
-        let mut is_left = vec![false; count];
-        among.iter().for_each(|&node| is_left[node] = true);
-        let mut around: Vec<Vec<usize>> = vec![Vec::new(); count];
-        for link in reduced.edges.iter().filter(|link| link.nodes.iter().all(|&node| is_left[node])) {
+        let mut around: Vec<BTreeSet<usize>> = vec![BTreeSet::new(); count];
+        for link in &reduced.edges {
             let [a, b] = link.nodes;
-            around[a].push(b);
-            around[b].push(a);
+            around[a].insert(b);
+            around[b].insert(a);
         }
         let size = |node: usize| reduced.size(node) as u64;
-        let weigh = |around: &[Vec<usize>], node: usize| {
-            around[node].iter().fold(size(node), |product, &other| product.saturating_mul(size(other)))
+        let weigh = |around: &BTreeSet<usize>, node: usize| {
+            around.iter().fold(size(node), |product, &other| product.saturating_mul(size(other)))
         };
-        let mut noise = vec![4; count];
-        if let Some(random) = &mut random {
-            noise.iter_mut().for_each(|noise| *noise += random.below(5));
-        }
-        let key = |around: &[Vec<usize>], node: usize| weigh(around, node).saturating_mul(noise[node]);
-        let mut open: BinaryHeap<_> = among.iter().map(|&node| Reverse((key(&around, node), node))).collect();
-        let mut order = Order { steps: Vec::new(), place: vec![None; count], work: 0 };
-        let mut left = among.to_vec();
-        while let Some(Reverse((known, node))) = open.pop() {
-            if !is_left[node] || known != key(&around, node) {
-                continue;
+        let mut open: BTreeSet<(u64, usize)> = (0..count).map(|node| (weigh(&around[node], node), node)).collect();
+        let mut order = Order { steps: Vec::new(), place: vec![0; count], taken: vec![Vec::new(); count], work: 0 };
+        while let Some((weight, gone)) = open.pop_first() {
+            order.work = order.work.saturating_add(weight);
+            if order.work > most {
+                return None;
             }
-            let weight = weigh(&around, node);
-            let (gone, is_kept) = if weight <= most {
-                (node, false)
-            } else {
-                open.push(Reverse((known, node)));
-                left.retain(|&node| is_left[node]);
-                let random = random.as_deref_mut()?;
-                // Of some, the one with the largest table makes most others smaller.
-                let drawn = [0; 3].map(|_| left[random.below(left.len() as u64) as usize]);
-                (drawn.into_iter().max_by_key(|&node| weigh(&around, node)).unwrap_or(node), true)
-            };
-            is_left[gone] = false;
             let others = std::mem::take(&mut around[gone]);
             for &other in &others {
-                around[other].retain(|&node| node != gone);
-                if !is_kept {
-                    for &more in &others {
-                        if more != other && !around[other].contains(&more) {
-                            around[other].push(more);
-                        }
-                    }
-                }
+                open.remove(&(weigh(&around[other], other), other));
+                around[other].remove(&gone);
+                around[other].extend(others.iter().filter(|&&more| more != other));
+                open.insert((weigh(&around[other], other), other));
             }
-            others.iter().for_each(|&other| open.push(Reverse((key(&around, other), other))));
-            if !is_kept {
-                order.place[gone] = Some(order.steps.len());
-                order.work = order.work.saturating_add(weight);
-                order.steps.push(Step { node: gone, around: others });
-            }
+            order.place[gone] = order.steps.len();
+            order.steps.push(Step { node: gone, around: others.into_iter().collect() });
         }
-        for step in &mut order.steps {
+        for (number, step) in order.steps.iter_mut().enumerate() {
             step.around.sort_unstable_by_key(|&node| Reverse(order.place[node]));
+            if let Some(&next) = step.around.last() {
+                order.taken[order.place[next]].push(number);
+            }
         }
         Some(order)
     }
@@ -113,14 +82,15 @@ struct Term<'a> {
     table: Option<usize>,
 }
 
-/// Tables of an elimination.
+/// Eliminates nodes in an order.
 pub(super) struct Elimination<'a> {
     reduced: &'a Reduced,
+    pub(super) order: Order,
     /// The problem's matrices without infinities.
     matrices: Vec<f64>,
 }
 
-/// What all choices of eliminated nodes cost at least.
+/// What choices cost at least.
 pub(super) struct Marginals {
     /// The least cost of all.
     pub(super) least: f64,
@@ -129,45 +99,33 @@ pub(super) struct Marginals {
 }
 
 impl<'a> Elimination<'a> {
-    pub(super) fn new(reduced: &'a Reduced) -> Self {
-        Elimination { reduced, matrices: reduced.matrices.iter().map(|cost| cost.min(FAR)).collect() }
+    pub(super) fn new(reduced: &'a Reduced, order: Order) -> Self {
+        Elimination { reduced, order, matrices: reduced.matrices.iter().map(|cost| cost.min(FAR)).collect() }
     }
 
-    /// What a node's strategies cost with those that are kept around it.
-    fn own(&self, order: &Order, costs: &[f64], choice: &[usize], node: usize) -> Vec<f64> {
-        let reduced = self.reduced;
-        let mut own = costs[reduced.first[node]..reduced.first[node + 1]].to_vec();
-        for &edge in &reduced.at_node[node] {
-            let link = reduced.edges[edge];
-            let (side, other) = link.ends(node);
-            if order.place[other].is_none() {
-                let at = link.matrix[1 - side] + choice[other] * own.len();
-                own.iter_mut().zip(&self.matrices[at..]).for_each(|(sum, cost)| *sum += cost);
-            }
-        }
-        own
+    fn own<'c>(&self, costs: &'c [f64], node: usize) -> &'c [f64] {
+        &costs[self.reduced.first[node]..self.reduced.first[node + 1]]
     }
 
     /// What is added for a step: edges to later nodes, and tables about the node.
-    fn terms<'t>(&'t self, order: &Order, at: usize, tables: &'t [Vec<f64>], of: &[Vec<usize>]) -> Vec<Term<'t>> {
-        let reduced = self.reduced;
+    fn terms<'t>(&'t self, at: usize, tables: &'t [Vec<f64>]) -> Vec<Term<'t>> {
+        let (reduced, order) = (self.reduced, &self.order);
         let Step { node, around } = &order.steps[at];
         let size = reduced.size(*node);
         let mut terms = Vec::new();
         for &edge in &reduced.at_node[*node] {
             let link = reduced.edges[edge];
             let (side, other) = link.ends(*node);
-            if order.place[other].is_some_and(|place| place > at) {
+            if order.place[other] > at {
                 let strides = around.iter().map(|&node| if node == other { size } else { 0 }).collect();
                 let values = &self.matrices[link.matrix[1 - side]..][..size * reduced.size(other)];
                 terms.push(Term { values, strides, table: None });
             }
         }
-        for &table in &of[at] {
-            let about = &order.steps[table].around;
+        for &table in &order.taken[at] {
             let mut strides = vec![0; around.len()];
             let mut stride = 1;
-            for &node in about.iter().rev() {
+            for &node in order.steps[table].around.iter().rev() {
                 if let Some(place) = around.iter().position(|&other| other == node) {
                     strides[place] = stride;
                 }
@@ -176,17 +134,6 @@ impl<'a> Elimination<'a> {
             terms.push(Term { values: &tables[table], strides, table: Some(table) });
         }
         terms
-    }
-
-    /// Per step the steps whose tables it takes up: those of which its node is eliminated first.
-    fn taken(order: &Order) -> Vec<Vec<usize>> {
-        let mut of = vec![Vec::new(); order.steps.len()];
-        for (number, step) in order.steps.iter().enumerate() {
-            if let Some(place) = step.around.last().and_then(|&next| order.place[next]) {
-                of[place].push(number);
-            }
-        }
-        of
     }
 
     /// Calls with every choice of the nodes around a step, the last changing fastest: where each
@@ -235,12 +182,11 @@ impl<'a> Elimination<'a> {
         }
     }
 
-    fn tables(&self, order: &Order, of: &[Vec<usize>], owns: &[Vec<f64>]) -> Vec<Vec<f64>> {
-        let mut tables: Vec<Vec<f64>> = Vec::with_capacity(order.steps.len());
-        for (at, step) in order.steps.iter().enumerate() {
+    fn tables(&self, costs: &[f64]) -> Vec<Vec<f64>> {
+        let mut tables: Vec<Vec<f64>> = Vec::with_capacity(self.order.steps.len());
+        for (at, step) in self.order.steps.iter().enumerate() {
             let mut table = Vec::new();
-            let terms = self.terms(order, at, &tables, of);
-            self.each(&step.around, &terms, &owns[at], |_, sums| {
+            self.each(&step.around, &self.terms(at, &tables), self.own(costs, step.node), |_, sums| {
                 table.push(sums.iter().copied().fold(f64::INFINITY, f64::min));
             });
             tables.push(table);
@@ -248,37 +194,25 @@ impl<'a> Elimination<'a> {
         tables
     }
 
-    fn owns(&self, order: &Order, costs: &[f64], choice: &[usize]) -> Vec<Vec<f64>> {
-        order.steps.iter().map(|step| self.own(order, costs, choice, step.node)).collect()
-    }
-
-    /// Eliminates nodes at given costs of strategies, and lets them choose the best; returns what they
-    /// cost, less what rounding may add.
-    pub(super) fn choose(&self, order: &Order, costs: &[f64], choice: &mut [usize]) -> f64 {
-        let of = Self::taken(order);
-        let owns = self.owns(order, costs, choice);
-        let tables = self.tables(order, &of, &owns);
-        for (at, step) in order.steps.iter().enumerate().rev() {
-            let mut sums = owns[at].clone();
-            for term in self.terms(order, at, &tables, &of) {
-                let row: usize = step.around.iter().zip(&term.strides).map(|(&node, stride)| choice[node] * stride).sum();
-                sums.iter_mut().zip(&term.values[row..]).for_each(|(sum, cost)| *sum += cost);
+    /// The best choice at given costs of strategies, and what it costs less what rounding may add.
+    pub(super) fn choose(&self, costs: &[f64]) -> (Vec<usize>, f64) {
+        let tables = self.tables(costs);
+        let mut choice = vec![0; self.order.steps.len()];
+        for (at, step) in self.order.steps.iter().enumerate().rev() {
+            let mut sums = self.own(costs, step.node).to_vec();
+            for term in self.terms(at, &tables) {
+                let rows = step.around.iter().zip(&term.strides).map(|(&node, stride)| choice[node] * stride);
+                sums.iter_mut().zip(&term.values[rows.sum::<usize>()..]).for_each(|(sum, cost)| *sum += cost);
             }
-            let mut best = choice[step.node];
-            for (strategy, sum) in sums.iter().enumerate() {
-                if *sum < sums[best] {
-                    best = strategy;
-                }
-            }
-            choice[step.node] = best;
+            choice[step.node] = least(&sums);
         }
-        let least = Self::least(order, &tables);
-        least - self.error(&tables, least)
+        let cost = self.cost(&tables);
+        (choice, cost - self.error(&tables, cost))
     }
 
     /// What the nodes cost together.
-    fn least(order: &Order, tables: &[Vec<f64>]) -> f64 {
-        let roots = order.steps.iter().zip(tables).filter(|(step, _)| step.around.is_empty());
+    fn cost(&self, tables: &[Vec<f64>]) -> f64 {
+        let roots = self.order.steps.iter().zip(tables).filter(|(step, _)| step.around.is_empty());
         roots.map(|(_, table)| table[0]).sum()
     }
 
@@ -291,24 +225,22 @@ impl<'a> Elimination<'a> {
         sums as f64 * f64::EPSILON * largest
     }
 
-    /// The least cost for each strategy of each node, where none is kept.
-    pub(super) fn marginals(&self, order: &Order, costs: &[f64]) -> Marginals {
-        let of = Self::taken(order);
-        let owns = self.owns(order, costs, &[]);
-        let tables = self.tables(order, &of, &owns);
-        let least = Self::least(order, &tables);
+    /// The least cost for each strategy of each node.
+    pub(super) fn marginals(&self, costs: &[f64]) -> Marginals {
+        let tables = self.tables(costs);
+        let least_of_all = self.cost(&tables);
         let mut by_strategy = vec![f64::INFINITY; costs.len()];
         // Per step, for each entry of its table, the least cost of all that is not in the table.
         let mut outside: Vec<Vec<f64>> = tables.iter().map(|table| vec![f64::INFINITY; table.len()]).collect();
-        for (at, step) in order.steps.iter().enumerate().rev() {
-            let terms = self.terms(order, at, &tables, &of);
+        for (at, step) in self.order.steps.iter().enumerate().rev() {
+            let terms = self.terms(at, &tables);
             let mut own_outside = std::mem::take(&mut outside[at]);
             if step.around.is_empty() {
-                own_outside[0] = least - tables[at][0];
+                own_outside[0] = least_of_all - tables[at][0];
             }
             let marginals = &mut by_strategy[self.reduced.first[step.node]..];
             let mut entry = 0;
-            self.each(&step.around, &terms, &owns[at], |rows, sums| {
+            self.each(&step.around, &terms, self.own(costs, step.node), |rows, sums| {
                 let more = own_outside[entry];
                 entry += 1;
                 marginals.iter_mut().zip(sums).for_each(|(least, sum)| *least = least.min(sum + more));
@@ -321,8 +253,79 @@ impl<'a> Elimination<'a> {
                 }
             });
         }
-        let error = self.error(&tables, least);
+        let error = self.error(&tables, least_of_all);
         by_strategy.iter_mut().for_each(|least| *least -= error);
-        Marginals { least: least - error, by_strategy }
+        Marginals { least: least_of_all - error, by_strategy }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::messages::{Known, Messages};
+    use super::super::small::{layers, least_cost, made};
+    use super::*;
+    use crate::control::Watch;
+    use crate::rng::Random;
+
+    /// Bounds per strategy by chains and by elimination, against all choices.
+    #[test]
+    fn the_least_cost_is_found_for_each_strategy_and_chains_are_below_it() {
+        let mut random = Random::new(2);
+        let mut tight = [0, 0];
+        for case in 0..400 {
+            let mut problem = made(&mut random);
+            problem.limit_bytes = None;
+            let Ok(Some(reduced)) = Reduced::new(&problem, &Watch::default()) else {
+                assert_eq!(least_cost(&problem, |_| true), None, "{case}");
+                continue;
+            };
+            let least = least_cost(&problem, |_| true);
+            let order = Order::new(&reduced, u64::MAX).unwrap();
+            let elimination = Elimination::new(&reduced, order);
+            let (choice, bound) = elimination.choose(&reduced.costs);
+            let fixed = reduced.fixed_cost as f64;
+            let Some(least) = least else {
+                assert!(bound > FAR / 2.0, "{case}");
+                continue;
+            };
+            let whole = reduced.whole(&choice);
+            assert_eq!(problem.cost(&whole), Some(least), "{case}");
+            assert_eq!((fixed + bound).ceil() as i64, least, "{case}");
+            let exact = elimination.marginals(&reduced.costs);
+            let mut messages = Messages::new(&reduced, &Known::new());
+            (0..random.below(4)).for_each(|_| drop(messages.pass(&reduced.costs)));
+            let chains = messages.marginals(&reduced.costs);
+            assert!(fixed + chains.least <= least as f64);
+            for node in 0..reduced.len() {
+                let (number, strategies) = reduced.own(node);
+                for (place, &strategy) in strategies.iter().enumerate() {
+                    let asked = least_cost(&problem, |choice| choice[*number] == strategy);
+                    let at = reduced.first[node] + place;
+                    let [exact, chains] = [&exact, &chains].map(|of| fixed + of.by_strategy[at]);
+                    let Some(asked) = asked else {
+                        assert!(exact > FAR / 2.0, "{case}");
+                        continue;
+                    };
+                    // Where another node would choose worse with it, the problem left that out.
+                    assert!(exact.ceil() as i64 == asked, "{case}: {exact} {asked}");
+                    assert!(chains <= asked as f64, "{case}: {chains} {asked}");
+                    tight[0] += usize::from(chains > asked as f64 - 0.5);
+                    tight[1] += 1;
+                }
+            }
+        }
+        assert!(tight[1] > 1000 && tight[0] * 8 > tight[1], "{tight:?}");
+    }
+
+    #[test]
+    fn what_equal_blocks_take_grows_with_their_number() {
+        let work = |count: usize| {
+            let mut problem = layers(count, 0, 1);
+            problem.limit_bytes = None;
+            let reduced = Reduced::new(&problem, &Watch::default()).unwrap().unwrap();
+            Order::new(&reduced, u64::MAX).unwrap().work
+        };
+        let (few, many) = (work(12), work(96));
+        assert!(many <= 9 * few, "{few} {many}");
     }
 }

@@ -1,6 +1,7 @@
 //! What cannot keep to the memory limit, whatever else is chosen.
 
 use super::presolve::{Demand, NEVER, Presolve};
+use crate::control::{Stop, Watch};
 use std::cmp::Reverse;
 use std::collections::BTreeSet;
 use std::ops::Range;
@@ -31,7 +32,8 @@ impl Least {
 
 /// The same demands, no two of which are at one time.
 fn apart(demands: &[Demand]) -> Vec<Demand> {
-    let ends: BTreeSet<usize> = demands.iter().flat_map(|demand| [demand.lifetime.start, demand.lifetime.end]).collect();
+    let ends: BTreeSet<usize> =
+        demands.iter().flat_map(|demand| [demand.lifetime.start, demand.lifetime.end]).collect();
     let ends: Vec<usize> = ends.into_iter().collect();
     let mut sorted: Vec<&Demand> = demands.iter().collect();
     sorted.sort_by_key(|demand| demand.lifetime.start);
@@ -112,7 +114,9 @@ impl Presolve {
         for node in 0..self.nodes.len() {
             let demands = &mut self.nodes[node].demands;
             let before = demands.len();
-            demands.iter_mut().for_each(|demand| demand.lifetime = among(demand.lifetime.start)..among(demand.lifetime.end));
+            demands
+                .iter_mut()
+                .for_each(|demand| demand.lifetime = among(demand.lifetime.start)..among(demand.lifetime.end));
             demands.retain(|demand| !demand.lifetime.is_empty());
             if demands.len() < before {
                 self.look_at(node);
@@ -125,17 +129,18 @@ impl Presolve {
 
     /// Leaves out strategies that take more than what is left beside the least that all others take,
     /// and forbids pairs of strategies that do so together. `None` where no choice keeps to the limit.
-    pub(super) fn leave_out_large(&mut self) -> Option<()> {
-        self.narrow()?;
+    pub(super) fn leave_out_large(&mut self, watch: &Watch) -> Result<Option<()>, Stop> {
+        if self.narrow().is_none() {
+            return Ok(None);
+        }
         if self.room.is_empty() {
-            return Some(());
+            return Ok(Some(()));
         }
         let room = Least::new(self.room.clone());
         for node in 0..self.nodes.len() {
             let demands = &self.nodes[node].demands;
-            let fits = |&strategy: &usize| {
-                demands.iter().all(|demand| demand.bytes[strategy] <= room.of(&demand.lifetime))
-            };
+            let fits =
+                |&strategy: &usize| demands.iter().all(|demand| demand.bytes[strategy] <= room.of(&demand.lifetime));
             let kept: Vec<usize> = (0..self.nodes[node].costs.len()).filter(fits).collect();
             self.keep(node, &kept);
         }
@@ -146,6 +151,7 @@ impl Presolve {
             }
         }
         for node in 0..self.nodes.len() {
+            watch.check()?;
             for other in self.neighbours(node).into_iter().filter(|&other| other > node) {
                 let columns = self.nodes[other].costs.len();
                 let mut large = BTreeSet::new();
@@ -174,13 +180,14 @@ impl Presolve {
                 self.forbid(node, other, &large);
             }
         }
-        Some(())
+        Ok(Some(()))
     }
 
     /// Pairs of nodes that together may take more than the room; none if they are many.
     fn rivals(&self) -> BTreeSet<[usize; 2]> {
         let mut events: Vec<Vec<(bool, (Reverse<i64>, usize))>> = vec![Vec::new(); self.room.len() + 1];
-        for (node, demand) in self.nodes.iter().enumerate().flat_map(|(node, of)| of.demands.iter().map(move |d| (node, d)))
+        for (node, demand) in
+            self.nodes.iter().enumerate().flat_map(|(node, of)| of.demands.iter().map(move |d| (node, d)))
         {
             let entry = (Reverse(demand.bytes.iter().copied().max().unwrap_or(0)), node);
             events[demand.lifetime.start].push((true, entry));
@@ -191,7 +198,11 @@ impl Presolve {
         for (events, &room) in events.iter_mut().zip(&self.room) {
             events.sort_unstable();
             for (is_birth, entry) in events {
-                if *is_birth { live.insert(*entry) } else { live.remove(entry) };
+                if *is_birth {
+                    live.insert(*entry)
+                } else {
+                    live.remove(entry)
+                };
             }
             for (number, &(Reverse(first), node)) in live.iter().enumerate() {
                 let others = live.iter().skip(number + 1);

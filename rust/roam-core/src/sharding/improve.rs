@@ -3,7 +3,7 @@
 
 use super::forest::Forest;
 use super::problem::Problem;
-use super::reduced::Reduced;
+use super::reduced::{EXACT, Reduced};
 use crate::control::Watch;
 use crate::rng::Random;
 
@@ -58,7 +58,10 @@ impl<'a> Best<'a> {
         let excess = reduced.excess(choice);
         let cost = reduced.cost(choice);
         let is_within = excess.iter().all(|&bytes| bytes <= 0);
-        if is_within && cost.is_finite() && self.cost().is_none_or(|best| cost < best as f64) {
+        // Sums of large costs are rounded.
+        let error =
+            if cost.abs() < EXACT { 0.0 } else { cost.abs() * f64::EPSILON * (2 * reduced.edges.len() + 9) as f64 };
+        if is_within && cost.is_finite() && self.cost().is_none_or(|best| cost - error < best as f64) {
             let whole = reduced.whole(choice);
             // The searches count in floating point: what they find is checked by the problem itself.
             if let Some(cost) = self.problem.cost(&whole).filter(|_| self.problem.is_within(&whole))

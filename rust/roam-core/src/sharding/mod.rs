@@ -19,9 +19,11 @@ mod prices;
 mod problem;
 mod read;
 mod reduced;
+#[cfg(test)]
+mod small;
 mod solve;
 
+pub use improve::Solution;
 pub use problem::{Edge, FORBIDDEN, Node, Problem};
 pub use read::ReadError;
-pub use improve::Solution;
 pub use solve::{Outcome, solve};

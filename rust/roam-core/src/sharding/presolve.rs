@@ -9,6 +9,8 @@
 //! docs/explanation/sharding.md proves that no optimum is lost.
 
 use super::problem::{FORBIDDEN, Problem};
+use super::reduced::Kept;
+use crate::control::{Stop, Watch};
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap};
 use std::mem;
@@ -61,12 +63,11 @@ fn turned(matrix: &[i64], columns: usize) -> Vec<i64> {
 
 impl Presolve {
     /// `None` where no choice is allowed, whatever it takes.
-    pub(super) fn new(problem: &Problem) -> Option<Presolve> {
+    pub(super) fn new(problem: &Problem, watch: &Watch) -> Result<Option<Presolve>, Stop> {
         let told = |cost: i64| if cost >= FORBIDDEN { NEVER } else { cost };
         let times = if problem.limit_bytes.is_some() { problem.end() } else { 0 };
-        let is_felt = |demand: &Demand| {
-            times > 0 && !demand.lifetime.is_empty() && demand.bytes.iter().any(|&bytes| bytes > 0)
-        };
+        let is_felt =
+            |demand: &Demand| times > 0 && !demand.lifetime.is_empty() && demand.bytes.iter().any(|&bytes| bytes > 0);
         let nodes: Vec<Joined> = (0..)
             .zip(&problem.nodes)
             .map(|(number, node)| Joined {
@@ -80,38 +81,50 @@ impl Presolve {
             .collect();
         let count = nodes.len();
         let links = vec![BTreeMap::new(); count];
-        let mut presolve = Presolve { nodes, links, open: BinaryHeap::new(), is_open: vec![false; count], times: (0..times).collect(), room: vec![problem.limit_bytes.unwrap_or(0); times] };
+        let mut presolve = Presolve {
+            nodes,
+            links,
+            open: BinaryHeap::new(),
+            is_open: vec![false; count],
+            times: (0..times).collect(),
+            room: vec![problem.limit_bytes.unwrap_or(0); times],
+        };
         for edge in &problem.edges {
             let matrix = problem.matrices[edge.matrix].iter().map(|&cost| told(cost)).collect();
             presolve.link(edge.nodes[0], edge.nodes[1], matrix);
         }
         (0..count).for_each(|node| presolve.look_at(node));
-        presolve.narrow()?;
-        presolve.simplified()
+        if presolve.narrow().is_none() {
+            return Ok(None);
+        }
+        presolve.simplified(watch)
     }
 
     /// Makes smaller what can be; `None` where no choice is allowed and keeps to the limit.
-    fn simplified(mut self) -> Option<Presolve> {
+    fn simplified(mut self, watch: &Watch) -> Result<Option<Presolve>, Stop> {
         loop {
             while let Some(Reverse((_, node))) = self.open.pop() {
+                watch.check()?;
                 self.is_open[node] = false;
                 if !self.nodes[node].members.is_empty() && !self.simplify(node) {
-                    return None;
+                    return Ok(None);
                 }
             }
-            self.leave_out_large()?;
+            if self.leave_out_large(watch)?.is_none() {
+                return Ok(None);
+            }
             if self.open.is_empty() {
-                return Some(self);
+                return Ok(Some(self));
             }
         }
     }
 
     /// Keeps some strategies of some nodes, and makes smaller what that makes smaller; `None` where
     /// no choice of them is allowed and keeps to the limit.
-    pub(super) fn restricted(&self, kept: &[(usize, Vec<usize>)]) -> Option<Presolve> {
+    pub(super) fn restricted(&self, kept: &Kept, watch: &Watch) -> Result<Option<Presolve>, Stop> {
         let mut presolve = self.clone();
         kept.iter().for_each(|(node, kept)| presolve.keep(*node, kept));
-        presolve.simplified()
+        presolve.simplified(watch)
     }
 
     pub(super) fn empty() -> Presolve {
@@ -133,7 +146,9 @@ impl Presolve {
             Joined { members: vec![(place, (0..gone.costs.len()).collect())], ..gone }
         };
         let joined = nodes.iter().enumerate().map(own).collect();
-        let links = nodes.iter().map(|&node| mem::take(&mut self.links[node]).into_iter().map(|(other, matrix)| (places[&other], matrix)).collect());
+        let links = nodes.iter().map(|&node| {
+            mem::take(&mut self.links[node]).into_iter().map(|(other, matrix)| (places[&other], matrix)).collect()
+        });
         Presolve {
             nodes: joined,
             links: links.collect(),

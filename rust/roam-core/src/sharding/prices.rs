@@ -42,7 +42,7 @@ pub(super) struct Prices<'a> {
     reduced: &'a Reduced,
     messages: Messages<'a>,
     /// Where tables are small, the least cost at given prices is found exactly instead.
-    exact: Option<(Elimination<'a>, Order)>,
+    exact: Option<Elimination<'a>>,
     /// Per time; none where there is no limit.
     now: Vec<f64>,
     best: Vec<f64>,
@@ -61,11 +61,9 @@ impl<'a> Prices<'a> {
         let price = |time: &usize| find(time).map_or(0.0, |at| known.prices[at].1);
         let mut now: Vec<f64> = reduced.times().iter().map(price).collect();
         round(&mut now);
-        let all: Vec<usize> = (0..reduced.len()).collect();
-        let order = Order::new(reduced, &all, ENTRIES, None).filter(|order| order.work <= ENTRIES);
         Prices {
             reduced,
-            exact: order.map(|order| (Elimination::new(reduced), order)),
+            exact: Order::new(reduced, ENTRIES).map(|order| Elimination::new(reduced, order)),
             messages: Messages::new(reduced, &known.messages),
             best: now.clone(),
             direction: now.clone(),
@@ -100,10 +98,9 @@ impl<'a> Prices<'a> {
         let costs = self.reduced.priced(&self.now);
         let mut found = match &self.exact {
             None => self.messages.pass(&costs),
-            Some((elimination, order)) => {
-                let mut choice = vec![0; self.reduced.len()];
-                let bound = self.reduced.fixed_cost as f64 + elimination.choose(order, &costs, &mut choice);
-                Pass { bound, choice, work: order.work }
+            Some(elimination) => {
+                let (choice, cost) = elimination.choose(&costs);
+                Pass { bound: self.reduced.fixed_cost as f64 + cost, choice, work: elimination.order.work }
             }
         };
         let room = &self.reduced.room;
@@ -131,7 +128,7 @@ impl<'a> Prices<'a> {
         let costs = self.reduced.priced(&self.best);
         let mut found = match &self.exact {
             None => self.messages.marginals(&costs),
-            Some((elimination, order)) => elimination.marginals(order, &costs),
+            Some(elimination) => elimination.marginals(&costs),
         };
         let room = &self.reduced.room;
         let worth: f64 = self.best.iter().zip(room).map(|(price, &bytes)| price * bytes as f64).sum();

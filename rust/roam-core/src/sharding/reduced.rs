@@ -2,11 +2,12 @@
 
 use super::presolve::{Demand, NEVER, Presolve};
 use super::problem::Problem;
+use crate::control::{Stop, Watch};
 use std::collections::HashMap;
 use std::sync::Arc;
 
 /// Whole numbers below this are added without rounding.
-const EXACT: f64 = (1u64 << f64::MANTISSA_DIGITS) as f64 / 2.0;
+pub(super) const EXACT: f64 = (1u64 << f64::MANTISSA_DIGITS) as f64 / 2.0;
 
 /// Nodes of at least two strategies, each with at least one edge or demand that others share.
 pub(super) struct Reduced {
@@ -56,13 +57,14 @@ impl Link {
 
 impl Reduced {
     /// `None` where there is no choice that is allowed and keeps to the limit.
-    pub(super) fn new(problem: &Problem) -> Option<Reduced> {
-        Reduced::of(Presolve::new(problem)?, None)
+    pub(super) fn new(problem: &Problem, watch: &Watch) -> Result<Option<Reduced>, Stop> {
+        Ok(Presolve::new(problem, watch)?.and_then(|presolve| Reduced::of(presolve, None)))
     }
 
     /// This with only some strategies of some nodes; `None` where no choice is left.
-    pub(super) fn restricted(self: &Arc<Self>, kept: &Kept) -> Option<Reduced> {
-        Reduced::of(self.presolve.restricted(kept)?, Some(self.clone()))
+    pub(super) fn restricted(self: &Arc<Self>, kept: &Kept, watch: &Watch) -> Result<Option<Reduced>, Stop> {
+        let presolve = self.presolve.restricted(kept, watch)?;
+        Ok(presolve.and_then(|presolve| Reduced::of(presolve, Some(self.clone()))))
     }
 
     fn of(presolve: Presolve, outer: Option<Arc<Reduced>>) -> Option<Reduced> {
@@ -126,7 +128,9 @@ impl Reduced {
 
     /// Whether costs of all choices are added up without rounding.
     pub(super) fn is_exact(&self) -> bool {
-        let largest = |costs: &[f64]| costs.iter().filter(|cost| cost.is_finite()).fold(0.0f64, |most, cost| most.max(cost.abs()));
+        let largest = |costs: &[f64]| {
+            costs.iter().filter(|cost| cost.is_finite()).fold(0.0f64, |most, cost| most.max(cost.abs()))
+        };
         let of_nodes = (0..self.len()).map(|node| largest(&self.costs[self.first[node]..self.first[node + 1]]));
         let of_edges = self.edges.iter().map(|link| {
             let [rows, columns] = link.nodes.map(|node| self.size(node));
@@ -160,7 +164,8 @@ impl Reduced {
         let whole = self.outer.as_ref().map_or_else(|| whole.to_vec(), |outer| outer.near(whole));
         let near = |node: usize| {
             let members = &self.members[node];
-            let agreeing = |&strategy: &usize| members.iter().filter(|(member, of)| whole[*member] == of[strategy]).count();
+            let agreeing =
+                |&strategy: &usize| members.iter().filter(|(member, of)| whole[*member] == of[strategy]).count();
             (0..self.size(node)).rev().max_by_key(agreeing).unwrap_or(0)
         };
         (0..self.len()).map(near).collect()
