@@ -149,11 +149,11 @@ impl<'a> Elimination<'a> {
         let mut strategies = vec![0; depth];
         let mut from = 0;
         loop {
-            for now in from..=depth {
+            for (now, known) in at_depth.iter().enumerate().skip(from) {
                 let (before, after) = sums.split_at_mut(now);
                 let sum = &mut after[0];
                 sum.copy_from_slice(before.last().map_or(own, |sum| sum.as_slice()));
-                for &term in &at_depth[now] {
+                for &term in known {
                     let row = &terms[term].values[rows[term]..][..own.len()];
                     sum.iter_mut().zip(row).for_each(|(sum, cost)| *sum += cost);
                 }

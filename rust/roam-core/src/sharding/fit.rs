@@ -185,7 +185,7 @@ impl Presolve {
 
     /// Pairs of nodes that together may take more than the room; none if they are many.
     fn rivals(&self) -> BTreeSet<[usize; 2]> {
-        let mut events: Vec<Vec<(bool, (Reverse<i64>, usize))>> = vec![Vec::new(); self.room.len() + 1];
+        let mut events = vec![Vec::new(); self.room.len() + 1];
         for (node, demand) in
             self.nodes.iter().enumerate().flat_map(|(node, of)| of.demands.iter().map(move |d| (node, d)))
         {

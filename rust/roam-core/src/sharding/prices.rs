@@ -103,10 +103,7 @@ impl<'a> Prices<'a> {
                 Pass { bound: self.reduced.fixed_cost as f64 + cost, choice, work: elimination.order.work }
             }
         };
-        let room = &self.reduced.room;
-        let worth: f64 = self.now.iter().zip(room).map(|(price, &bytes)| price * bytes as f64).sum();
-        // Adding up rounds by less.
-        found.bound -= worth + worth * f64::EPSILON * (room.len() + 8) as f64;
+        found.bound -= self.worth(&self.now, &costs);
         self.passes += 1;
         self.idle += 1;
         if found.bound > self.bound {
@@ -117,8 +114,8 @@ impl<'a> Prices<'a> {
             self.best.copy_from_slice(&self.now);
             self.idle = 0;
         }
-        if self.passes >= FIRST && !room.is_empty() {
-            self.change(room, &found, known_cost);
+        if self.passes >= FIRST && !self.now.is_empty() {
+            self.change(&found, known_cost);
         }
         found
     }
@@ -130,15 +127,23 @@ impl<'a> Prices<'a> {
             None => self.messages.marginals(&costs),
             Some(elimination) => elimination.marginals(&costs),
         };
-        let room = &self.reduced.room;
-        let worth: f64 = self.best.iter().zip(room).map(|(price, &bytes)| price * bytes as f64).sum();
-        let more = self.reduced.fixed_cost as f64 - worth - worth * f64::EPSILON * (room.len() + 8) as f64;
+        let more = self.reduced.fixed_cost as f64 - self.worth(&self.best, &costs);
         found.least += more;
         found.by_strategy.iter_mut().for_each(|least| *least += more);
         found
     }
 
-    fn change(&mut self, room: &[i64], found: &Pass, known_cost: Option<f64>) {
+    /// What the room is worth, and by how much rounding may have raised it or costs with prices: each
+    /// sum by a share of the largest.
+    fn worth(&self, prices: &[f64], costs: &[f64]) -> f64 {
+        let room = &self.reduced.room;
+        let worth: f64 = prices.iter().zip(room).map(|(price, &bytes)| price * bytes as f64).sum();
+        let demands: usize = self.reduced.demands.iter().map(Vec::len).sum();
+        let largest = costs.iter().fold(0.0f64, |most, cost| most.max(cost.abs()));
+        worth + f64::EPSILON * ((room.len() + 8) as f64 * worth + demands as f64 * largest)
+    }
+
+    fn change(&mut self, found: &Pass, known_cost: Option<f64>) {
         if self.idle > PATIENCE {
             self.idle = 0;
             self.step = (self.step / 2.0).max(SHORTEST);

@@ -92,9 +92,9 @@ pub(super) fn layers(count: usize, limit_bytes: i64, seed: u64) -> Problem {
     problem.nodes.push(node(&costs[3], 0..end));
     for layer in 0..count {
         let first = problem.nodes.len();
-        for number in 0..4 {
+        for (number, costs) in costs.iter().enumerate() {
             let time = 4 * layer + number;
-            problem.nodes.push(node(&costs[number], time..if number == 3 { time + 2 } else { end - time }));
+            problem.nodes.push(node(costs, time..if number == 3 { time + 2 } else { end - time }));
         }
         for (ends, matrix) in [([0, 1], 0), ([1, 2], 1), ([2, 3], 2), ([0, 3], 3)] {
             problem.edges.push(Edge { nodes: ends.map(|end| first + end), matrix });

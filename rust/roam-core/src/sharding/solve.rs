@@ -56,7 +56,6 @@ pub fn solve(problem: &Problem, work: u64, control: &Control) -> Outcome {
     };
     (outcome.nodes, outcome.edges) = (reduced.len(), reduced.edges.len());
     let mut search = Search {
-        problem,
         watch,
         best: Best::new(problem),
         bound: i64::MIN,
@@ -77,7 +76,6 @@ pub fn solve(problem: &Problem, work: u64, control: &Control) -> Outcome {
 }
 
 struct Search<'a> {
-    problem: &'a Problem,
     watch: Watch,
     best: Best<'a>,
     /// No choice costs less, unless it is as bad as the best.
