@@ -283,7 +283,7 @@ mod tests {
     use std::time::{Duration, Instant};
 
     #[test]
-    fn no_bound_is_above_the_least_cost_and_nearly_all_choices_are_the_best() {
+    fn no_bound_is_above_the_least_cost_and_all_choices_are_proved_to_be_the_best() {
         let mut random = Random::new(1);
         let (mut possible, mut best, mut proved) = (0, 0, 0);
         for case in 0..2000 {
