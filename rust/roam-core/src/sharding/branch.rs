@@ -29,10 +29,20 @@ const AS_GOOD: f64 = 0.1;
 /// A part that is to be looked at.
 #[derive(Clone)]
 pub(super) struct Part {
+    /// Of all nodes of the root, in order.
     pub(super) kept: Kept,
     pub(super) known: Arc<Known>,
     /// No choice in it costs less.
     pub(super) bound: i64,
+}
+
+impl Part {
+    /// Keeps only some strategies of the nodes that are left; what is kept of the others follows.
+    fn keep(&mut self, left: &Reduced, is_kept: impl Fn(usize, usize) -> bool) {
+        for (node, strategies) in left.kept(is_kept) {
+            self.kept[node].1 = strategies;
+        }
+    }
 }
 
 /// What came of a part.
@@ -179,7 +189,7 @@ pub(super) fn look<'a>(
                 return looked;
             }
             if let Some(is_kept) = without_worse(&marginals, cost) {
-                part.kept = reduced.kept(|node, strategy| is_kept[reduced.first[node] + strategy]);
+                part.keep(&reduced, |node, strategy| is_kept[reduced.first[node] + strategy]);
                 continue 'smaller;
             }
             let now: Vec<f64> = part.known.prices.iter().map(|&(_, price)| price).collect();
@@ -192,7 +202,9 @@ pub(super) fn look<'a>(
                     let is_worse = marginals.by_strategy[reduced.first[other] + strategy] > (cost - 1) as f64;
                     !is_worse && (other != node || is_first[strategy] == side)
                 };
-                looked.parts.push(Part { kept: reduced.kept(keeps), ..part.clone() });
+                let mut half = part.clone();
+                half.keep(&reduced, keeps);
+                looked.parts.push(half);
             }
             return looked;
         }
