@@ -57,11 +57,10 @@ def least(problem: ShardingProblem) -> int:
 def test_a_choice_is_the_cheapest_within_the_limit(tmp_path: Path, limit_bytes: int) -> None:
     problem = ShardingProblem.read(written(tmp_path / "layers.json.gz", layers(4, limit_bytes)))
     found = problem.solve(work=2_000_000)
-    assert (problem.nodes, problem.edges, found.nodes) == (8, 7, 4)
+    assert (problem.nodes, problem.edges) == (8, 7)
+    assert found.nodes <= 4
     assert found.choice is not None
-    assert found.cost == problem.evaluate(found.choice)[0] == least(problem)
-    assert found.bound is not None
-    assert found.bound <= found.cost
+    assert found.bound == found.cost == problem.evaluate(found.choice)[0] == least(problem)
 
 
 def test_what_is_impossible_is_proved(tmp_path: Path) -> None:

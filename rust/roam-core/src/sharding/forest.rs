@@ -4,12 +4,10 @@
 //! Edges between nodes of the forest form no circle, so dynamic programming from the leaves to the
 //! roots finds the best choice for all of them. A forest holds most nodes of these sparse graphs.
 
+use super::eliminate::FAR;
 use super::messages::least;
 use super::reduced::Reduced;
 use crate::rng::Random;
-
-/// Stands for infinity where what is not allowed has to be compared: the less of it, the better.
-const FAR: f64 = 1e30;
 
 pub(super) struct Forest<'a> {
     reduced: &'a Reduced,

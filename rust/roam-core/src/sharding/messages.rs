@@ -5,7 +5,12 @@
 //! choices cost together does not change by it, so the least that nodes and edges cost each by
 //! itself is a bound for any messages; passes make it grow.
 
-use super::reduced::Reduced;
+use super::eliminate::Marginals;
+use super::reduced::{Link, Reduced};
+use std::collections::BTreeMap;
+
+/// Messages to both ends of edges, by the ends and their strategies in what a problem was made of.
+pub(super) type Known = BTreeMap<[usize; 2], [Vec<f32>; 2]>;
 
 pub(super) struct Messages<'a> {
     reduced: &'a Reduced,
@@ -27,7 +32,9 @@ pub(super) struct Pass {
 }
 
 impl<'a> Messages<'a> {
-    pub(super) fn new(reduced: &'a Reduced) -> Self {
+    /// Args:
+    ///     known: messages to begin with.
+    pub(super) fn new(reduced: &'a Reduced, known: &Known) -> Self {
         let mut end = 0;
         let mut begin = |size: usize| {
             end += size;
@@ -40,7 +47,33 @@ impl<'a> Messages<'a> {
             1.0 / earlier.max(edges.len() - earlier).max(1) as f64
         };
         let share = (0..reduced.len()).map(share).collect();
-        Messages { reduced, at, values: vec![0.0; end], share }
+        let mut messages = Messages { reduced, at, values: vec![0.0; end], share };
+        for (edge, link) in reduced.edges.iter().enumerate() {
+            let owns = link.nodes.map(|node| reduced.own(node));
+            let Some(known) = known.get(&owns.map(|own| own.0)) else { continue };
+            for side in 0..2 {
+                let at = messages.at[edge][side];
+                for (place, &strategy) in owns[side].1.iter().enumerate() {
+                    messages.values[at + place] = f64::from(known[side][strategy]);
+                }
+            }
+        }
+        messages
+    }
+
+    /// All messages, for what is made of the same as this by leaving more out.
+    pub(super) fn known(&self) -> Known {
+        let of = |(edge, link): (usize, &Link)| {
+            let owns = link.nodes.map(|node| self.reduced.own(node));
+            let values = [0, 1].map(|side| {
+                let mut values = vec![0.0; owns[side].1.iter().max().map_or(0, |most| most + 1)];
+                let known = owns[side].1.iter().zip(self.message(edge, side));
+                known.for_each(|(&strategy, &message)| values[strategy] = message as f32);
+                values
+            });
+            (owns.map(|own| own.0), values)
+        };
+        self.reduced.edges.iter().enumerate().map(of).collect()
     }
 
     fn message(&self, edge: usize, side: usize) -> &[f64] {
@@ -130,6 +163,87 @@ impl<'a> Messages<'a> {
             error += f64::EPSILON * bound.abs() * reduced.at_node[node].len().max(1) as f64;
         }
         Pass { bound: bound - error, choice, work }
+    }
+}
+
+impl Messages<'_> {
+    /// Bounds per strategy: the graph is taken apart into chains, each of which holds its edges, less
+    /// the messages, and a share of its nodes' costs with the messages; of a chain the least cost for
+    /// each strategy is known exactly.
+    ///
+    /// Args:
+    ///     costs: of all strategies, instead of the problem's.
+    pub(super) fn marginals(&self, costs: &[f64]) -> Marginals {
+        let reduced = self.reduced;
+        let shared: Vec<Vec<f64>> = (0..reduced.len())
+            .map(|node| self.belief(node, costs).iter().map(|cost| cost * self.share[node]).collect())
+            .collect();
+        let mut largest = shared.iter().flatten().fold(0.0, |most: f64, cost| most.max(cost.abs()));
+        // Per edge and end: the least cost of the chain's part on the other side, by the strategy here.
+        let mut beyond: Vec<[Vec<f64>; 2]> = vec![Default::default(); reduced.edges.len()];
+        for side in [1, 0] {
+            for place in 0..reduced.len() {
+                let node = if side == 1 { place } else { reduced.len() - 1 - place };
+                let [before, after] = self.sides(node);
+                let (from, to) = if side == 1 { (before, after) } else { (after, before) };
+                for (number, &edge) in to.iter().enumerate() {
+                    let link = reduced.edges[edge];
+                    let mut sums = shared[node].clone();
+                    if let Some(&earlier) = from.get(number) {
+                        sums.iter_mut().zip(&beyond[earlier][side]).for_each(|(sum, more)| *sum += more);
+                    }
+                    sums.iter_mut().zip(self.message(edge, 1 - side)).for_each(|(sum, message)| *sum -= message);
+                    let mut least = vec![f64::INFINITY; reduced.size(link.nodes[side])];
+                    for (strategy, sum) in sums.iter().enumerate() {
+                        for (least, cost) in least.iter_mut().zip(reduced.row(link, 1 - side, strategy)) {
+                            *least = least.min(sum + cost);
+                        }
+                    }
+                    for (least, message) in least.iter_mut().zip(self.message(edge, side)) {
+                        *least -= message;
+                        if least.is_finite() {
+                            largest = largest.max(least.abs());
+                        }
+                    }
+                    beyond[edge][side] = least;
+                }
+            }
+        }
+        let mut least = 0.0;
+        let mut by_strategy = Vec::with_capacity(costs.len());
+        for (node, shared) in shared.iter().enumerate() {
+            let [before, after] = self.sides(node);
+            let mut above = vec![0.0; shared.len()];
+            for number in 0..before.len().max(after.len()).max(1) {
+                let mut sums = shared.clone();
+                for beyond in
+                    [before.get(number).map(|&edge| &beyond[edge][1]), after.get(number).map(|&edge| &beyond[edge][0])]
+                {
+                    sums.iter_mut().zip(beyond.into_iter().flatten()).for_each(|(sum, more)| *sum += more);
+                }
+                let lowest = sums[self::least(&sums)];
+                above.iter_mut().zip(sums).for_each(|(above, sum)| *above += sum - lowest);
+                if before.len() <= number {
+                    // Here a chain begins.
+                    least += lowest;
+                }
+            }
+            by_strategy.extend(above);
+        }
+        // Each sum is rounded, and none is larger than all of a chain.
+        let sums = 4 * (reduced.len() + reduced.edges.len() + 8);
+        let error = sums as f64 * f64::EPSILON * largest.max(least.abs());
+        by_strategy.iter_mut().for_each(|above| *above += least - error);
+        Marginals { least: least - error, by_strategy }
+    }
+
+    /// A node's edges to earlier nodes, and those to later ones. Of chains, the one that comes by an
+    /// edge goes on by the edge of the same number.
+    fn sides(&self, node: usize) -> [&[usize]; 2] {
+        let edges = &self.reduced.at_node[node];
+        let earlier = edges.iter().filter(|&&edge| self.reduced.edges[edge].nodes[1] == node).count();
+        let (before, after) = edges.split_at(earlier);
+        [before, after]
     }
 }
 

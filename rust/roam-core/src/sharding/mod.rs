@@ -8,15 +8,22 @@
 //!
 //! problem -> presolve -> reduced -> prices and messages (a bound), forests (choices)
 
+mod branch;
+mod eliminate;
+mod fit;
 mod forest;
+mod improve;
 mod messages;
 mod presolve;
 mod prices;
 mod problem;
 mod read;
 mod reduced;
+#[cfg(test)]
+mod small;
 mod solve;
 
+pub use improve::Solution;
 pub use problem::{Edge, FORBIDDEN, Node, Problem};
 pub use read::ReadError;
-pub use solve::{Outcome, Solution, solve};
+pub use solve::{Outcome, solve};

@@ -9,6 +9,8 @@
 //! docs/explanation/sharding.md proves that no optimum is lost.
 
 use super::problem::{FORBIDDEN, Problem};
+use super::reduced::Kept;
+use crate::control::{Stop, Watch};
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap};
 use std::mem;
@@ -35,6 +37,7 @@ pub(super) struct Joined {
 }
 
 /// The smaller problem.
+#[derive(Clone)]
 pub(super) struct Presolve {
     pub(super) nodes: Vec<Joined>,
     /// Per node its neighbours, each with the cost matrix: a row per strategy of the node. Both ends
@@ -43,6 +46,11 @@ pub(super) struct Presolve {
     /// Nodes to look at, those with few neighbours first: what is done to them changes the others.
     open: BinaryHeap<Reverse<(usize, usize)>>,
     is_open: Vec<bool>,
+    /// Times at which some choice takes more than the room: at any other time, none does that keeps
+    /// to it at these.
+    pub(super) times: Vec<usize>,
+    /// What is left of the limit at each of these beside what every choice takes.
+    pub(super) room: Vec<i64>,
 }
 
 fn sum(a: i64, b: i64) -> i64 {
@@ -55,14 +63,17 @@ fn turned(matrix: &[i64], columns: usize) -> Vec<i64> {
 
 impl Presolve {
     /// `None` where no choice is allowed, whatever it takes.
-    pub(super) fn new(problem: &Problem) -> Option<Presolve> {
+    pub(super) fn new(problem: &Problem, watch: &Watch) -> Result<Option<Presolve>, Stop> {
         let told = |cost: i64| if cost >= FORBIDDEN { NEVER } else { cost };
+        let times = if problem.limit_bytes.is_some() { problem.end() } else { 0 };
+        let is_felt =
+            |demand: &Demand| times > 0 && !demand.lifetime.is_empty() && demand.bytes.iter().any(|&bytes| bytes > 0);
         let nodes: Vec<Joined> = (0..)
             .zip(&problem.nodes)
             .map(|(number, node)| Joined {
                 costs: node.costs.iter().map(|&cost| told(cost)).collect(),
                 demands: Some(Demand { lifetime: node.lifetime.clone(), bytes: node.bytes.clone() })
-                    .filter(|demand| !demand.lifetime.is_empty() && demand.bytes.iter().any(|&bytes| bytes > 0))
+                    .filter(is_felt)
                     .into_iter()
                     .collect(),
                 members: vec![(number, (0..node.costs.len()).collect())],
@@ -70,22 +81,85 @@ impl Presolve {
             .collect();
         let count = nodes.len();
         let links = vec![BTreeMap::new(); count];
-        let mut presolve = Presolve { nodes, links, open: BinaryHeap::new(), is_open: vec![false; count] };
+        let mut presolve = Presolve {
+            nodes,
+            links,
+            open: BinaryHeap::new(),
+            is_open: vec![false; count],
+            times: (0..times).collect(),
+            room: vec![problem.limit_bytes.unwrap_or(0); times],
+        };
         for edge in &problem.edges {
             let matrix = problem.matrices[edge.matrix].iter().map(|&cost| told(cost)).collect();
             presolve.link(edge.nodes[0], edge.nodes[1], matrix);
         }
         (0..count).for_each(|node| presolve.look_at(node));
-        while let Some(Reverse((_, node))) = presolve.open.pop() {
-            presolve.is_open[node] = false;
-            if !presolve.nodes[node].members.is_empty() && !presolve.simplify(node) {
-                return None;
-            }
+        if presolve.narrow().is_none() {
+            return Ok(None);
         }
-        Some(presolve)
+        presolve.simplified(watch)
     }
 
-    fn look_at(&mut self, node: usize) {
+    /// Makes smaller what can be; `None` where no choice is allowed and keeps to the limit.
+    fn simplified(mut self, watch: &Watch) -> Result<Option<Presolve>, Stop> {
+        loop {
+            while let Some(Reverse((_, node))) = self.open.pop() {
+                watch.check()?;
+                self.is_open[node] = false;
+                if !self.nodes[node].members.is_empty() && !self.simplify(node) {
+                    return Ok(None);
+                }
+            }
+            if self.leave_out_large(watch)?.is_none() {
+                return Ok(None);
+            }
+            if self.open.is_empty() {
+                return Ok(Some(self));
+            }
+        }
+    }
+
+    /// Keeps some strategies of some nodes, and makes smaller what that makes smaller; `None` where
+    /// no choice of them is allowed and keeps to the limit.
+    pub(super) fn restricted(&self, kept: &Kept, watch: &Watch) -> Result<Option<Presolve>, Stop> {
+        let mut presolve = self.clone();
+        kept.iter().for_each(|(node, kept)| presolve.keep(*node, kept));
+        presolve.simplified(watch)
+    }
+
+    pub(super) fn empty() -> Presolve {
+        Presolve {
+            nodes: Vec::new(),
+            links: Vec::new(),
+            open: BinaryHeap::new(),
+            is_open: Vec::new(),
+            times: Vec::new(),
+            room: Vec::new(),
+        }
+    }
+
+    /// Some of the nodes, which have no edges to others, as a problem of their own.
+    pub(super) fn part(mut self, nodes: &[usize]) -> Presolve {
+        let places: BTreeMap<usize, usize> = nodes.iter().copied().zip(0..).collect();
+        let own = |(place, &node): (usize, &usize)| {
+            let gone = mem::take(&mut self.nodes[node]);
+            Joined { members: vec![(place, (0..gone.costs.len()).collect())], ..gone }
+        };
+        let joined = nodes.iter().enumerate().map(own).collect();
+        let links = nodes.iter().map(|&node| {
+            mem::take(&mut self.links[node]).into_iter().map(|(other, matrix)| (places[&other], matrix)).collect()
+        });
+        Presolve {
+            nodes: joined,
+            links: links.collect(),
+            open: BinaryHeap::new(),
+            is_open: vec![false; nodes.len()],
+            times: self.times,
+            room: self.room,
+        }
+    }
+
+    pub(super) fn look_at(&mut self, node: usize) {
         if !mem::replace(&mut self.is_open[node], true) {
             self.open.push(Reverse((self.links[node].len(), node)));
         }
@@ -100,12 +174,12 @@ impl Presolve {
         self.links[node][&other].chunks(self.size(other))
     }
 
-    fn neighbours(&self, node: usize) -> Vec<usize> {
+    pub(super) fn neighbours(&self, node: usize) -> Vec<usize> {
         self.links[node].keys().copied().collect()
     }
 
     /// Adds the costs of a pair of nodes.
-    fn link(&mut self, a: usize, b: usize, matrix: Vec<i64>) {
+    pub(super) fn link(&mut self, a: usize, b: usize, matrix: Vec<i64>) {
         let back = turned(&matrix, self.size(b));
         for (from, to, matrix) in [(a, b, matrix), (b, a, back)] {
             let known = self.links[from].entry(to).or_insert_with(|| vec![0; matrix.len()]);
@@ -131,7 +205,7 @@ impl Presolve {
     }
 
     /// Keeps some of a node's strategies.
-    fn keep(&mut self, node: usize, kept: &[usize]) {
+    pub(super) fn keep(&mut self, node: usize, kept: &[usize]) {
         if kept.len() == self.size(node) {
             return;
         }

@@ -6,7 +6,8 @@
 //! more than the room is taken, along an average of the last excesses, by steps that get shorter when
 //! the bound no longer grows.
 
-use super::messages::{Messages, Pass};
+use super::eliminate::{Elimination, Marginals, Order};
+use super::messages::{self, Messages, Pass};
 use super::reduced::Reduced;
 
 /// How much an excess counts that was met just now; the rest is what was met before.
@@ -26,9 +27,22 @@ const GAP: f64 = 0.2;
 /// Messages pass so often before prices change.
 const FIRST: usize = 10;
 
+/// Tables that have at most so many entries in all are small.
+const ENTRIES: u64 = 1 << 20;
+
+/// Prices and messages to begin with.
+#[derive(Clone, Default)]
+pub(super) struct Known {
+    /// By the time of the problem, in order.
+    pub(super) prices: Vec<(usize, f64)>,
+    pub(super) messages: messages::Known,
+}
+
 pub(super) struct Prices<'a> {
     reduced: &'a Reduced,
     messages: Messages<'a>,
+    /// Where tables are small, the least cost at given prices is found exactly instead.
+    exact: Option<Elimination<'a>>,
     /// Per time; none where there is no limit.
     now: Vec<f64>,
     best: Vec<f64>,
@@ -42,11 +56,15 @@ pub(super) struct Prices<'a> {
 }
 
 impl<'a> Prices<'a> {
-    pub(super) fn new(reduced: &'a Reduced) -> Self {
-        let now = vec![0.0; reduced.room.as_ref().map_or(0, Vec::len)];
+    pub(super) fn new(reduced: &'a Reduced, known: &Known) -> Self {
+        let find = |time: &usize| known.prices.binary_search_by_key(time, |&(time, _)| time);
+        let price = |time: &usize| find(time).map_or(0.0, |at| known.prices[at].1);
+        let mut now: Vec<f64> = reduced.times().iter().map(price).collect();
+        round(&mut now);
         Prices {
             reduced,
-            messages: Messages::new(reduced),
+            exact: Order::new(reduced, ENTRIES).map(|order| Elimination::new(reduced, order)),
+            messages: Messages::new(reduced, &known.messages),
             best: now.clone(),
             direction: now.clone(),
             now,
@@ -61,17 +79,31 @@ impl<'a> Prices<'a> {
         &self.now
     }
 
+    /// The prices of the best bound, by the time of the problem.
+    pub(super) fn best(&self) -> Vec<(usize, f64)> {
+        self.reduced.times().iter().copied().zip(self.best.iter().copied()).collect()
+    }
+
+    /// What parts of this begin with.
+    pub(super) fn known(&self) -> Known {
+        let messages = if self.exact.is_some() { messages::Known::new() } else { self.messages.known() };
+        Known { prices: self.best(), messages }
+    }
+
     /// One pass of messages at the prices of now, which then change.
     ///
     /// Args:
     ///     known_cost: of the best choice so far.
     pub(super) fn pass(&mut self, known_cost: Option<f64>) -> Pass {
-        let costs = if self.now.is_empty() { self.reduced.costs.clone() } else { self.reduced.priced(&self.now) };
-        let mut found = self.messages.pass(&costs);
-        let room = self.reduced.room.as_deref().unwrap_or(&[]);
-        let worth: f64 = self.now.iter().zip(room).map(|(price, &bytes)| price * bytes as f64).sum();
-        // Adding up rounds by less.
-        found.bound -= worth + worth * f64::EPSILON * (room.len() + 8) as f64;
+        let costs = self.reduced.priced(&self.now);
+        let mut found = match &self.exact {
+            None => self.messages.pass(&costs),
+            Some(elimination) => {
+                let (choice, cost) = elimination.choose(&costs);
+                Pass { bound: self.reduced.fixed_cost as f64 + cost, choice, work: elimination.order.work }
+            }
+        };
+        found.bound -= self.worth(&self.now, &costs);
         self.passes += 1;
         self.idle += 1;
         if found.bound > self.bound {
@@ -82,13 +114,36 @@ impl<'a> Prices<'a> {
             self.best.copy_from_slice(&self.now);
             self.idle = 0;
         }
-        if self.passes >= FIRST && !room.is_empty() {
-            self.change(room, &found, known_cost);
+        if self.passes >= FIRST && !self.now.is_empty() {
+            self.change(&found, known_cost);
         }
         found
     }
 
-    fn change(&mut self, room: &[i64], found: &Pass, known_cost: Option<f64>) {
+    /// Bounds per strategy at the best prices, with what is fixed and less what the room is worth.
+    pub(super) fn marginals(&self) -> Marginals {
+        let costs = self.reduced.priced(&self.best);
+        let mut found = match &self.exact {
+            None => self.messages.marginals(&costs),
+            Some(elimination) => elimination.marginals(&costs),
+        };
+        let more = self.reduced.fixed_cost as f64 - self.worth(&self.best, &costs);
+        found.least += more;
+        found.by_strategy.iter_mut().for_each(|least| *least += more);
+        found
+    }
+
+    /// What the room is worth, and by how much rounding may have raised it or costs with prices: each
+    /// sum by a share of the largest.
+    fn worth(&self, prices: &[f64], costs: &[f64]) -> f64 {
+        let room = &self.reduced.room;
+        let worth: f64 = prices.iter().zip(room).map(|(price, &bytes)| price * bytes as f64).sum();
+        let demands: usize = self.reduced.demands.iter().map(Vec::len).sum();
+        let largest = costs.iter().fold(0.0f64, |most, cost| most.max(cost.abs()));
+        worth + f64::EPSILON * ((room.len() + 8) as f64 * worth + demands as f64 * largest)
+    }
+
+    fn change(&mut self, found: &Pass, known_cost: Option<f64>) {
         if self.idle > PATIENCE {
             self.idle = 0;
             self.step = (self.step / 2.0).max(SHORTEST);
@@ -96,7 +151,7 @@ impl<'a> Prices<'a> {
             self.direction.fill(0.0);
             return;
         }
-        for (direction, bytes) in self.direction.iter_mut().zip(self.reduced.excess(room, &found.choice)) {
+        for (direction, bytes) in self.direction.iter_mut().zip(self.reduced.excess(&found.choice)) {
             *direction += NEW * (bytes as f64 - *direction);
         }
         let can_move = |(price, direction): &(&f64, &f64)| **price > 0.0 || **direction > 0.0;
