@@ -388,6 +388,88 @@ def test_sizes_that_change() -> None:
         assert torch.equal(one, other)
 
 
+class OverRows(torch.nn.Module):
+    """Adds in another order when the number of rows is a variable of its kernels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.linear(x)
+        return functional.layer_norm(x.t(), (x.shape[0],)).t() * x
+
+
+@pytest.mark.parametrize("by_eval", [False, True])
+def test_code_that_was_compiled_for_all_sizes_since(by_eval: bool) -> None:
+    def losses(wrap: Callable[[Any], Any]) -> list[torch.Tensor]:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = by_method(OverRows())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        @wrap
+        def step(x: torch.Tensor) -> Any:
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        found = [step(torch.randn(37, 8)).detach()]
+        other = torch.randn(50, 8)
+        found.append((model(other).sum() if by_eval else step(other)).detach())
+        return [*found, *(step(torch.randn(37, 8)).detach() for _ in range(2))]
+
+    for one, other in zip(losses(lambda step: step), losses(roam.compile), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_what_only_compiled_code_reads_is_guarded() -> None:
+    class Scales(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = torch.nn.Linear(8, 4)
+            self.scale = 1.0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.linear(x)
+            return x * self.scale if torch.compiler.is_compiling() else x
+
+    def losses(wrap: Callable[[Any], Any]) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = aot_eager(Scales())
+        step = wrap(step_of(model))
+        found = trained(model, step, 2)
+        model.scale = 0.5  # type: ignore[assignment]
+        return [*found, *trained(model, step, 2)]
+
+    for one, other in zip(losses(lambda step: step), losses(roam.compile), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_more_kinds_of_calls_than_torch_compiles_are_refused() -> None:
+    class Numbered(torch.nn.Module):
+        def __init__(self, number: int) -> None:
+            super().__init__()
+            self.number = number
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.number
+
+    def step() -> Any:
+        blocks = [aot_eager(Numbered(number)) for number in range(3)]
+        model = torch.nn.Sequential(*blocks, torch.nn.Linear(8, 4))
+        return trained(model, roam.compile(step_of(model)), 1)
+
+    limit = torch._dynamo.config.patch(recompile_limit=2)
+    with limit, pytest.raises(roam.CaptureError) as caught:
+        step()
+    assert caught.value.code == "compiled_too_often"
+    assert "recompile_limit" in str(caught.value)
+    step()
+
+
 def test_autocast_and_checkpoints_around_regions() -> None:
     def step_with(model: torch.nn.Module) -> Callable[..., Any]:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import re
 import sys
+import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
 from itertools import chain
 from types import CellType, CodeType, FrameType, FunctionType, MethodType
@@ -32,6 +34,7 @@ from roam.torch_compat.patches import replaced
 from roam.torch_compat.private import (
     CALLS,
     FROM_STANCE,
+    IS_COMPILING,
     IS_NESTED,
     FakeTensor,
     backward_compiler,
@@ -41,8 +44,10 @@ from roam.torch_compat.private import (
     has_module_hooks,
     inductor_graph,
     innermost_backend,
+    is_forgotten,
     is_graph_break,
     is_resumed,
+    may_compile,
     pytree,
     whole_graphs,
 )
@@ -63,16 +68,22 @@ class CompileRegions(Exception):
     """A trace has met compiled functions whose code is not known yet."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Code:
-    """What Dynamo has made of a function for one kind of call."""
+    """What Dynamo has made of a function for one kind of call; with the attributes of an entry of
+    its cache.
+    """
 
     original: CodeType
     code: CodeType
     names: dict[str, Any]
     """The globals that the code runs in."""
-    guards: Any
+    guard_manager: Any
     backend: Any
+    earlier: tuple[CodeType, ...] = ()
+    """What Dynamo's cache had for the function when this was made."""
+    number: int = field(default_factory=itertools.count().__next__)
+    """Of all that were made, in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,21 +137,103 @@ class _Tensor:
         return other if other.stride() == self.stride else tensor
 
 
-@dataclass(slots=True)
-class _Wanted:
-    """A call of a compiled function, to be compiled."""
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A call of a compiled function."""
 
-    call: FunctionType
+    function: FunctionType
     leaves: list[Any]
-    reals: dict[int, torch.Tensor]
+    reals: dict[int, weakref.ref[torch.Tensor]]
     """By identity, those of the arguments that are from before the step."""
     spec: Any
     settings: _Settings
+
+    def again(self, callback: Callable[[Any], Any]) -> None:
+        """Calls it with real tensors of the same metadata, and with another callback for its
+        frames, made of its own.
+        """
+        evaluation = frame_evaluation()
+        assert evaluation is not None, "a compiled function was met"
+
+        def stand_in(own: Any) -> Any:
+            return callback(own) if callable(own) else own
+
+        with disable_current_modes(), torch.inference_mode(False), ExitStack() as stack:
+            leaves = list[Any]()
+            for leaf in self.leaves:
+                real = self.reals[leaf.known]() if type(leaf) is _Tensor and leaf.known else None
+                if type(leaf) is not _Tensor:
+                    leaves.append(leaf)
+                elif real is not None:
+                    leaves.append(real)
+                else:
+                    leaves.append(leaf.made() if leaf.place == len(leaves) else leaves[leaf.place])
+            args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+            self.settings.enter(stack)
+            with suppress(_Found), replaced([(evaluation, FROM_STANCE, stand_in)]):
+                self.function(*args, **kwargs)
+
+    def found(self) -> CodeType | None:
+        """The code that runs it now."""
+        codes: list[CodeType] = []
+
+        def asking(own: Any) -> Any:
+            def find(frame: Any, *_: Any, **__: Any) -> Any:
+                entry = _first(frame, innermost_backend(own))
+                codes.extend([] if entry is None else [entry.code])
+                raise _Found
+
+            return find
+
+        self.again(asking)
+        return codes[0] if codes else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """A call of a compiled function, to be compiled."""
+
+    call: _Call
     state: dict[tuple[int, str], tuple[Any, Any]]
     source: Source
 
 
 @dataclass(slots=True)
+class UsedCode:
+    """The compiled code that a captured step runs."""
+
+    calls: list[tuple[_Call, _Code]]
+    _known: frozenset[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._known = self._now()
+
+    def failure(self) -> str | None:
+        """None while `torch.compile` would run the same code, else what is new.
+
+        Dynamo takes the newest code that fits a call. So code for all sizes, which it makes when it
+        meets a second one, also runs in the place of the code for the first.
+        """
+        now = self._now()
+        if now <= self._known:
+            return None
+        for call, code in self.calls:
+            found = call.found()
+            if found is not None and found is not code.code:
+                return (
+                    f"torch.compile has compiled {code.original.co_name} again, for this call too"
+                )
+        self._known = now
+        return None
+
+    def _now(self) -> frozenset[int]:
+        originals = {id(code.original): code.original for _, code in self.calls}
+        return frozenset(
+            [id(one.code) for original in originals.values() for one in _newest_first(original)]
+        )
+
+
+@dataclass(eq=False)
 class Regions:
     """The compiled functions that one step calls.
 
@@ -153,6 +246,8 @@ class Regions:
     around: Callable[[], AbstractContextManager[None]] = nullcontext
     _codes: list[_Code] = field(default_factory=list)
     _known: dict[object, _Code] = field(default_factory=dict)
+    _used: dict[object, tuple[_Call, _Code]] = field(default_factory=dict)
+    _calls: dict[object, _Call] = field(default_factory=dict)
     _wanted: dict[object, _Wanted] = field(default_factory=dict)
     _kept: list[Any] = field(default_factory=list)
     _cells: list[tuple[CellType, Any]] = field(default_factory=list)
@@ -165,12 +260,17 @@ class Regions:
     _outside: Callable[[], AbstractContextManager[None]] = nullcontext
     _is_real: bool = True
 
+    def __post_init__(self) -> None:
+        _alive.add(self)
+
     def start(self) -> None:
         """Before a capture: the code of each call is looked for anew, since what it depends on may
         have changed.
         """
         self._known.clear()
         self._wanted.clear()
+        self._calls.clear()
+        self._used.clear()
         self._kept.clear()
         self._rounds = 0
 
@@ -291,19 +391,25 @@ class Regions:
         key = id(called.wrapper), tuple(map(_key, described)), str(spec), settings
         found = self._known.get(key)
         if found is not None:
+            self._used[key] = self._calls[key], found
             return _function(called.function, found)(*args, **kwargs)
         if key not in self._wanted:
             self._kept += (called.wrapper, described)
             known = (self._reals[id(leaf)][1] for leaf in leaves if id(leaf) in self._reals)
-            self._wanted[key] = _Wanted(
-                called.wrapper, described, {id(real): real for real in known}, spec, settings, _plain_state(self._modules),
-                self._here(),
-            )  # fmt: skip
+            reals = {id(real): weakref.ref(real) for real in known}
+            self._calls[key] = _Call(called.wrapper, described, reals, spec, settings)
+            self._wanted[key] = _Wanted(self._calls[key], _plain_state(self._modules), self._here())
         self._depth += 1
         try:
-            return called.function(*args, **kwargs)
+            # Compilers take the branches for them, and what these read matters.
+            with replaced([(torch.compiler, IS_COMPILING, True)]):
+                return called.function(*args, **kwargs)
         finally:
             self._depth -= 1
+
+    def used(self) -> UsedCode:
+        """After a capture: the code that its traces ran."""
+        return UsedCode(list(self._used.values()))
 
     def _is_on_cuda(self, arguments: Any) -> bool:
         """Whether arguments, or tensors from before the step, are on CUDA."""
@@ -387,53 +493,41 @@ class Regions:
                 self._known[key] = self._compiled(one)
 
     def _compiled(self, wanted: _Wanted) -> _Code:
-        evaluation = frame_evaluation()
-        assert evaluation is not None, "a compiled function was met"
-        found: list[_Code] = []
-
-        def stand_in(callback: Any) -> Any:
-            return self._asking(callback, found) if callable(callback) else callback
-
-        with disable_current_modes(), torch.inference_mode(False), ExitStack() as stack:
-            leaves = list[Any]()
-            for leaf in wanted.leaves:
-                if type(leaf) is not _Tensor:
-                    leaves.append(leaf)
-                elif leaf.known is not None:
-                    leaves.append(wanted.reals[leaf.known])
-                else:
-                    leaves.append(leaf.made() if leaf.place == len(leaves) else leaves[leaf.place])
-            args, kwargs = pytree.tree_unflatten(leaves, wanted.spec)
-            wanted.settings.enter(stack)
-            for name, now, then in _changes(wanted.state):
-                if now is not then and now != then:
-                    _refuse(
-                        wanted,
-                        f"the step has set {name} to {then!r} by then; it would be compiled for {now!r}, the value before "
-                        "the step; set such attributes before the step, as model.train() does",
-                        code="compiled_call",
-                    )
-            try:
-                stand_ins = [(evaluation, FROM_STANCE, stand_in)]
-                with replaced(stand_ins), whole_graphs():
-                    wanted.call(*args, **kwargs)
-            except _Found:
-                pass
-            except CaptureError:
-                raise
-            except Exception as error:  # noqa: BLE001 - whatever compilers raise
-                if is_graph_break(error):
-                    _refuse(
-                        wanted,
-                        f"its graph breaks at {_last_line(error)}: {_first_line(error)}; remove the break, or compile the parts before "
-                        "and after it",
-                        code="compiled_graph_break",
-                    )
+        for name, now, then in _changes(wanted.state):
+            if now is not then and now != then:
                 _refuse(
                     wanted,
-                    f"compiling it raised {type(error).__name__}: {_first_line(error)}",
-                    code="compiled_region",
+                    f"the step has set {name} to {then!r} by then; it would be compiled for {now!r}, the value before "
+                    "the step; set such attributes before the step, as model.train() does",
+                    code="compiled_call",
                 )
+        found: list[_Code] = []
+        try:
+            with whole_graphs():
+                wanted.call.again(lambda callback: self._asking(callback, found))
+        except _LimitReached as limit:
+            _refuse(
+                wanted,
+                f"torch.compile has compiled {limit} for {limit.count} kinds of calls, as many as it is allowed to, and runs all "
+                "others without compiling; raise torch._dynamo.config.recompile_limit before the first call, or make equal "
+                "in all blocks what differs between them",
+                code="compiled_too_often",
+            )
+        except CaptureError:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever compilers raise
+            if is_graph_break(error):
+                _refuse(
+                    wanted,
+                    f"its graph breaks at {_last_line(error)}: {_first_line(error)}; remove the break, or compile the parts before "
+                    "and after it",
+                    code="compiled_graph_break",
+                )
+            _refuse(
+                wanted,
+                f"compiling it raised {type(error).__name__}: {_first_line(error)}",
+                code="compiled_region",
+            )
         if not found:
             _refuse(
                 wanted,
@@ -452,30 +546,71 @@ class Regions:
 
         def compiled(frame: Any, *others: Any, **named: Any) -> Any:
             original = frame.f_code
-            entries = [
-                (entry.code, entry.guard_manager, innermost_backend(entry.backend))
-                for entry in compiled_entries(original)
-                if not is_resumed(entry.code)
-            ]
-            entries += [
-                (one.code, one.guards, one.backend)
-                for one in self._codes
-                if one.original is original
-            ]
-            for code, guards, of in entries:
-                if of == backend and guards.check(frame.f_locals):
-                    found.append(_Code(original, code, frame.f_globals, guards, backend))
-                    raise _Found
+            entry = _first(frame, backend)
+            if type(entry) is _Code:
+                found.append(entry)
+                raise _Found
+            if entry is not None and not is_resumed(entry.code):
+                found.append(
+                    _Code(original, entry.code, frame.f_globals, entry.guard_manager, backend)
+                )
+                raise _Found
+            entries = _newest_first(original)
+            if not may_compile(frame, entries, callback):
+                raise _LimitReached(original.co_name, len(entries))
+            earlier = tuple([one.code for one in compiled_entries(original)])
             result = callback(frame, *others, **named)
             if result.guarded_code is None:
                 return result
             self.compiled += 1
             made = result.guarded_code
-            found.append(_Code(original, made.code, frame.f_globals, made.guard_manager, backend))
-            self._codes.append(found[0])
+            code = _Code(original, made.code, frame.f_globals, made.guard_manager, backend, earlier)
+            found.append(code)
+            self._codes.append(code)
             raise _Found
 
         return compiled
+
+
+_alive: weakref.WeakSet[Regions] = weakref.WeakSet()
+
+
+def _newest_first(original: CodeType) -> list[Any]:
+    """The entries of Dynamo's cache for a function, and the `_Code` of all steps, which the cache
+    does not have; in the order in which a cache with all of them would look at them, except that a
+    use of a `_Code` makes it no newer.
+    """
+    entries: list[Any] = list(compiled_entries(original))
+    codes = [
+        one for regions in _alive for one in regions._codes
+        if one.original is original and not is_forgotten(one.code)
+    ]  # fmt: skip
+    for code in sorted(codes, key=lambda one: one.number):
+        older = (
+            place
+            for place, entry in enumerate(entries)
+            if type(entry) is _Code or any(entry.code is one for one in code.earlier)
+        )
+        entries.insert(next(older, len(entries)), code)
+    return entries
+
+
+def _first(frame: Any, backend: Any) -> Any:
+    """The first of them that fits a call; None where none does."""
+    for entry in _newest_first(frame.f_code):
+        if innermost_backend(entry.backend) == backend and entry.guard_manager.check(
+            frame.f_locals
+        ):
+            return entry
+    return None
+
+
+class _LimitReached(Exception):
+    """Dynamo compiles a function no more."""
+
+    def __init__(self, name: str, count: int) -> None:
+        super().__init__(name)
+        self.count = count
 
 
 class _Found(BaseException):
