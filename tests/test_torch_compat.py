@@ -525,6 +525,19 @@ def _compiled_code() -> bool:
     return is_right
 
 
+def _has_sizes() -> bool:
+    def are_variable(dynamic: bool) -> bool:
+        torch.compiler.reset()
+        compiled = torch.compile(lambda x: x.sin() + 3, backend="eager", dynamic=dynamic)
+        compiled(torch.ones(3))
+        (entry,) = private.compiled_entries(compiled.__wrapped__.__code__)
+        return private.has_variable_sizes(entry.guard_manager)
+
+    is_right = are_variable(True) and not are_variable(False)
+    torch.compiler.reset()
+    return is_right
+
+
 def _forgets() -> bool:
     compiled = torch.compile(lambda x: x.sin() + 2, backend="eager")
     compiled(torch.ones(2))
@@ -918,6 +931,7 @@ CANARIES: dict[str, Callable[[], bool]] = {
     "has_kernel": _kernels,
     "has_kernel_for": _kernels,
     "has_module_hooks": _module_calls,
+    "has_variable_sizes": _has_sizes,
     "hooks_of": _hooked,
     "hooks_on_all_modules": _hook_tables,
     "hooks_on_all_optimizers": _hook_tables,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import operator
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from types import CodeType, ModuleType
@@ -787,6 +788,25 @@ def compiled_entries(code: Any) -> list[Any]:
     return entries
 
 
+def has_variable_sizes(guards: Any) -> bool:
+    """Whether what `torch.compile` has made of a function is for several sizes of an argument.
+
+    Args:
+        guards: the `guard_manager` of one of `compiled_entries`.
+    """
+    managers = [guards.root]
+    while managers:
+        manager = managers.pop()
+        managers += manager.get_child_managers()
+        parts = (part for leaf in manager.get_leaf_guards() for part in leaf.verbose_code_parts())
+        if any(_VARIABLE_SIZE.search(part) for part in parts):
+            return True
+    return False
+
+
+_VARIABLE_SIZE = re.compile(r"\bsize=\[[^\]]*\bNone\b")
+
+
 def is_forgotten(code: CodeType) -> bool:
     """Whether `torch.compiler.reset` has been called since `torch.compile` made this code."""
     return code not in torch._dynamo.utils.orig_code_map
@@ -925,6 +945,7 @@ __all__ = [
     "has_kernel",
     "has_kernel_for",
     "has_module_hooks",
+    "has_variable_sizes",
     "holds_mask",
     "hooks_of",
     "hooks_on_all_modules",

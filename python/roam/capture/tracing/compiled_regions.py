@@ -33,6 +33,7 @@ from roam.state.equality import is_plain
 from roam.torch_compat.patches import replaced
 from roam.torch_compat.private import (
     CALLS,
+    DYNAMIC_INDICES,
     FROM_STANCE,
     IS_COMPILING,
     IS_NESTED,
@@ -42,6 +43,7 @@ from roam.torch_compat.private import (
     disable_current_modes,
     frame_evaluation,
     has_module_hooks,
+    has_variable_sizes,
     inductor_graph,
     innermost_backend,
     is_forgotten,
@@ -125,16 +127,21 @@ class _Tensor:
     """The identity of the real one, where it is one from before the step."""
     place: int
     """Where among the arguments it is first."""
+    variable: frozenset[int]
+    """Its dimensions that vary in the compiled code that made it. They then vary in code that is
+    compiled for it too."""
 
     def made(self) -> torch.Tensor:
         """A real one like it, whose values nobody looks at."""
         tensor = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
         tensor.requires_grad_(self.requires_grad)
-        if self.is_leaf or not self.requires_grad:
-            return tensor
-        with torch.enable_grad():
-            other = tensor.clone()
-        return other if other.stride() == self.stride else tensor
+        if not self.is_leaf and self.requires_grad:
+            with torch.enable_grad():
+                other = tensor.clone()
+            tensor = other if other.stride() == self.stride else tensor
+        if self.variable:
+            setattr(tensor, DYNAMIC_INDICES, set(self.variable))
+        return tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -436,6 +443,7 @@ class Regions:
                 leaf.is_leaf,
                 None if known is None else id(known[1]),
                 place,
+                frozenset(getattr(leaf, DYNAMIC_INDICES, ())),
             )
         if isinstance(leaf, (torch.nn.Module, FunctionType, MethodType, type)) or is_plain(leaf):
             return leaf
@@ -489,8 +497,13 @@ class Regions:
                     "every step makes it anew; call torch.compile once, outside of the step",
                     code="compiled_call",
                 )
+            compiled = self.compiled
             with self.around():
                 self._known[key] = self._compiled(one)
+            if self.compiled > compiled and has_variable_sizes(self._known[key].guard_manager):
+                # What it returns is not known to vary yet, and later calls are given that.
+                self._rounds -= 1
+                break
 
     def _compiled(self, wanted: _Wanted) -> _Code:
         for name, now, then in _changes(wanted.state):
