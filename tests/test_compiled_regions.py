@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 from torch.utils.checkpoint import checkpoint
 
 import roam
@@ -388,6 +390,30 @@ def test_sizes_that_change() -> None:
         assert torch.equal(one, other)
 
 
+class Many(torch.nn.Module):
+    """Has more parameters than an operator may have arguments, and changes buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = torch.nn.ParameterList(torch.randn(8) for _ in range(70))
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        return x * sum(self.scales) - self.mean
+
+
+def test_a_region_with_more_inputs_than_an_operator_has_arguments() -> None:
+    def make() -> torch.nn.Module:
+        torch.manual_seed(0)
+        return torch.nn.Sequential(by_method(Many()), torch.nn.Linear(8, 4))
+
+    step = assert_same(make, steps=4)
+    assert len(regions(step)) == 2
+
+
 class OverRows(torch.nn.Module):
     """Adds in another order when the number of rows is a variable of its kernels."""
 
@@ -423,6 +449,36 @@ def test_code_that_was_compiled_for_all_sizes_since(by_eval: bool) -> None:
 
     for one, other in zip(losses(lambda step: step), losses(roam.compile), strict=True):
         assert torch.equal(one, other)
+
+
+def test_sizes_that_vary_in_the_code_of_an_earlier_block() -> None:
+    class Other(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x).sin()
+
+    def compiled(wrap: Callable[[Any], Any]) -> list[int]:
+        """How many sizes of each graph that is compiled are variables."""
+        torch._dynamo.reset()
+        counts: list[int] = []
+
+        def note(graph: Any, inputs: list[Any]) -> Any:
+            counts.append(sum(not isinstance(value, torch.Tensor) for value in inputs))
+            return make_boxed_func(graph.forward)
+
+        backend = aot_autograd(fw_compiler=note)
+
+        def compiles(module: torch.nn.Module, **options: Any) -> torch.nn.Module:
+            return by_method(module, backend=backend, **options)
+
+        model = torch.nn.Sequential(
+            compiles(Block(), dynamic=True), compiles(Other()), compiles(Other()), torch.nn.Linear(8, 4)
+        )  # fmt: skip
+        trained(model, wrap(step_of(model)), 2)
+        return counts
+
+    expected = compiled(lambda step: step)
+    assert sum(count > 0 for count in expected) == len(expected) == 4
+    assert sorted(compiled(roam.compile)) == sorted(expected)
 
 
 def test_what_only_compiled_code_reads_is_guarded() -> None:

@@ -447,11 +447,13 @@ class Regions:
             )
         if isinstance(leaf, (torch.nn.Module, FunctionType, MethodType, type)) or is_plain(leaf):
             return leaf
+        name = type(leaf).__name__
         self._refused(
-            f"it is given a {type(leaf).__name__}; give it tensors, plain numbers and the containers "
-            "that torch.utils._pytree knows",
+            f"it is given a {name}; "
+            + ("leave the cache out: use_cache=False in the model's configuration" if name.endswith("Cache")
+               else "give it tensors, plain numbers and the containers that torch.utils._pytree knows"),
             code="compiled_call",
-        )
+        )  # fmt: skip
 
     def _run_graph(self, graph: Any, run: Callable[[list[Any]], Any], inputs: list[Any]) -> Any:
         """A graph of Inductor's, called in a trace."""
@@ -532,8 +534,8 @@ class Regions:
             if is_graph_break(error):
                 _refuse(
                     wanted,
-                    f"its graph breaks at {_last_line(error)}: {_first_line(error)}; remove the break, or compile the parts before "
-                    "and after it",
+                    f"its graph breaks at {_last_line(error)}: {_first_line(error)}; remove the break, compile the parts before "
+                    "and after it, or do not compile it (an optimizer's step, or the whole step)",
                     code="compiled_graph_break",
                 )
             _refuse(
