@@ -17,7 +17,7 @@ from typing import Any
 from roam.bench.results import Record, Row, Task, row_of_process
 from roam.bench.run import Benchmark, Column, Table, check_named
 
-NETS = ("gpt2-small", "llama", "vit", "resnet18")
+NETS = ("gpt2", "llama", "vit", "resnet18")
 _MIB = 2**20
 _LOOP, _PLAN, _BOTH, _HALF = "loop", "plan", "both", "half"
 _REFUSALS = {"memory_floor": "refuted", "memory_limit_not_found": "not found"}
@@ -96,9 +96,9 @@ def _gpt2() -> tuple[Any, Iterable[Any], Callable[[], Any], Callable[..., Any]]:
     import torch
     import transformers
 
-    config = transformers.GPT2Config(use_cache=False)
+    config = transformers.GPT2Config(n_layer=4, n_embd=256, n_head=8, use_cache=False)
     model = transformers.GPT2LMHeadModel(config)
-    ids = partial(torch.randint, config.vocab_size, (1, 64))
+    ids = partial(torch.randint, config.vocab_size, (4, 128))
     return model, model.transformer.h, lambda: (ids(),), language_loss
 
 
@@ -107,18 +107,18 @@ def _llama() -> tuple[Any, Iterable[Any], Callable[[], Any], Callable[..., Any]]
     import transformers
 
     config = transformers.LlamaConfig(
-        num_hidden_layers=8, hidden_size=512, intermediate_size=1408, num_attention_heads=8, num_key_value_heads=4,
+        num_hidden_layers=6, hidden_size=384, intermediate_size=1024, num_attention_heads=8, num_key_value_heads=4,
         vocab_size=8192, bos_token_id=0, eos_token_id=0, use_cache=False,
     )  # fmt: skip
     model = transformers.LlamaForCausalLM(config)
-    ids = partial(torch.randint, config.vocab_size, (2, 128))
+    ids = partial(torch.randint, config.vocab_size, (4, 128))
     return model, model.model.layers, lambda: (ids(),), language_loss
 
 
 def _vit() -> tuple[Any, Iterable[Any], Callable[[], Any], Callable[..., Any]]:
     import torchvision
 
-    model = torchvision.models.VisionTransformer(64, 8, 12, 6, 384, 1536, num_classes=100)
+    model = torchvision.models.VisionTransformer(64, 8, 8, 6, 384, 1536, num_classes=100)
     return model, model.encoder.layers, partial(_images, 8), image_loss
 
 
