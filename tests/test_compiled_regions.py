@@ -504,6 +504,30 @@ def test_what_only_compiled_code_reads_is_guarded() -> None:
         assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("kind", [list, dict])
+def test_what_the_step_has_changed_before_a_region_is_refused(kind: Any) -> None:
+    kept: Any = kind()
+
+    class Notes(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if kind is list:
+                kept.append(x.mean())
+            else:
+                kept[len(kept)] = x.mean()
+            return x * len(kept)
+
+    model = torch.nn.Sequential(aot_eager(Notes()), aot_eager(Notes()), torch.nn.Linear(8, 4))
+    plain = step_of(model)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> Any:
+        kept.clear()
+        return plain(x, y)
+
+    with pytest.raises(roam.CaptureError, match="has changed kept") as caught:
+        trained(model, roam.compile(step), 2)
+    assert caught.value.code == "compiled_call"
+
+
 def test_more_kinds_of_calls_than_torch_compiles_are_refused() -> None:
     class Numbered(torch.nn.Module):
         def __init__(self, number: int) -> None:
@@ -548,6 +572,19 @@ def test_autocast_and_checkpoints_around_regions() -> None:
         expected, trained(planned, roam.compile(step_with(planned)), 3), strict=True
     ):
         assert torch.equal(one, other)
+
+
+class Checkpointed(Block):
+    """Computes itself again in the backward pass, with the same dropout."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = checkpoint(super().forward, x, use_reentrant=False)
+        return result
+
+
+def test_checkpoints_inside_of_regions() -> None:
+    step = assert_same(lambda: network(Checkpointed, by_method), steps=4)
+    assert len(regions(step)) == 6
 
 
 class Filter(torch.nn.Module):

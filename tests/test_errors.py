@@ -293,6 +293,18 @@ def _compiled_function(*arguments: Any, plain: Any = torch.sin, **options: Any) 
         torch.compiler.reset()
 
 
+def _compiled_too_often() -> Any:
+    with torch._dynamo.config.patch(recompile_limit=1):
+        my = _My()
+        compiled = torch.compile(lambda loss, number: loss * number, backend="eager", dynamic=False)
+        my.kept = lambda loss: compiled(loss, 2) + compiled(loss, 3)
+        torch.compiler.reset()
+        try:
+            return roam.capture(my.step(lambda my, loss: my.kept(loss)), my.batch)
+        finally:
+            torch.compiler.reset()
+
+
 def _by_another_pytorch(act: Callable[[], Any]) -> Any:
     """With a PyTorch that does not let anybody look at what it has compiled."""
     tracing = "roam.capture.tracing"
@@ -434,6 +446,7 @@ REFUSED: dict[str, Callable[[], Any]] = {
         _given(lambda my: _replace(my, "model", torch.compile(my.model)))
     ),
     "compiled_region": lambda: _compiled_function(backend=_failing_backend),
+    "compiled_too_often": _compiled_too_often,
     "data_dependent": _between(lambda my, loss: my.batch[my.batch > 0]),
     "dispatch_mode": _in_a_dispatch_mode,
     "fake_modes": _two_fake_modes,

@@ -15,7 +15,8 @@ import torch
 from roam._core import Graph
 from roam.capture.cuda_estimate.absent import estimate_of
 from roam.capture.tracing.branch_answers import Answers
-from roam.capture.tracing.compiled_regions import CompileRegions, Regions, UsedCode
+from roam.capture.tracing.compiled_code import UsedCode
+from roam.capture.tracing.compiled_regions import CompileRegions, Regions
 from roam.capture.tracing.fake_cache import Remembered
 from roam.capture.tracing.fake_state import FakeState, refuse
 from roam.capture.tracing.fake_tensors import marked_fakes

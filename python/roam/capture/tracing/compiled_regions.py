@@ -13,19 +13,30 @@ from __future__ import annotations
 
 import functools
 import gc
-import itertools
 import re
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
-from types import CellType, CodeType, FrameType, FunctionType, MethodType
+from types import CellType, FrameType, FunctionType, MethodType
 from typing import Any, NoReturn, Protocol
 
 import torch
 
+from roam.capture.tracing.compiled_code import (
+    Code,
+    CompiledCall,
+    Found,
+    GivenTensor,
+    MadeCode,
+    Settings,
+    UsedCode,
+    first_code,
+    newest_first,
+)
+from roam.capture.tracing.compiled_state import State, changes_of, state_of
 from roam.capture.tracing.region_operators import Unknown, region_of
 from roam.errors import CaptureError
 from roam.program.ir import Source
@@ -46,7 +57,6 @@ from roam.torch_compat.private import (
     has_variable_sizes,
     inductor_graph,
     innermost_backend,
-    is_forgotten,
     is_graph_break,
     is_resumed,
     may_compile,
@@ -57,7 +67,6 @@ from roam.torch_compat.private import (
 _MOST_ROUNDS = 8
 """How often a capture compiles what the trace before has met."""
 _LINE = re.compile(r'File "([^"]+)", line (\d+)')
-_DEVICES = ("cpu", "cuda")
 
 
 class Refuses(Protocol):
@@ -70,177 +79,16 @@ class CompileRegions(Exception):
     """A trace has met compiled functions whose code is not known yet."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Code:
-    """What Dynamo has made of a function for one kind of call; with the attributes of an entry of
-    its cache.
-    """
-
-    original: CodeType
-    code: CodeType
-    names: dict[str, Any]
-    """The globals that the code runs in."""
-    guard_manager: Any
-    backend: Any
-    earlier: tuple[CodeType, ...] = ()
-    """What Dynamo's cache had for the function when this was made."""
-    number: int = field(default_factory=itertools.count().__next__)
-    """Of all that were made, in order."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Settings:
-    """What a compiled graph depends on beside the arguments."""
-
-    gradients: bool
-    autocasts: tuple[tuple[str, bool, torch.dtype], ...]
-    cache: bool
-
-    @classmethod
-    def now(cls) -> _Settings:
-        return cls(
-            torch.is_grad_enabled(),
-            tuple([(one, torch.is_autocast_enabled(one), torch.get_autocast_dtype(one)) for one in _DEVICES]),
-            torch.is_autocast_cache_enabled(),
-        )  # fmt: skip
-
-    def enter(self, stack: ExitStack) -> None:
-        stack.enter_context(torch.set_grad_enabled(self.gradients))
-        for device, enabled, dtype in self.autocasts:
-            if enabled != torch.is_autocast_enabled(device) or enabled:
-                stack.enter_context(
-                    torch.autocast(device, dtype, enabled=enabled, cache_enabled=self.cache)
-                )
-
-
-@dataclass(frozen=True, slots=True)
-class _Tensor:
-    """A tensor that a compiled function was given."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    requires_grad: bool
-    is_leaf: bool
-    known: int | None
-    """The identity of the real one, where it is one from before the step."""
-    place: int
-    """Where among the arguments it is first."""
-    variable: frozenset[int]
-    """Its dimensions that vary in the compiled code that made it. They then vary in code that is
-    compiled for it too."""
-
-    def made(self) -> torch.Tensor:
-        """A real one like it, whose values nobody looks at."""
-        tensor = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
-        tensor.requires_grad_(self.requires_grad)
-        if not self.is_leaf and self.requires_grad:
-            with torch.enable_grad():
-                other = tensor.clone()
-            tensor = other if other.stride() == self.stride else tensor
-        if self.variable:
-            setattr(tensor, DYNAMIC_INDICES, set(self.variable))
-        return tensor
-
-
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """A call of a compiled function."""
-
-    function: FunctionType
-    leaves: list[Any]
-    reals: dict[int, weakref.ref[torch.Tensor]]
-    """By identity, those of the arguments that are from before the step."""
-    spec: Any
-    settings: _Settings
-
-    def again(self, callback: Callable[[Any], Any]) -> None:
-        """Calls it with real tensors of the same metadata, and with another callback for its
-        frames, made of its own.
-        """
-        evaluation = frame_evaluation()
-        assert evaluation is not None, "a compiled function was met"
-
-        def stand_in(own: Any) -> Any:
-            return callback(own) if callable(own) else own
-
-        with disable_current_modes(), torch.inference_mode(False), ExitStack() as stack:
-            leaves = list[Any]()
-            for leaf in self.leaves:
-                real = self.reals[leaf.known]() if type(leaf) is _Tensor and leaf.known else None
-                if type(leaf) is not _Tensor:
-                    leaves.append(leaf)
-                elif real is not None:
-                    leaves.append(real)
-                else:
-                    leaves.append(leaf.made() if leaf.place == len(leaves) else leaves[leaf.place])
-            args, kwargs = pytree.tree_unflatten(leaves, self.spec)
-            self.settings.enter(stack)
-            with suppress(_Found), replaced([(evaluation, FROM_STANCE, stand_in)]):
-                self.function(*args, **kwargs)
-
-    def found(self) -> CodeType | None:
-        """The code that runs it now."""
-        codes: list[CodeType] = []
-
-        def asking(own: Any) -> Any:
-            def find(frame: Any, *_: Any, **__: Any) -> Any:
-                entry = _first(frame, innermost_backend(own))
-                codes.extend([] if entry is None else [entry.code])
-                raise _Found
-
-            return find
-
-        self.again(asking)
-        return codes[0] if codes else None
-
-
 @dataclass(frozen=True, slots=True)
 class _Wanted:
     """A call of a compiled function, to be compiled."""
 
-    call: _Call
-    state: dict[tuple[int, str], tuple[Any, Any]]
+    call: CompiledCall
+    state: State
     source: Source
 
 
 @dataclass(slots=True)
-class UsedCode:
-    """The compiled code that a captured step runs."""
-
-    calls: list[tuple[_Call, _Code]]
-    _known: frozenset[int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._known = self._now()
-
-    def failure(self) -> str | None:
-        """None while `torch.compile` would run the same code, else what is new.
-
-        Dynamo takes the newest code that fits a call. So code for all sizes, which it makes when it
-        meets a second one, also runs in the place of the code for the first.
-        """
-        now = self._now()
-        if now <= self._known:
-            return None
-        for call, code in self.calls:
-            found = call.found()
-            if found is not None and found is not code.code:
-                return (
-                    f"torch.compile has compiled {code.original.co_name} again, for this call too"
-                )
-        self._known = now
-        return None
-
-    def _now(self) -> frozenset[int]:
-        originals = {id(code.original): code.original for _, code in self.calls}
-        return frozenset(
-            [id(one.code) for original in originals.values() for one in _newest_first(original)]
-        )
-
-
-@dataclass(eq=False)
 class Regions:
     """The compiled functions that one step calls.
 
@@ -251,10 +99,11 @@ class Regions:
 
     compiled: int = 0
     around: Callable[[], AbstractContextManager[None]] = nullcontext
-    _codes: list[_Code] = field(default_factory=list)
-    _known: dict[object, _Code] = field(default_factory=dict)
-    _used: dict[object, tuple[_Call, _Code]] = field(default_factory=dict)
-    _calls: dict[object, _Call] = field(default_factory=dict)
+    _made: MadeCode = field(default_factory=MadeCode)
+    _known: dict[object, Code] = field(default_factory=dict)
+    _used: dict[object, tuple[CompiledCall, Code]] = field(default_factory=dict)
+    _calls: dict[object, CompiledCall] = field(default_factory=dict)
+    _states: dict[object, State] = field(default_factory=dict)
     _wanted: dict[object, _Wanted] = field(default_factory=dict)
     _kept: list[Any] = field(default_factory=list)
     _cells: list[tuple[CellType, Any]] = field(default_factory=list)
@@ -267,9 +116,6 @@ class Regions:
     _outside: Callable[[], AbstractContextManager[None]] = nullcontext
     _is_real: bool = True
 
-    def __post_init__(self) -> None:
-        _alive.add(self)
-
     def start(self) -> None:
         """Before a capture: the code of each call is looked for anew, since what it depends on may
         have changed.
@@ -277,6 +123,7 @@ class Regions:
         self._known.clear()
         self._wanted.clear()
         self._calls.clear()
+        self._states.clear()
         self._used.clear()
         self._kept.clear()
         self._rounds = 0
@@ -394,18 +241,19 @@ class Regions:
         leaves, spec = pytree.tree_flatten((args, kwargs))
         places = {id(leaf): place for place, leaf in reversed(list(enumerate(leaves)))}
         described = [self._described(leaf, places[id(leaf)]) for leaf in leaves]
-        settings = _Settings.now()
+        settings = Settings.now()
         key = id(called.wrapper), tuple(map(_key, described)), str(spec), settings
         found = self._known.get(key)
-        if found is not None:
+        if found is not None and not any(changes_of(self._states[key], in_trace=True)):
             self._used[key] = self._calls[key], found
             return _function(called.function, found)(*args, **kwargs)
         if key not in self._wanted:
             self._kept += (called.wrapper, described)
             known = (self._reals[id(leaf)][1] for leaf in leaves if id(leaf) in self._reals)
             reals = {id(real): weakref.ref(real) for real in known}
-            self._calls[key] = _Call(called.wrapper, described, reals, spec, settings)
-            self._wanted[key] = _Wanted(self._calls[key], _plain_state(self._modules), self._here())
+            self._calls[key] = CompiledCall(called.wrapper, described, reals, spec, settings)
+            self._states[key] = state_of(self._modules, called.function)
+            self._wanted[key] = _Wanted(self._calls[key], self._states[key], self._here())
         self._depth += 1
         try:
             # Compilers take the branches for them, and what these read matters.
@@ -434,7 +282,7 @@ class Regions:
                     "it is given a tensor subclass; give it plain tensors", code="compiled_call"
                 )
             fake: Any = leaf
-            return _Tensor(
+            return GivenTensor(
                 tuple(leaf.shape),
                 leaf.stride(),
                 leaf.dtype,
@@ -507,16 +355,17 @@ class Regions:
                 self._rounds -= 1
                 break
 
-    def _compiled(self, wanted: _Wanted) -> _Code:
-        for name, now, then in _changes(wanted.state):
-            if now is not then and now != then:
-                _refuse(
-                    wanted,
-                    f"the step has set {name} to {then!r} by then; it would be compiled for {now!r}, the value before "
-                    "the step; set such attributes before the step, as model.train() does",
-                    code="compiled_call",
-                )
-        found: list[_Code] = []
+    def _compiled(self, wanted: _Wanted) -> Code:
+        for name, now, then in changes_of(wanted.state):
+            what = f"set {name} to {then!r} by then; it would be compiled for {now!r}, the value before the step"
+            if isinstance(then, tuple):
+                what = f"changed {name} by then; it would be compiled for what was there before the step"
+            _refuse(
+                wanted,
+                f"the step has {what}; set such attributes before the step, as model.train() does",
+                code="compiled_call",
+            )
+        found: list[Code] = []
         try:
             with whole_graphs():
                 wanted.call.again(lambda callback: self._asking(callback, found))
@@ -552,7 +401,7 @@ class Regions:
         (code,) = found
         return code
 
-    def _asking(self, callback: Any, found: list[_Code]) -> Any:
+    def _asking(self, callback: Any, found: list[Code]) -> Any:
         """A callback for frames that finds or compiles the code of the first that has any, and does
         not run it. Compiled again, a function may get other kernels: Dynamo remembers the sizes
         that it has met, and takes those that change for variables.
@@ -561,16 +410,16 @@ class Regions:
 
         def compiled(frame: Any, *others: Any, **named: Any) -> Any:
             original = frame.f_code
-            entry = _first(frame, backend)
-            if type(entry) is _Code:
+            entry = first_code(frame, backend)
+            if type(entry) is Code:
                 found.append(entry)
-                raise _Found
+                raise Found
             if entry is not None and not is_resumed(entry.code):
                 found.append(
-                    _Code(original, entry.code, frame.f_globals, entry.guard_manager, backend)
+                    Code(original, entry.code, frame.f_globals, entry.guard_manager, backend)
                 )
-                raise _Found
-            entries = _newest_first(original)
+                raise Found
+            entries = newest_first(original)
             if not may_compile(frame, entries, callback):
                 raise _LimitReached(original.co_name, len(entries))
             earlier = tuple([one.code for one in compiled_entries(original)])
@@ -579,45 +428,12 @@ class Regions:
                 return result
             self.compiled += 1
             made = result.guarded_code
-            code = _Code(original, made.code, frame.f_globals, made.guard_manager, backend, earlier)
+            code = Code(original, made.code, frame.f_globals, made.guard_manager, backend, earlier)
             found.append(code)
-            self._codes.append(code)
-            raise _Found
+            self._made.codes.append(code)
+            raise Found
 
         return compiled
-
-
-_alive: weakref.WeakSet[Regions] = weakref.WeakSet()
-
-
-def _newest_first(original: CodeType) -> list[Any]:
-    """The entries of Dynamo's cache for a function, and the `_Code` of all steps, which the cache
-    does not have; in the order in which a cache with all of them would look at them, except that a
-    use of a `_Code` makes it no newer.
-    """
-    entries: list[Any] = list(compiled_entries(original))
-    codes = [
-        one for regions in _alive for one in regions._codes
-        if one.original is original and not is_forgotten(one.code)
-    ]  # fmt: skip
-    for code in sorted(codes, key=lambda one: one.number):
-        older = (
-            place
-            for place, entry in enumerate(entries)
-            if type(entry) is _Code or any(entry.code is one for one in code.earlier)
-        )
-        entries.insert(next(older, len(entries)), code)
-    return entries
-
-
-def _first(frame: Any, backend: Any) -> Any:
-    """The first of them that fits a call; None where none does."""
-    for entry in _newest_first(frame.f_code):
-        if innermost_backend(entry.backend) == backend and entry.guard_manager.check(
-            frame.f_locals
-        ):
-            return entry
-    return None
 
 
 class _LimitReached(Exception):
@@ -626,10 +442,6 @@ class _LimitReached(Exception):
     def __init__(self, name: str, count: int) -> None:
         super().__init__(name)
         self.count = count
-
-
-class _Found(BaseException):
-    """The code of a compiled function is found."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -661,7 +473,7 @@ def _cell(function: FunctionType, name: str) -> CellType:
     return function.__closure__[function.__code__.co_freevars.index(name)]
 
 
-def _function(function: Callable[..., Any], found: _Code) -> Callable[..., Any]:
+def _function(function: Callable[..., Any], found: Code) -> Callable[..., Any]:
     """The compiled function for one that is called with the same arguments."""
     if type(function) is MethodType and function.__func__ in CALLS:
         module: Any = function.__self__
@@ -687,28 +499,9 @@ def _function(function: Callable[..., Any], found: _Code) -> Callable[..., Any]:
 
 
 def _key(described: Any) -> object:
-    if type(described) is _Tensor:
+    if type(described) is GivenTensor:
         return described
     return type(described), repr(described) if is_plain(described) else id(described)
-
-
-def _plain_state(
-    modules: list[tuple[str, torch.nn.Module]],
-) -> dict[tuple[int, str], tuple[Any, Any]]:
-    """The plain attributes of modules."""
-    return {
-        (id(module), name): (value, module)
-        for _, module in modules
-        for name, value in object.__getattribute__(module, "__dict__").items()
-        if type(value) in (bool, int, float, str)
-    }
-
-
-def _changes(state: dict[tuple[int, str], tuple[Any, Any]]) -> Iterator[tuple[str, Any, Any]]:
-    """Per attribute its name, its value now and its value when the compiled function was called."""
-    for (_, name), (value, module) in state.items():
-        now = object.__getattribute__(module, "__dict__").get(name)
-        yield f"{type(module).__name__}.{name}", now, value
 
 
 def _first_line(error: Exception) -> str:

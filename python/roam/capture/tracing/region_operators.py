@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from roam.capture.tracing.real_layouts import on_zeros
+from roam.kernels.workspace import is_state
 from roam.program.operators import REGION, OnList, add_region
 from roam.torch_compat.private import BelowAutograd, OpOverload, c_pointer
 
@@ -200,6 +201,9 @@ def _registered(
 
 def _ran(run: Run, inputs: Sequence[Any]) -> tuple[list[Any], bool]:
     """A graph's results, and whether it draws random numbers."""
+    for value in inputs:
+        if isinstance(value, torch.Tensor) and is_state(value.shape, value.dtype, value.device):
+            value.copy_(torch.get_rng_state())
     before = _generators(inputs)
     results = list(run(list(inputs)))
     after = _generators(inputs)
