@@ -532,6 +532,17 @@ def test_a_refusal_has_its_code_and_names_the_remedy_first(code: str) -> None:
     assert caught.value.code == code, str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "product",
+    [lambda x: x.prod(), lambda x: x.prod(1).sum(), lambda x: x.cumprod(0).sum()],
+)
+def test_gradients_that_go_by_zeros_are_refused(product: Callable[[Any], Any]) -> None:
+    my = _My()
+    with pytest.raises(roam.CaptureError, match="prod or cumprod") as caught:
+        roam.capture(my.step(lambda my, loss: product(my.model[0].weight).backward()), my.batch)
+    assert caught.value.code == "data_dependent"
+
+
 def test_another_leaf_that_requires_a_gradient_is_refused() -> None:
     class Attack:
         pass
