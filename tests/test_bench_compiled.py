@@ -26,7 +26,7 @@ def test_one_network(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
 
     monkeypatch.setitem(compiled._MAKES, "vit", small)
     row: dict[str, object] = {"net": "vit"}
-    for what in ("loop", "plan", "both"):
+    for what in ("loop", "plan", "both", "half"):
         monkeypatch.setattr(sys, "argv", ["compiled", "vit", "2", what])
         compiled.main()
         row |= json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -34,3 +34,6 @@ def test_one_network(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     assert row["blocks"] == 1
     assert row["measured_bytes"] == pytest.approx(row["planned_bytes"], rel=0.01)
     assert "equal" in compiled.rows_table({"rows": [row]}).markdown()
+    assert row["half"] in ("equal", "refuted")
+    assert row["limit_bytes"] < row["plain_bytes"]  # type: ignore[operator]
+    assert "budget" in compiled.half_table({"rows": [row]}).markdown()

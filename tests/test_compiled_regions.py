@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 from torch.utils.checkpoint import checkpoint
 
 import roam
@@ -388,6 +390,166 @@ def test_sizes_that_change() -> None:
         assert torch.equal(one, other)
 
 
+class Many(torch.nn.Module):
+    """Has more parameters than an operator may have arguments, and changes buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = torch.nn.ParameterList(torch.randn(8) for _ in range(70))
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        return x * sum(self.scales) - self.mean
+
+
+def test_a_region_with_more_inputs_than_an_operator_has_arguments() -> None:
+    def make() -> torch.nn.Module:
+        torch.manual_seed(0)
+        return torch.nn.Sequential(by_method(Many()), torch.nn.Linear(8, 4))
+
+    step = assert_same(make, steps=4)
+    assert len(regions(step)) == 2
+
+
+class OverRows(torch.nn.Module):
+    """Adds in another order when the number of rows is a variable of its kernels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.linear(x)
+        return functional.layer_norm(x.t(), (x.shape[0],)).t() * x
+
+
+@pytest.mark.parametrize("by_eval", [False, True])
+def test_code_that_was_compiled_for_all_sizes_since(by_eval: bool) -> None:
+    def losses(wrap: Callable[[Any], Any]) -> list[torch.Tensor]:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = by_method(OverRows())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        @wrap
+        def step(x: torch.Tensor) -> Any:
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        found = [step(torch.randn(37, 8)).detach()]
+        other = torch.randn(50, 8)
+        found.append((model(other).sum() if by_eval else step(other)).detach())
+        return [*found, *(step(torch.randn(37, 8)).detach() for _ in range(2))]
+
+    for one, other in zip(losses(lambda step: step), losses(roam.compile), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_sizes_that_vary_in_the_code_of_an_earlier_block() -> None:
+    class Other(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x).sin()
+
+    def compiled(wrap: Callable[[Any], Any]) -> list[int]:
+        """How many sizes of each graph that is compiled are variables."""
+        torch._dynamo.reset()
+        counts: list[int] = []
+
+        def note(graph: Any, inputs: list[Any]) -> Any:
+            counts.append(sum(not isinstance(value, torch.Tensor) for value in inputs))
+            return make_boxed_func(graph.forward)
+
+        backend = aot_autograd(fw_compiler=note)
+
+        def compiles(module: torch.nn.Module, **options: Any) -> torch.nn.Module:
+            return by_method(module, backend=backend, **options)
+
+        model = torch.nn.Sequential(
+            compiles(Block(), dynamic=True), compiles(Other()), compiles(Other()), torch.nn.Linear(8, 4)
+        )  # fmt: skip
+        trained(model, wrap(step_of(model)), 2)
+        return counts
+
+    expected = compiled(lambda step: step)
+    assert sum(count > 0 for count in expected) == len(expected) == 4
+    assert sorted(compiled(roam.compile)) == sorted(expected)
+
+
+def test_what_only_compiled_code_reads_is_guarded() -> None:
+    class Scales(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = torch.nn.Linear(8, 4)
+            self.scale = 1.0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.linear(x)
+            return x * self.scale if torch.compiler.is_compiling() else x
+
+    def losses(wrap: Callable[[Any], Any]) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = aot_eager(Scales())
+        step = wrap(step_of(model))
+        found = trained(model, step, 2)
+        model.scale = 0.5  # type: ignore[assignment]
+        return [*found, *trained(model, step, 2)]
+
+    for one, other in zip(losses(lambda step: step), losses(roam.compile), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("kind", [list, dict])
+def test_what_the_step_has_changed_before_a_region_is_refused(kind: Any) -> None:
+    kept: Any = kind()
+
+    class Notes(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if kind is list:
+                kept.append(x.mean())
+            else:
+                kept[len(kept)] = x.mean()
+            return x * len(kept)
+
+    model = torch.nn.Sequential(aot_eager(Notes()), aot_eager(Notes()), torch.nn.Linear(8, 4))
+    plain = step_of(model)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> Any:
+        kept.clear()
+        return plain(x, y)
+
+    with pytest.raises(roam.CaptureError, match="has changed kept") as caught:
+        trained(model, roam.compile(step), 2)
+    assert caught.value.code == "compiled_call"
+
+
+def test_more_kinds_of_calls_than_torch_compiles_are_refused() -> None:
+    class Numbered(torch.nn.Module):
+        def __init__(self, number: int) -> None:
+            super().__init__()
+            self.number = number
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.number
+
+    def step() -> Any:
+        blocks = [aot_eager(Numbered(number)) for number in range(3)]
+        model = torch.nn.Sequential(*blocks, torch.nn.Linear(8, 4))
+        return trained(model, roam.compile(step_of(model)), 1)
+
+    limit = torch._dynamo.config.patch(recompile_limit=2)
+    with limit, pytest.raises(roam.CaptureError) as caught:
+        step()
+    assert caught.value.code == "compiled_too_often"
+    assert "recompile_limit" in str(caught.value)
+    step()
+
+
 def test_autocast_and_checkpoints_around_regions() -> None:
     def step_with(model: torch.nn.Module) -> Callable[..., Any]:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -410,6 +572,19 @@ def test_autocast_and_checkpoints_around_regions() -> None:
         expected, trained(planned, roam.compile(step_with(planned)), 3), strict=True
     ):
         assert torch.equal(one, other)
+
+
+class Checkpointed(Block):
+    """Computes itself again in the backward pass, with the same dropout."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = checkpoint(super().forward, x, use_reentrant=False)
+        return result
+
+
+def test_checkpoints_inside_of_regions() -> None:
+    step = assert_same(lambda: network(Checkpointed, by_method), steps=4)
+    assert len(regions(step)) == 6
 
 
 class Filter(torch.nn.Module):

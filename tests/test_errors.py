@@ -293,6 +293,18 @@ def _compiled_function(*arguments: Any, plain: Any = torch.sin, **options: Any) 
         torch.compiler.reset()
 
 
+def _compiled_too_often() -> Any:
+    with torch._dynamo.config.patch(recompile_limit=1):
+        my = _My()
+        compiled = torch.compile(lambda loss, number: loss * number, backend="eager", dynamic=False)
+        my.kept = lambda loss: compiled(loss, 2) + compiled(loss, 3)
+        torch.compiler.reset()
+        try:
+            return roam.capture(my.step(lambda my, loss: my.kept(loss)), my.batch)
+        finally:
+            torch.compiler.reset()
+
+
 def _by_another_pytorch(act: Callable[[], Any]) -> Any:
     """With a PyTorch that does not let anybody look at what it has compiled."""
     tracing = "roam.capture.tracing"
@@ -434,6 +446,7 @@ REFUSED: dict[str, Callable[[], Any]] = {
         _given(lambda my: _replace(my, "model", torch.compile(my.model)))
     ),
     "compiled_region": lambda: _compiled_function(backend=_failing_backend),
+    "compiled_too_often": _compiled_too_often,
     "data_dependent": _between(lambda my, loss: my.batch[my.batch > 0]),
     "dispatch_mode": _in_a_dispatch_mode,
     "fake_modes": _two_fake_modes,
@@ -517,6 +530,17 @@ def test_a_refusal_has_its_code_and_names_the_remedy_first(code: str) -> None:
     with pytest.raises(roam.CaptureError) as caught:
         REFUSED[code]()
     assert caught.value.code == code, str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "product",
+    [lambda x: x.prod(), lambda x: x.prod(1).sum(), lambda x: x.cumprod(0).sum()],
+)
+def test_gradients_that_go_by_zeros_are_refused(product: Callable[[Any], Any]) -> None:
+    my = _My()
+    with pytest.raises(roam.CaptureError, match="prod or cumprod") as caught:
+        roam.capture(my.step(lambda my, loss: product(my.model[0].weight).backward()), my.batch)
+    assert caught.value.code == "data_dependent"
 
 
 def test_another_leaf_that_requires_a_gradient_is_refused() -> None:

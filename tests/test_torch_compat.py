@@ -11,6 +11,7 @@ import signal
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -524,6 +525,57 @@ def _compiled_code() -> bool:
     return is_right
 
 
+def _has_sizes() -> bool:
+    def are_variable(dynamic: bool) -> bool:
+        torch.compiler.reset()
+        compiled = torch.compile(lambda x: x.sin() + 3, backend="eager", dynamic=dynamic)
+        compiled(torch.ones(3))
+        (entry,) = private.compiled_entries(compiled.__wrapped__.__code__)
+        return private.has_variable_sizes(entry.guard_manager)
+
+    is_right = are_variable(True) and not are_variable(False)
+    torch.compiler.reset()
+    return is_right
+
+
+def _forgets() -> bool:
+    compiled = torch.compile(lambda x: x.sin() + 2, backend="eager")
+    compiled(torch.ones(2))
+    (entry,) = private.compiled_entries(compiled.__wrapped__.__code__)
+    is_known = not private.is_forgotten(entry.code)
+    torch.compiler.reset()
+    return is_known and private.is_forgotten(entry.code)
+
+
+def _limits() -> bool:
+    """Whether Dynamo's limit of recompilations is the one that is looked at."""
+    asked: list[bool] = []
+
+    def number(x: torch.Tensor, n: int) -> torch.Tensor:
+        return x.sin() + n
+
+    module: Any = private.frame_evaluation()
+    compiled = torch.compile(number, backend="eager", dynamic=False)
+    callback = getattr(module, private.FROM_STANCE)(_callback_of(compiled))
+
+    frame = SimpleNamespace(f_locals={})
+    torch.compiler.reset()
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for n in range(4):
+            entries = private.compiled_entries(number.__code__)
+            asked.append(private.may_compile(frame, entries, callback))
+            compiled(torch.ones(2), n)
+        count = len(private.compiled_entries(number.__code__))
+    torch.compiler.reset()
+    return asked == [True, True, False, False] and count == 2
+
+
+def _says_that_it_compiles() -> bool:
+    before = torch.compiler.is_compiling()
+    with replaced([(torch.compiler, private.IS_COMPILING, True)]):
+        return torch.compiler.is_compiling() and not before
+
+
 def _callback_of(compiled: Any) -> Any:
     names = compiled.__code__.co_freevars
     return compiled.__closure__[names.index("callback")].cell_contents
@@ -860,6 +912,7 @@ CANARIES: dict[str, Callable[[], bool]] = {
     "compiled_entries": _compiled_code,
     "DYNAMIC_INDICES": _dynamic_sizes,
     "FROM_STANCE": _compiled_code,
+    "IS_COMPILING": _says_that_it_compiles,
     "IS_NESTED": _compiled_code,
     "count_dispatch_modes": _dispatch_modes,
     "count_function_modes": _function_modes,
@@ -909,6 +962,7 @@ CANARIES: dict[str, Callable[[], bool]] = {
     "has_kernel": _kernels,
     "has_kernel_for": _kernels,
     "has_module_hooks": _module_calls,
+    "has_variable_sizes": _has_sizes,
     "hooks_of": _hooked,
     "hooks_on_all_modules": _hook_tables,
     "hooks_on_all_optimizers": _hook_tables,
@@ -917,6 +971,7 @@ CANARIES: dict[str, Callable[[], bool]] = {
     "innermost_backend": _compiled_code,
     "is_compiled": _is_compiled,
     "is_any_autocast_enabled": _autocasts,
+    "is_forgotten": _forgets,
     "is_graph_break": _graph_breaks,
     "is_input_mutation": _partitions,
     "is_of_dynamo": _raised_by_dynamo,
@@ -926,6 +981,7 @@ CANARIES: dict[str, Callable[[], bool]] = {
     "keeping_equal_nodes": _partitions,
     "kernel_library_switches": _switches,
     "mark_parameter": _marks,
+    "may_compile": _limits,
     "next_sequence_number": _numbered,
     "node_class": _node_class,
     "packet_of": _overloads,

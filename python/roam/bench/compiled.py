@@ -1,5 +1,5 @@
-"""What compiled blocks cost by plan and in the user's own loop: bits, memory, speed, and the first
-call: `roam bench compiled`.
+"""What compiled blocks cost by plan and in the user's own loop: bits, memory, speed, the first
+call, and a memory budget of half of what the step makes: `roam bench compiled`.
 """
 
 from __future__ import annotations
@@ -8,16 +8,19 @@ import argparse
 import json
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterable
 from functools import partial
+from statistics import median
 from typing import Any
 
 from roam.bench.results import Record, Row, Task, row_of_process
 from roam.bench.run import Benchmark, Column, Table, check_named
 
-NETS = ("gpt2-small", "llama", "vit", "resnet18")
+NETS = ("gpt2", "llama", "vit", "resnet18")
 _MIB = 2**20
-_LOOP, _PLAN, _BOTH = "loop", "plan", "both"
+_LOOP, _PLAN, _BOTH, _HALF = "loop", "plan", "both", "half"
+_REFUSALS = {"memory_floor": "refuted", "memory_limit_not_found": "not found"}
 
 
 def benchmark(arguments: argparse.Namespace) -> Benchmark:
@@ -26,7 +29,7 @@ def benchmark(arguments: argparse.Namespace) -> Benchmark:
     names = [name for name in NETS if name in (arguments.only or NETS)]
     tasks = [Task({"net": name}, partial(_measure, name, arguments.steps)) for name in names]
     settings = {"only": arguments.only, "steps": arguments.steps}
-    return Benchmark("compiled", settings, tasks, _COLUMNS)
+    return Benchmark("compiled", settings, tasks, _COLUMNS, lambda record: [half_table(record)])
 
 
 def _measure(name: str, steps: int) -> Row:
@@ -34,7 +37,8 @@ def _measure(name: str, steps: int) -> Row:
     with tempfile.TemporaryDirectory() as loops, tempfile.TemporaryDirectory() as plans:
         loop = _in_process(name, steps, _LOOP, loops)
         plan = _in_process(name, steps, _PLAN, plans)
-        return {**loop, **plan, **_in_process(name, steps, _BOTH, loops)}
+        both = _in_process(name, steps, _BOTH, loops)
+        return {**loop, **plan, **both, **_in_process(name, steps, _HALF, loops)}
 
 
 def _in_process(name: str, steps: int, what: str, folder: str) -> Row:
@@ -46,6 +50,19 @@ def _in_process(name: str, steps: int, what: str, folder: str) -> Row:
 def rows_table(record: Record) -> Table:
     """Every network."""
     return Table("Compiled blocks", _COLUMNS, record["rows"])
+
+
+def half_table(record: Record) -> Table:
+    """Every network, within half of the memory that its step makes."""
+    return Table("Compiled blocks within half", _HALF_COLUMNS, record["rows"])
+
+
+def _bytes(name: str) -> Callable[[Row], str]:
+    return lambda row: "" if row.get(name) is None else f"{row[name] / _MIB:.1f}"
+
+
+def _share(name: str) -> Callable[[Row], str]:
+    return lambda row: "" if row.get(name) is None else f"{row[name]:+.1%}"
 
 
 _COLUMNS = (
@@ -61,14 +78,27 @@ _COLUMNS = (
     Column("the loop's first", lambda row: f"{row['loop_first_s']:.1f}"),
 )
 
+_HALF_COLUMNS = (
+    Column("net", lambda row: row["net"], right=False),
+    Column("without a budget, MiB", _bytes("plain_bytes")),
+    Column("of this persistent", _bytes("persistent_bytes")),
+    Column("budget", _bytes("limit_bytes")),
+    Column("planned", _bytes("half_planned_bytes")),
+    Column("measured", _bytes("half_measured_bytes")),
+    Column("bits", lambda row: row["half"]),
+    Column("operators that run again", lambda row: str(row.get("extra_runs", ""))),
+    Column("extra time, planned", _share("extra_share")),
+    Column("extra time, measured", _share("extra_measured_share")),
+)
+
 
 def _gpt2() -> tuple[Any, Iterable[Any], Callable[[], Any], Callable[..., Any]]:
     import torch
     import transformers
 
-    config = transformers.GPT2Config(use_cache=False)
+    config = transformers.GPT2Config(n_layer=4, n_embd=256, n_head=8, use_cache=False)
     model = transformers.GPT2LMHeadModel(config)
-    ids = partial(torch.randint, config.vocab_size, (1, 64))
+    ids = partial(torch.randint, config.vocab_size, (4, 128))
     return model, model.transformer.h, lambda: (ids(),), language_loss
 
 
@@ -77,18 +107,18 @@ def _llama() -> tuple[Any, Iterable[Any], Callable[[], Any], Callable[..., Any]]
     import transformers
 
     config = transformers.LlamaConfig(
-        num_hidden_layers=8, hidden_size=512, intermediate_size=1408, num_attention_heads=8, num_key_value_heads=4,
+        num_hidden_layers=6, hidden_size=384, intermediate_size=1024, num_attention_heads=8, num_key_value_heads=4,
         vocab_size=8192, bos_token_id=0, eos_token_id=0, use_cache=False,
     )  # fmt: skip
     model = transformers.LlamaForCausalLM(config)
-    ids = partial(torch.randint, config.vocab_size, (2, 128))
+    ids = partial(torch.randint, config.vocab_size, (4, 128))
     return model, model.model.layers, lambda: (ids(),), language_loss
 
 
 def _vit() -> tuple[Any, Iterable[Any], Callable[[], Any], Callable[..., Any]]:
     import torchvision
 
-    model = torchvision.models.VisionTransformer(64, 8, 12, 6, 384, 1536, num_classes=100)
+    model = torchvision.models.VisionTransformer(64, 8, 8, 6, 384, 1536, num_classes=100)
     return model, model.encoder.layers, partial(_images, 8), image_loss
 
 
@@ -143,52 +173,100 @@ def _step(name: str) -> tuple[Any, int, Callable[[], Any], Callable[..., Any]]:
     return model, count, batch, train_step
 
 
+class _Pair:
+    """One network twice, in a loop of its own and by plan."""
+
+    def __init__(self, name: str, steps: int) -> None:
+        import torch
+
+        self.model, self.blocks, batch, self.loop = _step(name)
+        self.other, _, _, self.function = _step(name)
+        torch.manual_seed(1)
+        self.batches = [batch() for _ in range(steps)]
+
+    def is_equal(self, planned: Callable[..., Any]) -> bool:
+        """Trains both, and whether losses, parameters and buffers have the same bits."""
+        import torch
+
+        left = []
+        for model, run in ((self.model, self.loop), (self.other, planned)):
+            torch.manual_seed(2)
+            losses = [run(*values) for values in self.batches]
+            left.append([*losses, *(value.clone() for value in model.state_dict().values())])
+        return all(map(torch.equal, *left))
+
+
+def _taken(run: Callable[..., Any], values: Any) -> float:
+    start = time.perf_counter()
+    run(*values)
+    return time.perf_counter() - start
+
+
+def _side_by_side(pair: _Pair) -> Row:
+    """Bits, memory and speed by plan and in the loop."""
+    import roam
+
+    planned = roam.compile(pair.function)
+    is_equal = pair.is_equal(planned)
+    pairs = [(_taken(planned, values), _taken(pair.loop, values)) for values in pair.batches]
+    planned.measured(*pair.batches[0])
+    planned.measured_eagerly(*pair.batches[0])
+    memory = planned.memory()
+    return {
+        "blocks": pair.blocks,
+        "is_equal": is_equal,
+        "step_s": median(one for one, _ in pairs), "loop_step_s": median(one for _, one in pairs),
+        "planned_bytes": memory.total_bytes, "measured_bytes": memory.measured_bytes,
+        "loop_bytes": memory.eager_measured_bytes,
+    }  # fmt: skip
+
+
+def _within_half(pair: _Pair) -> Row:
+    """Bits, memory and extra time within half of what a step takes beside what exists before it."""
+    import roam
+
+    planned = roam.compile(pair.function)
+    pair.is_equal(planned)
+    plain = planned.memory()
+    limit_bytes = plain.persistent_bytes + (plain.total_bytes - plain.persistent_bytes) // 2
+    row: Row = {
+        "plain_bytes": plain.total_bytes, "persistent_bytes": plain.persistent_bytes, "limit_bytes": limit_bytes,
+    }  # fmt: skip
+    within = roam.compile(pair.function, memory=limit_bytes)
+    try:
+        is_equal = pair.is_equal(within)
+    except roam.PlanError as error:
+        if error.code not in _REFUSALS:
+            raise
+        return row | {"half": _REFUSALS[error.code], "reason": str(error)}
+    within.measured(*pair.batches[0])
+    memory = within.memory()
+    row |= {
+        "half": "equal" if is_equal else "different",
+        "half_planned_bytes": memory.total_bytes, "half_measured_bytes": memory.measured_bytes,
+        "floor_bytes": memory.floor_bytes, "extra_runs": memory.extra_runs,
+    }  # fmt: skip
+    if memory.step_s and memory.step_measured_s and memory.extra_measured_s is not None:
+        row["extra_share"] = memory.extra_s / memory.step_s
+        row["extra_measured_share"] = memory.extra_measured_s / memory.step_measured_s
+    return row
+
+
 def main() -> None:
     """Measures one network in this process, and prints what it has found."""
-    import time
-    from statistics import median
-
-    import torch
-
     import roam
 
     name, steps, what = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-    model, blocks, batch, loop = _step(name)
-    other, _, _, function = _step(name)
-    planned = roam.compile(function)
-    torch.manual_seed(1)
-    batches = [batch() for _ in range(steps)]
-
-    def taken(run: Callable[..., Any], values: Any) -> float:
-        start = time.perf_counter()
-        run(*values)
-        return time.perf_counter() - start
-
+    pair = _Pair(name, steps)
     if what == _LOOP:
-        row: Row = {"loop_first_s": taken(loop, batches[0])}
+        row: Row = {"loop_first_s": _taken(pair.loop, pair.batches[0])}
     elif what == _PLAN:
-        row = {"first_s": taken(planned, batches[0])}
+        planned = roam.compile(pair.function)
+        row = {"first_s": _taken(planned, pair.batches[0])}
         timings = planned.timings
         row["compiled"] = 0 if timings is None else timings.compile.count
     else:
-        losses = []
-        for run in (loop, planned):
-            torch.manual_seed(2)
-            losses.append([run(*values) for values in batches])
-        trained = [*losses[0], *model.state_dict().values()]
-        by_plan = [*losses[1], *other.state_dict().values()]
-        is_equal = all(map(torch.equal, trained, by_plan))
-        pairs = [(taken(planned, values), taken(loop, values)) for values in batches]
-        planned.measured(*batches[0])
-        planned.measured_eagerly(*batches[0])
-        memory = planned.memory()
-        row = {
-            "blocks": blocks,
-            "is_equal": is_equal,
-            "step_s": median(one for one, _ in pairs), "loop_step_s": median(one for _, one in pairs),
-            "planned_bytes": memory.total_bytes, "measured_bytes": memory.measured_bytes,
-            "loop_bytes": memory.eager_measured_bytes,
-        }  # fmt: skip
+        row = _side_by_side(pair) if what == _BOTH else _within_half(pair)
     sys.stdout.write("\n" + json.dumps(row) + "\n")
 
 

@@ -15,6 +15,7 @@ import torch
 from roam._core import Graph
 from roam.capture.cuda_estimate.absent import estimate_of
 from roam.capture.tracing.branch_answers import Answers
+from roam.capture.tracing.compiled_code import UsedCode
 from roam.capture.tracing.compiled_regions import CompileRegions, Regions
 from roam.capture.tracing.fake_cache import Remembered
 from roam.capture.tracing.fake_state import FakeState, refuse
@@ -131,6 +132,7 @@ class CapturedStep:
     settings: list[Setting]
     """Plain values that the step itself sets, to the same at every run; the guards expect them to
     be set."""
+    compiled: UsedCode
 
     def failure(
         self,
@@ -152,7 +154,7 @@ class CapturedStep:
                 asked[self.guards] = failure
         else:
             failure = asked[self.guards]
-        return failure or self.arguments.failure(args, kwargs)
+        return failure or self.arguments.failure(args, kwargs) or self.compiled.failure()
 
 
 @dataclass(slots=True)
@@ -484,7 +486,8 @@ def _captured(
     settings = [] if settles is None else settles.settings
     if first.unsettled is not None:
         settle_gradients(first, set(), keep_grads=True)
-        return CapturedStep(_first(first, name, guards, answers), None, guards, arguments, settings)
+        first_step = _first(first, name, guards, answers)
+        return CapturedStep(first_step, None, guards, arguments, settings, known.regions.used())
     if steady is not first:
         known.add(steady)
     carried = {
@@ -507,6 +510,7 @@ def _captured(
         guards,
         arguments,
         settings,
+        known.regions.used(),
     )
 
 

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -366,7 +367,7 @@ def _taken(program: Program, index: int, at: Placed | None, device: torch.device
 
 def zeros(program: Program, arguments: Any, *, is_one: bool = False) -> Any:
     """Arguments of a call, of zeros, which are numbers, indices and choices alike; for live numbers
-    of Python 1.0.
+    of Python 1.0, and for what may be the state of a generator a real one.
 
     Args:
         program: the program.
@@ -387,6 +388,8 @@ def zeros(program: Program, arguments: Any, *, is_one: bool = False) -> Any:
     def made(meta: TensorMeta | None) -> torch.Tensor | float:
         if meta is None:
             return 1.0
+        if is_state(meta.shape, meta.dtype, meta.device):
+            return torch.get_rng_state()
         if name(meta) not in storages:
             storages[name(meta)] = torch.zeros(
                 sizes[name(meta)], dtype=torch.uint8, device=meta.device
@@ -396,6 +399,18 @@ def zeros(program: Program, arguments: Any, *, is_one: bool = False) -> Any:
 
     substitute(arguments, lambda ref: size(program.slots[ref.slot]))
     return substitute(arguments, lambda ref: made(program.slots[ref.slot]))
+
+
+def is_state(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether a tensor may be a state of the CPU's generator, which no zeros are: compiled regions
+    with checkpoints inside keep one for their backward graph.
+    """
+    return dtype == torch.uint8 and device.type == "cpu" and tuple(shape) == _state_shape()
+
+
+@cache
+def _state_shape() -> tuple[int, ...]:
+    return tuple(torch.get_rng_state().shape)
 
 
 def _watched(device: torch.device, work: Callable[[], None]) -> None:

@@ -118,6 +118,8 @@ PATCHES: Final = (
     Patch("torch._inductor.output_code.CompiledFxGraph", ("__call__",), _COMPILED, _NO_COMPILED, optional=True),
     Patch("torch._functorch._aot_autograd.runtime_wrappers._AutogradBackwardCompiler", ("get_or_compile",), _COMPILED,
           _NO_COMPILED, optional=True),
+    Patch("torch.compiler", ("_is_compiling_flag",), "what compiled functions read is seen, in the branches for compilers too",
+          "a later change of it goes unnoticed"),
     # Numbers.
     Patch("math", ("sqrt", "exp", "expm1", "log", "log1p", "log2", "log10", "pow", "sin", "cos", "tan", "tanh", "hypot",
                    "isfinite", "isnan", "isinf"), _NUMBER, _NO_NUMBER),

@@ -10,6 +10,7 @@ import dataclasses
 import enum
 import importlib
 import operator
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from types import CodeType, ModuleType
@@ -788,6 +789,8 @@ def is_of_dynamo(module: str) -> bool:
 
 DYNAMIC_INDICES = "_dynamo_propagated_dynamic_indices"
 """The attribute of tensors where compiled graphs note for later compilations which sizes vary."""
+IS_COMPILING = "_is_compiling_flag"
+"""The variable of `torch.compiler` that says whether something is being compiled."""
 IS_NESTED = "_is_eager_on_nested_compile"
 """The function that a compiled function asks first: whether to run as it is written."""
 FROM_STANCE = "_callback_from_stance"
@@ -822,6 +825,47 @@ def compiled_entries(code: Any) -> list[Any]:
     """
     entries: list[Any] = torch._C._dynamo.eval_frame._debug_get_cache_entry_list(code)
     return entries
+
+
+def has_variable_sizes(guards: Any) -> bool:
+    """Whether what `torch.compile` has made of a function is for several sizes of an argument.
+
+    Args:
+        guards: the `guard_manager` of one of `compiled_entries`.
+    """
+    managers = [guards.root]
+    while managers:
+        manager = managers.pop()
+        managers += manager.get_child_managers()
+        parts = (part for leaf in manager.get_leaf_guards() for part in leaf.verbose_code_parts())
+        if any(_VARIABLE_SIZE.search(part) for part in parts):
+            return True
+    return False
+
+
+_VARIABLE_SIZE = re.compile(r"\bsize=\[[^\]]*\bNone\b")
+
+
+def is_forgotten(code: CodeType) -> bool:
+    """Whether `torch.compiler.reset` has been called since `torch.compile` made this code."""
+    return code not in torch._dynamo.utils.orig_code_map
+
+
+def may_compile(frame: Any, entries: list[Any], callback: Any) -> bool:
+    """Whether `torch.compile` compiles a function another time, and does not run it as it is
+    written.
+
+    Args:
+        frame: of the call.
+        entries: what it has made of the function so far; see `compiled_entries`.
+        callback: what compiles the frame.
+    """
+    limit = torch._dynamo.config.recompile_limit
+    while callback is not None:
+        limit = getattr(callback, "_recompile_limit", None) or limit
+        callback = getattr(callback, "_torchdynamo_orig_backend", None)
+    sizes = torch._dynamo.cache_size.compute_cache_size(frame, entries)
+    return not sizes.will_compilation_exceed(limit)
 
 
 def is_resumed(code: CodeType) -> bool:
@@ -884,6 +928,7 @@ __all__ = [
     "ENGINE_CODE",
     "FROM_STANCE",
     "HOOKS",
+    "IS_COMPILING",
     "IS_NESTED",
     "TENSOR_DATA",
     "VF",
@@ -941,6 +986,7 @@ __all__ = [
     "has_kernel_for",
     "has_module_hooks",
     "has_real_ranks",
+    "has_variable_sizes",
     "holds_mask",
     "hooks_of",
     "hooks_on_all_modules",
@@ -951,6 +997,7 @@ __all__ = [
     "is_any_autocast_enabled",
     "is_compiled",
     "is_dtensor",
+    "is_forgotten",
     "is_graph_break",
     "is_input_mutation",
     "is_joined",
@@ -968,6 +1015,7 @@ __all__ = [
     "mark_begun",
     "mark_parameter",
     "mask_buffer",
+    "may_compile",
     "mesh_class",
     "next_sequence_number",
     "node_class",

@@ -15,15 +15,28 @@ import functools
 import gc
 import re
 import sys
+import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
-from types import CellType, CodeType, FrameType, FunctionType, MethodType
+from types import CellType, FrameType, FunctionType, MethodType
 from typing import Any, NoReturn, Protocol
 
 import torch
 
+from roam.capture.tracing.compiled_code import (
+    Code,
+    CompiledCall,
+    Found,
+    GivenTensor,
+    MadeCode,
+    Settings,
+    UsedCode,
+    first_code,
+    newest_first,
+)
+from roam.capture.tracing.compiled_state import State, changes_of, state_of
 from roam.capture.tracing.region_operators import Unknown, region_of
 from roam.errors import CaptureError
 from roam.program.ir import Source
@@ -31,7 +44,9 @@ from roam.state.equality import is_plain
 from roam.torch_compat.patches import replaced
 from roam.torch_compat.private import (
     CALLS,
+    DYNAMIC_INDICES,
     FROM_STANCE,
+    IS_COMPILING,
     IS_NESTED,
     FakeTensor,
     backward_compiler,
@@ -39,10 +54,12 @@ from roam.torch_compat.private import (
     disable_current_modes,
     frame_evaluation,
     has_module_hooks,
+    has_variable_sizes,
     inductor_graph,
     innermost_backend,
     is_graph_break,
     is_resumed,
+    may_compile,
     pytree,
     whole_graphs,
 )
@@ -50,7 +67,6 @@ from roam.torch_compat.private import (
 _MOST_ROUNDS = 8
 """How often a capture compiles what the trace before has met."""
 _LINE = re.compile(r'File "([^"]+)", line (\d+)')
-_DEVICES = ("cpu", "cuda")
 
 
 class Refuses(Protocol):
@@ -64,79 +80,11 @@ class CompileRegions(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class _Code:
-    """What Dynamo has made of a function for one kind of call."""
-
-    original: CodeType
-    code: CodeType
-    names: dict[str, Any]
-    """The globals that the code runs in."""
-    guards: Any
-    backend: Any
-
-
-@dataclass(frozen=True, slots=True)
-class _Settings:
-    """What a compiled graph depends on beside the arguments."""
-
-    gradients: bool
-    autocasts: tuple[tuple[str, bool, torch.dtype], ...]
-    cache: bool
-
-    @classmethod
-    def now(cls) -> _Settings:
-        return cls(
-            torch.is_grad_enabled(),
-            tuple([(one, torch.is_autocast_enabled(one), torch.get_autocast_dtype(one)) for one in _DEVICES]),
-            torch.is_autocast_cache_enabled(),
-        )  # fmt: skip
-
-    def enter(self, stack: ExitStack) -> None:
-        stack.enter_context(torch.set_grad_enabled(self.gradients))
-        for device, enabled, dtype in self.autocasts:
-            if enabled != torch.is_autocast_enabled(device) or enabled:
-                stack.enter_context(
-                    torch.autocast(device, dtype, enabled=enabled, cache_enabled=self.cache)
-                )
-
-
-@dataclass(frozen=True, slots=True)
-class _Tensor:
-    """A tensor that a compiled function was given."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    requires_grad: bool
-    is_leaf: bool
-    known: int | None
-    """The identity of the real one, where it is one from before the step."""
-    place: int
-    """Where among the arguments it is first."""
-
-    def made(self) -> torch.Tensor:
-        """A real one like it, whose values nobody looks at."""
-        tensor = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
-        tensor.requires_grad_(self.requires_grad)
-        if self.is_leaf or not self.requires_grad:
-            return tensor
-        with torch.enable_grad():
-            other = tensor.clone()
-        return other if other.stride() == self.stride else tensor
-
-
-@dataclass(slots=True)
 class _Wanted:
     """A call of a compiled function, to be compiled."""
 
-    call: FunctionType
-    leaves: list[Any]
-    reals: dict[int, torch.Tensor]
-    """By identity, those of the arguments that are from before the step."""
-    spec: Any
-    settings: _Settings
-    state: dict[tuple[int, str], tuple[Any, Any]]
+    call: CompiledCall
+    state: State
     source: Source
 
 
@@ -151,8 +99,11 @@ class Regions:
 
     compiled: int = 0
     around: Callable[[], AbstractContextManager[None]] = nullcontext
-    _codes: list[_Code] = field(default_factory=list)
-    _known: dict[object, _Code] = field(default_factory=dict)
+    _made: MadeCode = field(default_factory=MadeCode)
+    _known: dict[object, Code] = field(default_factory=dict)
+    _used: dict[object, tuple[CompiledCall, Code]] = field(default_factory=dict)
+    _calls: dict[object, CompiledCall] = field(default_factory=dict)
+    _states: dict[object, State] = field(default_factory=dict)
     _wanted: dict[object, _Wanted] = field(default_factory=dict)
     _kept: list[Any] = field(default_factory=list)
     _cells: list[tuple[CellType, Any]] = field(default_factory=list)
@@ -171,6 +122,9 @@ class Regions:
         """
         self._known.clear()
         self._wanted.clear()
+        self._calls.clear()
+        self._states.clear()
+        self._used.clear()
         self._kept.clear()
         self._rounds = 0
 
@@ -287,23 +241,30 @@ class Regions:
         leaves, spec = pytree.tree_flatten((args, kwargs))
         places = {id(leaf): place for place, leaf in reversed(list(enumerate(leaves)))}
         described = [self._described(leaf, places[id(leaf)]) for leaf in leaves]
-        settings = _Settings.now()
+        settings = Settings.now()
         key = id(called.wrapper), tuple(map(_key, described)), str(spec), settings
         found = self._known.get(key)
-        if found is not None:
+        if found is not None and not any(changes_of(self._states[key], in_trace=True)):
+            self._used[key] = self._calls[key], found
             return _function(called.function, found)(*args, **kwargs)
         if key not in self._wanted:
             self._kept += (called.wrapper, described)
             known = (self._reals[id(leaf)][1] for leaf in leaves if id(leaf) in self._reals)
-            self._wanted[key] = _Wanted(
-                called.wrapper, described, {id(real): real for real in known}, spec, settings, _plain_state(self._modules),
-                self._here(),
-            )  # fmt: skip
+            reals = {id(real): weakref.ref(real) for real in known}
+            self._calls[key] = CompiledCall(called.wrapper, described, reals, spec, settings)
+            self._states[key] = state_of(self._modules, called.function)
+            self._wanted[key] = _Wanted(self._calls[key], self._states[key], self._here())
         self._depth += 1
         try:
-            return called.function(*args, **kwargs)
+            # Compilers take the branches for them, and what these read matters.
+            with replaced([(torch.compiler, IS_COMPILING, True)]):
+                return called.function(*args, **kwargs)
         finally:
             self._depth -= 1
+
+    def used(self) -> UsedCode:
+        """After a capture: the code that its traces ran."""
+        return UsedCode(list(self._used.values()))
 
     def _is_on_cuda(self, arguments: Any) -> bool:
         """Whether arguments, or tensors from before the step, are on CUDA."""
@@ -321,7 +282,7 @@ class Regions:
                     "it is given a tensor subclass; give it plain tensors", code="compiled_call"
                 )
             fake: Any = leaf
-            return _Tensor(
+            return GivenTensor(
                 tuple(leaf.shape),
                 leaf.stride(),
                 leaf.dtype,
@@ -330,14 +291,17 @@ class Regions:
                 leaf.is_leaf,
                 None if known is None else id(known[1]),
                 place,
+                frozenset(getattr(leaf, DYNAMIC_INDICES, ())),
             )
         if isinstance(leaf, (torch.nn.Module, FunctionType, MethodType, type)) or is_plain(leaf):
             return leaf
+        name = type(leaf).__name__
         self._refused(
-            f"it is given a {type(leaf).__name__}; give it tensors, plain numbers and the containers "
-            "that torch.utils._pytree knows",
+            f"it is given a {name}; "
+            + ("leave the cache out: use_cache=False in the model's configuration" if name.endswith("Cache")
+               else "give it tensors, plain numbers and the containers that torch.utils._pytree knows"),
             code="compiled_call",
-        )
+        )  # fmt: skip
 
     def _run_graph(self, graph: Any, run: Callable[[list[Any]], Any], inputs: list[Any]) -> Any:
         """A graph of Inductor's, called in a trace."""
@@ -383,57 +347,51 @@ class Regions:
                     "every step makes it anew; call torch.compile once, outside of the step",
                     code="compiled_call",
                 )
+            compiled = self.compiled
             with self.around():
                 self._known[key] = self._compiled(one)
+            if self.compiled > compiled and has_variable_sizes(self._known[key].guard_manager):
+                # What it returns is not known to vary yet, and later calls are given that.
+                self._rounds -= 1
+                break
 
-    def _compiled(self, wanted: _Wanted) -> _Code:
-        evaluation = frame_evaluation()
-        assert evaluation is not None, "a compiled function was met"
-        found: list[_Code] = []
-
-        def stand_in(callback: Any) -> Any:
-            return self._asking(callback, found) if callable(callback) else callback
-
-        with disable_current_modes(), torch.inference_mode(False), ExitStack() as stack:
-            leaves = list[Any]()
-            for leaf in wanted.leaves:
-                if type(leaf) is not _Tensor:
-                    leaves.append(leaf)
-                elif leaf.known is not None:
-                    leaves.append(wanted.reals[leaf.known])
-                else:
-                    leaves.append(leaf.made() if leaf.place == len(leaves) else leaves[leaf.place])
-            args, kwargs = pytree.tree_unflatten(leaves, wanted.spec)
-            wanted.settings.enter(stack)
-            for name, now, then in _changes(wanted.state):
-                if now is not then and now != then:
-                    _refuse(
-                        wanted,
-                        f"the step has set {name} to {then!r} by then; it would be compiled for {now!r}, the value before "
-                        "the step; set such attributes before the step, as model.train() does",
-                        code="compiled_call",
-                    )
-            try:
-                stand_ins = [(evaluation, FROM_STANCE, stand_in)]
-                with replaced(stand_ins), whole_graphs():
-                    wanted.call(*args, **kwargs)
-            except _Found:
-                pass
-            except CaptureError:
-                raise
-            except Exception as error:  # noqa: BLE001 - whatever compilers raise
-                if is_graph_break(error):
-                    _refuse(
-                        wanted,
-                        f"its graph breaks at {_last_line(error)}: {_first_line(error)}; remove the break, or compile the parts before "
-                        "and after it",
-                        code="compiled_graph_break",
-                    )
+    def _compiled(self, wanted: _Wanted) -> Code:
+        for name, now, then in changes_of(wanted.state):
+            what = f"set {name} to {then!r} by then; it would be compiled for {now!r}, the value before the step"
+            if isinstance(then, tuple):
+                what = f"changed {name} by then; it would be compiled for what was there before the step"
+            _refuse(
+                wanted,
+                f"the step has {what}; set such attributes before the step, as model.train() does",
+                code="compiled_call",
+            )
+        found: list[Code] = []
+        try:
+            with whole_graphs():
+                wanted.call.again(lambda callback: self._asking(callback, found))
+        except _LimitReached as limit:
+            _refuse(
+                wanted,
+                f"torch.compile has compiled {limit} for {limit.count} kinds of calls, as many as it is allowed to, and runs all "
+                "others without compiling; raise torch._dynamo.config.recompile_limit before the first call, or make equal "
+                "in all blocks what differs between them",
+                code="compiled_too_often",
+            )
+        except CaptureError:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever compilers raise
+            if is_graph_break(error):
                 _refuse(
                     wanted,
-                    f"compiling it raised {type(error).__name__}: {_first_line(error)}",
-                    code="compiled_region",
+                    f"its graph breaks at {_last_line(error)}: {_first_line(error)}; remove the break, compile the parts before "
+                    "and after it, or do not compile it (an optimizer's step, or the whole step)",
+                    code="compiled_graph_break",
                 )
+            _refuse(
+                wanted,
+                f"compiling it raised {type(error).__name__}: {_first_line(error)}",
+                code="compiled_region",
+            )
         if not found:
             _refuse(
                 wanted,
@@ -443,7 +401,7 @@ class Regions:
         (code,) = found
         return code
 
-    def _asking(self, callback: Any, found: list[_Code]) -> Any:
+    def _asking(self, callback: Any, found: list[Code]) -> Any:
         """A callback for frames that finds or compiles the code of the first that has any, and does
         not run it. Compiled again, a function may get other kernels: Dynamo remembers the sizes
         that it has met, and takes those that change for variables.
@@ -452,34 +410,38 @@ class Regions:
 
         def compiled(frame: Any, *others: Any, **named: Any) -> Any:
             original = frame.f_code
-            entries = [
-                (entry.code, entry.guard_manager, innermost_backend(entry.backend))
-                for entry in compiled_entries(original)
-                if not is_resumed(entry.code)
-            ]
-            entries += [
-                (one.code, one.guards, one.backend)
-                for one in self._codes
-                if one.original is original
-            ]
-            for code, guards, of in entries:
-                if of == backend and guards.check(frame.f_locals):
-                    found.append(_Code(original, code, frame.f_globals, guards, backend))
-                    raise _Found
+            entry = first_code(frame, backend)
+            if type(entry) is Code:
+                found.append(entry)
+                raise Found
+            if entry is not None and not is_resumed(entry.code):
+                found.append(
+                    Code(original, entry.code, frame.f_globals, entry.guard_manager, backend)
+                )
+                raise Found
+            entries = newest_first(original)
+            if not may_compile(frame, entries, callback):
+                raise _LimitReached(original.co_name, len(entries))
+            earlier = tuple([one.code for one in compiled_entries(original)])
             result = callback(frame, *others, **named)
             if result.guarded_code is None:
                 return result
             self.compiled += 1
             made = result.guarded_code
-            found.append(_Code(original, made.code, frame.f_globals, made.guard_manager, backend))
-            self._codes.append(found[0])
-            raise _Found
+            code = Code(original, made.code, frame.f_globals, made.guard_manager, backend, earlier)
+            found.append(code)
+            self._made.codes.append(code)
+            raise Found
 
         return compiled
 
 
-class _Found(BaseException):
-    """The code of a compiled function is found."""
+class _LimitReached(Exception):
+    """Dynamo compiles a function no more."""
+
+    def __init__(self, name: str, count: int) -> None:
+        super().__init__(name)
+        self.count = count
 
 
 @dataclass(frozen=True, slots=True)
@@ -511,7 +473,7 @@ def _cell(function: FunctionType, name: str) -> CellType:
     return function.__closure__[function.__code__.co_freevars.index(name)]
 
 
-def _function(function: Callable[..., Any], found: _Code) -> Callable[..., Any]:
+def _function(function: Callable[..., Any], found: Code) -> Callable[..., Any]:
     """The compiled function for one that is called with the same arguments."""
     if type(function) is MethodType and function.__func__ in CALLS:
         module: Any = function.__self__
@@ -537,28 +499,9 @@ def _function(function: Callable[..., Any], found: _Code) -> Callable[..., Any]:
 
 
 def _key(described: Any) -> object:
-    if type(described) is _Tensor:
+    if type(described) is GivenTensor:
         return described
     return type(described), repr(described) if is_plain(described) else id(described)
-
-
-def _plain_state(
-    modules: list[tuple[str, torch.nn.Module]],
-) -> dict[tuple[int, str], tuple[Any, Any]]:
-    """The plain attributes of modules."""
-    return {
-        (id(module), name): (value, module)
-        for _, module in modules
-        for name, value in object.__getattribute__(module, "__dict__").items()
-        if type(value) in (bool, int, float, str)
-    }
-
-
-def _changes(state: dict[tuple[int, str], tuple[Any, Any]]) -> Iterator[tuple[str, Any, Any]]:
-    """Per attribute its name, its value now and its value when the compiled function was called."""
-    for (_, name), (value, module) in state.items():
-        now = object.__getattribute__(module, "__dict__").get(name)
-        yield f"{type(module).__name__}.{name}", now, value
 
 
 def _first_line(error: Exception) -> str:

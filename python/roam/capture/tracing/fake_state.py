@@ -51,6 +51,7 @@ from roam.state.references import (
 from roam.state.snapshot import Made
 from roam.state.spaces import Space
 from roam.torch_compat.private import (
+    DYNAMIC_INDICES,
     HOOKS,
     FakeTensor,
     FakeTensorMode,
@@ -477,13 +478,17 @@ class FakeState:
         for leaf, argument in zip(self.leaves, self.arguments, strict=True):
             if isinstance(leaf, torch.Tensor) and not isinstance(leaf, torch.nn.Parameter):
                 _check_tensor(leaf, argument.path)
-                if vars(leaf) and not isinstance(leaf, FakeTensor):
+                names = (
+                    set() if isinstance(leaf, FakeTensor) else set(vars(leaf)) - {DYNAMIC_INDICES}
+                )
+                if names:
                     refuse(
                         argument.path,
-                        "has attributes of its own, which are not captured; keep what they say in "
-                        "a dictionary",
+                        "is marked for torch.compile (as by mark_dynamic), which is not captured; pass dynamic=True to "
+                        "torch.compile instead" if any(name.startswith("_dynamo_") for name in names)
+                        else "has attributes of its own, which are not captured; keep what they say in a dictionary",
                         code="tensor_attribute",
-                    )
+                    )  # fmt: skip
                 if any(getattr(leaf, name) for name in HOOKS):
                     refuse(
                         argument.path,

@@ -32,6 +32,9 @@ _BAGS = {aten._embedding_bag.default, aten._embedding_bag_forward_only.default}
 # Nodes of autograd that spread a gradient over equal elements: on real tensors they ask for a value
 # on the way.
 _SPREAD_EVENLY = {"MaxBackward1", "MinBackward1", "MedianBackward0", "NanmedianBackward0"}
+# Nodes of autograd that look for zeros among real values, and divide by them where there are none.
+# Fakes always go the other way, over cumulative products, which gives other bits.
+_LOOKS_FOR_ZEROS = {"ProdBackward0", "ProdBackward1", "CumprodBackward0"}
 # Kernels of the CPU that make their result as large as their argument and then give it its shape.
 _UNFOLDED = {aten.im2col.default, aten.col2im.default}
 _OVERSIZED = _REDUCED_LOSSES | _BAGS | _UNFOLDED
@@ -176,3 +179,11 @@ def is_spread(func: Any, args: Any) -> bool:
     node: Any = current_node()
     is_transformed = function_transform() is not None  # then real tensors are multiplied, too
     return node is not None and node.name() in _SPREAD_EVENLY and not is_transformed
+
+
+def looks_for_zeros(func: Any) -> bool:
+    """Whether a call is part of a gradient that autograd computes in another way for real tensors
+    without zeros.
+    """
+    node: Any = current_node() if func is aten.cumprod.default else None
+    return node is not None and node.name() in _LOOKS_FOR_ZEROS

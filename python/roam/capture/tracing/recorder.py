@@ -36,7 +36,12 @@ from roam.capture.tracing.kernel_facts import (
     KernelFacts,
     facts_of,
 )
-from roam.capture.tracing.meta_corrections import bytes_at_least, is_spread, without_masked
+from roam.capture.tracing.meta_corrections import (
+    bytes_at_least,
+    is_spread,
+    looks_for_zeros,
+    without_masked,
+)
 from roam.capture.tracing.rng import Watch, forget_idle_states
 from roam.capture.tracing.scalar_guards import (
     CHANCE,
@@ -692,6 +697,12 @@ class Recorder(TorchDispatchMode):
         call = Call(func, (), {}, (), False, phase, source, random=facts.is_random)
         if is_spread(func, args):
             return self._spread(*args)
+        if looks_for_zeros(func):
+            self.refuse(
+                "the gradient of prod or cumprod is computed in another way where no element is zero, and a plan holds for one; "
+                "multiply the elements one by one, or use x.log().sum().exp() for positive ones",
+                code="data_dependent", op=str(func), source=source,
+            )  # fmt: skip
         args, kwargs = self._with_fixed_sizes(facts, args, kwargs)
         call.args, call.kwargs = (
             self._recorded(args, call),

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from roam.capture.tracing.real_layouts import on_zeros
+from roam.kernels.workspace import is_state
 from roam.program.operators import REGION, OnList, add_region
 from roam.torch_compat.private import BelowAutograd, OpOverload, c_pointer
 
@@ -27,6 +28,9 @@ _REUSED = re.compile(r"= (?:reinterpret_tensor\()?(\w+)\b.*?; del \1  # reuse")
 _IDS = re.compile(r"^# AOT ID: .*$", re.MULTILINE)
 """What differs in the texts of equal graphs."""
 
+
+_MOST_ARGUMENTS = 64
+"""How many arguments PyTorch lets an operator have."""
 
 Run = Callable[[list[Any]], Any]
 
@@ -49,16 +53,39 @@ class _View:
 
 
 @dataclass(frozen=True, slots=True)
+class _Lists:
+    """How an operator with more inputs than it may have arguments gets them: those that it leaves
+    as they are, those that it changes, and numbers, in a list each.
+    """
+
+    places: tuple[list[int], list[int], list[int]]
+
+    def packed(self, inputs: Sequence[Any]) -> list[Any]:
+        return [[inputs[place] for place in places] for places in self.places]
+
+    def unpacked(self, arguments: list[Any]) -> list[Any]:
+        """The inputs in order; empties the lists, so that nothing else holds them."""
+        inputs: list[Any] = [None] * sum(map(len, self.places))
+        for places, values in zip(self.places, arguments, strict=True):
+            for place, value in zip(places, values, strict=True):
+                inputs[place] = value
+            values.clear()
+        arguments.clear()
+        return inputs
+
+
+@dataclass(frozen=True, slots=True)
 class Region:
     """A compiled graph for inputs of certain metadata."""
 
     operator: OpOverload
+    lists: _Lists | None
     results: tuple[Any, ...]
     """Per result a `_View`, or a value that is no tensor."""
 
     def __call__(self, inputs: Sequence[Any]) -> list[Any]:
         """The graph's results, by calls of operators."""
-        made = self.operator(*inputs)
+        made = self.operator(*(inputs if self.lists is None else self.lists.packed(inputs)))
         made = made if isinstance(made, (tuple, list)) else [] if made is None else [made]
 
         def result(view: Any) -> Any:
@@ -147,26 +174,36 @@ def _registered(
     changed = set(graph.mutated_input_idxs) | _reused(graph, len(inputs))
     number = "" if key[1] is None else f"_{next(_numbers)}_{key[1]:x}"
     name = hashlib.sha256(repr(key).encode()).hexdigest()[:16] + number
-    arguments = ", ".join(
-        f"int a{place}" if type(value) is int else f"Tensor(a{place}!) a{place}" if place in changed else f"Tensor a{place}"
-        for place, value in enumerate(inputs)
-    )  # fmt: skip
+    lists = None
+    if len(inputs) > _MOST_ARGUMENTS:
+        kept = [place for place in places if place not in changed]
+        numbers = [place for place, value in enumerate(inputs) if type(value) is int]
+        lists = _Lists((kept, sorted(changed), numbers))
+        arguments = "Tensor[] kept, Tensor(a!)[] changed, int[] numbers"
+    else:
+        arguments = ", ".join(
+            f"int a{place}" if type(value) is int else f"Tensor(a{place}!) a{place}" if place in changed else f"Tensor a{place}"
+            for place, value in enumerate(inputs)
+        )  # fmt: skip
     returns = ", ".join("Tensor" for _ in bases)
     short = f"{REGION.partition('::')[2]}{name}"
     tags = (torch.Tag.nondeterministic_seeded,) if draws else ()
     _library.define(
         f"{short}({arguments}) -> {returns if len(bases) == 1 else f'({returns})'}", tags=tags
     )
-    kernel = _kernel(run, bases, tuple(changed))
+    kernel = _kernel(run, bases, tuple(changed), lists)
     _library.impl(short, lambda *args: kernel(list(args)), "CompositeExplicitAutograd")
     _library.impl(short, _on_meta(metas), "Meta")
     operator = getattr(torch.ops.roam, short).default
     add_region(operator, kernel)
-    return Region(operator, results)
+    return Region(operator, lists, results)
 
 
 def _ran(run: Run, inputs: Sequence[Any]) -> tuple[list[Any], bool]:
     """A graph's results, and whether it draws random numbers."""
+    for value in inputs:
+        if isinstance(value, torch.Tensor) and is_state(value.shape, value.dtype, value.device):
+            value.copy_(torch.get_rng_state())
     before = _generators(inputs)
     results = list(run(list(inputs)))
     after = _generators(inputs)
@@ -250,8 +287,9 @@ def _reused(graph: Any, count: int) -> set[int]:
     return {place for place, name in enumerate(names) if name in reused}
 
 
-def _kernel(run: Run, bases: list[_Base], changed: tuple[int, ...]) -> OnList:
-    def kernel(inputs: list[Any]) -> Any:
+def _kernel(run: Run, bases: list[_Base], changed: tuple[int, ...], lists: _Lists | None) -> OnList:
+    def kernel(arguments: list[Any]) -> Any:
+        inputs = arguments if lists is None else lists.unpacked(arguments)
         # Before it runs, since what it changes may be freed inside of it.
         for place in changed:
             torch.autograd.graph.increment_version(inputs[place])

@@ -1,0 +1,239 @@
+"""Code that `torch.compile` has made of functions, and which of it a call would run now.
+
+Roam has Dynamo make code without running it, so such code is not in Dynamo's cache. Both are looked
+at together, as Dynamo would look at a cache that had all of it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from types import CodeType, FunctionType
+from typing import Any
+
+import torch
+
+from roam.torch_compat.patches import replaced
+from roam.torch_compat.private import (
+    DYNAMIC_INDICES,
+    FROM_STANCE,
+    compiled_entries,
+    disable_current_modes,
+    frame_evaluation,
+    innermost_backend,
+    is_forgotten,
+    pytree,
+)
+
+_DEVICES = ("cpu", "cuda")
+
+
+class Found(BaseException):
+    """The code of a compiled function is found."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Code:
+    """What Dynamo has made of a function for one kind of call; with the attributes of an entry of
+    its cache.
+    """
+
+    original: CodeType
+    code: CodeType
+    names: dict[str, Any]
+    """The globals that the code runs in."""
+    guard_manager: Any
+    backend: Any
+    earlier: tuple[CodeType, ...] = ()
+    """What Dynamo's cache had for the function when this was made."""
+    number: int = field(default_factory=itertools.count().__next__)
+    """Of all that were made, in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What a compiled graph depends on beside the arguments."""
+
+    gradients: bool
+    autocasts: tuple[tuple[str, bool, torch.dtype], ...]
+    cache: bool
+
+    @classmethod
+    def now(cls) -> Settings:
+        return cls(
+            torch.is_grad_enabled(),
+            tuple([(one, torch.is_autocast_enabled(one), torch.get_autocast_dtype(one)) for one in _DEVICES]),
+            torch.is_autocast_cache_enabled(),
+        )  # fmt: skip
+
+    def enter(self, stack: ExitStack) -> None:
+        stack.enter_context(torch.set_grad_enabled(self.gradients))
+        for device, enabled, dtype in self.autocasts:
+            if enabled != torch.is_autocast_enabled(device) or enabled:
+                stack.enter_context(
+                    torch.autocast(device, dtype, enabled=enabled, cache_enabled=self.cache)
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class GivenTensor:
+    """A tensor that a compiled function was given."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+    is_leaf: bool
+    known: int | None
+    """The identity of the real one, where it is one from before the step."""
+    place: int
+    """Where among the arguments it is first."""
+    variable: frozenset[int]
+    """Its dimensions that vary in the compiled code that made it. They then vary in code that is
+    compiled for it too."""
+
+    def made(self) -> torch.Tensor:
+        """A real one like it, whose values nobody looks at."""
+        tensor = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+        tensor.requires_grad_(self.requires_grad)
+        if not self.is_leaf and self.requires_grad:
+            with torch.enable_grad():
+                other = tensor.clone()
+            tensor = other if other.stride() == self.stride else tensor
+        if self.variable:
+            setattr(tensor, DYNAMIC_INDICES, set(self.variable))
+        return tensor
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledCall:
+    """A call of a compiled function."""
+
+    function: FunctionType
+    leaves: list[Any]
+    reals: dict[int, weakref.ref[torch.Tensor]]
+    """By identity, those of the arguments that are from before the step."""
+    spec: Any
+    settings: Settings
+
+    def again(self, callback: Callable[[Any], Any]) -> None:
+        """Calls it with real tensors of the same metadata, and with another callback for its
+        frames, made of its own.
+        """
+        evaluation = frame_evaluation()
+        assert evaluation is not None, "a compiled function was met"
+
+        def stand_in(own: Any) -> Any:
+            return callback(own) if callable(own) else own
+
+        with disable_current_modes(), torch.inference_mode(False), ExitStack() as stack:
+            leaves = list[Any]()
+            for leaf in self.leaves:
+                real = (
+                    self.reals[leaf.known]() if type(leaf) is GivenTensor and leaf.known else None
+                )
+                if type(leaf) is not GivenTensor:
+                    leaves.append(leaf)
+                elif real is not None:
+                    leaves.append(real)
+                else:
+                    leaves.append(leaf.made() if leaf.place == len(leaves) else leaves[leaf.place])
+            args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+            self.settings.enter(stack)
+            with suppress(Found), replaced([(evaluation, FROM_STANCE, stand_in)]):
+                self.function(*args, **kwargs)
+
+    def found(self) -> CodeType | None:
+        """The code that runs it now."""
+        codes: list[CodeType] = []
+
+        def asking(own: Any) -> Any:
+            def find(frame: Any, *_: Any, **__: Any) -> Any:
+                entry = first_code(frame, innermost_backend(own))
+                codes.extend([] if entry is None else [entry.code])
+                raise Found
+
+            return find
+
+        self.again(asking)
+        return codes[0] if codes else None
+
+
+@dataclass(slots=True)
+class UsedCode:
+    """The compiled code that a captured step runs."""
+
+    calls: list[tuple[CompiledCall, Code]]
+    _known: frozenset[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._known = self._now()
+
+    def failure(self) -> str | None:
+        """None while `torch.compile` would run the same code, else what is new.
+
+        Dynamo takes the newest code that fits a call. So code for all sizes, which it makes when it
+        meets a second one, also runs in the place of the code for the first.
+        """
+        now = self._now()
+        if now <= self._known:
+            return None
+        for call, code in self.calls:
+            found = call.found()
+            if found is not None and found is not code.code:
+                return (
+                    f"torch.compile has compiled {code.original.co_name} again, for this call too"
+                )
+        self._known = now
+        return None
+
+    def _now(self) -> frozenset[int]:
+        originals = {id(code.original): code.original for _, code in self.calls}
+        return frozenset(
+            [id(one.code) for original in originals.values() for one in newest_first(original)]
+        )
+
+
+class MadeCode:
+    """What Dynamo has made for one step."""
+
+    def __init__(self) -> None:
+        self.codes: list[Code] = []
+        _alive.add(self)
+
+
+_alive: weakref.WeakSet[MadeCode] = weakref.WeakSet()
+
+
+def newest_first(original: CodeType) -> list[Any]:
+    """The entries of Dynamo's cache for a function, and the `Code` of all steps, which the cache
+    does not have; in the order in which a cache with all of them would look at them, except that a
+    use of a `Code` makes it no newer.
+    """
+    entries: list[Any] = list(compiled_entries(original))
+    codes = [
+        one for made in _alive for one in made.codes
+        if one.original is original and not is_forgotten(one.code)
+    ]  # fmt: skip
+    for code in sorted(codes, key=lambda one: one.number):
+        older = (
+            place
+            for place, entry in enumerate(entries)
+            if type(entry) is Code or any(entry.code is one for one in code.earlier)
+        )
+        entries.insert(next(older, len(entries)), code)
+    return entries
+
+
+def first_code(frame: Any, backend: Any) -> Any:
+    """The first of them that fits a call; None where none does."""
+    for entry in newest_first(frame.f_code):
+        if innermost_backend(entry.backend) == backend and entry.guard_manager.check(
+            frame.f_locals
+        ):
+            return entry
+    return None

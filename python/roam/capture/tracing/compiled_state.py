@@ -1,0 +1,90 @@
+"""What Dynamo may take for granted when it compiles a function that a step calls, beside the
+arguments of the call: whether it is the same where the function is compiled, before the step.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Iterator
+from types import CellType, FunctionType
+from typing import Any
+
+import torch
+
+from roam.torch_compat.private import CALLS
+
+State = list[tuple[str, Any, str, object]]
+"""Per value a name for it, what holds it, its name there, and what it is by `_outline`."""
+
+
+def state_of(modules: list[tuple[str, torch.nn.Module]], function: Any) -> State:
+    """What Dynamo may take for granted when it compiles a function: plain values and containers, in
+    attributes of modules and in what the function closes over and names.
+    """
+    state = [
+        (f"{type(module).__name__}.{name}", holder, name, _outline(value))
+        for _, module in modules
+        for holder in [object.__getattribute__(module, "__dict__")]
+        for name, value in list(holder.items())
+        if name not in _OF_ALL_MODULES
+    ]
+    function = (
+        getattr(function, "forward", function)
+        if isinstance(function, torch.nn.Module)
+        else function
+    )
+    module = getattr(function, "__self__", None)
+    if getattr(function, "__func__", None) in CALLS:
+        function = getattr(module, "forward", None)
+    function = getattr(function, "__func__", function)
+    if type(function) is FunctionType:
+        names = function.__code__.co_freevars
+        state += [
+            (name, cell, name, _outline(_held(cell, name)))
+            for name, cell in zip(names, function.__closure__ or (), strict=True)
+        ]
+        state += [
+            (name, function.__globals__, name, _outline(function.__globals__.get(name)))
+            for name in function.__code__.co_names
+        ]
+    return [entry for entry in state if entry[3] is not _OTHER]
+
+
+_OTHER = object()
+_PLAIN = (bool, int, float, str, type(None))
+_CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict)
+_OF_ALL_MODULES = frozenset(vars(torch.nn.Module())) - {"training"}
+_MOST_ITEMS, _DEEPEST = 1000, 4
+
+
+def _outline(value: object, depth: int = 0) -> object:
+    """What is compared of a value: plain ones, and containers by what is plain in them."""
+    kind = type(value)
+    if kind in _PLAIN:
+        return value
+    if kind not in (*_CONTAINERS, tuple):
+        return _OTHER
+    items: list[Any] = list(value.items()) if isinstance(value, dict) else list(value)  # type: ignore[call-overload]
+    if depth == _DEEPEST or len(items) > _MOST_ITEMS:
+        return kind, len(items)
+    if kind is set:
+        items = [len(items), *sorted(repr(item) for item in items if type(item) in _PLAIN)]
+    return kind, *(_outline(item, depth + 1) for item in items)
+
+
+def _held(holder: Any, name: str) -> Any:
+    try:
+        return holder.cell_contents if type(holder) is CellType else holder.get(name)
+    except ValueError:  # an empty cell
+        return None
+
+
+def changes_of(state: State, *, in_trace: bool = False) -> Iterator[tuple[str, Any, Any]]:
+    """Of values that are not as they were the name, what it is now and what it was.
+
+    In a trace what has become something else, such as a number that is recorded, is left out.
+    """
+    for name, holder, key, then in state:
+        now = _outline(_held(holder, key))
+        if now is not then and (not in_trace or type(now) is type(then)) and now != then:
+            yield name, now, then
