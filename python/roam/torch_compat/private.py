@@ -189,6 +189,73 @@ def layout_rules() -> tuple[Any, str] | None:
     )
 
 
+def single_dimension_rules(
+    target: Any, arguments: Any, kind: type, meta: Callable[[Any], Any]
+) -> list[Any] | None:
+    """How the results and the tensor arguments of an operator are placed on one mesh dimension
+    where it runs on local parts, by DTensor's rules: rows of placements, or of placeholders with a
+    dimension. None where it has rules of another form, or none.
+
+    `meta` gives shape, strides and dtype of what stands for a tensor in the arguments, of `kind`.
+    """
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._dtensor_spec import TensorMeta
+
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    info = propagator.op_single_dim_strategy_funcs.get(target)
+    if info is None:
+        return None
+
+    def tensor(stand_in: Any) -> Any:
+        shape, stride, dtype = meta(stand_in)
+        return TensorMeta(torch.Size(shape), stride, dtype)
+
+    args, kwargs = pytree.tree_map_only(kind, tensor, arguments)
+    try:
+        return list(info.func(target, args, kwargs))
+    except Exception:  # noqa: BLE001 - rules for sharded inputs may fail on whole ones of other ranks
+        return []
+
+
+def spec_rules(
+    target: Any, arguments: Any, kind: type, meta: Callable[[Any], Any], size: int, results: int
+) -> list[Any]:
+    """The same of operators whose rules start from how their arguments are placed: views, mostly.
+    Empty where there are none.
+    """
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+    from torch.distributed.tensor._op_schema import OpSchema, OpSpec, OpStrategy
+
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    rule = propagator.op_strategy_funcs.get(target)
+    if rule is None:
+        return []
+    mesh = DeviceMesh("cpu", list(range(size)), _init_backend=False, _rank=0)
+
+    def tensor(stand_in: Any) -> Any:
+        shape, stride, dtype = meta(stand_in)
+        whole = TensorMeta(torch.Size(shape), stride, dtype)
+        shards = [Shard(dim) for dim, length in enumerate(shape) if length % size == 0]
+        return OpStrategy(
+            [OpSpec(DTensorSpec(mesh, (one,), whole)) for one in (Replicate(), *shards)]
+        )
+
+    args, kwargs = pytree.tree_map_only(kind, tensor, arguments)
+    try:
+        found = rule(OpSchema(target, tuple(args), kwargs))
+    except Exception:  # noqa: BLE001 - as above
+        return []
+    rows = []
+    for one in getattr(found, "strategies", ()):
+        made = one.output_specs
+        given = (made,) if one.input_specs is None else one.input_specs
+        outputs = [made] * results if isinstance(made, DTensorSpec) else list(made or ())
+        rows.append([None if spec is None else spec.placements[0] for spec in (*outputs, *given)])
+    return rows
+
+
 def with_numbers(schema: Any, number: Callable[[Any], Any]) -> Any:
     """What an operator on distributed tensors is given, with `number` of each argument."""
     args, kwargs = pytree.tree_map(number, (schema.args_schema, schema.kwargs_schema))
@@ -442,6 +509,10 @@ ENGINE_CODE = torch.autograd.graph._engine_run_backward.__code__
 def sequence_number(node: Any) -> int:
     """The number that a node of autograd's was given when its operator ran."""
     return int(node._sequence_nr())
+
+
+graph_task: Callable[[], int] = torch._C._current_graph_task_id
+"""The number of the backward pass that runs now, -1 outside of any."""
 
 
 def engine() -> Callable[..., Any]:

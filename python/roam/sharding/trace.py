@@ -1,0 +1,284 @@
+"""What one step does on fakes: values, operators, and calls of modules, with what they were given
+and returned. Strategies are chosen for these; nothing here knows of devices.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+from roam.errors import CaptureError
+from roam.sharding.twin import Twin
+from roam.torch_compat.private import (
+    DataDependentOutputException,
+    TorchDispatchMode,
+    c_pointer,
+    graph_task,
+    is_dtensor,
+    pytree,
+    schema_of,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """Stands for a value in an operator's arguments."""
+
+    value: int
+
+
+@dataclass(slots=True)
+class Value:
+    """A tensor that an operator made, or that was there before the step.
+
+    `creator` is the number of an operator, or -1.
+    """
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    storage: int
+    creator: int
+    is_differentiable: bool = False
+    """Whether a gradient flows back through it."""
+    parameter: str | None = None
+
+    @property
+    def size_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(slots=True)
+class Operator:
+    """One call of a kernel in the forward pass."""
+
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    inputs: tuple[int, ...]
+    """Every tensor argument, in the order of the arguments."""
+    outputs: tuple[int | None, ...]
+    """Values, None for a result that is no tensor."""
+    call: int
+    """The innermost call of a module around it; -1 outside of all."""
+    flops: int
+    time: int
+    """Its place among all operators of the step."""
+    is_random: bool
+    mutates: bool
+
+
+@dataclass(slots=True)
+class ModuleCall:
+    """One call of a module."""
+
+    path: str
+    module: torch.nn.Module
+    parent: int
+    """Number of the call around it; -1 where there is none."""
+    given: list[tuple[str | int, int]] = field(default_factory=list)
+    """Tensors that it was given: by position or name, and the value."""
+    positional: int = 0
+    returned: list[int] = field(default_factory=list)
+    is_single: bool = False
+    """Whether it returned one tensor and nothing else."""
+    first_operator: int = 0
+    last_operator: int = 0
+    """Operators of the call and those within: half-open."""
+
+
+@dataclass(slots=True)
+class Trace:
+    """One step."""
+
+    values: list[Value]
+    operators: list[Operator]
+    """Those of the forward pass."""
+    calls: list[ModuleCall]
+    last_use: dict[int, int]
+    """Per storage, the time of the last operator of the step that touches it."""
+    storage_bytes: dict[int, int]
+    end: int
+    """How many operators the forward and the backward pass have."""
+
+
+def traced(
+    train_step: Callable[..., Any], twin: Twin, watch: Callable[[], None] = lambda: None
+) -> Trace:
+    """One step up to the optimizer's update.
+
+    Raises:
+        CaptureError: the step has no backward pass, or asks for a tensor's value before it.
+    """
+    tracer = _Tracer(twin.model)
+    optimizer = twin.optimizer
+    optimizer.step = lambda closure=None: None  # type: ignore[method-assign]
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(twin.mode)
+            stack.enter_context(tracer.hooks())
+            stack.enter_context(tracer)
+            try:
+                train_step(twin.model, optimizer, *twin.batch)
+            except DataDependentOutputException as error:
+                if not tracer.has_gone_back:
+                    raise CaptureError(
+                        f"the step asks for a tensor's value before its backward pass ({error}); "
+                        "leave that out of the step that is parallelized",
+                        code="value_reached_python",
+                    ) from error
+    finally:
+        del optimizer.step
+    if not tracer.has_gone_back:
+        raise CaptureError(
+            "the step has no backward pass, so there is nothing to parallelize; call "
+            "loss.backward() in it",
+            code="no_backward",
+        )
+    return tracer.trace()
+
+
+class _Tracer(TorchDispatchMode):
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._model = model
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._values: list[Value] = []
+        self._tensors: list[torch.Tensor] = []
+        """Per value its tensor, so that none's identity is given out twice."""
+        self._known: dict[int, int] = {}
+        self._operators: list[Operator] = []
+        self._calls: list[ModuleCall] = []
+        self._stack: list[int] = []
+        self._storages: dict[int, tuple[int, Any]] = {}
+        self._last_use: dict[int, int] = {}
+        self._bytes: dict[int, int] = {}
+        self._time = 0
+        self.has_gone_back = False
+
+    @contextmanager
+    def hooks(self) -> Iterator[None]:
+        """Notes calls of all modules."""
+        handles = []
+        for path, module in self._model.named_modules():
+            handles.append(
+                module.register_forward_pre_hook(self._begin(path), with_kwargs=True, prepend=True)
+            )
+            handles.append(module.register_forward_hook(self._end, always_call=False))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _begin(self, path: str) -> Callable[..., None]:
+        def begin(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+            if self.has_gone_back:
+                return
+            call = ModuleCall(path, module, self._stack[-1] if self._stack else -1)
+            call.positional = len(args)
+            call.first_operator = len(self._operators)
+            for name, value in (*enumerate(args), *kwargs.items()):
+                if isinstance(value, torch.Tensor) and not is_dtensor(value):
+                    call.given.append((name, self._value(value)))
+            self._stack.append(len(self._calls))
+            self._calls.append(call)
+
+        return begin
+
+    def _end(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        if self.has_gone_back or not self._stack:
+            return
+        call = self._calls[self._stack.pop()]
+        call.last_operator = len(self._operators)
+        leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+        call.returned = [self._value(leaf) for leaf in leaves if not is_dtensor(leaf)]
+        call.is_single = isinstance(output, torch.Tensor)
+
+    def _storage(self, tensor: torch.Tensor) -> int:
+        storage = tensor.untyped_storage()
+        pointer = c_pointer(storage)
+        if pointer not in self._storages:
+            self._storages[pointer] = len(self._storages), storage
+            self._bytes[len(self._storages) - 1] = storage.nbytes()
+        return self._storages[pointer][0]
+
+    def _value(self, tensor: torch.Tensor) -> int:
+        number = self._known.get(id(tensor))
+        return self._add(tensor, -1) if number is None else number
+
+    def _add(self, tensor: torch.Tensor, creator: int) -> int:
+        number = self._known[id(tensor)] = len(self._values)
+        self._tensors.append(tensor)
+        self._values.append(
+            Value(
+                tuple(tensor.shape),
+                tensor.stride(),
+                tensor.dtype,
+                self._storage(tensor),
+                creator,
+                parameter=self._names.get(id(tensor)),
+            )
+        )
+        return number
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if any(map(is_dtensor, given)):
+            return NotImplemented
+        result = func(*args, **kwargs)
+        if func.namespace == "prim":
+            return result  # asks for a tensor's device, not for its values
+        if graph_task() != -1:
+            self.has_gone_back = True
+        made = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        time, self._time = self._time, self._time + 1
+        for tensor in (*given, *made):
+            self._last_use[self._storage(tensor)] = time
+        if self.has_gone_back:
+            # Kept, so that no storage's address is given out twice.
+            self._tensors += made
+            return result
+        number = len(self._operators)
+        inputs = tuple(self._value(tensor) for tensor in given)
+
+        def reference(tensor: torch.Tensor) -> Reference:
+            return Reference(self._value(tensor))
+
+        noted_args, noted_kwargs = pytree.tree_map_only(torch.Tensor, reference, (args, kwargs))
+        leaves = list(result) if isinstance(result, (tuple, list)) else [result]
+        outputs = tuple(
+            self._add(leaf, number) if isinstance(leaf, torch.Tensor) else None for leaf in leaves
+        )
+        count = flop_registry.get(getattr(func, "overloadpacket", None))
+        self._operators.append(
+            Operator(
+                func,
+                noted_args,
+                noted_kwargs,
+                inputs,
+                outputs,
+                self._stack[-1] if self._stack else -1,
+                0 if count is None else int(count(*args, **kwargs, out_val=result)),
+                time,
+                torch.Tag.nondeterministic_seeded in func.tags,
+                schema_of(func).is_mutable,
+            )
+        )
+        return result
+
+    def trace(self) -> Trace:
+        for value, tensor in zip(self._values, self._tensors, strict=False):
+            value.is_differentiable = tensor.requires_grad
+        return Trace(
+            self._values, self._operators, self._calls, self._last_use, self._bytes, self._time
+        )
