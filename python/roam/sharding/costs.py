@@ -22,10 +22,12 @@ class Link:
     Attributes:
         latency_ns: from the launch of a collective to its end if it carries nothing, nanoseconds.
         bytes_per_ns: that a rank sends while it receives as many.
+        exchanges: whether its backend has `all_to_all`; gloo has none.
     """
 
     latency_ns: int = 15_000
     bytes_per_ns: float = 200.0
+    exchanges: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ style can change, each input at the boundary of a module, and each parameter; wi
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -41,6 +42,8 @@ class Option:
     size_bytes: int
     collectives: tuple[Collective, ...] = ()
     kind: Kind = "plain"
+    split: State = WHOLE
+    """The dimension of the input along which a sequence style splits."""
 
 
 @dataclass(slots=True)
@@ -63,6 +66,8 @@ class Node:
     sources: list[tuple[int, int] | None]
     lifetime: tuple[int, int]
     subject: Any = None
+    value: int = -1
+    """What an entry is of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +81,10 @@ class Bans:
 
     values: frozenset[tuple[str, State]] = frozenset()
     modules: frozenset[str] = frozenset()
+
+    def forbid(self, readers: Iterable[str], state: State) -> bool:
+        """Whether a value whose shape these modules read may not have this state."""
+        return any((reader, state) in self.values for reader in readers)
 
 
 @dataclass(slots=True)
@@ -132,9 +141,11 @@ class _Builder:
         self._counts: dict[tuple[Any, ...], int] = {}
         self._options: dict[Any, list[Option]] = {}
         self._leaves = _leaves(trace)
-        self._aliases: dict[int, int] = {}
-        for value in trace.values:
-            self._aliases[value.storage] = self._aliases.get(value.storage, 0) + 1
+        self._styled: dict[str, int] = {}
+        self._calls = Counter(call.path for call in trace.calls)
+        self._of_parameter = {
+            value.parameter: value for value in trace.values if value.parameter is not None
+        }
 
     # -- the walk
 
@@ -143,10 +154,8 @@ class _Builder:
         begins: dict[int, list[int]] = {}
         for number, call in enumerate(self._trace.calls):
             begins.setdefault(call.first_operator, []).append(number)
-        place = 0
         for place in range(len(self._trace.operators) + 1):
             self._end_calls(place)
-            skip = False
             for number in begins.get(place, ()):
                 if self._is_within_leaf(number):
                     continue
@@ -156,8 +165,7 @@ class _Builder:
                     self._add_entry(number)
             if place < len(self._trace.operators):
                 operator = self._trace.operators[place]
-                skip = operator.call >= 0 and self._is_within_leaf(operator.call, True)
-                if not skip:
+                if not (operator.call >= 0 and self._is_within_leaf(operator.call, or_is=True)):
                     self._add_operator(operator)
         return self._found
 
@@ -165,7 +173,7 @@ class _Builder:
         while self._overlays and self._trace.calls[self._overlays[-1][0]].last_operator <= place:
             self._overlays.pop()
 
-    def _is_within_leaf(self, number: int, or_is: bool = False) -> bool:
+    def _is_within_leaf(self, number: int, *, or_is: bool = False) -> bool:
         if not or_is:
             number = self._trace.calls[number].parent
         while number >= 0:
@@ -188,7 +196,10 @@ class _Builder:
         sources: Sequence[tuple[int, int] | None],
         lifetime: tuple[int, int],
         subject: Any,
+        made: Sequence[int] = (),
+        within: int = -1,
     ) -> int:
+        readers = [self._readers(value, within) for value in made]
         kept = [
             option
             for option in options
@@ -196,6 +207,7 @@ class _Builder:
                 source is not None or state == WHOLE
                 for source, state in zip(sources, option.inputs, strict=True)
             )
+            and not any(map(self._bans.forbid, readers, option.outputs))
         ]
         key = (what, self._folded(path))
         place = (path, what)
@@ -204,14 +216,21 @@ class _Builder:
         self._found.nodes.append(Node(key, path, what, kept, list(sources), lifetime, subject))
         return len(self._found.nodes) - 1
 
+    def _readers(self, value: int, within: int) -> list[str]:
+        """Folded paths of the modules whose code reads a value's shape in a call, or anywhere."""
+        if not self._bans.values:
+            return []
+        return [
+            "" if call < 0 else self._folded(self._trace.calls[call].path)
+            for read, call in self._trace.reads
+            if read == value and (within < 0 or self._is_below(call, within))
+        ]
+
     # -- parameters
 
     def _add_parameters(self) -> None:
         free = _free_parameters(self._trace, self._leaves)
-        known: dict[str, Value] = {
-            value.parameter: value for value in self._trace.values if value.parameter is not None
-        }
-        for name, value in known.items():
+        for name, value in self._of_parameter.items():
             placements: list[State] = [PLAIN]
             if name not in free:
                 dims = range(len(value.shape))
@@ -221,14 +240,6 @@ class _Builder:
                 local = fraction(value, placement, self._rules.size)
                 trained = local if value.is_differentiable else 0
                 update = self._costs.run_ns(0, trained * (3 + 2 * self._state_bytes)) if trained else 0
-                reduction = (
-                    (Collective("all_reduce", value.size_bytes),)
-                    if placement == REPLICATED and trained
-                    else ()
-                )
-                # A replicated parameter's gradient is reduced where its module splits its work; the
-                # style says whether it does.
-                del reduction
                 size = local + round(trained * (1 + self._state_bytes))
                 options.append(Option((), (placement,), update, size))
             path = name.rpartition(".")[0]
@@ -271,7 +282,7 @@ class _Builder:
                 if value in new
             )
             options.append(Option(strategy.inputs, strategy.outputs, ns, taken))
-        node = self._add("operator", path, options, sources, self._lifetime(operator, new), operator)
+        node = self._add("operator", path, options, sources, self._lifetime(operator, new), operator, outputs)
         self._produce(outputs, node)
 
     def _has_alias(self, operator: Operator) -> bool:
@@ -319,7 +330,7 @@ class _Builder:
                     continue
                 if before == SPREAD != after:
                     continue  # what a style made a DTensor stays one within
-                crossed = transition(before, after, value.size_bytes, value.is_differentiable)
+                crossed = self._transition(before, after, value)
                 if crossed is not None:
                     extra = value.size_bytes if after in (WHOLE, SPREAD) != before else 0
                     if before == after or (before, after) == (WHOLE, SPREAD):
@@ -334,7 +345,10 @@ class _Builder:
             options = [option for option in options if option.inputs == (WHOLE,)]
         first = self._time(call.first_operator)
         lifetime = first, max(first, self._trace.last_use.get(value.storage, first) + 1)
-        node = self._add("entry", call.path, options, [source], lifetime, number)
+        node = self._add(
+            "entry", call.path, options, [source], lifetime, number, [value_number], number
+        )
+        self._found.nodes[node].value = value_number
         self._overlays.append((number, {value_number: (node, 0)}))
 
     def _entry_value(self, number: int) -> int | None:
@@ -345,7 +359,7 @@ class _Builder:
         is_hookable = (
             call.parent >= 0
             and call.given
-            and sum(other.path == call.path for other in self._trace.calls) == 1
+            and self._calls[call.path] == 1
             and any(self._is_below(leaf, number) for leaf in self._leaves)
         )
         if not is_hookable:
@@ -360,6 +374,13 @@ class _Builder:
         while number >= 0 and number != other:
             number = self._trace.calls[number].parent
         return number == other
+
+    def _transition(
+        self, before: State, after: State, value: Value
+    ) -> tuple[Collective, ...] | None:
+        found = transition(before, after, value.size_bytes, value.is_differentiable)
+        is_possible = self._link.exchanges or all(one.kind != "all_to_all" for one in found or ())
+        return found if is_possible else None
 
     def _crossing(self, collectives: Iterable[Collective]) -> int:
         return total_ns(collectives, self._link, self._rules.size)
@@ -381,7 +402,7 @@ class _Builder:
             given.shape,
             given.is_differentiable,
             tuple(self._shape_of(name) for name in names),
-            names.index(_weight_of(call.module, self._trace, names)) if names else 0,
+            names.index(_weight_of(call.module, self._of_parameter, names)),
             tuple(_code(self._trace, call)),
         )
         if key not in self._options:
@@ -389,21 +410,40 @@ class _Builder:
         sources = [source, *((self._parameters[name], 0) for name in names)]
         first = self._time(call.first_operator)
         lifetime = first, max(first, self._trace.last_use.get(made.storage, first) + 1)
-        options = [
-            option for option in self._options[key] if source is not None or option.inputs[0] == WHOLE
-        ]
-        node = self._add("style", call.path, options, sources, lifetime, number)
+        options = self._options[key]
+        earlier = self._styled.get(call.path)
+        if self._calls[call.path] > 1:
+            # One style serves all calls of a module: what it is passes from the first to the others.
+            codes: dict[Any, int] = {}
+            marks = [
+                codes.setdefault((one.kind, one.split, one.inputs, one.outputs), len(codes))
+                for one in options
+            ]
+            options = [
+                replace(
+                    one,
+                    inputs=one.inputs if earlier is None else (*one.inputs, mark),
+                    outputs=(*one.outputs, mark),
+                )
+                for one, mark in zip(options, marks, strict=True)
+            ]
+            if earlier is not None:
+                sources.append((earlier, 1))
+        node = self._add(
+            "style", call.path, options, sources, lifetime, number, call.returned[:1]
+        )
+        self._styled.setdefault(call.path, node)
         self._produce([call.returned[0]], node)
 
     def _shape_of(self, name: str) -> tuple[Any, ...]:
-        value = next(value for value in self._trace.values if value.parameter == name)
+        value = self._of_parameter[name]
         return value.shape, value.is_differentiable
 
     def _styles(
         self, call: ModuleCall, given: Value, made: Value, names: Sequence[str]
     ) -> Iterable[Option]:
         size, divides = self._rules.size, self._rules.divides
-        values = {value.parameter: value for value in self._trace.values}
+        values = self._of_parameter
         parameters = [values[name] for name in names]
         operators = self._trace.operators[call.first_operator : call.last_operator]
         flops = sum(operator.flops for operator in operators)
@@ -428,7 +468,7 @@ class _Builder:
         kind: Kind
         is_linear, is_table = _is_linear(call.module), _is_table(call.module)
         if is_linear or is_table:
-            weight = values[_weight_of(call.module, self._trace, names)]
+            weight = values[_weight_of(call.module, values, names)]
             for kind in ("column", "row"):
                 split = (0 if kind == "column" else 1) if is_linear else (1 if kind == "column" else 0)
                 if not divides(weight, split):
@@ -447,12 +487,12 @@ class _Builder:
                     enters = (
                         ()
                         if is_table
-                        else transition(before, within, given.size_bytes, given.is_differentiable)
+                        else self._transition(before, within, given)
                     )
                     if enters is None:
                         continue
                     for after in (WHOLE, *ends):
-                        leaves = transition(natural, after, made.size_bytes, made.is_differentiable)
+                        leaves = self._transition(natural, after, made)
                         if leaves is None:
                             continue
                         crossed = (*enters, *leaves)
@@ -472,7 +512,8 @@ class _Builder:
                             (before, *placed), (after,), time + self._crossing(crossed), taken,
                             crossed, kind,
                         )  # fmt: skip
-        for dim in parts:
+        # The style makes all parameters trainable.
+        for dim in parts if all(value.is_differentiable for value in parameters) else ():
             after = self._sequence(call, dim)
             if after is None:
                 continue
@@ -483,11 +524,11 @@ class _Builder:
             )
             time = ns(size, given.size_bytes // size, made.size_bytes // size, weights)
             for before in (dim, SPREAD):
-                enters = transition(before, dim, given.size_bytes, given.is_differentiable)
+                enters = self._transition(before, dim, given)
                 crossed = (*(enters or ()), *reduced)
                 yield Option(
                     (before, *[REPLICATED] * len(names)), (after,), time + self._crossing(crossed),
-                    made.size_bytes // size, crossed, "sequence",
+                    made.size_bytes // size, crossed, "sequence", dim,
                 )  # fmt: skip
 
     def _sequence(self, call: ModuleCall, dim: State) -> State | None:
@@ -544,12 +585,13 @@ def _is_table(module: torch.nn.Module) -> bool:
     )
 
 
-def _weight_of(module: torch.nn.Module, trace: Trace, names: Sequence[str]) -> str:
+def _weight_of(
+    module: torch.nn.Module, values: dict[str, Value], names: Sequence[str]
+) -> str:
     """The name of the parameter that is the module's `weight`, or else of the first."""
     if len(names) == 1 or not hasattr(module, "weight"):
         return names[0]
     shape = tuple(module.weight.shape)  # type: ignore[arg-type]
-    values = {value.parameter: value for value in trace.values}
     return next((name for name in names if values[name].shape == shape), names[0])
 
 
@@ -598,6 +640,3 @@ def _free_parameters(trace: Trace, leaves: dict[int, tuple[str, ...]]) -> set[st
         for slot in operator.inputs
         if (name := trace.values[slot].parameter) is not None
     }
-
-
-__all__ = ["Bans", "Node", "Nodes", "Option", "nodes_of", "replace"]

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
 from roam.errors import CaptureError
@@ -106,42 +107,83 @@ class Trace:
     storage_bytes: dict[int, int]
     end: int
     """How many operators the forward and the backward pass have."""
+    reads: set[tuple[int, int]] = field(default_factory=set)
+    """(value, call): of which values a module's own code asks for the shape."""
+    innermost: int = -1
+    """The call of a module in which the forward pass ended; -1 outside of all."""
 
 
-def traced(
-    train_step: Callable[..., Any], twin: Twin, watch: Callable[[], None] = lambda: None
-) -> Trace:
+def traced(train_step: Callable[..., Any], twin: Twin) -> Trace:
     """One step up to the optimizer's update.
 
     Raises:
-        CaptureError: the step has no backward pass, or asks for a tensor's value before it.
+        CaptureError: the step has no backward pass, asks for a tensor's value before it, or raises.
     """
-    tracer = _Tracer(twin.model)
-    optimizer = twin.optimizer
-    optimizer.step = lambda closure=None: None  # type: ignore[method-assign]
-    try:
-        with ExitStack() as stack:
-            stack.enter_context(twin.mode)
-            stack.enter_context(tracer.hooks())
-            stack.enter_context(tracer)
-            try:
-                train_step(twin.model, optimizer, *twin.batch)
-            except DataDependentOutputException as error:
-                if not tracer.has_gone_back:
-                    raise CaptureError(
-                        f"the step asks for a tensor's value before its backward pass ({error}); "
-                        "leave that out of the step that is parallelized",
-                        code="value_reached_python",
-                    ) from error
-    finally:
-        del optimizer.step
-    if not tracer.has_gone_back:
+    trace, error = traced_until(train_step, twin)
+    if isinstance(error, DataDependentOutputException):
+        raise CaptureError(
+            f"the step asks for a tensor's value before its backward pass ({error}); leave that "
+            "out of the step that is parallelized",
+            code="value_reached_python",
+        ) from error
+    if error is not None:
+        raise CaptureError(
+            f"the step raised {type(error).__name__} when it was run on fake tensors: {error}",
+            code="step_raised",
+        ) from error
+    if trace.end == (trace.operators[-1].time + 1 if trace.operators else 0):
         raise CaptureError(
             "the step has no backward pass, so there is nothing to parallelize; call "
             "loss.backward() in it",
             code="no_backward",
         )
-    return tracer.trace()
+    return trace
+
+
+def traced_until(
+    train_step: Callable[..., Any], twin: Twin
+) -> tuple[Trace, Exception | None]:
+    """One step up to the optimizer's update, or up to what its forward pass raises."""
+    tracer = _Tracer(twin.model)
+    optimizer = twin.optimizer
+    optimizer.step = lambda closure=None: None  # type: ignore[method-assign]
+    raised: Exception | None = None
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(twin.mode)
+            stack.enter_context(tracer.hooks())
+            stack.enter_context(tracer)
+            stack.enter_context(_Reads(tracer))
+            train_step(twin.model, optimizer, *twin.batch)
+    except Exception as error:  # noqa: BLE001 - the caller says what it means
+        # What comes after the backward pass belongs to no rank alone.
+        raised = None if tracer.has_gone_back else error
+    finally:
+        del optimizer.step
+    return tracer.trace(), raised
+
+
+class _Reads(TorchFunctionMode):
+    """Notes whose shape is asked for."""
+
+    def __init__(self, tracer: _Tracer) -> None:
+        super().__init__()
+        self._tracer = tracer
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func in _SHAPE_READS:
+            self._tracer.note_read(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+_SHAPE_READS = {
+    torch.Tensor.shape.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.size,
+    torch.Tensor.numel,
+    torch.Tensor.__len__,
+}
 
 
 class _Tracer(TorchDispatchMode):
@@ -160,6 +202,9 @@ class _Tracer(TorchDispatchMode):
         self._last_use: dict[int, int] = {}
         self._bytes: dict[int, int] = {}
         self._time = 0
+        self._reads: set[tuple[int, int]] = set()
+        self._is_in_hooks = False
+        """Whether other hooks of a module run before its forward pass, such as those of styles."""
         self.has_gone_back = False
 
     @contextmanager
@@ -170,6 +215,7 @@ class _Tracer(TorchDispatchMode):
             handles.append(
                 module.register_forward_pre_hook(self._begin(path), with_kwargs=True, prepend=True)
             )
+            handles.append(module.register_forward_pre_hook(self._begun))
             handles.append(module.register_forward_hook(self._end, always_call=False))
         try:
             yield
@@ -189,8 +235,18 @@ class _Tracer(TorchDispatchMode):
                     call.given.append((name, self._value(value)))
             self._stack.append(len(self._calls))
             self._calls.append(call)
+            self._is_in_hooks = True
 
         return begin
+
+    def _begun(self, module: torch.nn.Module, args: Any) -> None:
+        self._is_in_hooks = False
+
+    def note_read(self, tensor: Any) -> None:
+        """The innermost module asks for a tensor's shape."""
+        number = self._known.get(id(tensor))
+        if number is not None and not self.has_gone_back and not self._is_in_hooks:
+            self._reads.add((number, self._stack[-1] if self._stack else -1))
 
     def _end(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         if self.has_gone_back or not self._stack:
@@ -236,8 +292,8 @@ class _Tracer(TorchDispatchMode):
         if any(map(is_dtensor, given)):
             return NotImplemented
         result = func(*args, **kwargs)
-        if func.namespace == "prim":
-            return result  # asks for a tensor's device, not for its values
+        if func.namespace in ("prim", "profiler"):
+            return result  # asks for a device, or only tells of itself
         if graph_task() != -1:
             self.has_gone_back = True
         made = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
@@ -259,6 +315,8 @@ class _Tracer(TorchDispatchMode):
         outputs = tuple(
             self._add(leaf, number) if isinstance(leaf, torch.Tensor) else None for leaf in leaves
         )
+        if self._is_in_hooks:
+            return result
         count = flop_registry.get(getattr(func, "overloadpacket", None))
         self._operators.append(
             Operator(
@@ -280,5 +338,12 @@ class _Tracer(TorchDispatchMode):
         for value, tensor in zip(self._values, self._tensors, strict=False):
             value.is_differentiable = tensor.requires_grad
         return Trace(
-            self._values, self._operators, self._calls, self._last_use, self._bytes, self._time
+            self._values,
+            self._operators,
+            self._calls,
+            self._last_use,
+            self._bytes,
+            self._time,
+            self._reads,
+            self._stack[-1] if self._stack else -1,
         )

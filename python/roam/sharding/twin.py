@@ -13,7 +13,12 @@ import torch
 
 from roam.capture.tracing.fake_mode import mode_of
 from roam.errors import CaptureError
-from roam.torch_compat.private import FakeTensorMode, is_dtensor, pytree
+from roam.torch_compat.private import (
+    FakeTensorMode,
+    disable_current_modes,
+    is_dtensor,
+    pytree,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,3 +85,24 @@ def _fake(mode: FakeTensorMode, tensor: torch.Tensor) -> Any:
     if isinstance(tensor, torch.nn.Parameter):
         return torch.nn.Parameter(fake, requires_grad=tensor.requires_grad)
     return fake.requires_grad_(tensor.requires_grad)
+
+
+def state_bytes_of(optimizer: torch.optim.Optimizer) -> float:
+    """Bytes of state that the optimizer keeps for each byte of a parameter, found by a step on a
+    small one.
+    """
+    group = {
+        key: value for key, value in optimizer.param_groups[0].items() if key not in ("params", "lr")
+    }
+    with disable_current_modes():
+        parameter = torch.nn.Parameter(torch.zeros(64, 64))
+        parameter.grad = torch.zeros_like(parameter)
+        small = optimizer_on(optimizer, {})
+        small.param_groups = [{**group, "lr": 0.0, "params": [parameter]}]
+        small.step()
+        kept = [
+            leaf
+            for leaf in pytree.tree_leaves(dict(small.state[parameter]))
+            if isinstance(leaf, torch.Tensor) and leaf.numel() > 1
+        ]
+    return sum(leaf.nbytes for leaf in kept) / parameter.nbytes

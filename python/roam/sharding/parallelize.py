@@ -1,0 +1,222 @@
+"""`roam.parallelize`: a sharding for a training step, found in one process and certified."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from roam._core import Plan
+from roam.errors import CaptureError, PlanError
+from roam.memory_limit import MemoryLimit
+from roam.report.folding import folded
+from roam.report.table import format_bytes
+from roam.runtime import compile as compile_step
+from roam.sharding.check import Difference, first_difference
+from roam.sharding.costs import Costs
+from roam.sharding.nodes import Bans, Node, nodes_of
+from roam.sharding.ranks import meshed
+from roam.sharding.result import Seconds, Sharding
+from roam.sharding.rules import Rules
+from roam.sharding.search import Choice, search
+from roam.sharding.styles import Style, apply_styles, styles_of
+from roam.sharding.trace import Trace, traced, traced_until
+from roam.sharding.twin import Twin, optimizer_on, state_bytes_of, twin_of
+
+WORK = 20_000_000
+"""Entries of cost matrices that a search looks at, unless told otherwise."""
+_MOST_TRIES = 8
+"""How often a choice is found anew, after one that does not run or takes too much."""
+
+
+def parallelize(
+    train_step: Callable[..., Any],
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *batch: Any,
+    mesh: int | Sequence[int] | Any,
+    memory: int | str | None = None,
+    costs: Costs | None = None,
+    work: int = WORK,
+) -> Sharding:
+    """Finds how to spread a model over the ranks of a mesh, for the cheapest training step by a
+    model of time, and certifies how much memory each rank needs.
+
+    Runs the user's function on fake tensors only. The model, the optimizer and the batch stay as
+    they are; under `with roam.fake():` they need no memory either. One process is enough, for a
+    mesh of any size.
+
+    Args:
+        train_step: called as ``train_step(model, optimizer, *batch)``, with one backward pass.
+        model: with plain parameters; nothing of it is distributed yet.
+        optimizer: over its parameters.
+        batch: what else the step is given, the same on every rank.
+        mesh: how many ranks, or a `DeviceMesh` of one dimension.
+        memory: the most that a rank's step may take in all, in bytes or as text such as
+            ``"20GiB"``; no limit if None.
+        costs: constants of the model of time.
+        work: how long to search at most, in entries of cost matrices.
+
+    Raises:
+        CaptureError: the step cannot be traced, or no choice that was found runs on a rank
+            (``sharding``).
+        PlanError: no sharding was found within the memory (``sharding_memory``).
+        ValueError: the mesh or the memory is none.
+    """
+    shape, names, device = _mesh(mesh, model)
+    limit_bytes = None if memory is None else MemoryLimit.of(memory).amount_bytes()
+    return _Planning(
+        train_step, model, optimizer, batch, shape, names, device, costs or Costs(), work
+    ).run(limit_bytes)
+
+
+def _mesh(mesh: Any, model: torch.nn.Module) -> tuple[tuple[int, ...], tuple[str, ...], str]:
+    device = next((parameter.device.type for parameter in model.parameters()), "cpu")
+    if isinstance(mesh, int):
+        mesh = (mesh,)
+    names = getattr(mesh, "mesh_dim_names", None)
+    shape = tuple(getattr(mesh, "shape", mesh))
+    if len(shape) != 1 or any(not isinstance(size, int) or size < 1 for size in shape):
+        raise ValueError(f"a mesh has one dimension of one rank or more, not {mesh!r}")
+    return shape, tuple(names or ("tensor",)), getattr(mesh, "device_type", device)
+
+
+@dataclass(slots=True)
+class _Planning:
+    train_step: Callable[..., Any]
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    batch: tuple[Any, ...]
+    shape: tuple[int, ...]
+    names: tuple[str, ...]
+    device: str
+    costs: Costs
+    work: int
+
+    def run(self, limit_bytes: int | None) -> Sharding:
+        seconds = Seconds()
+        start = time.perf_counter()
+        twin = twin_of(self.model, self.optimizer, self.batch)
+        trace = traced(self.train_step, twin)
+        (size,) = self.shape
+        rules = Rules(trace, size)
+        seconds.trace = time.perf_counter() - start
+        bans, limit, least = Bans(), limit_bytes, None
+        differences: list[Difference] = []
+        for _ in range(_MOST_TRIES):
+            start = time.perf_counter()
+            nodes = self._nodes(trace, rules, bans)
+            searching = time.perf_counter()
+            choice = search(nodes, limit_bytes=limit, work=self.work)
+            seconds.rules += searching - start
+            seconds.search += time.perf_counter() - searching
+            if choice is None:
+                break
+            start = time.perf_counter()
+            styles = styles_of(trace, nodes, choice.options)
+            with meshed(self.shape, self.names, self.device) as mesh:
+                difference = self._difference(trace, nodes, choice, styles, mesh)
+                plan = None if difference else self._plan(styles, mesh)
+            seconds.certify += time.perf_counter() - start
+            if difference is not None:
+                differences.append(difference)
+                bans = _more_bans(bans, trace, nodes, choice, difference)
+                continue
+            assert plan is not None
+            least = min(least or plan.total_bytes, plan.total_bytes)
+            if limit_bytes is None or plan.total_bytes <= limit_bytes:
+                return Sharding(
+                    self.shape, self.names, styles, trace, tuple(nodes), choice, plan, self.costs,
+                    seconds,
+                )  # fmt: skip
+            # The search counts gradients and state as alive all the time, and nothing of kernels.
+            assert limit is not None
+            limit = min(limit - 1, choice.peak_bytes * limit_bytes // plan.total_bytes)
+        if least is None and differences:
+            last = differences[-1]
+            raise CaptureError(
+                f"no sharding was found that runs: on a rank, the code of {last.path or 'the step'} "
+                f"does not run on parts: {last.message}",
+                code="sharding",
+            )
+        raise PlanError(
+            f"no sharding over {size} ranks was found within {format_bytes(limit_bytes or 0)} a rank"
+            + ("" if least is None else f"; the least that was found is {format_bytes(least)}")
+            + "; take more ranks, a smaller batch, or an optimizer with less state",
+            code="sharding_memory",
+        )
+
+    def _nodes(self, trace: Trace, rules: Rules, bans: Bans) -> list[Node]:
+        link = self.costs.link_of(0)
+        return nodes_of(
+            trace,
+            rules,
+            self.costs,
+            replace(link, exchanges=link.exchanges and self.device != "cpu"),
+            folded,
+            state_bytes=state_bytes_of(self.optimizer),
+            bans=bans,
+        ).nodes
+
+    def _rank(self, styles: dict[str, Style], mesh: Any) -> Twin:
+        """What a rank has."""
+        twin = twin_of(self.model, self.optimizer, self.batch)
+        before = dict(twin.model.named_parameters(remove_duplicate=False))
+        with twin.mode:
+            apply_styles(twin.model, mesh, styles, source_rank=None)
+        after = dict(twin.model.named_parameters(remove_duplicate=False))
+        new = {id(parameter): after[name] for name, parameter in before.items()}
+        return replace(twin, optimizer=optimizer_on(twin.optimizer, new))
+
+    def _difference(
+        self, trace: Trace, nodes: Sequence[Node], choice: Choice, styles: dict[str, Style], mesh: Any
+    ) -> Difference | None:
+        rank, raised = traced_until(self.train_step, self._rank(styles, mesh))
+        return first_difference(trace, nodes, choice.options, rank, raised, self.shape[0])
+
+    def _plan(self, styles: dict[str, Style], mesh: Any) -> Plan:
+        rank = self._rank(styles, mesh)
+        return compile_step(self.train_step).plan(rank.model, rank.optimizer, *rank.batch)
+
+
+def _more_bans(
+    bans: Bans, trace: Trace, nodes: Sequence[Node], choice: Choice, difference: Difference
+) -> Bans:
+    """Forbids what a module cannot have run on: parts of those values whose shape its code reads, or
+    else all parts between its operators.
+
+    Raises:
+        CaptureError: that is forbidden already.
+    """
+    path = folded(difference.path)
+    states: dict[int, set[int]] = {}
+    for node, option in zip(nodes, choice.options, strict=True):
+        if node.what == "operator":
+            made = [slot for slot in node.subject.outputs if slot is not None]
+        elif node.what == "style":
+            made = trace.calls[node.subject].returned[:1]
+        else:
+            made = [node.value]
+        for slot, state in zip(made, option.outputs, strict=False):
+            states.setdefault(slot, set()).add(state)
+    read = {
+        (path, state)
+        for slot, call in trace.reads
+        if ("" if call < 0 else folded(trace.calls[call].path)) == path
+        for state in states.get(slot, ())
+        if state >= 0
+    }
+    if not read <= bans.values:
+        return replace(bans, values=bans.values | read)
+    if path not in bans.modules:
+        return replace(bans, modules=bans.modules | {path})
+    raise CaptureError(
+        f"on a rank, the code of {difference.path or 'the step'} does not run on parts: "
+        f"{difference.message}",
+        code="sharding",
+    )
+
+
