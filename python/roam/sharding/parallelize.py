@@ -179,7 +179,10 @@ class _Planning:
 
     def _plan(self, styles: dict[str, Style], mesh: Any) -> Plan:
         rank = self._rank(styles, mesh)
-        return compile_step(self.train_step).plan(rank.model, rank.optimizer, *rank.batch)
+        step = compile_step(self.train_step)
+        step.plan(rank.model, rank.optimizer, *rank.batch)
+        # The first step makes the optimizer's state, all later ones have it.
+        return max((plan for _, plan in step.plans), key=lambda plan: plan.total_bytes)
 
 
 def _more_bans(

@@ -11,6 +11,7 @@ import torch
 from roam.sharding.nodes import Node, Option
 from roam.sharding.rules import SPREAD, WHOLE, State
 from roam.sharding.trace import Trace
+from roam.torch_compat.private import is_dtensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +134,8 @@ def apply_styles(
     ties = [holders for holders in shared.values() if len(holders) > 1]
     plan = {path: style.make() for path, style in styles.items()}
     parallelize_module(model, mesh, plan, src_data_rank=source_rank)
-    for (first, name), *others in ties:
-        for module, other in others:
-            module.register_parameter(other, getattr(first, name))
+    for holders in ties:
+        found = [getattr(module, name) for module, name in holders]
+        spread = next((parameter for parameter in found if is_dtensor(parameter)), found[0])
+        for module, name in holders:
+            module.register_parameter(name, spread)
