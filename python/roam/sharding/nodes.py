@@ -16,6 +16,7 @@ from roam.sharding.rules import SPREAD, WHOLE, Rules, State, fraction
 from roam.sharding.trace import ModuleCall, Operator, Trace, Value
 from roam.sharding.transitions import PARTIAL, transition
 
+aten = torch.ops.aten
 Kind = Literal["plain", "column", "row", "sequence"]
 PLAIN, REPLICATED = -1, -2
 """Placements of a parameter that is a plain tensor, and of one that is a DTensor which every rank
@@ -75,16 +76,17 @@ class Bans:
     """What has been found not to work, by modules' folded paths: parts of values there.
 
     Attributes:
-        values: (path of the module that reads a value's shape, dimension).
+        values: (path, place, dimension): of the values whose shape the module's own code reads, that
+            in this place may not be split along the dimension.
         modules: paths of modules between whose operators nothing may be split.
     """
 
-    values: frozenset[tuple[str, State]] = frozenset()
+    values: frozenset[tuple[str, int, State]] = frozenset()
     modules: frozenset[str] = frozenset()
 
-    def forbid(self, readers: Iterable[str], state: State) -> bool:
-        """Whether a value whose shape these modules read may not have this state."""
-        return any((reader, state) in self.values for reader in readers)
+    def forbid(self, readers: Iterable[tuple[str, int]], state: State) -> bool:
+        """Whether a value may not have this state, for those who read its shape."""
+        return any((*reader, state) in self.values for reader in readers)
 
 
 @dataclass(slots=True)
@@ -142,6 +144,10 @@ class _Builder:
         self._options: dict[Any, list[Option]] = {}
         self._leaves = _leaves(trace)
         self._styled: dict[str, int] = {}
+        self._reads: dict[int, list[tuple[int, int]]] = {}
+        for call, values in trace.reads.items():
+            for place, value in enumerate(values):
+                self._reads.setdefault(value, []).append((call, place))
         self._calls = Counter(call.path for call in trace.calls)
         self._of_parameter = {
             value.parameter: value for value in trace.values if value.parameter is not None
@@ -216,15 +222,19 @@ class _Builder:
         self._found.nodes.append(Node(key, path, what, kept, list(sources), lifetime, subject))
         return len(self._found.nodes) - 1
 
-    def _readers(self, value: int, within: int) -> list[str]:
-        """Folded paths of the modules whose code reads a value's shape in a call, or anywhere."""
+    def _readers(self, value: int, within: int) -> list[tuple[str, int]]:
+        """Who reads a value's shape in a call, or anywhere."""
         if not self._bans.values:
             return []
         return [
-            "" if call < 0 else self._folded(self._trace.calls[call].path)
-            for read, call in self._trace.reads
-            if read == value and (within < 0 or self._is_below(call, within))
+            (self._path_of(call), place)
+            for call, place in self._reads.get(value, ())
+            if within < 0 or self._is_below(call, within)
         ]
+
+    def _path_of(self, call: int) -> str:
+        """The folded path of a call's module."""
+        return "" if call < 0 else self._folded(self._trace.calls[call].path)
 
     # -- parameters
 
@@ -466,7 +476,7 @@ class _Builder:
         ends = [dim for dim in range(len(made.shape)) if divides(made, dim)]
         last = len(made.shape) - 1
         kind: Kind
-        is_linear, is_table = _is_linear(call.module), _is_table(call.module)
+        is_linear, is_table = _is_linear(call.module), _is_table(self._trace, call)
         if is_linear or is_table:
             weight = values[_weight_of(call.module, values, names)]
             for kind in ("column", "row"):
@@ -575,10 +585,22 @@ def _is_linear(module: torch.nn.Module) -> bool:
     return isinstance(module, torch.nn.Linear) and type(module).forward is torch.nn.Linear.forward
 
 
-def _is_table(module: torch.nn.Module) -> bool:
+def _is_table(trace: Trace, call: ModuleCall) -> bool:
+    """Whether a call looks up rows of a table, and maybe multiplies them by numbers, which is the
+    same for parts and for addends.
+    """
+    module = call.module
+    if not isinstance(module, torch.nn.Embedding):
+        return False
+    first, *rest = trace.operators[call.first_operator : call.last_operator]
+    for operator in rest:
+        values = [trace.values[slot] for slot in operator.inputs]
+        is_of_number = all(not value.shape for value in values)
+        is_product = operator.target in (aten.mul.Tensor, aten.mul.Scalar)
+        if not is_of_number and not (is_product and all(not one.shape for one in values[1:])):
+            return False
     return (
-        isinstance(module, torch.nn.Embedding)
-        and type(module).forward is torch.nn.Embedding.forward
+        first.target is aten.embedding.default
         and module.max_norm is None
         and not module.sparse
         and not module.scale_grad_by_freq

@@ -24,11 +24,11 @@ from roam.sharding.rules import Rules
 from roam.sharding.search import Choice, search
 from roam.sharding.styles import Style, apply_styles, styles_of
 from roam.sharding.trace import Trace, traced, traced_until
-from roam.sharding.twin import Twin, optimizer_on, state_bytes_of, twin_of
+from roam.sharding.twin import Twin, optimizer_on, quiet_fakes, state_bytes_of, twin_of
 
 WORK = 20_000_000
 """Entries of cost matrices that a search looks at, unless told otherwise."""
-_MOST_TRIES = 8
+_MOST_TRIES = 12
 """How often a choice is found anew, after one that does not run or takes too much."""
 
 
@@ -66,11 +66,9 @@ def parallelize(
         PlanError: no sharding was found within the memory (``sharding_memory``).
         ValueError: the mesh or the memory is none.
     """
-    shape, names, device = _mesh(mesh, model)
     limit_bytes = None if memory is None else MemoryLimit.of(memory).amount_bytes()
-    return _Planning(
-        train_step, model, optimizer, batch, shape, names, device, costs or Costs(), work
-    ).run(limit_bytes)
+    planning = Planning(train_step, model, optimizer, batch, mesh=mesh, costs=costs, work=work)
+    return planning.within(limit_bytes)
 
 
 def _mesh(mesh: Any, model: torch.nn.Module) -> tuple[tuple[int, ...], tuple[str, ...], str]:
@@ -84,86 +82,131 @@ def _mesh(mesh: Any, model: torch.nn.Module) -> tuple[tuple[int, ...], tuple[str
     return shape, tuple(names or ("tensor",)), getattr(mesh, "device_type", device)
 
 
-@dataclass(slots=True)
-class _Planning:
-    train_step: Callable[..., Any]
-    model: torch.nn.Module
-    optimizer: torch.optim.Optimizer
-    batch: tuple[Any, ...]
-    shape: tuple[int, ...]
-    names: tuple[str, ...]
-    device: str
-    costs: Costs
-    work: int
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A choice that runs on a rank, not certified yet."""
 
-    def run(self, limit_bytes: int | None) -> Sharding:
-        seconds = Seconds()
-        start = time.perf_counter()
-        twin = twin_of(self.model, self.optimizer, self.batch)
-        trace = traced(self.train_step, twin)
-        (size,) = self.shape
-        rules = Rules(trace, size)
-        seconds.trace = time.perf_counter() - start
-        bans, limit, least = Bans(), limit_bytes, None
+    trace: Trace
+    nodes: list[Node]
+    choice: Choice
+    styles: dict[str, Style]
+    differences: tuple[Difference, ...]
+    """Where the choices before it did not run on a rank."""
+
+
+class Planning:
+    """Finds choices for one step on one mesh dimension."""
+
+    def __init__(
+        self,
+        train_step: Callable[..., Any],
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        batch: tuple[Any, ...],
+        *,
+        mesh: int | Sequence[int] | Any,
+        costs: Costs | None = None,
+        work: int = WORK,
+    ) -> None:
+        """The arguments are those of `parallelize`.
+
+        Raises:
+            ValueError: the mesh is none.
+        """
+        self._train_step, self._model, self._optimizer = train_step, model, optimizer
+        self._batch, self._costs, self._work = batch, costs or Costs(), work
+        self.shape, self.names, self._device = _mesh(mesh, model)
+        self.seconds = Seconds()
+        self._traced: tuple[Trace, Rules] | None = None
+
+    def find(self, limit_bytes: int | None = None) -> Found | None:
+        """The cheapest choice that runs on a rank, or None where there is none within the limit.
+
+        Raises:
+            CaptureError: the step cannot be traced, or none of the choices runs.
+        """
+        trace, rules = self._trace()
+        bans = Bans()
         differences: list[Difference] = []
         for _ in range(_MOST_TRIES):
             start = time.perf_counter()
             nodes = self._nodes(trace, rules, bans)
             searching = time.perf_counter()
-            choice = search(nodes, limit_bytes=limit, work=self.work)
-            seconds.rules += searching - start
-            seconds.search += time.perf_counter() - searching
+            choice = search(nodes, limit_bytes=limit_bytes, work=self._work)
+            self.seconds.rules += searching - start
+            self.seconds.search += time.perf_counter() - searching
             if choice is None:
-                break
+                return None
             start = time.perf_counter()
             styles = styles_of(trace, nodes, choice.options)
-            with meshed(self.shape, self.names, self.device) as mesh:
-                difference = self._difference(trace, nodes, choice, styles, mesh)
-                plan = None if difference else self._plan(styles, mesh)
-            seconds.certify += time.perf_counter() - start
-            if difference is not None:
-                differences.append(difference)
-                bans = _more_bans(bans, trace, nodes, choice, difference)
-                continue
-            assert plan is not None
-            least = min(least or plan.total_bytes, plan.total_bytes)
+            difference = self._difference(trace, nodes, choice, styles)
+            self.seconds.check += time.perf_counter() - start
+            if difference is None:
+                return Found(trace, nodes, choice, styles, tuple(differences))
+            differences.append(difference)
+            bans = _more_bans(bans, trace, nodes, choice, difference)
+        last = differences[-1]
+        raise CaptureError(
+            f"no sharding was found that runs: on a rank, the code of {last.path or 'the step'} does "
+            f"not run on parts: {last.message}",
+            code="sharding",
+        )
+
+    def within(self, limit_bytes: int | None) -> Sharding:
+        """A choice whose certified memory keeps to a limit.
+
+        Raises:
+            CaptureError: as from `find`.
+            PlanError: none was found (``sharding_memory``).
+        """
+        limit, least = limit_bytes, None
+        for _ in range(_MOST_TRIES):
+            found = self.find(limit)
+            if found is None:
+                break
+            start = time.perf_counter()
+            plan = self._plan(found.styles)
+            self.seconds.certify += time.perf_counter() - start
             if limit_bytes is None or plan.total_bytes <= limit_bytes:
                 return Sharding(
-                    self.shape, self.names, styles, trace, tuple(nodes), choice, plan, self.costs,
-                    seconds,
+                    self.shape, self.names, found.styles, found.trace, tuple(found.nodes),
+                    found.choice, plan, self._costs, self.seconds,
                 )  # fmt: skip
-            # The search counts gradients and state as alive all the time, and nothing of kernels.
+            least = min(least or plan.total_bytes, plan.total_bytes)
+            # The search counts gradients as alive all the time, and knows nothing of order and layout.
             assert limit is not None
-            limit = min(limit - 1, choice.peak_bytes * limit_bytes // plan.total_bytes)
-        if least is None and differences:
-            last = differences[-1]
-            raise CaptureError(
-                f"no sharding was found that runs: on a rank, the code of {last.path or 'the step'} "
-                f"does not run on parts: {last.message}",
-                code="sharding",
-            )
+            limit = min(limit - 1, found.choice.peak_bytes * limit_bytes // plan.total_bytes)
         raise PlanError(
-            f"no sharding over {size} ranks was found within {format_bytes(limit_bytes or 0)} a rank"
+            f"no sharding over {self.shape[0]} ranks was found within "
+            f"{format_bytes(limit_bytes or 0)} a rank"
             + ("" if least is None else f"; the least that was found is {format_bytes(least)}")
             + "; take more ranks, a smaller batch, or an optimizer with less state",
             code="sharding_memory",
         )
 
+    def _trace(self) -> tuple[Trace, Rules]:
+        if self._traced is None:
+            start = time.perf_counter()
+            trace = traced(self._train_step, twin_of(self._model, self._optimizer, self._batch))
+            self._traced = trace, Rules(trace, self.shape[0])
+            self.seconds.trace += time.perf_counter() - start
+        return self._traced
+
     def _nodes(self, trace: Trace, rules: Rules, bans: Bans) -> list[Node]:
-        link = self.costs.link_of(0)
+        link = self._costs.link_of(0)
         return nodes_of(
             trace,
             rules,
-            self.costs,
-            replace(link, exchanges=link.exchanges and self.device != "cpu"),
+            self._costs,
+            replace(link, exchanges=link.exchanges and self._device != "cpu"),
             folded,
-            state_bytes=state_bytes_of(self.optimizer),
+            state_bytes=state_bytes_of(self._optimizer),
             bans=bans,
         ).nodes
 
     def _rank(self, styles: dict[str, Style], mesh: Any) -> Twin:
         """What a rank has."""
-        twin = twin_of(self.model, self.optimizer, self.batch)
+        twin = twin_of(self._model, self._optimizer, self._batch)
         before = dict(twin.model.named_parameters(remove_duplicate=False))
         with twin.mode:
             apply_styles(twin.model, mesh, styles, source_rank=None)
@@ -171,16 +214,27 @@ class _Planning:
         new = {id(parameter): after[name] for name, parameter in before.items()}
         return replace(twin, optimizer=optimizer_on(twin.optimizer, new))
 
+    def rank_trace(self, styles: dict[str, Style]) -> Trace:
+        """What the first rank does with these styles.
+
+        Raises:
+            CaptureError: its forward pass raises.
+        """
+        with meshed(self.shape, self.names, self._device) as mesh:
+            return traced(self._train_step, self._rank(styles, mesh))
+
     def _difference(
-        self, trace: Trace, nodes: Sequence[Node], choice: Choice, styles: dict[str, Style], mesh: Any
+        self, trace: Trace, nodes: Sequence[Node], choice: Choice, styles: dict[str, Style]
     ) -> Difference | None:
-        rank, raised = traced_until(self.train_step, self._rank(styles, mesh))
+        with meshed(self.shape, self.names, self._device) as mesh, quiet_fakes():
+            rank, raised = traced_until(self._train_step, self._rank(styles, mesh))
         return first_difference(trace, nodes, choice.options, rank, raised, self.shape[0])
 
-    def _plan(self, styles: dict[str, Style], mesh: Any) -> Plan:
-        rank = self._rank(styles, mesh)
-        step = compile_step(self.train_step)
-        step.plan(rank.model, rank.optimizer, *rank.batch)
+    def _plan(self, styles: dict[str, Style]) -> Plan:
+        with meshed(self.shape, self.names, self._device) as mesh:
+            rank = self._rank(styles, mesh)
+            step = compile_step(self._train_step)
+            step.plan(rank.model, rank.optimizer, *rank.batch)
         # The first step makes the optimizer's state, all later ones have it.
         return max((plan for _, plan in step.plans), key=lambda plan: plan.total_bytes)
 
@@ -188,8 +242,8 @@ class _Planning:
 def _more_bans(
     bans: Bans, trace: Trace, nodes: Sequence[Node], choice: Choice, difference: Difference
 ) -> Bans:
-    """Forbids what a module cannot have run on: parts of those values whose shape its code reads, or
-    else all parts between its operators.
+    """Forbids what a module cannot have run on: parts of a value whose shape its code reads, or else
+    all parts between its operators.
 
     Raises:
         CaptureError: that is forbidden already.
@@ -205,15 +259,14 @@ def _more_bans(
             made = [node.value]
         for slot, state in zip(made, option.outputs, strict=False):
             states.setdefault(slot, set()).add(state)
-    read = {
-        (path, state)
-        for slot, call in trace.reads
-        if ("" if call < 0 else folded(trace.calls[call].path)) == path
-        for state in states.get(slot, ())
-        if state >= 0
-    }
-    if not read <= bans.values:
-        return replace(bans, values=bans.values | read)
+    for call, values in trace.reads.items():
+        if ("" if call < 0 else folded(trace.calls[call].path)) != path:
+            continue
+        for place, slot in enumerate(values):
+            found = {(path, place, state) for state in states.get(slot, ()) if state >= 0}
+            if not found <= bans.values:
+                # The first that is read and split: one more each time.
+                return replace(bans, values=bans.values | found)
     if path not in bans.modules:
         return replace(bans, modules=bans.modules | {path})
     raise CaptureError(

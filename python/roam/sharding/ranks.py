@@ -10,6 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from roam.errors import CaptureError
+from roam.torch_compat.private import fake_store
 
 
 @contextmanager
@@ -32,9 +33,7 @@ def meshed(shape: Sequence[int], names: Sequence[str], device: str) -> Iterator[
             )
         yield init_device_mesh(device, tuple(shape), mesh_dim_names=tuple(names))
         return
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+    dist.init_process_group("fake", store=fake_store(), rank=0, world_size=world)
     try:
         yield init_device_mesh(device, tuple(shape), mesh_dim_names=tuple(names))
     finally:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -26,12 +26,14 @@ class Seconds:
         trace: of one process's step on fakes.
         rules: to ask DTensor for its rules and to write down all options.
         search: for the choices, and their bounds.
-        certify: to apply them, and to capture and plan a rank's step.
+        check: to apply them, and to trace a rank's step.
+        certify: to capture and plan a rank's step.
     """
 
     trace: float = 0.0
     rules: float = 0.0
     search: float = 0.0
+    check: float = 0.0
     certify: float = 0.0
 
 
@@ -141,12 +143,7 @@ class Sharding:
             ],
             "total_bytes": self.plan.total_bytes,
             "bound_bytes": self.plan.total_lower_bound_bytes,
-            "seconds": {
-                "trace": self.seconds.trace,
-                "rules": self.seconds.rules,
-                "search": self.seconds.search,
-                "certify": self.seconds.certify,
-            },
+            "seconds": asdict(self.seconds),
         }
 
     def _sums(self, ranks: int) -> dict[str, tuple[int, int]]:

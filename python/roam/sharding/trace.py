@@ -19,6 +19,7 @@ from roam.sharding.twin import Twin
 from roam.torch_compat.private import (
     DataDependentOutputException,
     TorchDispatchMode,
+    base_name,
     c_pointer,
     graph_task,
     is_dtensor,
@@ -107,8 +108,10 @@ class Trace:
     storage_bytes: dict[int, int]
     end: int
     """How many operators the forward and the backward pass have."""
-    reads: set[tuple[int, int]] = field(default_factory=set)
-    """(value, call): of which values a module's own code asks for the shape."""
+    reads: dict[int, list[int]] = field(default_factory=dict)
+    """Per call of a module, the values of which its own code asks for the shape, in order."""
+    collectives: list[tuple[str, int]] = field(default_factory=list)
+    """Kind and bytes of the whole tensor, as `Collective` has them, forward and backward."""
     innermost: int = -1
     """The call of a module in which the forward pass ended; -1 outside of all."""
 
@@ -186,6 +189,14 @@ _SHAPE_READS = {
 }
 
 
+_COLLECTIVES = {
+    "all_reduce": "all_reduce",
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
+}
+
+
 class _Tracer(TorchDispatchMode):
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -202,7 +213,8 @@ class _Tracer(TorchDispatchMode):
         self._last_use: dict[int, int] = {}
         self._bytes: dict[int, int] = {}
         self._time = 0
-        self._reads: set[tuple[int, int]] = set()
+        self._reads: dict[int, list[int]] = {}
+        self._collectives: list[tuple[str, int]] = []
         self._is_in_hooks = False
         """Whether other hooks of a module run before its forward pass, such as those of styles."""
         self.has_gone_back = False
@@ -246,7 +258,9 @@ class _Tracer(TorchDispatchMode):
         """The innermost module asks for a tensor's shape."""
         number = self._known.get(id(tensor))
         if number is not None and not self.has_gone_back and not self._is_in_hooks:
-            self._reads.add((number, self._stack[-1] if self._stack else -1))
+            values = self._reads.setdefault(self._stack[-1] if self._stack else -1, [])
+            if number not in values:
+                values.append(number)
 
     def _end(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         if self.has_gone_back or not self._stack:
@@ -296,6 +310,9 @@ class _Tracer(TorchDispatchMode):
             return result  # asks for a device, or only tells of itself
         if graph_task() != -1:
             self.has_gone_back = True
+        if func.namespace == "_c10d_functional" and (kind := _COLLECTIVES.get(base_name(func))):
+            sizes = [tensor.nbytes for tensor in (*given, result)]
+            self._collectives.append((kind, max(sizes)))
         made = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         time, self._time = self._time, self._time + 1
         for tensor in (*given, *made):
@@ -345,5 +362,6 @@ class _Tracer(TorchDispatchMode):
             self._bytes,
             self._time,
             self._reads,
+            self._collectives,
             self._stack[-1] if self._stack else -1,
         )

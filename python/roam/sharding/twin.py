@@ -5,7 +5,10 @@ the user's own stay as they are.
 from __future__ import annotations
 
 import copy
+import logging
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,6 +78,17 @@ def optimizer_on(
         for group in optimizer.param_groups
     ]
     return twin
+
+
+@contextmanager
+def quiet_fakes() -> Iterator[None]:
+    """Block in which PyTorch does not log what fake kernels raise."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    was, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = was
 
 
 def _fake(mode: FakeTensorMode, tensor: torch.Tensor) -> Any:

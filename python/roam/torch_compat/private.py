@@ -256,6 +256,13 @@ def spec_rules(
     return rows
 
 
+def fake_store() -> Any:
+    """What the "fake" process group is made with, whose collectives do nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    return FakeStore()
+
+
 def with_numbers(schema: Any, number: Callable[[Any], Any]) -> Any:
     """What an operator on distributed tensors is given, with `number` of each argument."""
     args, kwargs = pytree.tree_map(number, (schema.args_schema, schema.kwargs_schema))
@@ -958,6 +965,7 @@ __all__ = [
     "engine",
     "engine_will_run",
     "exchange_shard",
+    "fake_store",
     "finished_work",
     "flat_shape",
     "flat_weights_of",
@@ -968,6 +976,7 @@ __all__ = [
     "function_transform",
     "gives_arguments",
     "gradient_hooks_of",
+    "graph_task",
     "has_kernel",
     "has_kernel_for",
     "has_module_hooks",
@@ -1029,6 +1038,8 @@ __all__ = [
     "shard_settings",
     "shard_states",
     "shards",
+    "single_dimension_rules",
+    "spec_rules",
     "spread_generators",
     "start_allocator_events",
     "stop_allocator_events",
