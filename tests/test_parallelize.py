@@ -5,10 +5,8 @@ is what was certified.
 from __future__ import annotations
 
 import json
-import warnings
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +21,7 @@ from roam.errors import CaptureError, PlanError
 from roam.sharding import Costs, Link
 from roam.sharding.nodes import Node, Option
 from roam.sharding.parallelize import Planning
+from roam.sharding.styles import Style, apply_styles
 
 WORDS, WIDTH, HEADS, ROWS, TOKENS = 64, 32, 4, 4, 16
 FREE = Costs(flops_per_ns=10, bytes_per_ns=1, launch_ns=0, link=Link(latency_ns=0, bytes_per_ns=100))
@@ -90,6 +89,7 @@ def planning(size: int = 2, costs: Costs = FREE, **options: Any) -> Planning:
 
 
 def small() -> tuple[nn.Module, torch.optim.Optimizer, torch.Tensor]:
+    torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
     return net, torch.optim.SGD(net.parameters()), torch.randn(4, 8)
 
@@ -138,14 +138,14 @@ def test_a_choice_is_the_cheapest_of_all(costs: Costs, size: int) -> None:
 
 def test_equal_layers_choose_alike_and_lose_nothing() -> None:
     counts = []
-    for layers in (2, 6):
+    for layers in (2, 4):
         found = planning(layers=layers).find()
         assert found is not None
         assert found.choice.ns == found.choice.bound_ns
         counts.append((found.choice.nodes, found.choice.folded_nodes))
     (few, folded_few), (many, folded_many) = counts
     # The first and the last layer have other neighbours, all between them the same.
-    assert many > 2 * few
+    assert many > 1.8 * few
     assert folded_many <= folded_few + 2
 
 
@@ -161,26 +161,24 @@ def test_a_transformer_is_split_as_experts_split_it() -> None:
 
 
 def test_the_collectives_of_a_rank_are_those_of_the_model() -> None:
-    for size in (2, 4):
-        plans = planning(size=size)
-        found = plans.find()
-        assert found is not None
-        sharding = plans.within(None)
-        expected = Counter(
-            (one.kind, one.size_bytes)
-            for node, option in zip(found.nodes, found.choice.options, strict=True)
-            for one in option.collectives
-        )
-        # Gradients of whole parameters that work on parts are reduced by the optimizer.
-        reduced = Counter(
-            ("all_reduce", parameter.numel() * 4)
-            for path, style in found.styles.items()
-            if style.name == "SequenceParallel"
-            for parameter in plans._model.get_submodule(path).parameters()
-        )
-        launched = Counter(plans.rank_trace(found.styles).collectives)
-        assert launched == expected - reduced
-        assert sum(expected.values()) == len(sharding.collectives)
+    plans = planning(size=4)
+    found = plans.find()
+    assert found is not None
+    expected = Counter(
+        (one.kind, one.size_bytes)
+        for node, option in zip(found.nodes, found.choice.options, strict=True)
+        for one in option.collectives
+    )
+    # Gradients of whole parameters that work on parts are reduced by the optimizer.
+    net = made()[0]
+    reduced = Counter(
+        ("all_reduce", parameter.numel() * 4)
+        for path, style in found.styles.items()
+        if style.name == "SequenceParallel"
+        for parameter in net.get_submodule(path).parameters()
+    )
+    assert reduced
+    assert Counter(plans.rank_trace(found.styles).collectives) == expected - reduced
 
 
 def test_random_operators_are_not_split() -> None:
@@ -310,24 +308,45 @@ def ranks(processes: Ranks) -> Ranks:
     return revived(processes)
 
 
-def trained(rank: int, world: int, steps: int) -> tuple[list[float], list[float], list[float], int, int]:
-    """Losses of one process, of ranks eagerly, and of ranks by plan; bytes certified and measured."""
-    warnings.simplefilter("ignore")
-    net, optimizer, tokens = made()
-    sharding = roam.parallelize(train_step, net, optimizer, tokens, mesh=world, costs=FREE)
-    one = [float(train_step(net, optimizer, tokens)) for _ in range(steps)]
-    net, optimizer, tokens = made()
-    sharding.apply(net, optimizer)
-    eager = [float(train_step(net, optimizer, tokens)) for _ in range(steps)]
-    net, optimizer, tokens = made()
-    sharding.apply(net, optimizer)
-    step = roam.compile(train_step)
-    by_plan = [float(step(net, optimizer, tokens)) for _ in range(steps)]
-    return one, eager, by_plan, sharding.total_bytes, step.memory().run_bytes
+def trained(
+    rank: int, world: int, styles: dict[str, Style], steps: int
+) -> tuple[list[float], list[float], int]:
+    """Losses eagerly and by plan, and the bytes of the plan."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (world,))
+    losses = []
+    for compiles in (False, True):
+        net, optimizer, tokens = made(layers=1)
+        apply_styles(net, mesh, styles)
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, foreach=False)
+        step = roam.compile(train_step) if compiles else train_step
+        losses.append([float(step(net, optimizer, tokens)) for _ in range(steps)])
+    return losses[0], losses[1], step.memory().run_bytes  # type: ignore[union-attr]
 
 
 def test_ranks_train_as_one_process_does(ranks: Ranks) -> None:
-    for one, eager, by_plan, certified, planned in ranks.run(trained, 10):
+    net, optimizer, tokens = made(layers=1)
+    sharding = roam.parallelize(train_step, net, optimizer, tokens, mesh=ranks.world, costs=FREE)
+    names = {style.name for style in sharding.styles.values()}
+    assert {"ColwiseParallel", "RowwiseParallel", "SequenceParallel"} <= names
+    one = [float(train_step(net, optimizer, tokens)) for _ in range(10)]
+    for eager, by_plan, planned in ranks.run(trained, sharding.styles, 10):
         assert eager == pytest.approx(one, rel=1e-5)
         assert by_plan == eager
-        assert certified == pytest.approx(planned, rel=0.01)
+        assert sharding.total_bytes == pytest.approx(planned, rel=0.01)
+
+
+def planned_and_applied(rank: int, world: int) -> list[float]:
+    """Losses of a rank that finds the sharding itself, in its own group."""
+    net, optimizer, x = small()
+    sharding = roam.parallelize(square_step, net, optimizer, x, mesh=world, costs=FREE)
+    sharding.apply(net, optimizer)
+    return [float(square_step(net, optimizer, x)) for _ in range(3)]
+
+
+def test_every_rank_may_find_the_sharding_itself(ranks: Ranks) -> None:
+    net, optimizer, x = small()
+    one = [float(square_step(net, optimizer, x)) for _ in range(3)]
+    for losses in ranks.run(planned_and_applied):
+        assert losses == pytest.approx(one, rel=1e-5)
