@@ -1,5 +1,5 @@
-"""`roam.parallelize`: choices are the cheapest of all, ranks do what was chosen, and what runs on them
-is what was certified.
+"""`roam.parallelize`: choices are the cheapest of all, ranks do what was chosen, and what runs on
+them is what was certified.
 """
 
 from __future__ import annotations
@@ -20,11 +20,14 @@ from roam import cli
 from roam.errors import CaptureError, PlanError
 from roam.sharding import Costs, Link
 from roam.sharding.nodes import Node, Option
-from roam.sharding.parallelize import Planning
+from roam.sharding.planning import Planning
+from roam.sharding.ranks import meshed
 from roam.sharding.styles import Style, apply_styles
 
 WORDS, WIDTH, HEADS, ROWS, TOKENS = 64, 32, 4, 4, 16
-FREE = Costs(flops_per_ns=10, bytes_per_ns=1, launch_ns=0, link=Link(latency_ns=0, bytes_per_ns=100))
+FREE = Costs(
+    flops_per_ns=10, bytes_per_ns=1, launch_ns=0, link=Link(latency_ns=0, bytes_per_ns=100)
+)
 """Collectives cost next to nothing, so that small models are spread."""
 
 
@@ -207,15 +210,13 @@ def test_code_that_does_not_run_on_parts_is_left_whole() -> None:
 def test_tied_parameters_stay_tied() -> None:
     sharding = roam.parallelize(train_step, *made(), mesh=2, costs=FREE)
     assert {"words", "head"} & set(sharding.styles)
-    with pytest.raises(CaptureError) as raised:
-        from roam.sharding.ranks import meshed
-
-        with meshed((2,), ("tensor",), "cpu") as mesh:
-            net, optimizer, tokens = made()
-            sharding.apply(net, optimizer, mesh=mesh)
-            assert net.head.weight is net.words.weight
-            held = {id(one) for group in optimizer.param_groups for one in group["params"]}
-            assert held == {id(one) for one in net.parameters()}
+    net, optimizer, tokens = made()
+    with meshed((2,), ("tensor",), "cpu") as mesh:
+        sharding.apply(net, optimizer, mesh=mesh)
+        assert net.head.weight is net.words.weight
+        held = {id(one) for group in optimizer.param_groups for one in group["params"]}
+        assert held == {id(one) for one in net.parameters()}
+        with pytest.raises(CaptureError) as raised:
             roam.parallelize(train_step, net, optimizer, tokens, mesh=2)
     assert raised.value.code == "dtensor"
 

@@ -727,7 +727,9 @@ def _rules_of_placements() -> bool:
         return (4, 4), (4, 1), torch.float32
 
     product = private.single_dimension_rules(aten.mm.default, (("a", "b"), {}), str, meta)
-    names = {tuple((type(one).__name__, getattr(one, "dim", None)) for one in row) for row in product}
+    names = {
+        tuple((type(one).__name__, getattr(one, "dim", None)) for one in row) for row in product
+    }
     kind = "_ShardingPlaceholder"
     views = private.spec_rules(aten.transpose.int, (("a", 0, 1), {}), str, meta, 2, 1)
     shards = [[(one.is_replicate(), getattr(one, "dim", None)) for one in row] for row in views]

@@ -19,7 +19,13 @@ _KINDS = {
     "replicated_with_grad_allreduce": "sequence",
 }
 """Styles of transformers that the styles of PyTorch can stand for."""
-_WHOLE_RESULT = {"colwise_gather_output", "embedding_colwise", "rowwise", "rowwise_split_input", "embedding_rowwise"}
+_WHOLE_RESULT = {
+    "colwise_gather_output",
+    "embedding_colwise",
+    "rowwise",
+    "rowwise_split_input",
+    "embedding_rowwise",
+}
 
 
 def shipped_plan(model: Any) -> dict[str, str]:
@@ -43,7 +49,7 @@ def left_out(plan: dict[str, str]) -> list[str]:
 
 def allowed_by(model: Any, plan: dict[str, str]) -> Callable[[Node, Option], bool]:
     """Which options a plan allows: its own for the modules that it names, and whole ones for all
-    others, but for tables whose weight is that of a head which the plan splits: they are split alike.
+    others. Tables whose weight is that of a head which the plan splits are split like it.
     """
     patterns = [
         (re.compile(re.escape(path).replace(r"\*", r"[^.]+")), style)
@@ -80,8 +86,12 @@ def allowed_by(model: Any, plan: dict[str, str]) -> Callable[[Node, Option], boo
             return False
         if style == "colwise":
             return option.inputs[0] == WHOLE and option.outputs[0] >= 0 and not _leaves(option)
-        is_split = style in ("rowwise_split_input", "embedding_rowwise") or style.startswith("colwise")
-        return style.startswith("replicated") or (option.inputs[0] == WHOLE) == is_split or style.startswith("embedding")
+        is_split = style in ("rowwise_split_input", "embedding_rowwise") or style.startswith(
+            "colwise"
+        )
+        if style.startswith(("replicated", "embedding")):
+            return True
+        return (option.inputs[0] == WHOLE) == is_split
 
     return is_allowed
 
@@ -93,5 +103,3 @@ def _leaves(option: Option) -> bool:
 def nothing(node: Node, option: Option) -> bool:
     """Allows whole operators and plain modules only."""
     return option.kind == "plain" and (node.what != "entry" or option.inputs == option.outputs)
-
-

@@ -7,7 +7,7 @@ styles -> check and plan (a rank's own step)
 from __future__ import annotations
 
 from roam.sharding.costs import Costs, Link
-from roam.sharding.parallelize import parallelize
+from roam.sharding.planning import parallelize
 from roam.sharding.result import Sharding
 
 __all__ = ["Costs", "Link", "Sharding", "parallelize"]

@@ -47,8 +47,8 @@ def first_difference(
     raised: Exception | None,
     size: int,
 ) -> Difference | None:
-    """The first operator between modules in which a rank's forward pass differs from what was chosen
-    for it; None where there is none.
+    """The first operator between modules in which a rank's forward pass differs from what was
+    chosen for it; None where there is none.
 
     Args:
         trace: of one process.
@@ -112,9 +112,7 @@ def _target(operator: Operator) -> Any:
 
 
 def _local(shape: Sequence[int], state: int, size: int) -> tuple[int, ...]:
-    return tuple(
-        length // size if dim == state else length for dim, length in enumerate(shape)
-    )
+    return tuple(length // size if dim == state else length for dim, length in enumerate(shape))
 
 
 def _plain(operator: Operator) -> Any:

@@ -76,8 +76,8 @@ class Bans:
     """What has been found not to work, by modules' folded paths: parts of values there.
 
     Attributes:
-        values: (path, place, dimension): of the values whose shape the module's own code reads, that
-            in this place may not be split along the dimension.
+        values: (path, place, dimension): of the values whose shape the module's own code reads,
+            that in this place may not be split along the dimension.
         modules: paths of modules between whose operators nothing may be split.
     """
 
@@ -215,10 +215,9 @@ class _Builder:
             )
             and not any(map(self._bans.forbid, readers, option.outputs))
         ]
-        key = (what, self._folded(path))
         place = (path, what)
         self._counts[place] = self._counts.get(place, -1) + 1
-        key = (*key, self._counts[place], len(sources), tuple(kept))
+        key = what, self._folded(path), self._counts[place], len(sources), tuple(kept)
         self._found.nodes.append(Node(key, path, what, kept, list(sources), lifetime, subject))
         return len(self._found.nodes) - 1
 
@@ -244,12 +243,17 @@ class _Builder:
             placements: list[State] = [PLAIN]
             if name not in free:
                 dims = range(len(value.shape))
-                placements += [REPLICATED, *(dim for dim in dims if self._rules.divides(value, dim))]
+                placements += [
+                    REPLICATED,
+                    *(dim for dim in dims if self._rules.divides(value, dim)),
+                ]
             options = []
             for placement in placements:
                 local = fraction(value, placement, self._rules.size)
                 trained = local if value.is_differentiable else 0
-                update = self._costs.run_ns(0, trained * (3 + 2 * self._state_bytes)) if trained else 0
+                update = (
+                    self._costs.run_ns(0, trained * (3 + 2 * self._state_bytes)) if trained else 0
+                )
                 size = local + round(trained * (1 + self._state_bytes))
                 options.append(Option((), (placement,), update, size))
             path = name.rpartition(".")[0]
@@ -292,7 +296,9 @@ class _Builder:
                 if value in new
             )
             options.append(Option(strategy.inputs, strategy.outputs, ns, taken))
-        node = self._add("operator", path, options, sources, self._lifetime(operator, new), operator, outputs)
+        node = self._add(
+            "operator", path, options, sources, self._lifetime(operator, new), operator, outputs
+        )
         self._produce(outputs, node)
 
     def _has_alias(self, operator: Operator) -> bool:
@@ -300,16 +306,16 @@ class _Builder:
         if not operator.mutates:
             return False
         own = {*operator.inputs, *(slot for slot in operator.outputs if slot is not None)}
-        storages = {self._trace.values[slot].storage for slot in operator.outputs if slot is not None}
+        storages = {
+            self._trace.values[slot].storage for slot in operator.outputs if slot is not None
+        }
         return any(
             value.storage in storages and number not in own
             for number, value in enumerate(self._trace.values)
         )
 
     def _is_new(self, value: Value, operator: Operator) -> bool:
-        return all(
-            self._trace.values[given].storage != value.storage for given in operator.inputs
-        )
+        return all(self._trace.values[given].storage != value.storage for given in operator.inputs)
 
     def _produce(self, outputs: Sequence[int], node: int) -> None:
         for place, slot in enumerate(outputs):
@@ -342,14 +348,11 @@ class _Builder:
                     continue  # what a style made a DTensor stays one within
                 crossed = self._transition(before, after, value)
                 if crossed is not None:
-                    extra = value.size_bytes if after in (WHOLE, SPREAD) != before else 0
-                    if before == after or (before, after) == (WHOLE, SPREAD):
-                        extra = 0
-                    elif after >= 0:
-                        extra = value.size_bytes // self._rules.size
-                    options.append(
-                        Option((before,), (after,), self._crossing(crossed), extra, crossed)
-                    )
+                    extra = 0
+                    if before != after and (before, after) != (WHOLE, SPREAD):
+                        extra = fraction(value, after, self._rules.size)
+                    ns = self._crossing(crossed)
+                    options.append(Option((before,), (after,), ns, extra, crossed))
         if source is None:
             # What every rank has whole.
             options = [option for option in options if option.inputs == (WHOLE,)]
@@ -423,7 +426,7 @@ class _Builder:
         options = self._options[key]
         earlier = self._styled.get(call.path)
         if self._calls[call.path] > 1:
-            # One style serves all calls of a module: what it is passes from the first to the others.
+            # One style serves all calls of a module: it passes from the first to the others.
             codes: dict[Any, int] = {}
             marks = [
                 codes.setdefault((one.kind, one.split, one.inputs, one.outputs), len(codes))
@@ -439,9 +442,7 @@ class _Builder:
             ]
             if earlier is not None:
                 sources.append((earlier, 1))
-        node = self._add(
-            "style", call.path, options, sources, lifetime, number, call.returned[:1]
-        )
+        node = self._add("style", call.path, options, sources, lifetime, number, call.returned[:1])
         self._styled.setdefault(call.path, node)
         self._produce([call.returned[0]], node)
 
@@ -458,14 +459,14 @@ class _Builder:
         operators = self._trace.operators[call.first_operator : call.last_operator]
         flops = sum(operator.flops for operator in operators)
         weights = sum(value.size_bytes for value in parameters)
-        kernels = max(
-            1, sum(not _is_view(self._trace, operator) for operator in operators)
-        )
+        kernels = max(1, sum(not _is_view(self._trace, operator) for operator in operators))
 
         def ns(share: int, given_bytes: float, made_bytes: float, weight_bytes: float) -> int:
             moved = given_bytes + made_bytes + weight_bytes
             whole = self._ns(flops / share, moved, [made])
-            return whole + (kernels - 1) * self._costs.launch_ns * (3 if made.is_differentiable else 1)
+            return whole + (kernels - 1) * self._costs.launch_ns * (
+                3 if made.is_differentiable else 1
+            )
 
         kept = given.size_bytes if any(value.is_differentiable for value in parameters) else 0
         yield Option(
@@ -480,12 +481,17 @@ class _Builder:
         if is_linear or is_table:
             weight = values[_weight_of(call.module, values, names)]
             for kind in ("column", "row"):
-                split = (0 if kind == "column" else 1) if is_linear else (1 if kind == "column" else 0)
+                split = (
+                    (0 if kind == "column" else 1) if is_linear else (1 if kind == "column" else 0)
+                )
                 if not divides(weight, split):
                     continue
                 rest = REPLICATED if kind == "row" else 0
                 placed = [split if value is weight else rest for value in parameters]
-                if any(place >= 0 and not divides(value, place) for value, place in zip(parameters, placed, strict=True)):
+                if any(
+                    place >= 0 and not divides(value, place)
+                    for value, place in zip(parameters, placed, strict=True)
+                ):
                     continue
                 within = SPREAD if is_table or kind == "column" else len(given.shape) - 1
                 if within >= 0 and not divides(given, within):
@@ -493,12 +499,8 @@ class _Builder:
                 natural = last if kind == "column" else PARTIAL
                 if natural >= 0 and not divides(made, natural):
                     continue
-                for before in ((WHOLE,) if is_table else (WHOLE, SPREAD, *parts)):
-                    enters = (
-                        ()
-                        if is_table
-                        else self._transition(before, within, given)
-                    )
+                for before in (WHOLE,) if is_table else (WHOLE, SPREAD, *parts):
+                    enters = () if is_table else self._transition(before, within, given)
                     if enters is None:
                         continue
                     for after in (WHOLE, *ends):
@@ -524,8 +526,8 @@ class _Builder:
                         )  # fmt: skip
         # The style makes all parameters trainable.
         for dim in parts if all(value.is_differentiable for value in parameters) else ():
-            after = self._sequence(call, dim)
-            if after is None:
+            result = self._sequence(call, dim)
+            if result is None:
                 continue
             reduced = tuple(
                 Collective("all_reduce", value.size_bytes)
@@ -537,7 +539,7 @@ class _Builder:
                 enters = self._transition(before, dim, given)
                 crossed = (*(enters or ()), *reduced)
                 yield Option(
-                    (before, *[REPLICATED] * len(names)), (after,), time + self._crossing(crossed),
+                    (before, *[REPLICATED] * len(names)), (result,), time + self._crossing(crossed),
                     made.size_bytes // size, crossed, "sequence", dim,
                 )  # fmt: skip
 
@@ -607,9 +609,7 @@ def _is_table(trace: Trace, call: ModuleCall) -> bool:
     )
 
 
-def _weight_of(
-    module: torch.nn.Module, values: dict[str, Value], names: Sequence[str]
-) -> str:
+def _weight_of(module: torch.nn.Module, values: dict[str, Value], names: Sequence[str]) -> str:
     """The name of the parameter that is the module's `weight`, or else of the first."""
     if len(names) == 1 or not hasattr(module, "weight"):
         return names[0]
@@ -634,11 +634,7 @@ def _leaves(trace: Trace) -> dict[int, tuple[str, ...]]:
     found = {}
     for number, call in enumerate(trace.calls):
         own = list(call.module.parameters(recurse=False))
-        below = [
-            parameter
-            for child in call.module.children()
-            for parameter in child.parameters()
-        ]
+        below = [parameter for child in call.module.children() for parameter in child.parameters()]
         is_first = bool(call.given) and call.given[0][0] == 0 and len(call.given) == 1
         if not own or below or not is_first or not call.is_single or len(call.returned) != 1:
             continue

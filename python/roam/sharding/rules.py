@@ -69,7 +69,9 @@ class Rules:
             and value.shape[state] % self.size == 0
         )
 
-    def strategies(self, operator: Operator, *, is_distributed: bool = False) -> tuple[Strategy, ...]:
+    def strategies(
+        self, operator: Operator, *, is_distributed: bool = False
+    ) -> tuple[Strategy, ...]:
         """All ways to run an operator on parts, the whole one first.
 
         Args:

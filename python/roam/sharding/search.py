@@ -1,5 +1,5 @@
-"""The choice of an option for each node: equal layers choose alike at first, and the bound is that of
-all layers apart.
+"""The choice of an option for each node: equal layers choose alike at first, and the bound is that
+of all layers apart.
 """
 
 from __future__ import annotations
@@ -96,9 +96,7 @@ class _Problem:
         self._costs: list[list[int]] = [[] for _ in range(count)]
         self._edges: dict[tuple[int, int, int, int], int] = {}
         for node, group in zip(nodes, groups, strict=True):
-            costs = [
-                option.ns if allowed(node, option) else FORBIDDEN for option in node.options
-            ]
+            costs = [option.ns if allowed(node, option) else FORBIDDEN for option in node.options]
             if self._firsts[group] is None:
                 self._firsts[group] = node
                 self._costs[group] = costs
@@ -120,7 +118,8 @@ class _Problem:
         costs = [list(row) for row in self._costs]
         for first, output, second, place in self._edges:
             before, after = self._firsts[first], self._firsts[second]
-            assert before is not None and after is not None
+            assert before is not None
+            assert after is not None
             given = tuple(option.outputs[output] for option in before.options)
             wanted = tuple(option.inputs[place] for option in after.options)
             if first == second:
@@ -130,7 +129,9 @@ class _Problem:
                 continue
             if (given, wanted) not in known:
                 known[given, wanted] = len(matrices)
-                matrices.append([0 if one == other else FORBIDDEN for one in given for other in wanted])
+                matrices.append(
+                    [0 if one == other else FORBIDDEN for one in given for other in wanted]
+                )
             edges.append((first, second, known[given, wanted]))
         firsts = [node for node in self._firsts if node is not None]
         return ShardingProblem(

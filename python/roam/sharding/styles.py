@@ -57,7 +57,9 @@ class Style:
         places = range(self.positional)
         return style(
             input_layouts=tuple(before if place == self.argument else None for place in places),
-            desired_input_layouts=tuple(after if place == self.argument else None for place in places),
+            desired_input_layouts=tuple(
+                after if place == self.argument else None for place in places
+            ),
             use_local_output=is_local,
         )
 
@@ -82,9 +84,7 @@ def _text(state: State) -> str:
 _NAMES = {"column": "ColwiseParallel", "row": "RowwiseParallel", "sequence": "SequenceParallel"}
 
 
-def styles_of(
-    trace: Trace, nodes: Sequence[Node], options: Iterable[Option]
-) -> dict[str, Style]:
+def styles_of(trace: Trace, nodes: Sequence[Node], options: Iterable[Option]) -> dict[str, Style]:
     """By modules' paths, the styles that make a choice happen."""
     found: dict[str, Style] = {}
     for node, option in zip(nodes, options, strict=True):

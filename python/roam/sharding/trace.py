@@ -143,13 +143,11 @@ def traced(train_step: Callable[..., Any], twin: Twin) -> Trace:
     return trace
 
 
-def traced_until(
-    train_step: Callable[..., Any], twin: Twin
-) -> tuple[Trace, Exception | None]:
+def traced_until(train_step: Callable[..., Any], twin: Twin) -> tuple[Trace, Exception | None]:
     """One step up to the optimizer's update, or up to what its forward pass raises."""
     tracer = _Tracer(twin.model)
     optimizer = twin.optimizer
-    optimizer.step = lambda closure=None: None  # type: ignore[method-assign]
+    optimizer.step = lambda closure=None: None  # type: ignore[method-assign,assignment]
     raised: Exception | None = None
     try:
         with ExitStack() as stack:
@@ -302,7 +300,9 @@ class _Tracer(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        given = [
+            leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)
+        ]
         if any(map(is_dtensor, given)):
             return NotImplemented
         result = func(*args, **kwargs)

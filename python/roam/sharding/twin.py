@@ -65,9 +65,7 @@ def twin_of(
     return Twin(mode, twin, optimizer_on(optimizer, memo), batch)
 
 
-def optimizer_on(
-    optimizer: torch.optim.Optimizer, new: dict[int, Any]
-) -> torch.optim.Optimizer:
+def optimizer_on(optimizer: torch.optim.Optimizer, new: dict[int, Any]) -> torch.optim.Optimizer:
     """The optimizer once more, without state, on other parameters: `new`, by the identity of its
     own.
     """
@@ -106,7 +104,9 @@ def state_bytes_of(optimizer: torch.optim.Optimizer) -> float:
     small one.
     """
     group = {
-        key: value for key, value in optimizer.param_groups[0].items() if key not in ("params", "lr")
+        key: value
+        for key, value in optimizer.param_groups[0].items()
+        if key not in ("params", "lr")
     }
     with disable_current_modes():
         parameter = torch.nn.Parameter(torch.zeros(64, 64))

@@ -173,7 +173,7 @@ class Planning:
                     found.choice, plan, self._costs, self.seconds,
                 )  # fmt: skip
             least = min(least or plan.total_bytes, plan.total_bytes)
-            # The search counts gradients as alive all the time, and knows nothing of order and layout.
+            # The search counts gradients as alive all the time, and knows no order or layout.
             assert limit is not None
             limit = min(limit - 1, found.choice.peak_bytes * limit_bytes // plan.total_bytes)
         raise PlanError(
@@ -242,8 +242,8 @@ class Planning:
 def _more_bans(
     bans: Bans, trace: Trace, nodes: Sequence[Node], choice: Choice, difference: Difference
 ) -> Bans:
-    """Forbids what a module cannot have run on: parts of a value whose shape its code reads, or else
-    all parts between its operators.
+    """Forbids what a module cannot have run on: parts of a value whose shape its code reads, or
+    else all parts between its operators.
 
     Raises:
         CaptureError: that is forbidden already.
@@ -274,5 +274,3 @@ def _more_bans(
         f"{difference.message}",
         code="sharding",
     )
-
-
