@@ -79,7 +79,8 @@ def allowed_by(model: Any, plan: dict[str, str]) -> Callable[[Node, Option], boo
             return True
         style = style_of(node.path)
         if style is None:
-            return option.kind == "plain"
+            # A module with parameters between split ones, such as an activation, works on parts.
+            return option.kind == "plain" or (option.kind == "sequence" and option.inputs[0] >= 0)
         if option.kind != _KINDS[style] or option.inputs[0] == SPREAD:
             return False
         if style in _WHOLE_RESULT and option.outputs[0] != WHOLE:
@@ -100,6 +101,6 @@ def _leaves(option: Option) -> bool:
     return any(one.kind in ("all_gather", "all_to_all") for one in option.collectives)
 
 
-def nothing(node: Node, option: Option) -> bool:
+def whole(node: Node, option: Option) -> bool:
     """Allows whole operators and plain modules only."""
     return option.kind == "plain" and (node.what != "entry" or option.inputs == option.outputs)

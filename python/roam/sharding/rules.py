@@ -175,10 +175,19 @@ def _attention(operator: Operator, values: Sequence[Value]) -> list[Rule]:
     return found
 
 
+def _stack(operator: Operator, values: Sequence[Value]) -> list[Rule]:
+    """Parts are stacked along the new dimension, of which each rank has all."""
+    ndim = len(values[0].shape)
+    place = operator.args[1] if len(operator.args) > 1 else operator.kwargs.get("dim", 0)
+    new = place % (ndim + 1)
+    return [((dim,) * len(values), (dim if dim < new else dim + 1,)) for dim in range(ndim)]
+
+
 _OWN: dict[Any, Callable[[Operator, Sequence[Value]], list[Rule]]] = {
     aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
+    aten.stack.default: _stack,
 }
-"""Operators for which DTensor has no rule."""
+"""Operators for which DTensor has no rule, or one that starts from a single placement."""
 
 
 def fraction(value: Value, state: State, size: int) -> int:
