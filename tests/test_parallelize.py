@@ -268,6 +268,37 @@ def test_a_mesh_of_one_dimension(mesh: Any) -> None:
         roam.parallelize(square_step, *small(), mesh=mesh)
 
 
+def test_a_mesh_of_another_size_than_the_group() -> None:
+    with meshed((2,), ("tensor",), "cpu"), pytest.raises(CaptureError) as raised:
+        roam.parallelize(square_step, *small(), mesh=4)
+    assert raised.value.code == "mesh_size"
+
+
+class Single(nn.Linear):
+    def __deepcopy__(self, _: Any) -> Any:
+        raise TypeError("there is one of these")
+
+
+def picky_step(net: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> Any:
+    if any(type(one).__name__ == "DTensor" for one in net.parameters()):
+        raise RuntimeError("plain parameters only")
+    return square_step(net, optimizer, x)
+
+
+def test_a_model_that_cannot_be_copied() -> None:
+    net = nn.Sequential(Single(8, 16), nn.Linear(16, 8))
+    optimizer = torch.optim.SGD(net.parameters())
+    with pytest.raises(CaptureError) as raised:
+        roam.parallelize(square_step, net, optimizer, torch.randn(4, 8), mesh=2)
+    assert raised.value.code == "model_copy"
+
+
+def test_a_step_that_runs_on_no_rank() -> None:
+    with pytest.raises(CaptureError, match="plain parameters only") as raised:
+        roam.parallelize(picky_step, *small(), mesh=2, costs=FREE)
+    assert raised.value.code == "sharding"
+
+
 def test_the_users_objects_stay_as_they_are() -> None:
     net, optimizer, x = small()
     before = {name: value.clone() for name, value in net.state_dict().items()}
