@@ -59,10 +59,8 @@ impl PyShardingProblem {
             return wrong("an edge has two different nodes, and a matrix with an entry for each pair of strategies");
         }
         let nodes = costs.into_iter().zip(bytes).zip(lifetimes);
-        let nodes =
-            nodes.map(|((costs, bytes), (start, end))| Node { costs, bytes, lifetime: start..end }).collect();
-        let edges =
-            edges.into_iter().map(|(first, second, matrix)| Edge { nodes: [first, second], matrix }).collect();
+        let nodes = nodes.map(|((costs, bytes), (start, end))| Node { costs, bytes, lifetime: start..end }).collect();
+        let edges = edges.into_iter().map(|(first, second, matrix)| Edge { nodes: [first, second], matrix }).collect();
         Ok(Self { problem: Arc::new(Problem { name, nodes, edges, matrices, limit_bytes }) })
     }
 
