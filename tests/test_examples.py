@@ -25,8 +25,13 @@ LIBRARIES = {
     "transformers_trainer.py": ["accelerate"],
 }
 """Examples with trainers of libraries, each in a process of its own, and what they need."""
+PROCESSES = {
+    "ddp.py": "8 losses and all parameters: equal bit for bit",
+    "parallelize.py": "8 losses: equal bit for bit, and as of one process",
+}
+"""Examples of two processes, and what each of them says."""
 EXAMPLES = sorted(
-    {path.name for path in FOLDER.glob("*.py")} - {"train_gpt2.py", "ddp.py", *LIBRARIES}
+    {path.name for path in FOLDER.glob("*.py")} - {"train_gpt2.py", *PROCESSES, *LIBRARIES}
 )
 
 
@@ -92,8 +97,9 @@ def test_an_example_of_a_library_is_short_and_its_bits_are_eagers(
     assert "4 losses and all parameters: equal bit for bit" in ran.stdout
 
 
-def test_two_processes_train_with_eagers_bits(tmp_path: Path) -> None:
-    script = FOLDER / "ddp.py"
+@pytest.mark.parametrize("name", PROCESSES)
+def test_two_processes_train_with_eagers_bits(name: str, tmp_path: Path) -> None:
+    script = FOLDER / name
     assert len(script.read_text().splitlines()) <= 80
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     ran = subprocess.run(
@@ -111,7 +117,7 @@ def test_two_processes_train_with_eagers_bits(tmp_path: Path) -> None:
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     for rank in range(2):
-        assert f"rank {rank}: 8 losses and all parameters: equal bit for bit" in ran.stdout
+        assert f"rank {rank}: {PROCESSES[name]}" in ran.stdout
 
 
 def test_the_cells_of_the_notebook_run(capsys: pytest.CaptureFixture[str]) -> None:
