@@ -19,6 +19,7 @@ def made() -> tuple[nn.Module, torch.optim.Optimizer, list[torch.Tensor]]:
 
 
 def train_step(model, optimizer, x):
+    """Train once."""
     optimizer.zero_grad()
     loss = nn.functional.mse_loss(model(x), x.flip(0))
     loss.backward()
