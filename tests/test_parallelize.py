@@ -32,9 +32,9 @@ FREE = Costs(
 
 
 class Block(nn.Module):
-    def __init__(self, dropout: float, heads: int) -> None:
+    def __init__(self, dropout: float, heads: int, is_written_out: bool) -> None:
         super().__init__()
-        self.heads = heads
+        self.heads, self.is_written_out = heads, is_written_out
         self.before, self.between = nn.LayerNorm(WIDTH), nn.RMSNorm(WIDTH)
         self.query, self.key, self.value, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
@@ -48,7 +48,11 @@ class Block(nn.Module):
             layer(y).unflatten(-1, (self.heads, WIDTH // HEADS)).transpose(1, 2)
             for layer in (self.query, self.key, self.value)
         )
-        y = F.scaled_dot_product_attention(query * turn, key * turn, value, is_causal=True)
+        query, key = query * turn, key * turn
+        if self.is_written_out:  # samples and heads are joined to one dimension
+            y = (query @ key.transpose(2, 3)).softmax(-1) @ value
+        else:
+            y = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.out(y.transpose(1, 2).flatten(2))
         y = F.dropout(F.gelu(self.up(self.between(x))), self.dropout)
         return x + self.down(y)
@@ -57,10 +61,16 @@ class Block(nn.Module):
 class Net(nn.Module):
     """Biases, a tied table, a table of positions."""
 
-    def __init__(self, layers: int = 2, dropout: float = 0.0, heads: int = -1) -> None:
+    def __init__(
+        self,
+        layers: int = 2,
+        dropout: float = 0.0,
+        heads: int = -1,
+        is_written_out: bool = False,
+    ) -> None:
         super().__init__()
         self.words, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(TOKENS, WIDTH)
-        self.blocks = nn.ModuleList(Block(dropout, heads) for _ in range(layers))
+        self.blocks = nn.ModuleList(Block(dropout, heads, is_written_out) for _ in range(layers))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
         self.head.weight = self.words.weight
 
@@ -152,9 +162,10 @@ def test_equal_layers_choose_alike_and_lose_nothing() -> None:
     assert folded_many <= folded_few + 2
 
 
-def test_a_transformer_is_split_as_experts_split_it() -> None:
+@pytest.mark.parametrize("is_written_out", [False, True])
+def test_a_transformer_is_split_as_experts_split_it(is_written_out: bool) -> None:
     costs = Costs(flops_per_ns=0.1, bytes_per_ns=1, launch_ns=0, link=Link(100_000, 1000))
-    found = planning(costs=costs).find()
+    found = planning(costs=costs, is_written_out=is_written_out).find()
     assert found is not None
     styles = {path: style.name for path, style in found.styles.items()}
     for block in ("blocks.0", "blocks.1"):

@@ -732,11 +732,14 @@ def _rules_of_placements() -> bool:
     }
     kind = "_ShardingPlaceholder"
     views = private.spec_rules(aten.transpose.int, (("a", 0, 1), {}), str, meta, 2, 1)
+    joined = private.spec_rules(aten.view.default, (("a", [16]), {}), str, meta, 2, 1)
+    blocks = {getattr(one, "split_factor", None) for row in joined for one in row}
     shards = [[(one.is_replicate(), getattr(one, "dim", None)) for one in row] for row in views]
     return (
         ((kind, 0), (kind, 0), ("Replicate", None)) in names
         and (("Partial", None), (kind, 1), (kind, 0)) in names
         and [(False, 1), (False, 0)] in shards
+        and 4 in blocks
         and private.single_dimension_rules(aten.transpose.int, (("a", 0, 1), {}), str, meta) is None
     )
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from roam.sharding.nodes import Node, Option
+from roam.sharding.rules import dimension
 from roam.sharding.trace import Operator, Reference, Trace
 from roam.torch_compat.private import pytree
 
@@ -112,7 +113,10 @@ def _target(operator: Operator) -> Any:
 
 
 def _local(shape: Sequence[int], state: int, size: int) -> tuple[int, ...]:
-    return tuple(length // size if dim == state else length for dim, length in enumerate(shape))
+    return tuple(
+        length // size if state >= 0 and dim == dimension(state) else length
+        for dim, length in enumerate(shape)
+    )
 
 
 def _plain(operator: Operator) -> Any:

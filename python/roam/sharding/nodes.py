@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 
 from roam.sharding.costs import Collective, Costs, Link, total_ns
-from roam.sharding.rules import SPREAD, WHOLE, Rules, State, fraction
+from roam.sharding.rules import SPREAD, STRIDED, WHOLE, Rules, State, fraction
 from roam.sharding.trace import ModuleCall, Operator, Trace, Value
 from roam.sharding.transitions import PARTIAL, transition
 
@@ -270,7 +270,7 @@ class _Builder:
             return  # made of nothing but what every rank has whole
         call = self._trace.calls[operator.call] if operator.call >= 0 else None
         path = "" if call is None else call.path
-        strategies = self._rules.strategies(operator)
+        strategies = self._rules.strategies(operator, factors=self._factors(sources))
         if self._folded(path) in self._bans.modules or self._has_alias(operator):
             strategies = strategies[:1]
         outputs = [slot for slot in operator.outputs if slot is not None]
@@ -300,6 +300,15 @@ class _Builder:
             "operator", path, options, sources, self._lifetime(operator, new), operator, outputs
         )
         self._produce(outputs, node)
+
+    def _factors(self, sources: Sequence[tuple[int, int] | None]) -> frozenset[int]:
+        """Of the blocks in which inputs may be split."""
+        return frozenset(
+            option.outputs[output] // STRIDED
+            for node, output in filter(None, sources)
+            for option in self._found.nodes[node].options
+            if option.outputs[output] >= STRIDED
+        )
 
     def _has_alias(self, operator: Operator) -> bool:
         """Whether an operator changes memory that other values are in, too."""

@@ -30,6 +30,9 @@ from roam.torch_compat.private import (
 
 WHOLE = -1
 SPREAD = -2
+STRIDED = 8
+"""Added `factor` times to a dimension: each of `factor` blocks along it is in equal parts, of which
+a rank has one each. So is a dimension that a view joined of one before and one in parts."""
 State = int
 
 aten = torch.ops.aten
@@ -63,14 +66,19 @@ class Rules:
         """Whether a value has equal parts along a dimension."""
         if state < 0:
             return True
+        dim, factor = dimension(state), max(1, state // STRIDED)
         return (
-            state < len(value.shape)
-            and value.shape[state] > 0
-            and value.shape[state] % self.size == 0
+            dim < len(value.shape)
+            and value.shape[dim] > 0
+            and value.shape[dim] % (self.size * factor) == 0
         )
 
     def strategies(
-        self, operator: Operator, *, is_distributed: bool = False
+        self,
+        operator: Operator,
+        *,
+        is_distributed: bool = False,
+        factors: frozenset[int] = frozenset(),
     ) -> tuple[Strategy, ...]:
         """All ways to run an operator on parts, the whole one first.
 
@@ -85,21 +93,26 @@ class Rules:
             operator.target,
             tuple((value.shape, value.stride, value.dtype) for value in values),
             flows,
+            factors,
             _plain(operator),
         )
         if key not in self._known:
-            self._known[key] = tuple(self._find(operator, values, flows))
+            self._known[key] = tuple(self._find(operator, values, flows, factors))
         return self._known[key]
 
     def _find(
-        self, operator: Operator, values: Sequence[Value], flows: Sequence[bool]
+        self,
+        operator: Operator,
+        values: Sequence[Value],
+        flows: Sequence[bool],
+        factors: frozenset[int],
     ) -> list[Strategy]:
         count = sum(output is not None for output in operator.outputs)
         whole = Strategy((WHOLE,) * len(values), (WHOLE,) * count)
         found = [whole]
         if not values or (operator.is_random and not _draws_nothing(operator)):
             return found
-        for inputs, outputs in self._rules(operator, values):
+        for inputs, outputs in self._rules(operator, values, factors):
             if len(outputs) == 1 != count:
                 outputs = outputs * count
             if None in inputs or None in outputs or len(outputs) != count:
@@ -114,7 +127,9 @@ class Rules:
                 found.append(one)
         return found
 
-    def _rules(self, operator: Operator, values: Sequence[Value]) -> list[Rule]:
+    def _rules(
+        self, operator: Operator, values: Sequence[Value], factors: frozenset[int]
+    ) -> list[Rule]:
         own = _OWN.get(operator.target)
         if own is not None:
             return own(operator, values)
@@ -127,21 +142,47 @@ class Rules:
         made = operator.outputs
         rows = single_dimension_rules(operator.target, arguments, Reference, meta)
         if rows is None:
-            rows = spec_rules(operator.target, arguments, Reference, meta, self.size, len(made))
+            rows = spec_rules(
+                operator.target, arguments, Reference, meta, self.size, len(made), sorted(factors)
+            )
+            found = [tuple(_state(placement) for placement in row) for row in rows]
+        else:
+            found = [
+                tuple(_state(placement, factor) for placement in row)
+                for row in rows
+                for factor in (0, *sorted(factors))
+                # What names no dimension is no rule for blocks.
+                if factor == 0 or any(map(_is_placeholder, row))
+            ]
         return [
             (row[len(row) - len(values) :], row[: len(row) - len(values)])
-            for row in (tuple(map(_state, row)) for row in rows)
+            for row in found
             if len(row) > len(values)
         ]
 
 
-def _state(placement: Any) -> State | None:
-    """The state that a placement is, `None` where it is none."""
+def dimension(state: State) -> int:
+    """The dimension of a part."""
+    return state % STRIDED
+
+
+def _state(placement: Any, factor: int = 0) -> State | None:
+    """The state that a placement is, `None` where it is none; of a placeholder with a factor."""
     kind = type(placement).__name__
     if placement is None or kind == "Replicate":
         return WHOLE
-    # A strided shard is no equal part in the order of its elements.
-    return int(placement.dim) if kind in ("Shard", "_ShardingPlaceholder") else None
+    if kind == "Shard":
+        return int(placement.dim) if factor == 0 else None
+    if _is_placeholder(placement):
+        return int(placement.dim) + STRIDED * factor
+    if kind == "_StridedShard":
+        return int(placement.dim) + STRIDED * int(placement.split_factor)
+    return None
+
+
+def _is_placeholder(placement: Any) -> bool:
+    """Whether it stands for all parts along a dimension."""
+    return type(placement).__name__ == "_ShardingPlaceholder"
 
 
 def _plain(operator: Operator) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import operator
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -218,15 +219,22 @@ def single_dimension_rules(
 
 
 def spec_rules(
-    target: Any, arguments: Any, kind: type, meta: Callable[[Any], Any], size: int, results: int
+    target: Any,
+    arguments: Any,
+    kind: type,
+    meta: Callable[[Any], Any],
+    size: int,
+    results: int,
+    splits: Sequence[int] = (),
 ) -> list[Any]:
-    """The same of operators whose rules start from how their arguments are placed: views, mostly.
-    Empty where there are none.
+    """The same of operators whose rules start from how their only tensor is placed: views, mostly.
+    Empty where there are none. `splits` are the factors of strided shards to ask about.
     """
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Replicate, Shard
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
     from torch.distributed.tensor._op_schema import OpSchema, OpSpec, OpStrategy
+    from torch.distributed.tensor.placement_types import _StridedShard
 
     propagator = DTensor._op_dispatcher.sharding_propagator
     rule = propagator.op_strategy_funcs.get(target)
@@ -234,26 +242,40 @@ def spec_rules(
         return []
     mesh = DeviceMesh("cpu", list(range(size)), _init_backend=False, _rank=0)
 
-    def tensor(stand_in: Any) -> Any:
-        shape, stride, dtype = meta(stand_in)
-        whole = TensorMeta(torch.Size(shape), stride, dtype)
-        shards = [Shard(dim) for dim, length in enumerate(shape) if length % size == 0]
-        return OpStrategy(
-            [OpSpec(DTensorSpec(mesh, (one,), whole)) for one in (Replicate(), *shards)]
-        )
-
-    args, kwargs = pytree.tree_map_only(kind, tensor, arguments)
-    try:
-        found = rule(OpSchema(target, tuple(args), kwargs))
-    except Exception:  # noqa: BLE001 - as above
+    given = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, kind)]
+    if len(given) != 1:
         return []
+    shape, stride, dtype = meta(given[0])
+    whole = TensorMeta(torch.Size(shape), stride, dtype)
+    placements = [
+        Replicate(),
+        *(Shard(dim) for dim, length in enumerate(shape) if length % size == 0),
+    ]
+    placements += [
+        _StridedShard(dim, split_factor=factor)
+        for factor in splits
+        for dim, length in enumerate(shape)
+        if length % (size * factor) == 0
+    ]
     rows = []
-    for one in getattr(found, "strategies", ()):
-        made = one.output_specs
-        given = (made,) if one.input_specs is None else one.input_specs
-        outputs = [made] * results if isinstance(made, DTensorSpec) else list(made or ())
-        rows.append([None if spec is None else spec.placements[0] for spec in (*outputs, *given)])
+    for placement in placements:
+        asked = OpStrategy([OpSpec(DTensorSpec(mesh, (placement,), whole))])
+        args, kwargs = pytree.tree_map_only(kind, functools.partial(_always, asked), arguments)
+        try:
+            found = rule(OpSchema(target, tuple(args), kwargs))
+        except Exception:  # noqa: BLE001 - a placement that the rule does not take
+            continue
+        for one in getattr(found, "strategies", ()):
+            made = one.output_specs
+            taken = (made,) if one.input_specs is None else one.input_specs
+            outputs = [made] * results if isinstance(made, DTensorSpec) else list(made or ())
+            specs = (*outputs, *taken)
+            rows.append([None if spec is None else spec.placements[0] for spec in specs])
     return rows
+
+
+def _always(answer: Any, _: Any) -> Any:
+    return answer
 
 
 def fake_store() -> Any:
