@@ -44,6 +44,7 @@ LAYERS = (
     ("roam.capture", "roam.report", "roam.layout", "roam.exact"),
     ("roam.planner",),
     ("roam.runtime",),
+    ("roam.sharding",),
     ("roam",),
     ("roam.zoo",),
     ("roam.bench",),

@@ -25,10 +25,16 @@ LIBRARIES = {
     "transformers_trainer.py": ["accelerate"],
 }
 """Examples with trainers of libraries, each in a process of its own, and what they need."""
-RANKS = ("ddp.py", "fully_shard.py", "tensor_parallel.py")
-"""Examples of several processes."""
+PROCESSES = {
+    **dict.fromkeys(
+        ("ddp.py", "fully_shard.py", "tensor_parallel.py"),
+        "8 losses and all parameters: equal bit for bit",
+    ),
+    "parallelize.py": "8 losses: equal bit for bit, and as of one process",
+}
+"""Examples of two processes, and what each of them says."""
 EXAMPLES = sorted(
-    {path.name for path in FOLDER.glob("*.py")} - {"train_gpt2.py", *RANKS, *LIBRARIES}
+    {path.name for path in FOLDER.glob("*.py")} - {"train_gpt2.py", *PROCESSES, *LIBRARIES}
 )
 
 
@@ -94,7 +100,7 @@ def test_an_example_of_a_library_is_short_and_its_bits_are_eagers(
     assert "4 losses and all parameters: equal bit for bit" in ran.stdout
 
 
-@pytest.mark.parametrize("name", RANKS)
+@pytest.mark.parametrize("name", PROCESSES)
 def test_two_processes_train_with_eagers_bits(name: str, tmp_path: Path) -> None:
     script = FOLDER / name
     assert len(script.read_text().splitlines()) <= 80
@@ -114,7 +120,7 @@ def test_two_processes_train_with_eagers_bits(name: str, tmp_path: Path) -> None
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     for rank in range(2):
-        assert f"rank {rank}: 8 losses and all parameters: equal bit for bit" in ran.stdout
+        assert f"rank {rank}: {PROCESSES[name]}" in ran.stdout
 
 
 def test_the_cells_of_the_notebook_run(capsys: pytest.CaptureFixture[str]) -> None:

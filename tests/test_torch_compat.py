@@ -799,6 +799,38 @@ def _pending(group: Any) -> bool:
     return private.is_pending(result) and not private.is_pending(result.wait())
 
 
+def _rules_of_placements() -> bool:
+    """A row per strategy: placements of the results, then of the tensor arguments."""
+
+    def meta(_: str) -> Any:
+        return (4, 4), (4, 1), torch.float32
+
+    product = private.single_dimension_rules(aten.mm.default, (("a", "b"), {}), str, meta)
+    names = {
+        tuple((type(one).__name__, getattr(one, "dim", None)) for one in row) for row in product
+    }
+    kind = "_ShardingPlaceholder"
+    views = private.spec_rules(aten.transpose.int, (("a", 0, 1), {}), str, meta, 2, 1)
+    joined = private.spec_rules(aten.view.default, (("a", [16]), {}), str, meta, 2, 1)
+    blocks = {getattr(one, "split_factor", None) for row in joined for one in row}
+    shards = [[(one.is_replicate(), getattr(one, "dim", None)) for one in row] for row in views]
+    return (
+        ((kind, 0), (kind, 0), ("Replicate", None)) in names
+        and (("Partial", None), (kind, 1), (kind, 0)) in names
+        and [(False, 1), (False, 0)] in shards
+        and 4 in blocks
+        and private.single_dimension_rules(aten.transpose.int, (("a", 0, 1), {}), str, meta) is None
+    )
+
+
+def _tells_tasks() -> bool:
+    leaf, seen = torch.ones(2, requires_grad=True), []
+    made = leaf * 2
+    made.register_hook(lambda _: seen.append(private.graph_task()))
+    made.sum().backward()
+    return private.graph_task() == -1 and seen[0] != -1
+
+
 def _switches_of_dtensors() -> bool:
     from torch.distributed.tensor.experimental import implicit_replication
     from torch.distributed.tensor.parallel import loss_parallel
@@ -939,6 +971,10 @@ CANARIES: dict[str, Callable[[], bool]] = {
     "shard_states": _in_group(_shards),
     "shard_groups": _in_group(_shards),
     "layout_rules": _beside_operators_on_dtensors,
+    "fake_store": lambda: isinstance(private.fake_store(), torch.distributed.Store),
+    "graph_task": _tells_tasks,
+    "single_dimension_rules": _rules_of_placements,
+    "spec_rules": _rules_of_placements,
     "with_numbers": _finds_layouts,
     "gives_arguments": _finds_layouts,
     "spread_generators": _beside_operators_on_dtensors,

@@ -4,10 +4,12 @@ A training step (forward, loss, backward, optimizer update) becomes one :class:`
 :func:`optimize` finds a :class:`Plan` for it, an execution order and a memory layout, together with
 a lower bound that proves how good it is; :func:`verify` checks a plan on its own; :func:`compile`
 runs the real step by it, and :func:`compare` says whether that gives the bits of eager PyTorch.
-Buffers without a graph are packed by :mod:`roam.layout`.
+:func:`parallelize` spreads a model over many devices. Buffers without a graph are packed by
+:mod:`roam.layout`.
 
 Importing this package loads neither torch nor a solver: :func:`capture`, :func:`compile`,
-:func:`compare`, :func:`fit` and :func:`fake` do so when they are first looked up.
+:func:`compare`, :func:`fit`, :func:`parallelize` and :func:`fake` do so when they are first looked
+up.
 """
 
 from __future__ import annotations
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
     from roam.runtime.comparison import compare
     from roam.runtime.compile import compile
     from roam.runtime.fitting import fit
+    from roam.sharding import parallelize
 
 __all__ = [
     "Candidate",
@@ -74,6 +77,7 @@ __all__ = [
     "fake",
     "fit",
     "optimize",
+    "parallelize",
     "verify",
 ]
 
@@ -84,6 +88,7 @@ _LAZY = {
     "compare": "roam.runtime",
     "compile": "roam.runtime",
     "fit": "roam.runtime",
+    "parallelize": "roam.sharding",
 }
 
 

@@ -984,6 +984,34 @@ class Packing:
 class ShardingProblem:
     """Nodes with strategies, costs of pairs, and a memory limit. Read-only."""
 
+    FORBIDDEN: int
+    """What is not allowed costs this or more."""
+
+    def __new__(
+        cls,
+        name: str,
+        costs: Sequence[Sequence[int]],
+        bytes: Sequence[Sequence[int]],
+        lifetimes: Sequence[tuple[int, int]],
+        edges: Sequence[tuple[int, int, int]],
+        matrices: Sequence[Sequence[int]],
+        limit_bytes: int | None = None,
+    ) -> ShardingProblem:
+        """Of lists.
+
+        Args:
+            name: for people.
+            costs: per node, what each strategy costs.
+            bytes: per node, what each strategy takes while the node is alive.
+            lifetimes: per node, the times at which it is alive, half-open.
+            edges: two different nodes and the number of a matrix.
+            matrices: costs of pairs of strategies, row by row: a row for each strategy of the first
+                node.
+            limit_bytes: the most bytes at any time.
+
+        Raises:
+            ValueError: lengths or numbers do not fit.
+        """
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> ShardingProblem:
         """Reads a file in the format of the contest on intra-operator parallelism (JSON, with or

@@ -43,6 +43,12 @@ def shares(text: str) -> tuple[int, ...]:
     return tuple(positive_integer(item) for item in text.split(","))
 
 
+def mesh_shape(text: str) -> tuple[int, ...]:
+    """Ranks along each dimension of a mesh, with an x between them."""
+    return tuple(positive_integer(item) for item in text.split("x"))
+
+
+mesh_shape.__name__ = "shape of a mesh"
 memory_limit.__name__ = "amount of memory"
 shares.__name__ = "list of percentages"
 positive_integer.__name__ = "positive integer"

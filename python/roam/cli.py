@@ -20,6 +20,7 @@ from roam.bench import command as bench_command
 from roam.bench.results import BenchError
 from roam.commands import export as export_command
 from roam.commands import fit as fit_command
+from roam.commands import parallelize as parallelize_command
 from roam.commands import report as report_command
 from roam.commands.subject import UsageError, add_sharding, add_subject, subject_of
 from roam.disk_cache import disk_cache
@@ -62,6 +63,7 @@ _SETTING_CODES = (
     "invalid_memory_limit",
     "memory_floor",
     "memory_limit_not_found",
+    "sharding_memory",
 )
 """Codes of errors that say that no plan can be made as asked."""
 _CURVE = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.35, 0.3, 0.25, 0.2, 0.15, 0.1)
@@ -200,6 +202,10 @@ def _parser() -> argparse.ArgumentParser:
 
     fit_command.add_options(
         command("fit", _fit, "find the largest batch or sequence of a model that fits into memory")
+    )
+
+    parallelize_command.add_options(
+        command("parallelize", _parallelize, "find how to spread a model over several devices")
     )
 
     export_command.add_options(
@@ -411,6 +417,15 @@ def _fit(arguments: argparse.Namespace) -> int:
     else:
         for fit in found:
             print_tables(fit.tables())
+    return EXIT_OK
+
+
+def _parallelize(arguments: argparse.Namespace) -> int:
+    sharding = parallelize_command.run(arguments)
+    if arguments.json:
+        _write_json(parallelize_command.as_json(arguments, sharding))
+    else:
+        _write(f"{sharding}\n")
     return EXIT_OK
 
 

@@ -52,6 +52,7 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
         _memory,
         _layout,
         _iopddl,
+        _parallelize,
         _scale,
     ):
         add(command)
@@ -300,6 +301,25 @@ def _iopddl(command: _Command) -> None:
         metavar="S",
         help="stop each search after S seconds, reading included, with its best choice so far",
     )
+
+
+def _parallelize(command: _Command) -> None:
+    made = command(
+        "parallelize",
+        "find shardings of architectures with a shipped tensor-parallel plan, and compare their costs",
+        "torch",
+        "transformers",
+    )
+    _only(made, "architecture")
+    made.add_argument(
+        "--ranks",
+        type=positive_integer,
+        action="append",
+        default=[],
+        metavar="N",
+        help="only a mesh of N ranks; may be given several times (default 2, 4 and 8)",
+    )
+    _count(made, "--layers", 4, "how many layers the models have")
 
 
 def _scale(command: _Command) -> None:

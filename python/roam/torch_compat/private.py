@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import importlib
 import operator
 import re
@@ -200,6 +201,101 @@ def layout_rules() -> tuple[Any, str] | None:
     return (
         None if module is None else (module.ShardingPropagator, "propagate_op_sharding_non_cached")
     )
+
+
+def single_dimension_rules(
+    target: Any, arguments: Any, kind: type, meta: Callable[[Any], Any]
+) -> list[Any] | None:
+    """How the results and the tensor arguments of an operator are placed on one mesh dimension
+    where it runs on local parts, by DTensor's rules: rows of placements, or of placeholders with a
+    dimension. None where it has rules of another form, or none.
+
+    `meta` gives shape, strides and dtype of what stands for a tensor in the arguments, of `kind`.
+    """
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._dtensor_spec import TensorMeta
+
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    info = propagator.op_single_dim_strategy_funcs.get(target)
+    if info is None:
+        return None
+
+    def tensor(stand_in: Any) -> Any:
+        shape, stride, dtype = meta(stand_in)
+        return TensorMeta(torch.Size(shape), stride, dtype)
+
+    args, kwargs = pytree.tree_map_only(kind, tensor, arguments)
+    try:
+        return list(info.func(target, args, kwargs))
+    except Exception:  # noqa: BLE001 - rules for sharded inputs may fail on whole ones of other ranks
+        return []
+
+
+def spec_rules(
+    target: Any,
+    arguments: Any,
+    kind: type,
+    meta: Callable[[Any], Any],
+    size: int,
+    results: int,
+    splits: Sequence[int] = (),
+) -> list[Any]:
+    """The same of operators whose rules start from how their only tensor is placed: views, mostly.
+    Empty where there are none. `splits` are the factors of strided shards to ask about.
+    """
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+    from torch.distributed.tensor._op_schema import OpSchema, OpSpec, OpStrategy
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    rule = propagator.op_strategy_funcs.get(target)
+    if rule is None:
+        return []
+    mesh = DeviceMesh("cpu", list(range(size)), _init_backend=False, _rank=0)
+
+    given = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, kind)]
+    if len(given) != 1:
+        return []
+    shape, stride, dtype = meta(given[0])
+    whole = TensorMeta(torch.Size(shape), stride, dtype)
+    placements = [
+        Replicate(),
+        *(Shard(dim) for dim, length in enumerate(shape) if length % size == 0),
+    ]
+    placements += [
+        _StridedShard(dim, split_factor=factor)
+        for factor in splits
+        for dim, length in enumerate(shape)
+        if length % (size * factor) == 0
+    ]
+    rows = []
+    for placement in placements:
+        asked = OpStrategy([OpSpec(DTensorSpec(mesh, (placement,), whole))])
+        args, kwargs = pytree.tree_map_only(kind, functools.partial(_always, asked), arguments)
+        try:
+            found = rule(OpSchema(target, tuple(args), kwargs))
+        except Exception:  # noqa: BLE001 - a placement that the rule does not take
+            continue
+        for one in getattr(found, "strategies", ()):
+            made = one.output_specs
+            taken = (made,) if one.input_specs is None else one.input_specs
+            outputs = [made] * results if isinstance(made, DTensorSpec) else list(made or ())
+            specs = (*outputs, *taken)
+            rows.append([None if spec is None else spec.placements[0] for spec in specs])
+    return rows
+
+
+def _always(answer: Any, _: Any) -> Any:
+    return answer
+
+
+def fake_store() -> Any:
+    """What the "fake" process group is made with, whose collectives do nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    return FakeStore()
 
 
 def with_numbers(schema: Any, number: Callable[[Any], Any]) -> Any:
@@ -482,6 +578,10 @@ ENGINE_CODE = torch.autograd.graph._engine_run_backward.__code__
 def sequence_number(node: Any) -> int:
     """The number that a node of autograd's was given when its operator ran."""
     return int(node._sequence_nr())
+
+
+graph_task: Callable[[], int] = torch._C._current_graph_task_id
+"""The number of the backward pass that runs now, -1 outside of any."""
 
 
 def engine() -> Callable[..., Any]:
@@ -982,6 +1082,7 @@ __all__ = [
     "function_transform",
     "gives_arguments",
     "gradient_hooks_of",
+    "graph_task",
     "has_kernel",
     "has_kernel_for",
     "has_module_hooks",
@@ -1049,6 +1150,8 @@ __all__ = [
     "shard_settings",
     "shard_states",
     "shards",
+    "single_dimension_rules",
+    "spec_rules",
     "spread_generators",
     "start_allocator_events",
     "stop_allocator_events",

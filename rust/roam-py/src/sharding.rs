@@ -6,7 +6,7 @@ use crate::worker::on_worker;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use roam_core::optimize::Control;
-use roam_core::sharding::{Outcome, Problem, ReadError, solve};
+use roam_core::sharding::{Edge, FORBIDDEN, Node, Outcome, Problem, ReadError, solve};
 use std::fs::File;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -20,6 +20,50 @@ pub(crate) struct PyShardingProblem {
 
 #[pymethods]
 impl PyShardingProblem {
+    /// What is not allowed costs this or more.
+    #[classattr]
+    const FORBIDDEN: i64 = FORBIDDEN;
+
+    /// Of lists: per node the costs and bytes of its strategies and its lifetime; per edge two nodes
+    /// and the number of a matrix, which has a row for each strategy of the first.
+    #[new]
+    #[pyo3(signature = (name, costs, bytes, lifetimes, edges, matrices, limit_bytes = None))]
+    fn new(
+        name: String,
+        costs: Vec<Vec<i64>>,
+        bytes: Vec<Vec<i64>>,
+        lifetimes: Vec<(usize, usize)>,
+        edges: Vec<(usize, usize, usize)>,
+        matrices: Vec<Vec<i64>>,
+        limit_bytes: Option<i64>,
+    ) -> PyResult<Self> {
+        let wrong = |message: &str| Err(PyValueError::new_err(message.to_owned()));
+        if costs.len() != bytes.len() || costs.len() != lifetimes.len() {
+            return wrong("there are costs, bytes and a lifetime for each node");
+        }
+        if costs.iter().zip(&bytes).any(|(costs, bytes)| costs.is_empty() || costs.len() != bytes.len()) {
+            return wrong("a node has a strategy or more, each with a cost and bytes");
+        }
+        let bytes_in_all: u128 = bytes.iter().flatten().map(|&bytes| u128::from(bytes.unsigned_abs())).sum();
+        if bytes.iter().flatten().any(|&bytes| bytes < 0) || bytes_in_all > i64::MAX as u128 {
+            return wrong("bytes are not negative, and their sum fits 63 bits");
+        }
+        if lifetimes.iter().any(|&(start, end)| start > end) {
+            return wrong("a lifetime ends where it starts, or later");
+        }
+        let fits = |&(first, second, matrix): &(usize, usize, usize)| {
+            let size = costs.get(first).zip(costs.get(second)).map(|(rows, columns)| rows.len() * columns.len());
+            first != second && size.is_some() && matrices.get(matrix).map(Vec::len) == size
+        };
+        if !edges.iter().all(fits) {
+            return wrong("an edge has two different nodes, and a matrix with an entry for each pair of strategies");
+        }
+        let nodes = costs.into_iter().zip(bytes).zip(lifetimes);
+        let nodes = nodes.map(|((costs, bytes), (start, end))| Node { costs, bytes, lifetime: start..end }).collect();
+        let edges = edges.into_iter().map(|(first, second, matrix)| Edge { nodes: [first, second], matrix }).collect();
+        Ok(Self { problem: Arc::new(Problem { name, nodes, edges, matrices, limit_bytes }) })
+    }
+
     /// Reads a file in the format of the contest (JSON, with or without gzip).
     #[classmethod]
     fn read(_class: &Bound<'_, pyo3::types::PyType>, py: Python<'_>, path: PathBuf) -> PyResult<Self> {

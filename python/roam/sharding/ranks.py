@@ -1,0 +1,40 @@
+"""Ranks of a mesh without processes: PyTorch's "fake" process group, where none is there."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+
+from roam.errors import CaptureError
+from roam.torch_compat.private import fake_store
+
+
+@contextmanager
+def meshed(shape: Sequence[int], names: Sequence[str], device: str) -> Iterator[Any]:
+    """A mesh of this shape: of the processes that are there, or else of fakes, of which this is the
+    first.
+
+    Raises:
+        CaptureError: there are processes, and not as many as the mesh has ranks.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+
+    world = math.prod(shape)
+    if dist.is_initialized():
+        if dist.get_world_size() != world:
+            raise CaptureError(
+                f"the mesh has {world} ranks and the process group {dist.get_world_size()}; plan "
+                "for that many, or before the group is made",
+                code="mesh_size",
+            )
+        yield init_device_mesh(device, tuple(shape), mesh_dim_names=tuple(names))
+        return
+    dist.init_process_group("fake", store=fake_store(), rank=0, world_size=world)
+    try:
+        yield init_device_mesh(device, tuple(shape), mesh_dim_names=tuple(names))
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,395 @@
+"""`roam.parallelize`: choices are the cheapest of all, ranks do what was chosen, and what runs on
+them is what was certified.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import roam
+from ranks import Ranks, alive, revived
+from roam import cli
+from roam.errors import CaptureError, PlanError
+from roam.sharding import Costs, Link
+from roam.sharding.nodes import Node, Option
+from roam.sharding.planning import Planning
+from roam.sharding.ranks import meshed
+from roam.sharding.styles import Style, apply_styles
+
+WORDS, WIDTH, HEADS, ROWS, TOKENS = 64, 32, 4, 4, 16
+FREE = Costs(
+    flops_per_ns=10, bytes_per_ns=1, launch_ns=0, link=Link(latency_ns=0, bytes_per_ns=100)
+)
+"""Collectives cost next to nothing, so that small models are spread."""
+
+
+class Block(nn.Module):
+    def __init__(self, dropout: float, heads: int, is_written_out: bool) -> None:
+        super().__init__()
+        self.heads, self.is_written_out = heads, is_written_out
+        self.before, self.between = nn.LayerNorm(WIDTH), nn.RMSNorm(WIDTH)
+        self.query, self.key, self.value, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.dropout = dropout
+        self.register_buffer("angles", torch.linspace(0, 1, TOKENS * WIDTH // HEADS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.before(x)
+        turn = self.angles.view(TOKENS, WIDTH // HEADS).cos()
+        query, key, value = (
+            layer(y).unflatten(-1, (self.heads, WIDTH // HEADS)).transpose(1, 2)
+            for layer in (self.query, self.key, self.value)
+        )
+        query, key = query * turn, key * turn
+        if self.is_written_out:  # samples and heads are joined to one dimension
+            y = (query @ key.transpose(2, 3)).softmax(-1) @ value
+        else:
+            y = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.out(y.transpose(1, 2).flatten(2))
+        y = F.dropout(F.gelu(self.up(self.between(x))), self.dropout)
+        return x + self.down(y)
+
+
+class Net(nn.Module):
+    """Biases, a tied table, a table of positions."""
+
+    def __init__(
+        self,
+        layers: int = 2,
+        dropout: float = 0.0,
+        heads: int = -1,
+        is_written_out: bool = False,
+    ) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(TOKENS, WIDTH)
+        self.blocks = nn.ModuleList(Block(dropout, heads, is_written_out) for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.words(tokens) + self.places(torch.arange(tokens.shape[1]))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def train_step(net: nn.Module, optimizer: torch.optim.Optimizer, tokens: torch.Tensor) -> Any:
+    optimizer.zero_grad()
+    loss = F.cross_entropy(net(tokens).flatten(0, 1), tokens.roll(-1, 1).flatten())
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def made(**options: Any) -> tuple[nn.Module, torch.optim.Optimizer, torch.Tensor]:
+    torch.manual_seed(0)
+    net = Net(**options)
+    tokens = torch.randint(WORDS, (ROWS, TOKENS))
+    return net, torch.optim.AdamW(net.parameters(), lr=1e-2, foreach=False), tokens
+
+
+def planning(size: int = 2, costs: Costs = FREE, **options: Any) -> Planning:
+    net, optimizer, tokens = made(**options)
+    return Planning(train_step, net, optimizer, (tokens,), mesh=size, costs=costs)
+
+
+def small() -> tuple[nn.Module, torch.optim.Optimizer, torch.Tensor]:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+    return net, torch.optim.SGD(net.parameters()), torch.randn(4, 8)
+
+
+def square_step(net: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> Any:
+    optimizer.zero_grad()
+    loss = net(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+# -- choices
+
+
+def cheapest(nodes: list[Node]) -> int:
+    """By trying all choices whose states agree."""
+    least: list[int | None] = [None]
+
+    def choose(place: int, chosen: list[Option], ns: int) -> None:
+        if least[0] is not None and ns >= least[0]:
+            return
+        if place == len(nodes):
+            least[0] = ns
+            return
+        for option in nodes[place].options:
+            if all(
+                source is None or chosen[source[0]].outputs[source[1]] == state
+                for source, state in zip(nodes[place].sources, option.inputs, strict=True)
+            ):
+                choose(place + 1, [*chosen, option], ns + option.ns)
+
+    choose(0, [], 0)
+    assert least[0] is not None
+    return least[0]
+
+
+@pytest.mark.parametrize("costs", [FREE, Costs(), Costs(link=Link(latency_ns=100, bytes_per_ns=1))])
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_choice_is_the_cheapest_of_all(costs: Costs, size: int) -> None:
+    net, optimizer, x = small()
+    found = Planning(square_step, net, optimizer, (x,), mesh=size, costs=costs).find()
+    assert found is not None
+    assert found.choice.ns == found.choice.bound_ns == cheapest(found.nodes)
+
+
+def test_equal_layers_choose_alike_and_lose_nothing() -> None:
+    counts = []
+    for layers in (2, 4):
+        found = planning(layers=layers).find()
+        assert found is not None
+        assert found.choice.ns == found.choice.bound_ns
+        counts.append((found.choice.nodes, found.choice.folded_nodes))
+    (few, folded_few), (many, folded_many) = counts
+    # The first and the last layer have other neighbours, all between them the same.
+    assert many > 1.8 * few
+    assert folded_many <= folded_few + 2
+
+
+@pytest.mark.parametrize("is_written_out", [False, True])
+def test_a_transformer_is_split_as_experts_split_it(is_written_out: bool) -> None:
+    costs = Costs(flops_per_ns=0.1, bytes_per_ns=1, launch_ns=0, link=Link(100_000, 1000))
+    found = planning(costs=costs, is_written_out=is_written_out).find()
+    assert found is not None
+    styles = {path: style.name for path, style in found.styles.items()}
+    for block in ("blocks.0", "blocks.1"):
+        for name in ("query", "key", "value", "up"):
+            assert styles[f"{block}.{name}"] == "ColwiseParallel"
+        assert styles[f"{block}.out"] == styles[f"{block}.down"] == "RowwiseParallel"
+
+
+def test_the_collectives_of_a_rank_are_those_of_the_model() -> None:
+    plans = planning(size=4)
+    found = plans.find()
+    assert found is not None
+    expected = Counter(
+        (one.kind, one.size_bytes)
+        for node, option in zip(found.nodes, found.choice.options, strict=True)
+        for one in option.collectives
+    )
+    # Gradients of whole parameters that work on parts are reduced by the optimizer.
+    net = made()[0]
+    reduced = Counter(
+        ("all_reduce", parameter.numel() * 4)
+        for path, style in found.styles.items()
+        if style.name == "SequenceParallel"
+        for parameter in net.get_submodule(path).parameters()
+    )
+    assert reduced
+    assert Counter(plans.rank_trace(found.styles).collectives) == expected - reduced
+
+
+def test_random_operators_are_not_split() -> None:
+    found = planning(dropout=0.1).find()
+    assert found is not None
+    dropouts = [
+        option
+        for node, option in zip(found.nodes, found.choice.options, strict=True)
+        if node.what == "operator"
+        and node.subject.is_random
+        and "attention" not in str(node.subject.target)
+    ]
+    assert len(dropouts) == 2
+    assert not any(option.outputs[0] >= 0 for option in dropouts)
+
+
+def test_code_that_does_not_run_on_parts_is_left_whole() -> None:
+    """A number of heads that is written down is not that of a rank."""
+    found = planning(heads=HEADS).find()
+    assert found is not None
+    assert any("blocks.0" in one.path for one in found.differences)
+    names = {path: style for path, style in found.styles.items() if path.endswith("query")}
+    assert all(style.after < 0 or style.after != 2 for style in names.values())
+
+
+def test_tied_parameters_stay_tied() -> None:
+    sharding = roam.parallelize(train_step, *made(), mesh=2, costs=FREE)
+    assert {"words", "head"} & set(sharding.styles)
+    net, optimizer, tokens = made()
+    with meshed((2,), ("tensor",), "cpu") as mesh:
+        sharding.apply(net, optimizer, mesh=mesh)
+        assert net.head.weight is net.words.weight
+        held = {id(one) for group in optimizer.param_groups for one in group["params"]}
+        assert held == {id(one) for one in net.parameters()}
+        with pytest.raises(CaptureError) as raised:
+            roam.parallelize(train_step, net, optimizer, tokens, mesh=2)
+    assert raised.value.code == "dtensor"
+
+
+# -- memory
+
+
+def test_memory_is_kept_to_or_refused() -> None:
+    slow = Costs(link=Link(latency_ns=10_000_000))
+    free = roam.parallelize(train_step, *made(), mesh=4, costs=slow)
+    assert free.styles == {}
+    limit = int(free.total_bytes * 0.8)
+    kept = roam.parallelize(train_step, *made(), mesh=4, costs=slow, memory=limit)
+    assert kept.total_bytes <= limit
+    assert kept.styles
+    assert kept.choice.ns > free.choice.ns
+    with pytest.raises(PlanError) as raised:
+        roam.parallelize(train_step, *made(), mesh=4, costs=slow, memory="20 KiB")
+    assert raised.value.code == "sharding_memory"
+
+
+# -- what is refused
+
+
+def test_a_step_without_a_backward_pass() -> None:
+    net, optimizer, x = small()
+    with pytest.raises(CaptureError) as raised:
+        roam.parallelize(lambda net, optimizer, x: net(x), net, optimizer, x, mesh=2)
+    assert raised.value.code == "no_backward"
+
+
+def test_a_step_that_asks_for_a_value() -> None:
+    net, optimizer, x = small()
+
+    def step(net: nn.Module, optimizer: Any, x: torch.Tensor) -> Any:
+        loss = net(x).mean()
+        if loss > 0:
+            loss.backward()
+        return loss
+
+    with pytest.raises(CaptureError) as raised:
+        roam.parallelize(step, net, optimizer, x, mesh=2)
+    assert raised.value.code == "value_reached_python"
+
+
+@pytest.mark.parametrize("mesh", [(2, 4), 0, ()])
+def test_a_mesh_of_one_dimension(mesh: Any) -> None:
+    with pytest.raises(ValueError, match="one dimension"):
+        roam.parallelize(square_step, *small(), mesh=mesh)
+
+
+def test_a_mesh_of_another_size_than_the_group() -> None:
+    with meshed((2,), ("tensor",), "cpu"), pytest.raises(CaptureError) as raised:
+        roam.parallelize(square_step, *small(), mesh=4)
+    assert raised.value.code == "mesh_size"
+
+
+class Single(nn.Linear):
+    def __deepcopy__(self, _: Any) -> Any:
+        raise TypeError("there is one of these")
+
+
+def picky_step(net: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> Any:
+    if any(type(one).__name__ == "DTensor" for one in net.parameters()):
+        raise RuntimeError("plain parameters only")
+    return square_step(net, optimizer, x)
+
+
+def test_a_model_that_cannot_be_copied() -> None:
+    net = nn.Sequential(Single(8, 16), nn.Linear(16, 8))
+    optimizer = torch.optim.SGD(net.parameters())
+    with pytest.raises(CaptureError) as raised:
+        roam.parallelize(square_step, net, optimizer, torch.randn(4, 8), mesh=2)
+    assert raised.value.code == "model_copy"
+
+
+def test_a_step_that_runs_on_no_rank() -> None:
+    with pytest.raises(CaptureError, match="plain parameters only") as raised:
+        roam.parallelize(picky_step, *small(), mesh=2, costs=FREE)
+    assert raised.value.code == "sharding"
+
+
+def test_the_users_objects_stay_as_they_are() -> None:
+    net, optimizer, x = small()
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    hooks = [len(module._forward_hooks) for module in net.modules()]
+    roam.parallelize(square_step, net, optimizer, x, mesh=2, costs=FREE)
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+    assert [len(module._forward_hooks) for module in net.modules()] == hooks
+    assert optimizer.param_groups[0]["params"][0] is net[0].weight
+    assert not optimizer.state
+    assert not torch.distributed.is_initialized()
+
+
+# -- the command
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["parallelize", "llama-tiny", "--mesh", "2", "--seq", "16"]
+    assert cli.main([*arguments, "--json"]) == cli.EXIT_OK
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["model"] == "llama-tiny"
+    assert printed["step_ns"] >= printed["bound_ns"]
+    assert printed["total_bytes"] >= printed["bound_bytes"] > 0
+    assert cli.main([*arguments, "--memory", "10KiB"]) == cli.EXIT_BAD_INPUT
+    assert "no sharding over 2 ranks" in capsys.readouterr().err
+
+
+# -- on ranks
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def processes(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Ranks]:
+    yield from alive(request.param, tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.fixture
+def ranks(processes: Ranks) -> Ranks:
+    return revived(processes)
+
+
+def trained(
+    rank: int, world: int, styles: dict[str, Style], steps: int
+) -> tuple[list[float], list[float], int]:
+    """Losses eagerly and by plan, and the bytes of the plan."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (world,))
+    losses = []
+    for compiles in (False, True):
+        net, optimizer, tokens = made(layers=1)
+        apply_styles(net, mesh, styles)
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, foreach=False)
+        step = roam.compile(train_step) if compiles else train_step
+        losses.append([float(step(net, optimizer, tokens)) for _ in range(steps)])
+    return losses[0], losses[1], step.memory().run_bytes  # type: ignore[union-attr]
+
+
+def test_ranks_train_as_one_process_does(ranks: Ranks) -> None:
+    net, optimizer, tokens = made(layers=1)
+    sharding = roam.parallelize(train_step, net, optimizer, tokens, mesh=ranks.world, costs=FREE)
+    names = {style.name for style in sharding.styles.values()}
+    assert {"ColwiseParallel", "RowwiseParallel", "SequenceParallel"} <= names
+    one = [float(train_step(net, optimizer, tokens)) for _ in range(10)]
+    for eager, by_plan, planned in ranks.run(trained, sharding.styles, 10):
+        assert eager == pytest.approx(one, rel=1e-5)
+        assert by_plan == eager
+        assert sharding.total_bytes == pytest.approx(planned, rel=0.01)
+
+
+def planned_and_applied(rank: int, world: int) -> list[float]:
+    """Losses of a rank that finds the sharding itself, in its own group."""
+    net, optimizer, x = small()
+    sharding = roam.parallelize(square_step, net, optimizer, x, mesh=world, costs=FREE)
+    sharding.apply(net, optimizer)
+    return [float(square_step(net, optimizer, x)) for _ in range(3)]
+
+
+def test_every_rank_may_find_the_sharding_itself(ranks: Ranks) -> None:
+    net, optimizer, x = small()
+    one = [float(square_step(net, optimizer, x)) for _ in range(3)]
+    for losses in ranks.run(planned_and_applied):
+        assert losses == pytest.approx(one, rel=1e-5)
