@@ -971,7 +971,6 @@ CANARIES: dict[str, Callable[[], bool]] = {
     "shard_states": _in_group(_shards),
     "shard_groups": _in_group(_shards),
     "layout_rules": _beside_operators_on_dtensors,
-    "fake_store": lambda: isinstance(private.fake_store(), torch.distributed.Store),
     "graph_task": _tells_tasks,
     "single_dimension_rules": _rules_of_placements,
     "spec_rules": _rules_of_placements,

@@ -291,13 +291,6 @@ def _always(answer: Any, _: Any) -> Any:
     return answer
 
 
-def fake_store() -> Any:
-    """What the "fake" process group is made with, whose collectives do nothing."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    return FakeStore()
-
-
 def with_numbers(schema: Any, number: Callable[[Any], Any]) -> Any:
     """What an operator on distributed tensors is given, with `number` of each argument."""
     args, kwargs = pytree.tree_map(number, (schema.args_schema, schema.kwargs_schema))
