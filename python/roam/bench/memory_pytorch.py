@@ -3,21 +3,30 @@ budget of `torch.compile`: a small Llama, forward and backward pass.
 
 Recomputation is counted in floating-point operations by the formulas of `torch.utils.flop_counter`,
 which has none for pointwise operators: those of a whole step, less those of the same step without
-recomputation. A step by plan cannot run inside of its mode; its graph has the same formulas'
-counts, extra runs included.
+recomputation. A step by plan cannot run inside of a counter; its graph has the same formulas'
+counts, extra runs included. A plan repeats what takes little time. One that repeats few operations
+is made by giving the planner their numbers as times.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
+from typing import Any
+from unittest import mock
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import flop_registry
 
 import roam
 from roam.bench.memory_others import budget, compiled, timed_share
+from roam.program.ir import Program
+from roam.program.lower import flops_of
+from roam.runtime import strategy
 from roam.runtime.memory_profiler import measure_peak, observed
+from roam.torch_compat.private import TorchDispatchMode
 
 _SEED = 0
 BATCH, TOKENS = 2, 256
@@ -59,6 +68,24 @@ class Point:
     timed_share: float | None
 
 
+class _Counter(TorchDispatchMode):
+    """Counts floating-point operations, of compiled code too: in PyTorch's own mode for it such code
+    does not run, but the function that it was compiled from.
+    """
+
+    flops = 0
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if (formula := flop_registry.get(func._overloadpacket)) is not None:
+            self.flops += formula(*args, **(kwargs or {}), out_val=result)
+        return result
+
+
 @cache
 def by_pytorch(share: float, pairs: int) -> Point:
     """With the budget of `torch.compile`."""
@@ -70,16 +97,29 @@ def by_pytorch(share: float, pairs: int) -> Point:
             run(model, tokens)
         model.zero_grad()
         local_bytes = measure_peak(run, model, tokens).peak_bytes
-        with FlopCounterMode(display=False) as counter:
+        with _Counter() as counter:
             run(model, tokens)
         again = partial(run, model, tokens)
         timed = timed_share(partial(step, model, tokens), again, pairs) if pairs else None
-        return Point(local_bytes, counter.get_total_flops(), timed)
+        return Point(local_bytes, counter.flops, timed)
 
 
-def by_roam(local_bytes: int | None, pairs: int) -> Point:
+def _operations(
+    program: Program, _: object, calls: Iterable[int], *__: Any, **___: Any
+) -> dict[int, int]:
+    """In the place of measured nanoseconds: one for each operation, and one for the call."""
+    return {index: 1 + flops_of(program, program.calls[index]) for index in calls}
+
+
+@contextmanager
+def _operations_as_times() -> Iterator[None]:
+    with mock.patch.object(strategy, "times", _operations):
+        yield
+
+
+def by_roam(local_bytes: int | None, pairs: int, *, fewest_operations: bool = False) -> Point:
     """By a plan within so many bytes beside parameters and batch; without recomputation where that
-    is None.
+    is None. With `fewest_operations`, a plan that repeats few operations; else one of little time.
 
     Raises:
         PlanError: there is no such plan, or none was found.
@@ -91,8 +131,9 @@ def by_roam(local_bytes: int | None, pairs: int) -> Point:
     if local_bytes is not None:
         limit_bytes = plain.memory().persistent_bytes + local_bytes
     planned = roam.compile(step, memory=limit_bytes)
-    for _ in range(2):
-        planned(model, tokens)
+    with _operations_as_times() if fewest_operations else nullcontext():
+        for _ in range(2):
+            planned(model, tokens)
     again = partial(planned, model, tokens)
     timed = timed_share(partial(step, model, tokens), again, pairs) if pairs else None
     planned.measured(model, tokens)

@@ -143,7 +143,7 @@ class Lowering:
         """Takes that from a program of the same structure."""
         program = self.program
         self.repeats = repeats(program, (like.program, like.repeats))
-        flops = (_flops(program, call) for call in program.calls)
+        flops = (flops_of(program, call) for call in program.calls)
         self.operators = [
             known if number == known.flops else replace(known, flops=number)
             for known, number in zip(like.operators, flops, strict=True)
@@ -587,14 +587,14 @@ def _operators(program: Program) -> Iterator[_Operator]:
             mutates=list(mutated),
             creates=creates[index],
             waits=list(dict.fromkeys([makers[slot] for slot in used if slot in makers])),
-            flops=_flops(program, call),
+            flops=flops_of(program, call),
         )
         for slot in call.outputs:
             if slot is not None and storages[slot] not in creates[index]:
                 makers[slot] = index
 
 
-def _flops(program: Program, call: Call) -> int:
+def flops_of(program: Program, call: Call) -> int:
     """Floating-point operations by PyTorch's own formulas; 0 where there is none, as for pointwise
     operators.
     """

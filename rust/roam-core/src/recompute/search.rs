@@ -12,6 +12,7 @@ use super::timeline::{Rank, Timeline};
 use crate::control::Watch;
 use crate::graph::{Graph, OperatorId};
 use crate::rng::Random;
+use rayon::prelude::*;
 use std::collections::BTreeMap;
 
 /// A sequence that fits the limit.
@@ -82,21 +83,22 @@ pub(crate) fn search(
     if order.is_empty() {
         return Vec::new();
     }
-    let mut found: Vec<Found> = Vec::new();
-    let late = base_order(graph, order, false);
-    let early = base_order(graph, order, true);
+    let (late, early) = rayon::join(|| base_order(graph, order, false), || base_order(graph, order, true));
     let bases = if late == early { vec![late] } else { vec![late, early] };
-    for base in &bases {
+    let share = bases.len() as u64;
+    let from_base = |base: &Vec<OperatorId>| {
         let model = Model::new(graph, base);
         let mut search = Search::new(&model, limit_bytes, least_ns, watch);
-        search.try_policies(POLICY_WORK / bases.len() as u64);
-        search.improve(LOCAL_WORK / bases.len() as u64);
-        found.extend(search.best.iter().map(|solution| Found {
+        search.try_policies(POLICY_WORK / share);
+        search.improve(LOCAL_WORK / share);
+        let found = search.best.iter().map(|solution| Found {
             sequence: model.with_views(&solution.runs),
             peak_bytes: solution.peak_bytes,
             extra_ns: solution.extra_ns,
-        }));
-    }
+        });
+        found.collect::<Vec<_>>()
+    };
+    let mut found: Vec<Found> = bases.par_iter().map(from_base).collect::<Vec<_>>().concat();
     found.sort_by_key(|found| (found.extra_ns, found.peak_bytes));
     found.dedup_by(|a, b| a.sequence == b.sequence);
     found.truncate(MOST_FOUND);
