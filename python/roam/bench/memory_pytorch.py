@@ -69,8 +69,8 @@ class Point:
 
 
 class _Counter(TorchDispatchMode):
-    """Counts floating-point operations, of compiled code too: in PyTorch's own mode for it such code
-    does not run, but the function that it was compiled from.
+    """Counts floating-point operations, also those of compiled code. Inside of PyTorch's own
+    counter the function that was compiled runs instead.
     """
 
     flops = 0
