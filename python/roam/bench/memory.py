@@ -104,7 +104,12 @@ _FEWEST_OPERATIONS = "roam, fewest operations"
 def _pytorch_tasks(pairs: int) -> Iterator[Task]:
     for share in BUDGETS:
         for way in ("torch.compile", "roam", _FEWEST_OPERATIONS):
-            key = {"part": "pytorch", "net": "llama", "way": way, "percent": round(100 * share)}
+            key: dict[str, str | int] = {
+                "part": "pytorch",
+                "net": "llama",
+                "way": way,
+                "percent": round(100 * share),
+            }
             yield Task(key, partial(_row, partial(meet, share, way, pairs)))
 
 

@@ -73,7 +73,9 @@ class _Counter(TorchDispatchMode):
     counter the function that was compiled runs instead.
     """
 
-    flops = 0
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.flops = 0
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:

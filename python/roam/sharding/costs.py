@@ -54,8 +54,8 @@ class Costs:
 
     def run_ns(self, flops: float, moved_bytes: float) -> int:
         """Nanoseconds of one kernel."""
-        seconds = max(flops / self.flops_per_ns, moved_bytes / self.bytes_per_ns)
-        return self.launch_ns + round(seconds)
+        taken_ns = max(flops / self.flops_per_ns, moved_bytes / self.bytes_per_ns)
+        return self.launch_ns + round(taken_ns)
 
 
 @dataclass(frozen=True, slots=True)
