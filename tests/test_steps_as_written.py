@@ -49,6 +49,34 @@ class TestStepsAsUsersWriteThem:
 
         self.check(make, lambda net: torch.optim.SGD(net.parameters(), lr=0.1, momentum=momentum))
 
+    def test_gradients_of_cumulative_products(self) -> None:
+        """Autograd computes them in another way where an element is zero: here in every second
+        step, as rays through solid matter have them.
+        """
+
+        def script(wrap):
+            net = Net()
+            chosen = adamw(net)
+
+            @wrap
+            def step(model, optimizer, x, y, solid):
+                optimizer.zero_grad()
+                opacity = torch.sigmoid(model(x))
+                through = torch.cumprod((1 - opacity) * solid, -1)
+                loss = (through * opacity).sum(-1).square().mean()
+                loss.backward()
+                optimizer.step()
+                return loss
+
+            returned = []
+            for number, (x, y) in enumerate(batches(6)):
+                solid = torch.ones(3)
+                solid[1] = number % 2
+                returned.append(step(net, chosen, x, y, solid))
+            return [returned, net.state_dict(), chosen.state_dict()]
+
+        both(script)
+
     def test_zero_grad_at_the_end(self) -> None:
         def make(net):
             def step(model, optimizer, x, y):

@@ -33,7 +33,8 @@ _BAGS = {aten._embedding_bag.default, aten._embedding_bag_forward_only.default}
 # on the way.
 _SPREAD_EVENLY = {"MaxBackward1", "MinBackward1", "MedianBackward0", "NanmedianBackward0"}
 # Nodes of autograd that look for zeros among real values, and divide by them where there are none.
-# Fakes always go the other way, over cumulative products, which gives other bits.
+# Fakes always go the other way, over cumulative products, which gives other bits. Of `cumprod` this
+# is met only where a second backward pass is recorded (`composite_gradients`).
 _LOOKS_FOR_ZEROS = {"ProdBackward0", "ProdBackward1", "CumprodBackward0"}
 # Kernels of the CPU that make their result as large as their argument and then give it its shape.
 _UNFOLDED = {aten.im2col.default, aten.col2im.default}

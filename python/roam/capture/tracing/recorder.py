@@ -699,8 +699,9 @@ class Recorder(TorchDispatchMode):
             return self._spread(*args)
         if looks_for_zeros(func):
             self.refuse(
-                "the gradient of prod or cumprod is computed in another way where no element is zero, and a plan holds for one; "
-                "multiply the elements one by one, or use x.log().sum().exp() for positive ones",
+                "the gradient of prod, and of cumprod with create_graph=True, is computed in another way "
+                "where no element is zero, and a plan holds for one; multiply the elements one by one, or use "
+                "x.log().sum().exp() for positive ones",
                 code="data_dependent", op=str(func), source=source,
             )  # fmt: skip
         args, kwargs = self._with_fixed_sizes(facts, args, kwargs)

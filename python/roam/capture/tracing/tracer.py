@@ -17,7 +17,13 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from roam.capture.cuda_estimate.absent import PRESENT
-from roam.capture.tracing import custom_ops, dtensors, fully_shard, multi_tensor
+from roam.capture.tracing import (
+    composite_gradients,
+    custom_ops,
+    dtensors,
+    fully_shard,
+    multi_tensor,
+)
 from roam.capture.tracing.ddp import Reductions
 from roam.capture.tracing.fake_cache import tensors_in
 from roam.capture.tracing.fake_identity import hooks_on, is_parameter, own_attributes
@@ -532,6 +538,7 @@ def _watched(
         for holder, name, stand_in in dtensors.stand_ins(recorder):
             replace(holder, name, stand_in)
         stack.enter_context(dtensors.masks_kept())
+        stack.enter_context(composite_gradients.kept_whole())
         for holder, name, stand_in in fully_shard.stand_ins(recorder):
             replace(holder, name, stand_in)
         for holder, name, stand_in in custom_ops.collective_stand_ins(recorder):
