@@ -6,8 +6,9 @@
 //! are small, the part is solved exactly; otherwise it is split in two, mostly by the bytes that a
 //! node takes.
 
-use super::eliminate::{Elimination, Marginals, Order};
+use super::eliminate::{Elimination, Order};
 use super::improve::{Begin, Best, improve};
+use super::marginals::Marginals;
 use super::prices::{Known, Prices};
 use super::reduced::{Kept, Reduced};
 use crate::control::Watch;

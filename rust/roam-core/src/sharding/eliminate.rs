@@ -6,7 +6,7 @@
 //! for each choice of the nodes that they still have to do with. In a good order all tables are small
 //! where the graph is nearly a tree or a chain of blocks.
 
-use super::messages::least;
+use super::marginals::{Marginals, least};
 use super::reduced::Reduced;
 use std::cmp::Reverse;
 use std::collections::BTreeSet;
@@ -88,14 +88,6 @@ pub(super) struct Elimination<'a> {
     pub(super) order: Order,
     /// The problem's matrices without infinities.
     matrices: Vec<f64>,
-}
-
-/// What choices cost at least.
-pub(super) struct Marginals {
-    /// The least cost of all.
-    pub(super) least: f64,
-    /// Per strategy the least cost of all choices that have it.
-    pub(super) by_strategy: Vec<f64>,
 }
 
 impl<'a> Elimination<'a> {

@@ -5,7 +5,7 @@
 //! roots finds the best choice for all of them. A forest holds most nodes of these sparse graphs.
 
 use super::eliminate::FAR;
-use super::messages::least;
+use super::marginals::least;
 use super::reduced::Reduced;
 use crate::rng::Random;
 

@@ -5,7 +5,7 @@
 //! choices cost together does not change by it, so the least that nodes and edges cost each by
 //! itself is a bound for any messages; passes make it grow.
 
-use super::eliminate::Marginals;
+use super::marginals::{Marginals, least};
 use super::reduced::{Link, Reduced};
 use std::collections::BTreeMap;
 
@@ -221,7 +221,7 @@ impl Messages<'_> {
                 {
                     sums.iter_mut().zip(beyond.into_iter().flatten()).for_each(|(sum, more)| *sum += more);
                 }
-                let lowest = sums[self::least(&sums)];
+                let lowest = sums[super::marginals::least(&sums)];
                 above.iter_mut().zip(sums).for_each(|(above, sum)| *above += sum - lowest);
                 if before.len() <= number {
                     // Here a chain begins.
@@ -245,15 +245,4 @@ impl Messages<'_> {
         let (before, after) = edges.split_at(earlier);
         [before, after]
     }
-}
-
-/// The place of the least value; the first of several.
-pub(super) fn least(values: &[f64]) -> usize {
-    let mut least = 0;
-    for (place, value) in values.iter().enumerate() {
-        if *value < values[least] {
-            least = place;
-        }
-    }
-    least
 }

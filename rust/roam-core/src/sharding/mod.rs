@@ -13,6 +13,7 @@ mod eliminate;
 mod fit;
 mod forest;
 mod improve;
+mod marginals;
 mod messages;
 mod presolve;
 mod prices;

@@ -6,7 +6,8 @@
 //! more than the room is taken, along an average of the last excesses, by steps that get shorter when
 //! the bound no longer grows.
 
-use super::eliminate::{Elimination, Marginals, Order};
+use super::eliminate::{Elimination, Order};
+use super::marginals::Marginals;
 use super::messages::{self, Messages, Pass};
 use super::reduced::Reduced;
 
