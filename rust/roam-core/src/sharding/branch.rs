@@ -9,8 +9,9 @@
 use super::eliminate::{Elimination, Order};
 use super::improve::{Begin, Best, improve};
 use super::marginals::Marginals;
+use super::presolve::Kept;
 use super::prices::{Known, Prices};
-use super::reduced::{Kept, Reduced};
+use super::reduced::Reduced;
 use crate::control::Watch;
 use crate::rng::Random;
 use std::sync::Arc;

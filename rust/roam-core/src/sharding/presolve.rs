@@ -9,12 +9,14 @@
 //! docs/explanation/sharding.md proves that no optimum is lost.
 
 use super::problem::{FORBIDDEN, Problem};
-use super::reduced::Kept;
 use crate::control::{Stop, Watch};
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap};
 use std::mem;
 use std::ops::Range;
+
+/// Nodes, and which of their strategies may be chosen.
+pub(super) type Kept = Vec<(usize, Vec<usize>)>;
 
 /// What is not allowed costs this; no sum of what is allowed comes near it.
 pub(super) const NEVER: i64 = i64::MAX / 4;

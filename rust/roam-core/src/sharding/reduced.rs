@@ -1,6 +1,6 @@
 //! The smaller problem in arrays, for the searches.
 
-use super::presolve::{Demand, NEVER, Presolve};
+use super::presolve::{Demand, Kept, NEVER, Presolve};
 use super::problem::Problem;
 use crate::control::{Stop, Watch};
 use std::collections::HashMap;
@@ -34,9 +34,6 @@ pub(super) struct Reduced {
     /// What is left of the limit, beside what any choice takes, at each time at which that matters.
     pub(super) room: Vec<i64>,
 }
-
-/// Nodes, and which of their strategies may be chosen.
-pub(super) type Kept = Vec<(usize, Vec<usize>)>;
 
 /// An edge between nodes.
 #[derive(Clone, Copy, Debug)]

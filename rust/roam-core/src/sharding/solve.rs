@@ -3,9 +3,10 @@
 
 use super::branch::{Part, around, look, solved, without_worse};
 use super::improve::{Begin, Best, Solution, improve};
+use super::presolve::Kept;
 use super::prices::{Known, Prices};
 use super::problem::Problem;
-use super::reduced::{Kept, Reduced};
+use super::reduced::Reduced;
 use crate::control::{Control, Watch};
 use crate::rng::Random;
 use rayon::prelude::*;
