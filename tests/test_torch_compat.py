@@ -538,6 +538,35 @@ def _has_sizes() -> bool:
     return is_right
 
 
+def _implements() -> bool:
+    """A gradient's operator reaches a dispatch mode whole while it has a kernel for autograd."""
+    operator, seen = torch.ops.aten.cumprod_backward.default, []
+
+    class Seen(private.TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    def below(*args: Any) -> Any:
+        with private.BelowAutograd():
+            return operator(*args)
+
+    def gradient() -> torch.Tensor:
+        leaf = torch.ones(3, requires_grad=True)
+        with Seen():
+            leaf.cumprod(0).sum().backward()
+        assert leaf.grad is not None
+        return leaf.grad
+
+    with private.implemented("aten", "cumprod_backward", below, ["AutogradCPU"]):
+        whole = gradient()
+        is_whole = operator in seen
+    seen.clear()
+    return is_whole and torch.equal(whole, gradient()) and operator not in seen
+
+
 def _forgets() -> bool:
     compiled = torch.compile(lambda x: x.sin() + 2, backend="eager")
     compiled(torch.ones(2))
@@ -1001,6 +1030,7 @@ CANARIES: dict[str, Callable[[], bool]] = {
     "hooks_of": _hooked,
     "hooks_on_all_modules": _hook_tables,
     "hooks_on_all_optimizers": _hook_tables,
+    "implemented": _implements,
     "in_kernel_invocation_manager": _fakes,
     "inductor_graph": _graphs_of_inductor,
     "innermost_backend": _compiled_code,

@@ -18,12 +18,11 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch.utils.flop_counter import flop_registry
 
 import roam
 from roam.bench.memory_others import budget, compiled, timed_share
 from roam.program.ir import Program
-from roam.program.lower import flops_of
+from roam.program.lower import flops_of, formula_of
 from roam.runtime import strategy
 from roam.runtime.memory_profiler import measure_peak, observed
 from roam.torch_compat.private import TorchDispatchMode
@@ -83,7 +82,7 @@ class _Counter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if (formula := flop_registry.get(func._overloadpacket)) is not None:
+        if (formula := formula_of(func)) is not None:
             self.flops += formula(*args, **(kwargs or {}), out_val=result)
         return result
 

@@ -598,7 +598,7 @@ def flops_of(program: Program, call: Call) -> int:
     """Floating-point operations by PyTorch's own formulas; 0 where there is none, as for pointwise
     operators.
     """
-    formula = _formula(call.target)
+    formula = formula_of(call.target)
     if formula is None:
         return 0
 
@@ -622,7 +622,7 @@ def flops_of(program: Program, call: Call) -> int:
 
 
 @functools.cache
-def _formula(target: Any) -> Any:
+def formula_of(target: Any) -> Any:
     """PyTorch's own for an operator; None where there is none."""
     return flop_registry.get(getattr(target, "overloadpacket", None))
 

@@ -14,6 +14,7 @@ import operator
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import CodeType, ModuleType
 from typing import Any
 
@@ -547,6 +548,20 @@ has_kernel: Callable[[str], bool] = torch._C._dispatch_has_kernel
 """Whether an operator has any kernel."""
 has_kernel_for: Callable[[str, str], bool] = torch._C._dispatch_has_kernel_for_dispatch_key
 """Whether an operator has a kernel of its own for a dispatch key."""
+
+
+@contextmanager
+def implemented(
+    namespace: str, name: str, kernel: Callable[..., Any], keys: Sequence[str]
+) -> Iterator[None]:
+    """Inside, an operator has this kernel for these dispatch keys, for which it had none."""
+    library = torch.library.Library(namespace, "IMPL")
+    try:
+        for key in keys:
+            library.impl(name, kernel, key)
+        yield
+    finally:
+        library._destroy()
 
 
 def run_composite(func: Any, *args: Any, is_implicit: bool, **kwargs: Any) -> Any:
@@ -1085,6 +1100,7 @@ __all__ = [
     "hooks_of",
     "hooks_on_all_modules",
     "hooks_on_all_optimizers",
+    "implemented",
     "in_kernel_invocation_manager",
     "inductor_graph",
     "innermost_backend",

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from roam.torch_compat.private import BelowAutograd
+from roam.torch_compat.private import BelowAutograd, implemented
 
 _KEYS = ("AutogradCPU", "AutogradCUDA")
 
@@ -24,13 +24,8 @@ def kept_whole() -> Iterator[None]:
     """Autograd calls `cumprod_backward` as one operator, but for a backward pass that is recorded
     for another one.
     """
-    library = torch.library.Library("aten", "IMPL")
-    try:
-        for key in _KEYS:
-            library.impl("cumprod_backward", _below_autograd, key)
+    with implemented("aten", "cumprod_backward", _below_autograd, _KEYS):
         yield
-    finally:
-        library._destroy()
 
 
 def _below_autograd(gradient: Any, values: Any, dim: int, products: Any) -> Any:
