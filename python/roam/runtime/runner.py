@@ -522,9 +522,10 @@ class Runner:
             for reference in self._references
             if reference.path in set(changed) and not isinstance(reference, ArgumentReference)
         ]
+        # The next call brings arguments of its own.
+        advice = ". Load these from a checkpoint before the next call" if references else ""
         partial = ExecutionError(
-            f"{where} failed: {error}. Already updated, perhaps in part: {listed(changed)}. Load these from "
-            "a checkpoint before the next call",
+            f"{where} failed: {error}. Already updated, perhaps in part: {listed(changed)}{advice}",
             code="torn", operator=failure.call.name, source=str(failure.call.source),
         )  # fmt: skip
         partial.__cause__ = error
