@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from roam._core import __version__
 from roam.errors import ExecutionError
 from roam.state.autograd_hooks import in_group
 from roam.torch_compat.private import resolve_group, store_of
@@ -123,7 +124,7 @@ def look(group: Group) -> None:
             and theirs["run"] == number
             and not store.check([f"known/{group.rank}/{theirs['digest']}"])
         ):
-            _raise_different(group, other, sequence, theirs["sequence"])
+            _raise_different(group, other, sequence, theirs)
         _raise_if_left(store, group, other)
 
 
@@ -132,14 +133,16 @@ def _agree(group: Group, sequence: list[list[str]]) -> None:
     store, digest = _store(group), _digest(sequence)
     others = [other for other in range(len(group.ranks)) if other != group.rank]
     store.set(f"known/{group.rank}/{digest}", "1")
-    mine = {"run": _runs[group.name], "digest": digest, "sequence": sequence}
+    mine = {
+        "run": _runs[group.name], "digest": digest, "sequence": sequence, "versions": _versions()
+    }  # fmt: skip
     store.set(f"pending/{group.rank}", json.dumps(mine))
     deadline = time.monotonic() + store.timeout.total_seconds()
     while missing := [one for one in others if not store.check([f"known/{one}/{digest}"])]:
         for other in missing:  # what differs comes first: whoever finds it leaves
             theirs = _read(store, f"pending/{other}")
             if theirs and not store.check([f"known/{group.rank}/{theirs['digest']}"]):
-                _raise_different(group, other, sequence, theirs["sequence"])
+                _raise_different(group, other, sequence, theirs)
             _raise_if_left(store, group, other)
         if time.monotonic() > deadline:
             raise ExecutionError(
@@ -153,7 +156,13 @@ def _agree(group: Group, sequence: list[list[str]]) -> None:
 
 
 def _digest(sequence: Sequence[Sequence[str]]) -> str:
-    return hashlib.sha256("\n".join(what for what, _ in sequence).encode()).hexdigest()[:32]
+    text = "\n".join((_versions(), *(what for what, _ in sequence)))
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _versions() -> str:
+    """What ranks must have the same of: other versions plan otherwise, and compute other bits."""
+    return f"roam {__version__} with PyTorch {torch.__version__}"
 
 
 def _store(group: Group) -> Any:
@@ -215,9 +224,16 @@ def _is_gone(process: int) -> bool:
 
 
 def _raise_different(
-    group: Group, other: int, mine: Sequence[Sequence[str]], theirs: Sequence[Sequence[str]]
+    group: Group, other: int, mine: Sequence[Sequence[str]], other_rank: dict[str, Any]
 ) -> None:
-    """Says which collective is the first that differs."""
+    """Says which collective is the first that differs, or which versions do."""
+    theirs = other_rank["sequence"]
+    if other_rank["versions"] != _versions():
+        raise ExecutionError(
+            f"ranks run different versions: {_versions()} on rank {_named(group, group.rank)}, and "
+            f"{other_rank['versions']} on rank {_named(group, other)}; install the same on all",
+            code="collectives_differ",
+        )
     place = next(
         (
             place

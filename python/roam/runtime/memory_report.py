@@ -104,12 +104,13 @@ class StepMemory:
         measured_bytes: the most that was allocated at once in one step; None until
             `Step.measured`.
         workspace_bytes: the part of it that kernels allocated for themselves; None on CUDA.
-        group_bytes: the part of it that process groups allocated for themselves, which no plan
-            counts: gloo copies what it reduces.
+        group_bytes: how much less that would be if process groups allocated nothing for
+            themselves, which no plan counts: gloo copies what it reduces.
         eager_measured_bytes: the same when the user's own function runs; None until
             `Step.measured_eagerly`.
         eager_workspace_bytes: the part of it that kernels allocated for themselves; None on CUDA.
-        eager_group_bytes: the part of it that process groups allocated for themselves.
+        eager_group_bytes: how much less that would be without what process groups allocate for
+            themselves.
         limit_bytes: the most that the step may take (``memory=`` of `roam.compile`); None where
             nobody set a limit.
         floor_bytes: no plan, whatever it runs again, takes less; None where nothing runs again.

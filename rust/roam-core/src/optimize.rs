@@ -7,13 +7,14 @@
 //! that cuts the search short can change a plan, and its status says so.
 
 mod limit;
+mod overlap;
 
 use crate::bound::Limit;
 pub use crate::control::{Control, Progress};
 use crate::control::{Stop, Watch};
 use crate::exact::ExactTier;
-use crate::expansion::SequenceError;
-use crate::graph::{Graph, Residency, Site};
+use crate::expansion::{Expanded, SequenceError, expand};
+use crate::graph::{Graph, Residency, Sequence, Site};
 use crate::layout::{self, Layout};
 use crate::liveness::Profile;
 use crate::order::{self, Ordered, Portfolio, Trial};
@@ -169,8 +170,24 @@ pub fn optimize_timed(graph: &Graph, settings: &Settings, control: &Control) -> 
         plan =
             stages.time("recompute", 0.88, || limit::within(graph, &plan, settings, limit_bytes, &watch, plan_of))?;
     }
+    if settings.streams == 1 && graph.operators().iter().any(|one| one.sequence == Some(Sequence::Collective)) {
+        stages.time("overlap", 0.89, || hide_communication(graph, &mut plan, &watch))?;
+    }
     stages.time("verify", 0.9, || verify(graph, &plan)).map_err(OptimizeError::SelfCheck)?;
     Ok((plan, stages.timings))
+}
+
+/// Has the plan launch collectives earlier, and wait for them later, where that takes no memory.
+fn hide_communication(graph: &Graph, plan: &mut Plan, watch: &Watch) -> Result<(), OptimizeError> {
+    match &plan.recomputation {
+        None => overlap::hide(graph, |id| overlap::is_launch(graph, id), plan, watch),
+        Some(recomputation) => {
+            let Expanded { graph: runs, operator_of, .. } =
+                expand(graph, &recomputation.sequence).map_err(OptimizeError::InvalidSequence)?;
+            overlap::hide(&runs, |id| overlap::is_launch(graph, operator_of[id.index()]), plan, watch);
+        }
+    }
+    Ok(())
 }
 
 /// A plan in which each operator runs once, not yet verified.
