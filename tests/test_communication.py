@@ -242,3 +242,52 @@ def test_the_bound_is_reached() -> None:
         least = max(least_ns(graph, transfers, taken, times) - sum(times), 0)
         found += least > 0 and least == sum(exposed.ns.values())
     assert found
+
+
+# -- gathers that run again
+
+
+def sharded_step(layers: int) -> roam.Graph:
+    """Every layer's weight is gathered before its forward pass, and kept for the backward pass."""
+    builder = roam.GraphBuilder("sharded")
+    made = [builder.tensor("x", SMALL_BYTES, residency="persistent")]
+    weights = []
+    for number in range(layers):
+        shard = builder.tensor(f"shard {number}", WHOLE_BYTES // 4, residency="persistent")
+        weight = builder.tensor(f"weight {number}", WHOLE_BYTES)
+        again = {"repeatable": True, "phase": "collective"}
+        launch = builder.operator(
+            "launch", reads=[shard], creates=[weight], sequence="collective", time_ns=1000, **again
+        )
+        wait = builder.operator("wait", reads=[shard], mutates=[weight], time_ns=1, **again)
+        builder.control(launch, wait)
+        made.append(builder.tensor(f"activation {number}", SMALL_BYTES))
+        builder.operator("forward", reads=[weight, made[-2]], creates=[made[-1]], time_ns=5000)
+        weights.append(weight)
+    gradient = made[-1]
+    for number in reversed(range(layers)):
+        reads = [weights[number], *dict.fromkeys([gradient, made[number]])]
+        gradient = builder.tensor(f"gradient {number}", SMALL_BYTES)
+        builder.operator("backward", reads=reads, creates=[gradient], time_ns=5000)
+    return builder.build()
+
+
+WHOLE_BYTES, SMALL_BYTES = 4096, 64
+
+
+@pytest.mark.parametrize("layers", [3, 5, 7])
+def test_the_fewest_gathers_run_again_and_that_is_proved(layers: int) -> None:
+    """Every limit between that of a plan which keeps all weights and that of one which keeps none:
+    each weight that there is no room for is gathered once more, and no plan gathers fewer.
+    """
+    graph = sharded_step(layers)
+    plain = roam.optimize(graph)
+    for missing in range(1, layers):
+        limit = plain.total_bytes - missing * WHOLE_BYTES
+        plan = roam.optimize(graph, memory_limit_bytes=limit)
+        assert plan.total_bytes <= limit
+        found = plan.recomputation
+        assert found is not None
+        names = [graph.operators[int(one)].name for one in found["sequence"]]
+        assert names.count("launch") == layers + missing
+        assert found["extra_s"] == found["least_extra_s"] > 0

@@ -30,9 +30,12 @@ from torch.fx import GraphModule
 from roam.capture.frontends.aot import record_graph
 from roam.capture.step import Variant
 from roam.capture.tracing.rng import watched
+from roam.distributed.agreement import announce, begin, leave
+from roam.distributed.collectives import is_launch, settle
 from roam.errors import CaptureError, ExecutionError
 from roam.kernels.table import is_proven
 from roam.memory_limit import MemoryLimit
+from roam.program.collectives import sequences
 from roam.report.progress import Progress
 from roam.runtime.executor import Executor
 from roam.runtime.log import logger
@@ -190,10 +193,10 @@ class PlannedGraph:
             return self._run_unplanned(args)
         try:
             return planned.run(args)
-        except (
-            ExecutionError
-        ) as error:  # there is no memory for the pool, and nothing has been changed
-            if self._options.memory is not None:
+        except ExecutionError as error:
+            # There is no memory for the pool, and nothing has been changed.
+            is_joined = planned.joins_processes and error.code != "out_of_memory"
+            if self._options.memory is not None or is_joined:
                 raise
             logger.warning("%s runs unplanned this time: %s", self._name, error)
             return self._run_unplanned(args)
@@ -202,13 +205,15 @@ class PlannedGraph:
         """Plans, and runs with every result checked. If anything goes wrong it is undone, and the
         graph runs as it is.
         """
+        planned = None
         try:
             with Progress(f"planning {self._name}", only_live=True):
                 planned = self._plan(args)
             results = planned.run_checked(args)
         except Exception as error:
-            if self._options.memory is not None:
-                raise  # unplanned it might take more
+            # Unplanned it might take more, or launch collectives once more than other ranks.
+            if self._options.memory is not None or (planned and planned.joins_processes):
+                raise
             results, planned = self._run_unplanned(args), None
             logger.warning("%s runs unplanned: %s", self._name, error)
         self._plans[signature] = planned
@@ -257,6 +262,13 @@ class _Planned:
             if program.storage_of(slot) in written
         ]
         self._constants = [tensor for tensor, _ in program.constants]
+        self._sequences = sequences(program, choice.plan.order.tolist())
+        # As it was written, ranks launch what they launch unplanned. What they gather again they
+        # have to agree on.
+        again = () if choice.recomputation is None else choice.recomputation.calls
+        self._is_to_agree = any(is_launch(program.calls[index].target) for index in again)
+        if self._sequences:
+            announce()
         self._executor = Executor(
             program,
             choice.placed,
@@ -266,14 +278,34 @@ class _Planned:
             proven=is_proven(variant.device.type),
         )
 
+    @property
+    def joins_processes(self) -> bool:
+        """Whether its runs launch collectives."""
+        return bool(self._sequences)
+
+    @contextmanager
+    def _joined(self, *, is_first: bool = False) -> Iterator[None]:
+        """Around a run: if it fails, other ranks that wait for its collectives get to know."""
+        if not self._sequences:
+            yield
+            return
+        try:
+            begin(self._sequences, is_new=is_first and self._is_to_agree)
+            yield
+        except BaseException as error:
+            leave(self._sequences, str(error) or type(error).__name__)
+            settle()  # until then, collectives under way use memory of the run's
+            raise
+
     def run(self, args: list[Any]) -> Any:
         """The graph's results; the list is emptied.
 
         Raises:
-            ExecutionError: where there is no memory for the pool; nothing has been changed.
+            ExecutionError: where there is no memory for the pool, and nothing has been changed; or
+                where the graph launches collectives, and other ranks launch others or have left.
         """
         inputs = self._inputs(args)
-        with torch.no_grad(), self._executor.held():
+        with torch.no_grad(), self._executor.held(), self._joined():
             args.clear()
             results, *_ = self._executor.run(inputs)
         return results
@@ -288,6 +320,7 @@ class _Planned:
             watched,
             _undone_on_failure(changed, self._device),
             self._executor.held(),
+            self._joined(is_first=True),
         ):
             results, *_ = self._executor.run_checked(self._inputs(args))
         return results

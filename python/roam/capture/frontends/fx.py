@@ -21,15 +21,19 @@ from roam.capture.frontends.aot import GraphInput, NodePlaces, entering, replay
 from roam.capture.tracing.fake_cache import FakeKernels
 from roam.capture.tracing.fake_mode import new_mode
 from roam.capture.tracing.recorder import Recorder
+from roam.distributed.collectives import is_launch, wait
 from roam.errors import CaptureError, PlanError
 from roam.kernels.calls import placed_calls
 from roam.kernels.workspace import workspaces
 from roam.program.ir import Program, Ref
+from roam.program.links import times_ns
 from roam.program.lower import device_of, kinds_of
 from roam.program.random_states import with_states
 from roam.program.repeatable import Repeat, repeats
 from roam.program.replay import generator_state, replayed
 from roam.torch_compat.private import FakeTensorMode, c_pointer, disable_current_modes, pytree
+
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 
 def graph_of(module: Any, *, random_states: bool = False) -> Graph:
@@ -136,11 +140,15 @@ class Lowered:
         taken = workspaces(program, placed_calls(program, device), device) if asks_kernels else None
         nodes = [node for node in module.graph.nodes if node.op != "output"]
         drawing = _drawing(program, spans) if random_states else {}
+        launched = _launched(program, spans)
         operators = [
-            node for node, span in spans.items() if span for _ in range(1 + (node in drawing))
+            node
+            for node, span in spans.items()
+            if span or node in launched
+            for _ in range(1 + (node in drawing))
         ]
         devices = {node: draw.device for node, draw in drawing.items()}
-        graph = _lower(program, spans, drawing, type(module).__name__, taken or {})
+        graph = _lower(program, spans, launched, drawing, type(module).__name__, taken or {})
         return cls(nodes, operators, graph, devices, {})
 
     def reading(self) -> Lowered:
@@ -361,6 +369,7 @@ def _drawing(program: Program, spans: dict[Node, range]) -> dict[Node, _Drawing]
 def _lower(
     program: Program,
     spans: dict[Node, range],
+    launched: Mapping[Node, Node],
     drawing: dict[Node, _Drawing],
     name: str,
     taken: Mapping[int, int],
@@ -369,10 +378,16 @@ def _lower(
     builder = GraphBuilder(name, device.type)
     operators: dict[Node, int] = {}
     number = 0
-    for node in (node for node, span in spans.items() if span):
+    for node in (node for node, span in spans.items() if span or node in launched):
         operators[node] = number + (node in drawing)
         number = operators[node] + 1
-    reference = {index: number for node, number in operators.items() for index in spans[node]}
+    # The recorder notes a wait with its launch.
+    waited = {spans[launch][-1]: operators[wait] for wait, launch in launched.items()}
+    reference = {
+        index: waited.get(index, number)
+        for node, number in operators.items()
+        for index in spans[node]
+    }
     made: dict[int, list[int]] = {number: [] for number in operators.values()}
     used_by: dict[int, set[int]] = {}
     for index, call in enumerate(program.calls):
@@ -399,12 +414,18 @@ def _lower(
             made[maker].append(tensors[number])
     waits = _waits(operators, list(spans))
     again = repeats(program)
+    times = times_ns(program)
     for node, draw in drawing.items():
         again[spans[node][0]] = draw.repeat
     for node, number in operators.items():
-        calls = [program.calls[index] for index in spans[node]]
+        span = spans[node]
+        if node in launched:
+            span = spans[launched[node]][-1:]
+        elif node in launched.values():
+            span = span[:-1]
+        calls = [program.calls[index] for index in span]
         is_repeatable = all(
-            (repeat := again[index]) is not None and not repeat.first_only for index in spans[node]
+            (repeat := again[index]) is not None and not repeat.first_only for index in span
         )
         touched = {program.storage_of(slot) for call in calls for slot in call.refs()}
         mutated = {program.storage_of(slot) for call in calls for slot in call.mutates}
@@ -431,15 +452,17 @@ def _lower(
             )
             reads.append(state)
         is_drawing = any(call.random for call in calls) and (not is_repeatable or node in drawing)
+        is_launching = is_launch(calls[-1].target)
         builder.operator(
             calls[0].name if len(calls) == 1 else str(node.target),
             reads=reads,
             creates=creates,
             mutates=changed,
             workspace_bytes=inner_bytes[number]
-            + max((taken.get(index, 0) for index in spans[node]), default=0),
-            phase=calls[0].phase,
-            sequence="random" if is_drawing else None,
+            + max((taken.get(index, 0) for index in span), default=0),
+            time_ns=times.get(span[-1]),
+            phase=calls[-1].phase,
+            sequence="random" if is_drawing else "collective" if is_launching else None,
             module=source.module,
             file=source.file,
             line=source.line,
@@ -448,6 +471,33 @@ def _lower(
         for before in waits[node]:
             builder.control(before, number)
     return builder.build()
+
+
+def _launched(program: Program, spans: Mapping[Node, range]) -> dict[Node, Node]:
+    """By the node that waits for a collective, the one that launches it.
+
+    Raises:
+        CaptureError: something else than a wait uses what a collective writes (code
+            ``collective``).
+    """
+    found: dict[Node, Node] = {}
+    for node, span in spans.items():
+        if not (span and program.calls[span[-1]].target is wait):
+            continue
+        waits = [user for user in node.users if user.target is _WAIT]
+        if not waits or len(waits) < len(node.users):
+            others = [user.name for user in node.users if user.target is not _WAIT]
+            call = program.calls[span[-2]]
+            raise CaptureError(
+                f"{node.name} at {call.source} launches a collective whose result "
+                f"{f'{others[0]} uses before it is' if others else 'is never'} waited for; call "
+                "torch.ops._c10d_functional.wait_tensor on it first",
+                code="collective",
+                operator=call.name,
+                source=str(call.source),
+            )
+        found[next(user for user in spans if user in waits)] = node
+    return found
 
 
 def _is_inner(storage: int, maker: int, used_by: dict[int, set[int]], leaving: set[int]) -> bool:

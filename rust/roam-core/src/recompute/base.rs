@@ -76,7 +76,7 @@ impl Base<'_> {
             let changes = &self.graph.operator(**after).mutates;
             let mut before = self.graph.predecessors(**after).iter();
             !self.has_run[after.index()]
-                && changes.iter().any(|tensor| launch.mutates.contains(tensor))
+                && changes.iter().any(|tensor| launch.mutates.contains(tensor) || launch.creates.contains(tensor))
                 && before.all(|&before| self.has_run[before.index()])
         };
         let may_run_again = launch.repeatable && launch.sequence == Some(Sequence::Collective);

@@ -10,7 +10,7 @@ use super::evict::{Exponents, Failure, Policy, evict};
 use super::model::{Model, NONE};
 use super::timeline::{Rank, Timeline};
 use crate::control::Watch;
-use crate::graph::{Graph, OperatorId};
+use crate::graph::{Graph, Operator, OperatorId, Sequence};
 use crate::rng::Random;
 use rayon::prelude::*;
 use std::collections::BTreeMap;
@@ -83,8 +83,16 @@ pub(crate) fn search(
     if order.is_empty() {
         return Vec::new();
     }
-    let (late, early) = rayon::join(|| base_order(graph, order, false), || base_order(graph, order, true));
-    let bases = if late == early { vec![late] } else { vec![late, early] };
+    // An order of least memory may gather all parameters before it uses the first, and whatever is
+    // dropped then is gathered once more before its first use. The program does so right before.
+    let gathers_again = |one: &Operator| one.repeatable && one.sequence == Some(Sequence::Collective);
+    let mut orders = vec![order];
+    orders.extend(graph.operators().iter().any(gathers_again).then(|| graph.program_order()));
+    let ways: Vec<(&[OperatorId], bool)> =
+        orders.into_iter().flat_map(|order| [(order, false), (order, true)]).collect();
+    let mut bases: Vec<Vec<OperatorId>> =
+        ways.into_par_iter().map(|(order, early_updates)| base_order(graph, order, early_updates)).collect();
+    bases.dedup();
     let share = bases.len() as u64;
     let from_base = |base: &Vec<OperatorId>| {
         let model = Model::new(graph, base);
