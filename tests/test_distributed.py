@@ -855,8 +855,7 @@ def forward_and_backward(shards: list[torch.Tensor], x: torch.Tensor) -> list[to
 
 def shards_of(rank: int, world: int, rows: int = 4) -> tuple[list[torch.Tensor], torch.Tensor]:
     torch.manual_seed(rank)
-    shards = [torch.randn(64 // world, 64, requires_grad=True) for _ in range(4)]
-    return shards, torch.randn(rows, 64)
+    return [torch.randn(64 // world, 64) for _ in range(4)], torch.randn(rows, 64)
 
 
 def gathers_of(module: torch.fx.GraphModule) -> int:
@@ -864,9 +863,10 @@ def gathers_of(module: torch.fx.GraphModule) -> int:
 
 
 def updated(shards: list[torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    loss, *gradients = forward_and_backward(shards, x)
+    leaves = [shard.detach().requires_grad_() for shard in shards]
+    loss, *gradients = forward_and_backward(leaves, x)
     for shard, gradient in zip(shards, gradients, strict=True):
-        shard.detach().sub_(gradient)
+        shard.sub_(gradient)
     return loss
 
 
@@ -934,6 +934,7 @@ def by_torch_compile(rank: int, world: int) -> tuple[list[int], list[str]]:
     found = []
     for number in range(4):
         shards, x = shards_of(rank, world, 5 if rank == 2 and number == 2 else 4)
+        shards = [shard.requires_grad_() for shard in shards]
         loss = run(shards, x)
         got = tensors_of(loss, torch.autograd.grad(loss, shards))
         found += differences(tensors_of(forward_and_backward(shards, x)), got)
