@@ -255,7 +255,7 @@ def sharded_step(layers: int) -> roam.Graph:
     for number in range(layers):
         shard = builder.tensor(f"shard {number}", WHOLE_BYTES // 4, residency="persistent")
         weight = builder.tensor(f"weight {number}", WHOLE_BYTES)
-        again = {"repeatable": True, "phase": "collective"}
+        again: dict[str, Any] = {"repeatable": True, "phase": "collective"}
         launch = builder.operator(
             "launch", reads=[shard], creates=[weight], sequence="collective", time_ns=1000, **again
         )
