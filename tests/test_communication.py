@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import roam
@@ -20,7 +21,8 @@ from roam import cli, zoo
 from roam.distributed.collectives import Group
 from roam.program.links import Links, Transfer
 from roam.report.communication import Communication, least_ns, simulated
-from roam.zoo.sharding import WAYS, Sharding, ShardingError
+from roam.torch_compat.private import shard_parts
+from roam.zoo.sharding import WAYS, Parts, Sharding, ShardingError
 
 MODEL, SEQ = "llama-tiny", 16
 
@@ -115,6 +117,18 @@ def test_what_cannot_be_planned_is_refused(
 ) -> None:
     assert cli.main(["plan", MODEL, *options]) == 2
     assert what in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("rows", "count"), [(10, 4), (5, 4), (3, 4), (8, 4), (0, 2), (7, 1)])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_parts_are_those_that_pytorch_makes(rows: int, count: int, dim: int) -> None:
+    whole = torch.randn((rows, 3) if dim == 0 else (3, rows))
+    holder, name = shard_parts()
+    expected, found = getattr(holder, name)(whole, count, dim=dim), Parts(whole, count, dim=dim)
+    assert len(expected) == len(found)
+    for one, other in zip(expected, found, strict=True):
+        assert torch.equal(one, other)
+        assert (one.shape, one.stride()) == (other.shape, other.stride())
 
 
 def test_an_architecture_without_a_plan_is_not_spread(capsys: pytest.CaptureFixture[str]) -> None:

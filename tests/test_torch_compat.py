@@ -782,6 +782,13 @@ def _shards(group: Any) -> bool:
     )
 
 
+def _parts_of_shards() -> bool:
+    holder, name = private.shard_parts()
+    rows = torch.arange(10.0).view(5, 2)
+    parts = getattr(holder, name)(rows, 4, dim=0)
+    return [len(part) for part in parts] == [2, 2, 1, 0] and torch.equal(parts[2], rows[4:])
+
+
 def _meshes(group: Any) -> bool:
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -991,6 +998,7 @@ CANARIES: dict[str, Callable[[], bool]] = {
     "mesh_class": _in_group(_meshes),
     "has_real_ranks": _in_group(_meshes),
     "shard_memory": _in_group(_shards),
+    "shard_parts": _parts_of_shards,
     "exchange_shard": _in_group(_shards),
     "flat_shape": _in_group(_shards),
     "shards": _in_group(_shards),

@@ -160,6 +160,9 @@ PATCHES: Final = (
             "memory of gathered parameters that is given back is other memory when it is taken again",
             "a plan holds all gathered parameters at once, or resizes the memory of fakes", optional=True)
       for name in ("_fsdp_param", "_fsdp_param_group")),
+    Patch("torch.distributed.fsdp._fully_shard._fsdp_param", ("_chunk_with_empty",),
+          "of the parts of a parameter only those are made that a rank asks for",
+          "`roam plan --world 512` makes 512 fake tensors of every parameter", optional=True),
     # Processes and the environment.
     Patch("torch.distributed", ("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list",
                                 "send_object_list", "recv_object_list"), _COLLECTIVE, _NO_COLLECTIVE, optional=True),

@@ -523,6 +523,11 @@ def shard_memory() -> list[tuple[Any, str]]:
     return found
 
 
+def shard_parts() -> tuple[Any, str]:
+    """What `fully_shard` calls to cut a parameter into the parts of all ranks."""
+    return importlib.import_module(f"{_FSDP}_fsdp_param"), "_chunk_with_empty"
+
+
 def shard_kernel(name: str) -> Callable[..., Any] | None:
     """What an operator of `torch.ops.fsdp` runs on every device; None for one in C++."""
     module = sys.modules[f"{_FSDP}_fsdp_collectives"]
@@ -1156,6 +1161,7 @@ __all__ = [
     "shard_holders",
     "shard_kernel",
     "shard_memory",
+    "shard_parts",
     "shard_settings",
     "shard_states",
     "shards",

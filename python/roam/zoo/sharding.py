@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -131,11 +131,36 @@ def spread(
         from torch.distributed.fsdp import fully_shard
 
         from roam.capture.tracing.repeated_blocks import repeated_blocks
+        from roam.torch_compat.patches import replaced
+        from roam.torch_compat.private import shard_parts
 
-        for block in repeated_blocks([model]):
-            fully_shard(block, mesh=mesh["data"])
-        fully_shard(model, mesh=mesh["data"])
+        with replaced([(*shard_parts(), Parts)]):
+            for block in repeated_blocks([model]):
+                fully_shard(block, mesh=mesh["data"])
+            fully_shard(model, mesh=mesh["data"])
     return model, train_step
+
+
+class Parts(Sequence["torch.Tensor"]):
+    """The parts of a tensor for so many ranks, as `torch.chunk` makes them and empty ones after
+    these, each made when somebody asks for it: of hundreds, a rank needs two.
+    """
+
+    def __init__(self, tensor: torch.Tensor, count: int, dim: int) -> None:
+        self._tensor, self._count, self._dim = tensor, count, dim
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: Any) -> Any:
+        if not 0 <= index < self._count:
+            raise IndexError(index)
+        rows = self._tensor.size(self._dim)
+        most = -(-rows // self._count)
+        begin = min(index * most, rows)
+        if index and begin == rows:
+            return self[0].new_empty(0)
+        return self._tensor.narrow(self._dim, begin, min(most, rows - begin))
 
 
 def capture_rank(
