@@ -158,7 +158,7 @@ class Parts(Sequence["torch.Tensor"]):
         rows = self._tensor.size(self._dim)
         most = -(-rows // self._count)
         begin = min(index * most, rows)
-        if index and begin == rows:
+        if begin == rows > 0:
             return self[0].new_empty(0)
         return self._tensor.narrow(self._dim, begin, min(most, rows - begin))
 
