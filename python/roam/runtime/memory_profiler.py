@@ -30,6 +30,7 @@ from typing import Any, Final
 import torch
 
 from roam.errors import RoamError
+from roam.state.autograd_hooks import in_group
 from roam.torch_compat.private import c_pointer, has_kernel, has_kernel_for, local_of
 
 _START: Final = "roam.measure.start"
@@ -206,6 +207,10 @@ def _mark(name: str) -> None:
         torch.empty(1, dtype=torch.uint8)
 
 
+_OF_GROUP = "c10d::"
+"""What names begin with of operators that process groups call for themselves."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Event:
     """An allocation (or, with a negative size, a release) by the call of a kernel."""
@@ -263,7 +268,7 @@ class _Stream:
         )
         of_group_at: dict[int, int] = {}
         for block in self.blocks:
-            if block.operator.startswith("c10d::"):
+            if block.operator.startswith(_OF_GROUP):
                 of_group_at[block.made_at] = block.size_bytes
                 if block.freed_at is not None:
                     of_group_at[block.freed_at] = -block.size_bytes
@@ -302,6 +307,7 @@ def _between_marks(roots: list[Any]) -> tuple[list[_Event], int]:
     found: list[tuple[int, int, _Event]] = []
     marks: dict[str, tuple[int, int]] = {}
     calls = 0
+    own_threads = {root.start_tid for root in roots if root.name in (_START, _END)}
     # Depth first; each with the kernel call that it is inside of, and that kernel's name.
     stack: list[tuple[Any, int | None, str, str]] = [
         (root, None, "", "") for root in reversed(roots)
@@ -312,9 +318,10 @@ def _between_marks(roots: list[Any]) -> tuple[list[_Event], int]:
         if kind == "Allocation":
             fields = node.extra_fields
             if fields.device.type == "cpu":
-                event = _Event(
-                    fields.alloc_size, fields.ptr, fields.total_allocated, call, operator
-                )
+                # gloo's threads call kernels of their own.
+                is_of_group = bool(own_threads) and node.start_tid not in own_threads and in_group()
+                maker = f"{_OF_GROUP}{operator}" if is_of_group else operator
+                event = _Event(fields.alloc_size, fields.ptr, fields.total_allocated, call, maker)
                 if mark:
                     if event.size_bytes > 0:
                         marks[mark] = node.start_time_ns, event.total_bytes - event.size_bytes
