@@ -591,7 +591,7 @@ class TestUserWritten:
 
         model = Net()
         optimizer = Alternating(model.parameters(), lr=0.1)
-        with pytest.raises(roam.CaptureError, match="something else after each step"):
+        with pytest.raises(roam.CaptureError, match="another value after each step"):
             roam.capture(train_step, model, optimizer, torch.randn(5, 6), torch.randint(0, 8, (5,)))
 
 

@@ -699,8 +699,8 @@ class Recorder(TorchDispatchMode):
             return self._spread(*args)
         if looks_for_zeros(func):
             self.refuse(
-                "the gradient of prod, and of cumprod with create_graph=True, is computed in another way "
-                "where no element is zero, and a plan holds for one; multiply the elements one by one, or use "
+                "the gradient of prod, and of cumprod with create_graph=True, is computed in one of two ways, "
+                "depending on whether an element is zero, and a plan has only one; multiply the elements one by one, or use "
                 "x.log().sum().exp() for positive ones",
                 code="data_dependent", op=str(func), source=source,
             )  # fmt: skip
@@ -1054,8 +1054,8 @@ class Recorder(TorchDispatchMode):
             self._reshaped[id(tensor)] = reference, slot, tensor
         elif reference is not None:
             self.refuse(
-                "it changes the shape of a tensor in place that is there before the step and is "
-                "no argument, so every step would find another shape; use the form that returns a "
+                "it changes in place the shape of a tensor that exists before the step and is not "
+                "an argument, so every step would find another shape; use the form that returns a "
                 "view",
                 code="inplace_view", op=call.name, source=call.source,
             )  # fmt: skip
@@ -1311,8 +1311,8 @@ class Recorder(TorchDispatchMode):
             layout = layout_of(tensor)
             if holds_mask(layout):
                 raise CaptureError(
-                    f"the step leaves at {place} a DTensor whose placement holds a mask, as a lookup in "
-                    "a spread table gives it; redistribute it in the step",
+                    f"the step leaves at {place} a DTensor whose placement holds a mask, like the "
+                    "result of an embedding whose rows are split; redistribute it in the step",
                     code="dtensor",
                 )
             self._joined[id(tensor)] = tensor, Joined(layout)
