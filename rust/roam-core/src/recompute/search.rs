@@ -201,14 +201,25 @@ impl<'a> Search<'a> {
     fn try_policies(&mut self, work: u64) {
         self.work = work;
         let even = vec![1.0; self.class.len()];
-        // The more segments, the shorter are the chains that make tensors again, and the less work an
-        // attempt takes that fails.
-        let cut = (1..SEGMENTS.len()).rev().map(|segments| (FORCED[0], 0, segments));
-        let weights = self.weights.len();
-        let plain = FORCED.into_iter().flat_map(|forced| (0..weights).map(move |weight| (forced, weight, 0)));
-        for (forced, weight, segments) in cut.chain(plain) {
-            let (forced, taste, rank) = (exponents(forced), even.clone(), Rank::Time);
-            self.attempt(Attempt { weight, forced, early: None, segments, taste, rank });
+        let attempt = |forced, weight, segments| {
+            let (forced, taste) = (exponents(forced), even.clone());
+            Attempt { weight, forced, early: None, segments, taste, rank: Rank::Time }
+        };
+        for (at, forced) in FORCED.into_iter().enumerate() {
+            for weight in 0..self.weights.len() {
+                self.attempt(attempt(forced, weight, 0));
+            }
+            if at == 0 {
+                // The more segments, the shorter are the chains that make tensors again, and the less
+                // work an attempt takes that fails.
+                let share = if self.best.is_empty() { 2 } else { 4 };
+                let rest = self.work - self.work / share;
+                self.work /= share;
+                for segments in (1..SEGMENTS.len()).rev() {
+                    self.attempt(attempt(forced, 0, segments));
+                }
+                self.work += rest;
+            }
         }
         // Where nothing fits as it is, all policies count.
         let mut starts: Vec<Attempt> = self.tried.iter().take(MOST_EARLY).map(|(_, attempt)| attempt.clone()).collect();
