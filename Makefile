@@ -28,7 +28,7 @@ help:
 	@echo "make rust-test   the planner's tests; its benchmarks run once each"
 	@echo "make nightly     100 000 random graphs and as many layouts, against brute force and the verifier"
 	@echo "make fuzz        2 000 random modules and steps, by their plan and eagerly, bits compared"
-	@echo "make sweep       every sample of PyTorch's operators in many layouts: what capture says of the results is what kernels make"
+	@echo "make sweep       all cases of the tests of which others run one in four: every sample of PyTorch's operators, every optimizer and module"
 	@echo "make hard-limit  a step with a memory budget in a process that the system gives no more"
 	@echo "make wheel-test  the wheel in an empty environment, without torch and mip"
 	@echo "make bench       the planner's benchmarks"
@@ -94,7 +94,7 @@ fuzz:
 
 sweep: export ROAM_SWEEP_EVERY = 1
 sweep:
-	$(BIN)/python -m pytest tests/test_real_layouts.py tests/test_meta_kernels.py -k "all_operators or meta_kernels"
+	$(BIN)/python -m pytest -n auto --maxprocesses 8 -m sweep
 
 # How much of its free memory malloc scatters depends on timing, so a run in some ten fails.
 hard-limit: export ROAM_HARD_LIMIT = 1

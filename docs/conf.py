@@ -37,10 +37,12 @@ nitpick_ignore_regex = [
     # here.
     ("py:.*", r"(.*\.)?_\w+"),
     ("py:.*", r"(torch|numpy|np|collections|typing|types|fractions|os)\b.*"),
+    # Types of attributes of `Sharding`, of which its docstring says what is of use.
+    ("py:class", r"roam\.sharding\.(styles\.Style|search\.Choice|result\.Seconds)"),
 ]
 
 myst_heading_anchors = 4
-myst_enable_extensions = ["colon_fence", "deflist"]
+myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
 
 html_theme = "furo"
 html_title = f"roam {release}"

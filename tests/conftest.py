@@ -4,11 +4,14 @@ import json
 import os
 import signal
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from sweeps import EVERY
 
 # Time tells nothing about a property on a machine that is busy with other things.
 settings.register_profile("roam", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -43,11 +46,26 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", f"slow: took more than {_SLOW_S} s at the last `make durations`"
     )
+    config.addinivalue_line(
+        "markers", "sweep: has many cases of one kind; `make sweep` runs all, others one in four"
+    )
     if config.getoption("--without-torch"):
         sys.modules["torch"] = None  # type: ignore[assignment]
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    seen: Counter[str] = Counter()
+    left_out = []
+    for item in items:
+        if item.get_closest_marker("sweep"):
+            function = item.nodeid.partition("[")[0]
+            if seen[function] % EVERY:
+                left_out.append(item)
+            seen[function] += 1
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        gone = set(left_out)
+        items[:] = [item for item in items if item not in gone]
     taken: dict[str, float] = json.loads(_DURATIONS.read_text()) if _DURATIONS.exists() else {}
     for item in items:
         if taken.get(item.nodeid.partition("[")[0], 0.0) > _SLOW_S:

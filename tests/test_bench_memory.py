@@ -126,6 +126,7 @@ def test_measured_memory_of_a_step_is_what_it_allocates() -> None:
     assert 1_000_000 <= memory._Trained(TINY, way).local_bytes() <= 1_001_000
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("net", NETS, ids=lambda net: net.name)
 def test_activations_are_most_of_a_small_nets_peak(net: Net) -> None:
     graph = memory_nets.capture(net, small=True)

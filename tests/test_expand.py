@@ -64,6 +64,7 @@ SEQUENCES: dict[str, Callable[[Lowering], list[int]]] = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("how", SEQUENCES)
 @pytest.mark.parametrize("name", MAKERS)
 def test_the_graph_of_a_program_by_a_sequence_is_the_sequences(name: str, how: str) -> None:

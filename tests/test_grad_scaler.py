@@ -107,6 +107,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("pool", [True, False])
 @pytest.mark.parametrize("infinite", [(), (0, 1, 2, 9), (4, 5, 12, 19)])
 @pytest.mark.parametrize("name", OPTIMIZERS)

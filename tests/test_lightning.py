@@ -139,6 +139,7 @@ def outcome(
     )
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("kind", "options"),
     [

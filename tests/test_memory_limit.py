@@ -53,6 +53,7 @@ CASES = [
 ]  # fmt: skip
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("name", "pool", "how"), CASES)
 def test_steps_that_run_operators_again_have_eagers_bits(
     name: str, pool: bool | None, how: str, monkeypatch: pytest.MonkeyPatch

@@ -33,6 +33,7 @@ def in_a_process_of_its_own(name: str, how: str) -> MemoryTrace:
     return trace
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("how", WAYS)
 @pytest.mark.parametrize("name", TRAININGS)
 def test_the_promise_is_kept_and_eager_needs_no_less(name: str, how: str) -> None:

@@ -124,6 +124,7 @@ def _hold_all(held: Held, op: Any, dtype: torch.dtype) -> None:
                     continue  # eager PyTorch does not take it in this form or layout
 
 
+@pytest.mark.sweep
 @pytest.mark.filterwarnings("ignore")
 def test_meta_kernels_say_what_the_fake_mode_says() -> None:
     held = Held()

@@ -120,6 +120,7 @@ def options(info: OptimizerInfo, form: str) -> list[dict[str, Any]]:
     return [{**given, **chosen} for given in every]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("name", "form"),
     [(name, form) for name in INFOS if name not in REFUSED for form in forms(INFOS[name])],
@@ -141,6 +142,7 @@ def lower_the_rate(optimizer: Any, _: int) -> None:
         group["lr"] *= 0.9
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("name", "form"),
     [
@@ -168,6 +170,7 @@ def test_no_hyper_parameter_is_frozen(name: str, form: str) -> None:
     assert 0 < len(keys) <= 11, keys  # each is changed, and a step follows
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("name", "form"),
     [
@@ -591,7 +594,7 @@ class TestUserWritten:
 
         model = Net()
         optimizer = Alternating(model.parameters(), lr=0.1)
-        with pytest.raises(roam.CaptureError, match="something else after each step"):
+        with pytest.raises(roam.CaptureError, match="another value after each step"):
             roam.capture(train_step, model, optimizer, torch.randn(5, 6), torch.randint(0, 8, (5,)))
 
 
@@ -842,6 +845,7 @@ class Images(torch.nn.Module):
         return self.last(torch.relu(self.norm(self.conv(x))).mean((2, 3)))
 
 
+@pytest.mark.sweep
 @pytest.mark.filterwarnings("ignore:It is highly recommended to have 'opt_einsum'")
 @pytest.mark.parametrize("name", _TIMM)
 def test_optimizers_of_timm(name: str) -> None:

@@ -166,6 +166,7 @@ BETWEEN: dict[str, dict[int, Callable[[Any], Any]]] = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("between", BETWEEN)
 @pytest.mark.parametrize("name", MADE_ANEW)
 def test_what_each_forward_pass_makes_anew_is_as_eagerly(name: str, between: str) -> None:

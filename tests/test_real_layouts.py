@@ -205,6 +205,7 @@ DIFFERING = [
 class TestSweep:
     """PyTorch's samples of its operators, forward and backward."""
 
+    @pytest.mark.sweep
     @pytest.mark.filterwarnings("ignore")
     def test_over_all_operators(self, one_thread: None) -> None:
         sweep = Sweep()
@@ -213,6 +214,7 @@ class TestSweep:
         assert sweep.calls > 200
         assert not sweep.differing
 
+    @pytest.mark.sweep
     @pytest.mark.filterwarnings("ignore")
     @pytest.mark.parametrize("name", DIFFERING)
     def test_where_fake_kernels_lay_out_otherwise_or_are_trusted(

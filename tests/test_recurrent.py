@@ -44,6 +44,7 @@ RECURRENT_FORMS: dict[str, dict[str, Any]] = {
 
 
 class TestRecurrentLayers:
+    @pytest.mark.sweep
     @pytest.mark.parametrize("form", RECURRENT_FORMS)
     @pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
     def test_train(self, kind: str, form: str) -> None:

@@ -224,6 +224,7 @@ def by(name: str, wrap: Callable[[Any], Any]) -> list[Any]:
     return training(MODELS[name][0](), wrap)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", MODELS)
 def test_random_tensors_that_are_made_again_are_the_same(
     name: str, monkeypatch: pytest.MonkeyPatch

@@ -170,6 +170,7 @@ NUMBERS: dict[str, Callable[..., torch.Tensor]] = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("use", NUMBERS)
 def test_a_float_argument_may_decide_anything(use: str) -> None:
     def script(wrap):

@@ -99,6 +99,7 @@ def test_what_he_marked_is_kept_where_the_budget_allows_it(kind: str, reentrant:
     assert memory.measured_bytes == pytest.approx(memory.total_bytes, rel=0.01)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("kind", "reentrant", "pool"),
     [

@@ -59,6 +59,7 @@ def steady(call: tuple[Any, ...]) -> Variant:
     return capture_step(plain_step, call, {}).steady
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("pool", [True, False, None])
 def test_the_total_contains_what_kernels_take(pool: bool | None, dtype: torch.dtype) -> None:

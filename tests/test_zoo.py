@@ -64,6 +64,7 @@ def test_importing_the_zoo_loads_no_framework() -> None:
     assert run.stdout.strip() == "[]"
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", zoo.names())
 def test_every_model_makes_one_step_without_memory(name: str) -> None:
     with roam.fake("cpu"):

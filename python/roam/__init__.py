@@ -4,7 +4,7 @@ A training step (forward, loss, backward, optimizer update) becomes one :class:`
 :func:`optimize` finds a :class:`Plan` for it, an execution order and a memory layout, together with
 a lower bound that proves how good it is; :func:`verify` checks a plan on its own; :func:`compile`
 runs the real step by it, and :func:`compare` says whether that gives the bits of eager PyTorch.
-:func:`parallelize` spreads a model over many devices. Buffers without a graph are packed by
+:func:`parallelize` splits a model over several devices. Buffers without a graph are packed by
 :mod:`roam.layout`.
 
 Importing this package loads neither torch nor a solver: :func:`capture`, :func:`compile`,

@@ -659,7 +659,7 @@ class Plan:
         reuse pairs and the lower bounds of such a plan are those of the sequence's graph.
         """
     def expanded(self, graph: Graph) -> tuple[Graph, Plan]:
-        """The graph that the plan's operators and tensors are of, and the plan as one of that
+        """The graph in which each run is an operator of its own, and this plan as a plan of that
         graph; both as given where nothing runs again.
 
         Raises:

@@ -205,7 +205,7 @@ def _parser() -> argparse.ArgumentParser:
     )
 
     parallelize_command.add_options(
-        command("parallelize", _parallelize, "find how to spread a model over several devices")
+        command("parallelize", _parallelize, "find how to split a model over several devices")
     )
 
     export_command.add_options(

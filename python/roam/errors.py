@@ -71,8 +71,8 @@ class CaptureError(RoamError):
 
     Attributes:
         path: where the step reaches the value at fault, such as ``"self.history[0]"``, or None.
-        settles: whether the step may well be captured when it has run once, as one that sets
-            something up at its first call.
+        settles: whether the step can probably be captured after it has run once, like a step that
+            sets something up at its first call.
     """
 
     path: str | None = None

@@ -91,7 +91,9 @@ def _row(path: Path, work: int, time_limit_s: float | None) -> Row:
         cost, peak_bytes = problem.evaluate(found.choice)
         limit = problem.limit_bytes
         if cost != found.cost or (limit is not None and peak_bytes > limit):
-            raise BenchError(f"{path}: the choice is not what the search says of it")
+            raise BenchError(
+                f"{path}: the choice found has another cost than the search says, or breaks the limit; please report it"
+            )
     best = BEST_OF_TEAMS.get(problem.name)
     return {
         "problem": problem.name,

@@ -250,7 +250,7 @@ def _read_rows(path: Path) -> Record | None:
         and record.keys() >= _HEAD
         and all(isinstance(row, dict) for row in rows)
     ):
-        raise BenchError(f"{path}: these are no rows of a benchmark; --fresh forgets them")
+        raise BenchError(f"{path}: this file has no rows of a benchmark; --fresh starts without it")
     return {**record, "rows": rows}
 
 

@@ -31,7 +31,7 @@ def benchmark(arguments: argparse.Namespace) -> Benchmark:
     """One row for each number of layers."""
     if arguments.steps <= arguments.lengths:
         raise BenchError(
-            f"shapes: --steps {arguments.steps} leaves none beside the first of each of {arguments.lengths} lengths"
+            f"shapes: --steps {arguments.steps} is too few: the first step of each of {arguments.lengths} lengths is not timed; pass more steps than lengths"
         )
     layers = tuple(arguments.layers) or (*LAYERS, SMALL)
     tasks = [

@@ -310,7 +310,8 @@ def capture_variant(
     captured = capture_step(train_step, args, kwargs)
     if step == "steady" and captured.steady is None and captured.first is not None:
         raise captured.first.program.unsettled or CaptureError(
-            "there is no steady step to capture; capture(step='first') captures the first step",
+            "what the steady step does is not known before the first step has run; call the compiled step, or capture "
+            "with step='first'",
             code="unsettled",
         )
     variant = captured.first if step == "first" else captured.steady or captured.first
@@ -572,8 +573,8 @@ def _check_live_numbers(live: Program, tracer: _Tracer) -> None:
     (plain,) = tracer.programs(live_arguments=False, live_numbers=False)
     if not agrees(live, plain):
         raise CaptureError(
-            "the step tells a number that may change (of an optimizer's group, or that the step keeps) from a plain number, "
-            "because capture puts an object of another type in its place; test with isinstance(x, float) instead of type(x), or keep the number in a tensor",
+            "the step treats a number that may change (of an optimizer's group, or that the step keeps) in another way than "
+            "a plain number, since capture puts an object of another type in its place; test with isinstance(x, float) instead of type(x), or keep the number in a tensor",
             code="value_reached_python",
         )
 
@@ -783,14 +784,14 @@ def _refuse_unseen_state(reach: Reach) -> None:
         ):
             refuse(
                 slot.path,
-                "has no shape yet; run the module once before",
+                "has no shape yet; run the module once before the step",
                 code="uninitialized_parameter",
             )
     for path, _ in reach.iterators:
         refuse(
             path,
-            "is an iterator; what it gives at capture would be given for ever. Take the next batch outside of the step and "
-            "pass it as an argument",
+            "is an iterator, and every later step would get what it gives at capture; take the next batch outside of the "
+            "step, and pass it as an argument",
             code="iterator",
         )
     for path, scaler in reach.scalers:

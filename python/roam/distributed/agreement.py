@@ -56,8 +56,8 @@ def begin(sequences: Sequences, *, is_new: bool) -> None:
         known = _left.get(group.name)
         if known is not None:
             raise ExecutionError(
-                f"an earlier step with collectives failed on this rank ({known}), and other "
-                f"ranks may be somewhere else; {_AGAIN}",
+                f"an earlier step with collectives failed on this rank ({known}), so other "
+                f"ranks may wait for another collective; {_AGAIN}",
                 code="rank_left",
             )
         _runs[group.name] = _runs.get(group.name, 0) + 1
@@ -146,7 +146,7 @@ def _agree(group: Group, sequence: list[list[str]]) -> None:
             _raise_if_left(store, group, other)
         if time.monotonic() > deadline:
             raise ExecutionError(
-                f"rank {_named(group, missing[0])} has come with no plan for the same collectives in "
+                f"rank {_named(group, missing[0])} did not start a plan with the same collectives within "
                 f"{store.timeout.total_seconds():.0f} s, the time limit of the group's store; call the "
                 "same compiled step on all ranks, or on none (ROAM_DISABLE=1)",
                 code="rank_left",

@@ -51,12 +51,11 @@ def check_sequence(program: Program) -> None:
         return
     for call in program.calls:
         if call.is_check or (is_collective(call.target) and call.skip_if is not None):
-            what = "asks about a value" if call.is_check else "may skip a collective"
+            what = "branches on a value" if call.is_check else "may skip a collective"
             raise CaptureError(
-                f"{call.name} at {call.source}: the step calls collectives and {what} here, which "
-                "only the run of each rank can tell, so that ranks could launch different "
-                "collectives; use a form that stays on tensors, such as torch.where, or do it "
-                "outside of the step",
+                f"{call.name} at {call.source}: the step calls collectives, and {what} here; one "
+                "rank could decide differently from another, and launch other collectives; use a "
+                "form that stays on tensors, such as torch.where, or do it outside of the step",
                 code="collective_branch",
                 operator=call.name,
                 source=str(call.source),

@@ -86,7 +86,9 @@ class Communication:
             ValueError: the plan is for several streams.
         """
         if plan.settings["streams"] > 1:
-            raise ValueError("what is exposed is known for plans of one stream")
+            raise ValueError(
+                "exposed communication is worked out for plans of one stream only; plan with streams=1"
+            )
         links = Links() if links is None else links
         found = list(transfers(program))
         taken = {one.launch: links.time_ns(one.kind, one.group, one.size_bytes) for one in found}

@@ -71,7 +71,7 @@ class Comparison:
             exactly; ``"failed"``, where running by plan raised; ``"undecided"``, where the step
             raises eagerly too, or where eager PyTorch gives other bits when it is run again.
         steps: how many steps were asked for.
-        compared: how many values were compared after each step that was, by kind.
+        compared: by kind of value, how many were compared after each step that was compared.
         difference: the first value that differs; None where none does.
         operator: the first operator of that step that made a value which the eager step did not
             make; None where none is to be named.

@@ -99,7 +99,8 @@ def compile(
             docs/how-to/memory-budget.md.
         keep_checkpoints: with `memory`, run regions of `torch.utils.checkpoint` again as they are
             written. By default the plan chooses what runs again, in them as elsewhere.
-        kernels: ``"inductor"`` compiles the repeated blocks of the step's models by
+        kernels: ``"eager"`` runs eager PyTorch's kernels, or those of blocks that the user has
+            compiled. ``"inductor"`` compiles the repeated blocks of the step's models by
             `torch.nn.Module.compile`, in place, at the first call. The bits are then those of
             compiled blocks, in roam and elsewhere. See docs/how-to/compiled-blocks.md.
 
@@ -256,8 +257,8 @@ class Step:
         if self._options.memory is not None and not self._is_told:
             self._is_told = True
             logger.warning(
-                "%s runs the step's own function in a call that no plan is for: its memory is not "
-                "held to the limit",
+                "%s: no plan fits this call, so the step's own function runs, and its memory may "
+                "exceed the limit",
                 self._name,
             )
         key, seen = (self._key(args, kwargs), known), Seen()
@@ -368,8 +369,8 @@ class Step:
         )
 
     def show(self, seen: Seen) -> None:
-        """Has captures go the way of a run that was watched, where the step has seen none of its
-        own.
+        """Gives captures the outcomes of branches that another step's run has shown, for as long as
+        this step has had no such run of its own.
         """
         self._shown = seen
 
@@ -513,8 +514,8 @@ class Step:
             return planned_by(choice).values
 
     def communication(self, links: Links | None = None) -> Communication:
-        """What the plan of the most recent call has this rank wait for others, by the model of
-        time: how long collectives take, and how much of that nothing else overlaps.
+        """How long this rank waits for others in the plan of the most recent call, by the model of
+        time: how long collectives take, and for how much of that the rank computes nothing.
 
         Before the first call, it is the plan that `plan` made.
 
@@ -554,7 +555,7 @@ class Step:
     def measured(self, *args: Any, **kwargs: Any) -> Any:
         """Runs one real step like a call, measures its memory for `memory`, and returns its result.
 
-        See docs/explanation/measurement.md for what is counted. A call that no plan runs is not
+        See docs/explanation/measurement.md for what is counted. A call that runs by no plan is not
         measured.
         """
         runner = self._runner(args, kwargs)

@@ -155,7 +155,7 @@ def measure_peak(
         device: ``cpu`` or ``cuda``.
 
     Raises:
-        MeasurementError: if the profiler's record contradicts itself, or the device is another one.
+        MeasurementError: if the profiler's record contradicts itself, or the device is neither.
     """
     if device == "cuda":
         return _measure_cuda(functools.partial(fn, *args), warmup)
@@ -172,8 +172,8 @@ def measure_peak(
 
 @contextlib.contextmanager
 def observed() -> Iterator[None]:
-    """Make CPU memory known: blocks made inside count in later measurements when they are released
-    there.
+    """Record the allocations that are made in the block, so that later measurements on the CPU
+    count their release.
     """
     with _profiler():
         yield

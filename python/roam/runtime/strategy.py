@@ -507,7 +507,7 @@ class _Chooser:
                 f"{self._variant.name}: {error}. Without recomputation it takes {best.total_bytes} "
                 f"bytes, of which {best.plan.persistent_bytes} are there before and after the step. The "
                 f"checks of a plan's first run take {best.checks_bytes} bytes more. Pass memory= of at "
-                "least the sum of what is needed and these, or take a smaller batch",
+                "least what is needed plus these checks, or take a smaller batch",
                 code=error.code,
                 operator=error.operator,
                 position=error.position,

@@ -30,6 +30,10 @@ WORK = 20_000_000
 """Entries of cost matrices that a search looks at, unless told otherwise."""
 _MOST_TRIES = 12
 """How often a choice is found anew, after one that does not run or takes too much."""
+_SIZES = (
+    "write sizes that are split as -1, as in x.view(batch, length, -1, width), or take them from "
+    "x.shape"
+)
 
 
 def parallelize(
@@ -42,8 +46,8 @@ def parallelize(
     costs: Costs | None = None,
     work: int = WORK,
 ) -> Sharding:
-    """Finds how to spread a model over the ranks of a mesh, for the cheapest training step by a
-    model of time, and certifies how much memory each rank needs.
+    """Finds how to split a model over the ranks of a mesh so that a training step takes the least
+    time by a model of time, and certifies how much memory each rank needs.
 
     Runs the user's function on fake tensors only. The model, the optimizer and the batch stay as
     they are; under `with roam.fake():` they need no memory either. One process is enough, for a
@@ -64,7 +68,7 @@ def parallelize(
         CaptureError: the step cannot be traced, or no choice that was found runs on a rank
             (``sharding``).
         PlanError: no sharding was found within the memory (``sharding_memory``).
-        ValueError: the mesh or the memory is none.
+        ValueError: the mesh is not one of one dimension, or the memory is no amount of bytes.
     """
     limit_bytes = None if memory is None else MemoryLimit.of(memory).amount_bytes()
     planning = Planning(train_step, model, optimizer, batch, mesh=mesh, costs=costs, work=work)
@@ -148,7 +152,7 @@ class Planning:
         last = differences[-1]
         raise CaptureError(
             f"no sharding was found that runs: on a rank, the code of {last.path or 'the step'} does "
-            f"not run on parts: {last.message}",
+            f"not run on parts: {last.message}; {_SIZES}",
             code="sharding",
         )
 
@@ -271,6 +275,6 @@ def _more_bans(
         return replace(bans, modules=bans.modules | {path})
     raise CaptureError(
         f"on a rank, the code of {difference.path or 'the step'} does not run on parts: "
-        f"{difference.message}",
+        f"{difference.message}; {_SIZES}",
         code="sharding",
     )

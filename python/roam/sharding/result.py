@@ -39,15 +39,15 @@ class Seconds:
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """How a model is spread over the ranks of a mesh; `print` shows it.
+    """How a model is split over the ranks of a mesh; `print` shows it.
 
     Attributes:
         mesh_shape: ranks along each dimension.
         mesh_dim_names: of the dimensions.
         styles: by the path of a module, what `parallelize_module` is given for it.
         plan: of one rank's step, verified; its `total_bytes` is what the step takes on each rank.
-        choice: what the search found; `ns` is the time of a step by the model, `bound_ns` a time
-            below which no choice is.
+        choice: what the search found; `ns` is the time of a step by the model, `bound_ns` a lower
+            bound of that time for all choices.
         seconds: that each stage took.
     """
 
@@ -92,10 +92,10 @@ class Sharding:
         *,
         mesh: Any = None,
     ) -> torch.nn.Module:
-        """Spreads a model like the one that was planned, by `parallelize_module`, on every rank.
+        """Splits a model like the one that was planned, by `parallelize_module`, on every rank.
 
-        Each spread parameter gets rank 0's values. All ranks must have the same values of the
-        others, as after the same seed or from one checkpoint.
+        Each parameter that is split gets rank 0's values. All ranks must have the same values of
+        the others, as after the same seed or from one checkpoint.
 
         Args:
             model: changed, and returned.
@@ -166,7 +166,9 @@ class Sharding:
             table += [(f"  {path}", style, str(count)) for (path, style), count in rows.items()]
             lines += [columns(table, right=(2,)), ""]
         else:
-            lines.append("  nothing is spread: by the model of time, every rank does all of it")
+            lines.append(
+                "  nothing is split: by the model of time, a step is fastest if every rank has the whole model"
+            )
         for kind, (count, sent) in sorted(self._sums(ranks).items()):
             lines.append(f"  {kind}: {count} a step, {format_bytes(sent)} sent by each rank")
         gap = "optimal" if self.is_optimal else f"at most {self.choice.gap:.2%} above the best"

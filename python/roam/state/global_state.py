@@ -120,8 +120,8 @@ def check_surroundings() -> None:
     for mode in _dispatch_modes():
         name = type(mode).__qualname__
         raise CaptureError(
-            f"{name} is active around the call, and a plan calls other kernels than the step's "
-            "operators, which it would see; enter it inside of the step",
+            f"{name} is active around the call, and would see a plan's kernels instead of the "
+            "step's operators; enter it inside of the step",
             code="dispatch_mode",
         )
     if function_transform() is not None:

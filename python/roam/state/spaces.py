@@ -52,7 +52,7 @@ class Space:
             CaptureError: if the holder is immutable.
         """
         raise CaptureError(
-            f"{self.label(key)} cannot be replaced where it is; keep it in a list or as an attribute",
+            f"{self.label(key)} is held where capture cannot put a fake tensor in its place; keep it in a list or as an attribute",
             code="wrapped_place",
         )
 

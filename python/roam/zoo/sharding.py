@@ -56,10 +56,12 @@ class Sharding:
         if self.world < 1 or not 0 <= self.rank < self.world:
             raise ShardingError(f"there is no rank {self.rank} of {self.world}")
         if self.tp_ranks is not None and self.way != "fsdp+tp":
-            raise ShardingError("only 'fsdp+tp' says how many ranks share the parts of a layer")
+            raise ShardingError(
+                "how many ranks share the parts of a layer can be chosen with 'fsdp+tp' only"
+            )
         if self.world % self.inner:
             raise ShardingError(
-                f"{self.world} ranks are no groups of {self.inner} that share the parts of a layer"
+                f"{self.world} ranks cannot be divided into groups of {self.inner} that share the parts of a layer"
             )
 
     @property
@@ -219,7 +221,11 @@ def _spread_layers(model: Any, mesh: DeviceMesh) -> None:
     if not shipped or unknown:
         raise ShardingError(
             "tensor parallelism needs the plan that transformers ships with an architecture, and "
-            + (f"this one asks for {', '.join(unknown)}" if shipped else "this model has none")
+            + (
+                f"this one has styles that PyTorch has not: {', '.join(unknown)}"
+                if shipped
+                else "this model has none"
+            )
         )
     heads = {
         name: getattr(config, name, None)

@@ -163,12 +163,12 @@ impl PyBuffers {
     fn ids<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
         PyTuple::new(py, &self.instance.ids)
     }
-    /// First times.
+    /// First time at which each buffer is needed.
     #[getter]
     fn lower(&self, py: Python<'_>) -> PyResult<Py<PyArray1<i64>>> {
         self.column(py, |request| request.buffer.lower)
     }
-    /// First times after the lives.
+    /// First time at which each buffer is not needed any more.
     #[getter]
     fn upper(&self, py: Python<'_>) -> PyResult<Py<PyArray1<i64>>> {
         self.column(py, |request| request.buffer.upper)
@@ -183,7 +183,7 @@ impl PyBuffers {
     fn alignment_bytes(&self, py: Python<'_>) -> PyResult<Py<PyArray1<i64>>> {
         self.column(py, |request| request.buffer.alignment_bytes)
     }
-    /// Gaps.
+    /// Times between `lower` and `upper` at which each buffer is not needed.
     #[getter]
     fn gaps<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
         let gap = |Gap { lower, upper, window }: &Gap| match window {
@@ -198,7 +198,7 @@ impl PyBuffers {
     fn offsets<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
         PyTuple::new(py, self.instance.requests.iter().map(|request| request.offset))
     }
-    /// Hints.
+    /// Offset of each buffer to begin the search with, or None.
     #[getter]
     fn hints<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
         PyTuple::new(py, self.instance.requests.iter().map(|request| request.hint))

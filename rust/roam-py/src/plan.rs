@@ -165,8 +165,8 @@ impl PyPlan {
         entries.set_item("plain_total_bytes", again.plain_total_bytes)?;
         Ok(Some(entries))
     }
-    /// The graph that the operators and tensors of the plan are of, and the plan as one of that
-    /// graph: those given where nothing runs again.
+    /// The graph in which each run is an operator of its own, and this plan as a plan of that
+    /// graph: both as given where nothing runs again.
     fn expanded(&self, py: Python<'_>, graph: &PyGraph) -> PyResult<(PyGraph, Self)> {
         let plan = (*self.plan).clone();
         let Some(again) = &self.plan.recomputation else {
@@ -300,7 +300,8 @@ impl PyPlan {
     fn bound_operator(&self) -> Option<u32> {
         self.plan.bound_operator.map(|operator| operator.0)
     }
-    /// How the lower bound was proved: `floor`, `cut`, `probe`, `exhaustive` or `integer_program`.
+    /// How the lower bound was proved: `floor`, `cut`, `probe`, `first`, `exhaustive` or
+    /// `integer_program`.
     #[getter]
     fn bound_route(&self) -> String {
         word(self.plan.bound_route)

@@ -64,8 +64,8 @@ def prepare() -> None:
         return
     if torch.version.cuda is None:
         raise CaptureError(
-            "no CUDA device on this machine, and a PyTorch that was not built for CUDA, which cannot tell what CUDA would do; "
-            'install one that was, or capture with roam.fake("cpu")',
+            "no CUDA device on this machine, and this PyTorch was built without CUDA, so it cannot tell what CUDA would do; "
+            'install a PyTorch that was built for CUDA, or capture with roam.fake("cpu")',
             code="no_device",
         )
     try:

@@ -38,8 +38,9 @@ class Joint:
         results: Any = output.args[0]
         if any(map(is_input_mutation, (output.meta.get("desc") or ())[:forward_outputs])):
             raise CaptureError(
-                "the graph changes an argument after its forward pass, which a backward pass that "
-                "runs operators again would read: change a copy, or leave memory= out",
+                "the graph changes an argument after its forward pass, and operators that run "
+                "again in the backward pass would read the changed value; change a copy, or leave "
+                "memory= out",
                 code="memory_changed_argument",
             )
         self._results = [item for item in results[:forward_outputs] if isinstance(item, Node)]

@@ -389,7 +389,7 @@ class Regions:
                 )
             _refuse(
                 wanted,
-                f"compiling it raised {type(error).__name__}: {_first_line(error)}",
+                f"compiling it raised {type(error).__name__}: {_first_line(error)}; call the plain function",
                 code="compiled_region",
             )
         if not found:

@@ -54,7 +54,7 @@ def stand_ins(trace: TraceContext) -> Iterator[Replacement]:
                 sharding = rules(propagator, plain)
             if live and gives_arguments(sharding):
                 trace.refuse(
-                    "a number that changes from call to call decides how its result is spread; pass "
+                    "a number that changes from call to call decides the placement of its result; pass "
                     "a constant instead",
                     code="value_reached_python", op=str(schema.op),
                 )  # fmt: skip
@@ -109,8 +109,8 @@ def parts_of_update(
         or any(not is_dtensor(tensor) and tensor.numel() != 1 for tensor in tensors)
     ):
         trace.refuse(
-            "a fused update of DTensors whose parameters, gradients and state are spread in "
-            "different ways is not captured; leave fused=True out",
+            "a fused update is not captured where a parameter, its gradient and its state are "
+            "DTensors with different placements; leave fused=True out",
             code="dtensor", op=name,
         )  # fmt: skip
     return pytree.tree_map_only(torch.Tensor, local_of, (args, kwargs))  # type: ignore[no-any-return]

@@ -470,7 +470,7 @@ class FakeState:
             if not place.space.takes_others or not _keeps_order(place.space):
                 refuse(
                     place.path,
-                    "cannot be replaced where it is; keep it in a list or as an attribute",
+                    "is held where capture cannot put a fake tensor in its place; keep it in a list or as an attribute",
                     code="wrapped_place",
                 )
         for reference in self.references():
@@ -664,8 +664,8 @@ def _check_dtensor(tensor: Any, path: str) -> None:
     if holds_mask(layout_of(tensor)):
         refuse(
             path,
-            "is a DTensor whose placement holds a mask, as a lookup in a spread table leaves it; "
-            "redistribute it before the step",
+            "is a DTensor whose placement holds a mask, like the result of an embedding whose rows "
+            "are split; redistribute it before the step",
             code="subclass",
         )
 

@@ -781,8 +781,8 @@ def _check_renewed(before: list[tuple[RenewedSpace, Any, Items]]) -> None:
             for (key, value), (old_key, old) in zip(now, items, strict=True)
         ):
             raise CaptureError(
-                f"the step changes the {space.kind} at {space.path}, and puts another in its place, "
-                "or does so in another call; do one of both",
+                f"the step changes the {space.kind} at {space.path}, and in this or another call "
+                "puts another one in its place; let it do only one of these",
                 code="moved",
             )
 
@@ -853,8 +853,8 @@ def _original_endings(
     for one in originals:
         if local_of(one.tensor) is not one.part or layout_of(one.tensor) != one.layout:
             raise CaptureError(
-                f"the step gives the DTensor {references[one.slot].path} another local part or layout; "
-                "put another DTensor in its place, or write into it",
+                f"the step gives the DTensor {references[one.slot].path} another local part or other "
+                "placements; put another DTensor in its place, or write into it",
                 code="dtensor",
             )
         if one.is_detached():
@@ -1161,8 +1161,8 @@ def _plain_endings(
             changed.add(reference.path)
         else:
             raise CaptureError(
-                f"{reference.path} is something else after each step, and no number that the step "
-                "calculates from the one before; keep tensors and numbers there",
+                f"{reference.path} has another value after each step, which the step does not "
+                "calculate from the value before; keep tensors and numbers there",
                 code="optimizer_state",
             )
     if changed:

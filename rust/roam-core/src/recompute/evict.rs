@@ -30,6 +30,8 @@ pub(super) struct Policy<'a> {
     pub(super) taste: &'a [f64],
     /// Per tensor the place until which it is kept once it cannot be made again; 0 for most.
     pub(super) kept_until: &'a [u32],
+    /// Per tensor the place before which it is not dropped; 0 for most.
+    pub(super) held_until: &'a [u32],
 }
 
 /// Why an eviction went no further: tensors that were given up, and later could not be made again
@@ -456,8 +458,11 @@ impl<'a> Eviction<'a> {
     }
 
     /// What it would take to make the tensor again for a use at `next`, if it were dropped now;
-    /// `None` where that cannot be done.
+    /// `None` where that cannot or must not be done.
     fn chain(&mut self, tensor: u32, next: u32) -> Option<Chain> {
+        if self.policy.held_until[tensor as usize] > self.now {
+            return None;
+        }
         let model = self.model;
         let mut chain = Chain { ns: 0, held: 0.0 };
         self.stamps += 1;

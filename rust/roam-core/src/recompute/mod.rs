@@ -11,6 +11,7 @@ mod model;
 mod moment;
 mod repeats;
 mod search;
+mod segments;
 mod timeline;
 
 pub(crate) use complete::Complete;

@@ -3,7 +3,7 @@
 //! one.
 
 use crate::cost::{operator_ns, rerun_ns};
-use crate::graph::{Graph, Operator, OperatorId, Residency, TensorId};
+use crate::graph::{Graph, Operator, OperatorId, Phase, Residency, TensorId};
 
 /// Stands for no operator, no tensor, no place.
 pub(super) const NONE: u32 = u32::MAX;
@@ -64,6 +64,8 @@ pub(super) struct Model {
     pub(super) rerun_before: Vec<u32>,
     /// Whether the operator makes a view that runs when it is first needed, whatever its place.
     pub(super) is_late: Vec<bool>,
+    /// Whether the operator belongs to the forward pass.
+    pub(super) is_forward: Vec<bool>,
     /// Whether the first run, too, may be left to any place at which the operator may run again:
     /// it makes tensors, changes none, and nothing but what uses these waits for it.
     pub(super) can_wait: Vec<bool>,
@@ -215,6 +217,7 @@ impl Model {
                 })
                 .collect(),
             operators: order.to_vec(),
+            is_forward: operators().map(|operator| operator.phase == Phase::Forward).collect(),
             can_rerun,
             is_late,
             can_wait,

@@ -8,6 +8,7 @@
 use super::base::base_order;
 use super::evict::{Exponents, Failure, Policy, evict};
 use super::model::{Model, NONE};
+use super::segments;
 use super::timeline::{Rank, Timeline};
 use crate::control::Watch;
 use crate::graph::{Graph, Operator, OperatorId, Sequence};
@@ -49,6 +50,8 @@ const WORTHWHILE_OF_STEP: u64 = 5000;
 /// By which tensors are dropped when there is no room: the powers of bytes, gap and time, in
 /// halves. Found on training steps of transformers, convolutional networks and U-Nets.
 const FORCED: [[u8; 3]; 8] = [[2, 2, 2], [2, 1, 2], [2, 0, 2], [2, 1, 3], [1, 2, 2], [2, 2, 1], [2, 2, 4], [1, 1, 2]];
+/// Into how many segments the forward pass is cut; 0 means that none is told apart.
+const SEGMENTS: [usize; 11] = [0, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24];
 /// The power of the gap, in halves, and the least score, in bytes a nanosecond, for what is dropped
 /// although there is room.
 const EARLY: [(u8, f64); 12] = [
@@ -126,6 +129,8 @@ struct Attempt {
     weight: usize,
     forced: Exponents,
     early: Option<(Exponents, f64)>,
+    /// Which of [`SEGMENTS`].
+    segments: usize,
     /// Per tensor by how much it is preferred.
     taste: Vec<f64>,
     rank: Rank,
@@ -137,6 +142,8 @@ struct Search<'a> {
     watch: &'a Watch,
     /// What [`Policy::weight`] may be.
     weights: Vec<Vec<f64>>,
+    /// What [`Policy::held_until`] may be, for each of [`SEGMENTS`].
+    holds: Vec<Vec<u32>>,
     /// Per tensor its class: tensors of different layers that are alike are of one class.
     class: Vec<u32>,
     /// Tensors that can be made again and take memory.
@@ -173,6 +180,10 @@ impl<'a> Search<'a> {
                 shares(places.clone().map(made)),
                 shares(places.map(|op| excess[op as usize] * ns(op))),
             ],
+            holds: SEGMENTS
+                .iter()
+                .map(|&count| if count == 0 { vec![0; model.size.len()] } else { segments::holds(model, count) })
+                .collect(),
             class: classes(model),
             droppable: (0..model.size.len() as u32)
                 .filter(|&tensor| model.can_remake[tensor as usize] && model.size[tensor as usize] > 0)
@@ -198,10 +209,24 @@ impl<'a> Search<'a> {
     fn try_policies(&mut self, work: u64) {
         self.work = work;
         let even = vec![1.0; self.class.len()];
-        for forced in FORCED.map(exponents) {
+        let attempt = |forced, weight, segments| {
+            let (forced, taste) = (exponents(forced), even.clone());
+            Attempt { weight, forced, early: None, segments, taste, rank: Rank::Time }
+        };
+        for (at, forced) in FORCED.into_iter().enumerate() {
             for weight in 0..self.weights.len() {
-                let (taste, rank) = (even.clone(), Rank::Time);
-                self.attempt(Attempt { weight, forced, early: None, taste, rank });
+                self.attempt(attempt(forced, weight, 0));
+            }
+            if at == 0 {
+                // The more segments, the shorter are the chains that make tensors again, and the less
+                // work an attempt takes that fails.
+                let share = if self.best.is_empty() { 2 } else { 4 };
+                let rest = self.work - self.work / share;
+                self.work /= share;
+                for segments in (1..SEGMENTS.len()).rev() {
+                    self.attempt(attempt(forced, 0, segments));
+                }
+                self.work += rest;
             }
         }
         // Where nothing fits as it is, all policies count.
@@ -209,7 +234,14 @@ impl<'a> Search<'a> {
         if starts.is_empty() {
             let forced = exponents(FORCED[0]);
             starts = (0..self.weights.len())
-                .map(|weight| Attempt { weight, forced, early: None, taste: even.clone(), rank: Rank::Time })
+                .map(|weight| Attempt {
+                    weight,
+                    forced,
+                    early: None,
+                    segments: 0,
+                    taste: even.clone(),
+                    rank: Rank::Time,
+                })
                 .collect();
         }
         for start in starts {
@@ -244,7 +276,8 @@ impl<'a> Search<'a> {
 
     fn neighbour(&self, attempt: &Attempt, random: &mut Random) -> Attempt {
         let mut next = attempt.clone();
-        match random.below(10) {
+        match random.below(11) {
+            10 => next.segments = random.below(SEGMENTS.len() as u64) as usize,
             0 => next.forced = exponents(FORCED[random.below(FORCED.len() as u64) as usize]),
             1 => next.weight = random.below(self.weights.len() as u64) as usize,
             2 => {
@@ -288,11 +321,13 @@ impl<'a> Search<'a> {
                 weight: &self.weights[attempt.weight],
                 taste: &attempt.taste,
                 kept_until: if retry == 0 { &none } else { &self.kept_until },
+                held_until: &self.holds[attempt.segments],
             };
             let granted = WORK_PER_OPERATOR * length;
             let mut work = granted;
             let result = evict(self.model, self.limit, &policy, &mut work);
-            self.work = self.work.saturating_sub(granted - work + length * length / SQUARES_PER_WORK);
+            let reached = result.as_ref().err().map_or(length, |failure| u64::from(failure.place));
+            self.work = self.work.saturating_sub(granted - work + length * reached / SQUARES_PER_WORK);
             let Failure { missed, place } = match result {
                 Ok(runs) => return Some(runs),
                 Err(failure) => failure,

@@ -1,0 +1,504 @@
+"""What a recording knows of values: live numbers, and what Python code may ask of a tensor."""
+
+from __future__ import annotations
+
+import functools
+import operator
+import os
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+from typing import Any, NoReturn, cast
+
+import torch
+from torch.nn.utils.rnn import PackedSequence
+
+from roam.capture.cuda_estimate import absent
+from roam.capture.tracing.branch_answers import Replay
+from roam.capture.tracing.conditions import passing_answer
+from roam.capture.tracing.dynamic_shapes import Decided, contents_of
+from roam.capture.tracing.fake_cache import LIVE_FLOAT, LIVE_INT, FakeKernels
+from roam.capture.tracing.recorded_slots import UNKNOWN, Places, Slots
+from roam.capture.tracing.rng import Watch
+from roam.capture.tracing.scalar_guards import (
+    CHANCE,
+    Slices,
+    add_guard,
+    may_be_asked,
+    may_be_fixed,
+    may_be_tabled,
+    may_decide,
+)
+from roam.capture.tracing.source_location import is_run_by
+from roam.program.checks import check
+from roam.program.ir import (
+    Call,
+    ComputedGuard,
+    Program,
+    Ref,
+    Source,
+    ref_to,
+)
+from roam.state.equality import MISSING
+from roam.state.global_state import ANOMALY
+from roam.state.live_scalars import MATH, LiveFloat, LiveInt, LiveNode
+from roam.state.references import ArgumentReference, OptimizerReference
+from roam.state.trace_context import TraceContext
+from roam.torch_compat.private import (
+    DisableAutocast,
+    DisableTorchFunction,
+    c_pointer,
+    disable_current_modes,
+)
+
+aten = torch.ops.aten
+
+BY_DATA = (
+    "the shape of its result depends on floating-point data or on what the step computes; use a "
+    "form with a fixed shape: torch.where with three arguments, masked_fill, or a product with "
+    "the mask. Integer and boolean tensors that are there before the step, among its arguments or "
+    "in buffers, may decide shapes"
+)
+_GIVE_FLOATS = {operator.truediv, float, *MATH.values()}
+_DISTRIBUTIONS = os.path.dirname(torch.distributions.__file__) + os.sep
+_ASKED = -2
+"""The slot of a computed guard's answer that is no value of the step's."""
+
+
+MayAsk = Callable[[Any, Program, int], bool]
+"""Whether a computed guard may look at what a reference holds in a slot."""
+
+
+def _nothing(reference: Any, program: Program, slot: int) -> bool:
+    return False
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Makes a tensor that hangs on constants and buffers alone; where those are fake, it is a
+    fake.
+    """
+
+    guard: ComputedGuard
+    fake: Any
+    storage: int
+
+    def __call__(self) -> Any:
+        made = self.guard.value([reference.get() for reference in self.guard.uses[0]])
+        return self.fake if made is None else made
+
+
+class Values(Slots):
+    """Also records arithmetic with numbers, and answers what Python asks where a plan can hold for
+    the answer.
+    """
+
+    def __init__(
+        self,
+        frames: Places,
+        real_arguments: list[Any],
+        kernels: FakeKernels,
+        watch: Watch | None,
+        number_of: Callable[[Any], Any],
+        results: Mapping[int, tuple[torch.Tensor, Any]] | None,
+        answers: Replay | None,
+    ) -> None:
+        super().__init__(frames, real_arguments, kernels, watch, results)
+        self._given: dict[int, tuple[Any, float]] = {}
+        self._plain: dict[str, Any] = {}
+        self._calculated: dict[Any, Any] = {}
+        self._answers = answers
+        self._seen: dict[int, float] = {}
+        """Per slot of a number, what a watched run saw of it."""
+        self._slices = Slices(self.program)
+        self._number_of = number_of
+        self._forms: dict[str, ComputedGuard] = {}
+        self._fills_empty = False
+        """Whether C++ code that makes an uninitialized tensor writes to it, too."""
+        self._lacks_cuda = not torch.cuda.is_available()
+
+    def close(self) -> None:
+        super().close()
+        self._calculated.clear()  # live numbers, which know the recorder
+
+    # -- numbers
+
+    def add_live(self, reference: Any, origin: str) -> Any:
+        """A live float that its reference holds; nothing that it decides is answered."""
+        live = self._live(False, origin)
+        self.program.referenced.append((reference, live.node.slot))
+        self._seen[live.node.slot] = self._real_arguments[reference.index]
+        return live
+
+    def add_number(self, reference: Any, value: float) -> Any:
+        """A live number that its reference holds, integer or not for as long as the plan is used.
+        Comparisons are answered by its value of now, and noted.
+        """
+        live = self._live(type(value) is int, reference.path)
+        self.program.referenced.append((reference, live.node.slot))
+        self._given[live.node.slot] = reference, value
+        self._seen[live.node.slot] = value
+        self.decided(live.node.slot, is_integer if type(value) is int else is_float, ())
+        return live
+
+    def decided(
+        self, slot: int, function: Callable[..., bool], others: tuple[float, ...]
+    ) -> bool | None:
+        """What a comparison of a given number with constants says, as the program then takes for
+        granted; None for any other number.
+        """
+        if slot not in self._given:
+            return None
+        reference, value = self._given[slot]
+        decision = (reference, function, others, bool(function(value, *others)))
+        if decision not in self.program.decisions:
+            self.program.decisions.append(decision)
+        return decision[-1]
+
+    def add_plain(self, reference: Any, value: float) -> float:
+        """A number that its reference holds and keeps as it is: the trace shows what the step does
+        with plain numbers.
+        """
+        self._plain[reference.path] = value
+        return value
+
+    def is_as_given(self, reference: Any) -> bool:
+        """Whether a reference of a given number still holds it."""
+        if reference.path in self._plain:
+            return reference.get() is self._plain[reference.path]
+        node = getattr(reference.get(), "node", None)
+        return (
+            isinstance(node, LiveNode)
+            and node.slot in self._given
+            and self._given[node.slot][0] is reference
+        )
+
+    def unknown(self, origin: str) -> Any:
+        """A number that nobody can know during the step; any use of it is refused."""
+        return LiveFloat(LiveNode(cast(TraceContext, self), UNKNOWN, False, origin))
+
+    def scalar_call(self, function: Callable[..., Any], operands: tuple[Any, ...]) -> Any:
+        """Records Python arithmetic on live numbers."""
+        phase, source = self.frames.here()
+        gives_integer = function not in _GIVE_FLOATS
+        arguments = []
+        for operand in operands:
+            if isinstance(operand, (float, torch.SymFloat)):
+                gives_integer = False
+            if not isinstance(operand, (torch.SymFloat, torch.SymInt)):
+                arguments.append(operand)
+            elif (slot := self.slot_of(operand)) is not None:
+                arguments.append(ref_to(slot))
+            else:
+                self.refuse(
+                    "the step was given a symbolic number of another tracer, such as "
+                    "torch.compile; call it with plain numbers, outside of other tracers",
+                    code="foreign_symbol",
+                    source=source,
+                )
+        # Equal arithmetic, such as each parameter's `1 - lr * weight_decay`, is done once.
+        form = (
+            function,
+            *(argument if isinstance(argument, Ref) else repr(argument) for argument in arguments),
+        )
+        if form in self._calculated:
+            return self._calculated[form]
+        if gives_integer and function is operator.pow:
+            self.refuse(
+                "an integer that changes from call to call is raised to an integer power, which "
+                "may give an int or a float; write the exponent as a float",
+                code="live_power",
+                source=source,
+            )
+        live = self._live(gives_integer, f"arithmetic at {source}")
+        self.program.calls.append(
+            Call(function, tuple(arguments), {}, (live.node.slot,), False, phase, source)
+        )
+        self._calculated[form] = live
+        if all(
+            not isinstance(argument, Ref) or argument.slot in self._seen for argument in arguments
+        ):
+            values = [
+                self._seen[item.slot] if isinstance(item, Ref) else item for item in arguments
+            ]
+            with suppress(ArithmeticError, ValueError, TypeError):
+                self._seen[live.node.slot] = function(*values)
+        return live
+
+    def forget_arithmetic(self) -> None:
+        """Does later arithmetic again, whatever has been calculated before: that may be left out of
+        a run.
+        """
+        self._calculated.clear()
+
+    def _live(self, is_integer: bool, origin: str) -> Any:
+        slot = len(self.program.slots)
+        self.program.slots.append(None)
+        self._refs.append(ref_to(slot))
+        self._signatures.append(LIVE_INT if is_integer else LIVE_FLOAT)
+        node = LiveNode(cast(TraceContext, self), slot, is_integer, origin)
+        return (LiveInt if is_integer else LiveFloat)(node)
+
+    # -- what Python asks
+
+    def branch(self, function: Callable[..., bool], operands: tuple[Any, ...]) -> bool | None:
+        """The answer of a comparison, asked for again at every call; None where nobody can say."""
+        slot = self.scalar_call(function, operands).node.slot
+        known = self.known_value(slot, may_be_asked)
+        return (
+            self._checked(slot, *self.frames.here(), self._seen.get(slot))
+            if known is None
+            else known
+        )
+
+    def _item(self, func: Any, tensor: Any) -> Any:
+        phase, source = self.frames.here()
+        if (
+            torch.is_anomaly_enabled()
+            and torch.is_anomaly_check_nan_enabled()
+            and phase == "backward"
+        ):
+            self.refuse(ANOMALY, code="anomaly_detection", source=source)
+        slot = self._slot_of_argument(tensor, func, source)
+        meta = self.program.slots[slot]
+        assert meta is not None
+        seen = None if self._answers is None else self._answers.value()
+        if meta.dtype is torch.bool:
+            return self._known_answer(slot, func, phase, source, seen)
+        if meta.dtype.is_complex:
+            known = self.known_value(slot, _nothing)
+            return self._refuse_value(slot, func, source) if known is None else known
+        is_integer = not meta.dtype.is_floating_point
+        # `torch.div(x.size(0), 2, rounding_mode="trunc")` as a size, which C++ wants to know.
+        if is_integer and (known := self.known_value(slot)) is not None:
+            return known
+        live = self._live(is_integer, f".item() at {source}")
+        if seen is not None:
+            self._seen[live.node.slot] = seen
+        self.program.calls.append(
+            Call(func, (Ref(slot),), {}, (live.node.slot,), False, phase, source)
+        )
+        return live
+
+    def _answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """What a kernel says that compares tensors."""
+        phase, source = self.frames.here()
+        call = Call(func, (), {}, (), False, phase, source)
+        call.args, call.kwargs = self._recorded(args, call), self._recorded(kwargs, call)
+        live = self._live(True, f"{func} at {source}")
+        call.outputs = (live.node.slot,)
+        self.program.calls.append(call)
+        seen = None if self._answers is None else self._answers.value()
+        return self._known_answer(live.node.slot, func, phase, source, seen)
+
+    def _known_answer(self, slot: int, func: Any, phase: str, source: Source, seen: Any) -> bool:
+        """A yes or no that Python asks for, known beforehand or taken for granted; `seen` by a
+        watched run.
+        """
+        known = self.known_value(slot, may_be_asked)
+        if known is None:
+            known = self._checked(slot, phase, source, seen)
+        return self._refuse_value(slot, func, source) if known is None else bool(known)
+
+    def _checked(self, slot: int, phase: str, source: Source, seen: Any) -> bool | None:
+        """The answer that a plan takes for granted and a run checks: the one with which a check in
+        the step's code passes, else what a watched run has `seen`; None where there is none.
+        """
+        if self._answers is None:  # a graph that others made has no code that asks
+            return None
+        answer = passing_answer()
+        is_branch = answer is None
+        if is_branch:
+            answer = self._answers.answer(None if seen is None else bool(seen))
+        if answer is not None:
+            self.program.calls.append(
+                Call(
+                    check,
+                    (Ref(slot), answer),
+                    {},
+                    (None,),
+                    False,
+                    phase,
+                    source,
+                    is_check=True,
+                    is_branch=is_branch,
+                )
+            )
+        return answer
+
+    def remedy(self, slot: int) -> str:
+        """What to do about a value that Python must not see."""
+        if is_run_by(_DISTRIBUTIONS):
+            return "pass validate_args=False to the distribution"
+        if self._slices.is_drawn(slot):
+            return CHANCE
+        return "use a form that stays on tensors, such as torch.where, or return the value from the step and look at it there"
+
+    def _refuse_value(self, slot: int, func: Any, source: Source) -> NoReturn:
+        self.refuse(
+            "the value of a tensor decides something in Python here, and a plan would keep what "
+            f"it decided at capture; {self.remedy(slot)}",
+            code="value_reached_python", op=str(func), source=source,
+        )  # fmt: skip
+
+    # -- what is known beforehand
+
+    def known_value(self, slot: int, may_ask: MayAsk = _nothing) -> Any:
+        """The Python value of a slot that depends on nothing but constants written in the step;
+        None for any other.
+
+        Library code asks such questions of tensors that it has just made (`torch.arange(n)`), and
+        the answer never changes. The calls behind the slot are run for real.
+
+        Args:
+            slot: the value.
+            may_ask: whether it may depend on what a reference holds before the step too: the call's
+                real arguments (`attention_mask.all()`), numbers that are there. The answer is then
+                asked for again at every call, and another one means another plan.
+        """
+        return self._answered(self._guard(slot, may_ask))
+
+    def fixed_value(self, slot: int) -> Any:
+        """The Python value of a number that a plan may hold on to; None for any other."""
+        return self.known_value(slot, may_be_fixed)
+
+    def made_number(self, slot: int) -> Callable[[], Any] | None:
+        """Calculates the number that this very step would leave in a slot; None where it hangs on
+        more than numbers.
+        """
+        guard = self._guard(slot, may_be_asked)
+        return None if guard is None else functools.partial(self._asked, guard)
+
+    def made_tensor(self, tensor: Any) -> tuple[int, Table] | None:
+        """The slot of a tensor that this step has made of constants and buffers alone, and how to
+        make it for real; None for others.
+        """
+        slot = self.slot_of(tensor)
+        if slot is None or tensor.requires_grad or not self._is_intact(tensor, slot):
+            return None
+        guard = self._guard(slot, may_be_tabled)
+        return (
+            None if guard is None else (slot, Table(guard, tensor, self.program.storage_of(slot)))
+        )
+
+    def _guard(self, slot: int, may_ask: MayAsk, asked: Call | None = None) -> ComputedGuard | None:
+        references = {number: reference for reference, number in self.program.referenced}
+        _, source = self.frames.here()
+        return self._slices.guard(
+            slot,
+            references,
+            lambda reference, number: may_ask(reference, self.program, number),
+            source,
+            asked,
+        )
+
+    def _answered(self, guard: ComputedGuard | None) -> Any:
+        """A guard's answer, for which the program then holds; None where there is none."""
+        if guard is None:
+            return None
+        answer = self._asked(guard)
+        if guard.inputs and answer is not None:
+            add_guard(self.program, self._forms, guard, answer)
+        elif any(
+            self._number_of(reference) is MISSING
+            for reference in guard.uses[0]
+            if isinstance(reference, OptimizerReference)
+        ):
+            self.refuse(
+                "a condition depends on a number that the previous step makes from weights or data; "
+                "call the compiled step, which captures the second step after the first has run",
+                code="unknown_state",
+            )
+        return answer
+
+    def _asked(self, guard: ComputedGuard) -> Any:
+        """A guard's answer for what is there where a plan begins."""
+
+        def value(slot: int, reference: Any) -> Any:
+            if isinstance(reference, ArgumentReference):
+                return reference.find(self._real_arguments)
+            return self._given[slot][1] if slot in self._given else self._number_of(reference)
+
+        on_device = absent.OnCpu() if self._lacks_cuda else nullcontext()
+        with disable_current_modes(), DisableAutocast(), DisableTorchFunction(), on_device:
+            return guard.ask(list(map(value, guard.inputs, guard.uses[0])))
+
+    # -- shapes that values decide
+
+    def _decided(self, shape: Decided, call: Call) -> tuple[Any, Any]:
+        """The results of a call whose shapes values decide, and the place and value of one of them,
+        or None.
+        """
+        asked = Call(
+            shape.ask,
+            self._recorded(shape.operands, call),
+            {},
+            (_ASKED,),
+            False,
+            call.phase,
+            call.source,
+        )
+        is_ours = self._watch is not None  # nobody asks again for a graph that others made
+        answer = self._answered(self._guard(_ASKED, may_decide, asked)) if is_ours else None
+        if answer is None:
+            self.refuse(BY_DATA, code="data_dependent", op=call.name, source=call.source)
+        with disable_current_modes():
+            value = None if shape.value is None else shape.value(answer)
+        return shape.make(answer), value
+
+    def with_values(self, packed: PackedSequence) -> PackedSequence:
+        """A packed sequence from before the step, with real batch sizes, for which the program then
+        holds.
+        """
+        sizes = packed.batch_sizes
+        phase, source = self.frames.here()
+        asked = Call(
+            contents_of,
+            (Ref(self._slot_of_argument(sizes, contents_of, source)),),
+            {},
+            (_ASKED,),
+            False,
+            phase,
+            source,
+        )
+        answer = self._answered(self._guard(_ASKED, may_decide, asked))
+        return (
+            packed
+            if answer is None
+            else packed._replace(batch_sizes=self._real(sizes, torch.tensor(answer)))
+        )
+
+    def padded(self, pad: Callable[..., Any], *packed: Any) -> Any:
+        """What padding a packed sequence gives: code in C++ that writes the lengths into memory,
+        which has to be real.
+        """
+        self._fills_empty = True
+        try:
+            padded, lengths = pad(*packed)
+        finally:
+            self._fills_empty = False
+        return padded, aten.lift_fresh.default(lengths)
+
+    def _real(self, fake: Any, value: torch.Tensor) -> torch.Tensor:
+        """A real tensor for the step in the place of a fake, for code in C++ that looks at its
+        values.
+        """
+        slot = self.slot_of(fake)
+        assert slot is not None
+        with disable_current_modes():
+            copy = value.clone()
+        value._roam_slot = self, slot  # type: ignore[attr-defined]
+        self._storage_numbers[c_pointer(value.untyped_storage())] = self.program.storage_of(slot)
+        self._twins[id(value)] = value, fake, copy
+        self._slices.held.append((copy, slot))
+        return value
+
+
+def is_integer(number: object) -> bool:
+    """Whether it is one of Python's integers."""
+    return type(number) is int
+
+
+def is_float(number: object) -> bool:
+    """Whether it is one of Python's floats."""
+    return type(number) is float
