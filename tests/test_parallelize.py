@@ -98,7 +98,7 @@ def made(**options: Any) -> tuple[nn.Module, torch.optim.Optimizer, torch.Tensor
 
 def planning(size: int = 2, costs: Costs = FREE, **options: Any) -> Planning:
     net, optimizer, tokens = made(**options)
-    return Planning(train_step, net, optimizer, (tokens,), mesh=size, costs=costs)
+    return Planning(train_step, net, optimizer, (tokens,), mesh=size, data=1, costs=costs)
 
 
 def small() -> tuple[nn.Module, torch.optim.Optimizer, torch.Tensor]:
@@ -144,7 +144,7 @@ def cheapest(nodes: list[Node]) -> int:
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_choice_is_the_cheapest_of_all(costs: Costs, size: int) -> None:
     net, optimizer, x = small()
-    found = Planning(square_step, net, optimizer, (x,), mesh=size, costs=costs).find()
+    found = Planning(square_step, net, optimizer, (x,), mesh=size, data=1, costs=costs).find()
     assert found is not None
     assert found.choice.ns == found.choice.bound_ns == cheapest(found.nodes)
 
@@ -192,7 +192,7 @@ def test_the_collectives_of_a_rank_are_those_of_the_model() -> None:
         for parameter in net.get_submodule(path).parameters()
     )
     assert reduced
-    assert Counter(plans.rank_trace(found.styles).collectives) == expected - reduced
+    assert Counter(plans.rank_trace(found).collectives) == expected - reduced
 
 
 def test_random_operators_are_not_split() -> None:

@@ -16,7 +16,7 @@ from roam.sharding.trace import Operator, Reference, Trace
 from roam.torch_compat.private import pytree
 
 aten = torch.ops.aten
-_GIVEN_SIZES = {
+GIVEN_SIZES = {
     aten.view.default,
     aten._unsafe_view.default,
     aten.reshape.default,
@@ -81,8 +81,10 @@ def first_difference(
             return Difference(path, f"it runs {other.target} where one process runs {one.target}")
         if shapes != made:
             return Difference(path, f"{one.target} makes {made} on a rank, not {shapes}")
-        if one.target not in _GIVEN_SIZES and _plain(one) != _plain(other):
-            return Difference(path, f"{one.target} is given {_plain(other)}, not {_plain(one)}")
+        if one.target not in GIVEN_SIZES and plain_arguments(one) != plain_arguments(other):
+            return Difference(
+                path, f"{one.target} is given {plain_arguments(other)}, not {plain_arguments(one)}"
+            )
     if raised is not None:
         path = rank.calls[rank.innermost].path if rank.innermost >= 0 else ""
         return Difference(path, f"it raises {type(raised).__name__}: {raised}")
@@ -119,6 +121,6 @@ def _local(shape: Sequence[int], state: int, size: int) -> tuple[int, ...]:
     )
 
 
-def _plain(operator: Operator) -> Any:
+def plain_arguments(operator: Operator) -> Any:
     """The arguments that are no tensors."""
     return pytree.tree_map_only(Reference, lambda _: None, (operator.args, operator.kwargs))
