@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -401,17 +402,15 @@ class Planning:
         with self._meshed(division) as mesh:
             rank = self._rank(found.styles, mesh[TENSOR], found.replica.batch)
             if division.data > 1:
-                with rank.mode:
-                    rank = _renewed(
-                        rank,
-                        lambda model: spread_replicas(
-                            model, mesh[DATA], self._units, is_sharded=division.is_sharded
-                        ),
-                    )
+                # Without the fakes' mode: meshes are of real tensors.
+                rank = _renewed(rank, partial(self._spread, mesh[DATA], division))
             step = compile_step(self._train_step)
             step.plan(rank.model, rank.optimizer, *rank.batch)
         # The first step makes the optimizer's state, all later ones have it.
         return max((plan for _, plan in step.plans), key=lambda plan: plan.total_bytes)
+
+    def _spread(self, mesh: Any, division: Division, model: torch.nn.Module) -> None:
+        spread_replicas(model, mesh, self._units, is_sharded=division.is_sharded)
 
 
 def _renewed(twin: Twin, change: Callable[[torch.nn.Module], object]) -> Twin:
