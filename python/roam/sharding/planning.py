@@ -129,6 +129,8 @@ class Found:
     choice: Choice | None = None
     bound_ns: int = 0
     """No choice takes less."""
+    launched_ns: int = 0
+    """Of these: what collectives of replicas take that carry nothing."""
     runs: bool = False
     """Whether it has been found to run on a rank."""
     tries: int = 0
@@ -319,10 +321,10 @@ class Planning:
         self.seconds.rules += searching - start
         self.seconds.search += time.perf_counter() - searching
         if choice is not None:
-            # What collectives take that carry nothing is the same for all choices.
+            # The same for all choices.
             placed = placements_of(replica.trace, candidate.nodes, choice.options)
-            launched = len(replica_collectives(division, self._units, placed))
-            launched_ns = launched * division.data_link.latency_ns
+            count = len(replica_collectives(division, self._units, placed))
+            launched_ns = candidate.launched_ns = count * division.data_link.latency_ns
             choice = replace(
                 choice, ns=choice.ns + launched_ns, bound_ns=choice.bound_ns + launched_ns
             )
