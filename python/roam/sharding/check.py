@@ -77,7 +77,7 @@ def first_difference(
             for slot, state in zip(slots, states, strict=False)
         ]
         made = [rank.values[slot].shape for slot in other.outputs if slot is not None]
-        if _target(one) is not _target(other):
+        if target_of(one) is not target_of(other):
             return Difference(path, f"it runs {other.target} where one process runs {one.target}")
         if shapes != made:
             return Difference(path, f"{one.target} makes {made} on a rank, not {shapes}")
@@ -110,7 +110,8 @@ def _between(trace: Trace, styled: set[str]) -> list[Operator]:
     ]
 
 
-def _target(operator: Operator) -> Any:
+def target_of(operator: Operator) -> Any:
+    """The operator, one for all views."""
     return _VIEWS.get(operator.target, operator.target)
 
 

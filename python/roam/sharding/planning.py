@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -407,7 +408,10 @@ class Planning:
                 # Without the fakes' mode: meshes are of real tensors.
                 rank = _renewed(rank, partial(self._spread, mesh[DATA], division))
             step = compile_step(self._train_step)
-            step.plan(rank.model, rank.optimizer, *rank.batch)
+            with warnings.catch_warnings():
+                # PyTorch says it again when the user's own step runs.
+                warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
+                step.plan(rank.model, rank.optimizer, *rank.batch)
         # The first step makes the optimizer's state, all later ones have it.
         return max((plan for _, plan in step.plans), key=lambda plan: plan.total_bytes)
 

@@ -5,19 +5,22 @@ is read off the operators of one process's step and of a replica's, by DTensor's
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from roam.sharding.check import GIVEN_SIZES, plain_arguments
+from roam.sharding.check import GIVEN_SIZES, plain_arguments, target_of
 from roam.sharding.rules import STRIDED, WHOLE, Rules, State, dimension
-from roam.sharding.trace import Operator, Trace
+from roam.sharding.trace import Operator, Reference, Trace
 from roam.torch_compat.private import schema_of
 
 MEAN = -4
 """The mean over replicas is what one process has."""
-OTHER = -5
+NUMBERS = -5
+"""The numbers of the samples: of all in one process, and of its part in a replica."""
+OTHER = -6
 """No such relation; allowed where no gradient flows."""
 
 aten = torch.ops.aten
@@ -28,10 +31,14 @@ _CONSTANT = {
 }  # fmt: skip
 _LINEAR = {
     aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.neg.default,
-    aten.clone.default, aten.detach.default, aten.alias.default, aten._to_copy.default,
+    aten.detach.default, aten.alias.default, aten._to_copy.default,
     aten.view.default, aten.reshape.default, aten.squeeze.default, aten.unsqueeze.default,
 }  # fmt: skip
 """Of which the mean of results is the result of the mean, if only the first input has one."""
+_VIEWS = {
+    aten.detach.default, aten.alias.default, aten.view.default, aten.reshape.default,
+    aten.unsqueeze.default,
+}  # fmt: skip
 _SUMS = {aten.add.Tensor, aten.sub.Tensor}
 _MEANS = {aten.mean.default, aten.mean.dim}
 _REDUCED_BY_MEAN = 1
@@ -57,8 +64,19 @@ class _Comparison:
 
     def run(self) -> str:
         whole, part = self._whole, self._part
-        for one, other in zip(whole.operators, part.operators, strict=False):
-            if one.target is not other.target or len(one.inputs) != len(other.inputs):
+        # `reshape` is a view or a copy and a view, as the strides of a part allow.
+        others = (one for one in part.operators if one.target is not aten.clone.default)
+        other = next(others, None)
+        for one in whole.operators:
+            if one.target is aten.clone.default:
+                self._pass_on(one, self._states.get(one.inputs[0], OTHER))
+                continue
+            if self._is_left_out(one, other):
+                self._pass_on(one, 0)
+                continue
+            if other is None:
+                return "a replica runs other operators"
+            if target_of(one) is not target_of(other) or len(one.inputs) != len(other.inputs):
                 return f"{_where(whole, one)}a replica runs {other.target} for {one.target}"
             given = [
                 self._given(slot, of_part)
@@ -75,10 +93,29 @@ class _Comparison:
                     )
                 made = (OTHER,) * len(slots)
             self._states.update(zip(slots, made, strict=True))
-        if len(whole.operators) != len(part.operators):
+            other = next(others, None)
+        if other is not None:
             return "a replica runs other operators"
         state = self._states.get(whole.loss, WHOLE)
         return "" if state in (WHOLE, MEAN) else "the loss is no mean over samples"
+
+    def _pass_on(self, one: Operator, state: State) -> None:
+        (slot,) = one.outputs
+        assert slot is not None
+        self._states[slot] = state
+
+    def _is_left_out(self, one: Operator, other: Operator | None) -> bool:
+        """Whether an operator repeats something for every sample, and a replica of one sample does
+        without.
+        """
+        if one.target is not aten.expand.default or (other and other.target is one.target):
+            return False
+        (slot,), (source,) = one.outputs, one.inputs
+        assert slot is not None
+        shape = self._whole.values[slot].shape
+        return self._states.get(source, WHOLE) == WHOLE and (
+            _local(shape, 0, self._rules.size) == self._whole.values[source].shape
+        )
 
     def _given(self, slot: int, of_part: int) -> State:
         """The state of an input; of what was there before the step by its shape on a replica."""
@@ -97,9 +134,10 @@ class _Comparison:
         size = self._rules.size
         shapes = [self._whole.values[slot].shape for slot in one.outputs if slot is not None]
         local = [self._part.values[slot].shape for slot in other.outputs if slot is not None]
-        if one.target not in GIVEN_SIZES | _CONSTANT and (
-            plain_arguments(one) != plain_arguments(other)
-        ):
+        if one.target is aten.arange.default and shapes != local:
+            return (NUMBERS,) if _local(shapes[0], 0, size) == local[0] else None
+        is_sized = one.target in GIVEN_SIZES or one.target in _CONSTANT
+        if not is_sized and plain_arguments(one) != plain_arguments(other):
             return None
         if one.target in _CONSTANT or one.target is aten.expand.default:
             constant = self._constant(one, given, shapes, local)
@@ -107,6 +145,8 @@ class _Comparison:
                 return constant
         if OTHER in given:
             return None
+        if NUMBERS in given:
+            return self._by_number(one, given, shapes[0])
         if MEAN in given:
             is_linear = one.target in _LINEAR and (
                 all(state in (WHOLE, MEAN) for state in given)
@@ -128,6 +168,24 @@ class _Comparison:
         if self._is_mean(one, given, shapes):
             return (MEAN, *[OTHER] * (len(shapes) - 1))
         return None
+
+    def _by_number(
+        self, one: Operator, given: Sequence[State], shape: Sequence[int]
+    ) -> tuple[State, ...] | None:
+        """The state of what is made of numbers of samples: other views of them, or the samples that
+        they are of.
+        """
+        if one.target in _VIEWS:
+            return (NUMBERS,) if len(shape) > 0 and math.prod(shape) == shape[0] else None
+        if one.target is not aten.index.Tensor or list(given[:2]) != [0, NUMBERS]:
+            return None
+        _, numbers, *rest = (self._whole.values[slot].shape for slot in one.inputs)
+        is_first = isinstance(one.args[1][0], Reference) and one.args[1][0].value == one.inputs[1]
+        is_alone = all(state == WHOLE for state in given[2:]) and all(
+            len(other) < len(numbers) or (len(other) == len(numbers) and other[0] == 1)
+            for other in rest
+        )
+        return (0,) if is_first and is_alone and len(rest) == len(one.args[1]) - 1 else None
 
     def _constant(
         self,
