@@ -471,6 +471,16 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert "no sharding over 2 ranks" in capsys.readouterr().err
 
 
+def test_the_command_divides_ranks_into_replicas(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["parallelize", "llama-tiny", "--seq", "16", "--batch", "4", "--mesh", "2x2"]
+    assert cli.main([*arguments, "--json"]) == cli.EXIT_OK
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["mesh"] == [2, 2]
+    assert printed["left_out"] == {}  # attention with masks is of independent samples
+    assert cli.main([*arguments, "--data", "3"]) == cli.EXIT_BAD_INPUT
+    assert "make 1, 2, 4 replicas, not 3" in capsys.readouterr().err
+
+
 # -- on ranks
 
 

@@ -61,6 +61,8 @@ class _Comparison:
     def __init__(self, whole: Trace, part: Trace, rules: Rules) -> None:
         self._whole, self._part, self._rules = whole, part, rules
         self._states: dict[int, State] = {}
+        self._mixing: dict[int, str] = {}
+        """Of values of another kind, the operator that they come from."""
 
     def run(self) -> str:
         whole, part = self._whole, self._part
@@ -85,13 +87,16 @@ class _Comparison:
             made = self._made(one, other, given)
             slots = [slot for slot in one.outputs if slot is not None]
             if made is None:
+                mixing = [self._mixing[slot] for slot in one.inputs if slot in self._mixing]
+                reason = mixing[0] if mixing else f"{_where(whole, one)}{one.target}"
                 flows = any(whole.values[slot].is_differentiable for slot in slots)
                 if flows or one.mutates:
                     return (
-                        f"{_where(whole, one)}{one.target} is no operator on samples that are "
-                        "independent of each other, nor their mean"
+                        f"{reason} is no operator on samples that are independent of each other, "
+                        "nor their mean"
                     )
                 made = (OTHER,) * len(slots)
+                self._mixing |= dict.fromkeys(slots, reason)
             self._states.update(zip(slots, made, strict=True))
             other = next(others, None)
         if other is not None:

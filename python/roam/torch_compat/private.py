@@ -1147,6 +1147,7 @@ __all__ = [
     "reducer_class",
     "reducer_data",
     "register_backend",
+    "replicate",
     "resolve_group",
     "run_composite",
     "run_unplanned",
