@@ -321,6 +321,12 @@ def _parallelize(command: _Command) -> None:
         "(default 2, 4, 8 and 2x4)",
     )
     _count(made, "--layers", 4, "how many layers the models have")
+    made.add_argument(
+        "--trained",
+        action="store_true",
+        help="instead train two small networks on 2 and 4 gloo processes, and compare losses and "
+        "memory with those of one process and with what was certified",
+    )
 
 
 def _scale(command: _Command) -> None:

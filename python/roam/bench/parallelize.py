@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import roam
+from roam.bench import parallelize_trained
 from roam.bench.outcomes import outcomes_line
 from roam.bench.results import Record, Row, Task
 from roam.bench.run import Benchmark, Column, Table, check_named
@@ -38,7 +39,15 @@ _FIGURES = (
 
 
 def benchmark(arguments: argparse.Namespace) -> Benchmark:
-    """Every architecture with a plan, or those named, on each mesh."""
+    """Every architecture with a plan, or those named, on each mesh; or nets that are trained."""
+    if arguments.trained:
+        check_named(arguments.only, parallelize_trained.NETS)
+        return Benchmark(
+            "parallelize-trained",
+            {"only": arguments.only},
+            parallelize_trained.tasks(arguments.only),
+            parallelize_trained.COLUMNS,
+        )
     offered = list(kinds())
     check_named(arguments.only, offered)
     meshes = [*(arguments.mesh or ((2,), (4,), (8,), (2, 4)))]
@@ -268,6 +277,11 @@ def _deep(record: Record) -> list[Row]:
         and row["outcome"] == "found"
         and row["layers"] in _DEPTHS
     ]
+
+
+def trained_table(record: Record) -> Table:
+    """Networks that ranks have trained."""
+    return parallelize_trained.rows_table(record)
 
 
 def plot(record: Record, figure: Figure) -> None:

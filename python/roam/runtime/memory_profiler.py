@@ -52,6 +52,7 @@ class Block:
         freed_at: the place of its release, or None if it was alive at the end.
         is_workspace: whether it lived and died inside a single call of one operator: memory that a
             kernel takes for itself.
+        is_of_group: whether a process group made it for itself.
     """
 
     size_bytes: int
@@ -59,6 +60,7 @@ class Block:
     made_at: int
     freed_at: int | None
     is_workspace: bool
+    is_of_group: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,8 @@ class MemoryTrace:
         peak_without_workspace_bytes: the same without the memory that kernels took for themselves;
             None on CUDA.
         peak_workspace_bytes: the most of such memory at once; None on CUDA.
+        peak_without_groups_bytes: the peak without what process groups allocated for themselves:
+            in their calls, and in threads of their own; None on CUDA, where nothing tells.
         end_bytes: what was left allocated at the end; negative if more was released than made.
         start_bytes: the bytes known to be allocated at the start. On the CPU: those made under
             `observed()` or since.
@@ -89,6 +93,7 @@ class MemoryTrace:
     peak_bytes: int
     peak_without_workspace_bytes: int | None
     peak_workspace_bytes: int | None
+    peak_without_groups_bytes: int | None
     end_bytes: int
     start_bytes: int
     unseen_freed_bytes: int | None
@@ -121,11 +126,11 @@ class MemoryTrace:
 
     @property
     def group_bytes(self) -> int:
-        """The part of the peak that process groups allocated for themselves while they worked: gloo
-        copies what it reduces. 0 on CUDA, where nothing tells.
+        """By how much process groups raised the peak, by what they allocated for themselves: gloo
+        copies what it reduces and gathers. 0 on CUDA, where nothing tells.
         """
-        made = (block for block in self.at_peak if block.operator.startswith("c10d::"))
-        return sum(block.size_bytes for block in made)
+        without = self.peak_without_groups_bytes
+        return 0 if without is None else self.peak_bytes - without
 
     @property
     def workspaces(self) -> tuple[Block, ...]:
@@ -220,6 +225,7 @@ class _Event:
     total_bytes: int
     call: int | None
     operator: str
+    is_of_group: bool = False
 
 
 class _Stream:
@@ -248,7 +254,9 @@ class _Stream:
             if event.size_bytes >= 0:
                 open_blocks[event.address] = len(self.blocks)
                 made[event.address] = place, event
-                self.blocks.append(Block(event.size_bytes, event.operator, place, None, False))
+                self.blocks.append(
+                    Block(event.size_bytes, event.operator, place, None, False, event.is_of_group)
+                )
             elif event.address in open_blocks:
                 _, maker = made.pop(event.address)
                 index = open_blocks.pop(event.address)
@@ -266,14 +274,23 @@ class _Stream:
             if block.is_workspace
             for place in (block.made_at, block.freed_at)
         )
-        live = workspace = 0
-        peak, peak_at, peak_without, peak_workspace = 0, -1, 0, 0
+        of_groups_at = dict.fromkeys(
+            place
+            for block in self.blocks
+            if block.is_of_group
+            for place in (block.made_at, block.freed_at)
+        )
+        live = workspace = of_groups = 0
+        peak, peak_at, peak_without, peak_workspace, peak_without_groups = 0, -1, 0, 0, 0
         for place, event in enumerate(self._events):
             live += event.size_bytes
             if place in workspace_at:
                 workspace += event.size_bytes
             if live > peak:
                 peak, peak_at = live, place
+            if place in of_groups_at:
+                of_groups += event.size_bytes
+            peak_without_groups = max(peak_without_groups, live - of_groups)
             peak_without = max(peak_without, live - workspace)
             peak_workspace = max(peak_workspace, workspace)
         return MemoryTrace(
@@ -281,6 +298,7 @@ class _Stream:
             peak_bytes=peak,
             peak_without_workspace_bytes=peak_without,
             peak_workspace_bytes=peak_workspace,
+            peak_without_groups_bytes=peak_without_groups,
             end_bytes=live,
             start_bytes=self.start_bytes,
             unseen_freed_bytes=unseen_freed_bytes,
@@ -297,6 +315,7 @@ def _between_marks(roots: list[Any]) -> tuple[list[_Event], int]:
     """
     found: list[tuple[int, int, _Event]] = []
     marks: dict[str, tuple[int, int]] = {}
+    threads: list[int] = []
     calls = 0
     # Depth first; each with the kernel call that it is inside of, and that kernel's name.
     stack: list[tuple[Any, int | None, str, str]] = [
@@ -314,8 +333,9 @@ def _between_marks(roots: list[Any]) -> tuple[list[_Event], int]:
                 if mark:
                     if event.size_bytes > 0:
                         marks[mark] = node.start_time_ns, event.total_bytes - event.size_bytes
+                        threads.append(node.start_tid)
                 else:
-                    found.append((node.start_time_ns, len(found), event))
+                    found.append((node.start_time_ns, node.start_tid, event))
             continue
         if kind == "TorchOp" and call is None:
             operator = node.name
@@ -333,8 +353,17 @@ def _between_marks(roots: list[Any]) -> tuple[list[_Event], int]:
     start, start_bytes = marks[_START]
     end, _ = marks[_END]
     return [
-        event for time, _, event in sorted(found, key=lambda item: item[:2]) if start < time < end
+        dataclasses.replace(event, is_of_group=_is_of_group(event.operator, thread, threads))
+        for time, thread, event in sorted(found, key=lambda item: item[0])
+        if start < time < end
     ], start_bytes
+
+
+def _is_of_group(operator: str, thread: int, threads: list[int]) -> bool:
+    """Whether a process group makes memory for itself: in a call of its own, or, as gloo does, in
+    another thread than those of the work.
+    """
+    return operator.startswith("c10d::") or (operator == "aten::empty" and thread not in threads)
 
 
 @functools.cache
@@ -395,6 +424,7 @@ def _measure_cuda(work: Callable[[], Any], warmup: int) -> MemoryTrace:
         peak_bytes=after["allocated_bytes.all.peak"] - start,
         peak_without_workspace_bytes=None,
         peak_workspace_bytes=None,
+        peak_without_groups_bytes=None,
         end_bytes=after["allocated_bytes.all.current"] - start,
         start_bytes=start,
         unseen_freed_bytes=None,

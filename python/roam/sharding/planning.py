@@ -170,10 +170,12 @@ class Planning:
         *,
         mesh: int | Sequence[int] | Any,
         data: int | None = None,
+        is_sharded: bool | None = None,
         costs: Costs | None = None,
         work: int = WORK,
     ) -> None:
-        """The arguments are those of `parallelize`.
+        """The arguments are those of `parallelize`; `is_sharded` says whether parameters are
+        sharded over replicas, None for whichever is cheaper.
 
         Raises:
             ValueError: the mesh is none, or has no such replicas.
@@ -181,7 +183,11 @@ class Planning:
         self._train_step, self._model, self._optimizer = train_step, model, optimizer
         self._batch, self._costs, self._work = batch, costs or Costs(), work
         self.shape, self._device = _mesh(mesh, model)
-        self._divisions = divisions_of(self.shape, self._costs, data)
+        self._divisions = [
+            one
+            for one in divisions_of(self.shape, self._costs, data)
+            if is_sharded in (None, one.is_sharded)
+        ]
         self._is_told = data is not None
         self._units = units_of(model)
         self._state_bytes = state_bytes_of(optimizer)
