@@ -1,4 +1,5 @@
-"""Two processes share one model: each has parts of its parameters, as `roam.parallelize` found.
+"""Two processes train together as `roam.parallelize` found: they share the parts of one replica, or
+each has a replica and a part of the batch.
 
 torchrun --nproc-per-node 2 examples/parallelize.py
 """
@@ -21,7 +22,7 @@ def made() -> tuple[nn.Module, torch.optim.Optimizer, list[torch.Tensor]]:
 def train_step(model, optimizer, x):
     """Train once."""
     optimizer.zero_grad()
-    loss = nn.functional.mse_loss(model(x), x.flip(0))
+    loss = nn.functional.mse_loss(model(x), x.flip(1))
     loss.backward()
     optimizer.step()
     return loss.detach()
@@ -30,9 +31,12 @@ def train_step(model, optimizer, x):
 def train(sharding, step) -> list[float]:
     """The losses of this rank's steps."""
     model, optimizer, batches = made()
-    if sharding is not None:
-        sharding.apply(model, optimizer)
-    return [step(model, optimizer, x).item() for x in batches]
+    if sharding is None:
+        return [step(model, optimizer, x).item() for x in batches]
+    sharding.apply(model, optimizer)
+    losses = torch.stack([step(model, optimizer, *sharding.part(x)).clone() for x in batches])
+    dist.all_reduce(losses)  # a rank's loss is that of its replica
+    return (losses / dist.get_world_size()).tolist()
 
 
 if __name__ == "__main__":

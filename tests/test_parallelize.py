@@ -5,8 +5,10 @@ them is what was certified.
 from __future__ import annotations
 
 import json
+import warnings
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,11 +20,11 @@ import roam
 from ranks import Ranks, alive, revived
 from roam import cli
 from roam.errors import CaptureError, PlanError
-from roam.sharding import Costs, Link
+from roam.sharding import Costs, Link, Sharding
+from roam.sharding.division import divisions_of, part_of
 from roam.sharding.nodes import Node, Option
 from roam.sharding.planning import Planning
 from roam.sharding.ranks import meshed
-from roam.sharding.styles import Style, apply_styles
 
 WORDS, WIDTH, HEADS, ROWS, TOKENS = 64, 32, 4, 4, 16
 FREE = Costs(
@@ -98,7 +100,7 @@ def made(**options: Any) -> tuple[nn.Module, torch.optim.Optimizer, torch.Tensor
 
 def planning(size: int = 2, costs: Costs = FREE, **options: Any) -> Planning:
     net, optimizer, tokens = made(**options)
-    return Planning(train_step, net, optimizer, (tokens,), mesh=size, costs=costs)
+    return Planning(train_step, net, optimizer, (tokens,), mesh=size, data=1, costs=costs)
 
 
 def small() -> tuple[nn.Module, torch.optim.Optimizer, torch.Tensor]:
@@ -144,7 +146,7 @@ def cheapest(nodes: list[Node]) -> int:
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_choice_is_the_cheapest_of_all(costs: Costs, size: int) -> None:
     net, optimizer, x = small()
-    found = Planning(square_step, net, optimizer, (x,), mesh=size, costs=costs).find()
+    found = Planning(square_step, net, optimizer, (x,), mesh=size, data=1, costs=costs).find()
     assert found is not None
     assert found.choice.ns == found.choice.bound_ns == cheapest(found.nodes)
 
@@ -192,7 +194,7 @@ def test_the_collectives_of_a_rank_are_those_of_the_model() -> None:
         for parameter in net.get_submodule(path).parameters()
     )
     assert reduced
-    assert Counter(plans.rank_trace(found.styles).collectives) == expected - reduced
+    assert Counter(plans.rank_trace(found).collectives) == expected - reduced
 
 
 def test_random_operators_are_not_split() -> None:
@@ -219,7 +221,7 @@ def test_code_that_does_not_run_on_parts_is_left_whole() -> None:
 
 
 def test_tied_parameters_stay_tied() -> None:
-    sharding = roam.parallelize(train_step, *made(), mesh=2, costs=FREE)
+    sharding = roam.parallelize(train_step, *made(), mesh=2, data=1, costs=FREE)
     assert {"words", "head"} & set(sharding.styles)
     net, optimizer, tokens = made()
     with meshed((2,), ("tensor",), "cpu") as mesh:
@@ -232,20 +234,153 @@ def test_tied_parameters_stay_tied() -> None:
     assert raised.value.code == "dtensor"
 
 
+# -- replicas
+
+
+def test_divisions_of_meshes() -> None:
+    fast, slow = Link(10, 100.0), Link(20, 10.0, exchanges=False)
+    costs = Costs(links=(slow, fast))
+    found = {
+        (one.data, one.tensor): (one.data_link, one.tensor_link)
+        for one in divisions_of((2, 4), costs)
+    }
+    both = Link(20, 10.0, exchanges=False)
+    assert set(found) == {(1, 8), (2, 4), (8, 1)}
+    assert found[2, 4] == (slow, fast)
+    assert found[1, 8][1] == found[8, 1][0] == both
+    assert {one.shape for one in divisions_of((6,), costs)} == {(1, 6), (2, 3), (3, 2), (6, 1)}
+    assert [one.is_sharded for one in divisions_of((4,), costs, 2)] == [False, True]
+    with pytest.raises(ValueError, match="make 1, 2, 8 replicas, not 4"):
+        divisions_of((2, 4), costs, 4)
+
+
+@pytest.mark.parametrize("costs", [FREE, Costs(), Costs(link=Link(latency_ns=100, bytes_per_ns=1))])
+def test_the_cheapest_of_all_divisions(costs: Costs) -> None:
+    net, optimizer, x = small()
+    plans = Planning(square_step, net, optimizer, (x,), mesh=4, costs=costs)
+    least = {}
+    for one in plans.candidates():
+        launched = {1: 0, 2: 1, 4: 1}[one.division.data] + (one.division.is_sharded)
+        least[one.division] = cheapest(one.nodes) + launched * costs.link.latency_ns
+        assert one.chosen.ns == one.bound_ns == least[one.division]
+    assert len(least) == 5
+    found = plans.find()
+    assert found is not None
+    assert found.chosen.ns == min(least.values())
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("mesh", "limit"), [((2, 4), None), ((2, 4), 0.8), ((4, 1), None)])
+def test_the_collectives_of_replicas_are_those_of_the_model(
+    mesh: tuple[int, int], limit: float | None
+) -> None:
+    net, optimizer, tokens = made()
+    plans = Planning(train_step, net, optimizer, (tokens,), mesh=mesh, data=mesh[0], costs=FREE)
+    sharding = plans.within(None)
+    if limit is not None:
+        sharding = plans.within(int(limit * sharding.total_bytes))
+    assert sharding.division.is_sharded == (mesh == (4, 1) or limit is not None)
+    expected: Counter[str] = Counter()
+    for _, one in sharding.replica_collectives:
+        expected[one.kind] += one.size_bytes
+        expected[f"{one.kind}s"] += 1
+    found: Counter[str] = Counter()
+    step = roam.compile(train_step)
+    with meshed(mesh, ("data", "tensor"), "cpu") as groups:
+        sharding.apply(net, optimizer, mesh=groups)
+        step.plan(net, optimizer, *sharding.part(tokens))
+        for row in step.communication().collectives:
+            if row.ranks == mesh[0]:
+                kind = row.kind.replace("-", "_")
+                found[kind] += row.size_bytes
+                found[f"{kind}s"] += row.count
+    assert found == expected
+
+
+def normalized(net: nn.Module, optimizer: Any, x: torch.Tensor) -> Any:
+    """Samples depend on each other."""
+    return square_step(lambda x: net(x - x.mean(0)), optimizer, x)  # type: ignore[arg-type]
+
+
+def dropped(net: nn.Module, optimizer: Any, x: torch.Tensor) -> Any:
+    return square_step(lambda x: F.dropout(net(x), 0.5), optimizer, x)  # type: ignore[arg-type]
+
+
+def summed(net: nn.Module, optimizer: Any, x: torch.Tensor) -> Any:
+    optimizer.zero_grad()
+    loss = net(x).square().sum() / x.numel()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def masked(net: nn.Module, optimizer: Any, x: torch.Tensor) -> Any:
+    """A mask as long as the batch, made of nothing."""
+    mask = torch.ones(1, 8).expand(len(x), 8)
+    return square_step(lambda x: net(x) * mask, optimizer, x)  # type: ignore[arg-type]
+
+
+def weighted(net: nn.Module, optimizer: Any, x: torch.Tensor) -> Any:
+    """Labels of one class count twice: replicas have not the same weights in all."""
+    optimizer.zero_grad()
+    loss = F.cross_entropy(net(x), x.argmax(1), weight=torch.linspace(1, 2, 8))
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def classified(net: nn.Module, optimizer: Any, x: torch.Tensor) -> Any:
+    optimizer.zero_grad()
+    loss = 0.5 * F.cross_entropy(net(x), x.argmax(1)) + 1.0
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+@pytest.mark.parametrize(
+    ("step", "is_known"),
+    [
+        (square_step, True), (masked, True), (classified, True), (normalized, False),
+        (dropped, False), (summed, False), (weighted, False),
+    ],
+)  # fmt: skip
+def test_replicas_are_chosen_where_they_do_what_one_process_does(step: Any, is_known: bool) -> None:
+    plans = Planning(step, *small()[:2], small()[2:], mesh=2, costs=FREE)
+    assert {one.division.data for one in plans.candidates()} == ({1, 2} if is_known else {1})
+    assert bool(plans.left_out) != is_known
+    told = Planning(step, *small()[:2], small()[2:], mesh=2, data=2, costs=FREE)
+    assert [one.division.is_sharded for one in told.candidates()] == [False, True]
+
+
+def test_a_batch_in_parts() -> None:
+    net, optimizer, x = small()
+    with pytest.raises(ValueError, match="4 samples has no equal parts for 8 replicas"):
+        roam.parallelize(square_step, net, optimizer, x, mesh=8, data=8)
+    plans = Planning(square_step, net, optimizer, (x,), mesh=8)
+    assert {one.division.data for one in plans.candidates()} == {1, 2, 4}
+    assert "no equal parts" in plans.left_out["8 replicas"]
+    whole = torch.arange(4.0)
+    parts = part_of((x, {"table": torch.ones(3), "labels": whole}, 4), 2, 1)
+    assert parts[0].equal(x[2:])
+    assert parts[1]["table"].shape == (3,)
+    assert parts[1]["labels"].tolist() == [2, 3]
+    assert parts[2] == 4
+
+
 # -- memory
 
 
 def test_memory_is_kept_to_or_refused() -> None:
     slow = Costs(link=Link(latency_ns=10_000_000))
-    free = roam.parallelize(train_step, *made(), mesh=4, costs=slow)
+    free = roam.parallelize(train_step, *made(), mesh=4, data=1, costs=slow)
     assert free.styles == {}
     limit = int(free.total_bytes * 0.8)
-    kept = roam.parallelize(train_step, *made(), mesh=4, costs=slow, memory=limit)
+    kept = roam.parallelize(train_step, *made(), mesh=4, data=1, costs=slow, memory=limit)
     assert kept.total_bytes <= limit
     assert kept.styles
     assert kept.choice.ns > free.choice.ns
     with pytest.raises(PlanError) as raised:
-        roam.parallelize(train_step, *made(), mesh=4, costs=slow, memory="20 KiB")
+        roam.parallelize(train_step, *made(), mesh=4, data=1, costs=slow, memory="20 KiB")
     assert raised.value.code == "sharding_memory"
 
 
@@ -273,9 +408,9 @@ def test_a_step_that_asks_for_a_value() -> None:
     assert raised.value.code == "value_reached_python"
 
 
-@pytest.mark.parametrize("mesh", [(2, 4), 0, ()])
-def test_a_mesh_of_one_dimension(mesh: Any) -> None:
-    with pytest.raises(ValueError, match="one dimension"):
+@pytest.mark.parametrize("mesh", [(2, 0), 0, ()])
+def test_what_is_no_mesh(mesh: Any) -> None:
+    with pytest.raises(ValueError, match="along each dimension"):
         roam.parallelize(square_step, *small(), mesh=mesh)
 
 
@@ -306,7 +441,7 @@ def test_a_model_that_cannot_be_copied() -> None:
 
 def test_a_step_that_runs_on_no_rank() -> None:
     with pytest.raises(CaptureError, match="plain parameters only") as raised:
-        roam.parallelize(picky_step, *small(), mesh=2, costs=FREE)
+        roam.parallelize(picky_step, *small(), mesh=2, data=1, costs=FREE)
     assert raised.value.code == "sharding"
 
 
@@ -314,7 +449,7 @@ def test_the_users_objects_stay_as_they_are() -> None:
     net, optimizer, x = small()
     before = {name: value.clone() for name, value in net.state_dict().items()}
     hooks = [len(module._forward_hooks) for module in net.modules()]
-    roam.parallelize(square_step, net, optimizer, x, mesh=2, costs=FREE)
+    roam.parallelize(square_step, net, optimizer, x, mesh=(2, 2), costs=FREE)
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
     assert [len(module._forward_hooks) for module in net.modules()] == hooks
     assert optimizer.param_groups[0]["params"][0] is net[0].weight
@@ -336,6 +471,16 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert "no sharding over 2 ranks" in capsys.readouterr().err
 
 
+def test_the_command_divides_ranks_into_replicas(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["parallelize", "llama-tiny", "--seq", "16", "--batch", "4", "--mesh", "2x2"]
+    assert cli.main([*arguments, "--json"]) == cli.EXIT_OK
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["mesh"] == [2, 2]
+    assert printed["left_out"] == {}  # attention with masks is of independent samples
+    assert cli.main([*arguments, "--data", "3"]) == cli.EXIT_BAD_INPUT
+    assert "make 1, 2, 4 replicas, not 3" in capsys.readouterr().err
+
+
 # -- on ranks
 
 
@@ -351,41 +496,92 @@ def ranks(processes: Ranks) -> Ranks:
     return revived(processes)
 
 
-def trained(
-    rank: int, world: int, styles: dict[str, Style], steps: int
-) -> tuple[list[float], list[float], int]:
-    """Losses eagerly and by plan, and the bytes of the plan."""
-    from torch.distributed.device_mesh import init_device_mesh
+def blocks() -> tuple[nn.Module, torch.optim.Optimizer, torch.Tensor]:
+    """A step of more than 50 MiB on each of four ranks."""
+    torch.manual_seed(0)
+    layers = [
+        nn.Sequential(nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 512)) for _ in range(4)
+    ]
+    net = nn.Sequential(*layers)
+    x = torch.randn(1024, 512)
+    return net, torch.optim.AdamW(net.parameters(), lr=1e-3, foreach=False), x
 
-    mesh = init_device_mesh("cpu", (world,))
+
+def trained(
+    rank: int, world: int, sharding: Sharding, make: Any, step: Any, steps: int
+) -> tuple[list[float], list[float], int, int]:
+    """Losses eagerly and by plan, the mean over replicas; bytes that were planned here, and that
+    the allocator has measured of a step, without those of the process group.
+    """
+    warnings.simplefilter("ignore")
     losses = []
     for compiles in (False, True):
-        net, optimizer, tokens = made(layers=1)
-        apply_styles(net, mesh, styles)
-        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, foreach=False)
-        step = roam.compile(train_step) if compiles else train_step
-        losses.append([float(step(net, optimizer, tokens)) for _ in range(steps)])
-    return losses[0], losses[1], step.memory().run_bytes  # type: ignore[union-attr]
+        net, optimizer, x = make()
+        sharding.apply(net, optimizer)
+        batch = sharding.part(x)
+        run: Any = roam.compile(step) if compiles else step
+        found = torch.stack([run(net, optimizer, *batch).clone() for _ in range(steps)])
+        torch.distributed.all_reduce(found)
+        losses.append([float(loss) / world for loss in found])
+    run.measured(net, optimizer, *batch)
+    memory = run.memory()
+    return *losses, memory.total_bytes, memory.measured_bytes - memory.group_bytes
 
 
-def test_ranks_train_as_one_process_does(ranks: Ranks) -> None:
-    net, optimizer, tokens = made(layers=1)
-    sharding = roam.parallelize(train_step, net, optimizer, tokens, mesh=ranks.world, costs=FREE)
-    names = {style.name for style in sharding.styles.values()}
-    assert {"ColwiseParallel", "RowwiseParallel", "SequenceParallel"} <= names
+def sent(sharding: Sharding) -> Sharding:
+    """What ranks need of it."""
+    return replace(sharding, plan=None, trace=None, nodes=())  # type: ignore[arg-type]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("data", "limit"), [(1, None), (2, None), (2, 0.8)])
+def test_ranks_train_as_one_process_does(ranks: Ranks, data: int, limit: float | None) -> None:
+    net, optimizer, tokens = made()
+    plans = Planning(
+        train_step,
+        net,
+        optimizer,
+        (tokens,),
+        mesh=(data, ranks.world // data),
+        data=data,
+        costs=FREE,
+    )
+    sharding = plans.within(None)
+    assert not sharding.division.is_sharded
+    if limit is not None:
+        sharding = plans.within(int(limit * sharding.total_bytes))
+        assert sharding.division.is_sharded
+    if ranks.world > data:
+        names = {style.name for style in sharding.styles.values()}
+        assert {"ColwiseParallel", "RowwiseParallel", "SequenceParallel"} <= names
     one = [float(train_step(net, optimizer, tokens)) for _ in range(10)]
-    for eager, by_plan, planned in ranks.run(trained, sharding.styles, 10):
+    for eager, by_plan, planned, _ in ranks.run(trained, sent(sharding), made, train_step, 10):
         assert eager == pytest.approx(one, rel=1e-5)
         assert by_plan == eager
-        assert sharding.total_bytes == pytest.approx(planned, rel=0.01)
+        assert planned == pytest.approx(sharding.total_bytes, rel=0.02)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_rank_takes_what_was_certified(ranks: Ranks) -> None:
+    mesh, memory = ((2,), "140MiB") if ranks.world == 2 else ((2, 2), None)
+    sharding = roam.parallelize(
+        square_step, *blocks(), mesh=mesh, data=2, memory=memory, costs=FREE
+    )
+    assert sharding.division.is_sharded == (ranks.world == 2)
+    assert sharding.total_bytes > 50 * 2**20
+    for _, _, _, measured in ranks.run(trained, sent(sharding), blocks, square_step, 2):
+        assert measured == pytest.approx(sharding.total_bytes, rel=0.01)
 
 
 def planned_and_applied(rank: int, world: int) -> list[float]:
     """Losses of a rank that finds the sharding itself, in its own group."""
+    warnings.simplefilter("ignore")
     net, optimizer, x = small()
     sharding = roam.parallelize(square_step, net, optimizer, x, mesh=world, costs=FREE)
     sharding.apply(net, optimizer)
-    return [float(square_step(net, optimizer, x)) for _ in range(3)]
+    losses = torch.tensor([square_step(net, optimizer, *sharding.part(x)) for _ in range(3)])
+    torch.distributed.all_reduce(losses)
+    return (losses / world).tolist()
 
 
 def test_every_rank_may_find_the_sharding_itself(ranks: Ranks) -> None:

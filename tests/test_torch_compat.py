@@ -814,6 +814,18 @@ def _stands_for_ranks() -> bool:
         dist.destroy_process_group()
 
 
+def _replicates(group: Any) -> bool:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    model = torch.nn.Linear(4, 4)
+    weight = model.weight.clone()
+    private.replicate(model, mesh=init_device_mesh("cpu", (1,)))
+    (of_group,) = private.shard_groups([model])
+    return len(private.shards(of_group)) == 2 and torch.equal(
+        private.local_of(model.weight.detach()), weight
+    )
+
+
 def _kernels_of_shards() -> bool:
     importlib.import_module("torch.distributed.fsdp")
     joined = torch.empty(2, 2)
@@ -993,6 +1005,7 @@ CANARIES: dict[str, Callable[[], bool]] = {
     "chunk_cat": _kernels_of_shards,
     "shard_kernel": _kernels_of_shards,
     "forget_forward_passes": _in_group(_shards),
+    "replicate": _in_group(_replicates),
     "set_up_shards": _in_group(_shards),
     "fake_store": _stands_for_ranks,
     "mesh_class": _in_group(_meshes),

@@ -13,7 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from roam.arguments import positive_integer, seconds
+from roam.arguments import mesh_shape, positive_integer, seconds
 from roam.interrupts import interrupts_count
 
 if TYPE_CHECKING:
@@ -312,14 +312,21 @@ def _parallelize(command: _Command) -> None:
     )
     _only(made, "architecture")
     made.add_argument(
-        "--ranks",
-        type=positive_integer,
+        "--mesh",
+        type=mesh_shape,
         action="append",
         default=[],
         metavar="N",
-        help="only a mesh of N ranks; may be given several times (default 2, 4 and 8)",
+        help="only a mesh of N ranks, or of 2x4: 2 replicas of 4 ranks; may be given several times "
+        "(default 2, 4, 8 and 2x4)",
     )
     _count(made, "--layers", 4, "how many layers the models have")
+    made.add_argument(
+        "--trained",
+        action="store_true",
+        help="instead train two small networks on 2 and 4 gloo processes, and compare losses and "
+        "memory with those of one process and with what was certified",
+    )
 
 
 def _scale(command: _Command) -> None:

@@ -5,46 +5,72 @@ whose configurations carry a tensor-parallel plan: `roam bench parallelize`.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import importlib
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 import roam
+from roam.bench import parallelize_trained
 from roam.bench.outcomes import outcomes_line
 from roam.bench.results import Record, Row, Task
 from roam.bench.run import Benchmark, Column, Table, check_named
 from roam.bench.shipped import allowed_by, left_out, shipped_plan, whole
 from roam.errors import RoamError
 from roam.sharding.planning import WORK, Planning
-from roam.sharding.search import Allowed, search
+from roam.sharding.search import Allowed, search, search_folded
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _BATCH, _TOKENS = 4, 512
+_DEPTHS, _DEEP, _DEEP_MESH = (12, 24, 48, 96), "llama", (8,)
+"""How many layers the model has with which planning is timed, and on which mesh."""
 _FIGURES = (
-    "ns", "bound_ns", "gap", "shipped_ns", "shipped", "left_out", "whole_ns", "nodes",
-    "folded_nodes", "retries", "trace_s", "rules_s", "search_s", "check_s",
+    "ns", "bound_ns", "gap", "is_sharded", "shipped_ns", "shipped", "left_out", "whole_ns", "nodes",
+    "folded_nodes", "retries", "trace_s", "rules_s", "search_s", "folded_search_s", "check_s",
 )  # fmt: skip
 
 
 def benchmark(arguments: argparse.Namespace) -> Benchmark:
-    """Every architecture with a plan, or those named, on each mesh."""
+    """Every architecture with a plan, or those named, on each mesh; or nets that are trained."""
+    if arguments.trained:
+        check_named(arguments.only, parallelize_trained.NETS)
+        return Benchmark(
+            "parallelize-trained",
+            {"only": arguments.only},
+            parallelize_trained.tasks(arguments.only),
+            parallelize_trained.COLUMNS,
+        )
     offered = list(kinds())
     check_named(arguments.only, offered)
+    meshes = [*(arguments.mesh or ((2,), (4,), (8,), (2, 4)))]
+    named = [kind for kind in offered if not arguments.only or kind in arguments.only]
+    cases = [(kind, mesh, arguments.layers) for kind in named for mesh in meshes]
+    if _DEEP in named and _DEEP_MESH in meshes:
+        cases += [(_DEEP, _DEEP_MESH, depth) for depth in _DEPTHS if depth != arguments.layers]
     tasks = [
         Task(
-            {"architecture": kind, "ranks": ranks}, partial(measure, kind, ranks, arguments.layers)
+            {"architecture": kind, "mesh": _text(mesh), "layers": layers},
+            partial(measure, kind, mesh, layers),
         )
-        for kind in offered
-        if not arguments.only or kind in arguments.only
-        for ranks in arguments.ranks or (2, 4, 8)
+        for kind, mesh, layers in cases
     ]
-    settings = {"only": arguments.only, "ranks": arguments.ranks, "layers": arguments.layers}
-    return Benchmark("parallelize", settings, tasks, _COLUMNS, summary=summary)
+    settings = {
+        "only": arguments.only, "mesh": [list(mesh) for mesh in arguments.mesh],
+        "layers": arguments.layers, "batch": _BATCH, "tokens": _TOKENS,
+    }  # fmt: skip
+    return Benchmark("parallelize", settings, tasks, _COLUMNS, summary=summary, plot=plot)
+
+
+def _text(mesh: Sequence[int]) -> str:
+    return "x".join(map(str, mesh))
 
 
 def kinds() -> Iterator[str]:
@@ -87,24 +113,29 @@ def _made(kind: str, layers: int) -> tuple[Any, torch.optim.Optimizer, torch.Ten
         return model, torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False), tokens
 
 
-def measure(kind: str, ranks: int, layers: int) -> Row:
+def measure(kind: str, mesh: tuple[int, ...], layers: int) -> Row:
     """Find a sharding of one architecture, and what its own plan costs by the same model of time.
+
+    All ranks share the parts of one replica; on a mesh of two dimensions those along the second.
+    Along the first there are replicas then, with the same choices for both plans.
 
     Returns:
         ``outcome``, with the ``reason``; where it is ``found`` ``ns`` and ``bound_ns`` of the step,
-        ``gap``, ``shipped_ns`` (of the best choice that the plan of transformers allows, None where
-        it allows none), ``shipped`` (``shipped_ns`` / ``ns``), ``left_out`` (styles of that plan
-        that have no like in PyTorch, whose modules are whole), ``whole_ns`` (where every rank does
-        all), ``nodes``, ``folded_nodes``, ``retries`` (choices that did not run on a rank), and
-        seconds: ``trace_s``, ``rules_s``, ``check_s``, and ``search_s``, the processor time of one
-        search and its bound.
+        ``gap``, ``is_sharded`` (over replicas), ``shipped_ns`` (of the best choice that the plan of
+        transformers allows, None where it allows none), ``shipped`` (``shipped_ns`` / ``ns``),
+        ``left_out`` (styles of that plan that have no like in PyTorch, whose modules are whole),
+        ``whole_ns`` (where every rank of a replica does all), ``nodes``, ``folded_nodes``,
+        ``retries`` (choices that did not run on a rank), and seconds: ``trace_s``, ``rules_s``,
+        ``check_s``, and ``search_s``, the processor time of one search with its bound for each
+        division of the ranks, and ``folded_search_s``, that where equal layers choose alike.
     """
     row: Row = dict.fromkeys(_FIGURES)
+    data = mesh[0] if len(mesh) > 1 else 1
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the libraries' own, about models without weights
             model, optimizer, tokens = _made(kind, layers)
-            planning = Planning(train_step, model, optimizer, (tokens,), mesh=ranks)
+            planning = Planning(train_step, model, optimizer, (tokens,), mesh=mesh, data=data)
             found = planning.find()
     except RoamError as error:
         return {"outcome": "refused", "reason": f"{error.code}: {error}"[:300], **row}
@@ -112,40 +143,54 @@ def measure(kind: str, ranks: int, layers: int) -> Row:
         return {"outcome": "failed", "reason": f"{type(error).__name__}: {error}"[:300], **row}
     if found is None:
         return {"outcome": "refused", "reason": "no choice", **row}
+    seconds = dataclasses.replace(planning.seconds)
+    candidates = planning.candidates()  # with what is known now of what runs
+    ns, bound_ns = found.chosen.ns, min(one.bound_ns for one in candidates)
 
     def cost(allowed: Allowed) -> int | None:
-        choice = search(found.nodes, limit_bytes=None, work=WORK, allowed=allowed)
-        return None if choice is None else choice.ns
+        costs = [
+            choice.ns + one.launched_ns
+            for one in candidates
+            if (choice := search(one.nodes, limit_bytes=None, work=WORK, allowed=allowed))
+        ]
+        return min(costs, default=None)
 
     start = time.process_time()
-    search(found.nodes, limit_bytes=None, work=WORK)
+    for one in candidates:
+        search(one.nodes, limit_bytes=None, work=WORK)
     search_s = time.process_time() - start
+    start = time.process_time()
+    for one in candidates:
+        search_folded(one.nodes, work=WORK)
+    folded_search_s = time.process_time() - start
     plan = shipped_plan(model)
     shipped_ns = cost(allowed_by(model, plan))
-    choice, seconds = found.choice, planning.seconds
     return {
         "outcome": "found",
         "reason": "",
-        "ns": choice.ns,
-        "bound_ns": choice.bound_ns,
-        "gap": choice.gap,
+        "ns": ns,
+        "bound_ns": bound_ns,
+        "gap": ns / bound_ns - 1,
+        "is_sharded": found.division.is_sharded,
         "shipped_ns": shipped_ns,
-        "shipped": None if shipped_ns is None else shipped_ns / choice.ns,
+        "shipped": None if shipped_ns is None else shipped_ns / ns,
         "left_out": " ".join(left_out(plan)),
         "whole_ns": cost(whole),
-        "nodes": choice.nodes,
-        "folded_nodes": choice.folded_nodes,
+        "nodes": found.chosen.nodes,
+        "folded_nodes": found.chosen.folded_nodes,
         "retries": len(found.differences),
         "trace_s": seconds.trace,
         "rules_s": seconds.rules,
         "search_s": search_s,
+        "folded_search_s": folded_search_s,
         "check_s": seconds.check,
     }
 
 
 _COLUMNS = (
     Column("architecture", lambda row: row["architecture"], right=False),
-    Column("ranks", lambda row: str(row["ranks"])),
+    Column("mesh", lambda row: row["mesh"]),
+    Column("layers", lambda row: str(row["layers"])),
     Column("outcome", lambda row: row["outcome"], right=False),
     Column("ms", lambda row: "" if row["ns"] is None else f"{row['ns'] / 1e6:,.1f}"),
     Column("gap", lambda row: "" if row["gap"] is None else f"{row['gap']:.2%}"),
@@ -159,44 +204,107 @@ _COLUMNS = (
 
 
 def summary(record: Record) -> list[Table | str]:
-    """A row per mesh."""
-    return [meshes_table(record), outcomes_line(record, "architectures and meshes")]
+    """A row per mesh, and one per depth."""
+    return [
+        meshes_table(record),
+        depths_table(record),
+        outcomes_line(record, "architectures and meshes"),
+    ]
 
 
 def meshes_table(record: Record) -> Table:
     """How many shardings are proved, and how they compare with the plans of transformers."""
     rows: list[Row] = []
-    for ranks in sorted({row["ranks"] for row in record["rows"]}):
-        of_mesh = [row for row in record["rows"] if row["ranks"] == ranks]
+    alike = [row for row in record["rows"] if row["layers"] == record["settings"]["layers"]]
+    for mesh in dict.fromkeys(row["mesh"] for row in alike):
+        of_mesh = [row for row in alike if row["mesh"] == mesh]
         found = [row for row in of_mesh if row["outcome"] == "found"]
-        whole_plans = [row for row in found if row["shipped"] is not None and not row["left_out"]]
+        compared = [row for row in found if row["shipped"] is not None]
         if found:
-            ratios = sorted(row["shipped"] for row in whole_plans)
+            ratios = sorted(row["shipped"] for row in compared)
+            times = sorted(row["search_s"] for row in found)
             rows.append(
                 {
-                    "ranks": ranks,
+                    "mesh": mesh,
                     "tried": len(of_mesh),
                     "found": len(found),
                     "optimal": sum(row["gap"] == 0 for row in found),
                     "compared": len(ratios),
+                    "in full": sum(not row["left_out"] for row in compared),
                     "no dearer": sum(ratio >= 1 for ratio in ratios),
                     "median": ratios[len(ratios) // 2] if ratios else None,
                     "most": max(ratios, default=None),
-                    "search": max(row["search_s"] for row in found),
+                    "search": times[len(times) // 2],
+                    "longest": times[-1],
                 }
             )
     columns = (
-        Column("ranks", lambda row: str(row["ranks"])),
+        Column("mesh", lambda row: row["mesh"]),
         Column("tried", lambda row: str(row["tried"])),
         Column("found", lambda row: str(row["found"])),
-        Column("optimal", lambda row: str(row["optimal"])),
+        Column("proved cheapest", lambda row: str(row["optimal"])),
         Column("compared", lambda row: str(row["compared"])),
-        Column("no dearer", lambda row: str(row["no dearer"])),
+        Column("of these with all styles", lambda row: str(row["in full"])),
+        Column("no dearer than shipped", lambda row: str(row["no dearer"])),
         Column("shipped / found, median", lambda row: _ratio(row["median"])),
         Column("most", lambda row: _ratio(row["most"])),
-        Column("longest search, s", lambda row: f"{row['search']:.2f}"),
+        Column("search, median, s", lambda row: f"{row['search']:.3f}"),
+        Column("longest", lambda row: f"{row['longest']:.2f}"),
     )
     return Table("Shardings", columns, rows)
+
+
+def depths_table(record: Record) -> Table:
+    """How long one architecture takes with more layers."""
+    columns = (
+        Column("layers", lambda row: str(row["layers"])),
+        Column("nodes", lambda row: f"{row['nodes']:,}"),
+        Column("with equal layers as one", lambda row: f"{row['folded_nodes']:,}"),
+        Column("search of these, s", lambda row: f"{row['folded_search_s']:.3f}"),
+        Column("search and bound, s", lambda row: f"{row['search_s']:.3f}"),
+        Column("rules", lambda row: f"{row['rules_s']:.2f}"),
+        Column("trace", lambda row: f"{row['trace_s']:.1f}"),
+        Column("check of a rank", lambda row: f"{row['check_s']:.1f}"),
+    )
+    return Table(f"{_DEEP} on {_text(_DEEP_MESH)} ranks", columns, _deep(record))
+
+
+def _deep(record: Record) -> list[Row]:
+    return [
+        row
+        for row in record["rows"]
+        if (row["architecture"], row["mesh"]) == (_DEEP, _text(_DEEP_MESH))
+        and row["outcome"] == "found"
+        and row["layers"] in _DEPTHS
+    ]
+
+
+def trained_table(record: Record) -> Table:
+    """Networks that ranks have trained."""
+    return parallelize_trained.rows_table(record)
+
+
+def plot(record: Record, figure: Figure) -> None:
+    """Seconds of the search against depth, with equal layers as one, and with all of them apart."""
+    axes = figure.subplots()
+    figure.set_size_inches(4.5, 3)
+    rows = _deep(record)
+    depths = [row["layers"] for row in rows]
+    for name, label in (
+        ("search_s", "search and bound, all layers apart"),
+        ("folded_search_s", "search, equal layers as one"),
+    ):
+        axes.loglog(depths, [row[name] for row in rows], marker="o", label=label)
+    if rows:
+        first = rows[0]["search_s"]
+        axes.loglog(
+            depths, [first * depth / depths[0] for depth in depths],
+            linestyle=":", color="gray", label="in proportion to the layers",
+        )  # fmt: skip
+    axes.set_xticks(depths, [str(depth) for depth in depths])
+    axes.minorticks_off()
+    axes.set(xlabel="layers", ylabel="processor time, s")
+    axes.legend(frameon=False)
 
 
 def _ratio(value: float | None) -> str:

@@ -67,7 +67,8 @@ _COLUMNS = (
 )
 
 
-def _language_model(name: str) -> Any:
+def language_model(name: str) -> Any:
+    """A small network of transformers."""
     import transformers
 
     common: dict[str, Any] = {"num_hidden_layers": 4, "hidden_size": 256, "num_attention_heads": 4}
@@ -98,7 +99,7 @@ def _made(name: str) -> tuple[Any, list[Any], Callable[[], tuple[Any, ...]], Cal
             return torch.randn(8, 3, 64, 64), torch.randint(100, (8,))
 
         return model, blocks, images, image_loss
-    model = _language_model(name)
+    model = language_model(name)
     paths = {"gpt2": "transformer.h", "llama": "model.layers", "bert": "bert.encoder.layer"}
     blocks = model.get_submodule(paths[name])
     words = model.config.vocab_size

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import roam
 from roam import zoo
-from roam.arguments import memory_limit, mesh_shape
+from roam.arguments import memory_limit, mesh_shape, positive_integer
 from roam.commands.subject import UsageError, add_capture, settings_of
 from roam.interrupts import interrupts_count
 from roam.report import Progress
@@ -20,7 +20,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of ``roam parallelize``."""
     parser.add_argument("model", metavar="MODEL", help="a name that 'roam zoo' lists")
     parser.add_argument(
-        "--mesh", type=mesh_shape, metavar="N", required=True, help="how many ranks"
+        "--mesh",
+        type=mesh_shape,
+        metavar="N",
+        required=True,
+        help="how many ranks, or how many along each dimension, such as 2x4",
+    )
+    parser.add_argument(
+        "--data",
+        type=positive_integer,
+        metavar="N",
+        help="how many replicas train on equal parts of the batch (default: what is cheapest)",
     )
     parser.add_argument(
         "--memory",
@@ -45,14 +55,18 @@ def run(arguments: argparse.Namespace) -> Sharding:
     with Progress(f"finding a sharding of {arguments.model}"), interrupts_count():
         with roam.fake(device):
             made = zoo.build(arguments.model, device=device, **settings)
-        return roam.parallelize(
-            made.train_step,
-            made.model,
-            made.optimizer,
-            *made.batch,
-            mesh=arguments.mesh,
-            memory=limit,
-        )
+        try:
+            return roam.parallelize(
+                made.train_step,
+                made.model,
+                made.optimizer,
+                *made.batch,
+                mesh=arguments.mesh,
+                data=arguments.data,
+                memory=limit,
+            )
+        except ValueError as error:
+            raise UsageError(str(error)) from None
 
 
 def as_json(arguments: argparse.Namespace, sharding: Sharding) -> dict[str, Any]:

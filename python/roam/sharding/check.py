@@ -16,7 +16,7 @@ from roam.sharding.trace import Operator, Reference, Trace
 from roam.torch_compat.private import pytree
 
 aten = torch.ops.aten
-_GIVEN_SIZES = {
+GIVEN_SIZES = {
     aten.view.default,
     aten._unsafe_view.default,
     aten.reshape.default,
@@ -77,12 +77,14 @@ def first_difference(
             for slot, state in zip(slots, states, strict=False)
         ]
         made = [rank.values[slot].shape for slot in other.outputs if slot is not None]
-        if _target(one) is not _target(other):
+        if target_of(one) is not target_of(other):
             return Difference(path, f"it runs {other.target} where one process runs {one.target}")
         if shapes != made:
             return Difference(path, f"{one.target} makes {made} on a rank, not {shapes}")
-        if one.target not in _GIVEN_SIZES and _plain(one) != _plain(other):
-            return Difference(path, f"{one.target} is given {_plain(other)}, not {_plain(one)}")
+        if one.target not in GIVEN_SIZES and plain_arguments(one) != plain_arguments(other):
+            return Difference(
+                path, f"{one.target} is given {plain_arguments(other)}, not {plain_arguments(one)}"
+            )
     if raised is not None:
         path = rank.calls[rank.innermost].path if rank.innermost >= 0 else ""
         return Difference(path, f"it raises {type(raised).__name__}: {raised}")
@@ -108,7 +110,8 @@ def _between(trace: Trace, styled: set[str]) -> list[Operator]:
     ]
 
 
-def _target(operator: Operator) -> Any:
+def target_of(operator: Operator) -> Any:
+    """The operator, one for all views."""
     return _VIEWS.get(operator.target, operator.target)
 
 
@@ -119,6 +122,6 @@ def _local(shape: Sequence[int], state: int, size: int) -> tuple[int, ...]:
     )
 
 
-def _plain(operator: Operator) -> Any:
+def plain_arguments(operator: Operator) -> Any:
     """The arguments that are no tensors."""
     return pytree.tree_map_only(Reference, lambda _: None, (operator.args, operator.kwargs))

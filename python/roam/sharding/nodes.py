@@ -5,13 +5,14 @@ style can change, each input at the boundary of a module, and each parameter; wi
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 
-from roam.sharding.costs import Collective, Costs, Link, total_ns
+from roam.sharding.costs import Collective, Costs, total_ns
+from roam.sharding.division import Division, unit_of
 from roam.sharding.rules import SPREAD, STRIDED, WHOLE, Rules, State, fraction
 from roam.sharding.trace import ModuleCall, Operator, Trace, Value
 from roam.sharding.transitions import PARTIAL, transition
@@ -104,24 +105,36 @@ def nodes_of(
     trace: Trace,
     rules: Rules,
     costs: Costs,
-    link: Link,
+    division: Division,
     folded: Any,
     *,
     state_bytes: float,
+    units: Sequence[str] = (),
     bans: Bans = Bans(),
 ) -> Nodes:
     """The nodes of a step.
 
     Args:
         trace: of one process.
-        rules: for the number of ranks.
+        rules: for the ranks of a replica.
         costs: of computation.
-        link: between the ranks.
+        division: of the ranks.
         folded: makes one path of those of equal layers.
         state_bytes: bytes of optimizer state for each byte of a parameter.
+        units: paths of modules whose parameters replicas gather and reduce together.
         bans: what has been found not to work.
     """
-    return _Builder(trace, rules, costs, link, folded, state_bytes, bans).build()
+    return _Builder(trace, rules, costs, division, folded, state_bytes, units, bans).build()
+
+
+def placements_of(
+    trace: Trace, nodes: Iterable[Node], options: Iterable[Option]
+) -> Iterator[tuple[str, Value, State]]:
+    """Names and values of parameters, and how the ranks of a replica hold each."""
+    values = {value.parameter: value for value in trace.values if value.parameter is not None}
+    for node, option in zip(nodes, options, strict=True):
+        if node.what == "parameter":
+            yield node.subject, values[node.subject], option.outputs[0]
 
 
 class _Builder:
@@ -130,12 +143,14 @@ class _Builder:
         trace: Trace,
         rules: Rules,
         costs: Costs,
-        link: Link,
+        division: Division,
         folded: Any,
         state_bytes: float,
+        units: Sequence[str],
         bans: Bans,
     ) -> None:
-        self._trace, self._rules, self._costs, self._link = trace, rules, costs, link
+        self._trace, self._rules, self._costs = trace, rules, costs
+        self._division, self._link, self._units = division, division.tensor_link, units
         self._folded, self._state_bytes, self._bans = folded, state_bytes, bans
         self._found = Nodes(trace, rules)
         self._overlays: list[tuple[int, dict[int, tuple[int, int]]]] = []
@@ -249,17 +264,32 @@ class _Builder:
                 ]
             options = []
             for placement in placements:
-                local = fraction(value, placement, self._rules.size)
-                trained = local if value.is_differentiable else 0
-                update = (
-                    self._costs.run_ns(0, trained * (3 + 2 * self._state_bytes)) if trained else 0
-                )
-                size = local + round(trained * (1 + self._state_bytes))
-                options.append(Option((), (placement,), update, size))
+                options.append(self._held(name, value, placement))
             path = name.rpartition(".")[0]
             self._parameters[name] = self._add(
                 "parameter", path, options, (), (0, self._trace.end), name
             )
+
+    def _held(self, name: str, value: Value, placement: State) -> Option:
+        """A parameter with a placement: its update, its bytes, and the time of its share of what
+        replicas gather and reduce, without that which a collective takes if it carries nothing.
+        """
+        division, costs = self._division, self._costs
+        local = fraction(value, placement, self._rules.size)
+        held = local // division.data if division.is_sharded else local
+        trained = held if value.is_differentiable else 0
+        ns = costs.run_ns(0, trained * (3 + 2 * self._state_bytes)) if trained else 0
+        size = held + round(trained * (1 + self._state_bytes))
+        is_root = not unit_of(name, self._units)
+        padded = division.padded_bytes(value, placement)
+        link = replace(division.data_link, latency_ns=0)
+        for kind in division.collective_kinds(is_trained=value.is_differentiable, is_root=is_root):
+            # It is copied into what the collective is given, or out of what that makes.
+            ns += Collective(kind, padded).ns(link, division.data)
+            ns += round(2 * padded / costs.bytes_per_ns)
+        if division.is_sharded and is_root:
+            size += padded
+        return Option((), (placement,), ns, size)
 
     # -- operators between modules
 

@@ -2,23 +2,38 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from roam._core import Plan
-from roam.errors import CaptureError, PlanError
+from roam.errors import CaptureError, PlanError, RoamError
 from roam.memory_limit import MemoryLimit
 from roam.report.folding import folded
 from roam.report.table import format_bytes
 from roam.runtime import compile as compile_step
 from roam.sharding.check import Difference, first_difference
 from roam.sharding.costs import Costs
-from roam.sharding.nodes import Bans, Node, nodes_of
+from roam.sharding.division import (
+    DATA,
+    TENSOR,
+    Division,
+    divisions_of,
+    part_of,
+    replica_collectives,
+    spread_replicas,
+    units_of,
+)
+from roam.sharding.nodes import Bans, Node, nodes_of, placements_of
 from roam.sharding.ranks import meshed
+from roam.sharding.replicas import why_not
 from roam.sharding.result import Seconds, Sharding
 from roam.sharding.rules import Rules
 from roam.sharding.search import Choice, search
@@ -42,6 +57,7 @@ def parallelize(
     optimizer: torch.optim.Optimizer,
     *batch: Any,
     mesh: int | Sequence[int] | Any,
+    data: int | None = None,
     memory: int | str | None = None,
     costs: Costs | None = None,
     work: int = WORK,
@@ -57,8 +73,13 @@ def parallelize(
         train_step: called as ``train_step(model, optimizer, *batch)``, with one backward pass.
         model: with plain parameters; nothing of it is distributed yet.
         optimizer: over its parameters.
-        batch: what else the step is given, the same on every rank.
-        mesh: how many ranks, or a `DeviceMesh` of one dimension.
+        batch: what else the step is given: all samples of a step, as one process would train on
+            them. Replicas get equal parts of it, along the first dimension.
+        mesh: how many ranks, the ranks along each dimension, or a `DeviceMesh`. Of several
+            dimensions, the first ones may be of replicas.
+        data: how many replicas of the model train on parts of the batch, and average their
+            gradients. Whatever is cheapest if None, but more than one only if that is found to do
+            what one process does.
         memory: the most that a rank's step may take in all, in bytes or as text such as
             ``"20GiB"``; no limit if None.
         costs: constants of the model of time.
@@ -68,38 +89,81 @@ def parallelize(
         CaptureError: the step cannot be traced, or no choice that was found runs on a rank
             (``sharding``).
         PlanError: no sharding was found within the memory (``sharding_memory``).
-        ValueError: the mesh is not one of one dimension, or the memory is no amount of bytes.
+        ValueError: the mesh or the memory is none, or has no such replicas.
     """
     limit_bytes = None if memory is None else MemoryLimit.of(memory).amount_bytes()
-    planning = Planning(train_step, model, optimizer, batch, mesh=mesh, costs=costs, work=work)
+    planning = Planning(
+        train_step, model, optimizer, batch, mesh=mesh, data=data, costs=costs, work=work
+    )
     return planning.within(limit_bytes)
 
 
-def _mesh(mesh: Any, model: torch.nn.Module) -> tuple[tuple[int, ...], tuple[str, ...], str]:
+def _mesh(mesh: Any, model: torch.nn.Module) -> tuple[tuple[int, ...], str]:
+    """Its shape, and the kind of its devices."""
     device = next((parameter.device.type for parameter in model.parameters()), "cpu")
-    if isinstance(mesh, int):
-        mesh = (mesh,)
-    names = getattr(mesh, "mesh_dim_names", None)
-    shape = tuple(getattr(mesh, "shape", mesh))
-    if len(shape) != 1 or any(not isinstance(size, int) or size < 1 for size in shape):
-        raise ValueError(f"a mesh has one dimension of one rank or more, not {mesh!r}")
-    return shape, tuple(names or ("tensor",)), getattr(mesh, "device_type", device)
+    shape = (mesh,) if isinstance(mesh, int) else tuple(getattr(mesh, "shape", mesh))
+    if not shape or any(not isinstance(size, int) or size < 1 for size in shape):
+        raise ValueError(f"a mesh has one rank or more along each dimension, not {mesh!r}")
+    return shape, getattr(mesh, "device_type", device)
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
-    """A choice that runs on a rank, not certified yet."""
+@dataclass(slots=True)
+class _Replica:
+    """What a replica does with its part of the batch, and what has been found not to run on its
+    ranks.
+    """
 
+    batch: tuple[Any, ...]
     trace: Trace
-    nodes: list[Node]
-    choice: Choice
-    styles: dict[str, Style]
-    differences: tuple[Difference, ...]
-    """Where the choices before it did not run on a rank."""
+    rules: Rules
+    bans: Bans = field(default_factory=Bans)
+    differences: list[Difference] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Found:
+    """The cheapest choice for one division of the ranks, not certified yet."""
+
+    division: Division
+    replica: _Replica
+    limit_bytes: int | None
+    """The most that the search lets results take."""
+    bans: Bans = field(default_factory=Bans)
+    """With which it was found."""
+    nodes: list[Node] = field(default_factory=list)
+    choice: Choice | None = None
+    bound_ns: int = 0
+    """No choice takes less."""
+    launched_ns: int = 0
+    """Of these: what collectives of replicas take that carry nothing."""
+    runs: bool = False
+    """Whether it has been found to run on a rank."""
+    tries: int = 0
+
+    @property
+    def trace(self) -> Trace:
+        """Of a replica's step in one process."""
+        return self.replica.trace
+
+    @property
+    def chosen(self) -> Choice:
+        """The choice that there is."""
+        assert self.choice is not None
+        return self.choice
+
+    @property
+    def differences(self) -> tuple[Difference, ...]:
+        """Where choices before it did not run on a rank."""
+        return tuple(self.replica.differences)
+
+    @property
+    def styles(self) -> dict[str, Style]:
+        """Of the choice, by modules' paths."""
+        return styles_of(self.trace, self.nodes, self.chosen.options)
 
 
 class Planning:
-    """Finds choices for one step on one mesh dimension."""
+    """Finds choices for one step on one mesh."""
 
     def __init__(
         self,
@@ -109,152 +173,281 @@ class Planning:
         batch: tuple[Any, ...],
         *,
         mesh: int | Sequence[int] | Any,
+        data: int | None = None,
+        is_sharded: bool | None = None,
         costs: Costs | None = None,
         work: int = WORK,
     ) -> None:
-        """The arguments are those of `parallelize`.
+        """The arguments are those of `parallelize`; `is_sharded` says whether parameters are
+        sharded over replicas, None for whichever is cheaper.
 
         Raises:
-            ValueError: the mesh is none.
+            ValueError: the mesh is none, or has no such replicas.
         """
         self._train_step, self._model, self._optimizer = train_step, model, optimizer
         self._batch, self._costs, self._work = batch, costs or Costs(), work
-        self.shape, self.names, self._device = _mesh(mesh, model)
+        self.shape, self._device = _mesh(mesh, model)
+        self._divisions = [
+            one
+            for one in divisions_of(self.shape, self._costs, data)
+            if is_sharded in (None, one.is_sharded)
+        ]
+        self._is_told = data is not None
+        self._units = units_of(model)
+        self._state_bytes = state_bytes_of(optimizer)
+        self._replicas: dict[int, _Replica | None] = {}
+        self._meshes: dict[tuple[int, int], Any] = {}
+        """Those of processes, which make groups."""
         self.seconds = Seconds()
-        self._traced: tuple[Trace, Rules] | None = None
+        self.left_out: dict[str, str] = {}
+        """Divisions that were no options, and why."""
+        self._errors: list[RoamError] = []
 
     def find(self, limit_bytes: int | None = None) -> Found | None:
         """The cheapest choice that runs on a rank, or None where there is none within the limit.
 
         Raises:
             CaptureError: the step cannot be traced, or none of the choices runs.
+            ValueError: the batch has no parts for the replicas that were asked for.
         """
-        trace, rules = self._trace()
-        bans = Bans()
-        differences: list[Difference] = []
-        for _ in range(_MOST_TRIES):
-            start = time.perf_counter()
-            nodes = self._nodes(trace, rules, bans)
-            searching = time.perf_counter()
-            choice = search(nodes, limit_bytes=limit_bytes, work=self._work)
-            self.seconds.rules += searching - start
-            self.seconds.search += time.perf_counter() - searching
-            if choice is None:
-                return None
-            start = time.perf_counter()
-            styles = styles_of(trace, nodes, choice.options)
-            difference = self._difference(trace, nodes, choice, styles)
-            self.seconds.check += time.perf_counter() - start
-            if difference is None:
-                return Found(trace, nodes, choice, styles, tuple(differences))
-            differences.append(difference)
-            bans = _more_bans(bans, trace, nodes, choice, difference)
-        last = differences[-1]
-        raise CaptureError(
-            f"no sharding was found that runs: on a rank, the code of {last.path or 'the step'} does "
-            f"not run on parts: {last.message}; {_SIZES}",
-            code="sharding",
-        )
+        best = self._cheapest(self.candidates(limit_bytes))
+        if best is None and self._errors:
+            raise self._errors[-1]
+        return best
 
     def within(self, limit_bytes: int | None) -> Sharding:
         """A choice whose certified memory keeps to a limit.
 
         Raises:
-            CaptureError: as from `find`.
+            CaptureError, ValueError: as from `find`.
             PlanError: none was found (``sharding_memory``).
         """
-        limit, least = limit_bytes, None
-        for _ in range(_MOST_TRIES):
-            found = self.find(limit)
-            if found is None:
-                break
+        candidates, least = self.candidates(limit_bytes), None
+        while (best := self._cheapest(candidates)) is not None:
             start = time.perf_counter()
-            plan = self._plan(found.styles)
-            self.seconds.certify += time.perf_counter() - start
+            try:
+                plan = self._plan(best)
+            except RoamError as error:
+                self._leave_out(candidates, best, error)
+                continue
+            finally:
+                self.seconds.certify += time.perf_counter() - start
             if limit_bytes is None or plan.total_bytes <= limit_bytes:
-                return Sharding(
-                    self.shape, self.names, found.styles, found.trace, tuple(found.nodes),
-                    found.choice, plan, self._costs, self.seconds,
-                )  # fmt: skip
+                return self._sharding(best, candidates, plan)
             least = min(least or plan.total_bytes, plan.total_bytes)
+            best.tries += 1
+            if best.tries == _MOST_TRIES:
+                best.choice = None
+                continue
             # The search counts gradients as alive all the time, and knows no order or layout.
-            assert limit is not None
-            limit = min(limit - 1, found.choice.peak_bytes * limit_bytes // plan.total_bytes)
+            assert best.limit_bytes is not None
+            lowered = best.chosen.peak_bytes * limit_bytes // plan.total_bytes
+            best.limit_bytes = min(best.limit_bytes - 1, lowered)
+            self._search(best)
+        if least is None and self._errors:
+            raise self._errors[-1]
         raise PlanError(
-            f"no sharding over {self.shape[0]} ranks was found within "
+            f"no sharding over {math.prod(self.shape)} ranks was found within "
             f"{format_bytes(limit_bytes or 0)} a rank"
             + ("" if least is None else f"; the least that was found is {format_bytes(least)}")
             + "; take more ranks, a smaller batch, or an optimizer with less state",
             code="sharding_memory",
         )
 
-    def _trace(self) -> tuple[Trace, Rules]:
-        if self._traced is None:
+    def candidates(self, limit_bytes: int | None = None) -> list[Found]:
+        """The cheapest choice for each division of the ranks, whether it runs or not; those that
+        have one within a limit.
+
+        Raises:
+            CaptureError: the step cannot be traced.
+            ValueError: the batch has no parts for the replicas that were asked for.
+        """
+        found = []
+        for division in self._divisions:
+            replica = self._replica(division)
+            if replica is not None:
+                found.append(Found(division, replica, limit_bytes))
+                self._search(found[-1])
+        return [one for one in found if one.choice is not None]
+
+    def _sharding(self, best: Found, candidates: Sequence[Found], plan: Plan) -> Sharding:
+        bound = min(one.bound_ns for one in candidates)
+        choice = replace(best.chosen, bound_ns=min(bound, best.chosen.ns))
+        return Sharding(
+            self.shape, best.division, best.styles, self._units, best.trace, tuple(best.nodes),
+            choice, plan, self._costs, self.seconds, dict(self.left_out),
+        )  # fmt: skip
+
+    def _cheapest(self, candidates: list[Found]) -> Found | None:
+        """The cheapest of the candidates that runs on a rank."""
+        while True:
+            open_ones = [one for one in candidates if one.choice is not None]
+            if not open_ones:
+                return None
+            best = min(open_ones, key=lambda one: one.chosen.ns)
+            replica = best.replica
+            if best.bans is not replica.bans:
+                self._search(best)
+                continue
+            if best.runs:
+                return best
             start = time.perf_counter()
-            trace = traced(self._train_step, twin_of(self._model, self._optimizer, self._batch))
-            self._traced = trace, Rules(trace, self.shape[0])
-            self.seconds.trace += time.perf_counter() - start
-        return self._traced
+            difference = self._difference(best) if best.division.tensor > 1 else None
+            self.seconds.check += time.perf_counter() - start
+            if difference is None:
+                best.runs = True
+                return best
+            replica.differences.append(difference)
+            try:
+                replica.bans = _more_bans(best, difference, len(replica.differences))
+            except CaptureError as error:
+                for one in open_ones:
+                    if one.replica is replica:
+                        self._leave_out(candidates, one, error)
 
-    def _nodes(self, trace: Trace, rules: Rules, bans: Bans) -> list[Node]:
-        link = self._costs.link_of(0)
-        return nodes_of(
-            trace,
-            rules,
+    def _leave_out(self, candidates: list[Found], candidate: Found, error: RoamError) -> None:
+        candidates.remove(candidate)
+        self.left_out[str(candidate.division)] = str(error)
+        self._errors.append(error)
+
+    def _search(self, candidate: Found) -> None:
+        """Finds the cheapest choice of a candidate, with what is known of its ranks."""
+        replica, division = candidate.replica, candidate.division
+        start = time.perf_counter()
+        link = division.tensor_link
+        link = replace(link, exchanges=link.exchanges and self._device != "cpu")
+        candidate.bans, candidate.runs = replica.bans, False
+        candidate.nodes = nodes_of(
+            replica.trace,
+            replica.rules,
             self._costs,
-            replace(link, exchanges=link.exchanges and self._device != "cpu"),
+            replace(division, tensor_link=link),
             folded,
-            state_bytes=state_bytes_of(self._optimizer),
-            bans=bans,
+            state_bytes=self._state_bytes,
+            units=self._units,
+            bans=replica.bans,
         ).nodes
+        searching = time.perf_counter()
+        choice = search(candidate.nodes, limit_bytes=candidate.limit_bytes, work=self._work)
+        self.seconds.rules += searching - start
+        self.seconds.search += time.perf_counter() - searching
+        if choice is not None:
+            # The same for all choices.
+            placed = placements_of(replica.trace, candidate.nodes, choice.options)
+            count = len(replica_collectives(division, self._units, placed))
+            launched_ns = candidate.launched_ns = count * division.data_link.latency_ns
+            choice = replace(
+                choice, ns=choice.ns + launched_ns, bound_ns=choice.bound_ns + launched_ns
+            )
+            if candidate.tries == 0:
+                candidate.bound_ns = choice.bound_ns
+        candidate.choice = choice
 
-    def _rank(self, styles: dict[str, Style], mesh: Any) -> Twin:
-        """What a rank has."""
-        twin = twin_of(self._model, self._optimizer, self._batch)
-        before = dict(twin.model.named_parameters(remove_duplicate=False))
+    def _replica(self, division: Division) -> _Replica | None:
+        """What a replica does; None where it is not known to do what one process does."""
+        count = division.data
+        if count not in self._replicas:
+            start = time.perf_counter()
+            try:
+                self._replicas[count] = self._traced(division)
+            except (CaptureError, ValueError) as error:
+                if count == 1 or self._is_told:
+                    raise
+                self._replicas[count] = None
+                self.left_out[f"{count} replicas"] = str(error)
+            self.seconds.trace += time.perf_counter() - start
+        return self._replicas[count]
+
+    def _traced(self, division: Division) -> _Replica:
+        count = division.data
+        batch = part_of(self._batch, count, 0)
+        trace = traced(self._train_step, twin_of(self._model, self._optimizer, batch))
+        if count > 1 and not self._is_told:
+            whole = self._replicas[1]
+            assert whole is not None
+            reason = why_not(whole.trace, trace, Rules(whole.trace, count))
+            if reason:
+                raise CaptureError(reason, code="sharding")
+        return _Replica(batch, trace, Rules(trace, division.tensor))
+
+    @contextmanager
+    def _meshed(self, division: Division) -> Iterator[Any]:
+        if division.shape in self._meshes:
+            yield self._meshes[division.shape]
+            return
+        has_processes = torch.distributed.is_initialized()
+        with meshed(division.shape, (DATA, TENSOR), self._device) as mesh:
+            if has_processes:
+                self._meshes[division.shape] = mesh
+            yield mesh
+
+    def _rank(self, styles: dict[str, Style], mesh: Any, batch: tuple[Any, ...]) -> Twin:
+        """What a rank has of a replica."""
+        twin = twin_of(self._model, self._optimizer, batch)
         with twin.mode:
-            apply_styles(twin.model, mesh, styles, source_rank=None)
-        after = dict(twin.model.named_parameters(remove_duplicate=False))
-        new = {id(parameter): after[name] for name, parameter in before.items()}
-        return replace(twin, optimizer=optimizer_on(twin.optimizer, new))
+            return _renewed(twin, lambda model: apply_styles(model, mesh, styles, source_rank=None))
 
-    def rank_trace(self, styles: dict[str, Style]) -> Trace:
-        """What the first rank does with these styles.
+    def rank_trace(self, found: Found) -> Trace:
+        """What the first rank of a replica does.
 
         Raises:
             CaptureError: its forward pass raises.
         """
-        with meshed(self.shape, self.names, self._device) as mesh:
-            return traced(self._train_step, self._rank(styles, mesh))
+        with self._meshed(found.division) as mesh:
+            rank = self._rank(found.styles, mesh[TENSOR], found.replica.batch)
+            return traced(self._train_step, rank)
 
-    def _difference(
-        self, trace: Trace, nodes: Sequence[Node], choice: Choice, styles: dict[str, Style]
-    ) -> Difference | None:
-        with meshed(self.shape, self.names, self._device) as mesh, quiet_fakes():
-            rank, raised = traced_until(self._train_step, self._rank(styles, mesh))
-        return first_difference(trace, nodes, choice.options, rank, raised, self.shape[0])
+    def _difference(self, found: Found) -> Difference | None:
+        """Where the first rank of a replica does not do what was chosen."""
+        with self._meshed(found.division) as mesh, quiet_fakes():
+            twin = self._rank(found.styles, mesh[TENSOR], found.replica.batch)
+            rank, raised = traced_until(self._train_step, twin)
+        size = found.division.tensor
+        return first_difference(found.trace, found.nodes, found.chosen.options, rank, raised, size)
 
-    def _plan(self, styles: dict[str, Style]) -> Plan:
-        with meshed(self.shape, self.names, self._device) as mesh:
-            rank = self._rank(styles, mesh)
+    def _plan(self, found: Found) -> Plan:
+        """The plan of a rank's step.
+
+        Raises:
+            RoamError: there is none.
+        """
+        division = found.division
+        with self._meshed(division) as mesh:
+            rank = self._rank(found.styles, mesh[TENSOR], found.replica.batch)
+            if division.data > 1:
+                # Without the fakes' mode: meshes are of real tensors.
+                rank = _renewed(rank, partial(self._spread, mesh[DATA], division))
             step = compile_step(self._train_step)
-            step.plan(rank.model, rank.optimizer, *rank.batch)
+            with warnings.catch_warnings():
+                # PyTorch says it again when the user's own step runs.
+                warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
+                step.plan(rank.model, rank.optimizer, *rank.batch)
         # The first step makes the optimizer's state, all later ones have it.
         return max((plan for _, plan in step.plans), key=lambda plan: plan.total_bytes)
 
+    def _spread(self, mesh: Any, division: Division, model: torch.nn.Module) -> None:
+        spread_replicas(model, mesh, self._units, is_sharded=division.is_sharded)
 
-def _more_bans(
-    bans: Bans, trace: Trace, nodes: Sequence[Node], choice: Choice, difference: Difference
-) -> Bans:
+
+def _renewed(twin: Twin, change: Callable[[torch.nn.Module], object]) -> Twin:
+    """A twin whose model was changed, with an optimizer over the parameters that it has now."""
+    before = dict(twin.model.named_parameters(remove_duplicate=False))
+    change(twin.model)
+    after = dict(twin.model.named_parameters(remove_duplicate=False))
+    new = {id(parameter): after[name] for name, parameter in before.items()}
+    return replace(twin, optimizer=optimizer_on(twin.optimizer, new))
+
+
+def _more_bans(found: Found, difference: Difference, tries: int) -> Bans:
     """Forbids what a module cannot have run on: parts of a value whose shape its code reads, or
     else all parts between its operators.
 
     Raises:
-        CaptureError: that is forbidden already.
+        CaptureError: that is forbidden already, or too much was tried.
     """
-    path = folded(difference.path)
+    bans, trace, path = found.bans, found.trace, folded(difference.path)
     states: dict[int, set[int]] = {}
-    for node, option in zip(nodes, choice.options, strict=True):
+    for node, option in zip(found.nodes, found.chosen.options, strict=True):
         if node.what == "operator":
             made = [slot for slot in node.subject.outputs if slot is not None]
         elif node.what == "style":
@@ -263,18 +456,19 @@ def _more_bans(
             made = [node.value]
         for slot, state in zip(made, option.outputs, strict=False):
             states.setdefault(slot, set()).add(state)
-    for call, values in trace.reads.items():
+    reads = trace.reads.items() if tries < _MOST_TRIES else ()
+    for call, values in reads:
         if ("" if call < 0 else folded(trace.calls[call].path)) != path:
             continue
         for place, slot in enumerate(values):
-            found = {(path, place, state) for state in states.get(slot, ()) if state >= 0}
-            if not found <= bans.values:
+            split = {(path, place, state) for state in states.get(slot, ()) if state >= 0}
+            if not split <= bans.values:
                 # The first that is read and split: one more each time.
-                return replace(bans, values=bans.values | found)
-    if path not in bans.modules:
+                return replace(bans, values=bans.values | split)
+    if path not in bans.modules and tries < _MOST_TRIES:
         return replace(bans, modules=bans.modules | {path})
     raise CaptureError(
-        f"on a rank, the code of {difference.path or 'the step'} does not run on parts: "
-        f"{difference.message}; {_SIZES}",
+        f"no sharding was found that runs: on a rank, the code of {difference.path or 'the step'} "
+        f"does not run on parts: {difference.message}; {_SIZES}",
         code="sharding",
     )

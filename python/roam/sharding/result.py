@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -12,7 +12,15 @@ from roam._core import Plan
 from roam.report.folding import folded
 from roam.report.table import columns, format_bytes
 from roam.sharding.costs import Collective, Costs
-from roam.sharding.nodes import Node
+from roam.sharding.division import (
+    DATA,
+    TENSOR,
+    Division,
+    part_of,
+    replica_collectives,
+    spread_replicas,
+)
+from roam.sharding.nodes import Node, placements_of
 from roam.sharding.search import Choice
 from roam.sharding.styles import Style, apply_styles
 from roam.sharding.trace import Trace
@@ -43,23 +51,28 @@ class Sharding:
 
     Attributes:
         mesh_shape: ranks along each dimension.
-        mesh_dim_names: of the dimensions.
+        division: of the ranks into replicas, and into those that share the parts of a replica.
         styles: by the path of a module, what `parallelize_module` is given for it.
+        units: paths of the modules that `fully_shard` is called on before the model, where there
+            are replicas.
         plan: of one rank's step, verified; its `total_bytes` is what the step takes on each rank.
-        choice: what the search found; `ns` is the time of a step by the model, `bound_ns` a lower
-            bound of that time for all choices.
+        choice: what the search found; `ns` is the time of a step by the model, `bound_ns` a time
+            below which no choice is, for any division that was looked at.
         seconds: that each stage took.
+        left_out: divisions that were no options, and why.
     """
 
     mesh_shape: tuple[int, ...]
-    mesh_dim_names: tuple[str, ...]
+    division: Division
     styles: dict[str, Style]
+    units: tuple[str, ...]
     trace: Trace
     nodes: tuple[Node, ...]
     choice: Choice
     plan: Plan
     costs: Costs
     seconds: Seconds
+    left_out: dict[str, str]
 
     @property
     def total_bytes(self) -> int:
@@ -73,7 +86,9 @@ class Sharding:
 
     @property
     def collectives(self) -> list[tuple[str, Collective]]:
-        """What ranks do together in a step: the path of the module, and the collective."""
+        """What ranks of a replica do together in a step: the path of the module, and the
+        collective.
+        """
         return [
             (node.path, one)
             for node, option in zip(self.nodes, self.choice.options, strict=True)
@@ -81,9 +96,31 @@ class Sharding:
         ]
 
     @property
+    def replica_collectives(self) -> list[tuple[str, Collective]]:
+        """What replicas do together in a step: the path of the unit, and the collective."""
+        placed = placements_of(self.trace, self.nodes, self.choice.options)
+        return replica_collectives(self.division, self.units, placed)
+
+    @property
     def parallelize_plan(self) -> dict[str, Any]:
         """Styles for `torch.distributed.tensor.parallel.parallelize_module`, by path."""
         return {path: style.make() for path, style in self.styles.items()}
+
+    def part(self, *batch: Any, replica: int | None = None) -> tuple[Any, ...]:
+        """The part of a batch that a rank trains on: with replicas, an equal part of every tensor
+        that is as long as the first one, along the first dimension; otherwise all of it.
+
+        Args:
+            batch: all samples of a step, the same on every rank.
+            replica: which one's; that of this process's rank if None.
+
+        Raises:
+            ValueError: the samples have no equal parts.
+        """
+        if replica is None:
+            rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+            replica = rank // self.division.tensor
+        return part_of(batch, self.division.data, replica)
 
     def apply(
         self,
@@ -92,31 +129,31 @@ class Sharding:
         *,
         mesh: Any = None,
     ) -> torch.nn.Module:
-        """Splits a model like the one that was planned, by `parallelize_module`, on every rank.
+        """Spreads a model like the one that was planned on every rank: by `parallelize_module`,
+        and where there are replicas by `fully_shard`, or PyTorch's `replicate`.
 
-        Each parameter that is split gets rank 0's values. All ranks must have the same values of
-        the others, as after the same seed or from one checkpoint.
+        All ranks must have the same values of all parameters, as after the same seed or from one
+        checkpoint.
 
         Args:
             model: changed, and returned.
             optimizer: over its parameters, without state yet: gets the new ones in their place.
                 Without it, make the optimizer afterwards.
-            mesh: of as many ranks as were planned for; of all processes if None.
+            mesh: of the shape ``division.shape``; of one dimension is enough where the ranks are
+                either all replicas or of one replica. Of all processes if None.
 
         Raises:
             ValueError: the mesh has another shape, or the optimizer has state.
         """
-        from torch.distributed.device_mesh import init_device_mesh
-
         if optimizer is not None and optimizer.state:
             raise ValueError("the optimizer has state already; apply before the first step")
-        if mesh is None:
-            device = next((one.device.type for one in model.parameters()), "cpu")
-            mesh = init_device_mesh(device, self.mesh_shape, mesh_dim_names=self.mesh_dim_names)
-        if tuple(mesh.shape) != self.mesh_shape:
-            raise ValueError(f"the mesh has the shape {tuple(mesh.shape)}, not {self.mesh_shape}")
+        device = next((one.device.type for one in model.parameters()), "cpu")
+        data_mesh, tensor_mesh = self._meshes(mesh, device)
         before = dict(model.named_parameters(remove_duplicate=False))
-        apply_styles(model, mesh, self.styles)
+        apply_styles(model, tensor_mesh, self.styles)
+        if self.division.data > 1:
+            is_sharded = self.division.is_sharded
+            spread_replicas(model, data_mesh, self.units, is_sharded=is_sharded)
         if optimizer is not None:
             after = dict(model.named_parameters(remove_duplicate=False))
             new = {id(parameter): after[name] for name, parameter in before.items()}
@@ -124,11 +161,27 @@ class Sharding:
                 group["params"] = [new.get(id(one), one) for one in group["params"]]
         return model
 
+    def _meshes(self, mesh: Any, device: str) -> tuple[Any, Any]:
+        """Of replicas, and of the ranks of one."""
+        from torch.distributed.device_mesh import init_device_mesh
+
+        shape = self.division.shape
+        if mesh is None:
+            mesh = init_device_mesh(device, shape, mesh_dim_names=(DATA, TENSOR))
+        if tuple(mesh.shape) == shape:
+            first, second = mesh.mesh_dim_names or (DATA, TENSOR)
+            return mesh[first], mesh[second]
+        if 1 in shape and tuple(mesh.shape) == (max(shape),):
+            return mesh, mesh
+        raise ValueError(f"the mesh has the shape {tuple(mesh.shape)}, not {shape}")
+
     def figures(self) -> dict[str, Any]:
         """Everything that is printed, as plain values: bytes, seconds, and text."""
-        ranks = self.mesh_shape[0]
         return {
             "mesh": list(self.mesh_shape),
+            "data": self.division.data,
+            "tensor": self.division.tensor,
+            "is_sharded": self.division.is_sharded,
             "styles": {path: str(style) for path, style in self.styles.items()},
             "step_ns": self.choice.ns,
             "bound_ns": self.choice.bound_ns,
@@ -137,41 +190,47 @@ class Sharding:
             "is_folded": self.choice.is_folded,
             "nodes": self.choice.nodes,
             "folded_nodes": self.choice.folded_nodes,
-            "collectives": [
-                {"kind": kind, "count": count, "sent_bytes": sent}
-                for kind, (count, sent) in sorted(self._sums(ranks).items())
-            ],
+            "collectives": _rows(self.collectives, self.division.tensor),
+            "replica_collectives": _rows(self.replica_collectives, self.division.data),
+            "left_out": dict(self.left_out),
             "total_bytes": self.plan.total_bytes,
             "bound_bytes": self.plan.total_lower_bound_bytes,
             "seconds": asdict(self.seconds),
         }
 
-    def _sums(self, ranks: int) -> dict[str, tuple[int, int]]:
-        counts: Counter[str] = Counter()
-        sent: Counter[str] = Counter()
-        for _, one in self.collectives:
-            counts[one.kind] += 1
-            sent[one.kind] += one.sent_bytes(ranks)
-        return {kind: (counts[kind], sent[kind]) for kind in counts}
-
     def __str__(self) -> str:
-        (ranks,) = self.mesh_shape
         rows: dict[tuple[str, str], int] = {}
         for path, style in self.styles.items():
             key = folded(path), str(style)
             rows[key] = rows.get(key, 0) + 1
-        lines = [f"Sharding over {ranks} ranks"]
+        lines = [f"Sharding over {self.division}"]
         if rows:
             table = [("  module", "style", "times")]
             table += [(f"  {path}", style, str(count)) for (path, style), count in rows.items()]
             lines += [columns(table, right=(2,)), ""]
-        else:
-            lines.append(
-                "  nothing is split: by the model of time, a step is fastest if every rank has the whole model"
-            )
-        for kind, (count, sent) in sorted(self._sums(ranks).items()):
-            lines.append(f"  {kind}: {count} a step, {format_bytes(sent)} sent by each rank")
+        elif self.division.data == 1:
+            lines.append("  nothing is spread: by the model of time, every rank does all of it")
+        for between, found, ranks in (
+            ("", self.collectives, self.division.tensor),
+            (" between replicas", self.replica_collectives, self.division.data),
+        ):
+            lines += [
+                f"  {row['kind']}{between}: {row['count']} a step, "
+                f"{format_bytes(row['sent_bytes'])} sent by each rank"
+                for row in _rows(found, ranks)
+            ]
         gap = "optimal" if self.is_optimal else f"at most {self.choice.gap:.2%} above the best"
         lines.append(f"  time of a step by the model: {self.choice.ns / 1e6:.3f} ms, {gap}")
         lines.append(f"  memory of each rank, certified: {format_bytes(self.plan.total_bytes)}")
+        lines += [f"  no option: {what}, since {reason}" for what, reason in self.left_out.items()]
         return "\n".join(lines)
+
+
+def _rows(collectives: Iterable[tuple[str, Collective]], ranks: int) -> list[dict[str, Any]]:
+    """Per kind: how many, and what each rank sends."""
+    rows: dict[str, dict[str, Any]] = {}
+    for _, one in collectives:
+        row = rows.setdefault(one.kind, {"kind": one.kind, "count": 0, "sent_bytes": 0})
+        row["count"] += 1
+        row["sent_bytes"] += one.sent_bytes(ranks)
+    return [rows[kind] for kind in sorted(rows)]

@@ -57,7 +57,7 @@ class Rules:
     """Strategies of operators, remembered by what they hang on."""
 
     def __init__(self, trace: Trace, size: int) -> None:
-        """`size`: ranks along the mesh dimension."""
+        """`size`: ranks that share the parts."""
         self._trace = trace
         self.size = size
         self._known: dict[Any, tuple[Strategy, ...]] = {}
@@ -68,7 +68,8 @@ class Rules:
             return True
         dim, factor = dimension(state), max(1, state // STRIDED)
         return (
-            dim < len(value.shape)
+            self.size > 1
+            and dim < len(value.shape)
             and value.shape[dim] > 0
             and value.shape[dim] % (self.size * factor) == 0
         )
@@ -110,7 +111,7 @@ class Rules:
         count = sum(output is not None for output in operator.outputs)
         whole = Strategy((WHOLE,) * len(values), (WHOLE,) * count)
         found = [whole]
-        if not values or (operator.is_random and not _draws_nothing(operator)):
+        if self.size == 1 or not values or (operator.is_random and not _draws_nothing(operator)):
             return found
         for inputs, outputs in self._rules(operator, values, factors):
             if len(outputs) == 1 != count:

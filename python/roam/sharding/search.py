@@ -59,13 +59,8 @@ def search(
         allowed: which options may be chosen.
     """
     apart = _Problem(nodes, list(range(len(nodes))), allowed)
-    found: list[int] | None = None
-    groups, count = _groups(nodes)
-    if limit_bytes is None and count < len(nodes):
-        alike = _Problem(nodes, groups, allowed)
-        outcome = alike.made(None).solve(work=work)
-        if outcome.choice is not None:
-            found = alike.spread(outcome.choice)
+    _, count = _groups(nodes)
+    found = search_folded(nodes, work=work, allowed=allowed) if limit_bytes is None else None
     problem = apart.made(limit_bytes)
     best = None if found is None else problem.evaluate(found)[0]
     outcome = problem.solve(work=work)
@@ -78,6 +73,20 @@ def search(
     options = tuple(node.options[option] for node, option in zip(nodes, chosen, strict=True))
     bound = ns if outcome.bound is None else min(ns, outcome.bound)
     return Choice(options, ns, bound, is_folded, len(nodes), count, peak)
+
+
+def search_folded(
+    nodes: Sequence[Node], *, work: int, allowed: Allowed = lambda node, option: True
+) -> list[int] | None:
+    """Per node the number of an option, the same for nodes in the same place of equal layers, such
+    that all together cost least; None where there are no equal layers, or nothing is found.
+    """
+    groups, count = _groups(nodes)
+    if count == len(nodes):
+        return None
+    alike = _Problem(nodes, groups, allowed)
+    outcome = alike.made(None).solve(work=work)
+    return None if outcome.choice is None else alike.spread(outcome.choice)
 
 
 def _groups(nodes: Sequence[Node]) -> tuple[list[int], int]:

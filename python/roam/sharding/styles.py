@@ -133,6 +133,8 @@ def apply_styles(
             shared.setdefault(id(parameter), []).append((module, name))
     ties = [holders for holders in shared.values() if len(holders) > 1]
     plan = {path: style.make() for path, style in styles.items()}
+    if not plan:
+        return
     parallelize_module(model, mesh, plan, src_data_rank=source_rank)
     for holders in ties:
         found = [getattr(module, name) for module, name in holders]

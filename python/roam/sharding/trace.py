@@ -114,6 +114,8 @@ class Trace:
     """Kind and bytes of the whole tensor, as `Collective` has them, forward and backward."""
     innermost: int = -1
     """The call of a module in which the forward pass ended; -1 outside of all."""
+    loss: int = -1
+    """The value on which the step calls `backward`; -1 if it asks for gradients otherwise."""
 
 
 def traced(train_step: Callable[..., Any], twin: Twin) -> Trace:
@@ -165,7 +167,7 @@ def traced_until(train_step: Callable[..., Any], twin: Twin) -> tuple[Trace, Exc
 
 
 class _Reads(TorchFunctionMode):
-    """Notes whose shape is asked for."""
+    """Notes whose shape is asked for, and whose gradients."""
 
     def __init__(self, tracer: _Tracer) -> None:
         super().__init__()
@@ -176,6 +178,8 @@ class _Reads(TorchFunctionMode):
     ) -> Any:
         if func in _SHAPE_READS:
             self._tracer.note_read(args[0])
+        elif func is torch.Tensor.backward:
+            self._tracer.note_loss(args[0])
         return func(*args, **(kwargs or {}))
 
 
@@ -216,6 +220,7 @@ class _Tracer(TorchDispatchMode):
         self._is_in_hooks = False
         """Whether other hooks of a module run before its forward pass, such as those of styles."""
         self.has_gone_back = False
+        self._loss = -1
 
     @contextmanager
     def hooks(self) -> Iterator[None]:
@@ -259,6 +264,10 @@ class _Tracer(TorchDispatchMode):
             values = self._reads.setdefault(self._stack[-1] if self._stack else -1, [])
             if number not in values:
                 values.append(number)
+
+    def note_loss(self, tensor: Any) -> None:
+        """The step asks for the gradients of a tensor."""
+        self._loss = self._known.get(id(tensor), -1)
 
     def _end(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         if self.has_gone_back or not self._stack:
@@ -364,4 +373,5 @@ class _Tracer(TorchDispatchMode):
             self._reads,
             self._collectives,
             self._stack[-1] if self._stack else -1,
+            self._loss,
         )

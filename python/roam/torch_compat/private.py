@@ -360,6 +360,14 @@ def fake_store() -> Any:
 _FSDP = "torch.distributed.fsdp._fully_shard."
 
 
+def replicate(module: torch.nn.Module, *, mesh: Any) -> None:
+    """Has the ranks of a mesh average the gradients of a module's parameters, which each has whole,
+    by the code of `fully_shard`.
+    """
+    found = importlib.import_module("torch.distributed._composable.replicate_with_fsdp")
+    found.replicate(module, mesh=mesh)
+
+
 def shard_groups(modules: Sequence[torch.nn.Module]) -> list[Any]:
     """The groups of parameters that `fully_shard` gathers together for these modules."""
     module = sys.modules.get(f"{_FSDP}_fsdp_state")
@@ -1144,6 +1152,7 @@ __all__ = [
     "reducer_class",
     "reducer_data",
     "register_backend",
+    "replicate",
     "resolve_group",
     "run_composite",
     "run_unplanned",
