@@ -550,6 +550,68 @@ def test_more_kinds_of_calls_than_torch_compiles_are_refused() -> None:
     step()
 
 
+class Kept:
+    """What a block has made, for a later one, as a cache of keys and values has it."""
+
+    def __init__(self) -> None:
+        self.layers: list[torch.Tensor] = []
+        self.sizes = {"calls": 0}
+
+
+def test_an_object_that_the_step_makes_and_gives_to_blocks() -> None:
+    class Keeping(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = torch.nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor, kept: Kept) -> torch.Tensor:
+            kept.layers.append(torch.cat([torch.tensor([]), self.linear(x)], dim=-1))
+            kept.sizes["calls"] += 1
+            return torch.stack(kept.layers).sum(0).tanh() / kept.sizes["calls"]
+
+    class Network(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = torch.nn.ModuleList(by_method(Keeping()) for _ in range(2))
+            self.head = torch.nn.Linear(8, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            kept = Kept()
+            for block in self.blocks:
+                x = block(x, kept)
+            return self.head(x) + torch.stack(kept.layers).mean() * kept.sizes["calls"]
+
+    def make() -> torch.nn.Module:
+        torch.manual_seed(0)
+        return Network()
+
+    step = assert_same(make, steps=3)
+    assert len(regions(step)) == 4
+
+
+def test_an_object_from_before_the_step_is_refused_for_a_block() -> None:
+    kept = Kept()
+
+    class Keeping(torch.nn.Module):
+        def forward(self, x: torch.Tensor, kept: Kept) -> torch.Tensor:
+            return x * len(kept.layers)
+
+    block, head = aot_eager(Keeping()), torch.nn.Linear(8, 4)
+
+    class Network(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block, self.head = block, head
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            result: torch.Tensor = self.head(self.block(x, kept))
+            return result
+
+    with pytest.raises(roam.CaptureError, match="it is given a Kept") as caught:
+        trained(Network(), roam.compile(step_of(Network())), 1)
+    assert caught.value.code == "compiled_call"
+
+
 def test_autocast_and_checkpoints_around_regions() -> None:
     def step_with(model: torch.nn.Module) -> Callable[..., Any]:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -41,6 +41,7 @@ from roam.capture.tracing.region_operators import Unknown, region_of
 from roam.errors import CaptureError
 from roam.program.ir import Source
 from roam.state.equality import is_plain
+from roam.state.made_objects import opened
 from roam.torch_compat.patches import replaced
 from roam.torch_compat.private import (
     CALLS,
@@ -111,6 +112,7 @@ class Regions:
     _here: Callable[[], Source] = Source
     _reals: dict[int, tuple[Any, torch.Tensor]] = field(default_factory=dict)
     _modules: list[tuple[str, torch.nn.Module]] = field(default_factory=list)
+    _held: frozenset[int] = frozenset()
     _rounds: int = 0
     _depth: int = 0
     _outside: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -136,6 +138,7 @@ class Regions:
         here: Callable[[], Source],
         fakes: list[tuple[Any, Any]],
         modules: list[tuple[str, torch.nn.Module]],
+        held: frozenset[int],
         outside: Callable[[], AbstractContextManager[None]],
         *,
         is_real: bool,
@@ -147,12 +150,13 @@ class Regions:
             here: the line of the user's that runs now.
             fakes: every real tensor from before the step, with its fake.
             modules: those that the step can reach.
+            held: identities of the objects and containers that are from before the step.
             outside: a block that is no part of the trace.
             is_real: whether the step is of real tensors.
         """
         self._refuse, self._here, self._modules, self._depth = refuse, here, modules, 0
         self._reals = {id(fake): (fake, real) for real, fake in fakes}
-        self._outside, self._is_real = outside, is_real
+        self._held, self._outside, self._is_real = held, outside, is_real
 
     def stand_ins(self) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
         """(holder, name, function) for what runs compiled code."""
@@ -238,7 +242,9 @@ class Regions:
                 "that no plan can share; compile it without, for example with mode='max-autotune-no-cudagraphs'",
                 code="compiled_cudagraphs",
             )  # fmt: skip
-        leaves, spec = pytree.tree_flatten((args, kwargs))
+        leaves, spec = pytree.tree_flatten(
+            opened((args, kwargs), lambda value: id(value) in self._held, lambda _: False)
+        )
         places = {id(leaf): place for place, leaf in reversed(list(enumerate(leaves)))}
         described = [self._described(leaf, places[id(leaf)]) for leaf in leaves]
         settings = Settings.now()
@@ -297,9 +303,8 @@ class Regions:
             return leaf
         name = type(leaf).__name__
         self._refused(
-            f"it is given a {name}; "
-            + ("leave the cache out: use_cache=False in the model's configuration" if name.endswith("Cache")
-               else "give it tensors, plain numbers and the containers that torch.utils._pytree knows"),
+            f"it is given a {name}; give it tensors, plain numbers, the containers that torch.utils._pytree knows, and objects that "
+            "the step makes of these",
             code="compiled_call",
         )  # fmt: skip
 

@@ -46,6 +46,7 @@ from roam.state.containers import FrozenSpace, RenewedSpace, entries_of
 from roam.state.equality import MISSING, is_plain, same
 from roam.state.library_code import is_library
 from roam.state.live_scalars import as_live, number_stand_ins
+from roam.state.made_objects import opened
 from roam.state.references import (
     ArgumentReference,
     AttributeReference,
@@ -172,6 +173,7 @@ def trace(
             lambda: frames.here()[1],
             fake_state.fakes(),
             fake_state.reach.modules,
+            frozenset(_known_objects(fake_state)),
             _not_tracing,
             is_real=fake_state.is_real,
         )
@@ -665,7 +667,11 @@ def _may_change(scheduler: Any, reference: RateReference) -> bool:
 
 def _results(fake_state: FakeState, recorder: Recorder, result: Any) -> None:
     """What the step returns: tensors and live numbers by slot, plain values as they are."""
-    leaves, spec = pytree.tree_flatten(result, is_leaf=lambda value: type(value) is torch.Size)
+    known = _known_objects(fake_state)
+    parts = opened(
+        result, lambda value: id(value) in known, lambda value: recorder.slot_of(value) is not None
+    )
+    leaves, spec = pytree.tree_flatten(parts, is_leaf=lambda value: type(value) is torch.Size)
     references, histories = list[Any](), list[History]()
     for leaf in leaves:
         history: History = "none"
@@ -676,12 +682,12 @@ def _results(fake_state: FakeState, recorder: Recorder, result: Any) -> None:
                 history = _result_history(recorder, leaf)
         elif (slot := recorder.slot_of(leaf)) is not None:
             references.append(Ref(slot))
-        elif is_plain(leaf):
+        elif is_plain(leaf) or isinstance(leaf, type):
             references.append(leaf)
         else:
             raise CaptureError(
-                f"the step returns a {type(leaf).__name__}; it may return tensors, numbers and the containers that "
-                "torch.utils._pytree knows",
+                f"the step returns a {type(leaf).__name__}; it may return tensors, numbers, the containers that "
+                "torch.utils._pytree knows, and objects that it makes of these",
                 code="result",
             )
         histories.append(history)
@@ -1005,13 +1011,7 @@ def _attribute_endings(
             counts as looked at.
     """
     program = recorder.program
-    shared = {
-        id(place.space.holder)
-        for place in fake_state.reach.places
-        if hasattr(place.space, "holder")
-    }
-    shared |= {id(space.now()) for space in fake_state.tuples() if isinstance(space, RenewedSpace)}
-    shared |= {id(container) for container in _containers((arguments, result))}
+    shared = _known(fake_state) | {id(container) for container in _containers((arguments, result))}
     for space, name, key in fake_state.reach.overwritten:
         reference = AttributeReference(space, name, space.label(name))
         value = reference.get()
@@ -1027,6 +1027,20 @@ def _attribute_endings(
                 (reference, skeleton if is_plain(skeleton) else Skeleton(skeleton))
             )
         program.rebinds += entries
+
+
+def _known_objects(fake_state: FakeState) -> set[int]:
+    """Identities of the objects and containers that the step reaches."""
+    return {id(value) for _, value in fake_state.reach.objects} | _known(fake_state)
+
+
+def _known(fake_state: FakeState) -> set[int]:
+    """Identities of the containers that the step reaches."""
+    places = (place.space for place in fake_state.reach.places)
+    renewed = (space for space in fake_state.tuples() if isinstance(space, RenewedSpace))
+    return {id(space.holder) for space in places if hasattr(space, "holder")} | {
+        id(space.now()) for space in renewed
+    }
 
 
 def _containers(value: Any) -> Iterator[Any]:
