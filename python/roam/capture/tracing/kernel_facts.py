@@ -40,7 +40,8 @@ _SHAPED_BY_NUMBERS = {aten.arange, aten.range}
 ANSWERS = {aten.equal.default, aten.allclose.default}
 # Kernels that are not recorded, or in a way of their own.
 _OF_THEIR_OWN = {
-    aten._local_scalar_dense.default, aten.lift_fresh.default, aten.is_set_to.default, *ANSWERS
+    aten._local_scalar_dense.default, aten.lift_fresh.default, aten.lift_fresh_copy.default,
+    aten.is_set_to.default, *ANSWERS
 }  # fmt: skip
 # Kernels that give a tensor another storage or size under the same name.
 REFUSED = {

@@ -65,6 +65,8 @@ from roam.torch_compat.private import (
 
 aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default
+_LITERALS = (aten.lift_fresh.default, aten.lift_fresh_copy.default)
+"""What takes in a tensor that is written out in code; the second in graphs of compilers."""
 _identity = id  # while a step is traced, what its code calls by this name asks whose code it is
 
 _SET_UNSEEN = (
@@ -171,7 +173,7 @@ class Recorder(Values, TorchDispatchMode):
         phase, source = self.frames.here()
         if (reason := REFUSED.get(schema_of(func).name)) is not None:
             self.refuse(reason, code="refused_operator", op=str(func), source=source)
-        if func is aten.lift_fresh.default and not isinstance(args[0], FakeTensor):
+        if func in _LITERALS and not isinstance(args[0], FakeTensor):
             return self._literal(args[0], phase, source)
         if multi_tensor.is_multi_tensor(func):
             return self._multi_tensor(func, args, kwargs)
