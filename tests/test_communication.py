@@ -107,7 +107,7 @@ def test_ranks_on_several_machines_wait_longer() -> None:
         (["--shard", "fsdp"], "needs both"),
         (["--world", "4", "--shard", "ddp", "--rank", "4"], "no rank 4 of 4"),
         (["--world", "4", "--shard", "fsdp", "--tp", "2"], "fsdp+tp"),
-        (["--world", "6", "--shard", "fsdp+tp", "--tp", "4"], "no groups of 4"),
+        (["--world", "6", "--shard", "fsdp+tp", "--tp", "4"], "cannot be divided into groups of 4"),
         (["--world", "4", "--shard", "ddp", "--streams", "2"], "one stream"),
         (["--world", "3", "--shard", "tp"], "not divisible by 3"),
     ],

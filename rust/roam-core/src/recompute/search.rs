@@ -31,8 +31,9 @@ pub struct Found {
 const MOST_FOUND: usize = 4;
 /// Work granted to one eviction or to taking runs out of it once, per operator of the order.
 const WORK_PER_OPERATOR: u64 = 400;
-/// An attempt counts as work the square of the operators divided by this, beside what it does: so
-/// small graphs have thousands of attempts, and large ones do not take minutes.
+/// An attempt counts as work the operators times how many of them it reaches, divided by this,
+/// beside what it does: so small graphs have thousands of attempts, and large ones do not take
+/// minutes.
 const SQUARES_PER_WORK: u64 = 2000;
 /// Work granted to the policies, and to the local search; a run, a link of a chain or an extra run
 /// that might be taken out is about one unit. Together about three seconds.
