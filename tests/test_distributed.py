@@ -204,7 +204,10 @@ def branching(net: nn.Module, optimizer: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def test_a_branch_in_a_step_with_collectives_is_refused(tmp_path: Any) -> None:
-    with alone(tmp_path), pytest.raises(roam.CaptureError, match="one rank could decide differently") as e:
+    with (
+        alone(tmp_path),
+        pytest.raises(roam.CaptureError, match="one rank could decide differently") as e,
+    ):
         roam.compile(branching).plan(*small(), batch(0, 0))
     assert e.value.code == "collective_branch"
     assert "test_distributed.py" in e.value.source
