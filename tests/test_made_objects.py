@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -135,6 +136,10 @@ class Finalized(Layer):
         lambda hidden: Finalized(hidden, int),
         lambda hidden: Output(hidden, torch.nn.ReLU()),
         lambda hidden: Output({hidden: 1}),
+        lambda hidden: (lambda one: [one, Output(one)])([hidden]),
+        lambda hidden: (lambda one: [Output(one), one])({"hidden": hidden}),
+        lambda hidden: [[hidden]] * 2,
+        lambda hidden: [deque([hidden])] * 2,
     ],
 )
 def test_an_object_that_another_one_cannot_stand_for_is_refused(make: Callable[[Any], Any]) -> None:

@@ -9,6 +9,7 @@ import operator
 import sys
 import threading
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -667,7 +668,14 @@ def _may_change(scheduler: Any, reference: RateReference) -> bool:
 
 def _results(fake_state: FakeState, recorder: Recorder, result: Any) -> None:
     """What the step returns: tensors and live numbers by slot, plain values as they are."""
-    known = _known_objects(fake_state)
+    changeable = [one for one in _containers(result) if not isinstance(one, tuple)]
+    known = _known_objects(fake_state).union(map(id, changeable))
+    if len({id(one) for one in changeable}) < len(changeable):
+        raise CaptureError(
+            "the step returns the same list or dictionary in two places, and a plan would return "
+            "two of them; return a copy in one of the places",
+            code="result",
+        )
     parts = opened(
         result, lambda value: id(value) in known, lambda value: recorder.slot_of(value) is not None
     )
@@ -1044,8 +1052,8 @@ def _known(fake_state: FakeState) -> set[int]:
 
 
 def _containers(value: Any) -> Iterator[Any]:
-    """All lists, tuples and dictionaries in a nest."""
-    if isinstance(value, (list, tuple, dict)):
+    """All lists, tuples, dictionaries and deques in a nest."""
+    if isinstance(value, (list, tuple, dict, deque)):
         yield value
         for part in dict.values(value) if isinstance(value, dict) else value:
             yield from _containers(part)
