@@ -139,6 +139,7 @@ class Finalized(Layer):
         lambda hidden: (lambda one: [one, Output(one)])([hidden]),
         lambda hidden: (lambda one: [Output(one), one])({"hidden": hidden}),
         lambda hidden: [[hidden]] * 2,
+        lambda hidden: _list,
         lambda hidden: [deque([hidden])] * 2,
     ],
 )

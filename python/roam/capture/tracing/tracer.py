@@ -669,7 +669,14 @@ def _may_change(scheduler: Any, reference: RateReference) -> bool:
 def _results(fake_state: FakeState, recorder: Recorder, result: Any) -> None:
     """What the step returns: tensors and live numbers by slot, plain values as they are."""
     changeable = [one for one in _containers(result) if not isinstance(one, tuple)]
-    known = _known_objects(fake_state).union(map(id, changeable))
+    known = _known_objects(fake_state)
+    if any(id(one) in known for one in changeable):
+        raise CaptureError(
+            "the step returns a list or dictionary from before the step, and a plan would return "
+            "another one; return a copy, such as list(x) or dict(x)",
+            code="result",
+        )
+    known.update(map(id, changeable))
     if len({id(one) for one in changeable}) < len(changeable):
         raise CaptureError(
             "the step returns the same list or dictionary in two places, and a plan would return "
