@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import pickle
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,8 @@ import torch.nn.functional as F
 from matplotlib.figure import Figure
 
 import roam
+from one_rank import alone
 from roam.bench import parallelize, parallelize_trained
-from roam.runtime.pool import Pool
 from roam.sharding.planning import Planning
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # gloo warns of the machine's name
@@ -90,12 +89,7 @@ def test_one_rank_trains_in_the_memory_that_was_certified(
     path = tmp_path / "sharding"
     path.write_bytes(pickle.dumps(sent))
     monkeypatch.setattr(parallelize_trained, "made", small)
-    monkeypatch.setattr(sys, "argv", ["parallelize", "mlp", str(path)])
-    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    for name, value in alone.items():
-        monkeypatch.setenv(name, value)
-    # All compiled steps of a process share one pool; other tests may have needed a larger one.
-    Pool.of(torch.device("cpu")).release()
+    alone(monkeypatch, "parallelize", "mlp", str(path))
     parallelize_trained.main()
     row = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert row["is_equal"]

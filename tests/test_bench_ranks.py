@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from functools import partial
 
 import pytest
@@ -12,9 +11,9 @@ pytest.importorskip("rich")
 
 import torch
 
+from one_rank import alone
 from roam.bench import ranks
 from roam.bench.compiled import image_loss
-from roam.runtime.pool import Pool
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # gloo warns of the machine's name
 
@@ -29,12 +28,7 @@ def test_one_network(
         return model, [model[0]], lambda: tuple(make() for make in batch), image_loss
 
     monkeypatch.setattr(ranks, "_made", small)
-    monkeypatch.setattr(sys, "argv", ["ranks", "resnet18", way, "5"])
-    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    for name, value in alone.items():
-        monkeypatch.setenv(name, value)
-    # All compiled steps of a process share one pool; other tests may have needed a larger one.
-    Pool.of(torch.device("cpu")).release()
+    alone(monkeypatch, "ranks", "resnet18", way, "5")
     ranks.main()
     row = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert row["is_equal"]
