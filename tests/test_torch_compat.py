@@ -571,9 +571,10 @@ def _forgets() -> bool:
     compiled = torch.compile(lambda x: x.sin() + 2, backend="eager")
     compiled(torch.ones(2))
     (entry,) = private.compiled_entries(compiled.__wrapped__.__code__)
-    is_known = not private.is_forgotten(entry.code)
+    code = entry.code  # The entry itself is freed by the reset.
+    is_known = not private.is_forgotten(code)
     torch.compiler.reset()
-    return is_known and private.is_forgotten(entry.code)
+    return is_known and private.is_forgotten(code)
 
 
 def _limits() -> bool:

@@ -943,6 +943,9 @@ def backward_compiler() -> Any:
 def compiled_entries(code: Any) -> list[Any]:
     """What `torch.compile` has made of a code object so far, each with `code`, `guard_manager` and
     `backend`.
+
+    An entry is a bare pointer into its cache: to read one after `torch.compiler.reset` is to read
+    freed memory. So take what you need of it at once, and keep that.
     """
     entries: list[Any] = torch._C._dynamo.eval_frame._debug_get_cache_entry_list(code)
     return entries
