@@ -288,6 +288,40 @@ def test_regions_with_dropout_run_again_within_a_memory_budget() -> None:
     assert memory.total_bytes <= memory.limit_bytes < memory.program_order_bytes
 
 
+class Chain(torch.nn.Module):
+    """Its backward graph takes the memory of what was saved for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = x
+        for layer in self.layers:
+            hidden = layer(hidden).tanh()
+        return x + hidden
+
+
+def test_regions_run_again_whose_results_the_backward_graph_takes_the_memory_of() -> None:
+    left = []
+    for options in ({}, {"memory": "70%"}):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        blocks = (by_method(Chain()) for _ in range(4))
+        model = torch.nn.Sequential(*blocks, torch.nn.Linear(8, 4))
+        plain = step_of(model)
+        step: Any = roam.compile(plain, **options) if options else plain
+        torch.manual_seed(1)
+        batches = [(torch.randn(512, 8), torch.randint(4, (512,))) for _ in range(3)]
+        left.append([*(step(*batch).detach() for batch in batches), *model.state_dict().values()])
+    assert all(map(torch.equal, *left))
+    calls = step._last._program.calls
+    assert any(is_region(call.target) and call.mutates for call in calls)
+    memory = step.memory()
+    assert memory.extra_runs > 0
+    assert memory.total_bytes <= memory.limit_bytes < memory.program_order_bytes
+
+
 def test_the_planned_peak_is_the_measured_one() -> None:
     _, step = tower(512, on_change="replan", pool=False)
     step.measured(torch.randn(512, 8), torch.randint(4, (512,)))
