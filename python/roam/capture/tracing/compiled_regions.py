@@ -388,8 +388,8 @@ class Regions:
             if is_graph_break(error):
                 _refuse(
                     wanted,
-                    f"its graph breaks at {_last_line(error)}: {_first_line(error)}; remove the break, compile the parts before "
-                    "and after it, or do not compile it (an optimizer's step, or the whole step)",
+                    f"its graph breaks at {_last_line(error)}: {_first_line(error)}; remove the break, or compile the parts before "
+                    "and after it; of an optimizer's step, and of the whole step, call the plain function: it is planned too",
                     code="compiled_graph_break",
                 )
             _refuse(
