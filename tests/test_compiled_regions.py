@@ -213,6 +213,29 @@ def test_a_graph_break_is_refused_with_its_line() -> None:
     assert "graph_break" in str(error)
 
 
+@pytest.mark.parametrize("part", ["the optimizer's step", "the whole step"])
+def test_a_compiled_optimizers_step_and_a_compiled_step_are_refused_with_their_line(
+    part: str,
+) -> None:
+    model = torch.nn.Linear(8, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    is_whole = part == "the whole step"
+    update = optimizer.step if is_whole else torch.compile(optimizer.step, backend="aot_eager")
+
+    def step(x: torch.Tensor) -> Any:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        update()
+        return loss
+
+    run: Any = torch.compile(step, backend="aot_eager") if is_whole else step
+    with pytest.raises(roam.CaptureError, match="call the plain function") as caught:
+        roam.compile(run)(torch.randn(2, 8))
+    assert caught.value.code == "compiled_graph_break"
+    assert "test_compiled_regions.py:" in str(caught.value).partition(": the step calls")[0]
+
+
 def test_what_max_autotune_has_compiled_is_used() -> None:
     graphs = torch._dynamo.utils.counters["stats"]
     eager, planned = (
