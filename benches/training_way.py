@@ -35,7 +35,7 @@ from training_models import Missing, Training, build
 import roam
 from roam.runtime.memory_profiler import measure_peak, observed
 
-POOLS = {"roam": None, "roam-pool": True, "roam-no-pool": False}
+POOLS = {"roam": None, "roam-pool": True, "roam-no-pool": False, "roam-inductor": None}
 """Our ways, with the pool that each asks for."""
 REFERENCE = "eager"
 """The way that the others are compared with."""
@@ -91,7 +91,10 @@ class Way:
             torch.compile(self.training.model) if way == "torch-compile" else self.training.model
         )
         train_step = self.training.train_step
-        self.compiled = roam.compile(train_step, pool=POOLS[way]) if way in POOLS else None
+        kernels: Any = "inductor" if way == "roam-inductor" else "eager"
+        self.compiled = (
+            roam.compile(train_step, pool=POOLS[way], kernels=kernels) if way in POOLS else None
+        )
         self._step = self.compiled or train_step
 
     def step(self) -> torch.Tensor:

@@ -213,6 +213,29 @@ def test_a_graph_break_is_refused_with_its_line() -> None:
     assert "graph_break" in str(error)
 
 
+@pytest.mark.parametrize("part", ["the optimizer's step", "the whole step"])
+def test_a_compiled_optimizers_step_and_a_compiled_step_are_refused_with_their_line(
+    part: str,
+) -> None:
+    model = torch.nn.Linear(8, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    is_whole = part == "the whole step"
+    update = optimizer.step if is_whole else torch.compile(optimizer.step, backend="aot_eager")
+
+    def step(x: torch.Tensor) -> Any:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        update()
+        return loss
+
+    run: Any = torch.compile(step, backend="aot_eager") if is_whole else step
+    with pytest.raises(roam.CaptureError, match="call the plain function") as caught:
+        roam.compile(run)(torch.randn(2, 8))
+    assert caught.value.code == "compiled_graph_break"
+    assert "test_compiled_regions.py:" in str(caught.value).partition(": the step calls")[0]
+
+
 def test_what_max_autotune_has_compiled_is_used() -> None:
     graphs = torch._dynamo.utils.counters["stats"]
     eager, planned = (
@@ -283,6 +306,40 @@ def test_regions_with_dropout_run_again_within_a_memory_budget() -> None:
     for one, other in zip(expected, left, strict=True):
         assert torch.equal(one, other)
     assert step.timings.compile.count == 2  # the first block's input needs no gradient
+    memory = step.memory()
+    assert memory.extra_runs > 0
+    assert memory.total_bytes <= memory.limit_bytes < memory.program_order_bytes
+
+
+class Chain(torch.nn.Module):
+    """Its backward graph takes the memory of what was saved for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = x
+        for layer in self.layers:
+            hidden = layer(hidden).tanh()
+        return x + hidden
+
+
+def test_regions_run_again_whose_results_the_backward_graph_takes_the_memory_of() -> None:
+    left = []
+    for options in ({}, {"memory": "70%"}):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        blocks = (by_method(Chain()) for _ in range(4))
+        model = torch.nn.Sequential(*blocks, torch.nn.Linear(8, 4))
+        plain = step_of(model)
+        step: Any = roam.compile(plain, **options) if options else plain
+        torch.manual_seed(1)
+        batches = [(torch.randn(512, 8), torch.randint(4, (512,))) for _ in range(3)]
+        left.append([*(step(*batch).detach() for batch in batches), *model.state_dict().values()])
+    assert all(map(torch.equal, *left))
+    calls = step._last._program.calls
+    assert any(is_region(call.target) and call.mutates for call in calls)
     memory = step.memory()
     assert memory.extra_runs > 0
     assert memory.total_bytes <= memory.limit_bytes < memory.program_order_bytes

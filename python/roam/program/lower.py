@@ -19,7 +19,7 @@ from roam.program.diff import has_same_structure
 from roam.program.expand import expand
 from roam.program.ir import Call, Program, Ref, substitute
 from roam.program.links import times_ns
-from roam.program.operators import is_ours
+from roam.program.operators import is_ours, is_region
 from roam.program.random_states import with_states
 from roam.program.releases import Release
 from roam.program.repeatable import Repeat, repeats
@@ -577,9 +577,12 @@ def _operators(program: Program) -> Iterator[_Operator]:
             creates[storage.creator].append(number)
     storages = [-1 if meta is None else meta.storage for meta in program.slots]
     makers: dict[int, int] = {}
+    spent = _spent(program, creates)
     for index, call in enumerate(program.calls):
         used = call.refs()
-        mutated = dict.fromkeys([storages[slot] for slot in call.mutates])
+        mutated = dict.fromkeys(
+            [number for slot in call.mutates if (number := storages[slot]) not in spent[index]]
+        )
         touched = dict.fromkeys([storages[slot] for slot in used if storages[slot] >= 0])
         yield _Operator(
             call.name,
@@ -592,6 +595,41 @@ def _operators(program: Program) -> Iterator[_Operator]:
         for slot in call.outputs:
             if slot is not None and storages[slot] not in creates[index]:
                 makers[slot] = index
+
+
+def _spent(program: Program, creates: Sequence[Sequence[int]]) -> list[set[int]]:
+    """Per call the storages that it alone uses, and that it changes: a region may take the memory
+    of what was saved for it, when it has used that.
+
+    Nobody sees such a change, so for a plan the call only reads them, and what makes them may run
+    again. The call itself runs once, since it changes something.
+    """
+    spent: list[set[int]] = [set() for _ in program.calls]
+    changes = [
+        index for index, call in enumerate(program.calls) if call.mutates and is_region(call.target)
+    ]
+    if not changes:
+        return spent
+    leaving = program.leaving()
+    users: dict[int, list[int]] = {}
+    for index, call in enumerate(program.calls):
+        if not creates[index] and not call.mutates and _is_view(program, call):
+            continue
+        for number in {program.storage_of(slot) for slot in call.refs()}:
+            users.setdefault(number, []).append(index)
+    for index in changes:
+        for number in map(program.storage_of, program.calls[index].mutates):
+            is_made = number >= 0 and program.storages[number].creator >= 0
+            if is_made and number not in leaving and users[number] == [index]:
+                spent[index].add(number)
+    return spent
+
+
+def _is_view(program: Program, call: Call) -> bool:
+    """Whether all that a call gives lies in what it is given."""
+    given = {program.storage_of(slot) for slot in call.refs()}
+    made = [program.storage_of(slot) for slot in call.outputs if slot is not None]
+    return bool(made) and -1 not in made and given.issuperset(made)
 
 
 def flops_of(program: Program, call: Call) -> int:

@@ -259,7 +259,7 @@ class Regions:
             reals = {id(real): weakref.ref(real) for real in known}
             self._calls[key] = CompiledCall(called.wrapper, described, reals, spec, settings)
             self._states[key] = state_of(self._modules, called.function)
-            self._wanted[key] = _Wanted(self._calls[key], self._states[key], self._here())
+            self._wanted[key] = _Wanted(self._calls[key], self._states[key], self._line(called))
         self._depth += 1
         try:
             # Compilers take the branches for them, and what these read matters.
@@ -267,6 +267,17 @@ class Regions:
                 return called.function(*args, **kwargs)
         finally:
             self._depth -= 1
+
+    def _line(self, called: _Called) -> Source:
+        """The user's line that calls a compiled function; where the step itself is that function,
+        the line where it begins.
+        """
+        here = self._here()
+        function = getattr(called.function, "__func__", called.function)
+        if here.file or type(function) is not FunctionType:
+            return here
+        code = function.__code__
+        return Source(file=code.co_filename, line=code.co_firstlineno)
 
     def used(self) -> UsedCode:
         """After a capture: the code that its traces ran."""
@@ -388,8 +399,8 @@ class Regions:
             if is_graph_break(error):
                 _refuse(
                     wanted,
-                    f"its graph breaks at {_last_line(error)}: {_first_line(error)}; remove the break, compile the parts before "
-                    "and after it, or do not compile it (an optimizer's step, or the whole step)",
+                    f"its graph breaks at {_last_line(error)}: {_first_line(error)}; remove the break, or compile the parts before "
+                    "and after it; of an optimizer's step, and of the whole step, call the plain function: it is planned too",
                     code="compiled_graph_break",
                 )
             _refuse(
