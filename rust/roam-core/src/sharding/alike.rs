@@ -136,6 +136,8 @@ struct Sums {
     /// Per node its strategies, and the factors that are about it.
     sizes: Vec<usize>,
     at: Vec<BTreeSet<usize>>,
+    /// Per node how many entries the sums have that eliminate it, once that is known.
+    weights: Vec<Option<u64>>,
     /// Sums that were computed, by their terms; of each its table, and the best strategy per entry.
     known: HashMap<Vec<Term>, usize>,
     computed: Vec<(usize, Vec<usize>)>,
@@ -155,6 +157,7 @@ impl Sums {
             factors: Vec::new(),
             sizes: problem.nodes.iter().map(|node| node.costs.len()).collect(),
             at: vec![BTreeSet::new(); count],
+            weights: vec![None; count],
             known: HashMap::new(),
             computed: Vec::new(),
             steps: Vec::new(),
@@ -203,14 +206,19 @@ impl Sums {
     }
 
     /// How many entries the sums have that eliminate a node, or some number that is as hopeless.
-    fn weight(&self, node: usize) -> u64 {
+    fn weight(&mut self, node: usize) -> u64 {
         const HOPELESS: u64 = 1 << 32;
         const MANY: usize = 64;
-        if self.at[node].len() > MANY {
-            return HOPELESS + self.at[node].len() as u64;
+        if let Some(weight) = self.weights[node] {
+            return weight;
         }
         let size = |node: usize| self.sizes[node] as u64;
-        self.around(node).into_iter().fold(size(node), |product, other| product.saturating_mul(size(other)))
+        let weight = match self.at[node].len() {
+            many if many > MANY => HOPELESS + many as u64,
+            _ => self.around(node).into_iter().fold(size(node), |product, other| product.saturating_mul(size(other))),
+        };
+        self.weights[node] = Some(weight);
+        weight
     }
 
     /// Takes a node away, and returns those that had to do with it.
@@ -231,6 +239,7 @@ impl Sums {
             kept.2 += if is_equal { more.2 } else { 0 };
             is_equal
         });
+        around.iter().for_each(|&other| self.weights[other] = None);
         let number = match self.known.get(&terms) {
             Some(&number) => number,
             None => {
