@@ -1044,6 +1044,17 @@ class ShardingProblem:
             work: how many entries of cost matrices are looked at at most.
             time_limit_s: wall-clock limit in seconds; no limit where None.
         """
+    def solve_alike(self, groups: Sequence[int], *, work: int) -> ShardingOutcome:
+        """Searches for the cheapest choice without a limit, in which nodes of a group choose alike
+        if that is no dearer than the best that is found when they choose apart.
+
+        Args:
+            groups: per node a number; the first nodes of groups are in the order of their numbers.
+            work: how many entries of cost matrices each of the two searches looks at at most.
+
+        Raises:
+            ValueError: nodes of a group have other numbers of strategies, or there is a limit.
+        """
 
 @final
 class ShardingOutcome:
@@ -1060,6 +1071,9 @@ class ShardingOutcome:
     @property
     def bound(self) -> int | None:
         """No choice costs less; None where it is proved that there is none."""
+    @property
+    def is_alike(self) -> bool:
+        """Whether nodes of a group were made to choose alike, and nothing was lost by it."""
     @property
     def nodes(self) -> int:
         """How many nodes were left to search, once others were joined."""

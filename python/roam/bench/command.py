@@ -322,6 +322,11 @@ def _parallelize(command: _Command) -> None:
     )
     _count(made, "--layers", 4, "how many layers the models have")
     made.add_argument(
+        "--depths",
+        action="store_true",
+        help="instead one architecture on 8 ranks, with 12 to 96 layers, and how long that takes",
+    )
+    made.add_argument(
         "--trained",
         action="store_true",
         help="instead train two small networks on 2 and 4 gloo processes, and compare losses and "

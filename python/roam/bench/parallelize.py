@@ -10,7 +10,7 @@ import functools
 import importlib
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,7 @@ from roam.bench.run import Benchmark, Column, Table, check_named
 from roam.bench.shipped import allowed_by, left_out, shipped_plan, whole
 from roam.errors import RoamError
 from roam.sharding.planning import WORK, Planning
-from roam.sharding.search import Allowed, search, search_folded
+from roam.sharding.search import Allowed, Problem
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -34,7 +34,7 @@ _DEPTHS, _DEEP, _DEEP_MESH = (12, 24, 48, 96), "llama", (8,)
 """How many layers the model has with which planning is timed, and on which mesh."""
 _FIGURES = (
     "ns", "bound_ns", "gap", "is_sharded", "shipped_ns", "shipped", "left_out", "whole_ns", "nodes",
-    "folded_nodes", "retries", "trace_s", "rules_s", "search_s", "folded_search_s", "check_s",
+    "folded_nodes", "retries", "trace_s", "rules_s", "search_s", "check_s",
 )  # fmt: skip
 
 
@@ -48,25 +48,36 @@ def benchmark(arguments: argparse.Namespace) -> Benchmark:
             parallelize_trained.tasks(arguments.only),
             parallelize_trained.COLUMNS,
         )
+    if arguments.depths:
+        return Benchmark(
+            "parallelize-depths",
+            {"batch": _BATCH, "tokens": _TOKENS},
+            _tasks((_DEEP, _DEEP_MESH, depth) for depth in _DEPTHS),
+            _COLUMNS,
+            summary=lambda record: [depths_table(record)],
+            plot=plot,
+        )
     offered = list(kinds())
     check_named(arguments.only, offered)
     meshes = [*(arguments.mesh or ((2,), (4,), (8,), (2, 4)))]
     named = [kind for kind in offered if not arguments.only or kind in arguments.only]
-    cases = [(kind, mesh, arguments.layers) for kind in named for mesh in meshes]
-    if _DEEP in named and _DEEP_MESH in meshes:
-        cases += [(_DEEP, _DEEP_MESH, depth) for depth in _DEPTHS if depth != arguments.layers]
-    tasks = [
+    tasks = _tasks((kind, mesh, arguments.layers) for kind in named for mesh in meshes)
+    settings = {
+        "only": arguments.only, "mesh": [list(mesh) for mesh in arguments.mesh],
+        "layers": arguments.layers, "batch": _BATCH, "tokens": _TOKENS,
+    }  # fmt: skip
+    return Benchmark("parallelize", settings, tasks, _COLUMNS, summary=summary)
+
+
+def _tasks(cases: Iterable[tuple[str, tuple[int, ...], int]]) -> list[Task]:
+    """Of architectures on meshes, with so many layers."""
+    return [
         Task(
             {"architecture": kind, "mesh": _text(mesh), "layers": layers},
             partial(measure, kind, mesh, layers),
         )
         for kind, mesh, layers in cases
     ]
-    settings = {
-        "only": arguments.only, "mesh": [list(mesh) for mesh in arguments.mesh],
-        "layers": arguments.layers, "batch": _BATCH, "tokens": _TOKENS,
-    }  # fmt: skip
-    return Benchmark("parallelize", settings, tasks, _COLUMNS, summary=summary, plot=plot)
 
 
 def _text(mesh: Sequence[int]) -> str:
@@ -127,7 +138,7 @@ def measure(kind: str, mesh: tuple[int, ...], layers: int) -> Row:
         ``whole_ns`` (where every rank of a replica does all), ``nodes``, ``folded_nodes``,
         ``retries`` (choices that did not run on a rank), and seconds: ``trace_s``, ``rules_s``,
         ``check_s``, and ``search_s``, the processor time of one search with its bound for each
-        division of the ranks, and ``folded_search_s``, that where equal layers choose alike.
+        division of the ranks.
     """
     row: Row = dict.fromkeys(_FIGURES)
     data = mesh[0] if len(mesh) > 1 else 1
@@ -151,18 +162,15 @@ def measure(kind: str, mesh: tuple[int, ...], layers: int) -> Row:
         costs = [
             choice.ns + one.launched_ns
             for one in candidates
-            if (choice := search(one.nodes, limit_bytes=None, work=WORK, allowed=allowed))
+            if (choice := Problem(one.nodes, allowed=allowed).search(WORK))
         ]
         return min(costs, default=None)
 
+    problems = [Problem(one.nodes) for one in candidates]
     start = time.process_time()
-    for one in candidates:
-        search(one.nodes, limit_bytes=None, work=WORK)
+    for problem in problems:
+        problem.search(WORK)
     search_s = time.process_time() - start
-    start = time.process_time()
-    for one in candidates:
-        search_folded(one.nodes, work=WORK)
-    folded_search_s = time.process_time() - start
     plan = shipped_plan(model)
     shipped_ns = cost(allowed_by(model, plan))
     return {
@@ -182,7 +190,6 @@ def measure(kind: str, mesh: tuple[int, ...], layers: int) -> Row:
         "trace_s": seconds.trace,
         "rules_s": seconds.rules,
         "search_s": search_s,
-        "folded_search_s": folded_search_s,
         "check_s": seconds.check,
     }
 
@@ -204,20 +211,15 @@ _COLUMNS = (
 
 
 def summary(record: Record) -> list[Table | str]:
-    """A row per mesh, and one per depth."""
-    return [
-        meshes_table(record),
-        depths_table(record),
-        outcomes_line(record, "architectures and meshes"),
-    ]
+    """A row per mesh."""
+    return [meshes_table(record), outcomes_line(record, "architectures and meshes")]
 
 
 def meshes_table(record: Record) -> Table:
     """How many shardings are proved, and how they compare with the plans of transformers."""
     rows: list[Row] = []
-    alike = [row for row in record["rows"] if row["layers"] == record["settings"]["layers"]]
-    for mesh in dict.fromkeys(row["mesh"] for row in alike):
-        of_mesh = [row for row in alike if row["mesh"] == mesh]
+    for mesh in dict.fromkeys(row["mesh"] for row in record["rows"]):
+        of_mesh = [row for row in record["rows"] if row["mesh"] == mesh]
         found = [row for row in of_mesh if row["outcome"] == "found"]
         compared = [row for row in found if row["shipped"] is not None]
         if found:
@@ -260,23 +262,12 @@ def depths_table(record: Record) -> Table:
         Column("layers", lambda row: str(row["layers"])),
         Column("nodes", lambda row: f"{row['nodes']:,}"),
         Column("with equal layers as one", lambda row: f"{row['folded_nodes']:,}"),
-        Column("search of these, s", lambda row: f"{row['folded_search_s']:.3f}"),
-        Column("search and bound, s", lambda row: f"{row['search_s']:.3f}"),
+        Column("search and bound, s", lambda row: f"{row['search_s']:.4f}"),
         Column("rules", lambda row: f"{row['rules_s']:.2f}"),
         Column("trace", lambda row: f"{row['trace_s']:.1f}"),
         Column("check of a rank", lambda row: f"{row['check_s']:.1f}"),
     )
-    return Table(f"{_DEEP} on {_text(_DEEP_MESH)} ranks", columns, _deep(record))
-
-
-def _deep(record: Record) -> list[Row]:
-    return [
-        row
-        for row in record["rows"]
-        if (row["architecture"], row["mesh"]) == (_DEEP, _text(_DEEP_MESH))
-        and row["outcome"] == "found"
-        and row["layers"] in _DEPTHS
-    ]
+    return Table(f"{_DEEP} on {_text(_DEEP_MESH)} ranks", columns, record["rows"])
 
 
 def trained_table(record: Record) -> Table:
@@ -285,16 +276,14 @@ def trained_table(record: Record) -> Table:
 
 
 def plot(record: Record, figure: Figure) -> None:
-    """Seconds of the search against depth, with equal layers as one, and with all of them apart."""
+    """Seconds against depth: of the search, and of what reads the step once."""
     axes = figure.subplots()
     figure.set_size_inches(4.5, 3)
-    rows = _deep(record)
+    rows = record["rows"]
     depths = [row["layers"] for row in rows]
-    for name, label in (
-        ("search_s", "search and bound, all layers apart"),
-        ("folded_search_s", "search, equal layers as one"),
-    ):
-        axes.loglog(depths, [row[name] for row in rows], marker="o", label=label)
+    read = [row["trace_s"] + row["rules_s"] for row in rows]
+    axes.loglog(depths, read, marker="o", label="trace and rules")
+    axes.loglog(depths, [row["search_s"] for row in rows], marker="o", label="search and bound")
     if rows:
         first = rows[0]["search_s"]
         axes.loglog(

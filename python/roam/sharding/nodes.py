@@ -64,7 +64,7 @@ class Node:
     key: tuple[Any, ...]
     path: str
     what: Literal["operator", "style", "entry", "parameter"]
-    options: list[Option]
+    options: tuple[Option, ...]
     sources: list[tuple[int, int] | None]
     lifetime: tuple[int, int]
     subject: Any = None
@@ -157,6 +157,8 @@ class _Builder:
         self._parameters: dict[str, int] = {}
         self._counts: dict[tuple[Any, ...], int] = {}
         self._options: dict[Any, list[Option]] = {}
+        self._shared: dict[tuple[Option, ...], tuple[int, tuple[Option, ...]]] = {}
+        """Options of nodes, each with its number: equal layers share them."""
         self._leaves = _leaves(trace)
         self._styled: dict[str, int] = {}
         self._reads: dict[int, list[tuple[int, int]]] = {}
@@ -221,7 +223,7 @@ class _Builder:
         within: int = -1,
     ) -> int:
         readers = [self._readers(value, within) for value in made]
-        kept = [
+        kept = tuple(
             option
             for option in options
             if all(
@@ -229,10 +231,11 @@ class _Builder:
                 for source, state in zip(sources, option.inputs, strict=True)
             )
             and not any(map(self._bans.forbid, readers, option.outputs))
-        ]
+        )
+        number, kept = self._shared.setdefault(kept, (len(self._shared), kept))
         place = (path, what)
         self._counts[place] = self._counts.get(place, -1) + 1
-        key = what, self._folded(path), self._counts[place], len(sources), tuple(kept)
+        key = what, self._folded(path), self._counts[place], len(sources), number
         self._found.nodes.append(Node(key, path, what, kept, list(sources), lifetime, subject))
         return len(self._found.nodes) - 1
 

@@ -36,7 +36,7 @@ from roam.sharding.ranks import meshed
 from roam.sharding.replicas import why_not
 from roam.sharding.result import Seconds, Sharding
 from roam.sharding.rules import Rules
-from roam.sharding.search import Choice, search
+from roam.sharding.search import Choice, Problem
 from roam.sharding.styles import Style, apply_styles, styles_of
 from roam.sharding.trace import Trace, traced, traced_until
 from roam.sharding.twin import Twin, optimizer_on, quiet_fakes, state_bytes_of, twin_of
@@ -327,8 +327,9 @@ class Planning:
             units=self._units,
             bans=replica.bans,
         ).nodes
+        problem = Problem(candidate.nodes, limit_bytes=candidate.limit_bytes)
         searching = time.perf_counter()
-        choice = search(candidate.nodes, limit_bytes=candidate.limit_bytes, work=self._work)
+        choice = problem.search(self._work)
         self.seconds.rules += searching - start
         self.seconds.search += time.perf_counter() - searching
         if choice is not None:

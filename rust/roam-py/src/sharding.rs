@@ -6,7 +6,7 @@ use crate::worker::on_worker;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use roam_core::optimize::Control;
-use roam_core::sharding::{Edge, FORBIDDEN, Node, Outcome, Problem, ReadError, solve};
+use roam_core::sharding::{Edge, FORBIDDEN, Node, Outcome, Problem, ReadError, solve, solve_alike};
 use std::fs::File;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -124,7 +124,33 @@ impl PyShardingProblem {
         let (interrupt, outcome) = on_worker(py, control, None, move |control| solve(&problem, work, control))?;
         match interrupt {
             Some(interrupt) => Err(interrupt),
-            None => Ok(PyShardingOutcome { outcome }),
+            None => Ok(PyShardingOutcome { outcome, is_alike: false }),
+        }
+    }
+
+    /// Searches for the cheapest choice, in which nodes of a group choose alike if nothing is lost by
+    /// it.
+    #[pyo3(signature = (groups, *, work))]
+    fn solve_alike(&self, py: Python<'_>, groups: Vec<usize>, work: u64) -> PyResult<PyShardingOutcome> {
+        let nodes = &self.problem.nodes;
+        let mut firsts: Vec<usize> = Vec::new();
+        let mut fits = groups.len() == nodes.len() && self.problem.limit_bytes.is_none();
+        for (number, (node, &group)) in nodes.iter().zip(&groups).enumerate() {
+            if group == firsts.len() {
+                firsts.push(number);
+            }
+            fits &= firsts.get(group).is_some_and(|&first| nodes[first].costs.len() == node.costs.len());
+        }
+        if !fits {
+            let message = "nodes of a group have as many strategies, groups are numbered in the order of their \
+                           first nodes, and there is no limit";
+            return Err(PyValueError::new_err(message));
+        }
+        let problem = self.problem.clone();
+        let search = move |control: &Control| solve_alike(&problem, &groups, work, control);
+        match on_worker(py, Control::default(), None, search)? {
+            (Some(interrupt), _) => Err(interrupt),
+            (None, (outcome, is_alike)) => Ok(PyShardingOutcome { outcome, is_alike }),
         }
     }
 }
@@ -133,6 +159,7 @@ impl PyShardingProblem {
 #[pyclass(name = "ShardingOutcome", module = "roam._core", frozen)]
 pub(crate) struct PyShardingOutcome {
     outcome: Outcome,
+    is_alike: bool,
 }
 
 #[pymethods]
@@ -150,6 +177,11 @@ impl PyShardingOutcome {
     #[getter]
     fn bound(&self) -> Option<i64> {
         self.outcome.bound
+    }
+
+    #[getter]
+    fn is_alike(&self) -> bool {
+        self.is_alike
     }
 
     #[getter]

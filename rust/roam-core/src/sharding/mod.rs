@@ -7,7 +7,9 @@
 //! ASPLOS and EuroSys 2025) is the same problem.
 //!
 //! problem -> presolve -> reduced -> prices and messages (a bound), forests (choices)
+//! problem -> alike (exactly, where there is no limit and the problem repeats itself)
 
+mod alike;
 mod branch;
 mod eliminate;
 mod fit;
@@ -24,6 +26,7 @@ mod reduced;
 mod small;
 mod solve;
 
+pub use alike::solve_alike;
 pub use improve::Solution;
 pub use problem::{Edge, FORBIDDEN, Node, Problem};
 pub use read::ReadError;
