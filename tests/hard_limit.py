@@ -1,10 +1,10 @@
 """Trains a GPT-2 in a process that the system gives no more memory than its budget.
 
-`python tests/hard_limit.py eager|planned SAMPLES STEPS [BUDGET_BYTES]` prints the losses, and what
-the process took, as JSON. With a budget the step is
-compiled for it, and the data segments of the process may grow by as much and by `OWN_BYTES`,
-from where they are when a step of the same network has been captured, planned and run on four
-samples.
+`python tests/hard_limit.py bytes|eager|planned|limited SAMPLES STEPS [BUDGET_BYTES]` prints, as
+JSON, the losses and what the process took, or what the step takes eagerly. `planned` and `limited`
+compile the step for the budget. With `limited`, and with a budget for `eager`, the data segments of
+the process may grow by the budget and by `OWN_BYTES`, from where they are when a step of the same
+network has been captured, planned and run on four samples.
 """
 
 from __future__ import annotations
@@ -74,14 +74,25 @@ def held_bytes() -> int:
     return int(found["VmData"].split()[0]) * 1024
 
 
-def main(how: str, samples: int, steps: int, budget_bytes: int | None = None) -> dict[str, Any]:
-    if budget_bytes is None:
-        return {"losses": losses(train_step, samples, steps)}
+def limit(budget_bytes: int) -> int:
+    """The process may grow by the budget, and what capture and planning leave behind, alone."""
     # What the process loads for once: libraries, threads, what capture and planning are made of.
     losses(roam.compile(train_step, memory="90%"), 4, 2)
     gc.collect()
     before = held_bytes()
     resource.setrlimit(resource.RLIMIT_DATA, (before + budget_bytes + OWN_BYTES,) * 2)
+    return before
+
+
+def main(how: str, samples: int, steps: int, budget_bytes: int | None = None) -> dict[str, Any]:
+    if how == "bytes":
+        return {"eager_bytes": eager_bytes(samples)}
+    before = held_bytes()
+    if how == "limited" or (how == "eager" and budget_bytes is not None):
+        assert budget_bytes is not None
+        before = limit(budget_bytes)
+    if how == "eager":
+        return {"losses": losses(train_step, samples, steps)}
     step = roam.compile(train_step, memory=budget_bytes)
     found = losses(step, samples, steps)
     memory = step.memory()

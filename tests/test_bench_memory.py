@@ -15,8 +15,9 @@ pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 
 import roam
-from roam.bench import memory, memory_checkmate, memory_nets, memory_others
+from roam.bench import memory, memory_checkmate, memory_nets, memory_others, memory_prototypes
 from roam.bench.memory_nets import NETS, Net
+from roam.bench.memory_prototypes import Entry
 from roam.cli import main
 
 _TINY = {"vocabulary": 64, "width": 32, "layers": 3, "heads": 2, "experts": 2}
@@ -71,6 +72,30 @@ def test_plans_are_within_their_shares(tmp_path: Path, capsys: pytest.CaptureFix
     assert (tmp_path / "memory-planned.svg").exists()
     table = memory.planned_table({"rows": rows}).markdown()  # type: ignore[arg-type]
     assert f"{found[0]['extra_share']:+.1%} ({found[0]['least_share']:.1%})" in table
+
+
+def test_a_plan_stands_beside_the_better_of_the_prototypes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, plain = memory._planned_without_limit(TINY)
+    whole = plain.total_bytes - plain.persistent_bytes
+    entries = (
+        Entry("greedy", "tiny", 90, whole * 9 // 10, 7.5),
+        Entry("eviction", "tiny", 95, whole * 95 // 100, 30.0),
+        Entry("eviction", "tiny", 80, whole * 8 // 10, None),
+        Entry("greedy", "another", 50, 1, 1.0),
+    )
+    monkeypatch.setattr(memory_prototypes, "ENTRIES", entries)
+    rows = record("prototypes", tmp_path)["rows"]
+    budgets = [row["limit_bytes"] - row["persistent_bytes"] for row in rows]
+    assert budgets == [entry.local_bytes for entry in entries[:3]]
+    assert all(row["planned_bytes"] <= row["limit_bytes"] for row in rows)
+    table = memory.prototypes_table({"rows": rows})  # type: ignore[arg-type,typeddict-item]
+    _, _, *lines = table.markdown().splitlines()
+    cells = [[cell.strip() for cell in line.split("|")] for line in lines]
+    assert [line[5:7] for line in cells] == [
+        ["+7.5%", "+7.5%"], ["+30.0%", "+7.5%"], ["not found", "not found"]
+    ]  # fmt: skip
 
 
 def test_training_keeps_the_budget_and_the_bits(

@@ -396,8 +396,9 @@ def test_a_gpt2_trains_in_a_third_of_its_memory() -> None:
         steps.append(roam.compile(step, memory=budget_bytes))
         return steps[-1]
 
-    planned = hard_limit.losses(compiled(hard_limit.train_step), 16, 100)
-    assert planned == hard_limit.losses(hard_limit.train_step, 16, 100)
+    # `benches/hard_limit.py` trains for 100 steps, and on more samples.
+    planned = hard_limit.losses(compiled(hard_limit.train_step), 16, 20)
+    assert planned == hard_limit.losses(hard_limit.train_step, 16, 20)
     model, optimizer = hard_limit.built()
     for _ in range(2):  # the step that makes the optimizer's state, and a later one
         steps[0].measured(model, optimizer, hard_limit.batch(16, torch.Generator().manual_seed(1)))
@@ -425,7 +426,7 @@ def test_the_system_may_give_no_more_than_the_budget() -> None:
         found: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
         return found
 
-    eager, planned = told("eager", 512, 2), told("planned", 512, 2, budget_bytes)
+    eager, planned = told("eager", 512, 2), told("limited", 512, 2, budget_bytes)
     assert planned["losses"] == eager["losses"]
     assert planned["extra_runs"] > 0
     assert planned["planned_bytes"] <= budget_bytes

@@ -238,12 +238,13 @@ def _memory(command: _Command) -> None:
     _only(made, "net")
     made.add_argument(
         "--part",
-        choices=("planned", "trained", "others", "pytorch", "checkmate"),
+        choices=("planned", "trained", "others", "pytorch", "checkmate", "prototypes", "large"),
         default="planned",
         help="planned: plans of large steps; trained: small steps that are trained by plan; others: "
         "small steps that are trained in other ways; pytorch: budgets of torch.compile beside plans "
-        "within the same memory; checkmate: Checkmate's programs on small steps beside plans (default "
-        "planned)",
+        "within the same memory; checkmate: Checkmate's programs on small steps beside plans; prototypes: "
+        "plans of large steps within the memory that two prototypes took; large: plans of up to 100,000 "
+        "operators (default planned)",
     )
     made.add_argument(
         "--pairs",

@@ -25,7 +25,8 @@ import torch
 
 import roam
 from roam.bench import memory_checkmate as checkmate
-from roam.bench.memory_nets import NETS, Net, build, capture
+from roam.bench import memory_prototypes as prototypes
+from roam.bench.memory_nets import LARGE, NETS, Net, build, capture
 from roam.bench.memory_others import OTHERS, Way, timed_share
 from roam.bench.memory_pytorch import BUDGETS, Point, by_pytorch, by_roam
 from roam.bench.results import Record, Row, Task
@@ -56,8 +57,9 @@ _FIELDS = (
 
 def benchmark(arguments: argparse.Namespace) -> Benchmark:
     """Every net, or those named, in one part."""
-    check_named(arguments.only, (net.name for net in NETS))
-    nets = [net for net in NETS if not arguments.only or net.name in arguments.only]
+    offered = LARGE if arguments.part == "large" else NETS
+    check_named(arguments.only, (net.name for net in offered))
+    nets = [net for net in offered if not arguments.only or net.name in arguments.only]
     if arguments.part in ("pytorch", "checkmate"):
         nets = []
     settings = {"only": arguments.only, "pairs": arguments.pairs}
@@ -77,8 +79,14 @@ def benchmark(arguments: argparse.Namespace) -> Benchmark:
 
 def _tasks(part: str, net: Net, pairs: int) -> Iterator[Task]:
     ways: dict[tuple[str, float], Callable[[], Row]] = {}
-    if part == "planned":
+    if part in ("planned", "large"):
         ways = {("roam", share): partial(plan, net, share) for share in SHARES}
+    elif part == "prototypes":
+        ways = {
+            (entry.prototype, entry.percent / 100): partial(plan_beside, net, entry.local_bytes)
+            for entry in prototypes.ENTRIES
+            if entry.net == net.name
+        }
     elif part == "trained":
         ways = {("roam", share): partial(train, net, share, pairs) for share in SHARES}
     else:
@@ -206,8 +214,18 @@ def plan(net: Net, share: float) -> Row:
     return _planned(*_planned_without_limit(net), share)
 
 
+def plan_beside(net: Net, local_bytes: int) -> Row:
+    """Plan the large step within the memory that a prototype took."""
+    graph, plain = _planned_without_limit(net)
+    return _planned_within(graph, plain, plain.persistent_bytes + local_bytes)
+
+
 def _planned(graph: roam.Graph, plain: roam.Plan, share: float) -> Row:
     limit_bytes = _limit(plain.persistent_bytes, plain.total_bytes, share)
+    return _planned_within(graph, plain, limit_bytes)
+
+
+def _planned_within(graph: roam.Graph, plain: roam.Plan, limit_bytes: int) -> Row:
     row: Row = {
         "operators": graph.num_operators,
         "persistent_bytes": plain.persistent_bytes,
@@ -496,6 +514,46 @@ def others_table(record: Record) -> Table:
     )
 
 
+def prototypes_table(record: Record) -> Table:
+    """What two prototypes took, beside roam's plan within the same bytes."""
+
+    def local_bytes(row: Row) -> int:
+        local: int = row["limit_bytes"] - row["persistent_bytes"]
+        return local
+
+    def percent(value: float | None) -> str:
+        return "not found" if value is None else f"{value:+.1f}%"
+
+    def theirs(row: Row) -> str:
+        entry = next(
+            entry
+            for entry in prototypes.ENTRIES
+            if (entry.prototype, entry.net, entry.percent)
+            == (row["way"], row["net"], row["percent"])
+        )
+        return percent(entry.extra_percent)
+
+    columns = (
+        Column("net", lambda row: row["net"], right=False),
+        Column("prototype", lambda row: row["way"], right=False),
+        Column("share", lambda row: f"{row['percent']} %"),
+        Column("step-local", lambda row: format_bytes(local_bytes(row))),
+        Column("its extra time", theirs),
+        Column(
+            "the better prototype",
+            lambda row: percent(prototypes.best_percent(row["net"], local_bytes(row))),
+        ),
+        Column(
+            "roam",
+            lambda row: (
+                str(row["outcome"]) if row["outcome"] != "found" else _share("extra_share")(row)
+            ),
+        ),
+        Column("at least", _share("least_share")),
+    )
+    return Table("Two prototypes", columns, record["rows"])
+
+
 def pytorch_table(record: Record) -> Table:
     """Budgets of `torch.compile`, each with roam's plan within the same memory."""
     columns = (
@@ -556,15 +614,17 @@ def summary(record: Record) -> Iterator[Table | str]:
     part = record["rows"][0]["part"]
     tables = {
         "planned": planned_table,
+        "large": planned_table,
         "trained": trained_table,
         "others": others_table,
         "pytorch": pytorch_table,
+        "prototypes": prototypes_table,
         "checkmate": checkmate_table,
     }
     yield tables[part](record)
     if part == "planned":
         yield published_table(record)
-    if part in ("planned", "trained"):
+    if part in ("planned", "large", "trained"):
         yield totals_line(record)
 
 

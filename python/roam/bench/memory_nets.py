@@ -155,6 +155,17 @@ NETS = (
     Net("randwire", "searched", "wired", {"batch": 32}, {"batch": 6, "width": 16, "nodes": 12}, blocks=("features",)),
 )  # fmt: skip
 
+LARGE = tuple(
+    Net(
+        f"gpt2-xl, {layers} layers",
+        "transformer",
+        **_text("gpt2", {"n_layer": 2}, n_embd=1600, n_head=25, n_layer=layers),
+        blocks=("transformer.h",),
+    )
+    for layers in (48, 263)
+)
+"""GPT-2 XL, and as many of its layers as make about 100,000 operators."""
+
 
 def build(net: Net, *, small: bool = False) -> ZooStep:
     """A net, its optimizer (AdamW) and its step, on random data of a fixed seed.

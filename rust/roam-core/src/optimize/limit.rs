@@ -43,21 +43,22 @@ pub(super) fn within(
     let limits =
         Limits { graph, plain, settings, watch, plan_of, complete, persistent_bytes: graph.persistent_bytes() };
     let least_ns = |limit_bytes| {
-        let least = recompute::least_extra_ns(&repeats, limit_bytes, watch).ns?;
-        match limits.cheapest(limit_bytes) {
-            None => Some(least),
-            Some(cheapest) => cheapest.map(|cheapest| least.max(cheapest.extra_ns)),
-        }
+        let least = recompute::least_extra_ns(&repeats, limit_bytes, watch);
+        let ns = match limits.cheapest(limit_bytes) {
+            None => least.ns?,
+            Some(cheapest) => least.ns?.max(cheapest?.extra_ns),
+        };
+        Some((ns, least.again))
     };
     let rungs = (1..RUNGS).rev().map(|rung| limits.share(rung, RUNGS)).filter(|&rung| rung < limit_bytes);
     let mut best: Option<Within> = None;
     for limit in std::iter::once(limit_bytes).chain(rungs).take_while(|&limit| limit >= floor.bytes) {
         // Where nothing keeps to the limit, neither does the search find anything.
-        let Some(least_ns) = least_ns(limit) else { break };
+        let Some((least_ns, again)) = least_ns(limit) else { break };
         if best.as_ref().is_some_and(|best| best.extra_ns <= least_ns || watch.check().is_err()) {
             break;
         }
-        let found = limits.find(limit, least_ns)?;
+        let found = limits.find(limit, least_ns, &again)?;
         best = best.into_iter().chain(found).min_by_key(|one| one.extra_ns);
     }
     let mut least_bytes = plain.total_bytes;
@@ -68,7 +69,7 @@ pub(super) fn within(
         best = least.filter(|least| least.plan.total_bytes <= limit_bytes);
     }
     if let Some(best) = best {
-        return Ok(finished(graph, plain, best, settings, least_ns(limit_bytes).unwrap_or(0), floor.bytes));
+        return Ok(finished(graph, plain, best, settings, least_ns(limit_bytes).map_or(0, |(ns, _)| ns), floor.bytes));
     }
     if watch.check() == Err(Stop::Cancelled) {
         return Err(OptimizeError::Cancelled);
@@ -114,28 +115,29 @@ impl<F: Fn(&Graph, &Settings) -> Result<Plan, OptimizeError>> Limits<'_, F> {
     }
 
     /// Sequences within a limit of live bytes, cheapest first.
-    fn sequences(&self, limit_bytes: u64, least_ns: u64) -> Vec<Found> {
+    fn sequences(&self, limit_bytes: u64, least_ns: u64, again: &[OperatorId]) -> Vec<Found> {
         match self.cheapest(limit_bytes) {
             Some(cheapest) => cheapest.into_iter().collect(),
             None => {
                 let local_bytes = limit_bytes - self.persistent_bytes;
-                search(self.graph, &self.plain.order, local_bytes, least_ns, self.watch)
+                search(self.graph, &self.plain.order, local_bytes, least_ns, again, self.watch)
             }
         }
     }
 
-    /// The cheapest plan that is found within a limit. The search ends early near `least_ns`.
+    /// The cheapest plan that is found within a limit. The search ends early near `least_ns`, and
+    /// tries to run `again` again.
     ///
     /// The live bytes of a sequence in its own order are what the search goes by; the plan of its
     /// graph may take less, by another order and reuse, or more, by fragmentation, in which case the
     /// search is asked for as much less as was missed.
-    fn find(&self, limit_bytes: u64, least_ns: u64) -> Result<Option<Within>, OptimizeError> {
+    fn find(&self, limit_bytes: u64, least_ns: u64, again: &[OperatorId]) -> Result<Option<Within>, OptimizeError> {
         let mut target = limit_bytes;
         let mut attempt = Settings { memory_limit_bytes: None, ..self.settings.clone() };
         attempt.enough_bytes = attempt.enough_bytes.max(limit_bytes);
         for _ in 0..ATTEMPTS {
             let mut over = u64::MAX;
-            for one in self.sequences(target, least_ns).into_iter().take(MOST_PLANNED) {
+            for one in self.sequences(target, least_ns, again).into_iter().take(MOST_PLANNED) {
                 let expanded = expand(self.graph, &one.sequence).map_err(OptimizeError::InvalidSequence)?;
                 let plan = (self.plan_of)(&expanded.graph, &attempt)?;
                 if plan.total_bytes <= limit_bytes {
@@ -161,7 +163,7 @@ impl<F: Fn(&Graph, &Settings) -> Result<Plan, OptimizeError>> Limits<'_, F> {
         while none + 1 < some && self.watch.check().is_ok() {
             let next = if some == PARTS { (none + stride).min(PARTS - 1) } else { none + (some - none) / 2 };
             // Any plan will do.
-            match self.find(self.share(next, PARTS), u64::MAX)? {
+            match self.find(self.share(next, PARTS), u64::MAX, &[])? {
                 Some(found) => (some, least) = (next, Some(found)),
                 None => (none, stride) = (next, 2 * stride),
             }

@@ -19,30 +19,40 @@ const MOST_CASES: usize = 64;
 const DIVIDING_WORK: u64 = 20_000_000;
 
 /// What every schedule within the limit pays.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LeastTime {
     /// Nanoseconds of all further runs together; `None` where no schedule keeps to the limit while
     /// some operator runs for the first time.
     pub ns: Option<u64>,
     /// The operator at whose first run this is proved; `None` where nothing is.
     pub operator: Option<OperatorId>,
+    /// The operators that run again in a choice for that moment alone that takes little more.
+    pub again: Vec<OperatorId>,
 }
 
 /// The least time of further runs of all schedules that never have more than `limit_bytes` live,
 /// persistent tensors included. A watch that stops it makes it weaker.
 pub(crate) fn least_extra_ns(repeats: &Repeats, limit_bytes: u64, watch: &Watch) -> LeastTime {
-    let mut best = (Some(0), None);
+    let mut best = Best { ns: Some(0), operator: None, again: Vec::new() };
     // What was proved until then holds.
     let _ = raise(repeats, limit_bytes, &mut best, watch);
-    LeastTime { ns: best.0, operator: best.1.map(|op| repeats.problem.operator_id(op)) }
+    let id = |op| repeats.problem.operator_id(op);
+    LeastTime { ns: best.ns, operator: best.operator.map(id), again: best.again.into_iter().map(id).collect() }
+}
+
+/// As [`LeastTime`], by program position.
+struct Best {
+    ns: Option<u64>,
+    operator: Option<Op>,
+    again: Vec<Op>,
 }
 
 /// Raises what is proved by what holds while single operators run; the time is `None` once no
 /// schedule keeps to the limit.
-fn raise(repeats: &Repeats, limit_bytes: u64, best: &mut (Option<u64>, Option<Op>), watch: &Watch) -> Result<(), Stop> {
+fn raise(repeats: &Repeats, limit_bytes: u64, best: &mut Best, watch: &Watch) -> Result<(), Stop> {
     let (ends, at) = at_the_ends(repeats);
     let Some(limit) = limit_bytes.checked_sub(repeats.persistent_bytes).filter(|&limit| ends <= limit) else {
-        *best = (None, at);
+        (best.ns, best.operator) = (None, at);
         return Ok(());
     };
     let live = Profile::new(&repeats.problem, &repeats.problem.program_order()).live;
@@ -60,11 +70,11 @@ fn raise(repeats: &Repeats, limit_bytes: u64, best: &mut (Option<u64>, Option<Op
         }
         in_vain += 1;
         let Some(least) = moment.least_ns(limit, &[], &mut work, watch)? else {
-            *best = (None, Some(*op));
+            (best.ns, best.operator) = (None, Some(*op));
             return Ok(());
         };
-        if Some(least.ns) > best.0 {
-            *best = (Some(least.ns), Some(*op));
+        if Some(least.ns) > best.ns {
+            (best.ns, best.operator) = (Some(least.ns), Some(*op));
             in_vain = 0;
         }
         found.push((*op, moment, least));
@@ -72,9 +82,12 @@ fn raise(repeats: &Repeats, limit_bytes: u64, best: &mut (Option<u64>, Option<Op
     found.sort_by_key(|(op, _, least)| (Reverse(least.ns), *op));
     let mut work = DIVIDING_WORK;
     for (op, moment, least) in found.into_iter().take(MOST_DIVIDED) {
-        let ns = moment.divide(limit, least, MOST_CASES, &mut work, watch)?;
-        if Some(ns) > best.0 {
-            *best = (Some(ns), Some(op));
+        let (ns, again) = moment.divide(limit, least, MOST_CASES, &mut work, watch)?;
+        if Some(ns) > best.ns {
+            (best.ns, best.operator) = (Some(ns), Some(op));
+        }
+        if best.operator == Some(op) {
+            best.again = again;
         }
     }
     Ok(())

@@ -54,6 +54,8 @@ pub(super) struct Least {
     pub(super) ns: u64,
     /// A choice for this moment alone takes as much.
     most_ns: u64,
+    /// Per node whether that choice wants it.
+    wanted: Vec<bool>,
     /// The largest tensor that is neither kept nor lost as a whole.
     undecided: Option<u32>,
 }
@@ -68,6 +70,8 @@ pub(super) struct Moment {
     pub(super) held: Vec<(Ten, usize)>,
     nodes: u32,
     arcs: Vec<(u32, u32, Arc)>,
+    /// The nodes of operators whose later runs are further ones.
+    makers: Vec<(u32, Op)>,
     /// Sums over all arcs.
     all_bytes: u64,
     all_ns: u64,
@@ -174,6 +178,7 @@ impl Moment {
             held: Vec::new(),
             nodes: 2,
             arcs: Vec::new(),
+            makers: Vec::new(),
             all_bytes: 0,
             all_ns: 0,
             keep_all: 0,
@@ -234,6 +239,7 @@ impl Moment {
                 // The first run of an operator is no further one.
                 if side[maker as usize] == Side::Before {
                     moment.arc(node, SINK, Arc::Run(repeats.time_ns[maker as usize]));
+                    moment.makers.push((node, maker));
                 }
                 for &input in repeats.needs.row(maker) {
                     let version = repeats.version(input, maker);
@@ -349,7 +355,8 @@ impl Moment {
         let Some(room) = limit.checked_sub(self.bytes) else { return Ok(None) };
         let (mut best, mut above) = self.least(0, 1, supposed, work, watch)?;
         if above.bytes <= room {
-            return Ok(Some(Least { ns: best, most_ns: above.ns, undecided: None }));
+            let Choice { ns: most_ns, wanted, .. } = above;
+            return Ok(Some(Least { ns: best, most_ns, wanted, undecided: None }));
         }
         let (fewest, mut below) = self.least(1, 0, supposed, work, watch)?;
         if fewest > room {
@@ -381,11 +388,12 @@ impl Moment {
         };
         let undecided = self.arcs.iter().filter(is_undecided).max_by_key(bytes).map(|&(_, to, _)| to);
         let most_ns = if below.bytes <= room { below.ns } else { u64::MAX };
-        Ok(Some(Least { ns: best, most_ns, undecided }))
+        Ok(Some(Least { ns: best, most_ns, wanted: below.wanted, undecided }))
     }
 
     /// Raises what was found with nothing supposed: a tensor is kept or lost as a whole, so the
-    /// lesser of both cases holds; and so on in the lesser case, up to `most` times.
+    /// lesser of both cases holds; and so on in the lesser case, up to `most` times. With it come the
+    /// operators that run again in the choice that takes the least.
     pub(super) fn divide(
         &self,
         limit: u64,
@@ -393,30 +401,37 @@ impl Moment {
         mut most: usize,
         work: &mut u64,
         watch: &Watch,
-    ) -> Result<u64, Stop> {
-        let mut most_ns = found.most_ns;
+    ) -> Result<(u64, Vec<Op>), Stop> {
+        let (mut most_ns, mut wanted) = (found.most_ns, found.wanted.clone());
         // By what is proved of them, then by age: the cases to divide.
         let mut cases: BTreeMap<(u64, usize), (Least, Vec<Supposed>)> = BTreeMap::new();
         let mut age = 0;
         cases.insert((found.ns, age), (found, Vec::new()));
         while let Some((&(ns, _), _)) = cases.first_key_value() {
             if ns >= most_ns || most == 0 || *work == 0 {
-                return Ok(ns.min(most_ns));
+                return Ok((ns.min(most_ns), self.again(&wanted)));
             }
             most -= 1;
             let Some((_, (least, supposed))) = cases.pop_first() else { break };
-            let Some(node) = least.undecided else { return Ok(ns) };
+            let Some(node) = least.undecided else { return Ok((ns, self.again(&wanted))) };
             for is_lost in [false, true] {
                 let supposed: Vec<Supposed> = supposed.iter().copied().chain([(node, is_lost)]).collect();
                 if let Some(least) = self.least_ns(limit, &supposed, work, watch)? {
-                    most_ns = most_ns.min(least.most_ns);
+                    if least.most_ns < most_ns {
+                        (most_ns, wanted) = (least.most_ns, least.wanted.clone());
+                    }
                     age += 1;
                     cases.insert((least.ns.max(ns), age), (least, supposed));
                 }
             }
         }
         // No case is left within the limit but those attained.
-        Ok(most_ns)
+        Ok((most_ns, self.again(&wanted)))
+    }
+
+    /// The operators that run again in a choice.
+    fn again(&self, wanted: &[bool]) -> Vec<Op> {
+        self.makers.iter().filter(|&&(node, _)| wanted[node as usize]).map(|&(_, op)| op).collect()
     }
 
     /// Weights of about this ratio that no sum overflows with; neither is 0.

@@ -14,7 +14,7 @@ use crate::control::Watch;
 use crate::graph::{Graph, Operator, OperatorId, Sequence};
 use crate::rng::Random;
 use rayon::prelude::*;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// A sequence that fits the limit.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -51,6 +51,9 @@ const WORTHWHILE_OF_STEP: u64 = 5000;
 /// By which tensors are dropped when there is no room: the powers of bytes, gap and time, in
 /// halves. Found on training steps of transformers, convolutional networks and U-Nets.
 const FORCED: [[u8; 3]; 8] = [[2, 2, 2], [2, 1, 2], [2, 0, 2], [2, 1, 3], [1, 2, 2], [2, 2, 1], [2, 2, 4], [1, 1, 2]];
+/// How much tensors are preferred that the proof of the least extra time advises to drop: they are
+/// dropped before all others.
+const ADVICE: f64 = 1000.0;
 /// Into how many segments the forward pass is cut; 0 means that none is told apart.
 const SEGMENTS: [usize; 11] = [0, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24];
 /// The power of the gap, in halves, and the least score, in bytes a nanosecond, for what is dropped
@@ -76,12 +79,14 @@ const MOST_SEARCHED: usize = 3;
 
 /// Sequences within the limit, cheapest first; empty where none was found. `order` is an order that
 /// the graph permits, without recomputation; `limit_bytes` is for everything but what is
-/// persistent. The search ends early near `least_ns`, below which no extra time can be.
+/// persistent. The search ends early near `least_ns`, below which no extra time can be; `again` are
+/// the operators that run again where this was proved.
 pub(crate) fn search(
     graph: &Graph,
     order: &[OperatorId],
     limit_bytes: u64,
     least_ns: u64,
+    again: &[OperatorId],
     watch: &Watch,
 ) -> Vec<Found> {
     if order.is_empty() {
@@ -100,7 +105,7 @@ pub(crate) fn search(
     let share = bases.len() as u64;
     let from_base = |base: &Vec<OperatorId>| {
         let model = Model::new(graph, base);
-        let mut search = Search::new(&model, limit_bytes, least_ns, watch);
+        let mut search = Search::new(&model, limit_bytes, least_ns, again, watch);
         search.try_policies(POLICY_WORK / share);
         search.improve(LOCAL_WORK / share);
         let found = search.best.iter().map(|solution| Found {
@@ -147,6 +152,9 @@ struct Search<'a> {
     holds: Vec<Vec<u32>>,
     /// Per tensor its class: tensors of different layers that are alike are of one class.
     class: Vec<u32>,
+    /// Per tensor whether an operator makes or changes it that runs again where the least extra time
+    /// was proved.
+    is_advised: Vec<bool>,
     /// Tensors that can be made again and take memory.
     droppable: Vec<u32>,
     /// No extra time below is possible or worth more effort.
@@ -161,7 +169,7 @@ struct Search<'a> {
 }
 
 impl<'a> Search<'a> {
-    fn new(model: &'a Model, limit: u64, least_ns: u64, watch: &'a Watch) -> Self {
+    fn new(model: &'a Model, limit: u64, least_ns: u64, again: &[OperatorId], watch: &'a Watch) -> Self {
         let places = 0..model.len() as u32;
         let runs: Vec<u32> = places.clone().filter(|&op| !model.is_late[op as usize]).collect();
         let live = Timeline::new(model, u64::MAX, &runs).live_bytes();
@@ -186,6 +194,7 @@ impl<'a> Search<'a> {
                 .map(|&count| if count == 0 { vec![0; model.size.len()] } else { segments::holds(model, count) })
                 .collect(),
             class: classes(model),
+            is_advised: advised(model, again),
             droppable: (0..model.size.len() as u32)
                 .filter(|&tensor| model.can_remake[tensor as usize] && model.size[tensor as usize] > 0)
                 .collect(),
@@ -217,6 +226,13 @@ impl<'a> Search<'a> {
         for (at, forced) in FORCED.into_iter().enumerate() {
             for weight in 0..self.weights.len() {
                 self.attempt(attempt(forced, weight, 0));
+            }
+            if at == 0 && self.is_advised.contains(&true) {
+                let taste = self.is_advised.iter().map(|&is_advised| if is_advised { ADVICE } else { 1.0 });
+                let taste: Vec<f64> = taste.collect();
+                for weight in 0..self.weights.len() {
+                    self.attempt(Attempt { taste: taste.clone(), ..attempt(forced, weight, 0) });
+                }
             }
             if at == 0 {
                 // The more segments, the shorter are the chains that make tensors again, and the less
@@ -392,6 +408,17 @@ fn shares(amounts: impl Iterator<Item = f64> + Clone) -> Vec<f64> {
     std::iter::once(0.0).chain(up_to).collect()
 }
 
+/// Per tensor whether one of the operators makes or changes it.
+fn advised(model: &Model, again: &[OperatorId]) -> Vec<bool> {
+    let again: BTreeSet<OperatorId> = again.iter().copied().collect();
+    let mut is_advised = vec![false; model.size.len()];
+    for op in (0..model.len() as u32).filter(|&op| again.contains(&model.operator(op))) {
+        let changed = model.uses.row(op).iter().filter(|used| used.mutates).map(|used| used.tensor);
+        changed.chain(model.creates.row(op).iter().copied()).for_each(|tensor| is_advised[tensor as usize] = true);
+    }
+    is_advised
+}
+
 /// Classes by size and by what makes the tensor.
 fn classes(model: &Model) -> Vec<u32> {
     let mut known = BTreeMap::new();
@@ -417,6 +444,7 @@ mod tests {
     use crate::graph::{GraphBuilder, Kind, Operator, Phase, Residency, ReusePair, Tensor, TensorId};
     use crate::liveness::Profile;
     use crate::problem::Problem;
+    use crate::recompute::{Repeats, least_extra_ns};
     use std::sync::atomic::Ordering;
 
     /// Adds operators one after another.
@@ -580,7 +608,7 @@ mod tests {
             let plain = peak(&graph, order);
             for percent in [100, 80, 65, 50] {
                 let limit = plain * percent / 100;
-                for found in search(&graph, order, limit, 0, &Watch::default()) {
+                for found in search(&graph, order, limit, 0, &[], &Watch::default()) {
                     assert!(found.peak_bytes <= limit);
                     assert_eq!(measured(&graph, &found), (found.peak_bytes, found.extra_ns));
                     remade += usize::from(found.extra_ns > 0);
@@ -599,7 +627,7 @@ mod tests {
             let order = graph.program_order();
             let plain = peak(&graph, order);
             for percent in [70, 60, 55, 50] {
-                let solutions = search(&graph, order, plain * percent / 100, 0, &Watch::default());
+                let solutions = search(&graph, order, plain * percent / 100, 0, &[], &Watch::default());
                 if let Some(best) = solutions.first() {
                     assert_eq!(measured(&graph, best), (best.peak_bytes, best.extra_ns));
                     found += 1;
@@ -633,7 +661,7 @@ mod tests {
         }
         let graph = made.builder.build().unwrap();
         let limit = peak(&graph, graph.program_order()) * 3 / 4;
-        let found = search(&graph, graph.program_order(), limit, 0, &Watch::default());
+        let found = search(&graph, graph.program_order(), limit, 0, &[], &Watch::default());
         assert_eq!(measured(&graph, &found[0]), (found[0].peak_bytes, found[0].extra_ns));
         let runs = |&copy: &OperatorId| found[0].sequence.iter().filter(|&&run| run == copy).count();
         let place = |&copy: &OperatorId| found[0].sequence.iter().position(|&run| run == copy).unwrap();
@@ -643,17 +671,40 @@ mod tests {
     }
 
     #[test]
+    fn what_the_proof_gives_up_is_advised() {
+        let mut random = Random::new(23);
+        let mut advised_graphs = 0;
+        for _ in 0..20 {
+            let graph = step(&mut random, 8);
+            let limit = peak(&graph, graph.program_order()) * 3 / 4;
+            let bytes = graph.persistent_bytes() + limit;
+            let least = least_extra_ns(&Repeats::new(&graph), bytes, &Watch::default());
+            assert!(least.again.iter().all(|&id| graph.operator(id).repeatable));
+            assert!(least.ns == Some(0) || least.ns.is_none() || !least.again.is_empty());
+            let is_advised = advised(&Model::new(&graph, graph.program_order()), &least.again);
+            assert_eq!(is_advised.contains(&true), !least.again.is_empty());
+            advised_graphs += usize::from(!least.again.is_empty());
+            let ns = least.ns.unwrap_or(0);
+            for found in search(&graph, graph.program_order(), limit, ns, &least.again, &Watch::default()) {
+                assert_eq!(measured(&graph, &found), (found.peak_bytes, found.extra_ns));
+                assert!(ns <= found.extra_ns);
+            }
+        }
+        assert!(advised_graphs > 5, "{advised_graphs}");
+    }
+
+    #[test]
     fn nothing_runs_again_where_all_fits() {
         let graph = step(&mut Random::new(5), 6);
         let order = graph.program_order();
-        let found = search(&graph, order, peak(&graph, order), 0, &Watch::default());
+        let found = search(&graph, order, peak(&graph, order), 0, &[], &Watch::default());
         assert_eq!(found[0].extra_ns, 0);
     }
 
     #[test]
     fn a_limit_below_one_operator_finds_nothing() {
         let graph = step(&mut Random::new(5), 6);
-        assert_eq!(search(&graph, graph.program_order(), 128, 0, &Watch::default()), []);
+        assert_eq!(search(&graph, graph.program_order(), 128, 0, &[], &Watch::default()), []);
     }
 
     #[test]
@@ -662,6 +713,6 @@ mod tests {
         let control = crate::control::Control::default();
         control.cancel.store(true, Ordering::Relaxed);
         let order = graph.program_order();
-        assert_eq!(search(&graph, order, peak(&graph, order) / 2, 0, &Watch::new(&control, None)), []);
+        assert_eq!(search(&graph, order, peak(&graph, order) / 2, 0, &[], &Watch::new(&control, None)), []);
     }
 }
