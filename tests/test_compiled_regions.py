@@ -311,6 +311,16 @@ def test_regions_with_dropout_run_again_within_a_memory_budget() -> None:
     assert memory.total_bytes <= memory.limit_bytes < memory.program_order_bytes
 
 
+def test_a_bound_on_plans_in_which_regions_hold_their_arguments_is_no_bound_on_others() -> None:
+    """A region frees what it is the last to use, but not in plans in which operators run again."""
+    _, plain = tower(512, memory="100%")
+    takes_bytes = plain.memory().total_bytes
+    with pytest.raises(roam.PlanError, match="hold their arguments to their end") as least:
+        tower(512, memory=takes_bytes // 4)
+    assert least.value.code == "memory_floor"
+    assert f"Without recomputation it takes {takes_bytes} bytes" in str(least.value)
+
+
 class Chain(torch.nn.Module):
     """Its backward graph takes the memory of what was saved for it."""
 

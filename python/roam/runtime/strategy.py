@@ -503,12 +503,21 @@ class _Chooser:
         except PlanError as error:
             if not error.code.startswith("memory_"):
                 raise
+            code, fault = error.code, f"{error}."
+            if self._lowered.frees:
+                # The bound is one on plans that run operators again, not on `best`.
+                if limit_bytes >= best.plan.total_lower_bound_bytes:
+                    code = "memory_limit_not_found"
+                fault = (
+                    f"no plan was found that takes at most {limit_bytes} bytes. Where operators run "
+                    f"again, compiled regions hold their arguments to their end, and then {error}."
+                )
             raise PlanError(
-                f"{self._variant.name}: {error}. Without recomputation it takes {best.total_bytes} "
+                f"{self._variant.name}: {fault} Without recomputation it takes {best.total_bytes} "
                 f"bytes, of which {best.plan.persistent_bytes} are there before and after the step. The "
                 f"checks of a plan's first run take {best.checks_bytes} bytes more. Pass memory= of at "
                 "least what is needed plus these checks, or take a smaller batch",
-                code=error.code,
+                code=code,
                 operator=error.operator,
                 position=error.position,
                 source=error.source,
