@@ -11,7 +11,7 @@ import signal
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +72,11 @@ class Ranks:
             except (EOFError, ConnectionResetError):
                 found.append(("gone", ""))
         return found
+
+    def answers_after_the_first(self, timeout_s: float) -> list[tuple[str, Any]]:
+        """The same, with a limit that begins when the first of them has answered or is gone."""
+        wait(self._pipes, ANSWER_S)
+        return self.answers(timeout_s)
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """What a function returned on every rank.

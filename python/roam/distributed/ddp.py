@@ -35,6 +35,7 @@ _PLAIN: dict[str, Any] = {
     "batched_grad_copy": False,
     "lazy_bucket_allocation": False,
     "skip_all_reduce_unused_params": False,
+    "_require_manual_backward_finalization": False,
     "is_multi_device_module": False,
     "_delay_all_reduce_params": [],
     "_delay_all_reduce_all_params": False,
