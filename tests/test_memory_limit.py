@@ -8,17 +8,16 @@ import functools
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from limited import ran
 
 import hard_limit
 import roam
@@ -385,9 +384,6 @@ def test_a_program_that_is_not_the_plans_is_refused(monkeypatch: pytest.MonkeyPa
     assert caught.value.code == "self_check"
 
 
-TRAINED = Path(__file__).with_name("hard_limit.py")
-
-
 def test_a_gpt2_trains_in_a_third_of_its_memory() -> None:
     budget_bytes = hard_limit.eager_bytes(16) // 3
     steps: list[roam.Step] = []
@@ -396,7 +392,7 @@ def test_a_gpt2_trains_in_a_third_of_its_memory() -> None:
         steps.append(roam.compile(step, memory=budget_bytes))
         return steps[-1]
 
-    # `benches/hard_limit.py` trains for 100 steps, and on more samples.
+    # `benches/limited.py` trains for 100 steps, and on more samples.
     planned = hard_limit.losses(compiled(hard_limit.train_step), 16, 20)
     assert planned == hard_limit.losses(hard_limit.train_step, 16, 20)
     model, optimizer = hard_limit.built()
@@ -414,14 +410,9 @@ def test_a_gpt2_trains_in_a_third_of_its_memory() -> None:
 def test_the_system_may_give_no_more_than_the_budget() -> None:
     """Capture, trials of kernels, planning and the checked first run are inside of it."""
     budget_bytes = hard_limit.eager_bytes(512) // 3
-    # One arena, and no memory of more than 256 KiB kept for later: how much more glibc takes than
-    # it is asked for is not of the budget.
-    settings = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": str(2**18)}
 
     def told(*arguments: object) -> dict[str, Any]:
-        command = [sys.executable, "-W", "ignore", str(TRAINED), *map(str, arguments)]
-        environment = os.environ | settings | {"OMP_NUM_THREADS": "1"}
-        run = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+        run = ran(*arguments)
         assert run.returncode == 0, run.stderr[-2000:]
         found: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
         return found

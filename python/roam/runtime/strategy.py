@@ -509,8 +509,8 @@ class _Chooser:
                 if limit_bytes >= best.plan.total_lower_bound_bytes:
                     code = "memory_limit_not_found"
                 fault = (
-                    f"no plan was found that takes at most {limit_bytes} bytes. Where operators run "
-                    f"again, compiled regions hold their arguments to their end, and then {error}."
+                    "where operators run again, compiled regions hold their arguments to their "
+                    f"end; then {error}."
                 )
             raise PlanError(
                 f"{self._variant.name}: {fault} Without recomputation it takes {best.total_bytes} "

@@ -1,5 +1,5 @@
 """Trains a GPT-2 within a third of what its step takes eagerly, in a process that the system gives
-no more: `python benches/hard_limit.py [--samples 256] [--steps 100]`.
+no more: `python benches/limited.py [--samples 256] [--steps 100]`.
 
 Four processes train the same network on the same batches (`tests/hard_limit.py`, one thread):
 eagerly, by a plan within the budget, by the same plan while the system lets the process grow by the
@@ -20,16 +20,22 @@ from pathlib import Path
 from typing import Any
 
 CHILD = Path(__file__).resolve().parent.parent / "tests" / "hard_limit.py"
-# One arena, and no memory of more than 256 KiB kept for later.
+# One arena, and no memory of more than 256 KiB kept for later: how much more glibc takes than it is
+# asked for is not of the budget.
 _MALLOC = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": str(2**18)}
 
 
-def run(*arguments: object) -> dict[str, Any]:
-    """What a process told, with its seconds; `failure` where it ended otherwise."""
+def ran(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """A process of `CHILD` with these arguments, when it has ended."""
     command = [sys.executable, "-W", "ignore", str(CHILD), *map(str, arguments)]
     environment = os.environ | _MALLOC | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+
+
+def run(*arguments: object) -> dict[str, Any]:
+    """What a process told, with its seconds; `failure` where it failed."""
     start = time.perf_counter()
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    done = ran(*arguments)
     told: dict[str, Any] = {"seconds": time.perf_counter() - start}
     if done.returncode:
         last = (done.stderr.strip().splitlines() or [""])[-1]
