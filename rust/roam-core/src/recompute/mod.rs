@@ -3,6 +3,7 @@
 
 mod base;
 mod complete;
+mod deferral;
 mod evict;
 mod floor;
 mod least_time;

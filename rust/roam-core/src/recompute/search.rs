@@ -6,6 +6,7 @@
 //! only a watch that stops the search changes it.
 
 use super::base::base_order;
+use super::deferral::deferred_sums;
 use super::evict::{Exponents, Failure, Policy, evict};
 use super::model::{Model, NONE};
 use super::segments;
@@ -97,13 +98,12 @@ pub(crate) fn search(
     let gathers_again = |one: &Operator| one.repeatable && one.sequence == Some(Sequence::Collective);
     let mut orders = vec![order];
     orders.extend(graph.operators().iter().any(gathers_again).then(|| graph.program_order()));
-    let ways: Vec<(&[OperatorId], bool)> =
-        orders.into_iter().flat_map(|order| [(order, false), (order, true)]).collect();
-    let mut bases: Vec<Vec<OperatorId>> =
-        ways.into_par_iter().map(|(order, early_updates)| base_order(graph, order, early_updates)).collect();
-    bases.dedup();
-    let share = bases.len() as u64;
-    let from_base = |base: &Vec<OperatorId>| {
+    let usual = bases(graph, &orders);
+    let deferred = deferred_sums(graph).map_or_else(Vec::new, |order| bases(graph, &[&order]));
+    let share = usual.len() as u64;
+    // Attempts with deferred sums are long, and many fail: they do not share what is granted.
+    let granted = usual.iter().map(|base| (base, share)).chain(deferred.iter().map(|base| (base, 1)));
+    let from_base = |(base, share): (&Vec<OperatorId>, u64)| {
         let model = Model::new(graph, base);
         let mut search = Search::new(&model, limit_bytes, least_ns, again, watch);
         search.try_policies(POLICY_WORK / share);
@@ -115,11 +115,21 @@ pub(crate) fn search(
         });
         found.collect::<Vec<_>>()
     };
-    let mut found: Vec<Found> = bases.par_iter().map(from_base).collect::<Vec<_>>().concat();
+    let granted: Vec<(&Vec<OperatorId>, u64)> = granted.collect();
+    let mut found: Vec<Found> = granted.into_par_iter().map(from_base).collect::<Vec<_>>().concat();
     found.sort_by_key(|found| (found.extra_ns, found.peak_bytes));
     found.dedup_by(|a, b| a.sequence == b.sequence);
     found.truncate(MOST_FOUND);
     found
+}
+
+/// The orders, as the search starts from them; neighbours that are equal once.
+fn bases(graph: &Graph, orders: &[&[OperatorId]]) -> Vec<Vec<OperatorId>> {
+    let ways: Vec<(&[OperatorId], bool)> = orders.iter().flat_map(|&order| [(order, false), (order, true)]).collect();
+    let base = |(order, early_updates)| base_order(graph, order, early_updates);
+    let mut bases: Vec<Vec<OperatorId>> = ways.into_par_iter().map(base).collect();
+    bases.dedup();
+    bases
 }
 
 #[derive(Clone, Debug)]
