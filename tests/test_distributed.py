@@ -7,7 +7,9 @@ bits of a sum depend on where in its buffer an element lies.
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
+import itertools
 import json
 import logging
 import os
@@ -34,7 +36,7 @@ from torch.utils import _pytree as pytree
 import roam
 from ranks import Ranks, alive, revived
 from roam.distributed import agreement, collectives
-from roam.torch_compat.private import store_of, tensor_uses
+from roam.torch_compat.private import kept_buckets, store_of, tensor_uses
 
 Step = Callable[..., Any]
 
@@ -384,6 +386,15 @@ def with_views() -> Any:
     return small_ddp(gradient_as_bucket_view=True)
 
 
+def anew() -> Any:
+    """With buckets that live for one backward pass."""
+    return small_ddp(lazy_bucket_allocation=True)
+
+
+def anew_with_views() -> Any:
+    return small_ddp(lazy_bucket_allocation=True, gradient_as_bucket_view=True)
+
+
 def without_buffers() -> Any:
     return small_ddp(broadcast_buffers=False)
 
@@ -422,6 +433,8 @@ def with_scaler() -> Any:
         (accumulating, small_ddp, 20),
         (clipped, with_views, 5),
         (accumulating, with_views, 5),
+        (clipped, anew, 5),
+        (accumulating, anew_with_views, 5),
         (clipped, without_buffers, 5),
         (autocast, small_ddp, 5),
         (scaled, with_scaler, 8),
@@ -478,6 +491,110 @@ def in_turns(rank: int, world: int) -> list[int]:
 
 def test_steps_by_plan_and_eager_ones_take_turns(ranks: Ranks) -> None:
     assert ranks.run(in_turns) == [[]] * 4
+
+
+def kept_bytes(net: Any) -> int:
+    """Memory of the buckets that a module keeps."""
+    return sum(bucket.untyped_storage().nbytes() for bucket in kept_buckets(net.reducer))
+
+
+def without_buckets(rank: int, world: int) -> tuple[list[int], dict[str, bool]]:
+    """What differs, and when the module had its buckets, if plans take turns with all that uses
+    them.
+    """
+    kept: dict[str, bool] = {}
+
+    def trained(step: Step) -> list[torch.Tensor]:
+        net, optimizer = small_ddp()
+        other = wrapped(net.module)
+        numbers, found = itertools.count(), []
+
+        def run(what: Step, net: Any = net) -> None:
+            found.extend(tensors_of(what(net, optimizer, batch(rank, next(numbers)))))
+
+        def alone() -> None:
+            optimizer.zero_grad()
+            net.module(batch(rank, next(numbers))).square().mean().backward()
+            found.extend(tensors_of([one.grad for one in net.parameters()]))
+
+        def note(when: str) -> None:
+            kept[when] = kept_bytes(net) > 0
+
+        for _ in range(3):
+            run(step)
+        note("by plan")
+        alone()
+        with torch.no_grad():
+            found.extend(tensors_of(net(batch(rank, 51))))
+        note("backward pass of the bare module, evaluation")
+        run(clipped)
+        note("eager step")
+        run(step)
+        run(accumulating)
+        run(step)
+        note("by plan again")
+        with net.no_sync():
+            net(batch(rank, 52)).square().mean().backward()
+        run(clipped)
+        run(step)
+        for _ in range(3):
+            run(step, other)
+        run(clipped, other)
+        run(step)
+        note("another wrapper of the same module")
+        net(batch(rank, 53))
+        note("forward pass alone")
+        run(step)
+        alone()
+        run(step)
+        twin = copy.deepcopy(net)
+        note("a copy")
+        run(clipped, twin)
+        run(clipped)
+        found.extend(tensors_of(list(twin.parameters())))
+        return [*found, *state_of(net, optimizer)]
+
+    eagerly = trained(clipped)
+    assert all(kept.values())
+    return differences(eagerly, trained(roam.compile(clipped))), kept
+
+
+def test_a_module_is_without_its_buckets_while_plans_run(ranks: Ranks) -> None:
+    for found, kept in ranks.run(without_buckets):
+        assert found == []
+        assert kept == {
+            "by plan": False,
+            "backward pass of the bare module, evaluation": False,
+            "eager step": True,
+            "by plan again": False,
+            "another wrapper of the same module": False,
+            "forward pass alone": True,
+            "a copy": False,
+        }
+
+
+def looked_up(net: nn.Module, optimizer: Any, x: torch.Tensor, places: torch.Tensor) -> Any:
+    return clipped(net, optimizer, x[places])
+
+
+def test_a_module_has_its_buckets_after_a_run_that_failed(tmp_path: Any) -> None:
+    found = []
+    for step in (looked_up, roam.compile(looked_up)):
+        folder = tmp_path / str(len(found))
+        folder.mkdir()
+        with alone(folder):
+            net, optimizer = small_ddp()
+            for number, most in enumerate((6, 6, 6, 7)):
+                places = torch.arange(6) + most - 6
+                with contextlib.ExitStack() as stack:
+                    if most > 6:
+                        stack.enter_context(pytest.raises((IndexError, roam.ExecutionError)))
+                    step(net, optimizer, batch(0, number), places)
+            assert (kept_bytes(net) > 0) == (step is looked_up)
+            looked_up(net, optimizer, batch(0, 9), torch.arange(6))
+            assert kept_bytes(net) > 0
+            found.append(state_of(net, optimizer))
+    assert differences(*found) == []
 
 
 def evaluated(net: nn.Module, optimizer: Any, x: torch.Tensor) -> torch.Tensor:

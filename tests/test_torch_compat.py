@@ -932,6 +932,39 @@ def _tells_buckets(ddp: Any) -> bool:
     )  # fmt: skip
 
 
+def _keeps_buckets(ddp: Any) -> bool:
+    (bucket,) = private.kept_buckets(_trained(ddp).reducer)
+    bucket.fill_(7.0)
+    (again,) = private.kept_buckets(ddp.reducer)
+    lazy = torch.nn.parallel.DistributedDataParallel(ddp.module, lazy_bucket_allocation=True)
+    return (
+        again.data_ptr() == bucket.data_ptr()
+        and torch.equal(again, bucket)
+        and private.kept_buckets(_trained(lazy).reducer) == []
+    )
+
+
+def _expects(ddp: Any) -> bool:
+    reducer = _trained(ddp).reducer
+    before = private.expects_backward(reducer)
+    loss = ddp(torch.ones(4, 2)).sum()
+    during = private.expects_backward(reducer)
+    loss.backward()
+    return not before and during and not private.expects_backward(reducer)
+
+
+def _prepares(ddp: Any) -> bool:
+    kind, seen = private.reducer_class(), []
+    plain = kind.prepare_for_backward
+    try:
+        private.prepares_after(seen.append)
+        private.prepares_after(seen.append)  # once is enough
+        _trained(ddp)
+    finally:
+        kind.prepare_for_backward = plain
+    return seen == [ddp.reducer]
+
+
 def _marks_begun(ddp: Any) -> bool:
     private.mark_begun(ddp, True)
     return ddp._lazy_init_ran and ddp._has_rebuilt_buckets
@@ -1083,6 +1116,9 @@ CANARIES: dict[str, Callable[[], bool]] = {
     ),
     "rebuild_buckets": _ddp(lambda ddp: private.rebuild_buckets(_trained(ddp).reducer)),
     "reducer_data": _ddp(_tells_buckets),
+    "kept_buckets": _ddp(_keeps_buckets),
+    "expects_backward": _ddp(_expects),
+    "prepares_after": _ddp(_prepares),
     "is_joined": _ddp(lambda ddp: not private.is_joined(ddp)),
     "ddp_parameters": _ddp(lambda ddp: private.ddp_parameters(ddp) == list(ddp.parameters())),
     "broadcast_buckets": lambda: (

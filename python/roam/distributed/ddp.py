@@ -33,7 +33,6 @@ _PLAIN: dict[str, Any] = {
     "static_graph": False,
     "find_unused_parameters": False,
     "batched_grad_copy": False,
-    "lazy_bucket_allocation": False,
     "skip_all_reduce_unused_params": False,
     "_require_manual_backward_finalization": False,
     "is_multi_device_module": False,

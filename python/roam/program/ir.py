@@ -370,6 +370,9 @@ class Program:
     """(guard, its answer at capture)."""
     stepped: list[Any] = field(default_factory=list)
     """Optimizers whose `step` the user's step calls."""
+    reduced: list[Any] = field(default_factory=list)
+    """Modules of `DistributedDataParallel` whose gradients the program reduces in buckets of its
+    own."""
     skippable: list[tuple[Any, int]] = field(default_factory=list)
     """(optimizer, slot of a live number): its calls have this number for `Call.skip_if`, and leave
     its state as it was."""

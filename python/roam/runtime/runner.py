@@ -13,6 +13,7 @@ from roam.capture.step import Variant
 from roam.capture.tracing.gradient_history import VIEW, Histories
 from roam.capture.tracing.rng import watched
 from roam.distributed.agreement import begin, leave
+from roam.distributed.buckets import give_back
 from roam.distributed.collectives import Group, settle, unsettled
 from roam.errors import ExecutionError
 from roam.interrupts import interrupts_wait
@@ -43,6 +44,7 @@ from roam.state.state_guard import Kind, StateGuard
 from roam.torch_compat.private import (
     DisableTorchFunction,
     c_pointer,
+    expects_backward,
     is_view,
     joined,
     local_of,
@@ -237,9 +239,16 @@ class Runner:
             if self._has_checks
             else []
         )
+        for module in program.reduced:
+            if expects_backward(module.reducer):
+                raise Declined(
+                    "a forward pass of a DistributedDataParallel outside of the step has had no backward "
+                    "pass, and only a step of eager PyTorch ends the module's waiting for it; "
+                    "evaluate under torch.no_grad()"
+                )
         if self._groups:
             self._begin()
-        self._drop_ignored()
+        self._make_room()
         # Not as tensors: those would count as memory of the step.
         drawn = [generator.get_state().numpy().tobytes() for generator in self._generators]
         with interrupts_wait():
@@ -364,7 +373,7 @@ class Runner:
     def measured(self, work: Callable[[], Any]) -> Any:
         """The result of a run by the plan; `memory` then tells what it took."""
         # What a run does before anything else, and what outlasts it, is not its own.
-        self._drop_ignored()
+        self._make_room()
         with self._executor.held():
             held_bytes = 0 if self._pool is None else self._pool.nbytes
         with self._timed() as stopwatch:
@@ -411,6 +420,7 @@ class Runner:
         )
         left_bytes += self._entering_bytes()
         del left
+        self._give_buckets_back()  # eager PyTorch needs them, so they are to count
         trace = measure_peak(work, device=self._device.type)
         known_bytes = max(left_bytes - (trace.unseen_freed_bytes or 0), 0)
         self.memory = replace(
@@ -425,9 +435,15 @@ class Runner:
         """Memory from before the step that dies in it, since its tensors are given other data."""
         return sum(self._program.storages[number].size_bytes for number in self._program.entering)
 
-    def _drop_ignored(self) -> None:
+    def _make_room(self) -> None:
+        """Frees what only eager PyTorch keeps from one step to the next."""
         for reference in self._ignored:
             reference.parameter.get().grad = None
+        self._give_buckets_back()
+
+    def _give_buckets_back(self) -> None:
+        for module in self._program.reduced:
+            give_back(module)
 
     def held(self) -> list[Any]:
         """The largest of the Python objects that it is made of."""

@@ -754,6 +754,65 @@ def reducer_data(ddp: Any) -> dict[str, Any]:
     return found
 
 
+class _Zeroed(TorchDispatchMode):
+    """Takes note of tensors of which zeros in their shape are asked for, and answers with the
+    tensors themselves.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensors: list[torch.Tensor] = []
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if function is not torch.ops.aten.zeros_like.default:
+            return function(*args, **(kwargs or {}))
+        self.tensors.append(args[0])
+        return args[0]
+
+
+def kept_buckets(reducer: Any) -> list[torch.Tensor]:
+    """The flat gradients of all buckets that a reducer keeps from one backward pass to the next;
+    none if it makes them anew in each. They are the reducer's own, not copies.
+    """
+    with _Zeroed() as zeroed:
+        reducer._get_zeros_like_grad_buckets()
+    return zeroed.tensors
+
+
+def expects_backward(reducer: Any) -> bool:
+    """Whether a backward pass for a reducer is under way, or is to come after a forward pass; True
+    also where a PyTorch cannot tell.
+
+    The reducer has to be one whose backward passes are not finalized by hand.
+    """
+    if not hasattr(reducer, "_set_manual_finalization_required"):
+        return True
+    try:
+        reducer._set_manual_finalization_required(True)
+    except RuntimeError:
+        return True
+    reducer._set_manual_finalization_required(False)
+    return False
+
+
+def prepares_after(call: Callable[[Any], None]) -> None:
+    """From now on, every reducer is given to `call` before it prepares for a backward pass."""
+    kind: Any = reducer_class()
+    plain = kind.prepare_for_backward
+    if getattr(plain, "comes_after", None) == call:
+        return
+
+    @functools.wraps(plain)
+    def prepare_for_backward(reducer: Any, outputs: Any) -> None:
+        call(reducer)
+        plain(reducer, outputs)
+
+    prepare_for_backward.comes_after = call  # type: ignore[attr-defined]
+    kind.prepare_for_backward = prepare_for_backward
+
+
 def mark_begun(ddp: Any, is_rebuilt: bool) -> None:
     """Has a `DistributedDataParallel` know that its first step is done."""
     ddp._lazy_init_ran, ddp._has_rebuilt_buckets = True, is_rebuilt
@@ -1095,6 +1154,7 @@ __all__ = [
     "engine",
     "engine_will_run",
     "exchange_shard",
+    "expects_backward",
     "fake_store",
     "finished_work",
     "flat_shape",
@@ -1134,6 +1194,7 @@ __all__ = [
     "joined",
     "keeping_activations",
     "keeping_equal_nodes",
+    "kept_buckets",
     "kernel_library_switches",
     "layout_of",
     "layout_rules",
@@ -1147,6 +1208,7 @@ __all__ = [
     "node_class",
     "packet_of",
     "parameters_of",
+    "prepares_after",
     "private_use_type",
     "protect_pointer",
     "pytree",

@@ -128,6 +128,11 @@ class Reductions:
 
         return run
 
+    @property
+    def modules(self) -> list[Any]:
+        """Those whose gradients the step reduces."""
+        return [one.module for one in self._known.values()]
+
     def check(self) -> None:
         """Refuses a step that leaves gradients of a module half reduced."""
         for one in self._known.values():
@@ -140,7 +145,7 @@ class _Reducer:
     def __init__(
         self, recorder: Recording, ddp: Any, parameters: list[Any], buckets: Buckets
     ) -> None:
-        self._recorder = recorder
+        self._recorder, self.module = recorder, ddp
         self._target = launch("allreduce_", Group.of(ddp.process_group), "SUM")
         self._scale = 1.0 / self._target.group.size
         self._as_views = bool(ddp.gradient_as_bucket_view)

@@ -192,6 +192,7 @@ def trace(
             given = fake_state.taker.take(args, kwargs)
             result = _run(recorder, step, args, kwargs)
             reductions.check()
+        recorder.program.reduced = reductions.modules
         taken = fake_state.taker.take(args, kwargs)
         if taken.spec != given.spec or not all(map(operator.is_, taken.leaves, given.leaves)):
             raise ArgumentsChange

@@ -1,0 +1,56 @@
+"""Gives back the memory of the buckets that a `DistributedDataParallel` keeps, while plans reduce
+gradients in buckets of their own.
+
+The module's reducer fills its buckets anew in each backward pass that it expects, and reads nothing
+of what the last one left there. It expects one only after it has been told to prepare for it, as
+the module's forward pass does. That is when the buckets get their memory again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from roam.torch_compat.private import (
+    disable_current_modes,
+    expects_backward,
+    kept_buckets,
+    prepares_after,
+)
+
+_given_back: WeakKeyDictionary[Any, list[tuple[torch.UntypedStorage, int]]] = WeakKeyDictionary()
+"""Per reducer, the storages of its buckets that are without memory, and how many bytes they had."""
+
+
+def give_back(ddp: Any) -> None:
+    """Frees the memory of a module's buckets until its reducer needs it.
+
+    They stay where gradients of parameters may be views of them, and where a backward pass of the
+    module's own is under way or still to come.
+    """
+    reducer = ddp.reducer
+    if reducer in _given_back or ddp.gradient_as_bucket_view:
+        return
+    with disable_current_modes():
+        if expects_backward(reducer):
+            return
+        prepares_after(_take_back)
+        storages = [bucket.untyped_storage() for bucket in kept_buckets(reducer)]
+        _given_back[reducer] = [(storage, storage.nbytes()) for storage in storages]
+        for storage in storages:
+            storage.resize_(0)
+
+
+def _take_back(reducer: Any) -> None:
+    """Gives a reducer memory for its buckets, if it is without."""
+    if reducer not in _given_back:
+        return
+    with disable_current_modes():
+        for storage, size_bytes in _given_back[reducer]:
+            storage.resize_(size_bytes)
+    del _given_back[reducer]
+
+
+__all__ = ["give_back"]
