@@ -28,13 +28,13 @@ def give_back(ddp: Any) -> None:
     """Frees the memory of a module's buckets until its reducer needs it.
 
     They stay where gradients of parameters may be views of them, and where a backward pass of the
-    module's own is under way or still to come.
+    module's own is under way or still to come, or may be.
     """
     reducer = ddp.reducer
     if reducer in _given_back or ddp.gradient_as_bucket_view:
         return
     with disable_current_modes():
-        if expects_backward(reducer):
+        if expects_backward(reducer) is not False:
             return
         prepares_after(_take_back)
         storages = [bucket.untyped_storage() for bucket in kept_buckets(reducer)]

@@ -760,7 +760,7 @@ class _Zeroed(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.tensors: list[torch.Tensor] = []
 
     def __torch_dispatch__(
@@ -776,19 +776,20 @@ def kept_buckets(reducer: Any) -> list[torch.Tensor]:
     """The flat gradients of all buckets that a reducer keeps from one backward pass to the next;
     none if it makes them anew in each. They are the reducer's own, not copies.
     """
-    with _Zeroed() as zeroed:
+    zeroed = _Zeroed()
+    with zeroed:
         reducer._get_zeros_like_grad_buckets()
     return zeroed.tensors
 
 
-def expects_backward(reducer: Any) -> bool:
-    """Whether a backward pass for a reducer is under way, or is to come after a forward pass; True
-    also where a PyTorch cannot tell.
+def expects_backward(reducer: Any) -> bool | None:
+    """Whether a backward pass for a reducer is under way, or is to come after a forward pass; None
+    where a PyTorch cannot tell.
 
     The reducer has to be one whose backward passes are not finalized by hand.
     """
     if not hasattr(reducer, "_set_manual_finalization_required"):
-        return True
+        return None
     try:
         reducer._set_manual_finalization_required(True)
     except RuntimeError:
