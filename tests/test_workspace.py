@@ -12,10 +12,11 @@ import roam
 from roam.capture.step import Variant, capture_step
 from roam.kernels import workspace
 from roam.kernels.workspace import workspaces
-from roam.program.ir import Ref, substitute
+from roam.program.ir import Call, Ref, substitute
 from roam.runtime.memory_profiler import measure_peak, observed
 from roam.runtime.pool import Pool
 from roam.runtime.strategy import choose
+from roam.torch_compat.private import chunk_cat
 from training import plain_step
 
 CLOSE = 0.02
@@ -121,6 +122,31 @@ def test_a_plan_is_known_before_anything_runs() -> None:
     step.measured(*call)
     assert step.plans[0][1].total_bytes == plan.total_bytes
     assert step.memory().measured_bytes == pytest.approx(step.plan(*call).total_bytes, rel=CLOSE)
+
+
+@pytest.mark.parametrize("rows", [64, 65])
+def test_what_is_cut_unevenly_is_copied_first(rows: int) -> None:
+    """As where `fully_shard` reduces the gradient of a parameter of so many rows on two ranks."""
+
+    def cut(whole: torch.Tensor) -> torch.Tensor:
+        parts = whole.new_empty(2, 33 * 64)
+        chunk_cat([whole + 1], 0, 2, out=parts[:, : (rows + 1) // 2 * 64])
+        return parts
+
+    found = []
+    for call, size in capture_and_workspaces(cut, torch.randn(rows, 64)):
+        if call.name == "aten._chunk_cat.out":
+            found.append(size)
+    assert found == [0 if rows == 64 else 66 * 64 * 4]
+
+
+def capture_and_workspaces(step: Any, *args: Any) -> list[tuple[Call, int]]:
+    """The calls of a step's program, each with what its kernel takes."""
+    variant = capture_step(step, args, {}).steady
+    assert variant is not None
+    taken = workspaces(variant.program, variant.placed, variant.device)
+    assert taken is not None
+    return [(call, taken.get(number, 0)) for number, call in enumerate(variant.program.calls)]
 
 
 def masked() -> tuple[Any, ...]:

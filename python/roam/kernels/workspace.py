@@ -39,6 +39,9 @@ _PRODUCTS = frozenset(
     f"aten.{name}.default" for name in ("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv")
 )
 _IN_STEPS = frozenset(("aten._safe_softmax.default", "aten.embedding_dense_backward.default"))
+_TO_OUT = frozenset(("aten._chunk_cat.out",))
+"""Those that make something in between and write the result to their argument `out`: what cannot be
+cut evenly is copied first."""
 _learned: dict[object, int] = {}
 _one_at_a_time = threading.Lock()
 
@@ -250,8 +253,9 @@ def _is_tried(program: Program, index: int, device: torch.device) -> bool:
     if not isinstance(call.target, OpOverload) or call.target.namespace not in ("aten", "roam"):
         return False  # who knows what else it does
     # What a compiled region changes and draws comes back; of other calls that change something
-    # little is known.
-    if not is_region(call.target) and (call.mutates or call.random or not _made(program, index)):
+    # little is known, unless it is their `out`.
+    is_known = is_region(call.target) or call.name in _TO_OUT
+    if not is_known and (call.mutates or call.random or not _made(program, index)):
         return False
     metas = [program.slots[slot] for slot in (*call.refs(), *_made(program, index))]
     return all(meta is not None and meta.device == device for meta in metas)
@@ -357,6 +361,8 @@ def _taken(program: Program, index: int, at: Placed | None, device: torch.device
             kernel(*given, **named)
             return []
         results = pytree.tree_leaves(call.target(*args, **kwargs))
+        if call.name in _TO_OUT:
+            return []
         return [result for result in results if isinstance(result, torch.Tensor)]
 
     with torch.random.fork_rng(range(torch.cuda.device_count()), enabled=call.random):
