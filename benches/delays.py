@@ -24,6 +24,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import roam
+from roam.bench.compiled import image_loss
+from roam.bench.ranks import clipped_step
 from roam.distributed.collectives import Launch, Pending
 
 _MOST_S = 0.02
@@ -69,13 +71,8 @@ def made(way: str) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def train_step(model: nn.Module, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Forward, backward, clipping, update."""
-    optimizer.zero_grad()
-    loss = nn.functional.cross_entropy(model(x), y)
-    loss.backward()
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    return loss.detach()
+    """A step of a classifier."""
+    return clipped_step(model, optimizer, image_loss, x, y)
 
 
 def trained(

@@ -328,8 +328,13 @@ def test_a_checkpoint_is_loaded_and_training_goes_on(
 
 
 @pytest.mark.parametrize(("make", "step"), [(sharded, update), (sharded_twice, update_twice)])
-def test_a_fake_group_gives_the_plan_of_any_rank(ranks: Ranks, make: Any, step: Any) -> None:
-    *figures, code = in_fake_group(1, RANKS, True, make, step)
+def test_a_fake_group_gives_the_plan_of_any_rank(
+    ranks: Ranks,
+    one: Ranks,
+    make: Any,
+    step: Any,
+) -> None:
+    *figures, code = one.run(in_fake_group, 1, RANKS, True, make, step)[0]
     assert code == "fake_group"
     assert figures == ranks.run(planned, make, step)[1]
 

@@ -8,8 +8,6 @@ buffer an element lies.
 from __future__ import annotations
 
 import importlib
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -26,6 +24,7 @@ from torch.utils import _pytree as pytree
 
 import roam
 from ranks import Ranks, alive, revived
+from roam.sharding.ranks import one_of
 
 Made = tuple[nn.Module, torch.optim.Optimizer]
 STEPS = 20
@@ -43,6 +42,12 @@ def processes(
 @pytest.fixture
 def ranks(processes: Ranks) -> Ranks:
     return revived(processes)
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    """A process that plans under "fake" groups."""
+    yield from alive(1, tmp_path_factory.mktemp("one"))
 
 
 # -- what the ranks run
@@ -354,47 +359,37 @@ def put_part(net: Any, optimizer: torch.optim.Optimizer, tokens: torch.Tensor) -
     return net(tokens).sum().detach()
 
 
-PLANNED = """
-import importlib, sys
-import torch, torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
-import roam
-from test_tensor_parallel import adamw, batch
-
-rank, world, is_fake = map(int, sys.argv[1:4])
-module, make, update = sys.argv[4:]
-module = importlib.import_module(module)
-make, update = getattr(module, make), getattr(module, update)
-dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
-if is_fake:
-    with roam.fake():
-        net = make()
-        tokens = torch.zeros(4, 8, dtype=torch.long)
-else:
-    net, tokens = make(), batch(0)
-optimizer, step = adamw(net), roam.compile(update)
-plan = step.plan(net, optimizer, tokens)
-print(plan.total_bytes, plan.persistent_bytes)
-try:
-    step(net, optimizer, tokens)
-except roam.ExecutionError as error:
-    print(error.code)
-"""
-
-
 def in_fake_group(
-    rank: int, world: int, is_fake: bool, make: Any = tensor_parallel, step: Any = update
+    _: int,
+    alone: int,
+    rank: int,
+    world: int,
+    is_fake: bool,
+    make: Any = tensor_parallel,
+    step: Any = update,
 ) -> list[str]:
-    """What a process says that plans under a "fake" group: figures of its plan, and the code by
-    which a call is refused.
+    """What a single process plans under a "fake" group, which it leaves: figures of the plan, and
+    the code by which a call is refused.
     """
-    arguments = rank, world, int(is_fake), make.__module__, make.__name__, step.__name__
-    command = [sys.executable, "-W", "ignore", "-c", PLANNED, *map(str, arguments)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=120, cwd=Path(__file__).parent
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.split()
+    assert alone == 1
+    warnings.simplefilter("ignore")
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    with one_of(world, rank):
+        if is_fake:
+            with roam.fake():
+                net = make()
+                tokens = torch.zeros(4, 8, dtype=torch.long)
+        else:
+            net, tokens = make(), batch(0)
+        optimizer, compiled = adamw(net), roam.compile(step)
+        plan = compiled.plan(net, optimizer, tokens)
+        code = ""
+        try:
+            compiled(net, optimizer, tokens)
+        except roam.ExecutionError as error:
+            code = error.code
+        return [str(plan.total_bytes), str(plan.persistent_bytes), code]
 
 
 def planned(rank: int, world: int, make: Any = tensor_parallel, step: Any = update) -> list[str]:
@@ -475,12 +470,13 @@ def test_another_layout_is_another_plan(ranks: Ranks) -> None:
     assert found == [(True, 3)] * ranks.world
 
 
-def test_a_fake_group_gives_the_plan_of_any_rank(ranks: Ranks) -> None:
+def test_a_fake_group_gives_the_plan_of_any_rank(ranks: Ranks, one: Ranks) -> None:
     last = ranks.world - 1
-    *figures, code = in_fake_group(last, ranks.world, False)
+    *figures, code = one.run(in_fake_group, last, ranks.world, False)[0]
     assert code == "fake_group"
     assert figures == ranks.run(planned)[last]
 
 
-def test_a_fake_group_and_fake_tensors() -> None:
-    assert in_fake_group(3, 4, True)[:2] == in_fake_group(3, 4, False)[:2]
+def test_a_fake_group_and_fake_tensors(one: Ranks) -> None:
+    of_fakes, of_real = (one.run(in_fake_group, 3, 4, fake)[0] for fake in (True, False))
+    assert of_fakes == of_real

@@ -132,6 +132,9 @@ class Operator:
     def sequence(self) -> _Sequence | None:
         """The sequence whose program order it keeps, or None."""
     @property
+    def link(self) -> int:
+        """Of one that launches a collective, the link between ranks that it goes over."""
+    @property
     def region(self) -> int | None:
         """Number of its conditional region, or None."""
     @property
@@ -439,6 +442,7 @@ class GraphBuilder:
         time_ns: SupportsIndex | None = None,
         repeatable: bool = False,
         first_only: Iterable[SupportsIndex] | None = None,
+        link: SupportsIndex | None = None,
     ) -> int:
         """Adds an operator and returns its number.
 
@@ -464,6 +468,8 @@ class GraphBuilder:
                 it changes nothing but what it lists.
             first_only: of what it reads or mutates, the tensors that only its first run touches,
                 such as the running statistics of a batch norm.
+            link: of one that launches a collective, the link between ranks that it goes over: the
+                collectives of one link go one after the other; 0 where None.
 
         Raises:
             GraphError: a number is out of range, or a word is not one of those allowed.

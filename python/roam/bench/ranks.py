@@ -110,6 +110,18 @@ def _made(name: str) -> tuple[Any, list[Any], Callable[[], tuple[Any, ...]], Cal
     return model, list(blocks), texts, language_loss
 
 
+def clipped_step(model: Any, optimizer: Any, loss_of: Callable[..., Any], *values: Any) -> Any:
+    """Forward, backward, clipping, update."""
+    import torch
+
+    optimizer.zero_grad()
+    loss = loss_of(model, *values)
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    return loss.detach()
+
+
 def main() -> None:
     """Measures this rank, and prints what all ranks have found on the first."""
     import time
@@ -142,12 +154,7 @@ def main() -> None:
         optimizer = torch.optim.AdamW(model.parameters())
 
         def train_step(*values: Any) -> Any:
-            optimizer.zero_grad()
-            loss = loss_of(run, *values)
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            return loss.detach()
+            return clipped_step(run, optimizer, loss_of, *values)
 
         step: Any = roam.compile(train_step) if by_plan else train_step
         torch.manual_seed(1 + rank)

@@ -100,6 +100,16 @@ def _bytes(program: Program, refs: list[Ref]) -> int:
     return sum(math.prod(meta.shape) * meta.dtype.itemsize for meta in metas if meta is not None)
 
 
+def links_of(program: Program) -> dict[int, int]:
+    """By the numbers of launches, the links that they go over: every group has one of its own."""
+    known: dict[Group, int] = {}
+    return {
+        number: known.setdefault(call.target.group, len(known))
+        for number, call in enumerate(program.calls)
+        if is_launch(call.target)
+    }
+
+
 def times_ns(program: Program) -> dict[int, int]:
     """Nanoseconds of launches and waits by the model, by their numbers: launches have all of it."""
     links, found = Links(), dict[int, int]()
@@ -109,4 +119,4 @@ def times_ns(program: Program) -> dict[int, int]:
     return found
 
 
-__all__ = ["Links", "Transfer", "times_ns", "transfers"]
+__all__ = ["Links", "Transfer", "links_of", "times_ns", "transfers"]

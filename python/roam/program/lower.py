@@ -18,7 +18,7 @@ from roam.distributed.collectives import is_collective, is_launch
 from roam.program.diff import has_same_structure
 from roam.program.expand import expand
 from roam.program.ir import Call, Program, Ref, substitute
-from roam.program.links import times_ns
+from roam.program.links import links_of, times_ns
 from roam.program.operators import is_ours, is_region
 from roam.program.random_states import with_states
 from roam.program.releases import Release
@@ -348,6 +348,7 @@ class Lowering:
         for number, size_bytes in parts.of:
             name, kind = program.storages[number].name + _PART, self._kinds[number]
             builder.tensor(name, size_bytes, kind=kind, residency=residencies[number])
+        links = links_of(program)
         for index, (call, operator) in enumerate(zip(program.calls, self.operators, strict=True)):
             source = call.source
             copied = self._copied(index, copied_in, residencies)
@@ -376,6 +377,7 @@ class Lowering:
                 position=None if rank is None else rank[index],
                 repeatable=repeat is not None,
                 first_only=None if repeat is None else repeat.first_only,
+                link=links.get(index),
             )
             for maker in operator.waits:
                 builder.control(maker, index)

@@ -14,6 +14,18 @@ from roam.torch_compat.private import fake_store
 
 
 @contextmanager
+def one_of(world: int, rank: int = 0) -> Iterator[None]:
+    """A "fake" process group in which this process is a rank, and nobody is the others. Its
+    collectives do nothing.
+    """
+    dist.init_process_group("fake", store=fake_store(), rank=rank, world_size=world)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
 def meshed(shape: Sequence[int], names: Sequence[str], device: str) -> Iterator[Any]:
     """A mesh of this shape: of the processes that are there, or else of fakes, of which this is the
     first.
@@ -33,8 +45,5 @@ def meshed(shape: Sequence[int], names: Sequence[str], device: str) -> Iterator[
             )
         yield init_device_mesh(device, tuple(shape), mesh_dim_names=tuple(names))
         return
-    dist.init_process_group("fake", store=fake_store(), rank=0, world_size=world)
-    try:
+    with one_of(world):
         yield init_device_mesh(device, tuple(shape), mesh_dim_names=tuple(names))
-    finally:
-        dist.destroy_process_group()

@@ -82,8 +82,8 @@ class Sharding:
             return ""
         return (
             "The module itself is planned, with reductions as DistributedDataParallel has them. The "
-            "wrapper keeps\nbuckets of its own beside that, as large as all gradients; no figure "
-            "above counts them.\n"
+            "wrapper's own\nbuckets, as large as all gradients, are not counted: it is without them "
+            "while plans run.\n"
         )
 
 
@@ -98,20 +98,15 @@ def one_process(sharding: Sharding) -> Iterator[DeviceMesh]:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
-    from roam.torch_compat.private import fake_store
+    from roam.sharding.ranks import one_of
 
     if dist.is_initialized():
         raise ShardingError(
             "this process is in a process group already; plan ranks in a process of its own"
         )
-    dist.init_process_group(
-        "fake", store=fake_store(), rank=sharding.rank, world_size=sharding.world
-    )
-    try:
+    with one_of(sharding.world, sharding.rank):
         shape = sharding.world // sharding.inner, sharding.inner
         yield init_device_mesh("cpu", shape, mesh_dim_names=("data", "layer"))
-    finally:
-        dist.destroy_process_group()
 
 
 Step = Callable[..., "torch.Tensor"]

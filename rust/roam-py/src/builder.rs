@@ -118,10 +118,13 @@ impl PyGraphBuilder {
     ///     repeatable: whether it may run again: from the same inputs it makes the same bits, and it changes nothing
     ///         but what it lists.
     ///     first_only: of what it reads or mutates, the tensors that only its first run touches.
+    ///     link: of one that launches a collective, the link between ranks that it goes over: the collectives of one
+    ///         link go one after the other.
     #[pyo3(signature = (
         name, *, reads = None, creates = None, mutates = None, workspace_bytes = None, reuse = None,
         phase = "forward", sequence = None, region = None, module = "", file = "",
-        line = None, position = None, flops = None, time_ns = None, repeatable = false, first_only = None
+        line = None, position = None, flops = None, time_ns = None, repeatable = false, first_only = None,
+        link = None
     ))]
     #[allow(clippy::too_many_arguments)] // Keyword arguments of the Python function.
     fn operator(
@@ -144,6 +147,7 @@ impl PyGraphBuilder {
         time_ns: Option<&Bound<'_, PyAny>>,
         repeatable: bool,
         first_only: Option<&Bound<'_, PyAny>>,
+        link: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<u32> {
         let next = u32::try_from(self.builder.num_operators()).unwrap_or(u32::MAX);
         let mut site = Site { name, position: next, file: file.to_owned(), line: 0 };
@@ -187,6 +191,7 @@ impl PyGraphBuilder {
             },
             phase: at("phase").name(py, phase)?,
             sequence: sequence.map(|text| at("sequence").name(py, text)).transpose()?,
+            link: link.map_or(Ok(0), |value| at("link").integer32(value))?,
             region: region.map(|value| at("region").integer32(value)).transpose()?.map(RegionId),
             position: site.position,
             source: Source { module: module.to_owned(), file: file.to_owned(), line: site.line },

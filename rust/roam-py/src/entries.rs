@@ -118,6 +118,11 @@ impl PyOperator {
     fn sequence(&self) -> Option<String> {
         self.get().sequence.map(word)
     }
+    /// Of one that launches a collective, the link between ranks that it goes over.
+    #[getter]
+    fn link(&self) -> u32 {
+        self.get().link
+    }
     /// Number of its conditional region, or None.
     #[getter]
     fn region(&self) -> Option<u32> {

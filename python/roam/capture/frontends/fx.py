@@ -26,7 +26,7 @@ from roam.errors import CaptureError, PlanError
 from roam.kernels.calls import placed_calls
 from roam.kernels.workspace import workspaces
 from roam.program.ir import Program, Ref
-from roam.program.links import times_ns
+from roam.program.links import links_of, times_ns
 from roam.program.lower import device_of, kinds_of
 from roam.program.random_states import with_states
 from roam.program.repeatable import Repeat, repeats
@@ -414,7 +414,7 @@ def _lower(
             made[maker].append(tensors[number])
     waits = _waits(operators, list(spans))
     again = repeats(program)
-    times = times_ns(program)
+    times, links = times_ns(program), links_of(program)
     for node, draw in drawing.items():
         again[spans[node][0]] = draw.repeat
     for node, number in operators.items():
@@ -463,6 +463,7 @@ def _lower(
             time_ns=times.get(span[-1]),
             phase=calls[-1].phase,
             sequence="random" if is_drawing else "collective" if is_launching else None,
+            link=links.get(span[-1]),
             module=source.module,
             file=source.file,
             line=source.line,

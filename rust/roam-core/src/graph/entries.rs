@@ -180,6 +180,10 @@ pub struct Operator {
     /// The sequence it belongs to, if any.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub sequence: Option<Sequence>,
+    /// Of one that launches a collective, the link between ranks that it goes over: the collectives
+    /// of one link go one after the other.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub link: u32,
     /// The conditional region it belongs to, if any.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub region: Option<RegionId>,
@@ -205,6 +209,7 @@ impl Operator {
             repeatable: false,
             first_only: Vec::new(),
             sequence: None,
+            link: 0,
             region: None,
             source: Source::default(),
         }

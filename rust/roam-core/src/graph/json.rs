@@ -46,8 +46,10 @@ fn write_with(
     notes: &[(String, String)],
 ) -> io::Result<()> {
     let mut out = BufWriter::with_capacity(BUFFER_BYTES, out);
-    let is_plain =
-        |operator: &Operator| !operator.repeatable && operator.first_only.is_empty() && operator.time_ns == 0;
+    let is_plain = |operator: &Operator| {
+        let is_timed = operator.time_ns != 0 || operator.link != 0;
+        !operator.repeatable && operator.first_only.is_empty() && !is_timed
+    };
     let version = if graph.operators().iter().all(is_plain) { PLAIN_VERSION } else { GRAPH_VERSION };
     write_header(&mut out, GRAPH_FORMAT, version)?;
     write_field(&mut out, "name", name)?;

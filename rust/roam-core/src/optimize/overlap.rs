@@ -3,7 +3,7 @@
 //!
 //! A *launch* is an operator of the sequence of collectives; its *wait* is the first operator that
 //! a control edge leads to from it and that uses all tensors of the launch. A launch takes no time.
-//! The collective then goes over the link when those before it have ended, and the wait lasts until
+//! The collective then goes over its link when those before it there have ended, and the wait lasts until
 //! it has ended; see the explanation of the model of communication.
 //!
 //! Launches keep their order among themselves, so every rank still launches the same sequence.
@@ -66,6 +66,7 @@ struct Transfer {
     launch: Op,
     wait: Op,
     ns: u64,
+    link: u32,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -137,8 +138,9 @@ impl<'a> Overlap<'a> {
         }
         let mut transfers: Vec<Transfer> = Vec::with_capacity(pairs.len());
         for &(launch, wait) in pairs {
+            let link = graph.operator(launch).link;
             let (launch, wait) = (position(launch), position(wait));
-            transfers.push(Transfer { launch, wait, ns: std::mem::take(&mut ns[launch as usize]) });
+            transfers.push(Transfer { launch, wait, ns: std::mem::take(&mut ns[launch as usize]), link });
             (role[launch as usize], role[wait as usize]) = (Role::Launches, Role::Waits);
             ns[wait as usize] = 0;
         }
@@ -230,7 +232,7 @@ impl<'a> Overlap<'a> {
         self.work = self.work.saturating_sub(steps as u64);
     }
 
-    /// One operator after the other; beside them the collectives, one after the other.
+    /// One operator after the other; beside them the collectives of each link, one after the other.
     fn timeline(&mut self) -> Timeline {
         self.spend(self.order.len());
         let count = self.transfers.len();
@@ -246,7 +248,8 @@ impl<'a> Overlap<'a> {
             ends: vec![0; count],
             exposed: 0,
         };
-        let (mut now, mut free) = (0, 0);
+        let mut now = 0;
+        let mut free_of: BTreeMap<u32, u64> = BTreeMap::new();
         for &op in &self.order {
             line.reached.push(now);
             let at = number[op as usize];
@@ -254,9 +257,10 @@ impl<'a> Overlap<'a> {
             match self.role[op as usize] {
                 Role::Launches if is_known => {
                     line.launched[at] = now;
-                    line.begins[at] = free.max(now);
-                    free = after(line.begins[at], self.transfers[at].ns);
-                    line.ends[at] = free;
+                    let free = free_of.entry(self.transfers[at].link).or_default();
+                    line.begins[at] = now.max(*free);
+                    *free = after(line.begins[at], self.transfers[at].ns);
+                    line.ends[at] = *free;
                 }
                 Role::Waits => {
                     line.exposed = after(line.exposed, line.ends[at].saturating_sub(now));
@@ -273,16 +277,15 @@ impl<'a> Overlap<'a> {
     /// must, or as far as memory permits.
     fn launch_earlier(&mut self, at: usize) {
         let line = self.timeline();
-        // By when each has to have ended so that no wait after it lasts.
+        let link = self.transfers[at].link;
+        // By when it has to begin so that no wait of its link lasts.
         let mut due = i128::MAX;
-        for (number, transfer) in self.transfers.iter().enumerate().skip(at).rev() {
+        for transfer in self.transfers[at..].iter().rev().filter(|one| one.link == link) {
             due = due.min(i128::from(line.reached[self.step[transfer.wait as usize] as usize]));
             due -= i128::from(transfer.ns);
-            if number == at {
-                break;
-            }
         }
-        let free = if at == 0 { 0 } else { line.ends[at - 1] };
+        let before = self.transfers[..at].iter().rposition(|one| one.link == link);
+        let free = before.map_or(0, |number| line.ends[number]);
         let target = u64::try_from(due).unwrap_or(0).max(free);
         if line.launched[at] <= target {
             return;
@@ -676,12 +679,14 @@ mod tests {
             let source = made[random.below(made.len() as u64) as usize];
             let at = builder.num_operators() as u32;
             let target = tensor(&mut builder, residency);
+            let link = random.below(2) as u32;
             let mut add = |name: &str, reads: &[TensorId], creates: &[TensorId], mutates: &[TensorId], time_ns| {
                 let sequence = (name == "launch").then_some(Sequence::Collective);
                 let (reads, creates, mutates) = (reads.to_vec(), creates.to_vec(), mutates.to_vec());
                 let position = builder.num_operators() as u32;
                 let operator = Operator::new(name, position, Phase::Forward);
-                builder.operator(Operator { reads, creates, mutates, time_ns, sequence, ..operator }).unwrap()
+                let link = if name == "launch" { link } else { 0 };
+                builder.operator(Operator { reads, creates, mutates, time_ns, sequence, link, ..operator }).unwrap()
             };
             if at < 6 && random.once_in(2) {
                 add("empty", &[], &[target], &[], UNIT_NS);

@@ -72,7 +72,7 @@ fn check_runs(graph: &Graph, expanded: &Expanded) -> Result<(), PlanViolation> {
         let original = graph.operator(id);
         let is_same = (&operator.name, operator.phase, operator.workspace_bytes, operator.flops, operator.time_ns)
             == (&original.name, original.phase, original.workspace_bytes, original.flops, original.time_ns)
-            && operator.region == original.region
+            && (operator.region, operator.link) == (original.region, original.link)
             && (operator.sequence == original.sequence || operator.sequence.is_none());
         if !is_same || operator.position as usize != run {
             return Err(differs(graph, id, "properties"));
