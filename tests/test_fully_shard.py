@@ -44,6 +44,12 @@ def ranks(processes: Ranks) -> Ranks:
     return revived(processes)
 
 
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    """A process that plans under "fake" groups."""
+    yield from alive(1, tmp_path_factory.mktemp("one"))
+
+
 # -- what the ranks run
 
 
@@ -329,10 +335,7 @@ def test_a_checkpoint_is_loaded_and_training_goes_on(
 
 @pytest.mark.parametrize(("make", "step"), [(sharded, update), (sharded_twice, update_twice)])
 def test_a_fake_group_gives_the_plan_of_any_rank(
-    ranks: Ranks,
-    one: Ranks,
-    make: Any,
-    step: Any,
+    ranks: Ranks, one: Ranks, make: Any, step: Any
 ) -> None:
     *figures, code = one.run(in_fake_group, 1, RANKS, True, make, step)[0]
     assert code == "fake_group"
