@@ -30,13 +30,17 @@ from ranks import Ranks, alive, revived
 Made = tuple[nn.Module, torch.optim.Optimizer]
 STEPS = 20
 WORDS, WIDTH = 48, 16
+ONE = {"blocks": 1}
+"""For what does not depend on how many there are."""
 
 
 @pytest.fixture(scope="module")
 def processes(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Ranks]:
-    """Four, whose sums depend on their order, or as many as a test asks for."""
+    """Four, whose sums depend on their order, or as many as a test asks for; such tests come last,
+    since other processes are started for them.
+    """
     yield from alive(getattr(request, "param", 4), tmp_path_factory.mktemp("ranks"))
 
 
@@ -73,10 +77,10 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    def __init__(self, dropout: float = 0.0) -> None:
+    def __init__(self, dropout: float = 0.0, blocks: int = 2) -> None:
         super().__init__()
         self.embed = nn.Embedding(WORDS, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
         for block in self.blocks:
             block.dropout.p = dropout
         self.norm, self.head = nn.RMSNorm(WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
@@ -276,7 +280,7 @@ def saved_and_loaded(rank: int, world: int, folder: str) -> str:
     warnings.simplefilter("ignore")
     found = []
     for run, place in ((update, f"{folder}/eager"), (roam.compile(update), f"{folder}/planned")):
-        net = tensor_parallel()
+        net = tensor_parallel(**ONE)
         optimizer = adamw(net)
         for number in range(3):
             run(net, optimizer, batch(number))
@@ -302,7 +306,7 @@ def saved_and_loaded(rank: int, world: int, folder: str) -> str:
 
 def compared(rank: int, world: int) -> str:
     warnings.simplefilter("ignore")
-    net = tensor_parallel()
+    net = tensor_parallel(**ONE)
     comparison = roam.compare(update, net, adamw(net), batch(0), steps=2)
     return comparison.outcome
 
@@ -316,7 +320,7 @@ def refused(rank: int, world: int, case: str) -> tuple[str, bool]:
         "fused": update_of_spread_loss,
         "random": draw,
     }
-    net = sequence_parallel() if case == "fused" else tensor_parallel()
+    net = sequence_parallel(**ONE) if case == "fused" else tensor_parallel(**ONE)
     optimizer = adamw(net, fused=case == "fused")
     code = ""
     moves_states = mock.patch.object(dtensor_dispatch(), "is_rng_supported_mesh", lambda _: True)
@@ -327,7 +331,7 @@ def refused(rank: int, world: int, case: str) -> tuple[str, bool]:
         code = error.code
     step = update_of_spread_loss if case == "fused" else update
     step(net, optimizer, batch(0))
-    other = sequence_parallel() if case == "fused" else tensor_parallel()
+    other = sequence_parallel(**ONE) if case == "fused" else tensor_parallel(**ONE)
     step(other, adamw(other, fused=case == "fused"), batch(0))
     return code, is_equal(parts(list(net.parameters())), parts(list(other.parameters())))
 
@@ -425,10 +429,12 @@ def other_layout(rank: int, world: int) -> tuple[bool, int]:
 # -- tests
 
 
-@pytest.mark.parametrize("processes", [2, 4], indirect=True)
-@pytest.mark.parametrize(
+WAYS = pytest.mark.parametrize(
     ("make", "step"), [(tensor_parallel, update), (sequence_parallel, update_of_spread_loss)]
 )
+
+
+@WAYS
 def test_twenty_steps_have_the_bits_of_eager_pytorch(
     ranks: Ranks, make: Callable[..., Any], step: Callable[..., Any]
 ) -> None:
@@ -437,7 +443,7 @@ def test_twenty_steps_have_the_bits_of_eager_pytorch(
 
 def test_an_optimizer_that_updates_lists_of_parameters(ranks: Ranks) -> None:
     options = {"foreach": True}
-    found = ranks.run(trained, sequence_parallel, adamw, update_of_spread_loss, options, None, 4)
+    found = ranks.run(trained, sequence_parallel, adamw, update_of_spread_loss, options, ONE, 4)
     assert found == [""] * ranks.world
 
 
@@ -447,12 +453,12 @@ def test_a_fused_optimizer(ranks: Ranks) -> None:
 
 
 def test_gradients_that_are_accumulated_and_kept(ranks: Ranks) -> None:
-    found = ranks.run(trained, tensor_parallel, sgd, accumulate, None, None, 4)
+    found = ranks.run(trained, tensor_parallel, sgd, accumulate, None, ONE, 4)
     assert found == [""] * ranks.world
 
 
 def test_dropout_on_spread_activations(ranks: Ranks) -> None:
-    found = ranks.run(trained, tensor_parallel, adamw, update, None, {"dropout": 0.3}, 4)
+    found = ranks.run(trained, tensor_parallel, adamw, update, None, {"dropout": 0.3, **ONE}, 4)
     assert found == [""] * ranks.world
 
 
@@ -480,7 +486,12 @@ def test_a_fake_group_gives_the_plan_of_any_rank(ranks: Ranks) -> None:
     *figures, code = in_fake_group(last, ranks.world, False)
     assert code == "fake_group"
     assert figures == ranks.run(planned)[last]
+    assert figures == in_fake_group(last, ranks.world, True)[:2]
 
 
-def test_a_fake_group_and_fake_tensors() -> None:
-    assert in_fake_group(3, 4, True)[:2] == in_fake_group(3, 4, False)[:2]
+@WAYS
+@pytest.mark.parametrize("processes", [2], indirect=True)
+def test_twenty_steps_of_two_ranks(
+    ranks: Ranks, make: Callable[..., Any], step: Callable[..., Any]
+) -> None:
+    assert ranks.run(trained, make, adamw, step, None, ONE) == [""] * ranks.world
