@@ -115,6 +115,10 @@ def tensor_parallel(devices: Any = None, **options: Any) -> nn.Module:
     return tp.parallelize_module(net, devices, {"embed": table, "head": whole})
 
 
+def one_block() -> nn.Module:
+    return tensor_parallel(**ONE)
+
+
 def sequence_parallel(devices: Any = None, **options: Any) -> nn.Module:
     """The words are spread between the layers too, so that all parameters are distributed; the
     logits stay so for `loss_parallel`.
@@ -280,7 +284,7 @@ def saved_and_loaded(rank: int, world: int, folder: str) -> str:
     warnings.simplefilter("ignore")
     found = []
     for run, place in ((update, f"{folder}/eager"), (roam.compile(update), f"{folder}/planned")):
-        net = tensor_parallel(**ONE)
+        net = one_block()
         optimizer = adamw(net)
         for number in range(3):
             run(net, optimizer, batch(number))
@@ -306,7 +310,7 @@ def saved_and_loaded(rank: int, world: int, folder: str) -> str:
 
 def compared(rank: int, world: int) -> str:
     warnings.simplefilter("ignore")
-    net = tensor_parallel(**ONE)
+    net = one_block()
     comparison = roam.compare(update, net, adamw(net), batch(0), steps=2)
     return comparison.outcome
 
@@ -320,7 +324,7 @@ def refused(rank: int, world: int, case: str) -> tuple[str, bool]:
         "fused": update_of_spread_loss,
         "random": draw,
     }
-    net = sequence_parallel(**ONE) if case == "fused" else tensor_parallel(**ONE)
+    net = sequence_parallel(**ONE) if case == "fused" else one_block()
     optimizer = adamw(net, fused=case == "fused")
     code = ""
     moves_states = mock.patch.object(dtensor_dispatch(), "is_rng_supported_mesh", lambda _: True)
@@ -331,7 +335,7 @@ def refused(rank: int, world: int, case: str) -> tuple[str, bool]:
         code = error.code
     step = update_of_spread_loss if case == "fused" else update
     step(net, optimizer, batch(0))
-    other = sequence_parallel(**ONE) if case == "fused" else tensor_parallel(**ONE)
+    other = sequence_parallel(**ONE) if case == "fused" else one_block()
     step(other, adamw(other, fused=case == "fused"), batch(0))
     return code, is_equal(parts(list(net.parameters())), parts(list(other.parameters())))
 
@@ -483,10 +487,10 @@ def test_another_layout_is_another_plan(ranks: Ranks) -> None:
 
 def test_a_fake_group_gives_the_plan_of_any_rank(ranks: Ranks) -> None:
     last = ranks.world - 1
-    *figures, code = in_fake_group(last, ranks.world, False)
+    *figures, code = in_fake_group(last, ranks.world, False, one_block)
     assert code == "fake_group"
-    assert figures == ranks.run(planned)[last]
-    assert figures == in_fake_group(last, ranks.world, True)[:2]
+    assert figures == ranks.run(planned, one_block)[last]
+    assert figures == in_fake_group(last, ranks.world, True, one_block)[:2]
 
 
 @WAYS
