@@ -18,8 +18,11 @@ from matplotlib.figure import Figure
 
 import roam
 from one_rank import alone
-from roam.bench import parallelize, parallelize_trained
+from roam.bench import parallelize, parallelize_baselines, parallelize_trained
+from roam.sharding import Costs, Link
 from roam.sharding.planning import Planning
+from roam.sharding.trace import traced
+from roam.sharding.twin import twin_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # gloo warns of the machine's name
 
@@ -51,19 +54,89 @@ def test_a_shipped_plan_costs_no_less(monkeypatch: pytest.MonkeyPatch) -> None:
         assert row["outcome"] == "found", row["reason"]
         assert row["bound_ns"] <= row["ns"] <= row["whole_ns"]
         assert mesh == (8,) or row["ns"] <= row["shipped_ns"]  # 8 ranks have no heads of 4
+        assert row["megatron_ns"] == row["shipped_ns"]  # its plan is Megatron's
         assert row["left_out"] == ""
     monkeypatch.setattr(parallelize, "_made", failing)
     failed = parallelize.measure("llama", (4,), 2)
     assert failed["outcome"] == "failed"
     rows.append({"architecture": "llama", "mesh": "4", "layers": 2, **failed})
     record = {"rows": rows, "settings": {"layers": 2}}
-    meshes, _ = parallelize.summary(record)
+    meshes, megatron, _ = parallelize.summary(record)
+    assert [row["as shipped"] for row in megatron.rows] == [1, 1]
     assert [row["mesh"] for row in meshes.rows] == ["2", "2x2", "8"]
     assert [row["compared"] for row in meshes.rows] == [1, 1, 0]
     assert [row["no dearer"] for row in meshes.rows] == [1, 1, 0]
     deep = {"rows": rows[2:3]}
     assert "| 12 |" in parallelize.depths_table(deep).markdown()
     parallelize.plot(deep, Figure())
+
+
+class Latent(torch.nn.Module):
+    """Attention with keys and values through a narrow layer, and a router that feeds none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("query", "narrow", "wide", "out", "router"):
+            setattr(self, name, torch.nn.Linear(16, 16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mixed = self.query(x) * self.wide(self.narrow(x).relu())
+        return x + self.out(mixed) * self.router(x).softmax(-1)
+
+
+class Words(torch.nn.Module):
+    def __init__(self, *blocks: torch.nn.Module) -> None:
+        super().__init__()
+        self.words, self.head = torch.nn.Embedding(64, 16), torch.nn.Linear(16, 64)
+        self.blocks = torch.nn.Sequential(*blocks)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.blocks(self.words(tokens)))
+
+    def get_input_embeddings(self) -> torch.nn.Module:
+        return self.words
+
+    def get_output_embeddings(self) -> torch.nn.Module:
+        return self.head
+
+
+def square_step(net: Any, optimizer: Any, x: torch.Tensor) -> torch.Tensor:
+    optimizer.zero_grad()
+    loss = net(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def words(*blocks: torch.nn.Module) -> tuple[Any, Any, torch.Tensor]:
+    net = Words(*blocks)
+    return net, torch.optim.SGD(net.parameters()), torch.randint(64, (4, 8))
+
+
+def test_megatrons_rule() -> None:
+    net, optimizer, tokens = words(Latent(), Latent())
+    trace = traced(square_step, twin_of(net, optimizer, (tokens,)))
+    plan = parallelize_baselines.megatron_plan(trace, net)
+    styles = {"query": "colwise", "wide": "colwise", "out": "rowwise"}
+    assert plan == {"words": "embedding_rowwise", "head": "colwise_gather_output"} | {
+        f"blocks.{block}.{name}": style for block in (0, 1) for name, style in styles.items()
+    }
+    net, optimizer, tokens = words(torch.nn.Linear(16, 16))
+    trace = traced(square_step, twin_of(net, optimizer, (tokens,)))
+    assert parallelize_baselines.megatron_plan(trace, net) is None
+
+
+@pytest.mark.parametrize("ns", [1, 100, 10_000])
+def test_an_integer_program_of_all_layers_apart_has_the_optimum(ns: int) -> None:
+    net, optimizer, tokens = words(*(Latent() for _ in range(3)))
+    costs = Costs(flops_per_ns=0.1, bytes_per_ns=1, link=Link(latency_ns=ns, bytes_per_ns=10))
+    plans = Planning(square_step, net, optimizer, (tokens,), mesh=2, data=1, costs=costs)
+    (one,) = plans.candidates()
+    row = parallelize_baselines.measure(one.nodes, "cbc")
+    assert row["is_finished"]
+    assert row["program_ns"] == row["ns"] == row["bound_ns"] == one.chosen.ns
+    rows = [{"architecture": "words", "layers": 3, "solver": "cbc", **row}]
+    assert "| yes |" in parallelize.programs_table({"rows": rows}).markdown()
 
 
 def small(name: str) -> Any:

@@ -103,6 +103,15 @@ def planning(size: int = 2, costs: Costs = FREE, **options: Any) -> Planning:
     return Planning(train_step, net, optimizer, (tokens,), mesh=size, data=1, costs=costs)
 
 
+def within(plans: Planning, limits: tuple[float | None, ...]) -> Iterator[tuple[Sharding, bool]]:
+    """A sharding for each limit, a share of what the first one takes, and whether there is one."""
+    least = 0
+    for limit in limits:
+        sharding = plans.within(None if limit is None else int(limit * least))
+        least = least or sharding.total_bytes
+        yield sharding, limit is not None
+
+
 def small() -> tuple[nn.Module, torch.optim.Optimizer, torch.Tensor]:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
@@ -221,9 +230,9 @@ def test_code_that_does_not_run_on_parts_is_left_whole() -> None:
 
 
 def test_tied_parameters_stay_tied() -> None:
-    sharding = roam.parallelize(train_step, *made(), mesh=2, data=1, costs=FREE)
+    sharding = roam.parallelize(train_step, *made(layers=1), mesh=2, data=1, costs=FREE)
     assert {"words", "head"} & set(sharding.styles)
-    net, optimizer, tokens = made()
+    net, optimizer, tokens = made(layers=1)
     with meshed((2,), ("tensor",), "cpu") as mesh:
         sharding.apply(net, optimizer, mesh=mesh)
         assert net.head.weight is net.words.weight
@@ -270,31 +279,30 @@ def test_the_cheapest_of_all_divisions(costs: Costs) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("mesh", "limit"), [((2, 4), None), ((2, 4), 0.8), ((4, 1), None)])
+@pytest.mark.parametrize(("mesh", "limits"), [((2, 4), (None, 0.8)), ((4, 1), (None,))])
 def test_the_collectives_of_replicas_are_those_of_the_model(
-    mesh: tuple[int, int], limit: float | None
+    mesh: tuple[int, int], limits: tuple[float | None, ...]
 ) -> None:
     net, optimizer, tokens = made()
     plans = Planning(train_step, net, optimizer, (tokens,), mesh=mesh, data=mesh[0], costs=FREE)
-    sharding = plans.within(None)
-    if limit is not None:
-        sharding = plans.within(int(limit * sharding.total_bytes))
-    assert sharding.division.is_sharded == (mesh == (4, 1) or limit is not None)
-    expected: Counter[str] = Counter()
-    for _, one in sharding.replica_collectives:
-        expected[one.kind] += one.size_bytes
-        expected[f"{one.kind}s"] += 1
-    found: Counter[str] = Counter()
-    step = roam.compile(train_step)
-    with meshed(mesh, ("data", "tensor"), "cpu") as groups:
-        sharding.apply(net, optimizer, mesh=groups)
-        step.plan(net, optimizer, *sharding.part(tokens))
-        for row in step.communication().collectives:
-            if row.ranks == mesh[0]:
-                kind = row.kind.replace("-", "_")
-                found[kind] += row.size_bytes
-                found[f"{kind}s"] += row.count
-    assert found == expected
+    for sharding, is_limited in within(plans, limits):
+        assert sharding.division.is_sharded == (mesh == (4, 1) or is_limited)
+        expected: Counter[str] = Counter()
+        for _, one in sharding.replica_collectives:
+            expected[one.kind] += one.size_bytes
+            expected[f"{one.kind}s"] += 1
+        found: Counter[str] = Counter()
+        net, optimizer, tokens = made()
+        step = roam.compile(train_step)
+        with meshed(mesh, ("data", "tensor"), "cpu") as groups:
+            sharding.apply(net, optimizer, mesh=groups)
+            step.plan(net, optimizer, *sharding.part(tokens))
+            for row in step.communication().collectives:
+                if row.ranks == mesh[0]:
+                    kind = row.kind.replace("-", "_")
+                    found[kind] += row.size_bytes
+                    found[f"{kind}s"] += row.count
+        assert found == expected
 
 
 def normalized(net: nn.Module, optimizer: Any, x: torch.Tensor) -> Any:
@@ -372,16 +380,40 @@ def test_a_batch_in_parts() -> None:
 
 def test_memory_is_kept_to_or_refused() -> None:
     slow = Costs(link=Link(latency_ns=10_000_000))
-    free = roam.parallelize(train_step, *made(), mesh=4, data=1, costs=slow)
+    plans = planning(4, slow, layers=1)
+    (free, _), (kept, _) = within(plans, (None, 0.8))
     assert free.styles == {}
-    limit = int(free.total_bytes * 0.8)
-    kept = roam.parallelize(train_step, *made(), mesh=4, data=1, costs=slow, memory=limit)
-    assert kept.total_bytes <= limit
+    assert kept.total_bytes <= 0.8 * free.total_bytes
     assert kept.styles
     assert kept.choice.ns > free.choice.ns
     with pytest.raises(PlanError) as raised:
-        roam.parallelize(train_step, *made(), mesh=4, data=1, costs=slow, memory="20 KiB")
+        plans.within(20 * 1024)
     assert raised.value.code == "sharding_memory"
+
+
+def test_certified_memory_has_what_kernels_take_unless_nothing_is_real() -> None:
+    """The loss takes as much again as its argument."""
+
+    def step(net: nn.Module, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
+        optimizer.zero_grad()
+        loss = F.mse_loss(net(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    def given() -> tuple[Any, ...]:
+        net = nn.Linear(8, 8, bias=False)
+        return net, torch.optim.SGD(net.parameters()), torch.randn(4096, 8), torch.randn(4096, 8)
+
+    real = roam.parallelize(step, *given(), mesh=1)
+    assert real.total_bytes == roam.compile(step).plan(*given()).total_bytes
+    with roam.fake():
+        arguments = given()
+    fake = roam.parallelize(step, *arguments, mesh=1)
+    assert real.total_bytes - fake.total_bytes == pytest.approx(4096 * 8 * 4, rel=0.01)
+    for sharding, knows in ((real, True), (fake, False)):
+        assert sharding.figures()["knows_kernels"] == knows
+        assert ("beside what kernels take" in str(sharding)) != knows
 
 
 # -- what is refused
@@ -496,19 +528,8 @@ def ranks(processes: Ranks) -> Ranks:
     return revived(processes)
 
 
-def blocks() -> tuple[nn.Module, torch.optim.Optimizer, torch.Tensor]:
-    """A step of more than 50 MiB on each of four ranks."""
-    torch.manual_seed(0)
-    layers = [
-        nn.Sequential(nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 512)) for _ in range(4)
-    ]
-    net = nn.Sequential(*layers)
-    x = torch.randn(1024, 512)
-    return net, torch.optim.AdamW(net.parameters(), lr=1e-3, foreach=False), x
-
-
 def trained(
-    rank: int, world: int, sharding: Sharding, make: Any, step: Any, steps: int
+    rank: int, world: int, sharding: Sharding, steps: int
 ) -> tuple[list[float], list[float], int, int]:
     """Losses eagerly and by plan, the mean over replicas; bytes that were planned here, and that
     the allocator has measured of a step, without those of the process group.
@@ -516,10 +537,10 @@ def trained(
     warnings.simplefilter("ignore")
     losses = []
     for compiles in (False, True):
-        net, optimizer, x = make()
+        net, optimizer, x = made()
         sharding.apply(net, optimizer)
         batch = sharding.part(x)
-        run: Any = roam.compile(step) if compiles else step
+        run: Any = roam.compile(train_step) if compiles else train_step
         found = torch.stack([run(net, optimizer, *batch).clone() for _ in range(steps)])
         torch.distributed.all_reduce(found)
         losses.append([float(loss) / world for loss in found])
@@ -534,43 +555,25 @@ def sent(sharding: Sharding) -> Sharding:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("data", "limit"), [(1, None), (2, None), (2, 0.8)])
-def test_ranks_train_as_one_process_does(ranks: Ranks, data: int, limit: float | None) -> None:
+@pytest.mark.parametrize(("data", "limits"), [(1, (None,)), (2, (None, 0.8))])
+def test_ranks_train_as_one_process_does_in_what_was_certified(
+    ranks: Ranks, data: int, limits: tuple[float | None, ...]
+) -> None:
     net, optimizer, tokens = made()
-    plans = Planning(
-        train_step,
-        net,
-        optimizer,
-        (tokens,),
-        mesh=(data, ranks.world // data),
-        data=data,
-        costs=FREE,
-    )
-    sharding = plans.within(None)
-    assert not sharding.division.is_sharded
-    if limit is not None:
-        sharding = plans.within(int(limit * sharding.total_bytes))
-        assert sharding.division.is_sharded
-    if ranks.world > data:
-        names = {style.name for style in sharding.styles.values()}
-        assert {"ColwiseParallel", "RowwiseParallel", "SequenceParallel"} <= names
+    mesh = data, ranks.world // data
+    plans = Planning(train_step, net, optimizer, (tokens,), mesh=mesh, data=data, costs=FREE)
+    shardings = list(within(plans, limits))
     one = [float(train_step(net, optimizer, tokens)) for _ in range(10)]
-    for eager, by_plan, planned, _ in ranks.run(trained, sent(sharding), made, train_step, 10):
-        assert eager == pytest.approx(one, rel=1e-5)
-        assert by_plan == eager
-        assert planned == pytest.approx(sharding.total_bytes, rel=0.02)
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_a_rank_takes_what_was_certified(ranks: Ranks) -> None:
-    mesh, memory = ((2,), "140MiB") if ranks.world == 2 else ((2, 2), None)
-    sharding = roam.parallelize(
-        square_step, *blocks(), mesh=mesh, data=2, memory=memory, costs=FREE
-    )
-    assert sharding.division.is_sharded == (ranks.world == 2)
-    assert sharding.total_bytes > 50 * 2**20
-    for _, _, _, measured in ranks.run(trained, sent(sharding), blocks, square_step, 2):
-        assert measured == pytest.approx(sharding.total_bytes, rel=0.01)
+    for sharding, is_limited in shardings:
+        assert sharding.division.is_sharded == is_limited
+        if ranks.world > data:
+            names = {style.name for style in sharding.styles.values()}
+            assert {"ColwiseParallel", "RowwiseParallel", "SequenceParallel"} <= names
+        for eager, by_plan, planned, measured in ranks.run(trained, sent(sharding), 10):
+            assert eager == pytest.approx(one, rel=1e-5)
+            assert by_plan == eager
+            assert planned == sharding.total_bytes
+            assert measured == pytest.approx(planned, rel=0.01)
 
 
 def planned_and_applied(rank: int, world: int) -> list[float]:

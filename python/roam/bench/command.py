@@ -328,6 +328,12 @@ def _parallelize(command: _Command) -> None:
         help="instead one architecture on 8 ranks, with 12 to 96 layers, and how long that takes",
     )
     made.add_argument(
+        "--programs",
+        action="store_true",
+        help="instead a few architectures on 8 ranks, and an integer program of each problem, solved "
+        "by HiGHS and by CBC",
+    )
+    made.add_argument(
         "--trained",
         action="store_true",
         help="instead train two small networks on 2 and 4 gloo processes, and compare losses and "

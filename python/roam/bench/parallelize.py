@@ -17,11 +17,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import roam
-from roam.bench import parallelize_trained
+from roam.bench import parallelize_baselines, parallelize_trained
 from roam.bench.outcomes import outcomes_line
+from roam.bench.parallelize_baselines import megatron_plan
 from roam.bench.results import Record, Row, Task
 from roam.bench.run import Benchmark, Column, Table, check_named
 from roam.bench.shipped import allowed_by, left_out, shipped_plan, whole
+from roam.bench.whole_program.linear import Solver
 from roam.errors import RoamError
 from roam.sharding.planning import WORK, Planning
 from roam.sharding.search import Allowed, Problem
@@ -32,9 +34,14 @@ if TYPE_CHECKING:
 _BATCH, _TOKENS = 4, 512
 _DEPTHS, _DEEP, _DEEP_MESH = (12, 24, 48, 96), "llama", (8,)
 """How many layers the model has with which planning is timed, and on which mesh."""
+_PROGRAMS = (
+    ("llama", 2), ("llama", 12), ("llama", 48), ("gemma2", 4), ("glm4", 4), ("mixtral", 4),
+    ("qwen3_moe", 4), ("deepseek_v3", 4),
+)  # fmt: skip
+"""Architectures and layers of which the choice is an integer program too."""
 _FIGURES = (
-    "ns", "bound_ns", "gap", "is_sharded", "shipped_ns", "shipped", "left_out", "whole_ns", "nodes",
-    "folded_nodes", "retries", "trace_s", "rules_s", "search_s", "check_s",
+    "ns", "bound_ns", "gap", "is_sharded", "shipped_ns", "shipped", "left_out", "megatron_ns",
+    "megatron", "whole_ns", "nodes", "folded_nodes", "retries", "trace_s", "rules_s", "search_s", "check_s",
 )  # fmt: skip
 
 
@@ -47,6 +54,22 @@ def benchmark(arguments: argparse.Namespace) -> Benchmark:
             {"only": arguments.only},
             parallelize_trained.tasks(arguments.only),
             parallelize_trained.COLUMNS,
+        )
+    if arguments.programs:
+        check_named(arguments.only, [kind for kind, _ in _PROGRAMS])
+        return Benchmark(
+            "parallelize-programs",
+            {"only": arguments.only, "batch": _BATCH, "tokens": _TOKENS},
+            [
+                Task(
+                    {"architecture": kind, "layers": layers, "solver": solver},
+                    partial(_measure_program, kind, layers, solver),
+                )
+                for kind, layers in _PROGRAMS
+                if kind in (arguments.only or [kind])
+                for solver in parallelize_baselines.SOLVERS
+            ],
+            parallelize_baselines.COLUMNS,
         )
     if arguments.depths:
         return Benchmark(
@@ -125,7 +148,8 @@ def _made(kind: str, layers: int) -> tuple[Any, torch.optim.Optimizer, torch.Ten
 
 
 def measure(kind: str, mesh: tuple[int, ...], layers: int) -> Row:
-    """Find a sharding of one architecture, and what its own plan costs by the same model of time.
+    """Find a sharding of one architecture, and what its own plan and Megatron's cost by the same
+    model of time.
 
     All ranks share the parts of one replica; on a mesh of two dimensions those along the second.
     Along the first there are replicas then, with the same choices for both plans.
@@ -135,7 +159,8 @@ def measure(kind: str, mesh: tuple[int, ...], layers: int) -> Row:
         ``gap``, ``is_sharded`` (over replicas), ``shipped_ns`` (of the best choice that the plan of
         transformers allows, None where it allows none), ``shipped`` (``shipped_ns`` / ``ns``),
         ``left_out`` (styles of that plan that have no like in PyTorch, whose modules are whole),
-        ``whole_ns`` (where every rank of a replica does all), ``nodes``, ``folded_nodes``,
+        ``megatron_ns`` and ``megatron`` (the same of Megatron's plan, of which no style is left
+        out), ``whole_ns`` (where every rank of a replica does all), ``nodes``, ``folded_nodes``,
         ``retries`` (choices that did not run on a rank), and seconds: ``trace_s``, ``rules_s``,
         ``check_s``, and ``search_s``, the processor time of one search with its bound for each
         division of the ranks.
@@ -173,6 +198,8 @@ def measure(kind: str, mesh: tuple[int, ...], layers: int) -> Row:
     search_s = time.process_time() - start
     plan = shipped_plan(model)
     shipped_ns = cost(allowed_by(model, plan))
+    by_rule = megatron_plan(found.trace, model)
+    megatron_ns = cost(allowed_by(model, by_rule)) if by_rule else None
     return {
         "outcome": "found",
         "reason": "",
@@ -183,6 +210,8 @@ def measure(kind: str, mesh: tuple[int, ...], layers: int) -> Row:
         "shipped_ns": shipped_ns,
         "shipped": None if shipped_ns is None else shipped_ns / ns,
         "left_out": " ".join(left_out(plan)),
+        "megatron_ns": megatron_ns,
+        "megatron": None if megatron_ns is None else megatron_ns / ns,
         "whole_ns": cost(whole),
         "nodes": found.chosen.nodes,
         "folded_nodes": found.chosen.folded_nodes,
@@ -194,6 +223,16 @@ def measure(kind: str, mesh: tuple[int, ...], layers: int) -> Row:
     }
 
 
+def _measure_program(kind: str, layers: int, solver: Solver) -> Row:
+    """A choice for one architecture by the search and by an integer program."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model, optimizer, tokens = _made(kind, layers)
+        planning = Planning(train_step, model, optimizer, (tokens,), mesh=_DEEP_MESH, data=1)
+        (one,) = planning.candidates()
+    return parallelize_baselines.measure(one.nodes, solver)
+
+
 _COLUMNS = (
     Column("architecture", lambda row: row["architecture"], right=False),
     Column("mesh", lambda row: row["mesh"]),
@@ -201,7 +240,8 @@ _COLUMNS = (
     Column("outcome", lambda row: row["outcome"], right=False),
     Column("ms", lambda row: "" if row["ns"] is None else f"{row['ns'] / 1e6:,.1f}"),
     Column("gap", lambda row: "" if row["gap"] is None else f"{row['gap']:.2%}"),
-    Column("shipped", lambda row: "" if row["shipped"] is None else f"{row['shipped']:.3f}"),
+    Column("shipped", lambda row: _ratio(row["shipped"])),
+    Column("Megatron", lambda row: _ratio(row["megatron"])),
     Column("whole", lambda row: "" if row["ns"] is None else f"{row['whole_ns'] / row['ns']:.2f}"),
     Column("nodes", lambda row: "" if row["nodes"] is None else f"{row['nodes']:,}"),
     Column("search s", lambda row: "" if row["search_s"] is None else f"{row['search_s']:.3f}"),
@@ -212,7 +252,11 @@ _COLUMNS = (
 
 def summary(record: Record) -> list[Table | str]:
     """A row per mesh."""
-    return [meshes_table(record), outcomes_line(record, "architectures and meshes")]
+    return [
+        meshes_table(record),
+        megatron_table(record),
+        outcomes_line(record, "architectures and meshes"),
+    ]
 
 
 def meshes_table(record: Record) -> Table:
@@ -256,6 +300,39 @@ def meshes_table(record: Record) -> Table:
     return Table("Shardings", columns, rows)
 
 
+def megatron_table(record: Record) -> Table:
+    """How they compare with Megatron's plan."""
+    rows: list[Row] = []
+    for mesh in dict.fromkeys(row["mesh"] for row in record["rows"]):
+        compared = [
+            row for row in record["rows"] if row["mesh"] == mesh and row["megatron"] is not None
+        ]
+        if compared:
+            ratios = sorted(row["megatron"] for row in compared)
+            both = [row for row in compared if row["shipped"] is not None]
+            rows.append(
+                {
+                    "mesh": mesh,
+                    "compared": len(ratios),
+                    "no dearer": sum(ratio >= 1 for ratio in ratios),
+                    "median": ratios[len(ratios) // 2],
+                    "most": ratios[-1],
+                    "both": len(both),
+                    "as shipped": sum(row["megatron_ns"] == row["shipped_ns"] for row in both),
+                }
+            )
+    columns = (
+        Column("mesh", lambda row: row["mesh"]),
+        Column("compared", lambda row: str(row["compared"])),
+        Column("no dearer than Megatron's", lambda row: str(row["no dearer"])),
+        Column("Megatron's / found, median", lambda row: _ratio(row["median"])),
+        Column("most", lambda row: _ratio(row["most"])),
+        Column("with a shipped plan too", lambda row: str(row["both"])),
+        Column("of these as dear as shipped", lambda row: str(row["as shipped"])),
+    )
+    return Table("Beside Megatron's plan", columns, rows)
+
+
 def depths_table(record: Record) -> Table:
     """How long one architecture takes with more layers."""
     columns = (
@@ -273,6 +350,11 @@ def depths_table(record: Record) -> Table:
 def trained_table(record: Record) -> Table:
     """Networks that ranks have trained."""
     return parallelize_trained.rows_table(record)
+
+
+def programs_table(record: Record) -> Table:
+    """Problems beside integer programs."""
+    return parallelize_baselines.programs_table(record)
 
 
 def plot(record: Record, figure: Figure) -> None:

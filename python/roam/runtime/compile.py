@@ -618,7 +618,8 @@ class Step:
                 raise Unseen
             timings.capture.count = self._known.traces - traces
             timings.compile.count = regions.compiled - compiled
-            runners = self._planned(step, timings, is_real=not _has_fakes(step, args, kwargs))
+            is_real = self._options.tries_kernels or not _has_fakes(step, args, kwargs)
+            runners = self._planned(step, timings, is_real=is_real)
         captured = Captured(step, runners, self._key(args, kwargs), reason, timings.total_s)
         dropped = self._captures.add(captured)
         logger.debug(

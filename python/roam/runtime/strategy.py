@@ -84,6 +84,9 @@ class Options:
     memory: MemoryLimit | None = None
     keep_checkpoints: bool = False
     kernels: Literal["eager", "inductor"] = "eager"
+    tries_kernels: bool = False
+    """Whether kernels are run to find out what they take though the step is of fakes, since there
+    is room for what these stand for."""
 
 
 @dataclass(frozen=True, slots=True)

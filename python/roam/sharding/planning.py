@@ -18,7 +18,8 @@ from roam.errors import CaptureError, PlanError, RoamError
 from roam.memory_limit import MemoryLimit
 from roam.report.folding import folded
 from roam.report.table import format_bytes
-from roam.runtime import compile as compile_step
+from roam.runtime.compile import Step
+from roam.runtime.strategy import Options
 from roam.sharding.check import Difference, first_difference
 from roam.sharding.costs import Costs
 from roam.sharding.division import (
@@ -39,7 +40,14 @@ from roam.sharding.rules import Rules
 from roam.sharding.search import Choice, Problem
 from roam.sharding.styles import Style, apply_styles, styles_of
 from roam.sharding.trace import Trace, traced, traced_until
-from roam.sharding.twin import Twin, optimizer_on, quiet_fakes, state_bytes_of, twin_of
+from roam.sharding.twin import (
+    Twin,
+    has_fakes,
+    optimizer_on,
+    quiet_fakes,
+    state_bytes_of,
+    twin_of,
+)
 
 WORK = 20_000_000
 """Entries of cost matrices that a search looks at, unless told otherwise."""
@@ -66,8 +74,9 @@ def parallelize(
     time by a model of time, and certifies how much memory each rank needs.
 
     Runs the user's function on fake tensors only. The model, the optimizer and the batch stay as
-    they are; under `with roam.fake():` they need no memory either. One process is enough, for a
-    mesh of any size.
+    they are; under `with roam.fake():` they need no memory either, but then the certified memory
+    lacks what kernels take for themselves. Otherwise those that may take any are tried on zeros.
+    One process is enough, for a mesh of any size.
 
     Args:
         train_step: called as ``train_step(model, optimizer, *batch)``, with one backward pass.
@@ -195,6 +204,7 @@ class Planning:
         self._is_told = data is not None
         self._units = units_of(model)
         self._state_bytes = state_bytes_of(optimizer)
+        self._is_real = not has_fakes(model, batch)
         self._replicas: dict[int, _Replica | None] = {}
         self._meshes: dict[tuple[int, int], Any] = {}
         """Those of processes, which make groups."""
@@ -275,7 +285,7 @@ class Planning:
         choice = replace(best.chosen, bound_ns=min(bound, best.chosen.ns))
         return Sharding(
             self.shape, best.division, best.styles, self._units, best.trace, tuple(best.nodes),
-            choice, plan, self._costs, self.seconds, dict(self.left_out),
+            choice, plan, self._costs, self.seconds, dict(self.left_out), self._is_real,
         )  # fmt: skip
 
     def _cheapest(self, candidates: list[Found]) -> Found | None:
@@ -418,7 +428,7 @@ class Planning:
             if division.data > 1:
                 # Without the fakes' mode: meshes are of real tensors.
                 rank = _renewed(rank, partial(self._spread, mesh[DATA], division))
-            step = compile_step(self._train_step)
+            step = Step(self._train_step, options=Options(tries_kernels=self._is_real))
             with warnings.catch_warnings():
                 # PyTorch says it again when the user's own step runs.
                 warnings.filterwarnings("ignore", message="FSDP2-wrapped module")

@@ -60,6 +60,8 @@ class Sharding:
             below which no choice is, for any division that was looked at.
         seconds: that each stage took.
         left_out: divisions that were no options, and why.
+        knows_kernels: whether `plan` knows what kernels take for themselves while they run. It does
+            not if the model or the batch was of fakes.
     """
 
     mesh_shape: tuple[int, ...]
@@ -73,6 +75,7 @@ class Sharding:
     costs: Costs
     seconds: Seconds
     left_out: dict[str, str]
+    knows_kernels: bool
 
     @property
     def total_bytes(self) -> int:
@@ -194,6 +197,7 @@ class Sharding:
             "replica_collectives": _rows(self.replica_collectives, self.division.data),
             "left_out": dict(self.left_out),
             "total_bytes": self.plan.total_bytes,
+            "knows_kernels": self.knows_kernels,
             "bound_bytes": self.plan.total_lower_bound_bytes,
             "seconds": asdict(self.seconds),
         }
@@ -221,7 +225,10 @@ class Sharding:
             ]
         gap = "optimal" if self.is_optimal else f"at most {self.choice.gap:.2%} above the best"
         lines.append(f"  time of a step by the model: {self.choice.ns / 1e6:.3f} ms, {gap}")
-        lines.append(f"  memory of each rank, certified: {format_bytes(self.plan.total_bytes)}")
+        beside = "" if self.knows_kernels else " beside what kernels take for themselves"
+        lines.append(
+            f"  memory of each rank, certified: {format_bytes(self.plan.total_bytes)}{beside}"
+        )
         lines += [f"  no option: {what}, since {reason}" for what, reason in self.left_out.items()]
         return "\n".join(lines)
 

@@ -17,6 +17,7 @@ import torch
 from roam.capture.tracing.fake_mode import mode_of
 from roam.errors import CaptureError
 from roam.torch_compat.private import (
+    FakeTensor,
     FakeTensorMode,
     disable_current_modes,
     is_dtensor,
@@ -87,6 +88,12 @@ def quiet_fakes() -> Iterator[None]:
         yield
     finally:
         log.disabled = was
+
+
+def has_fakes(model: torch.nn.Module, batch: tuple[Any, ...]) -> bool:
+    """Whether a parameter, a buffer or a tensor of the batch is a fake already."""
+    tensors = (*model.parameters(), *model.buffers(), *pytree.tree_leaves(batch))
+    return any(isinstance(tensor, FakeTensor) for tensor in tensors)
 
 
 def _fake(mode: FakeTensorMode, tensor: torch.Tensor) -> Any:
