@@ -16,6 +16,7 @@ from torch.fx import GraphModule
 
 from roam import _core
 from roam._core import Graph, Plan
+from roam.capture.frontends.compiled_blocks import with_compiled_blocks
 from roam.capture.frontends.fx import Lowered
 from roam.capture.frontends.joint import Joint, held_bytes
 from roam.errors import CaptureError, PlanError
@@ -36,8 +37,9 @@ class Partition:
             cut, and for graphs without a backward pass, what the caller asked for.
     """
 
-    def __init__(self, memory: MemoryLimit) -> None:
+    def __init__(self, memory: MemoryLimit, *, compiles_blocks: bool = False) -> None:
         self._memory = memory
+        self._compiles_blocks = compiles_blocks
         self.limits: dict[str, MemoryLimit] = {"forward": memory, "backward": memory}
 
     def __call__(
@@ -82,8 +84,8 @@ class Partition:
                 )
             held = held_bytes(forward, backward, num_fwd_outputs)
             try:
-                _planned(_graph(forward), left_bytes)
-                _planned(_graph(backward, forward), max(left_bytes - held, 1))
+                _planned(self._graph(forward), left_bytes)
+                _planned(self._graph(backward, forward), max(left_bytes - held, 1))
             except PlanError as error:
                 if not error.code.startswith("memory_"):
                     raise
@@ -101,6 +103,23 @@ class Partition:
         known = known_limit(self._memory, torch.device(graph.device), graph.persistent_bytes)
         return known.in_bytes(plain_bytes)
 
+    def _graph(self, module: GraphModule, forward: GraphModule | None = None) -> Graph:
+        """The planner's graph of a part, with what kernels allocate for themselves; what a backward
+        pass is given by the forward pass alone dies in it.
+        """
+        given = module.graph.find_nodes(op="placeholder")
+        dying: set[str] = set()
+        if forward is not None:
+            held = {node.name for node in forward.graph.find_nodes(op="placeholder")}
+            dying = {
+                node.name
+                for node in given
+                if node.name not in held and "tangents" not in str(node.target)
+            }
+        if self._compiles_blocks:
+            module = with_compiled_blocks(module, [node.meta["val"] for node in given])
+        return Lowered.of(module, dying=dying, asks_kernels=True).graph
+
     def _refusal(self, error: PlanError, limit_bytes: int, plain: Plan) -> PlanError:
         if not error.code.startswith("memory_"):
             return error
@@ -112,21 +131,6 @@ class Partition:
             position=error.position,
             source=error.source,
         )
-
-
-def _graph(module: GraphModule, forward: GraphModule | None = None) -> Graph:
-    """The planner's graph of a part, with what kernels allocate for themselves; what a backward
-    pass is given by the forward pass alone dies in it.
-    """
-    dying: set[str] = set()
-    if forward is not None:
-        held = {node.name for node in forward.graph.find_nodes(op="placeholder")}
-        dying = {
-            node.name
-            for node in module.graph.find_nodes(op="placeholder")
-            if node.name not in held and "tangents" not in str(node.target)
-        }
-    return Lowered.of(module, dying=dying, asks_kernels=True).graph
 
 
 def _planned(graph: Graph, memory_limit_bytes: int | None = None) -> Plan:

@@ -19,7 +19,7 @@ from torch.fx import GraphModule, Node, map_arg
 from roam._core import Graph, GraphBuilder, Plan, verify
 from roam.capture.frontends.aot import GraphInput, NodePlaces, entering, replay
 from roam.capture.tracing.fake_cache import FakeKernels
-from roam.capture.tracing.fake_mode import new_mode
+from roam.capture.tracing.fake_mode import StandIns, new_mode
 from roam.capture.tracing.recorder import Recorder
 from roam.distributed.collectives import is_launch, wait
 from roam.errors import CaptureError, PlanError
@@ -241,7 +241,7 @@ def _record(module: GraphModule, dying: Collection[str]) -> tuple[Program, dict[
     recorder = Recorder(places, [], FakeKernels())
     values: dict[Node, Any] = {}
     with torch.inference_mode(False), torch.no_grad(), disable_current_modes():
-        stand_ins = _StandIns(new_mode())
+        stand_ins = StandIns(new_mode())
         for index, node in enumerate(module.graph.nodes):
             if node.op == "placeholder":
                 if "val" not in node.meta:
@@ -278,51 +278,6 @@ def _record(module: GraphModule, dying: Collection[str]) -> tuple[Program, dict[
     last_used = {reference.index for reference, _ in program.referenced if reference.path in dying}
     program.entering = entering(program, last_used)
     return program, spans
-
-
-class _StandIns:
-    """Fake tensors of one mode for those of others and for real ones, sharing memory as they do."""
-
-    def __init__(self, mode: FakeTensorMode) -> None:
-        self.mode = mode
-        self._bases: dict[int, torch.Tensor] = {}
-        self._made: dict[int, tuple[Any, torch.Tensor]] = {}
-
-    def of(self, value: Any, name: str) -> Any:
-        if not isinstance(value, torch.Tensor):
-            if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-                _refuse_symbols(name)
-            return value
-        if any(
-            not isinstance(size, int)
-            for size in (*value.shape, *value.stride(), value.storage_offset())
-        ):
-            _refuse_symbols(name)
-        if value.layout is not torch.strided:
-            raise CaptureError(
-                f"{name} has layout {value.layout}; only strided tensors are planned: use dense "
-                "tensors",
-                code="layout",
-            )
-        if id(value) not in self._made:
-            storage = value.untyped_storage()
-            with self.mode:
-                base = self._bases.get(c_pointer(storage))
-                if base is None:
-                    base = torch.empty(storage.nbytes(), dtype=torch.uint8, device=value.device)
-                    self._bases[c_pointer(storage)] = base
-                whole = base[: base.numel() // value.itemsize * value.itemsize].view(value.dtype)
-                view = whole.as_strided(value.shape, value.stride(), value.storage_offset())
-            self._made[id(value)] = value, view
-        return self._made[id(value)][1]
-
-
-def _refuse_symbols(name: str) -> None:
-    raise CaptureError(
-        f"the shape of {name} is symbolic, and a plan is for shapes that are numbers; trace with "
-        "example inputs of fixed shapes",
-        code="fx_symbolic",
-    )
 
 
 def _phase(node: Node | None) -> str:
