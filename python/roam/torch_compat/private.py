@@ -997,8 +997,8 @@ def compiled_graph(module: Any, fakes: Sequence[Any]) -> Any:
     with a list of inputs, which it empties.
     """
     from torch._inductor import compile_fx
-    from torch.fx.experimental.proxy_tensor import make_fx
     from torch._inductor.decomposition import select_decomp_table
+    from torch.fx.experimental.proxy_tensor import make_fx
 
     with torch._guards.tracing(None):  # the graph is none of one that is compiled around it
         alone = make_fx(module, select_decomp_table(), tracing_mode="fake")(*fakes)

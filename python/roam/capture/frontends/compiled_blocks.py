@@ -245,5 +245,3 @@ def _region(alone: GraphModule, fakes: list[Any], first: Node) -> Region:
         code="compiled_region",
         operator=first.name,
     )
-
-

@@ -31,7 +31,7 @@ from roam.program.lower import device_of, kinds_of
 from roam.program.random_states import with_states
 from roam.program.repeatable import Repeat, repeats
 from roam.program.replay import generator_state, replayed
-from roam.torch_compat.private import FakeTensorMode, c_pointer, disable_current_modes, pytree
+from roam.torch_compat.private import disable_current_modes, pytree
 
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 
