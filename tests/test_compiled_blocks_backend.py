@@ -4,6 +4,7 @@ graphs are compiled by Inductor, and planned as compiled regions."""
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
 import random
 from collections.abc import Iterator
@@ -211,7 +212,7 @@ def test_nodes_of_a_block_follow_each_other_where_that_is_an_order_of_the_graph(
     assert sorted(map(nodes.index, order)) == list(range(1, 31))
     place = {node: number for number, node in enumerate([nodes[0], *order])}
     assert all(place[given] < place[node] for node in order for given in node.all_input_nodes)
-    for piece, later in zip(pieces, pieces[1:], strict=False):
+    for piece, later in itertools.pairwise(pieces):
         block = block_of.get(piece[0])
         assert {block_of.get(node) for node in piece} == {block}
         assert block is None or block_of.get(later[0]) != block

@@ -998,9 +998,11 @@ def compiled_graph(module: Any, fakes: Sequence[Any]) -> Any:
     """
     from torch._inductor import compile_fx
     from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.virtualized import V
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    with torch._guards.tracing(None):  # the graph is none of one that is compiled around it
+    # The graph is none of one that is compiled around it.
+    with torch._guards.tracing(None), V.set_fake_mode(fakes[0].fake_mode):
         alone = make_fx(module, select_decomp_table(), tracing_mode="fake")(*fakes)
         results = alone.graph.output_node().args[0]
         return compile_fx.compile_fx_forward(

@@ -61,7 +61,7 @@ def with_compiled_blocks(module: GraphModule, args: Sequence[Any]) -> GraphModul
                 )
                 values[node] = stand_ins.of(value, node.name)
         for piece in _pieces(module, block_of):
-            if piece[0] in block_of and sum(map(_is_kernel, piece)) >= _LEAST_KERNELS:
+            if piece[0] in block_of and _is_worth_it(piece, values):
                 _add_compiled(made, piece, copies, values, stand_ins)
                 continue
             for node in piece:
@@ -126,6 +126,14 @@ def _changes(node: Node) -> bool:
 
 def _is_kernel(node: Node) -> bool:
     return isinstance(node.target, OpOverload) and not node.target.is_view
+
+
+def _is_worth_it(piece: list[Node], values: dict[Node, Any]) -> bool:
+    """Whether there is something to fuse, of tensors that the piece is given."""
+    given = [one for node in piece for one in node.all_input_nodes]
+    return sum(map(_is_kernel, piece)) >= _LEAST_KERNELS and any(
+        isinstance(values.get(one), torch.Tensor) for one in given
+    )
 
 
 def _pieces(module: GraphModule, block_of: dict[Node, Hashable]) -> Iterator[list[Node]]:
