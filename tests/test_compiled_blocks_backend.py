@@ -39,7 +39,7 @@ def _apart() -> Iterator[None]:
 def choices(monkeypatch: pytest.MonkeyPatch) -> list[Choice]:
     """What the backend plans."""
     made: list[Choice] = []
-    choose = subject.choose
+    choose: Any = vars(subject)["choose"]
 
     def spied(*args: Any, **kwargs: Any) -> list[Choice]:
         found = choose(*args, **kwargs)
@@ -60,7 +60,8 @@ class Block(torch.nn.Module):
         self.outer = torch.nn.Linear(32, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.outer(functional.gelu(self.inner(self.norm(x))))
+        inner: torch.Tensor = self.outer(functional.gelu(self.inner(self.norm(x))))
+        return x + inner
 
 
 class Dropped(torch.nn.Module):
@@ -71,7 +72,8 @@ class Dropped(torch.nn.Module):
         self.dropout = torch.nn.Dropout(0.5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.dropout(2 * x)
+        dropped: torch.Tensor = self.dropout(2 * x)
+        return dropped
 
 
 def network() -> torch.nn.Module:
@@ -97,7 +99,7 @@ def trained(model: torch.nn.Module, run: Any, sizes: tuple[int, ...] = (16,) * 4
 def compiled(model: torch.nn.Module, **options: Any) -> Any:
     return torch.compile(
         model,
-        backend=backend,  # type: ignore[arg-type]
+        backend=backend,
         options={"kernels": "inductor", **options},
     )
 
@@ -162,7 +164,7 @@ def test_sizes_that_change_are_compiled_for(choices: list[Choice]) -> None:
     model = torch.nn.Sequential(Dropped(), Dropped()).eval()
     run = torch.compile(
         model,
-        backend=backend,  # type: ignore[arg-type]
+        backend=backend,
         dynamic=True,
         options={"kernels": "inductor"},
     )
@@ -194,9 +196,7 @@ def test_what_cannot_be_compiled_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
         compiled(network())(torch.randn(4, 8))
     assert error.value.code == "compiled_region"
     with pytest.raises(Exception, match="kernels is 'eager' or 'inductor', not 'triton'"):
-        torch.compile(network(), backend=backend, options={"kernels": "triton"})(  # type: ignore[arg-type]
-            torch.randn(4, 8)
-        )
+        torch.compile(network(), backend=backend, options={"kernels": "triton"})(torch.randn(4, 8))
 
 
 @pytest.mark.parametrize("seed", range(20))

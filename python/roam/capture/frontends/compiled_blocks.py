@@ -90,13 +90,15 @@ def _blocks(module: GraphModule) -> dict[Node, Hashable]:
         if len(paths) > 1 and name in with_children
         for path in paths
     }
+    given_nodes = module.graph.find_nodes(op="placeholder")
+    is_backward = any("tangents" in str(node.target) for node in given_nodes)
     block_of: dict[Node, Hashable] = {}
     for node, stack in stacks.items():
         calls = [call for call, path, _ in stack if path in repeated]
         givers = [given for given in node.all_input_nodes if given in stacks]
         if node.target is operator.getitem:
             calls = [block_of[given] for given in givers if given in block_of]
-        elif node.target is torch.ops.aten.add.Tensor and not stack:
+        elif is_backward and node.target is torch.ops.aten.add.Tensor and not stack:
             # Autograd's sum of the gradients of a value that a block uses twice.
             calls = [block_of[given] for given in reversed(givers) if given in block_of]
         if calls:
