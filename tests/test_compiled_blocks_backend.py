@@ -141,7 +141,7 @@ def test_forward_and_backward_keep_within_a_limit_as_measured(choices: list[Choi
     held_bytes = sum(tensor.untyped_storage().nbytes() for tensor in held)
     other = copy.deepcopy(model)
     other(x).square().mean().backward()
-    within = compiled(model, memory="70%")
+    within = compiled(model, memory="85%")
     within(x).square().mean().backward()
     for one, two in zip(model.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(one.grad, two.grad, rtol=1e-4, atol=1e-5)

@@ -84,8 +84,8 @@ class Partition:
                 )
             held = held_bytes(forward, backward, num_fwd_outputs)
             try:
-                _planned(self._graph(forward), left_bytes)
-                _planned(self._graph(backward, forward), max(left_bytes - held, 1))
+                self._check(self._lowered(forward), left_bytes)
+                self._check(self._lowered(backward, forward), left_bytes - held)
             except PlanError as error:
                 if not error.code.startswith("memory_"):
                     raise
@@ -103,8 +103,14 @@ class Partition:
         known = known_limit(self._memory, torch.device(graph.device), graph.persistent_bytes)
         return known.in_bytes(plain_bytes)
 
-    def _graph(self, module: GraphModule, forward: GraphModule | None = None) -> Graph:
-        """The planner's graph of a part, with what kernels allocate for themselves; what a backward
+    def _check(self, part: Lowered, limit_bytes: int) -> None:
+        """Whether a part can be planned within the limit, also where the first run of its plan,
+        which is checked, keeps what a compiled region would free.
+        """
+        _planned(part.graph, max(limit_bytes - part.saved_bytes, 1))
+
+    def _lowered(self, module: GraphModule, forward: GraphModule | None = None) -> Lowered:
+        """A part, with what kernels allocate for themselves; what a backward
         pass is given by the forward pass alone dies in it.
         """
         given = module.graph.find_nodes(op="placeholder")
@@ -118,7 +124,7 @@ class Partition:
             }
         if self._compiles_blocks:
             module = with_compiled_blocks(module, [node.meta["val"] for node in given])
-        return Lowered.of(module, dying=dying, asks_kernels=True).graph
+        return Lowered.of(module, dying=dying, asks_kernels=True)
 
     def _refusal(self, error: PlanError, limit_bytes: int, plain: Plan) -> PlanError:
         if not error.code.startswith("memory_"):

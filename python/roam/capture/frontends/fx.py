@@ -24,7 +24,7 @@ from roam.capture.tracing.recorder import Recorder
 from roam.distributed.collectives import is_launch, wait
 from roam.errors import CaptureError, PlanError
 from roam.kernels.calls import placed_calls
-from roam.kernels.workspace import workspaces
+from roam.kernels.workspace import releases, workspaces
 from roam.program.ir import Program, Ref
 from roam.program.links import links_of, times_ns
 from roam.program.lower import device_of, kinds_of
@@ -110,6 +110,9 @@ class Lowered:
     """Where nodes draw that may be replayed."""
     states: dict[Node, Node]
     """Per such node the one that reads the state."""
+    saved_bytes: int = 0
+    """The most that a compiled region may free of its arguments while it runs. The graph has none
+    of it."""
 
     @classmethod
     def of(
@@ -138,6 +141,8 @@ class Lowered:
         program, spans = _record(module, dying)
         device = device_of(program)
         taken = workspaces(program, placed_calls(program, device), device) if asks_kernels else None
+        freed = releases(program, device, taken or {}) if asks_kernels else {}
+        saved = (one.saved_bytes for of_call in freed.values() for one in of_call)
         nodes = [node for node in module.graph.nodes if node.op != "output"]
         drawing = _drawing(program, spans) if random_states else {}
         launched = _launched(program, spans)
@@ -149,7 +154,7 @@ class Lowered:
         ]
         devices = {node: draw.device for node, draw in drawing.items()}
         graph = _lower(program, spans, launched, drawing, type(module).__name__, taken or {})
-        return cls(nodes, operators, graph, devices, {})
+        return cls(nodes, operators, graph, devices, {}, max(saved, default=0))
 
     def reading(self) -> Lowered:
         """The same with a node before each that may be replayed, which reads the state."""
