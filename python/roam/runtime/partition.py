@@ -20,9 +20,10 @@ from roam.capture.frontends.compiled_blocks import with_compiled_blocks
 from roam.capture.frontends.fx import Lowered
 from roam.capture.frontends.joint import Joint, held_bytes
 from roam.errors import CaptureError, PlanError
+from roam.kernels.calls import placed_calls
 from roam.memory_limit import MemoryLimit
 from roam.runtime.available import known_limit
-from roam.runtime.first_run import generator_bytes
+from roam.runtime.first_run import extra_bytes, generator_bytes
 from roam.torch_compat.private import keeping_equal_nodes
 
 _SHARES = (1.0, 0.96, 0.92, 0.88, 0.84, 0.8, 0.75, 0.7, 0.65, 0.6, 0.5, 0.4)
@@ -84,8 +85,8 @@ class Partition:
                 )
             held = held_bytes(forward, backward, num_fwd_outputs)
             try:
-                self._check(self._lowered(forward), left_bytes)
-                self._check(self._lowered(backward, forward), left_bytes - held)
+                self._check(self._lowered(forward), limit_bytes)
+                self._check(self._lowered(backward, forward), limit_bytes - held)
             except PlanError as error:
                 if not error.code.startswith("memory_"):
                     raise
@@ -104,10 +105,13 @@ class Partition:
         return known.in_bytes(plain_bytes)
 
     def _check(self, part: Lowered, limit_bytes: int) -> None:
-        """Whether a part can be planned within the limit, also where the first run of its plan,
-        which is checked, keeps what a compiled region would free.
+        """Whether a part can be planned within the limit, with what the checked first run of its
+        plan takes besides. That also keeps what a compiled region would free.
         """
-        _planned(part.graph, max(limit_bytes - part.saved_bytes, 1))
+        device = torch.device(part.graph.device)
+        placed = placed_calls(part.program, device)
+        checks_bytes = extra_bytes(part.program, placed, device) + part.saved_bytes
+        _planned(part.graph, max(limit_bytes - checks_bytes, 1))
 
     def _lowered(self, module: GraphModule, forward: GraphModule | None = None) -> Lowered:
         """A part, with what kernels allocate for themselves; what a backward

@@ -110,6 +110,7 @@ class Lowered:
     """Where nodes draw that may be replayed."""
     states: dict[Node, Node]
     """Per such node the one that reads the state."""
+    program: Program
     saved_bytes: int = 0
     """The most that a compiled region may free of its arguments while it runs. The graph has none
     of it."""
@@ -154,7 +155,7 @@ class Lowered:
         ]
         devices = {node: draw.device for node, draw in drawing.items()}
         graph = _lower(program, spans, launched, drawing, type(module).__name__, taken or {})
-        return cls(nodes, operators, graph, devices, {}, max(saved, default=0))
+        return cls(nodes, operators, graph, devices, {}, program, max(saved, default=0))
 
     def reading(self) -> Lowered:
         """The same with a node before each that may be replayed, which reads the state."""
@@ -168,7 +169,7 @@ class Lowered:
                 operators[operators.index(node)] = states[node]
                 nodes.append(states[node])
             nodes.append(node)
-        return Lowered(nodes, operators, self.graph, self.devices, states)
+        return Lowered(nodes, operators, self.graph, self.devices, states, self.program)
 
     def expanded(self, sequence: list[int]) -> Lowered:
         """The nodes with those that run again copied, each after the latest run before it of what
@@ -212,7 +213,7 @@ class Lowered:
         for node, (args, kwargs) in given.items():
             node.args, node.kwargs = args, kwargs
         nodes = [*self.nodes, *copies]
-        return Lowered(nodes, runs, self.graph, self.devices, self.states)
+        return Lowered(nodes, runs, self.graph, self.devices, self.states, self.program)
 
     def in_order(self, order: list[int]) -> Iterator[Node]:
         """All nodes; those that call no kernel come as soon as they can, and hold no memory of
