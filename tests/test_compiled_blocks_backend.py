@@ -42,7 +42,7 @@ def choices(monkeypatch: pytest.MonkeyPatch) -> list[Choice]:
     choose: Any = vars(subject)["choose"]
 
     def spied(*args: Any, **kwargs: Any) -> list[Choice]:
-        found = choose(*args, **kwargs)
+        found: list[Choice] = choose(*args, **kwargs)
         made.extend(found)
         return found
 

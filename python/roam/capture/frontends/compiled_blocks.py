@@ -20,7 +20,7 @@ from roam.capture.tracing.fake_mode import StandIns, new_mode
 from roam.capture.tracing.region_operators import Region, Unknown, region_of
 from roam.errors import CaptureError
 from roam.kernels.workspace import settings
-from roam.torch_compat.private import OpOverload, compiled_graph, disable_current_modes
+from roam.torch_compat.private import OpOverload, compiled_graph, disable_current_modes, schema_of
 
 _ITEM = re.compile(r"^(.+)[.\[](\d+)\]?$")
 """The path of a module in a list of modules."""
@@ -123,7 +123,7 @@ def _is_usable(node: Node) -> bool:
 
 
 def _changes(node: Node) -> bool:
-    return isinstance(node.target, OpOverload) and bool(node.target._schema.is_mutable)
+    return isinstance(node.target, OpOverload) and schema_of(node.target).is_mutable
 
 
 def _is_kernel(node: Node) -> bool:
@@ -219,7 +219,7 @@ def _add_compiled(
     region = _region(GraphModule({}, alone), fakes, piece[0])
     with stand_ins.mode:
         outcomes = region(fakes)
-    call = made.call_function(region, ([copies[one] for one in tensors],))  # type: ignore[arg-type]
+    call = made.call_function(region, ([copies[one] for one in tensors],))
     call.meta.update({key: piece[0].meta[key] for key in _KEPT if key in piece[0].meta})
     for number, (node, value) in enumerate(zip(results, outcomes, strict=True)):
         copies[node] = made.call_function(operator.getitem, (call, number))
