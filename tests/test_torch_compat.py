@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import functools
 import importlib
+import operator
 import re
 import signal
 import weakref
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -671,6 +673,29 @@ def _graphs_of_inductor() -> bool:
     )
 
 
+def _compiled_graph() -> bool:
+    """Asked without a compiler: the graph that is given to it has what is kept of its strides."""
+    from torch._inductor import compile_fx
+
+    given: list[Any] = []
+    graph = torch.fx.Graph()
+    dropped = graph.call_function(
+        torch.ops.aten.native_dropout.default, (graph.placeholder("x"), 0.5, True)
+    )
+    graph.output([graph.call_function(operator.getitem, (dropped, place)) for place in (0, 1)])
+
+    def inner(module: Any, inputs: Any, **settings: Any) -> None:
+        given.append((module.graph.output_node().meta, settings["is_inference"]))
+
+    with (
+        FakeTensorMode(),
+        mock.patch.object(compile_fx.compile_fx_forward, "__defaults__", (inner, False)),
+    ):
+        private.compiled_graph(torch.fx.GraphModule({}, graph), [torch.ones(4)])
+    ((meta, is_inference),) = given
+    return is_inference and list(meta["user_visible_output_idxs"]) == [0, 1]
+
+
 def _compiler_of_backward_graphs() -> bool:
     importlib.import_module("torch._functorch._aot_autograd.runtime_wrappers")
     return callable(private.backward_compiler().get_or_compile)
@@ -1024,6 +1049,7 @@ CANARIES: dict[str, Callable[[], bool]] = {
     "c_pointer": _shares,
     "backward_compiler": _compiler_of_backward_graphs,
     "compiled_entries": _compiled_code,
+    "compiled_graph": _compiled_graph,
     "DYNAMIC_INDICES": _dynamic_sizes,
     "FROM_STANCE": _compiled_code,
     "IS_COMPILING": _says_that_it_compiles,

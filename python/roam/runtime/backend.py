@@ -28,6 +28,7 @@ from functorch.compile import get_aot_graph_name, min_cut_rematerialization_part
 from torch.fx import GraphModule
 
 from roam.capture.frontends.aot import record_graph
+from roam.capture.frontends.compiled_blocks import with_compiled_blocks
 from roam.capture.step import Variant
 from roam.capture.tracing.rng import watched
 from roam.distributed.agreement import announce, begin, leave
@@ -73,6 +74,8 @@ def backend(
             with its backward pass: their arguments, parameters included, what is kept between
             them, and what they make. A share is one of what both take without recomputation. Calls
             that cannot be planned raise then, and shapes have to be numbers (``dynamic=False``).
+            `kernels` as for `roam.compile`: with ``"inductor"``, the repeated blocks of each graph
+            run kernels that Inductor has compiled, and what cannot be compiled raises.
 
     Raises:
         ValueError: an option makes no sense.
@@ -80,16 +83,21 @@ def backend(
     given = dict(options or {})
     max_plans = given.pop("max_plans", MAX_PLANS)
     limit = given.pop("memory", None)
-    partition = None if limit is None else Partition(MemoryLimit.of(limit))
-    unknown = given.keys() - {"time_limit_s", "pool", "poison"}
+    unknown = given.keys() - {"time_limit_s", "pool", "poison", "kernels"}
     if unknown:
         raise ValueError(
-            f"the backend has no option {sorted(unknown)[0]!r}; it has max_plans, memory, poison, pool "
-            "and time_limit_s"
+            f"the backend has no option {sorted(unknown)[0]!r}; it has kernels, max_plans, memory, "
+            "poison, pool and time_limit_s"
         )
     if type(max_plans) is not int or max_plans < 1:
         raise ValueError(f"max_plans is a whole number of at least 1, not {max_plans!r}")
     chosen = Options(**{"pool": False, **given})
+    if chosen.kernels not in ("eager", "inductor"):
+        raise ValueError(f"kernels is 'eager' or 'inductor', not {chosen.kernels!r}")
+    compiles_blocks = chosen.kernels == "inductor"
+    partition = None
+    if limit is not None:
+        partition = Partition(MemoryLimit.of(limit), compiles_blocks=compiles_blocks)
     compiled: Callable[..., Any] = aot_autograd(
         fw_compiler=partial(
             _compile_graph,
@@ -212,7 +220,8 @@ class PlannedGraph:
             results = planned.run_checked(args)
         except Exception as error:
             # Unplanned it might take more, or launch collectives once more than other ranks.
-            if self._options.memory is not None or (planned and planned.joins_processes):
+            is_strict = self._options.memory is not None or self._options.kernels == "inductor"
+            if is_strict or (planned and planned.joins_processes):
                 raise
             results, planned = self._run_unplanned(args), None
             logger.warning("%s runs unplanned: %s", self._name, error)
@@ -227,7 +236,12 @@ class PlannedGraph:
         return results
 
     def _plan(self, args: list[Any]) -> _Planned:
-        program = record_graph(self._module, args, phase=self._phase, dying=self._dying)
+        module = self._module
+        if self._options.kernels == "inductor":
+            module = with_compiled_blocks(module, args)
+            if module is self._module:
+                logger.warning("%s has no repeated blocks, and runs eager kernels", self._name)
+        program = record_graph(module, args, phase=self._phase, dying=self._dying)
         variant = Variant(program, self._name, as_written=program)
         if variant.device.type not in _PLANNED_DEVICES:
             raise CaptureError(

@@ -16,12 +16,14 @@ from torch.fx import GraphModule
 
 from roam import _core
 from roam._core import Graph, Plan
+from roam.capture.frontends.compiled_blocks import with_compiled_blocks
 from roam.capture.frontends.fx import Lowered
 from roam.capture.frontends.joint import Joint, held_bytes
 from roam.errors import CaptureError, PlanError
+from roam.kernels.calls import placed_calls
 from roam.memory_limit import MemoryLimit
 from roam.runtime.available import known_limit
-from roam.runtime.first_run import generator_bytes
+from roam.runtime.first_run import extra_bytes, generator_bytes
 from roam.torch_compat.private import keeping_equal_nodes
 
 _SHARES = (1.0, 0.96, 0.92, 0.88, 0.84, 0.8, 0.75, 0.7, 0.65, 0.6, 0.5, 0.4)
@@ -36,8 +38,9 @@ class Partition:
             cut, and for graphs without a backward pass, what the caller asked for.
     """
 
-    def __init__(self, memory: MemoryLimit) -> None:
+    def __init__(self, memory: MemoryLimit, *, compiles_blocks: bool = False) -> None:
         self._memory = memory
+        self._compiles_blocks = compiles_blocks
         self.limits: dict[str, MemoryLimit] = {"forward": memory, "backward": memory}
 
     def __call__(
@@ -82,8 +85,8 @@ class Partition:
                 )
             held = held_bytes(forward, backward, num_fwd_outputs)
             try:
-                _planned(_graph(forward), left_bytes)
-                _planned(_graph(backward, forward), max(left_bytes - held, 1))
+                self._check(self._lowered(forward), limit_bytes)
+                self._check(self._lowered(backward, forward), limit_bytes - held)
             except PlanError as error:
                 if not error.code.startswith("memory_"):
                     raise
@@ -101,6 +104,32 @@ class Partition:
         known = known_limit(self._memory, torch.device(graph.device), graph.persistent_bytes)
         return known.in_bytes(plain_bytes)
 
+    def _check(self, part: Lowered, limit_bytes: int) -> None:
+        """Whether a part can be planned within the limit, with what the checked first run of its
+        plan takes besides. That also keeps what a compiled region would free.
+        """
+        device = torch.device(part.graph.device)
+        placed = placed_calls(part.program, device)
+        checks_bytes = extra_bytes(part.program, placed, device) + part.saved_bytes
+        _planned(part.graph, max(limit_bytes - checks_bytes, 1))
+
+    def _lowered(self, module: GraphModule, forward: GraphModule | None = None) -> Lowered:
+        """A part, with what kernels allocate for themselves; what a backward
+        pass is given by the forward pass alone dies in it.
+        """
+        given = module.graph.find_nodes(op="placeholder")
+        dying: set[str] = set()
+        if forward is not None:
+            held = {node.name for node in forward.graph.find_nodes(op="placeholder")}
+            dying = {
+                node.name
+                for node in given
+                if node.name not in held and "tangents" not in str(node.target)
+            }
+        if self._compiles_blocks:
+            module = with_compiled_blocks(module, [node.meta["val"] for node in given])
+        return Lowered.of(module, dying=dying, asks_kernels=True)
+
     def _refusal(self, error: PlanError, limit_bytes: int, plain: Plan) -> PlanError:
         if not error.code.startswith("memory_"):
             return error
@@ -112,21 +141,6 @@ class Partition:
             position=error.position,
             source=error.source,
         )
-
-
-def _graph(module: GraphModule, forward: GraphModule | None = None) -> Graph:
-    """The planner's graph of a part, with what kernels allocate for themselves; what a backward
-    pass is given by the forward pass alone dies in it.
-    """
-    dying: set[str] = set()
-    if forward is not None:
-        held = {node.name for node in forward.graph.find_nodes(op="placeholder")}
-        dying = {
-            node.name
-            for node in module.graph.find_nodes(op="placeholder")
-            if node.name not in held and "tangents" not in str(node.target)
-        }
-    return Lowered.of(module, dying=dying, asks_kernels=True).graph
 
 
 def _planned(graph: Graph, memory_limit_bytes: int | None = None) -> Plan:

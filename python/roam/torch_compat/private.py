@@ -992,6 +992,29 @@ def inductor_graph() -> Any:
     return getattr(sys.modules.get("torch._inductor.output_code"), "CompiledFxGraph", None)
 
 
+def compiled_graph(module: Any, fakes: Sequence[Any]) -> Any:
+    """What Inductor makes of a functional graph of aten calls, for inputs like these; it is called
+    with a list of inputs, which it empties.
+    """
+    from torch._inductor import compile_fx
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.virtualized import V
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    # The graph is none of one that is compiled around it.
+    with torch._guards.tracing(None), V.set_fake_mode(fakes[0].fake_mode):
+        alone = make_fx(module, select_decomp_table(), tracing_mode="fake")(*fakes)
+        results = alone.graph.output_node().args[0]
+        return compile_fx.compile_fx_forward(
+            alone,
+            fakes,
+            num_orig_model_outputs=len(results),
+            num_example_inputs=len(fakes),
+            compiler_config_extra=compile_fx.create_compiler_config_extra(alone),
+            is_inference=True,
+        )
+
+
 def backward_compiler() -> Any:
     """The class that compiles a region's backward graph when it first runs; None where there is
     none.
@@ -1142,6 +1165,7 @@ __all__ = [
     "c_pointer",
     "chunk_cat",
     "compiled_entries",
+    "compiled_graph",
     "count_dispatch_modes",
     "count_function_modes",
     "current_node",

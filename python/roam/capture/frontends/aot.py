@@ -15,6 +15,7 @@ from torch.fx import GraphModule, Node
 
 from roam.capture.tracing.fake_cache import FakeKernels
 from roam.capture.tracing.recorder import Recorder
+from roam.capture.tracing.region_operators import Region
 from roam.capture.tracing.source_location import shown_path
 from roam.errors import CaptureError
 from roam.program.ir import Program, Ref, Source, refs
@@ -148,8 +149,8 @@ def _constant(recorder: Recorder, mode: FakeTensorMode, node: Node, value: Any) 
 def _call(node: Node, values: Mapping[Node, Any]) -> Any:
     """Runs a node on fake tensors; the recorder sees what it calls."""
     target: Any = node.target
-    args, kwargs = _filled((node.args, node.kwargs), values)
-    is_aten = isinstance(target, OpOverload) or target is operator.getitem
+    args, kwargs = filled((node.args, node.kwargs), values)
+    is_aten = isinstance(target, (OpOverload, Region)) or target is operator.getitem
     if not is_aten and any(
         isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves((args, kwargs))
     ):
@@ -163,15 +164,15 @@ def _call(node: Node, values: Mapping[Node, Any]) -> Any:
     return target(*args, **kwargs)
 
 
-def _filled(value: Any, values: Mapping[Node, Any]) -> Any:
+def filled(value: Any, values: Mapping[Node, Any]) -> Any:
     """The nest with every node replaced, made of plain lists, tuples and dictionaries."""
     if isinstance(value, Node):
         return values[value]
     if isinstance(value, (tuple, list)):
-        items = [_filled(item, values) for item in value]
+        items = [filled(item, values) for item in value]
         return items if isinstance(value, list) else tuple(items)
     if isinstance(value, dict):
-        return {key: _filled(item, values) for key, item in value.items()}
+        return {key: filled(item, values) for key, item in value.items()}
     return value
 
 

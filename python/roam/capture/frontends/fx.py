@@ -19,19 +19,19 @@ from torch.fx import GraphModule, Node, map_arg
 from roam._core import Graph, GraphBuilder, Plan, verify
 from roam.capture.frontends.aot import GraphInput, NodePlaces, entering, replay
 from roam.capture.tracing.fake_cache import FakeKernels
-from roam.capture.tracing.fake_mode import new_mode
+from roam.capture.tracing.fake_mode import StandIns, new_mode
 from roam.capture.tracing.recorder import Recorder
 from roam.distributed.collectives import is_launch, wait
 from roam.errors import CaptureError, PlanError
 from roam.kernels.calls import placed_calls
-from roam.kernels.workspace import workspaces
+from roam.kernels.workspace import releases, workspaces
 from roam.program.ir import Program, Ref
 from roam.program.links import links_of, times_ns
 from roam.program.lower import device_of, kinds_of
 from roam.program.random_states import with_states
 from roam.program.repeatable import Repeat, repeats
 from roam.program.replay import generator_state, replayed
-from roam.torch_compat.private import FakeTensorMode, c_pointer, disable_current_modes, pytree
+from roam.torch_compat.private import disable_current_modes, pytree
 
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 
@@ -110,6 +110,10 @@ class Lowered:
     """Where nodes draw that may be replayed."""
     states: dict[Node, Node]
     """Per such node the one that reads the state."""
+    program: Program
+    saved_bytes: int = 0
+    """The most that a compiled region may free of its arguments while it runs. The graph has none
+    of it."""
 
     @classmethod
     def of(
@@ -138,6 +142,8 @@ class Lowered:
         program, spans = _record(module, dying)
         device = device_of(program)
         taken = workspaces(program, placed_calls(program, device), device) if asks_kernels else None
+        freed = releases(program, device, taken or {}) if asks_kernels else {}
+        saved = (one.saved_bytes for of_call in freed.values() for one in of_call)
         nodes = [node for node in module.graph.nodes if node.op != "output"]
         drawing = _drawing(program, spans) if random_states else {}
         launched = _launched(program, spans)
@@ -149,7 +155,7 @@ class Lowered:
         ]
         devices = {node: draw.device for node, draw in drawing.items()}
         graph = _lower(program, spans, launched, drawing, type(module).__name__, taken or {})
-        return cls(nodes, operators, graph, devices, {})
+        return cls(nodes, operators, graph, devices, {}, program, max(saved, default=0))
 
     def reading(self) -> Lowered:
         """The same with a node before each that may be replayed, which reads the state."""
@@ -163,7 +169,7 @@ class Lowered:
                 operators[operators.index(node)] = states[node]
                 nodes.append(states[node])
             nodes.append(node)
-        return Lowered(nodes, operators, self.graph, self.devices, states)
+        return Lowered(nodes, operators, self.graph, self.devices, states, self.program)
 
     def expanded(self, sequence: list[int]) -> Lowered:
         """The nodes with those that run again copied, each after the latest run before it of what
@@ -207,7 +213,7 @@ class Lowered:
         for node, (args, kwargs) in given.items():
             node.args, node.kwargs = args, kwargs
         nodes = [*self.nodes, *copies]
-        return Lowered(nodes, runs, self.graph, self.devices, self.states)
+        return Lowered(nodes, runs, self.graph, self.devices, self.states, self.program)
 
     def in_order(self, order: list[int]) -> Iterator[Node]:
         """All nodes; those that call no kernel come as soon as they can, and hold no memory of
@@ -241,7 +247,7 @@ def _record(module: GraphModule, dying: Collection[str]) -> tuple[Program, dict[
     recorder = Recorder(places, [], FakeKernels())
     values: dict[Node, Any] = {}
     with torch.inference_mode(False), torch.no_grad(), disable_current_modes():
-        stand_ins = _StandIns(new_mode())
+        stand_ins = StandIns(new_mode())
         for index, node in enumerate(module.graph.nodes):
             if node.op == "placeholder":
                 if "val" not in node.meta:
@@ -278,51 +284,6 @@ def _record(module: GraphModule, dying: Collection[str]) -> tuple[Program, dict[
     last_used = {reference.index for reference, _ in program.referenced if reference.path in dying}
     program.entering = entering(program, last_used)
     return program, spans
-
-
-class _StandIns:
-    """Fake tensors of one mode for those of others and for real ones, sharing memory as they do."""
-
-    def __init__(self, mode: FakeTensorMode) -> None:
-        self.mode = mode
-        self._bases: dict[int, torch.Tensor] = {}
-        self._made: dict[int, tuple[Any, torch.Tensor]] = {}
-
-    def of(self, value: Any, name: str) -> Any:
-        if not isinstance(value, torch.Tensor):
-            if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-                _refuse_symbols(name)
-            return value
-        if any(
-            not isinstance(size, int)
-            for size in (*value.shape, *value.stride(), value.storage_offset())
-        ):
-            _refuse_symbols(name)
-        if value.layout is not torch.strided:
-            raise CaptureError(
-                f"{name} has layout {value.layout}; only strided tensors are planned: use dense "
-                "tensors",
-                code="layout",
-            )
-        if id(value) not in self._made:
-            storage = value.untyped_storage()
-            with self.mode:
-                base = self._bases.get(c_pointer(storage))
-                if base is None:
-                    base = torch.empty(storage.nbytes(), dtype=torch.uint8, device=value.device)
-                    self._bases[c_pointer(storage)] = base
-                whole = base[: base.numel() // value.itemsize * value.itemsize].view(value.dtype)
-                view = whole.as_strided(value.shape, value.stride(), value.storage_offset())
-            self._made[id(value)] = value, view
-        return self._made[id(value)][1]
-
-
-def _refuse_symbols(name: str) -> None:
-    raise CaptureError(
-        f"the shape of {name} is symbolic, and a plan is for shapes that are numbers; trace with "
-        "example inputs of fixed shapes",
-        code="fx_symbolic",
-    )
 
 
 def _phase(node: Node | None) -> str:

@@ -209,3 +209,48 @@ def mode_of(tensors: list[torch.Tensor]) -> FakeTensorMode:
         )  # fmt: skip
     (mode,) = modes.values()
     return mode
+
+
+class StandIns:
+    """Fake tensors of one mode for those of others and for real ones, sharing memory as they do."""
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        self.mode = mode
+        self._bases: dict[int, torch.Tensor] = {}
+        self._made: dict[int, tuple[Any, torch.Tensor]] = {}
+
+    def of(self, value: Any, name: str) -> Any:
+        if not isinstance(value, torch.Tensor):
+            if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+                _refuse_symbols(name)
+            return value
+        if any(
+            not isinstance(size, int)
+            for size in (*value.shape, *value.stride(), value.storage_offset())
+        ):
+            _refuse_symbols(name)
+        if value.layout is not torch.strided:
+            raise CaptureError(
+                f"{name} has layout {value.layout}; only strided tensors are planned: use dense "
+                "tensors",
+                code="layout",
+            )
+        if id(value) not in self._made:
+            storage = value.untyped_storage()
+            with self.mode:
+                base = self._bases.get(c_pointer(storage))
+                if base is None:
+                    base = torch.empty(storage.nbytes(), dtype=torch.uint8, device=value.device)
+                    self._bases[c_pointer(storage)] = base
+                whole = base[: base.numel() // value.itemsize * value.itemsize].view(value.dtype)
+                view = whole.as_strided(value.shape, value.stride(), value.storage_offset())
+            self._made[id(value)] = value, view
+        return self._made[id(value)][1]
+
+
+def _refuse_symbols(name: str) -> None:
+    raise CaptureError(
+        f"the shape of {name} is symbolic, and a plan is for shapes that are numbers; trace with "
+        "example inputs of fixed shapes",
+        code="fx_symbolic",
+    )

@@ -74,14 +74,18 @@ class _Lists:
         return inputs
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Region:
-    """A compiled graph for inputs of certain metadata."""
+    """A compiled graph for inputs of certain metadata. It can be called by a node of `torch.fx`."""
 
     operator: OpOverload
     lists: _Lists | None
     results: tuple[Any, ...]
     """Per result a `_View`, or a value that is no tensor."""
+
+    @property
+    def __name__(self) -> str:
+        return self.operator.name()
 
     def __call__(self, inputs: Sequence[Any]) -> list[Any]:
         """The graph's results, by calls of operators."""
