@@ -19,10 +19,10 @@ export PYO3_PYTHON := $(abspath $(BIN))/python
 help:
 	@echo "make install     the release wheel and everything that tests need, into VENV ($(VENV))"
 	@echo "make demo        install; plan GPT-2 XL's whole step; train a small GPT-2 eagerly and by its plan"
-	@echo "make ci          install, lint and all tests: what continuous integration runs"
+	@echo "make ci          install, lint and tests: what continuous integration runs"
 	@echo "make quick       the Python tests that take little time, against what is installed: what one runs while working"
 	@echo "make test-planner  the planner's Python tests, which need no torch"
-	@echo "make test        all Python tests, against what is installed"
+	@echo "make test        the Python tests, against what is installed"
 	@echo "make canaries    what roam uses and changes of PyTorch's private side, one test for each name"
 	@echo "make durations   all Python tests; keeps how long each takes, by which make quick chooses"
 	@echo "make rust-test   the planner's tests; its benchmarks run once each"

@@ -814,6 +814,7 @@ def test_all_ranks_get_an_error_soon(
         kind, code, trace = told
         assert (kind, code in codes) == ("ExecutionError", True), told
         assert re.search(text, trace), told
+        assert code == DIFFER or agreement.AGAIN in trace, told
 
 
 def interrupted_while_it_waits(rank: int, world: int) -> None:

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 LOOK_S = 1.0
 """How often a rank that waits for others looks for what they have written."""
 _ASK_S = 0.02
-_AGAIN = "start all processes again, from what was saved last"
+AGAIN = "start all processes again, from what was saved last"
+"""What to do after a step with collectives has failed."""
 
 _runs: dict[str, int] = {}
 """By the name of a group, how many runs of plans have used it."""
@@ -57,7 +58,7 @@ def begin(sequences: Sequences, *, is_new: bool) -> None:
         if known is not None:
             raise ExecutionError(
                 f"an earlier step with collectives failed on this rank ({known}), so other "
-                f"ranks may wait for another collective; {_AGAIN}",
+                f"ranks may wait for another collective; {AGAIN}",
                 code="rank_left",
             )
         _runs[group.name] = _runs.get(group.name, 0) + 1
@@ -97,7 +98,7 @@ _announced: dict[str, Any] = {}
 
 def leave(sequences: Sequences, reason: str) -> None:
     """After a run that failed: tells the other ranks, which wait for what never comes."""
-    reason = reason.removesuffix(f"; {_AGAIN}")
+    reason = reason.removesuffix(f"; {AGAIN}")
     for group in sequences:
         first = _left.setdefault(group.name, reason)
         try:
@@ -185,13 +186,13 @@ def _raise_if_left(store: Any, group: Group, other: int) -> None:
     key = f"left/{other}"
     if store.check([key]) and (reason := store.get(key).decode()):
         raise ExecutionError(
-            f"rank {_named(group, other)} has left the step: {reason}; {_AGAIN}", code="rank_left"
+            f"rank {_named(group, other)} has left the step: {reason}; {AGAIN}", code="rank_left"
         )
 
     process = _process_of(_named(group, other))
     if process is not None and process[0] == _machine() and _is_gone(int(process[1])):
         raise ExecutionError(
-            f"rank {_named(group, other)} has left: its process {process[1]} is gone; {_AGAIN}",
+            f"rank {_named(group, other)} has left: its process {process[1]} is gone; {AGAIN}",
             code="rank_left",
         )
 

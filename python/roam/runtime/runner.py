@@ -12,7 +12,7 @@ import torch
 from roam.capture.step import Variant
 from roam.capture.tracing.gradient_history import VIEW, Histories
 from roam.capture.tracing.rng import watched
-from roam.distributed.agreement import begin, leave
+from roam.distributed.agreement import AGAIN, begin, leave
 from roam.distributed.buckets import give_back
 from roam.distributed.collectives import Group, settle, unsettled
 from roam.errors import ExecutionError
@@ -226,8 +226,8 @@ class Runner:
         self._check_inputs(inputs)
         if (busy := unsettled()) is not None:
             raise ExecutionError(
-                f"an earlier step failed on this rank, and {busy} may still write into its memory; "
-                "start all processes again, from what was saved last",
+                f"an earlier step failed on this rank, and {busy} may still write into its "
+                f"memory; {AGAIN}",
                 code="rank_left",
             )
         flagged = [(_held(self._references[place], leaves), flag) for place, flag in self._flags]
@@ -528,9 +528,10 @@ class Runner:
                 return Declined(f"{where} failed: {error}")
             if isinstance(error, ExecutionError):
                 return error
+            advice = AGAIN if self._groups else "call the step again"
             return ExecutionError(
-                f"{where} failed: {error}. Nothing had been updated yet; fix the cause and call "
-                "the step again", code="failed", operator=failure.call.name,
+                f"{where} failed: {error}. Nothing had been updated yet; fix the cause and {advice}",
+                code="failed", operator=failure.call.name,
                 source=str(failure.call.source),
             )  # fmt: skip
         references = [
@@ -538,8 +539,12 @@ class Runner:
             for reference in self._references
             if reference.path in set(changed) and not isinstance(reference, ArgumentReference)
         ]
-        # The next call brings arguments of its own.
-        advice = ". Load these from a checkpoint before the next call" if references else ""
+        if self._groups:
+            advice = f"; {AGAIN}"
+        elif references:
+            advice = ". Load these from a checkpoint before the next call"
+        else:  # the next call brings arguments of its own
+            advice = ""
         partial = ExecutionError(
             f"{where} failed: {error}. Already updated, perhaps in part: {listed(changed)}{advice}",
             code="torn", operator=failure.call.name, source=str(failure.call.source),

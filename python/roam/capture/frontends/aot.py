@@ -156,8 +156,8 @@ def _call(node: Node, values: Mapping[Node, Any]) -> Any:
     ):
         name = getattr(target, "__name__", str(target))
         raise CaptureError(
-            f"{name} at {_source(node.meta)} is not one of PyTorch's own operators (aten), and graphs of "
-            "torch.compile with others have no plan; call it outside of what is compiled",
+            f"{name} at {_source(node.meta)} is no registered operator, and a graph that calls it "
+            "has no plan; call it outside of what is compiled",
             code="foreign_operator",
             operator=name,
         )
