@@ -14,6 +14,10 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 export PYO3_PYTHON := $(abspath $(BIN))/python
 
+# Each process begins with neighbouring files, so that few fixtures of modules are made twice; one that is done takes over
+# half of what another has left.
+PARALLEL := -n auto --maxprocesses 8 --dist worksteal
+
 .PHONY: help install wheel demo quick test-planner test canaries durations rust-test nightly fuzz sweep hard-limit wheel-test bench bench-compare gpu docs site lint lint-workflows format lock release ci clean
 
 help:
@@ -62,13 +66,13 @@ demo: install
 PLANNER_TESTS := $(addprefix tests/test_,$(addsuffix .py,bench bench_compare exact formats graph layout plans streams))
 
 quick:
-	$(BIN)/python -m pytest -n auto --maxprocesses 8 -m "not slow"
+	$(BIN)/python -m pytest $(PARALLEL) -m "not slow"
 
 test-planner:
-	$(BIN)/python -m pytest -n auto --maxprocesses 8 --without-torch $(PLANNER_TESTS)
+	$(BIN)/python -m pytest $(PARALLEL) --without-torch $(PLANNER_TESTS)
 
 test:
-	$(BIN)/python -m pytest -n auto --maxprocesses 8
+	$(BIN)/python -m pytest $(PARALLEL)
 
 # What roam uses and changes of PyTorch's private side, one test for each name.
 canaries:
@@ -76,7 +80,7 @@ canaries:
 
 durations:
 	mkdir -p target
-	$(BIN)/python -m pytest -n auto --maxprocesses 8 --junit-xml=target/tests.xml
+	$(BIN)/python -m pytest $(PARALLEL) --junit-xml=target/tests.xml
 	$(BIN)/python benches/durations.py target/tests.xml
 
 rust-test:
@@ -85,7 +89,7 @@ rust-test:
 
 # ROAM_CASES says how many cases a sweep has.
 nightly:
-	cargo test --locked --profile checked --test nightly -- --ignored
+	cargo test --locked --profile checked --test all nightly:: -- --ignored
 
 # ROAM_FUZZ_EXAMPLES says how many.
 fuzz: export ROAM_FUZZ_EXAMPLES ?= 2000
@@ -94,7 +98,7 @@ fuzz:
 
 sweep: export ROAM_SWEEP_EVERY = 1
 sweep:
-	$(BIN)/python -m pytest -n auto --maxprocesses 8 -m sweep
+	$(BIN)/python -m pytest $(PARALLEL) -m sweep
 
 # How much of its free memory malloc scatters depends on timing, so a run in some ten fails.
 hard-limit: export ROAM_HARD_LIMIT = 1

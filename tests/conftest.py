@@ -1,5 +1,6 @@
 """What all tests share."""
 
+import gc
 import json
 import os
 import signal
@@ -24,6 +25,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # Kernels as small as those of tests gain nothing from more threads, and wait for them where as many
 # processes test as there are cores. Tests of what threads change set their number.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# What collection makes stays, a million objects, at which the collector would look again and again.
+gc.disable()
 
 # No test takes plans that another left on disk, but for those of the cache.
 os.environ["ROAM_CACHE"] = "0"
@@ -54,6 +58,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    gc.enable()
     seen: Counter[str] = Counter()
     left_out = []
     for item in items:

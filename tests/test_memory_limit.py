@@ -498,8 +498,9 @@ def test_an_interrupted_search_loses_nothing(monkeypatch: pytest.MonkeyPatch) ->
             return optimize(graph, *args, **settings)
 
     monkeypatch.setattr(strategy, "_core", Interrupting())
-    # Of a size that no other test has a plan of.
-    budget_bytes = hard_limit.eager_bytes(12) // 3
+    # Small, and of a size that no other test has a plan of: its search takes a second, not ten.
+    monkeypatch.setattr(hard_limit, "LAYERS", 1)
+    budget_bytes = int(hard_limit.eager_bytes(12) / 1.6)
     model, optimizer = hard_limit.built()
     batch = hard_limit.batch(12, torch.Generator().manual_seed(1))
     before = tensors_and_numbers([model.state_dict(), torch.get_rng_state()])

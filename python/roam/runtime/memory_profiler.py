@@ -371,7 +371,10 @@ def _storages() -> list[tuple[int, int, Any]]:
     """Address, size and a weak reference of every CPU storage that Python can see."""
     from torch.multiprocessing.reductions import StorageWeakRef
 
-    tensors = [item for item in gc.get_objects() if issubclass(type(item), torch.Tensor)]
+    # There may be a million objects, of which `issubclass` takes longer, and some classes have no
+    # hash.
+    kinds = set(map(id, _with_subclasses(torch.Tensor)))
+    tensors = [item for item in gc.get_objects() if id(type(item)) in kinds]
     tensors += [tensor.grad for tensor in tensors if tensor.is_leaf and tensor.grad is not None]
     found: dict[int, tuple[int, int, Any]] = {}
     for tensor in map(local_of, tensors):
@@ -383,6 +386,13 @@ def _storages() -> list[tuple[int, int, Any]]:
         except (NotImplementedError, RuntimeError):
             continue  # sparse tensors and the like have none of their own
     return list(found.values())
+
+
+def _with_subclasses(kind: type) -> list[type]:
+    found = [kind]
+    for one in found:
+        found += type.__subclasses__(one)
+    return found
 
 
 def _largest_first(blocks: Any) -> tuple[Block, ...]:

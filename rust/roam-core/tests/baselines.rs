@@ -1,9 +1,7 @@
 //! Orders and layouts that the planner is compared with: valid on any graph, and what their rules
 //! say on cases worked out by hand.
 
-mod common;
-
-use common::random_graph;
+use crate::common::random_graph;
 use roam_core::graph::{
     Graph, GraphBuilder, Kind, Operator, OperatorId, Phase, Residency, ReusePair, Tensor, TensorId,
 };

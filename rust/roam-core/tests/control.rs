@@ -1,8 +1,6 @@
 //! Limits and interruptions.
 
-mod common;
-
-use common::{SETTINGS, random_graph};
+use crate::common::{SETTINGS, random_graph};
 use roam_core::graph::Graph;
 use roam_core::optimize::{Control, OptimizeError, optimize, optimize_timed};
 use roam_core::plan::{MAX_STREAMS, Settings, Status};

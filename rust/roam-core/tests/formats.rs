@@ -1,8 +1,6 @@
 //! The JSON forms: round trips, and what damaged files meet.
 
-mod common;
-
-use common::{SETTINGS, random_graph};
+use crate::common::{SETTINGS, random_graph};
 use roam_core::graph::json::{load_graph, read_graph, save_graph, write_graph};
 use roam_core::graph::{DEFAULT_MAX_BYTES, FormatError, Graph};
 use roam_core::optimize::{Control, optimize};

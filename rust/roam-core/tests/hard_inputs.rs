@@ -1,9 +1,7 @@
 //! Graphs and layouts at the edges of what is permitted, through the whole planner. Debug builds
 //! trap every overflow.
 
-mod common;
-
-use common::buffers::check;
+use crate::common::buffers::check;
 use roam_core::graph::{Graph, GraphBuilder, Kind, Operator, Phase, Residency, Tensor, TensorId};
 use roam_core::layout::pack;
 use roam_core::optimize::{Control, optimize};

@@ -1,8 +1,6 @@
 //! The instance files in `benches/`: readable, planned well, and what they claim to be.
 
-mod common;
-
-use common::SETTINGS;
+use crate::common::SETTINGS;
 use roam_core::graph::DEFAULT_MAX_BYTES;
 use roam_core::graph::json::load_graph;
 use roam_core::optimize::{Control, optimize};

@@ -1,9 +1,7 @@
 //! Bare layout problems: the instance files at their bounds, random ones against brute force, and
 //! what packing promises.
 
-mod common;
-
-use common::buffers::{brute_force, check, full, live_bytes, mixed, random};
+use crate::common::buffers::{brute_force, check, full, live_bytes, mixed, random};
 use roam_core::layout::{PackError, pack};
 use roam_core::optimize::Control;
 use roam_core::packing::{Buffer, Instance, Packing};

@@ -4,11 +4,9 @@
 //! says how many cases a sweep has (100 000 where it is not set), `ROAM_FIRST` with which it begins
 //! (0): `ROAM_FIRST=123 ROAM_CASES=1` repeats one case.
 
-mod common;
-
-use common::buffers::{brute_force, check, full, mixed, random};
-use common::totals::least_total;
-use common::{SETTINGS, best_by_brute_force, check_streams, random_graph, total_and_bound};
+use crate::common::buffers::{brute_force, check, full, mixed, random};
+use crate::common::totals::least_total;
+use crate::common::{SETTINGS, best_by_brute_force, check_streams, random_graph, total_and_bound};
 use roam_core::layout::pack;
 use roam_core::optimize::{Control, optimize};
 use roam_core::plan::{Settings, Status};

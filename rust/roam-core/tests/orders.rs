@@ -1,8 +1,6 @@
 //! Exact orders: what brute force finds, proved.
 
-mod common;
-
-use common::{SETTINGS, best_by_brute_force, random_graph};
+use crate::common::{SETTINGS, best_by_brute_force, random_graph};
 use roam_core::graph::{Graph, GraphBuilder, Kind, Operator, OperatorId, Phase, Residency, Tensor, TensorId};
 use roam_core::optimize::{Control, optimize};
 use roam_core::rng::Random;

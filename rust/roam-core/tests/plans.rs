@@ -1,11 +1,9 @@
 //! Plans of random graphs: valid, bounded by what brute force finds, never worse than program
 //! order, the same on any number of threads and under any numbering.
 
-mod common;
-
-use common::solver::Always;
-use common::totals::least_total;
-use common::{
+use crate::common::solver::Always;
+use crate::common::totals::least_total;
+use crate::common::{
     Peaks, SETTINGS, accumulating_graph, best_by_brute_force, least_peak_over_sets, peaks_by_definition, pending_graph,
     random_graph, total_and_bound,
 };

@@ -1,11 +1,9 @@
 //! Integer programs: what they say against brute force and against the search, and what becomes of
 //! bad answers.
 
-mod common;
-
-use common::buffers::{brute_force, check, full, random};
-use common::solver::{Always, Enumerate};
-use common::{SETTINGS, each_order, peaks_by_definition, random_graph};
+use crate::common::buffers::{brute_force, check, full, random};
+use crate::common::solver::{Always, Enumerate};
+use crate::common::{SETTINGS, each_order, peaks_by_definition, random_graph};
 use roam_core::graph::Graph;
 use roam_core::graph::json::load_graph;
 use roam_core::layout::pack;

@@ -1,8 +1,6 @@
 //! Bounds of all schedules with further runs, against complete search of small graphs.
 
-mod common;
-
-use common::random_graph;
+use crate::common::random_graph;
 use roam_core::cost::rerun_ns;
 use roam_core::graph::{
     Graph, GraphBuilder, Kind, Operator, OperatorId, Phase, Residency, ReusePair, Tensor, TensorId,

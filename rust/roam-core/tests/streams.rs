@@ -1,11 +1,9 @@
 //! Plans of several streams: safe under every timing, as fast as asked for, never worse than
 //! program order.
 
-mod common;
-
-use common::corruptions::{Corruption, catch_each, pick};
-use common::simulator::execute;
-use common::{SETTINGS, check_streams, random_graph, speed, with_total};
+use crate::common::corruptions::{Corruption, catch_each, pick};
+use crate::common::simulator::execute;
+use crate::common::{SETTINGS, check_streams, random_graph, speed, with_total};
 use roam_core::graph::{Graph, OperatorId, Residency, ReusePair, TensorId};
 use roam_core::optimize::{Control, OptimizeError, optimize};
 use roam_core::plan::{Plan, Schedule, Settings, Status, StreamModel};

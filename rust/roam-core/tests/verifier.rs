@@ -1,9 +1,7 @@
 //! The verifier catches every kind of fault, and refuses nothing else.
 
-mod common;
-
-use common::corruptions::{Corruption, catch_each, pick};
-use common::{SETTINGS, peaks_by_definition, random_graph, with_total};
+use crate::common::corruptions::{Corruption, catch_each, pick};
+use crate::common::{SETTINGS, peaks_by_definition, random_graph, with_total};
 use roam_core::graph::{Graph, OperatorId, Residency, ReusePair, TensorId};
 use roam_core::optimize::{Control, optimize};
 use roam_core::plan::{Exact, ExactReport, ExactStatus, Plan, Settings, Status};

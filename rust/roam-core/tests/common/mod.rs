@@ -1,8 +1,5 @@
 //! Random graphs with everything that orders operators or holds memory.
 
-// Each test binary uses its own part of this.
-#![allow(dead_code)]
-
 pub(crate) mod buffers;
 pub(crate) mod corruptions;
 pub(crate) mod simulator;
