@@ -6,6 +6,7 @@ Whatever it is, a compiled step gives eager's bits, is planned anew, or is refus
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -688,7 +689,19 @@ def _scaled(x: torch.Tensor) -> torch.Tensor:
     return x * FACTORS["now"]
 
 
-def test_what_functions_read_that_are_found_by_a_computed_name_is_guarded(monkeypatch: Any) -> None:
+@pytest.fixture(params=[False, True], ids=["", "frozen"])
+def frozen(request: pytest.FixtureRequest) -> Iterator[bool]:
+    """Whether all objects are hidden from Python's collector."""
+    if request.param:
+        gc.collect()
+        gc.freeze()
+    yield request.param
+    gc.unfreeze()
+
+
+def test_what_functions_read_that_are_found_by_a_computed_name_is_guarded(
+    monkeypatch: Any, frozen: bool
+) -> None:
     def step(net: Any, optimizer: Any, x: torch.Tensor) -> torch.Tensor:
         return train(net, optimizer, globals()["_sca" + "led"](x))
 
@@ -702,3 +715,4 @@ def test_what_functions_read_that_are_found_by_a_computed_name_is_guarded(monkey
         return block
 
     check(change, False, step)
+    assert (gc.get_freeze_count() > 0) == frozen

@@ -1,10 +1,11 @@
-"""Pauses Python's cyclic garbage collector."""
+"""What roam does with Python's cyclic garbage collector: pauses it, and asks it for objects."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 
 @contextmanager
@@ -17,3 +18,30 @@ def collections_wait() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+def all_objects() -> list[Any]:
+    """All objects that the collector tracks, also those that a user's `gc.freeze` hides."""
+    with _thawed():
+        return gc.get_objects()
+
+
+def referrers(*objects: Any) -> list[Any]:
+    """All objects that refer to some of these, also those that a user's `gc.freeze` hides."""
+    with _thawed():
+        return gc.get_referrers(*objects)
+
+
+@contextmanager
+def _thawed() -> Iterator[None]:
+    if not gc.get_freeze_count():
+        yield
+        return
+    with collections_wait():
+        # What is frozen again must not be garbage, which would stay for ever.
+        gc.collect()
+        gc.unfreeze()
+        try:
+            yield
+        finally:
+            gc.freeze()

@@ -30,6 +30,7 @@ from typing import Any, Final
 import torch
 
 from roam.errors import RoamError
+from roam.garbage import all_objects
 from roam.state.autograd_hooks import in_group
 from roam.torch_compat.private import c_pointer, has_kernel, has_kernel_for, local_of
 
@@ -374,7 +375,7 @@ def _storages() -> list[tuple[int, int, Any]]:
     # There may be a million objects, of which `issubclass` takes longer, and some classes have no
     # hash.
     kinds = set(map(id, _with_subclasses(torch.Tensor)))
-    tensors = [item for item in gc.get_objects() if id(type(item)) in kinds]
+    tensors = [item for item in all_objects() if id(type(item)) in kinds]
     tensors += [tensor.grad for tensor in tensors if tensor.is_leaf and tensor.grad is not None]
     found: dict[int, tuple[int, int, Any]] = {}
     for tensor in map(local_of, tensors):

@@ -8,7 +8,6 @@ every call.
 
 from __future__ import annotations
 
-import gc
 import operator
 import os
 import types
@@ -18,6 +17,7 @@ from typing import Any, Final
 
 import torch
 
+from roam.garbage import referrers
 from roam.state.equality import MISSING, show
 from roam.state.library_code import is_library, is_library_code
 from roam.state.reach import Reach
@@ -100,7 +100,7 @@ class Reliance:
         ]
         found: dict[int, tuple[str, types.FunctionType]] = {}
         if ran:
-            for function in gc.get_referrers(*ran):
+            for function in referrers(*ran):
                 if type(function) is types.FunctionType:
                     found[id(function)] = function.__qualname__, function
         for path, holder, name in self._library_places():

@@ -12,7 +12,6 @@ AOTAutograd's own function, and each such call is recorded as one operator.
 from __future__ import annotations
 
 import functools
-import gc
 import re
 import sys
 import weakref
@@ -39,6 +38,7 @@ from roam.capture.tracing.compiled_code import (
 from roam.capture.tracing.compiled_state import State, changes_of, state_of
 from roam.capture.tracing.region_operators import Unknown, region_of
 from roam.errors import CaptureError
+from roam.garbage import referrers
 from roam.program.ir import Source
 from roam.state.equality import is_plain
 from roam.state.made_objects import opened
@@ -476,7 +476,7 @@ class _Called:
 def _wrapper_of(frame: FrameType) -> FunctionType | None:
     """The function that a frame runs: the one with the same code that closes over the same."""
     held = frame.f_locals
-    for function in gc.get_referrers(frame.f_code):
+    for function in referrers(frame.f_code):
         if type(function) is FunctionType and function.__code__ is frame.f_code:
             names = ("fn", "callback", "self")
             if all(_cell(function, name).cell_contents is held[name] for name in names):

@@ -9,7 +9,6 @@ are cleared where they hold fakes.
 from __future__ import annotations
 
 import functools
-import gc
 import threading
 from collections.abc import Callable, Container, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -18,6 +17,7 @@ from types import ModuleType
 from typing import Any, Final
 from zipimport import zipimporter
 
+from roam.garbage import referrers
 from roam.state.cached_results import tensors_in
 from roam.torch_compat.patches import replaced
 from roam.torch_compat.private import FakeTensor, disable_current_modes
@@ -59,7 +59,7 @@ def clear_fakes(others: Container[int] = ()) -> None:
     none of its concern.
     """
     # Each of them refers to its type. To look through all objects takes several times longer.
-    for cache in gc.get_referrers(functools._lru_cache_wrapper):
+    for cache in referrers(functools._lru_cache_wrapper):
         if (
             type(cache) is functools._lru_cache_wrapper
             and id(cache) not in others
