@@ -1004,7 +1004,7 @@ def compiled_graph(module: Any, fakes: Sequence[Any]) -> Any:
     # The graph is none of one that is compiled around it.
     with torch._guards.tracing(None), V.set_fake_mode(fakes[0].fake_mode):
         alone = make_fx(module, select_decomp_table(), tracing_mode="fake")(*fakes)
-        results = alone.graph.output_node().args[0]
+        results: Any = alone.graph.output_node().args[0]
         return compile_fx.compile_fx_forward(
             alone,
             fakes,

@@ -85,7 +85,7 @@ class Region:
 
     @property
     def __name__(self) -> str:
-        return self.operator.name()
+        return str(self.operator.name())
 
     def __call__(self, inputs: Sequence[Any]) -> list[Any]:
         """The graph's results, by calls of operators."""
