@@ -135,11 +135,11 @@ def _pages() -> Iterator[Path]:
 
 
 @pytest.fixture
-def process_group() -> Iterator[None]:
-    """A process group of this process alone, for pages whose blocks are run by each of several."""
-    torch.distributed.init_process_group(
-        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
-    )
+def one_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What `torchrun` sets for one process, for pages whose blocks are run by each of several."""
+    surroundings = {"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}
+    for name, value in surroundings.items():
+        monkeypatch.setenv(name, value)
     yield
     torch.distributed.destroy_process_group()
 
@@ -153,7 +153,7 @@ def test_the_blocks_run(
             pytest.importorskip(library)
         warnings.simplefilter("ignore")
     if path.name in ("fully-shard.md", "tensor-parallel.md"):
-        request.getfixturevalue("process_group")
+        request.getfixturevalue("one_of_torchrun")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ROAM_CACHE_DIR", str(tmp_path / "kept"))
     monkeypatch.delenv("ROAM_CACHE")
