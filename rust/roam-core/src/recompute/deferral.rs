@@ -5,10 +5,15 @@
 use super::model::MUCH_LARGER;
 use crate::graph::{Graph, OperatorId, Residency, TensorId};
 
+/// Sums of fewer terms are not those of a loop.
+const LEAST_TERMS: u32 = 4;
+/// Sums that are smaller than the limit divided by this matter little.
+const LIMITS_SHARE: u64 = 32;
+
 /// The program's order, in which an operator that makes much of little, and what only adds to what
-/// such an operator has made, wait until something else needs them. `None` where nothing is added
-/// to what waits.
-pub(super) fn deferred_sums(graph: &Graph) -> Option<Vec<OperatorId>> {
+/// such an operator has made, wait until something else needs them. `None` where no large sum of
+/// several terms waits.
+pub(super) fn deferred_sums(graph: &Graph, limit_bytes: u64) -> Option<Vec<OperatorId>> {
     let order = graph.program_order();
     let bytes = |tensors: &[TensorId]| -> u64 {
         let local = tensors.iter().filter(|&&tensor| graph.tensor(tensor).residency == Residency::StepLocal);
@@ -17,7 +22,7 @@ pub(super) fn deferred_sums(graph: &Graph) -> Option<Vec<OperatorId>> {
     let mut waits = vec![false; order.len()];
     let mut has_run = vec![false; order.len()];
     let mut deferred = Vec::with_capacity(order.len());
-    let mut any_sum = false;
+    let mut terms = vec![1; graph.tensors().len()];
     for &id in order {
         let operator = graph.operator(id);
         let made = bytes(&operator.creates);
@@ -25,9 +30,9 @@ pub(super) fn deferred_sums(graph: &Graph) -> Option<Vec<OperatorId>> {
         let is_waiting = |&tensor: &TensorId| graph.creator(tensor).is_some_and(|creator| waits[creator.index()]);
         let is_sum =
             operator.creates.is_empty() && !operator.mutates.is_empty() && operator.mutates.iter().all(is_waiting);
-        any_sum |= is_sum;
         if is_made_of_little || is_sum {
             waits[id.index()] = true;
+            operator.mutates.iter().for_each(|tensor| terms[tensor.index()] += 1);
         } else {
             run(graph, id, &mut has_run, &mut waits, &mut deferred);
         }
@@ -35,7 +40,9 @@ pub(super) fn deferred_sums(graph: &Graph) -> Option<Vec<OperatorId>> {
     for &id in order {
         run(graph, id, &mut has_run, &mut waits, &mut deferred);
     }
-    any_sum.then_some(deferred)
+    let is_large = |&id: &TensorId| graph.counted_bytes(id) >= limit_bytes / LIMITS_SHARE;
+    let mut changed = order.iter().flat_map(|&id| &graph.operator(id).mutates);
+    changed.any(|id| terms[id.index()] >= LEAST_TERMS && is_large(id)).then_some(deferred)
 }
 
 /// Runs the operator after what it waits for, all in the program's order.
@@ -90,19 +97,21 @@ mod tests {
         builder.build().unwrap()
     }
 
-    fn positions(graph: &Graph) -> Option<Vec<u32>> {
-        deferred_sums(graph).map(|order| order.iter().map(|&id| graph.operator(id).position).collect())
+    fn positions(graph: &Graph, limit_bytes: u64) -> Option<Vec<u32>> {
+        deferred_sums(graph, limit_bytes).map(|order| order.iter().map(|&id| graph.operator(id).position).collect())
     }
 
     #[test]
     fn sums_and_their_terms_wait_for_what_uses_the_sum() {
-        // 1, 3 and 6 make parts; 2, 4 and 7 wholes; 5 and 8 add them.
-        assert_eq!(positions(&loop_of(3, 1024)), Some(vec![0, 1, 3, 6, 2, 4, 5, 7, 8, 9, 10]));
+        // 1, 3, 6 and 9 make parts; 2, 4, 7 and 10 wholes; 5, 8 and 11 add them.
+        let order = vec![0, 1, 3, 6, 9, 2, 4, 5, 7, 8, 10, 11, 12, 13];
+        assert_eq!(positions(&loop_of(4, 1024), 4096), Some(order));
     }
 
     #[test]
     fn nothing_is_deferred_without_large_sums() {
-        assert_eq!(positions(&loop_of(3, 128)), None);
-        assert_eq!(positions(&loop_of(1, 1024)), None);
+        assert_eq!(positions(&loop_of(4, 128), 4096), None);
+        assert_eq!(positions(&loop_of(3, 1024), 4096), None);
+        assert_eq!(positions(&loop_of(4, 1024), 64 * 1024), None);
     }
 }

@@ -99,7 +99,7 @@ pub(crate) fn search(
     let mut orders = vec![order];
     orders.extend(graph.operators().iter().any(gathers_again).then(|| graph.program_order()));
     let usual = bases(graph, &orders);
-    let deferred = deferred_sums(graph).map_or_else(Vec::new, |order| bases(graph, &[&order]));
+    let deferred = deferred_sums(graph, limit_bytes).map_or_else(Vec::new, |order| bases(graph, &[&order]));
     let share = usual.len() as u64;
     // Attempts with deferred sums are long, and many fail: they do not share what is granted.
     let granted = usual.iter().map(|base| (base, share)).chain(deferred.iter().map(|base| (base, 1)));
