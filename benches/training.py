@@ -1,9 +1,8 @@
 """Real training steps in several ways on one device, side by side: their memory, their speed and
 their bits.
 
-    python benches/training.py --output training.json                     # on the GPU; without one
-    it says so, and that is all python benches/training.py --device cpu --threads 1 --output
-    cpu.json
+    python benches/training.py --output training.json     # on the GPU; without one it says so
+    python benches/training.py --device cpu --threads 1 --output cpu.json
 
 | way | what runs |
 |---|---|
