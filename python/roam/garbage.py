@@ -21,27 +21,15 @@ def collections_wait() -> Iterator[None]:
 
 
 def all_objects() -> list[Any]:
-    """All objects that the collector tracks, also those that a user's `gc.freeze` hides."""
-    with _thawed():
-        return gc.get_objects()
+    """All objects that the collector tracks. It undoes a user's `gc.freeze`, which hides objects.
+
+    To freeze them again would keep for ever what becomes garbage later, such as a plan.
+    """
+    gc.unfreeze()
+    return gc.get_objects()
 
 
 def referrers(*objects: Any) -> list[Any]:
-    """All objects that refer to some of these, also those that a user's `gc.freeze` hides."""
-    with _thawed():
-        return gc.get_referrers(*objects)
-
-
-@contextmanager
-def _thawed() -> Iterator[None]:
-    if not gc.get_freeze_count():
-        yield
-        return
-    with collections_wait():
-        # What is frozen again must not be garbage, which would stay for ever.
-        gc.collect()
-        gc.unfreeze()
-        try:
-            yield
-        finally:
-            gc.freeze()
+    """All objects that refer to some of these. It undoes a user's `gc.freeze` too."""
+    gc.unfreeze()
+    return gc.get_referrers(*objects)
