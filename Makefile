@@ -14,8 +14,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 export PYO3_PYTHON := $(abspath $(BIN))/python
 
-# Each process begins with neighbouring files, so that few fixtures of modules are made twice; one that is done takes over
-# half of what another has left.
+# Each process begins with neighbouring files, so that few fixtures of modules are made twice. One
+# that is done takes over half of what another has left.
 PARALLEL := -n auto --maxprocesses 8 --dist worksteal
 
 .PHONY: help install wheel demo quick test-planner test canaries durations rust-test nightly fuzz sweep hard-limit wheel-test bench bench-compare gpu docs site lint lint-workflows format lock release ci clean

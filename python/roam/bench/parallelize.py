@@ -267,7 +267,6 @@ def meshes_table(record: Record) -> Table:
         found = [row for row in of_mesh if row["outcome"] == "found"]
         compared = [row for row in found if row["shipped"] is not None]
         if found:
-            ratios = sorted(row["shipped"] for row in compared)
             times = sorted(row["search_s"] for row in found)
             rows.append(
                 {
@@ -275,11 +274,8 @@ def meshes_table(record: Record) -> Table:
                     "tried": len(of_mesh),
                     "found": len(found),
                     "optimal": sum(row["gap"] == 0 for row in found),
-                    "compared": len(ratios),
                     "in full": sum(not row["left_out"] for row in compared),
-                    "no dearer": sum(ratio >= 1 for ratio in ratios),
-                    "median": ratios[len(ratios) // 2] if ratios else None,
-                    "most": max(ratios, default=None),
+                    **_compared([row["shipped"] for row in compared]),
                     "search": times[len(times) // 2],
                     "longest": times[-1],
                 }
@@ -291,9 +287,7 @@ def meshes_table(record: Record) -> Table:
         Column("proved cheapest", lambda row: str(row["optimal"])),
         Column("compared", lambda row: str(row["compared"])),
         Column("of these with all styles", lambda row: str(row["in full"])),
-        Column("no dearer than shipped", lambda row: str(row["no dearer"])),
-        Column("shipped / found, median", lambda row: _ratio(row["median"])),
-        Column("most", lambda row: _ratio(row["most"])),
+        *_compared_columns("shipped"),
         Column("search, median, s", lambda row: f"{row['search']:.3f}"),
         Column("longest", lambda row: f"{row['longest']:.2f}"),
     )
@@ -308,15 +302,11 @@ def megatron_table(record: Record) -> Table:
             row for row in record["rows"] if row["mesh"] == mesh and row["megatron"] is not None
         ]
         if compared:
-            ratios = sorted(row["megatron"] for row in compared)
             both = [row for row in compared if row["shipped"] is not None]
             rows.append(
                 {
                     "mesh": mesh,
-                    "compared": len(ratios),
-                    "no dearer": sum(ratio >= 1 for ratio in ratios),
-                    "median": ratios[len(ratios) // 2],
-                    "most": ratios[-1],
+                    **_compared([row["megatron"] for row in compared]),
                     "both": len(both),
                     "as shipped": sum(row["megatron_ns"] == row["shipped_ns"] for row in both),
                 }
@@ -324,13 +314,30 @@ def megatron_table(record: Record) -> Table:
     columns = (
         Column("mesh", lambda row: row["mesh"]),
         Column("compared", lambda row: str(row["compared"])),
-        Column("no dearer than Megatron's", lambda row: str(row["no dearer"])),
-        Column("Megatron's / found, median", lambda row: _ratio(row["median"])),
-        Column("most", lambda row: _ratio(row["most"])),
+        *_compared_columns("Megatron's"),
         Column("with a shipped plan too", lambda row: str(row["both"])),
         Column("of these as dear as shipped", lambda row: str(row["as shipped"])),
     )
     return Table("Beside Megatron's plan", columns, rows)
+
+
+def _compared(ratios: list[float]) -> Row:
+    """Of costs of another plan, each as a multiple of that of the sharding that was found."""
+    ratios = sorted(ratios)
+    return {
+        "compared": len(ratios),
+        "no dearer": sum(ratio >= 1 for ratio in ratios),
+        "median": ratios[len(ratios) // 2] if ratios else None,
+        "most": ratios[-1] if ratios else None,
+    }
+
+
+def _compared_columns(plan: str) -> tuple[Column, ...]:
+    return (
+        Column(f"no dearer than {plan}", lambda row: str(row["no dearer"])),
+        Column(f"{plan} / found, median", lambda row: _ratio(row["median"])),
+        Column("most", lambda row: _ratio(row["most"])),
+    )
 
 
 def depths_table(record: Record) -> Table:

@@ -105,8 +105,11 @@ class Partition:
         return known.in_bytes(plain_bytes)
 
     def _check(self, part: Lowered, limit_bytes: int) -> None:
-        """Whether a part can be planned within the limit, with what the checked first run of its
-        plan takes besides. That also keeps what a compiled region would free.
+        """Plans a part within the limit, with what the checked first run of its plan takes besides.
+        That run also keeps what a compiled region would free.
+
+        Raises:
+            PlanError: no plan keeps within the limit.
         """
         device = torch.device(part.graph.device)
         placed = placed_calls(part.program, device)
@@ -114,8 +117,8 @@ class Partition:
         _planned(part.graph, max(limit_bytes - checks_bytes, 1))
 
     def _lowered(self, module: GraphModule, forward: GraphModule | None = None) -> Lowered:
-        """A part, with what kernels allocate for themselves; what a backward
-        pass is given by the forward pass alone dies in it.
+        """A part, with what kernels allocate for themselves; what a backward pass is given by the
+        forward pass alone dies in it.
         """
         given = module.graph.find_nodes(op="placeholder")
         dying: set[str] = set()

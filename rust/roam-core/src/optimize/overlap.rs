@@ -3,8 +3,8 @@
 //!
 //! A *launch* is an operator of the sequence of collectives; its *wait* is the first operator that
 //! a control edge leads to from it and that uses all tensors of the launch. A launch takes no time.
-//! The collective then goes over its link when those before it there have ended, and the wait lasts until
-//! it has ended; see the explanation of the model of communication.
+//! The collective then goes over its link when those before it there have ended, and the wait lasts
+//! until it has ended; see the explanation of the model of communication.
 //!
 //! Launches keep their order among themselves, so every rank still launches the same sequence.
 

@@ -1,6 +1,7 @@
-//! The program's order with sums deferred. Where a loop reads a tensor part by part, its backward pass
-//! makes for every part a tensor as large as the whole, zero but for the part, and adds it to a
-//! sum. Beside what the loop holds, the sum and a term take more than all the parts that wait.
+//! The program's order with sums deferred. Where a loop reads a tensor part by part, its backward
+//! pass makes from the gradient of each part a tensor as large as the whole, which is zero elsewhere,
+//! and adds it to a sum. The sum and a term take twice as much as all gradients of parts together, so
+//! these wait until the loop has ended and what it held is gone.
 
 use super::model::MUCH_LARGER;
 use crate::graph::{Graph, OperatorId, Residency, TensorId};
