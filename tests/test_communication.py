@@ -9,7 +9,9 @@ import json
 import random
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,10 +20,11 @@ import torch.distributed as dist
 
 import roam
 from roam import cli, zoo
-from roam.distributed.collectives import Group
+from roam.distributed import collectives
+from roam.distributed.collectives import Group, Launch, Pending
 from roam.program.links import Links, Transfer
 from roam.report.communication import Communication, least_ns, simulated
-from roam.torch_compat.private import shard_parts
+from roam.torch_compat.private import shard_parts, tensor_uses
 from roam.zoo.sharding import WAYS, Parts, Sharding, ShardingError
 
 MODEL, SEQ = "llama-tiny", 16
@@ -305,3 +308,45 @@ def test_the_fewest_gathers_run_again_and_that_is_proved(layers: int) -> None:
         names = [graph.operators[int(one)].name for one in found["sequence"]]
         assert names.count("launch") == layers + missing
         assert found["extra_s"] == found["least_extra_s"] > 0
+
+
+# -- how a wait ends
+
+
+def done(timeout: object) -> bool:
+    """What a process group's work answers when the collective is done."""
+    return True
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Launch:
+    monkeypatch.setattr(Group, "can_be_polled", lambda self: True)
+    monkeypatch.setattr(collectives, "_held_elsewhere", set())
+    return Launch("allreduce_", Group("", (0, 1), 0), "SUM")
+
+
+def held_by_another(tensor: torch.Tensor) -> tuple[list[torch.Tensor], list[tuple[Any, int]]]:
+    """Something in C++ that holds the tensor, and what a launch before that has noted."""
+    held = [(tensor, tensor_uses(tensor))]
+    return [torch.ones(2, requires_grad=True) * tensor], held
+
+
+def test_a_wait_ends_after_the_release_of_what_was_launched(launched: Launch) -> None:
+    tensor = torch.ones(2)
+    holders, held = held_by_another(tensor)
+    assert tensor_uses(tensor) > held[0][1]
+    threading.Timer(0.3, holders.clear).start()
+    Pending(launched, SimpleNamespace(wait=done), held).wait()
+    assert tensor_uses(tensor) == held[0][1]
+
+
+def test_a_wait_ends_once_where_the_tensors_are_never_released(
+    launched: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(collectives, "_RELEASES_S", 0.01)
+    holders, held = held_by_another(torch.ones(2))
+    Pending(launched, SimpleNamespace(wait=done), held).wait()
+    assert collectives._held_elsewhere == {launched}
+    monkeypatch.setattr(collectives, "_RELEASES_S", 1e9)  # the next one would hang if it waited
+    Pending(launched, SimpleNamespace(wait=done), held).wait()
+    assert holders

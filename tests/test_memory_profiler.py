@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import time
@@ -214,6 +215,19 @@ def test_a_record_with_a_gap_is_not_believed(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(MeasurementError, match="does not watch") as caught:
         memory_profiler._Stream([])
     assert caught.value.code == "other_thread"
+
+
+def test_events_of_two_threads_may_change_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = [(64, 1, 64), (32, 2, 96), (-64, 1, 32), (16, 3, 48), (-32, 2, 16)]
+    events = [memory_profiler._Event(*event, call=None, operator="") for event in counted]
+    for order in itertools.permutations(range(5)):
+        timed = [events[place] for place in order]
+        monkeypatch.setattr(
+            memory_profiler, "_between_marks", lambda roots, timed=timed: (timed, 0)
+        )
+        trace = memory_profiler._Stream([]).trace(None, 0)
+        assert (trace.peak_bytes, trace.end_bytes) == (96, 16)
+        assert [block.freed_at for block in trace.blocks] == [2, 4, None]
 
 
 def test_a_trace_survives_json() -> None:

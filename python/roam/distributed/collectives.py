@@ -29,8 +29,13 @@ from roam.torch_compat.private import (
 _SETTLES_S = 5.0
 """How long a rank whose step failed waits for what it has launched: other ranks launch the same,
 unless they fail too."""
-_RELEASES_S = 0.1
-"""How long a rank waits at most for gloo's thread to release a collective's tensors."""
+_RELEASES_S = 5.0
+"""How long a rank waits at most for gloo's thread to release a collective's tensors. It takes
+microseconds where a core is free, and longer than 0.1 s where other processes keep all cores busy.
+"""
+_SPINS = 64
+"""How often a rank looks at once whether they are released, before it sleeps in between."""
+_NAP_S = 2e-5
 REDUCTIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 """Reductions that need no operand of their own."""
 
@@ -179,12 +184,17 @@ class Pending:
         chance, and a process that ends in between would be aborted: that thread cannot release
         objects of an interpreter that is gone.
         """
-        deadline = time.monotonic() + _RELEASES_S
         held, self._held = self._held, []
+        if self.launch in _held_elsewhere:
+            return
+        deadline, looks = time.monotonic() + _RELEASES_S, 0
         while any(tensor_uses(tensor) > uses for tensor, uses in held):
-            if time.monotonic() > deadline:
+            looks += 1
+            if looks > _SPINS and time.monotonic() > deadline:
+                _held_elsewhere.add(self.launch)
                 return
-            time.sleep(0)
+            # Asleep, a rank leaves its core to the thread that it waits for.
+            time.sleep(0 if looks <= _SPINS else _NAP_S)
 
     def _forget(self) -> None:
         """The group's own object holds the tensors: it goes when the collective is done."""
@@ -193,6 +203,8 @@ class Pending:
 
 
 _in_flight: dict[int, Pending] = {}
+_held_elsewhere: set[Launch] = set()
+"""Launches after which something else than gloo kept a tensor: no rank waits for these again."""
 
 
 def wait(pending: Pending, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:

@@ -24,6 +24,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
@@ -208,6 +209,8 @@ def _mark(name: str) -> None:
         torch.empty(1, dtype=torch.uint8)
 
 
+_APART = 64
+"""How far apart in time two events may be that the allocator has counted one after the other."""
 _OF_GROUP = "c10d::"
 """What names begin with of operators that process groups call for themselves."""
 
@@ -227,25 +230,17 @@ class _Stream:
     """The allocator's events between the two marks."""
 
     def __init__(self, roots: list[Any]) -> None:
-        self._events, self.start_bytes = _between_marks(roots)
+        events, self.start_bytes = _between_marks(roots)
+        self._events = _as_counted(events, self.start_bytes)
         self.blocks: list[Block] = []
         self.freed_before: set[tuple[int, int]] = set()
         self._pair()
 
     def _pair(self) -> None:
-        """Find the release of every block, and check that the record is whole."""
+        """Find the release of every block."""
         open_blocks: dict[int, int] = {}
         made: dict[int, tuple[int, _Event]] = {}
-        total = self.start_bytes
         for place, event in enumerate(self._events):
-            total += event.size_bytes
-            if total != event.total_bytes:
-                raise MeasurementError(
-                    "memory was released by a thread that the profiler does not watch: "
-                    f"{event.total_bytes} bytes allocated, {total} accounted for. Measure while no "
-                    "other thread uses tensors",
-                    code="other_thread",
-                )
             if event.size_bytes >= 0:
                 open_blocks[event.address] = len(self.blocks)
                 made[event.address] = place, event
@@ -347,6 +342,43 @@ def _between_marks(roots: list[Any]) -> tuple[list[_Event], int]:
     return [
         event for time, _, event in sorted(found, key=lambda item: item[:2]) if start < time < end
     ], start_bytes
+
+
+def _as_counted(events: list[_Event], start_bytes: int) -> list[_Event]:
+    """The events in the order in which the allocator has counted them.
+
+    Args:
+        events: in order of time. The allocator counts an event first and the profiler reads the
+            clock afterwards, so events of several threads may have changed places.
+        start_bytes: what was allocated before the first of them.
+
+    Raises:
+        MeasurementError: the counts of the allocator and of the events differ.
+    """
+    found: list[_Event] = []
+    total = start_bytes
+    waiting: list[_Event] = []
+    later = iter(events)
+    while True:
+        waiting += islice(later, _APART - len(waiting))
+        if not waiting:
+            return found
+        following = (
+            place
+            for place, event in enumerate(waiting)
+            if total + event.size_bytes == event.total_bytes
+        )
+        place = next(following, None)
+        if place is None:
+            event = waiting[0]
+            raise MeasurementError(
+                "memory was released by a thread that the profiler does not watch: "
+                f"{event.total_bytes} bytes allocated, {total + event.size_bytes} accounted for. "
+                "Measure while no other thread uses tensors",
+                code="other_thread",
+            )
+        total = waiting[place].total_bytes
+        found.append(waiting.pop(place))
 
 
 @functools.cache
