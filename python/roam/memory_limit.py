@@ -14,7 +14,7 @@ _UNITS = {
 _TEXT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]+|%)\s*")
 _ALLOWED = (
     'a number of bytes, text with a unit ("12GiB", "800 MB"), a share of what the plan without '
-    'recomputation takes ("60%"), or "auto", for what the device has'
+    'recomputation takes ("60%"), or "auto", for what the device has free'
 )
 
 

@@ -306,7 +306,7 @@ def capture_variant(
 ) -> Variant:
     """As `capture`, with the program that the graph is of."""
     if step not in ("first", "steady"):
-        raise CaptureError(f"step is 'first' or 'steady', not {step!r}", code="argument")
+        raise CaptureError(f"step must be 'first' or 'steady', not {step!r}", code="argument")
     captured = capture_step(train_step, args, kwargs)
     if step == "steady" and captured.steady is None and captured.first is not None:
         raise captured.first.program.unsettled or CaptureError(
@@ -573,8 +573,10 @@ def _check_live_numbers(live: Program, tracer: _Tracer) -> None:
     (plain,) = tracer.programs(live_arguments=False, live_numbers=False)
     if not agrees(live, plain):
         raise CaptureError(
-            "the step treats a number that may change (of an optimizer's group, or that the step keeps) in another way than "
-            "a plain number, since capture puts an object of another type in its place; test with isinstance(x, float) instead of type(x), or keep the number in a tensor",
+            "the step does not treat a number that may change (of an optimizer's group, or that "
+            "the step keeps) like a plain number: capture puts an object of another type in its "
+            "place; test with isinstance(x, float) instead of type(x), or keep the number in a "
+            "tensor",
             code="value_reached_python",
         )
 
@@ -740,7 +742,7 @@ class _Tracer:
             snapshot.restore()
             fake_state.leave()
         raise CaptureError(
-            f"two runs of the step on the same state are not the same program: {change}; let the "
+            f"the step did different things in two traces from the same state: {change}; let the "
             "step depend on its arguments and state alone",
             code="unstable",
         )
@@ -790,8 +792,8 @@ def _refuse_unseen_state(reach: Reach) -> None:
     for path, _ in reach.iterators:
         refuse(
             path,
-            "is an iterator, and every later step would get what it gives at capture; take the next batch outside of the "
-            "step, and pass it as an argument",
+            "is an iterator, and every later step would get the item that it gives at capture; "
+            "take the next batch outside of the step, and pass it as an argument",
             code="iterator",
         )
     for path, scaler in reach.scalers:

@@ -112,7 +112,7 @@ def add_capture(parser: argparse.ArgumentParser, *, has_step: bool) -> None:
 def add_sharding(parser: argparse.ArgumentParser) -> None:
     """Adds the options that make a step one of a rank among several."""
     ranks = parser.add_argument_group(
-        "several ranks", "for models that 'roam zoo' lists; nothing but this process is needed"
+        "several ranks", "for models that 'roam zoo' lists; this process plans without the others"
     )
     ranks.add_argument(
         "--world",
@@ -145,13 +145,13 @@ def add_sharding(parser: argparse.ArgumentParser) -> None:
         "--near",
         type=positive_number,
         metavar="GB/S",
-        help="what a rank sends to others on its machine (default 240)",
+        help="the rate at which a rank sends to others on its machine (default 240)",
     )
     ranks.add_argument(
         "--far",
         type=positive_number,
         metavar="GB/S",
-        help="what a rank sends to other machines (default 20)",
+        help="the rate at which a rank sends to other machines (default 20)",
     )
 
 

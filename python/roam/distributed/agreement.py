@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 LOOK_S = 1.0
 """How often a rank that waits for others looks for what they have written."""
 _ASK_S = 0.02
-AGAIN = "start all processes again, from what was saved last"
+AGAIN = "start all processes again from the last checkpoint"
 """What to do after a step with collectives has failed."""
 
 _runs: dict[str, int] = {}

@@ -55,9 +55,9 @@ class NoRoom(Exception):
 
     def __init__(self, call: Call, size_bytes: int) -> None:
         super().__init__(
-            f"{call.name} at {call.source} cannot be tried within the limit: zeros in place of what "
-            f"it reads and makes take {size_bytes} bytes beside what is there before the step. Raise "
-            "the limit, or take a smaller batch"
+            f"{call.name} at {call.source} cannot be tried within the limit: zeros in place of "
+            f"what it reads and makes take {size_bytes} bytes in addition to what exists before "
+            "the step. Raise the limit, or take a smaller batch"
         )
         self.call = call
 

@@ -32,6 +32,4 @@ def check(
     if bool(value) is not expected:
         for tensor, copy in copies:
             tensor.copy_(copy)
-        raise CheckFailed(
-            "the step's code asks about a value, and the answer is not the one that the plan is for"
-        )
+        raise CheckFailed("a branch or check of the step has another outcome than in the plan")

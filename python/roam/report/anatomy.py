@@ -29,11 +29,13 @@ KINDS = ("activation", "gradient", "temporary", "output", "input", "buffer", "pa
 _MOST_HOLDINGS = 30
 """Lines of the table of the peak; the rest is one line."""
 _ROUTES = {
-    "floor": "In every order, this operator needs what it reads and makes, and whatever enters or "
-    "leaves the step is alive with it.",
+    "floor": "In every order, this operator needs what it reads and makes, or all that enters "
+    "or leaves the step is alive together.",
     "cut": "By a minimum cut: while this operator runs, every order has at least these bytes alive.",
-    "probe": "By minimum cuts that follow from each other, the last of them at this operator.",
-    "first": "By minimum cuts at several operators, one of which runs first in every order.",
+    "probe": "By a series of minimum cuts, the last of them at this operator.",
+    "first": (
+        "By minimum cuts at several operators, of which one runs before the others in every order."
+    ),
     "exhaustive": "By a search over all orders.",
     "integer_program": "By an integer program that CBC solved.",
 }

@@ -87,7 +87,8 @@ class Communication:
         """
         if plan.settings["streams"] > 1:
             raise ValueError(
-                "exposed communication is worked out for plans of one stream only; plan with streams=1"
+                "exposed communication is computed for plans of one stream only; plan with "
+                "streams=1"
             )
         links = Links() if links is None else links
         found = list(transfers(program))

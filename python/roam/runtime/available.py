@@ -35,8 +35,8 @@ def known_limit(memory: MemoryLimit, device: torch.device, held_bytes: int) -> M
     size_bytes = available_bytes(device, held_bytes)
     if size_bytes is None:
         raise ValueError(
-            f'memory="auto": how much memory {device} has free is not known; name an amount, '
-            'such as memory="12GiB"'
+            f'memory="auto": the free memory of {device} is not known; pass an amount, such as '
+            'memory="12GiB"'
         )
     return MemoryLimit(size_bytes=_rounded_down(size_bytes))
 

@@ -90,10 +90,10 @@ def backend(
             "poison, pool and time_limit_s"
         )
     if type(max_plans) is not int or max_plans < 1:
-        raise ValueError(f"max_plans is a whole number of at least 1, not {max_plans!r}")
+        raise ValueError(f"max_plans must be a whole number of at least 1, not {max_plans!r}")
     chosen = Options(**{"pool": False, **given})
     if chosen.kernels not in ("eager", "inductor"):
-        raise ValueError(f"kernels is 'eager' or 'inductor', not {chosen.kernels!r}")
+        raise ValueError(f"kernels must be 'eager' or 'inductor', not {chosen.kernels!r}")
     compiles_blocks = chosen.kernels == "inductor"
     partition = None
     if limit is not None:
@@ -206,7 +206,7 @@ class PlannedGraph:
             is_joined = planned.joins_processes and error.code != "out_of_memory"
             if self._options.memory is not None or is_joined:
                 raise
-            logger.warning("%s runs unplanned this time: %s", self._name, error)
+            logger.warning("%s runs without a plan this time: %s", self._name, error)
             return self._run_unplanned(args)
 
     def _first_run(self, signature: object, args: list[Any]) -> Any:
@@ -224,12 +224,12 @@ class PlannedGraph:
             if is_strict or (planned and planned.joins_processes):
                 raise
             results, planned = self._run_unplanned(args), None
-            logger.warning("%s runs unplanned: %s", self._name, error)
+            logger.warning("%s runs without a plan: %s", self._name, error)
         self._plans[signature] = planned
         if len(self._plans) == self._max_plans:
             logger.warning(
-                "%s has been planned for %d kinds of arguments; others run unplanned. Pad what changes its shape to a few lengths, "
-                'or plan more kinds by options={"max_plans": ...}',
+                '%s has been planned for %d kinds of arguments; others run without a plan. Pad '
+                'inputs to a few shapes, or allow more plans by options={"max_plans": ...}',
                 self._name, self._max_plans,
             )  # fmt: skip
         args.clear()

@@ -142,7 +142,7 @@ def compare(
         >>> assert roam.compare(train_step, model, optimizer, tokens).equal
     """
     if steps < 1:
-        raise ValueError(f"steps is at least 1, not {steps}")
+        raise ValueError(f"steps must be at least 1, not {steps}")
     if is_disabled():
         raise ExecutionError(
             "ROAM_DISABLE is set, or this is a roam.disabled() block, so nothing would run by plan; "

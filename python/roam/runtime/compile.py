@@ -116,18 +116,18 @@ def compile(
     the user's function.
     """
     if on_change not in ("replan", "raise", "eager"):
-        raise ValueError(f"on_change is 'replan', 'raise' or 'eager', not {on_change!r}")
+        raise ValueError(f"on_change must be 'replan', 'raise' or 'eager', not {on_change!r}")
     if streams > 1 and (pool is False or poison):
         raise ValueError(
-            "a plan for several streams needs the pool, which poison cannot watch; leave pool=False and "
-            "poison=True out, or streams="
+            "a plan for several streams needs the pool and cannot poison it; leave pool=False "
+            "and poison=True out, or streams="
         )
     if max_plans < 1:
-        raise ValueError(f"max_plans is at least 1, not {max_plans}")
+        raise ValueError(f"max_plans must be at least 1, not {max_plans}")
     if streams > 1 and memory is not None:
         raise ValueError("a memory limit is for plans of one stream; leave streams= or memory= out")
     if kernels not in ("eager", "inductor"):
-        raise ValueError(f"kernels is 'eager' or 'inductor', not {kernels!r}")
+        raise ValueError(f"kernels must be 'eager' or 'inductor', not {kernels!r}")
     options = Options(
         time_limit_s=time_limit_s,
         pool=pool,
@@ -227,7 +227,8 @@ class Step:
             captured = self._capture(args, kwargs, reason, answers, may_guess=may_guess)
         except Unseen:
             logger.info(
-                "the step branches on values, so its own function runs, watched; the next call is captured"
+                "the step branches on values, so its own function runs once, to learn their "
+                "outcomes; the next call is captured"
             )
             return None
         except CaptureError as refusal:
@@ -383,8 +384,8 @@ class Step:
         runner = self._runner(args, kwargs)
         if runner is None:
             raise ExecutionError(
-                "no plan fits this call, so its values cannot be watched; call "
-                "the step with arguments like those at capture",
+                "no plan fits this call, so its values cannot be compared; call the step with "
+                "arguments like those at capture",
                 code="no_plan_fits",
             )
         with runner.watched() as values:

@@ -213,9 +213,10 @@ class StepMemory:
         if self.extra_measured_s is not None and self.step_measured_s:
             measured = f", {self.extra_measured_s / self.step_measured_s:.1%} as measured"
         return [
-            f"{self.extra_runs:,} operators run again, for {extra} of the step's time by plan"
-            f"{measured}; no plan within the limit recomputes less than {least}. Times of "
-            f"{self.timed_operators:,} operators are measured, of {self.modelled_operators:,} modelled"
+            f"{self.extra_runs:,} operators run again, for {extra} of the step's time by "
+            f"plan{measured}; no plan within the limit takes less extra time than {least}. Times "
+            f"of {self.timed_operators:,} operators are measured, of {self.modelled_operators:,} "
+            "modelled"
         ]
 
     def _rows(self) -> list[tuple[str, int, str]]:

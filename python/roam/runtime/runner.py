@@ -182,7 +182,10 @@ class Runner:
                 not isinstance(number, (float, int))
                 or bool(comparison(number, *constants)) is not answer
             ):
-                return f"{reference.path} is {show(number)} now, with which the step does something else"
+                return (
+                    f"{reference.path} is {show(number)} now, for which the step does "
+                    "something else"
+                )
         for reference, value in self._program.plain_before:
             if not same(value, reference.get()):
                 return f"{reference.path} changed from {show(value)} to {show(reference.get())}"
@@ -191,7 +194,9 @@ class Runner:
     def branch_failure(self, known: tuple[bool, ...]) -> str | None:
         """None where this variant may be for a call whose first answers to branches are known."""
         return (
-            None if self._answers[: len(known)] == known else "a branch on a value goes another way"
+            None
+            if self._answers[: len(known)] == known
+            else ("a branch on a value has another outcome")
         )
 
     def answer_failure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
@@ -205,7 +210,10 @@ class Runner:
         with self._kernels_alone():
             for guard, answer in self._program.computed_guards:
                 if guard.has_other_answer(answer, lambda reference: _found(reference, leaves)):
-                    return f"{guard.source} depends on values that change, and its result is another one than at capture"
+                    return (
+                        f"{guard.source} depends on values that change, and its result "
+                        "differs from the one at capture"
+                    )
         return None
 
     @property
@@ -481,7 +489,7 @@ class Runner:
                 raise ExecutionError(f"{self._references[place].path} {VIEW}", code="failed")
         if _pattern(storages) != self._sharing:
             raise ExecutionError(
-                "tensors of the step share memory in another way than at capture; tie or untie "
+                "tensors of the step do not share memory as they did at capture; tie or untie "
                 "weights before the first call of the compiled step, or compile it again",
                 code="sharing",
             )
@@ -517,7 +525,8 @@ class Runner:
                 place = sum(call.is_branch for call in self._program.calls[: self._number(failure)])
                 answers = (*self._answers[:place], not self._answers[place])
                 return Declined(
-                    f"a branch at {failure.call.source} goes the other way than the plan", answers
+                    f"a branch at {failure.call.source} has another outcome than in the plan",
+                    answers,
                 )
             if failure.call.is_check:
                 return Declined(f"a check at {failure.call.source} does not pass")

@@ -516,10 +516,11 @@ class _Chooser:
                     f"end; then {error}."
                 )
             raise PlanError(
-                f"{self._variant.name}: {fault} Without recomputation it takes {best.total_bytes} "
-                f"bytes, of which {best.plan.persistent_bytes} are there before and after the step. The "
-                f"checks of a plan's first run take {best.checks_bytes} bytes more. Pass memory= of at "
-                "least what is needed plus these checks, or take a smaller batch",
+                f"{self._variant.name}: {fault} Without recomputation it takes "
+                f"{best.total_bytes} bytes, of which {best.plan.persistent_bytes} exist before "
+                f"and after the step. The checks of a plan's first run take {best.checks_bytes} "
+                "bytes more. Pass memory= of at least what is needed plus these checks, or take "
+                "a smaller batch",
                 code=code,
                 operator=error.operator,
                 position=error.position,

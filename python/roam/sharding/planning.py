@@ -112,7 +112,7 @@ def _mesh(mesh: Any, model: torch.nn.Module) -> tuple[tuple[int, ...], str]:
     device = next((parameter.device.type for parameter in model.parameters()), "cpu")
     shape = (mesh,) if isinstance(mesh, int) else tuple(getattr(mesh, "shape", mesh))
     if not shape or any(not isinstance(size, int) or size < 1 for size in shape):
-        raise ValueError(f"a mesh has one rank or more along each dimension, not {mesh!r}")
+        raise ValueError(f"a mesh needs at least one rank along each dimension, not {mesh!r}")
     return shape, getattr(mesh, "device_type", device)
 
 
@@ -479,7 +479,7 @@ def _more_bans(found: Found, difference: Difference, tries: int) -> Bans:
     if path not in bans.modules and tries < _MOST_TRIES:
         return replace(bans, modules=bans.modules | {path})
     raise CaptureError(
-        f"no sharding was found that runs: on a rank, the code of {difference.path or 'the step'} "
-        f"does not run on parts: {difference.message}; {_SIZES}",
+        "no sharding was found that works: on a rank, the code of "
+        f"{difference.path or 'the step'} does not run on parts: {difference.message}; {_SIZES}",
         code="sharding",
     )

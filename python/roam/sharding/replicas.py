@@ -92,8 +92,8 @@ class _Comparison:
                 flows = any(whole.values[slot].is_differentiable for slot in slots)
                 if flows or one.mutates:
                     return (
-                        f"{reason} is no operator on samples that are independent of each other, "
-                        "nor their mean"
+                        f"{reason} does not treat samples independently of each other, and is "
+                        "not their mean"
                     )
                 made = (OTHER,) * len(slots)
                 self._mixing |= dict.fromkeys(slots, reason)
@@ -102,7 +102,7 @@ class _Comparison:
         if other is not None:
             return "a replica runs other operators"
         state = self._states.get(whole.loss, WHOLE)
-        return "" if state in (WHOLE, MEAN) else "the loss is no mean over samples"
+        return "" if state in (WHOLE, MEAN) else "the loss is not a mean over samples"
 
     def _pass_on(self, one: Operator, state: State) -> None:
         (slot,) = one.outputs

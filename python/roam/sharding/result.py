@@ -213,7 +213,10 @@ class Sharding:
             table += [(f"  {path}", style, str(count)) for (path, style), count in rows.items()]
             lines += [columns(table, right=(2,)), ""]
         elif self.division.data == 1:
-            lines.append("  nothing is spread: by the model of time, every rank does all of it")
+            lines.append(
+                "  nothing is split: by the model of time it is fastest if every rank "
+                "does everything"
+            )
         for between, found, ranks in (
             ("", self.collectives, self.division.tensor),
             (" between replicas", self.replica_collectives, self.division.data),

@@ -47,8 +47,8 @@ def twin_of(
     for name, tensor in named:
         if is_dtensor(tensor):
             raise CaptureError(
-                f"{name} is a DTensor already; give roam.parallelize the model before anything of "
-                "it is distributed",
+                f"{name} is a DTensor already; give roam.parallelize the model before any part "
+                "of it is distributed",
                 code="dtensor",
             )
     given = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor)]

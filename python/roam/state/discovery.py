@@ -402,7 +402,7 @@ class _Walk:
         elif issubclass(kind, WeakIdKeyDictionary):
             if any(issubclass(type(key), torch.Tensor) for key in value.keys()):  # noqa: SIM118 - it iterates over nothing else
                 raise CaptureError(
-                    f"{path} has tensors for keys by their identity, and the fake tensors of "
+                    f"{path} has tensors as keys, compared by identity, and the fake tensors of "
                     "capture have other identities; keep it in an ordinary dictionary",
                     code="identity",
                 )

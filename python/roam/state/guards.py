@@ -270,7 +270,7 @@ class Guards:
 
     def _tensor_failure(self) -> str | None:
         if len(self._optimizers) > 1 and self._group_pattern() != self._shared_groups:
-            return "the optimizers share groups in another way than before"
+            return "the optimizers do not share groups as before"
         values = [space.get(key) for _, space, key, _ in self._replaceable]
         are_tensors = all(issubclass(type(value), torch.Tensor) for value in values)
         if not (are_tensors and self._table.fits([*self._fixed_tensors, *values])):
@@ -280,7 +280,7 @@ class Guards:
         storages = list(map(storage_of, (*self._fixed_tensors, *values)))
         if storages != self._storages:
             if _pattern(storages) != self._aliasing:
-                return "the tensors that the step reaches share memory in another way than before"
+                return "the tensors that the step reaches do not share memory as before"
             self._storages = storages
             self._first_places = _first_places(storages)
         return None
@@ -525,7 +525,10 @@ class ArgGuard:
             elif not same(expected, _leaf(value)):
                 return f"{path} changed from {show(expected)} to {show(value)}"
         if self._alias(leaves) != self._aliasing:
-            return "the arguments share memory, with one another or with the step's state, in another way than before"
+            return (
+                "the arguments do not share memory, with one another or with the step's "
+                "state, as before"
+            )
         return None
 
     def _alias(self, leaves: list[Any]) -> tuple[list[int], list[int]]:

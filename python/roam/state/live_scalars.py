@@ -88,8 +88,8 @@ class LiveNode:
 
     def _reached_python(self, *_: object) -> NoReturn:
         self.trace.refuse(
-            f"the value of {self.origin} is used in Python, and a plan would keep what it was at "
-            f"capture; {self.trace.remedy(self.slot)}",
+            f"the value of {self.origin} is used in Python, and a plan would keep its value from "
+            f"the capture; {self.trace.remedy(self.slot)}",
             code="value_reached_python",
         )
 

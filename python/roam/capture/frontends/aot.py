@@ -137,8 +137,8 @@ def _input(recorder: Recorder, mode: FakeTensorMode, reference: GraphInput, valu
 def _constant(recorder: Recorder, mode: FakeTensorMode, node: Node, value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         raise CaptureError(
-            f"{node.name} is a {type(value).__name__}, and constants of a graph can only be tensors; "
-            "keep it out of what is compiled",
+            f"{node.name} is a {type(value).__name__}, and constants of a graph can only be "
+            "tensors; move it out of the compiled function",
             code="foreign_operator",
         )
     fake = mode.from_tensor(value.detach(), static_shapes=True)
@@ -156,8 +156,8 @@ def _call(node: Node, values: Mapping[Node, Any]) -> Any:
     ):
         name = getattr(target, "__name__", str(target))
         raise CaptureError(
-            f"{name} at {_source(node.meta)} is no registered operator, and a graph that calls it "
-            "has no plan; call it outside of what is compiled",
+            f"{name} at {_source(node.meta)} is not a registered operator, so a graph that calls "
+            "it cannot be planned; call it outside of the compiled function",
             code="foreign_operator",
             operator=name,
         )

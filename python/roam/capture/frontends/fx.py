@@ -137,7 +137,7 @@ class Lowered:
         """
         if not isinstance(module, GraphModule):
             raise TypeError(
-                f"a roam.Graph or a torch.fx.GraphModule is wanted, not a {type(module).__name__}"
+                f"expected a roam.Graph or a torch.fx.GraphModule, not a {type(module).__name__}"
             )
         program, spans = _record(module, dying)
         device = device_of(program)

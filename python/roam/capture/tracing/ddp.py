@@ -49,8 +49,9 @@ class Reductions:
         """What `DistributedDataParallel.forward` does."""
         if (reason := unsupported(ddp)) is not None:
             self._recorder.refuse(
-                f"a DistributedDataParallel is set to what no plan can do: {reason}; leave that out, or pass the plain "
-                "module and reduce the gradients in the step by torch.distributed.all_reduce",
+                f"a DistributedDataParallel has an option that plans do not support: {reason}; "
+                "leave it out, or pass the plain module and reduce the gradients in the step by "
+                "torch.distributed.all_reduce",
                 code="ddp_option",
             )
         is_synced = torch.is_grad_enabled() and ddp.require_backward_grad_sync

@@ -64,9 +64,9 @@ def stand_ins(trace: TraceContext) -> Iterator[Replacement]:
 
     def refuse_random(*_: Any, **__: Any) -> Any:
         trace.refuse(
-            "DTensor draws random numbers on this device by moving the generator's state by each "
-            "process's place, which capture cannot see; leave dropout out where tensors are "
-            "distributed, or apply it to x.to_local()",
+            "on this device DTensor moves the generator's state by an amount that depends on "
+            "the rank before it draws random numbers, which capture cannot see; leave dropout "
+            "out where tensors are distributed, or apply it to x.to_local()",
             code="dtensor_random",
         )
 

@@ -71,7 +71,8 @@ def scaler_stand_ins(
     def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         if scaler.is_enabled() and getattr(optimizer, "_step_supports_amp_scaling", False):
             recorder.refuse(
-                f"{type(optimizer).__name__} takes the scaler's scale itself, which is not captured; pass fused=False",
+                f"{type(optimizer).__name__} applies the scaler's scale itself, which is not "
+                "captured; pass fused=False",
                 code="scaler",
             )
         return plain_step(scaler, optimizer, *args, **kwargs)

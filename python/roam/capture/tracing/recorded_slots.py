@@ -430,8 +430,8 @@ class Slots:
             return self._tagged[id(tensor)][1]
         for name in own_attributes(tensor):
             raise CaptureError(
-                f"the step sets the attribute {name!r} of the tensor at {place}, which a captured "
-                "step would not do; keep what it says in a dictionary",
+                f"the step sets the attribute {name!r} of the tensor at {place}, which a "
+                "captured step would not do; keep its value in a dictionary",
                 code="tensor_attribute",
             )
         return slot

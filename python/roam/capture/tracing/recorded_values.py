@@ -56,7 +56,7 @@ aten = torch.ops.aten
 BY_DATA = (
     "the shape of its result depends on floating-point data or on what the step computes; use a "
     "form with a fixed shape: torch.where with three arguments, masked_fill, or a product with "
-    "the mask. Integer and boolean tensors that are there before the step, among its arguments or "
+    "the mask. Integer and boolean tensors that exist before the step, among its arguments or "
     "in buffers, may decide shapes"
 )
 _GIVE_FLOATS = {operator.truediv, float, *MATH.values()}
@@ -336,8 +336,8 @@ class Values(Slots):
 
     def _refuse_value(self, slot: int, func: Any, source: Source) -> NoReturn:
         self.refuse(
-            "the value of a tensor decides something in Python here, and a plan would keep what "
-            f"it decided at capture; {self.remedy(slot)}",
+            "Python uses the value of a tensor here, and a plan would keep the outcome of the "
+            f"capture; {self.remedy(slot)}",
             code="value_reached_python", op=str(func), source=source,
         )  # fmt: skip
 

@@ -134,8 +134,8 @@ def _changing(trace: TraceContext, function: Callable[..., Any]) -> Callable[...
 def _refusing(trace: TraceContext) -> Callable[..., Any]:
     def refuse(*_: object) -> None:
         trace.refuse(
-            "the step asks for the seed of a random generator, which may be another at "
-            "the next call; ask for it outside of the step",
+            "the step asks for the seed of a random generator, which may be different at the "
+            "next call; ask for it outside of the step",
             code="generator_state",
         )
 

@@ -484,9 +484,9 @@ def _watched(
             is_ignored = recorder.slot_of(target.eq(ignored).any())
             if is_ignored is None or recorder.known_value(is_ignored, may_be_asked) is not False:
                 recorder.refuse(
-                    "the mean of a weighted cross-entropy with label smoothing is made of other "
-                    "kernels on real tensors than on fake ones, by how many targets are ignored; "
-                    "take reduction='sum' and divide",
+                    "PyTorch computes the mean of a weighted cross-entropy with label smoothing "
+                    "by other kernels for real tensors than for fake ones, depending on how "
+                    "many targets are ignored; take reduction='sum' and divide",
                     code="hidden_branch",
                 )
         return plain_cross_entropy(input, target, weight, reduction, ignored, smoothing)
@@ -906,9 +906,9 @@ def _original_endings(
         for name in one.notes | notes:
             if not same(one.notes.get(name, MISSING), notes.get(name, MISSING)):
                 raise CaptureError(
-                    f"the step sets the attribute {name!r} of {references[one.slot].path}, which a "
-                    "captured step would not do; set it outside of the step, or keep what it says "
-                    "in a dictionary",
+                    f"the step sets the attribute {name!r} of {references[one.slot].path}, which "
+                    "a captured step would not do; set it outside of the step, or keep its "
+                    "value in a dictionary",
                     code="tensor_attribute",
                 )
         if one.has_other_flag():
