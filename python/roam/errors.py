@@ -30,8 +30,8 @@ class RoamError(Exception):
     """Something that roam could not do, or refused to do.
 
     Attributes:
-        code: the kind of fault for programs, in snake case and stable between versions, for example
-            ``"cycle"``; empty where there is none.
+        code: the kind of fault, in snake case and stable between versions, for example ``"cycle"``;
+            empty if there is none.
         operator: name of the operator at fault, or None.
         position: that operator's place in program order, or None.
         source: ``"file:line"`` of the user's code that the operator comes from, or None.

@@ -270,10 +270,10 @@ def capture(
             names.
         *args, **kwargs: what it would be called with.
         step: ``"steady"``, a step that finds the optimizer's state in place, or ``"first"``, the
-            one that makes it.
-        random_states: whether the states of random generators are read, at the cost of 5,056 bytes
-            each on the CPU, so that dropout's masks and other random tensors may be made again:
-            for plans within a memory limit.
+            step that makes it.
+        random_states: whether the graph reads the states of random generators (5,056 bytes each on
+            the CPU), so that plans within a memory limit may make dropout's masks and other random
+            tensors again.
 
     Returns:
         The graph, with sizes in bytes and operators in the order in which eager PyTorch runs them.
@@ -281,8 +281,8 @@ def capture(
         the outcomes. Conditions are assumed to be false, and the graph's notes say so.
 
     Raises:
-        CaptureError: where the step cannot be captured exactly, naming the operator and the user's
-            line.
+        CaptureError: the step cannot be captured exactly; the error names the operator and the
+            user's line.
 
     Example:
         >>> def train_step(model, optimizer, x, y):

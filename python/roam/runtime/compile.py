@@ -81,36 +81,38 @@ def compile(
             which an optimizer has updated their parameters die early, and `.grad` is None after the
             step.
         time_limit_s: limit for planning, in seconds.
-        pool: True: planned tensors lie in one static pool per device, allocated before step 1 (see
-            `Step.release`). False: they come from PyTorch's allocator; the plan's order and its
-            reuse still save memory. None: True, unless the planned total with the pool is over 2 %
-            above that with the allocator, or above the total in program order.
+        pool: If True, planned tensors lie in one static pool per device, allocated before step 1
+            (see `Step.release`). If False, they come from PyTorch's allocator; the plan's order and
+            its reuse still save memory. None means True, unless the planned total with the pool is
+            over 2 % above the total with the allocator, or above the total in program order.
         poison: overwrite each range of the pool as soon as its tensor is dead, to find kernels that
             read dead memory. Slow.
-        max_plans: for how many kinds of calls plans are kept: shapes of the batch, training or
-            evaluation, values that are no tensors. Beyond that the least recently used ones are
-            dropped, and made anew when they are needed again. `Step.kept` tells what each costs.
-        streams: on CUDA, how many streams may run operators side by side. More take more memory,
-            but never more than eager.
+        max_plans: how many plans are kept. Calls with other batch shapes, with other values that
+            are not tensors, or in evaluation mode need other plans. Beyond this number the least
+            recently used plan is dropped, and made anew if it is needed again. `Step.kept` lists
+            the plans with their costs.
+        streams: on CUDA, how many streams may run operators at the same time. More streams take
+            more memory, but the total is never above the total in program order.
         memory: the most that every step may take in all, parameters and optimizer state included:
             bytes, text such as ``"12GiB"``, a share such as ``"60%"`` of what the plan without
-            recomputation takes, or ``"auto"`` for what the device has when the step is planned. If
-            order and layout need more, operators whose results are the same bits run again. See
-            docs/how-to/memory-budget.md.
+            recomputation takes, or ``"auto"`` for what the device has free when the step is
+            planned. If order and layout need more, operators whose results are the same bits run
+            again. See docs/how-to/memory-budget.md.
         keep_checkpoints: with `memory`, run regions of `torch.utils.checkpoint` again as they are
-            written. By default the plan chooses what runs again, in them as elsewhere.
+            written. By default the plan chooses what runs again, inside of these regions and
+            elsewhere.
         kernels: ``"eager"`` runs eager PyTorch's kernels, or those of blocks that the user has
             compiled. ``"inductor"`` compiles the repeated blocks of the step's models by
             `torch.nn.Module.compile`, in place, at the first call. The bits are then those of
             compiled blocks, in roam and elsewhere. See docs/how-to/compiled-blocks.md.
 
     Raises:
-        CaptureError: at a call, where the step cannot be captured exactly.
-        PlanError: at a call, where no plan keeps within `memory` (code ``memory_floor``), or none
-            was found (code ``memory_limit_not_found``). Nothing has run then.
-        ValueError: an argument makes no sense.
-        ExecutionError: at a call that no plan fits (``on_change="raise"``), or where running
-            failed.
+        CaptureError: at a call, if the step cannot be captured exactly.
+        PlanError: at a call, if it is proved that no plan keeps within `memory` (code
+            ``memory_floor``), or if none was found (code ``memory_limit_not_found``). Nothing has
+            run then.
+        ValueError: an argument is not valid.
+        ExecutionError: at a call that no plan fits (``on_change="raise"``), or if running failed.
 
     The environment variable ``ROAM_DISABLE=1``, or `roam.disabled` around calls, makes calls run
     the user's function.
@@ -394,9 +396,7 @@ class Step:
 
     @property
     def plans(self) -> list[tuple[str, Plan]]:
-        """Every plan made so far, with the name of its graph; the most recently used capture
-        first.
-        """
+        """All plans that are kept, most recently used first, each with the name of its graph."""
         return [
             (runner.name, runner.plan) for captured in self._captures for runner in captured.runners
         ]
@@ -459,11 +459,11 @@ class Step:
 
         Args:
             path: of the page.
-            limits: memory limits to plan as well, as ``memory=`` of `compile` would: the page lists
-                what the step takes within each, and the extra time of operators that run again.
+            limits: memory limits as in ``memory=`` of `compile`. The page lists what a plan takes
+                within each limit, and the time of its extra runs.
 
         Raises:
-            ValueError: a limit makes no sense.
+            ValueError: a limit is not valid.
             ExecutionError: nothing is planned yet (code ``no_call``).
             PlanError: there are limits, and the plan is for several streams (code
                 ``invalid_memory_limit``).
@@ -521,7 +521,7 @@ class Step:
         Before the first call, it is the plan that `plan` made.
 
         Args:
-            links: what joins the ranks; None for eight A100 to a machine.
+            links: the links between ranks; None for machines with eight A100.
 
         Raises:
             ExecutionError: nothing is planned yet (code ``no_call``).
@@ -556,8 +556,8 @@ class Step:
     def measured(self, *args: Any, **kwargs: Any) -> Any:
         """Runs one real step like a call, measures its memory for `memory`, and returns its result.
 
-        See docs/explanation/measurement.md for what is counted. A call that runs by no plan is not
-        measured.
+        See docs/explanation/measurement.md for what is counted. A call that runs without a plan is
+        not measured.
         """
         runner = self._runner(args, kwargs)
         if runner is None:
@@ -565,8 +565,8 @@ class Step:
         return runner.measured(lambda: self._run(runner, args, kwargs))
 
     def measured_eagerly(self, *args: Any, **kwargs: Any) -> Any:
-        """As `measured`, but runs the user's own function: a real step too, with the same results,
-        for comparison.
+        """As `measured`, but runs the user's own function, for comparison. This too is a real
+        training step, with the same results.
         """
         runner = self._runner(args, kwargs)
         if runner is None:
@@ -574,8 +574,8 @@ class Step:
         return runner.measured_eagerly(lambda: self._train_step(*args, **kwargs))
 
     def release(self) -> None:
-        """Gives the pools of this step's plans back to the allocator, for evaluation or sampling;
-        the next call allocates them again.
+        """Frees the pools of this step's plans, for example before evaluation or sampling. The next
+        call allocates them again.
 
         All compiled steps of a process share one pool per device.
         """

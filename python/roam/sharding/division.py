@@ -27,8 +27,8 @@ class Division:
     Attributes:
         data: replicas of the model.
         tensor: ranks that share the parts of each replica.
-        is_sharded: whether parameters, gradients and the optimizer's state are spread over the
-            replicas (`fully_shard`), or each replica has them whole.
+        is_sharded: whether parameters, gradients and the optimizer's state are sharded over the
+            replicas (`fully_shard`); if not, each replica has them whole.
         data_link: what connects the replicas.
         tensor_link: what connects the ranks of a replica.
     """
