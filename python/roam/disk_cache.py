@@ -1,9 +1,10 @@
 """What roam keeps on disk from one process to the next: plans, and what it learned about kernels.
 
-An entry is one file, named by a hash of its kind and key, which holds a checksum of its name and
-its content. It is written beside its place and renamed into it, so that any number of processes may
-read and write at once, and one that is killed leaves nothing that is read. What cannot be read, or
-is not what was written, counts as missing; what cannot be written is left out, with one warning.
+An entry is one file, named by a hash of its kind and key. It contains a checksum of its name and
+its content. It is written under another name and then renamed. So any number of processes may read
+and write at once, and a file that a killed process has not finished is never read. A file that
+cannot be read, or whose checksum is wrong, counts as missing. If a file cannot be written, a
+warning says so once.
 """
 
 from __future__ import annotations

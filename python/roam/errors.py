@@ -1,8 +1,7 @@
 """Everything that roam raises on purpose.
 
-All of it derives from :class:`RoamError`, but for :class:`PlanningInterrupted` and
-:class:`PackingInterrupted`. Beside its message an error says where it happened, as far as that is
-known.
+All errors derive from :class:`RoamError`, except :class:`PlanningInterrupted` and
+:class:`PackingInterrupted`. Besides its message, an error says where it happened, if that is known.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Other ways to train in less memory, beside which `roam bench memory` stands: eager PyTorch,
+"""Other ways to train in less memory, with which `roam bench memory` compares roam: eager PyTorch,
 `torch.utils.checkpoint` for each block and for segments, and the budget of `torch.compile`.
 """
 

@@ -1,5 +1,5 @@
-"""What other ways to split a model come to by the same model of time: Megatron's plan, by rule, and
-an integer program in which all layers choose apart.
+"""The cost of other ways to split a model, by the same model of time: Megatron's plan, made by a
+rule, and an integer program in which all layers choose apart.
 """
 
 from __future__ import annotations

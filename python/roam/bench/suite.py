@@ -1,4 +1,4 @@
-"""The zoo's steps counted as real steps, and what planning saves of them: `roam bench suite`."""
+"""What planning saves of the steps of the zoo: `roam bench suite`."""
 
 from __future__ import annotations
 

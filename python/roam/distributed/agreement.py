@@ -1,9 +1,10 @@
 """What ranks tell each other beside their collectives, through the store of a process group.
 
-Before a plan runs for the first time, its rank writes down which collectives it launches, and waits
-until every other rank of the group has a plan with the same ones. Only what is new is compared, so
-a rank that plans anew alone, for another shape, goes on at once. A rank whose step fails writes
-down why; one that waits for others looks there now and then.
+Before a plan runs for the first time, its rank writes to the store which collectives it launches,
+and waits until every other rank of the group has a plan with the same collectives. Only new
+sequences of collectives are compared, so a rank that plans anew alone, for another shape, continues
+at once. A rank whose step fails writes the reason to the store; a rank that waits for others reads
+it from time to time.
 """
 
 from __future__ import annotations

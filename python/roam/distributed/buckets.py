@@ -1,9 +1,9 @@
 """Gives back the memory of the buckets that a `DistributedDataParallel` keeps, while plans reduce
 gradients in buckets of their own.
 
-The module's reducer fills its buckets anew in each backward pass that it expects, and reads nothing
-of what the last one left there. It expects one only after it has been told to prepare for it, as
-the module's forward pass does. That is when the buckets get their memory again.
+The module's reducer fills its buckets anew in each backward pass, and reads nothing that the last
+one left there. It has to be told to prepare for a backward pass, which the module's forward pass
+does. At that moment the buckets get their memory again.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""What `DistributedDataParallel` does to gradients and buffers, as its reducer in C++ lays it out.
+"""What `DistributedDataParallel` does to gradients and buffers, by the rules of its reducer in C++.
 
-The reducer multiplies each gradient by one over the world's size into its place in a flat bucket,
-sums a bucket over all ranks when all of it is there, buckets in their order, and copies the sums
-back when the last gradient has come. With more than two ranks the bits of a sum depend on the place
-in the bucket. The first backward pass has other buckets than all later ones: the reducer notes in
-which order gradients come, and rank 0's order decides.
+The reducer multiplies each gradient by one over the number of ranks and writes the product to its
+place in a flat bucket. When all gradients of a bucket are there, it sums the bucket over all ranks,
+bucket by bucket in their order. When the last gradient is there, it copies the sums back. With more
+than two ranks the bits of a sum depend on the place in the bucket. The first backward pass has
+other buckets than all later ones: the reducer notes in which order gradients come, and rank 0's
+order decides.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Learns what kernels take for themselves while they run: scratchpads, weights in another order,
 results in another layout.
 
-No schema tells it, so each kernel is run once, on zeros of the same shapes, strides and dtypes,
-while the allocator is watched. What was learned serves every later call like it in the process.
-Only kernels that may have memory of their own are run: those that cannot write where a plan says,
-and of those that can the ones that `_allocates` names. The others were cleared by tests that watch
-the allocator too.
+No schema says how much this is. So each kernel is run once, on zeros of the same shapes, strides
+and dtypes, while the allocations are recorded. The result holds for every equal call in the
+process. Only kernels that may allocate memory for themselves are run: kernels that cannot write
+where a plan says, and those named by `_allocates`. The others were cleared by tests that record
+allocations too.
 """
 
 from __future__ import annotations

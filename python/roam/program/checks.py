@@ -1,9 +1,9 @@
 """Checks and branches in a run: the step's code asks about a value that the step computes, and the
 plan assumes one answer.
 
-What the answer is, only a run can tell. So a run asks as soon as it can, and where the answer is
-another one, what was written until then is put back and the user's own function runs in the plan's
-place. A wrong guess costs time, but no bits.
+Only a run can find the answer. So a run computes it as early as it can. If it is not the assumed
+answer, the run restores what it has written, and the user's own function runs instead. A wrong
+guess costs time, but changes no bits.
 """
 
 from __future__ import annotations

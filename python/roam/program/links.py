@@ -1,7 +1,7 @@
 """How long collectives take, by a model of the links between ranks.
 
-It goes with the model of time of the planner (`rust/roam-core/src/cost.rs`): GPUs of a data centre,
-eight to a machine, whose collectives go round a ring of all members.
+It extends the planner's model of time (`rust/roam-core/src/cost.rs`): GPUs of a data centre, eight
+in a machine, whose collectives use a ring of all ranks.
 """
 
 from __future__ import annotations

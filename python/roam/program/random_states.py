@@ -1,8 +1,8 @@
 """Reads the states of random generators where random tensors are made that may be made again.
 
-A random call draws from where its generator is, and moves it on. A call before it reads the state,
-into a tensor of a few kilobytes at most; whoever has it can draw the same numbers later. Reading
-keeps its place among the random calls, and drawing again needs none.
+A random call draws from the state of its generator, and advances it. A call before it reads the
+state into a tensor of a few kilobytes at most, from which the same numbers can be drawn later. The
+reading keeps its place among the random calls; drawing again may happen at any place.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
 """Undoes the user's own recomputation (`torch.utils.checkpoint`), so that a plan may decide it.
 
-A region of his runs again in the backward pass: the same operators on the same values, random ones
+Such a region runs again in the backward pass: the same operators on the same values, random ones
 from the same state of their generator. Here everything that a call makes gets a *value number*:
-equal numbers are equal bits. Where the backward pass reads memory that it has filled itself, and
-memory from the forward pass still has the same value, it reads that instead. What then is not
-needed is left out. A plan runs it again where the budget asks for it.
+equal numbers mean equal bits. If the backward pass reads memory that it has filled itself, and
+memory from the forward pass still has the same value, it reads the latter instead. Calls that are
+not needed any more are left out. A plan runs operators again if the budget asks for it.
 
-Whatever may not run again, whatever it cannot follow, and what is made from it, stays as written.
+Operators that may not run again, operators that this analysis cannot follow, and everything made
+from their results stay as written.
 """
 
 from __future__ import annotations

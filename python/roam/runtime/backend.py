@@ -1,17 +1,17 @@
 """``torch.compile(model, backend="roam")``: PyTorch's forward and backward graphs, each run by a
 plan.
 
-Dynamo and AOTAutograd cut a model into graphs of aten calls, forward and backward apart; the
-optimizer is not among them. Each is planned on its own: what is saved for the backward pass leaves
-the forward graph and is given to the backward graph. So there is less to plan than in the whole
-step that `roam.compile` captures: neither does an update follow its gradient, nor can a backward
-operator write into a saved activation.
+Dynamo and AOTAutograd cut a model into graphs of aten calls, separate ones for forward and
+backward; the optimizer is not in them. Each graph is planned on its own: what is saved for the
+backward pass leaves the forward graph and enters the backward graph. So less can be planned than in
+the whole step that `roam.compile` captures: an update cannot follow its gradient directly, and a
+backward operator cannot write into a saved activation.
 
 A graph is planned at the first call with arguments of their shapes, strides and sharing of memory.
 A graph that cannot be planned exactly runs as it is, and a warning says why.
 
 With a memory limit, forward and backward of one graph are cut and planned so that both keep within
-it, and what cannot be planned is refused.
+the limit, and a graph that cannot be planned is refused.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Whether replicas that train on parts of a batch, and average their gradients, do what one process
-does on all of it: the loss has to be a mean over samples that depend on each other nowhere else. It
-is read off the operators of one process's step and of a replica's, by DTensor's rules.
+"""Finds out whether replicas that train on parts of a batch, and average their gradients, compute
+what one process computes on the whole batch. For that the loss has to be a mean over samples that
+depend on each other nowhere else. This is found from the operators of one process's step and of a
+replica's, by DTensor's rules.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""A model, its optimizer and a batch once more, on fake tensors: to be traced and taken apart while
-the user's own stay as they are.
+"""Copies of a model, its optimizer and a batch on fake tensors, which are traced and split while
+the user's own objects stay as they are.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Reads: which attributes of the user's own objects a step reads, or sets before it reads them.
 
 While the step is traced, the classes of the objects that it reaches note every attribute that is
-asked for, whether it is there or not. What was not asked for cannot matter, and need be neither
-compared from call to call nor faked. Where a read could pass by unnoticed, the whole object counts
+asked for, whether it is there or not. Attributes that were not asked for do not matter, and need be
+neither compared from call to call nor faked. If a read could go unnoticed, the whole object counts
 as read.
 """
 

@@ -1,9 +1,9 @@
 """Guards of what a traced step used but does not hold: the libraries' code that it ran, and
 environment variables.
 
-Somebody may replace a function of a module's, a method of a class, or a variable of the environment
-between two calls. The trace tells what it went through, and a guard compares that, and no more, at
-every call.
+A function of a module, a method of a class, or an environment variable may be replaced between two
+calls. The trace notes which of them it used, and a guard compares these, and no others, at every
+call.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Guards: whether a step's Python state is still what capture saw.
 
-A captured step has every Python value that it met frozen into it: which branch was taken, the
-probability of a dropout, the number of layers in a list. `Guards` notices when such a value is
-another one now, in well under a millisecond; `ArgGuard` does so for the arguments of a call, where
-new tensors of the same kind are fine.
+A captured step depends on the Python values that it met: which branch was taken, the probability of
+a dropout, the number of layers in a list. `Guards` notices, in well under a millisecond, if such a
+value has changed. `ArgGuard` does so for the arguments of a call, where new tensors of the same
+kind are fine.
 
 Plain values are compared by exact type and value, floats by their bits; containers by their
 entries; everything else by identity. Tensors that are not parameters are compared by their

@@ -1,5 +1,5 @@
-"""What can be asked of objects that hold their state in C, or where nothing notes that it is read:
-events, loggers, shared memory.
+"""Reads the state of objects that hold it in C, or whose reads cannot be noted: events, loggers,
+shared memory.
 """
 
 from __future__ import annotations

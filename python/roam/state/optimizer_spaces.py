@@ -1,5 +1,5 @@
-"""The spaces of optimizers and gradient scalers: what of them stays from step to step, and which of
-their numbers are live.
+"""The spaces of optimizers and gradient scalers: which of their values stay the same from step to
+step, and which of their numbers are live.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Snapshot: everything that a step reaches, kept so that tracing can run the user's function and
 restore everything afterwards.
 
-A snapshot keeps the contents of every holder, not copies of the values in them; tensors' values are
-not copied: whether one was written to shows in its version counter.
+A snapshot keeps the contents of every container and object, but no copies of the values in them.
+Tensors' values are not copied: a tensor's version counter shows whether it was written to.
 """
 
 from __future__ import annotations

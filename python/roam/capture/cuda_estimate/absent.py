@@ -1,12 +1,12 @@
 """CUDA on a machine that has none: what PyTorch asks of a device while a step is captured, answered
 without one.
 
-Operators on fake CUDA tensors go the way of real ones as far as PyTorch finds it by their device
-alone: fused dropout, cuDNN's batch norm, multi-tensor optimizers. Two things ask for the device
-itself. Autograd's engine looks for its streams before it starts; here it is told, and it alone,
-that tensors have no device, and that the accelerator of the process is one that does nothing.
-Attention chooses its kernel by the device's compute capability; here the choice is one that every
-device of 8.0 or later can run (`sdpa.py`).
+For most operators PyTorch chooses the CUDA kernels by the tensors' device type alone, so fake CUDA
+tensors are enough: fused dropout, cuDNN's batch norm, multi-tensor optimizers. Two parts of PyTorch
+ask the device itself. Autograd's engine looks for the device's streams before it starts; here it
+alone is told that tensors have no device, and that the accelerator of the process is one that does
+nothing. Attention chooses its kernel by the device's compute capability; here it gets a kernel that
+every device of 8.0 or later can run (`sdpa.py`).
 """
 
 from __future__ import annotations

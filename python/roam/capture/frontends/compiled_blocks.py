@@ -1,7 +1,8 @@
 """Compiles the repeated blocks of a graph of AOTAutograd's by Inductor.
 
-Nodes know the module that they come from, those of a backward graph too. A block's nodes that can
-run one after another become one call of a compiled region; equal pieces share their kernels.
+Each node is marked with the module that it comes from, in backward graphs too. Nodes of a block
+that can run one after another become one call of a compiled region. Equal pieces share their
+kernels.
 """
 
 from __future__ import annotations

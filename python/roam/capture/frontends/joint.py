@@ -1,5 +1,6 @@
-"""Joint graphs of AOTAutograd, forward and backward in one: which values the forward pass leaves to
-the backward pass, and which the backward pass makes again, as a plan of the whole says.
+"""Joint graphs of AOTAutograd, which contain forward and backward pass. A plan of the whole graph
+says which values the forward pass leaves to the backward pass, and which the backward pass makes
+again.
 """
 
 from __future__ import annotations

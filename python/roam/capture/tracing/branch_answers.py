@@ -2,10 +2,10 @@
 
 `if norm > limit: ...`, or an optimizer that projects an update by an angle. A plan holds for one
 answer to each, which its runs check before they change anything (`capture/tracing/conditions.py`,
-`program/early_checks.py`). No fake tensor knows them. So they are looked up while the user's own
-function runs (`watching`), at the line that asks, and given to the next trace. Where no run has
-been watched, or one that went another way, an answer is guessed: such a plan is as exact as any
-other, and of no use where the guess is wrong.
+`program/early_checks.py`). Fake tensors have no values, so they cannot give these answers. Instead,
+the answers are noted while the user's own function runs (`watching`), at the line that asks, and
+given to the next trace. If no such run has been watched, the answers are guessed. A plan with a
+guessed answer is as exact as any other, but it is not used if the guess is wrong.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Records collectives of `torch.distributed` without calling the group: each as launch and wait.
 
 Operators of `torch.ops.c10d` write into tensors that they are given and return a handle. Functional
-ones return a new tensor, to be waited for: it is made here, and then written to in the same way. A
-step may use what a collective writes only when it has waited, so the wait is recorded at once, and
-the plan decides how long a collective may be under way.
+collectives return a new tensor, to be waited for: this tensor is made here, and then written to in
+the same way. A step may use what a collective writes only after it has waited. So the wait is
+recorded directly after the launch, and the plan decides how far apart the two are.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Code that `torch.compile` has made of functions, and which of it a call would run now.
 
-Roam has Dynamo make code without running it, so such code is not in Dynamo's cache. Both are looked
-at together, as Dynamo would look at a cache that had all of it.
+roam lets Dynamo make code without running it, so this code is not in Dynamo's cache. A look-up
+searches the cache and this code together, as Dynamo would search a cache that contained both.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Checks: reads off the source with which answer a condition does not end in an error.
 
-Where one answer ends in an error (`assert not torch.isnan(loss)`, the validation of a
-distribution's arguments) the plan is for the other one. It is read off the source: the error branch
-is never run at capture, since it may write files. Where the code goes on either way, the question
-is a branch (`capture/tracing/branch_answers.py`).
+If one answer ends in an error (`assert not torch.isnan(loss)`, the validation of a distribution's
+arguments), the plan is for the other answer. Which answer that is, is read from the source. The
+branch that ends in an error is never run at capture, since it may write files. If the code goes on
+with either answer, the condition is a branch (`capture/tracing/branch_answers.py`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Steps on distributed tensors: what PyTorch's `DTensor` does while one is traced.
 
-A recorder leaves operators on distributed tensors to PyTorch's own dispatch, which decides how the
-result is spread, moves parts between processes, and runs the operator on this process's parts: all
-that a recorder sees. What it does beside that is taken out of the recording here, or refused.
+The recorder leaves operators on distributed tensors to PyTorch's own dispatch. This decides how the
+result is placed, moves parts between processes, and runs the operator on this process's parts. The
+recorder sees only these last operators. What the dispatch does besides is taken out of the
+recording here, or refused.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Hides how a fake tensor differs from the one that it stands for: identity, class, and what only
-real memory has.
+"""Hides how a fake tensor differs from the tensor that it stands for: identity, class, and what
+only real memory has.
 
-The user's code gets eager PyTorch's answers, or is refused. Libraries' own code, which keeps books
-by identity, sees fakes as what they are.
+The user's code gets eager PyTorch's answers, or is refused. The code of libraries, which keeps
+tables by identity, sees the fakes themselves.
 """
 
 from __future__ import annotations

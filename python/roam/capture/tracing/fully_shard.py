@@ -2,8 +2,8 @@
 
 PyTorch's own hooks run while a step is traced, on the objects of the user's model, with fakes in
 the place of the local parts. Their collectives, copies into and out of buffers, and divisions are
-recorded like any other operator. What no operator shows is that they give the memory of gathered
-parameters back and take it again: from then on the same tensors lie in other memory.
+recorded like any other operator. No operator shows that they free the memory of gathered parameters
+and allocate it again: from then on the same tensors lie in other memory.
 """
 
 from __future__ import annotations

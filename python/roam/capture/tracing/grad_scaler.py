@@ -1,9 +1,10 @@
-"""Gradient scalers: an optimizer's step that is left out where a gradient is infinite.
+"""Gradient scalers: an optimizer's step that is skipped if a gradient is not finite.
 
-Whether it is left out is known only when all gradients are, long after anything could be rewound.
-So the step is captured as if it ran, and each of its calls hangs on one number of the step,
-`Call.skip_if`: a run leaves them out where that number is not zero. A plan that holds with them
-holds without: what they would make is not made, and nothing else uses it, which is checked here.
+Whether it is skipped is known only when all gradients exist, too late to undo anything. So the step
+is captured as if the optimizer's step ran, and each of its calls depends on one number of the step,
+`Call.skip_if`: a run skips these calls if that number is not zero. A plan that is valid with these
+calls is valid without them: their results are not made, and nothing else uses them, which is
+checked here.
 """
 
 from __future__ import annotations

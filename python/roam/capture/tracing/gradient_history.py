@@ -1,11 +1,11 @@
 """Gradient histories that a plan does not have: those of tensors from before the step, and those of
 the results of a planned step.
 
-A plan holds the step's own backward pass, and keeps nothing for another. What requires a gradient
-after the eager step, its results and what it keeps in attributes, requires one after a planned step
-too, so that nobody takes it for a constant; whoever goes on backward through it is told so.
-Likewise a step may read and replace what has a history from before it, as long as no backward pass
-of its own goes on into that.
+A plan contains the step's own backward pass, and keeps nothing for another one. Results and
+attributes that require a gradient after the eager step require one after a planned step too, so
+that they are not taken for constants; a backward pass through them raises an error. Likewise a step
+may read and replace tensors with a history from before the step, as long as its own backward pass
+does not go on into that history.
 """
 
 from __future__ import annotations

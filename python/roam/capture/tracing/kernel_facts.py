@@ -1,7 +1,6 @@
 """What recording has to know of a kernel, looked up once for each.
 
-Most of it is read off the kernel's schema. Where a schema leaves something out, the tables here say
-it.
+Most of it is read from the kernel's schema. The tables here add what schemas leave out.
 """
 
 from __future__ import annotations

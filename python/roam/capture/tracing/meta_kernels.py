@@ -1,9 +1,9 @@
-"""Operators that are run on meta tensors instead of fake ones: with equal results, many times as
+"""Operators that are run on meta tensors instead of fake ones, with equal results and many times as
 fast.
 
-A fake mode leads an operator through Python on its way: through decompositions, and shape functions
-that know symbolic sizes. Of the operators here PyTorch's own meta kernels say the same, where all
-tensors are on the CPU (`tests/test_meta_kernels.py` holds them against each other).
+A fake mode runs Python code for an operator: decompositions, and shape functions for symbolic
+sizes. For the operators here PyTorch's own meta kernels give the same results if all tensors are on
+the CPU (`tests/test_meta_kernels.py` compares them).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Asks real kernels for the strides of their results, where fake kernels may give other ones.
 
-On contiguous arguments fake kernels and real ones agree (`tests/test_real_layouts.py` holds them
-against each other). On permuted, channels-last, expanded or sliced ones they choose strides by
-rules of their own, and dozens of operators differ in some case. So where kernels may be run, the
-real one is asked: once per kernel and metadata in a process, on zeros, with the memory of one call.
+On contiguous arguments fake kernels and real ones agree (`tests/test_real_layouts.py` compares
+them). On permuted, channels-last, expanded or sliced ones they choose strides by rules of their
+own, and dozens of operators differ in some case. So where kernels may be run, the real one is
+asked: once per kernel and metadata in a process, on zeros, with the memory of one call.
 """
 
 from __future__ import annotations

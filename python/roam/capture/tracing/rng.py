@@ -1,10 +1,11 @@
 """Random generators during a trace: what a step does to their states becomes calls, or is refused.
 
 Checkpointing reads PyTorch's generator state in the forward pass and sets it again for the
-recomputation; `fork_rng` and `manual_seed` do the like. No operator shows any of it, so stand-ins
-record it as calls of the plain Python functions, in the sequence of the random operators: the
-recomputed mask is the same mask. Whatever the stand-ins do not see shows in the generators
-themselves: each random operator moves the state of its generator on, as it would on real tensors.
+recomputation; `fork_rng` and `manual_seed` do the like. No operator shows this, so functions that
+stand in for PyTorch's record it as calls of the plain Python functions, in the sequence of the
+random operators. So the recomputed mask is the same mask. What they do not see shows in the
+generators themselves: each random operator advances the state of its generator, as it would on real
+tensors.
 """
 
 from __future__ import annotations
