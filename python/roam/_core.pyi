@@ -141,13 +141,13 @@ class Operator:
         """Number of its conditional region, or None."""
     @property
     def module(self) -> str:
-        """Dotted path of the module it belongs to; empty where unknown."""
+        """Dotted path of the module it belongs to; empty if unknown."""
     @property
     def file(self) -> str:
-        """The user's file; empty where unknown."""
+        """The user's file; empty if unknown."""
     @property
     def line(self) -> int:
-        """The user's line, counted from 1; 0 where unknown."""
+        """The user's line, counted from 1; 0 if unknown."""
     def __hash__(self) -> int: ...
     def __eq__(self, other: object, /) -> bool: ...
     def __ne__(self, other: object, /) -> bool: ...
@@ -447,7 +447,7 @@ class GraphBuilder:
                 listed.
             creates: numbers of the tensors that it makes.
             mutates: numbers of the tensors that it changes in place.
-            workspace_bytes: bytes that live only while it runs; 0 where None.
+            workspace_bytes: bytes that live only while it runs; 0 if None.
             reuse: pairs (input, output): the output may take the memory of the input if the input
                 dies here.
             phase: the part of the step it belongs to.
@@ -458,7 +458,7 @@ class GraphBuilder:
             line: the user's line, counted from 1; unknown where None or 0.
             position: its place in program order; if None, after all operators that were added
                 before.
-            flops: floating-point operations that it takes, for the model of time; 0 where None.
+            flops: floating-point operations that it takes, for the model of time; 0 if None.
             time_ns: nanoseconds that it was measured to take; if None, the model of time gives
                 them.
             repeatable: whether it may run again: from the same inputs it makes the same bits, and
@@ -541,7 +541,7 @@ class Plan:
         """Numbers of the operators in execution order. Shape [num_operators], read-only."""
     @property
     def offsets(self) -> _Numbers:
-        """Offset in the pool per tensor; -1 where it is not in the pool. Shape [num_tensors],
+        """Offset in the pool per tensor; -1 if it is not in the pool. Shape [num_tensors],
         read-only.
         """
     @property
@@ -628,7 +628,7 @@ class Plan:
         """
     @property
     def gap(self) -> float:
-        """(total - persistent) / (total's lower bound - persistent) - 1; 0 where both are 0."""
+        """(total - persistent) / (total's lower bound - persistent) - 1; 0 if both are 0."""
     @property
     def fragmentation(self) -> float:
         """(pool - peak of the pool's tensors) / pool; 0 for an empty pool."""
@@ -969,7 +969,7 @@ class Packing:
         """
     @property
     def gap(self) -> float:
-        """Pool / lower bound - 1; 0 where both are 0."""
+        """Pool / lower bound - 1; 0 if both are 0."""
     @property
     def method(self) -> str:
         """The method that found it, for example ``weighted`` or ``canonical``."""
@@ -1036,7 +1036,7 @@ class ShardingProblem:
     def limit_bytes(self) -> int | None:
         """The most bytes at any time."""
     def evaluate(self, choice: Sequence[int]) -> tuple[int | None, int]:
-        """What a choice of a strategy per node costs (None where it is not allowed), and its most
+        """What a choice of a strategy per node costs (None if it is not allowed), and its most
         bytes at any time.
         """
     def solve(self, *, work: int, time_limit_s: float | None = None) -> ShardingOutcome:
@@ -1064,7 +1064,7 @@ class ShardingOutcome:
 
     @property
     def choice(self) -> list[int] | None:
-        """A strategy per node; None where no choice was found that is allowed and within the
+        """A strategy per node; None if no choice was found that is allowed and within the
         limit.
         """
     @property
@@ -1072,7 +1072,7 @@ class ShardingOutcome:
         """What it costs."""
     @property
     def bound(self) -> int | None:
-        """No choice costs less; None where it is proved that there is none."""
+        """No choice costs less; None if it is proved that there is none."""
     @property
     def is_alike(self) -> bool:
         """Whether nodes of a group were made to choose alike, and nothing was lost by it."""

@@ -55,7 +55,7 @@ class Usage:
 
 class DiskCache:
     """Entries in one folder, which is made when the first of them is written. No method raises an
-    `OSError`, but for `clear`.
+    `OSError`, except for `clear`.
 
     Args:
         folder: files of other names in it are left alone.
@@ -68,7 +68,7 @@ class DiskCache:
         self._has_warned = False
 
     def get(self, kind: str, key: str) -> bytes | None:
-        """The content of an entry, as it was written; None where there is none, or one that is
+        """The content of an entry, as it was written; None if there is none, or one that is
         damaged.
         """
         path = self._path(kind, key)
@@ -85,8 +85,8 @@ class DiskCache:
         return content
 
     def put(self, kind: str, key: str, content: bytes) -> None:
-        """Writes an entry, in the place of an older one; leaves it out where that is not possible,
-        or where it takes more than a quarter of the folder.
+        """Writes an entry, replacing an older one; leaves it out where that is not possible, or
+        where it takes more than a quarter of the folder.
         """
         path = self._path(kind, key)
         packed = zlib.compress(content, 1)
@@ -184,7 +184,7 @@ class DiskCache:
 
 
 def _read(path: Path) -> bytes | None:
-    """A file's bytes; None where it is none, or one too large to be ours.
+    """A file's bytes; None if it is none, or one too large to be ours.
 
     Raises:
         OSError: it cannot be read.
@@ -203,7 +203,7 @@ def _read(path: Path) -> bytes | None:
 
 
 def _content(name: str, data: bytes) -> bytes | None:
-    """What an entry's file holds; None where it is not as it was written."""
+    """What an entry's file holds; None if it is not as it was written."""
     start = len(_MAGIC)
     found, packed = data[start : start + hashlib.sha256().digest_size], data[start + 32 :]
     if not data.startswith(_MAGIC) or found != _checksum(name, packed):
@@ -227,7 +227,7 @@ def _remove(path: Path) -> None:
 
 def cache_folder() -> Path | None:
     """Where entries are kept: ``ROAM_CACHE_DIR``, or else ``roam`` in ``XDG_CACHE_HOME``, or else
-    ``~/.cache/roam``; None where there is no home.
+    ``~/.cache/roam``; None if there is no home.
     """
     try:
         if given := os.environ.get("ROAM_CACHE_DIR"):
@@ -240,7 +240,7 @@ def cache_folder() -> Path | None:
 
 
 def disk_cache() -> DiskCache | None:
-    """The cache of this process; None where ``ROAM_CACHE=0`` turns it off, or there is no folder
+    """The cache of this process; None if ``ROAM_CACHE=0`` turns it off, or there is no folder
     for it.
     """
     folder = None if os.environ.get("ROAM_CACHE") == "0" else cache_folder()

@@ -23,8 +23,8 @@ class MemoryLimit:
     """The most that a step may take in all.
 
     Attributes:
-        size_bytes: that many bytes; None where it is a share or what the device has.
-        share: so much of the total of the plan without recomputation, above 0; None where it is
+        size_bytes: that many bytes; None if it is a share or what the device has.
+        share: so much of the total of the plan without recomputation, above 0; None if it is
             not a share.
 
     Both are None for what the device has.
@@ -83,7 +83,7 @@ class MemoryLimit:
             plain_total_bytes: total of the plan without recomputation.
 
         Raises:
-            ValueError: it is what the device has, and nobody has asked how much that is.
+            ValueError: the limit is what the device has, and this is not known yet.
         """
         if self.size_bytes is not None:
             return self.size_bytes

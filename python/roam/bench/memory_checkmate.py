@@ -213,8 +213,8 @@ class Answer:
     """What a method says of a budget.
 
     Attributes:
-        solution: the cheapest within the budget; None where none was found.
-        least_ns: no solution of the integer program has less extra time; None where nothing is
+        solution: the cheapest within the budget; None if none was found.
+        least_ns: no solution of the integer program has less extra time; None if nothing is
             proved.
     """
 
@@ -402,7 +402,7 @@ class _Program:
         return freed
 
     def solve(self) -> tuple[list[list[float]] | None, int | None]:
-        """What is kept at each stage, None where no solution was found; and a bound on the time of
+        """What is kept at each stage, None if no solution was found; and a bound on the time of
         all runs, in nanoseconds.
         """
         self._solver.run()

@@ -64,7 +64,7 @@ class _Segment(torch.nn.Module):
 def _checkpointed(
     count: Callable[[int], int], net: Net, train_step: _Step, model: torch.nn.Module
 ) -> _Step:
-    """The step on a model whose lists of blocks are cut into segments of a length that hangs on the
+    """The step on a model whose lists of blocks are cut into segments, whose length depends on the
     number of blocks.
     """
     lists: list[Any] = [model.get_submodule(path) for path in net.blocks]

@@ -40,7 +40,7 @@ class Entry:
         net: which of the networks in large size.
         percent: of the step-local bytes that the prototype counted from.
         local_bytes: the step-local bytes that this is.
-        extra_percent: extra time, in percent of the step's; None where it found no plan.
+        extra_percent: extra time, in percent of the step's; None if it found no plan.
     """
 
     prototype: str

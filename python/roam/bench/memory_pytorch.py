@@ -59,7 +59,7 @@ class Point:
     Attributes:
         local_bytes: the most that is allocated at once beside parameters and batch.
         flops: floating-point operations of a step.
-        timed_share: how much longer it takes than an eager step; None where that is not measured.
+        timed_share: how much longer it takes than an eager step; None if that is not measured.
     """
 
     local_bytes: int

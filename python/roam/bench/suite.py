@@ -88,7 +88,7 @@ def _captured(
 
 
 def _measure(reuse: str, *captured: Any) -> Row:
-    """One plan next to what PyTorch needs. Bytes without persistent tensors, but for
+    """One plan next to what PyTorch needs. Bytes without persistent tensors, except for
     ``persistent_bytes``.
     """
     graph, capture_s = _captured(*captured)

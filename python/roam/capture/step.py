@@ -94,7 +94,7 @@ class Variant:
 
     @property
     def estimate(self) -> str:
-        """What its graphs may be wrong about; empty where they are exact."""
+        """What its graphs may be wrong about; empty if they are exact."""
         return estimate_of(torch.device(self.device.type))
 
     @cached_property
@@ -124,9 +124,9 @@ class CapturedStep:
     """A captured step and what its plans depend on."""
 
     first: Variant | None
-    """The step that makes state; None where a call leaves the same state behind that it found."""
+    """The step that makes state; None if a call leaves the same state behind that it found."""
     steady: Variant | None
-    """None where it can be captured only when the first step has run."""
+    """None if it can be captured only when the first step has run."""
     guards: Guards
     arguments: ArgGuard
     settings: list[Setting]
@@ -140,7 +140,7 @@ class CapturedStep:
         kwargs: dict[str, Any],
         asked: dict[Guards, str | None] | None = None,
     ) -> str | None:
-        """None where a call finds everything as capture did, else what changed; what the step sets
+        """None if a call finds everything as capture did, else what changed; what the step sets
         itself need not be set yet.
 
         `asked` has the answers of guards that have been asked for this call already, and gets those
@@ -233,7 +233,7 @@ class Known:
 
 
 class _Renews(Exception):
-    """A step puts other lists or dictionaries in the place of those that it finds."""
+    """A step puts other lists or dictionaries instead of those that it finds."""
 
 
 class _Settles(Exception):
@@ -556,7 +556,7 @@ def _first(program: Program, name: str, guards: Guards, answers: Answers) -> Var
 
 
 def _is_settled(settles: _Settles, after: Program) -> bool:
-    """Whether the step does the same after what it has set as before, but for making it."""
+    """Whether the step does the same after what it has set as before, except for making it."""
     tables = [
         setting.space.label(setting.key) for setting in settles.settings if setting.slot is not None
     ]
@@ -591,7 +591,7 @@ def _has_known_optimizers(reach: Reach) -> bool:
 
 
 def _is_first_of(first: Program, later: Program) -> bool:
-    """Whether a later step is the first one again, but for the state that this one makes."""
+    """Whether a later step is the first one again, except for the state that this one makes."""
     expected = with_state(first, later)
     return expected is not None and difference(expected, later) is None
 
@@ -764,7 +764,7 @@ class _Tracer:
         return len(inside.moved()) == len(inside.numbers() - self.known.numbers)
 
     def live_programs(self) -> list[Program] | None:
-        """The same with live float arguments; None where the step does something else with them
+        """The same with live float arguments; None if the step does something else with them
         than with floats.
         """
         try:

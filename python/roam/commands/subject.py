@@ -43,11 +43,11 @@ class Subject:
     Attributes:
         graph: the step.
         title: what it is, for people.
-        settings: how it was captured: the keys of `CAPTURE_DEFAULTS`. None, but for the device,
+        settings: how it was captured: the keys of `CAPTURE_DEFAULTS`. None, except for the device,
             where a file does not say.
         capture_s: seconds that capture took; None for a file.
         sharding: which of several ranks it is; None for a step of one process.
-        program: the captured step; None where `sharding` is.
+        program: the captured step; None if `sharding` is.
     """
 
     graph: Graph
@@ -156,7 +156,7 @@ def add_sharding(parser: argparse.ArgumentParser) -> None:
 
 
 def sharding_of(arguments: argparse.Namespace) -> Sharding | None:
-    """What the options of :func:`add_sharding` say; None where none was given.
+    """What the options of :func:`add_sharding` say; None if none was given.
 
     Raises:
         UsageError: they make no sense together.

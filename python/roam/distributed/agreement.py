@@ -199,7 +199,7 @@ def _raise_if_left(store: Any, group: Group, other: int) -> None:
 
 
 def _process_of(rank: int) -> list[str] | None:
-    """Machine and number of a rank's process; None where it has not told."""
+    """Machine and number of a rank's process; None if it has not told."""
     world = torch.distributed.group.WORLD
     store, key = store_of(world), f"process/{rank}"
     return store.get(key).decode().split() if store.check([key]) else None

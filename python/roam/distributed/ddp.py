@@ -65,7 +65,7 @@ def leave_first_step(ddp: Any) -> None:
 
 
 def unsupported(ddp: Any) -> str | None:
-    """What of a module's options no plan can do; None where there is nothing of the kind."""
+    """What of a module's options no plan can do; None if there is nothing of the kind."""
     own = type(ddp).__mro__[: type(ddp).__mro__.index(torch.nn.parallel.DistributedDataParallel)]
     if any("forward" in vars(kind) for kind in own) or "forward" in vars(ddp):
         return f"{type(ddp).__name__} has a forward() of its own"
@@ -89,7 +89,7 @@ def data_of(ddp: Any) -> dict[str, Any]:
 
 def buckets_of(ddp: Any) -> Buckets | None:
     """The buckets of the next backward pass, rebuilt if they are due, as in a forward pass of the
-    module's own; all ranks call it at the same time. None where the reducer has yet to see the
+    module's own; all ranks call it at the same time. None if the reducer has yet to see the
     first backward pass, and has other buckets in it than from then on.
     """
     with disable_current_modes():
@@ -102,7 +102,7 @@ def buckets_of(ddp: Any) -> Buckets | None:
 
 
 def parameters_of(ddp: Any, buckets: Buckets) -> list[torch.Tensor] | None:
-    """The parameters that the reducer numbers; None where they do not fit its buckets, as where
+    """The parameters that the reducer numbers; None if they do not fit its buckets, as where
     some have been frozen or replaced since the module was made.
     """
     parameters = ddp_parameters(ddp)

@@ -48,7 +48,7 @@ class Child:
 
     @property
     def pid(self) -> int | None:
-        """The process's number; None where none was started."""
+        """The process's number; None if none was started."""
         return None if self._process is None else self._process.pid
 
     def poll(self) -> bytes | None:

@@ -129,7 +129,7 @@ def _is_timed(program: Program, call: Call, device: torch.device) -> bool:
 
 
 def _measured(program: Program, call: Call, at: Placed | None, device: torch.device) -> int | None:
-    """Its time; None where it does not like zeros, or there is no memory for it."""
+    """Its time; None if it does not like zeros, or there is no memory for it."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -80,7 +80,7 @@ def workspaces(
         room_bytes: no kernel is run whose largest argument and results take more.
 
     Returns:
-        Per call. None where it cannot be found out: not in time, or with this PyTorch or on this
+        Per call. None if it cannot be found out: not in time, or with this PyTorch or on this
         device.
 
     Raises:
@@ -269,7 +269,7 @@ def touched_bytes(program: Program, call: Call) -> int:
 
 
 def _trial_bytes(program: Program, index: int) -> int:
-    """Bytes that trying a call takes, but for what its kernel takes: see `_taken`."""
+    """Bytes that trying a call takes, except for what its kernel takes: see `_taken`."""
     if program.calls[index].mutates:
         return touched_bytes(program, program.calls[index])
     made = {program.storage_of(slot) for slot in _made(program, index)}
@@ -281,7 +281,7 @@ def _trial_bytes(program: Program, index: int) -> int:
 
 def _allocates(program: Program, call: Call) -> bool:
     """Whether a kernel that writes where a plan says may have memory of its own all the same: it
-    makes something in between, or puts its arguments into another order first, which hangs on the
+    makes something in between, or puts its arguments into another order first, which depends on the
     CPU.
     """
     if call.name in _IN_STEPS:

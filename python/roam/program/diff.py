@@ -25,7 +25,7 @@ _MOST_SIZES = 4
 
 
 def difference(first: Program, second: Program) -> str | None:
-    """None where two traces are the same program, else the first thing that differs, for the user
+    """None if two traces are the same program, else the first thing that differs, for the user
     to read.
     """
     for one, other in zip(first.calls, second.calls, strict=False):
@@ -125,7 +125,7 @@ def _kinds_of_references(pairs: list[tuple[Any, int]]) -> list[tuple[str, int]]:
 
 
 def share(program: Program, earlier: Program) -> None:
-    """Puts calls, tensors and storages of an earlier program in the place of equal ones, for
+    """Puts calls, tensors and storages of an earlier program instead of equal ones, for
     whoever knows something about these.
 
     A step's update, say, is the same for every shape of its batch. What is shared is never written
@@ -251,7 +251,7 @@ def _are_resized(
 def _is_resized(
     known: Any, value: Any, sizes: set[tuple[int, int]], made: Collection[tuple[int, int]] = ()
 ) -> bool:
-    """Whether a nest is another one but for its sizes; `made` has numbers as they are, and no
+    """Whether a nest is another one except for its sizes; `made` has numbers as they are, and no
     multiples of them.
     """
     kind = type(known)
@@ -367,7 +367,7 @@ def asks_the_same(first: Program, second: Program) -> bool:
 
 def agrees(live: Program, plain: Program) -> bool:
     """Whether a trace with live numbers runs the kernels of one with plain numbers, on the same
-    values but for those.
+    values except for those.
 
     Code that asks for the very type of a number (`type(x) is float`) may take another way with a
     live one.

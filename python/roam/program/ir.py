@@ -37,7 +37,7 @@ ref_to = functools.cache(Ref)
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a call comes from: dotted module path, the user's file and line ('' and 0 where
+    """Where a call comes from: dotted module path, the user's file and line ('' and 0 if
     unknown).
     """
 
@@ -69,7 +69,7 @@ class Storage:
 
     size_bytes: int
     creator: int
-    """The call that makes it, or -1 where it exists before the step."""
+    """The call that makes it, or -1 if it exists before the step."""
     name: str
 
 
@@ -96,7 +96,7 @@ class Call:
     is_branch: bool = False
     """Whether it is a check of an answer to which the step's code goes on either way."""
     state: int | None = None
-    """Slot of the state in which its generator is when it draws random numbers; None where nobody
+    """Slot of the state in which its generator is when it draws random numbers; None if nobody
     has read it."""
     _known_refs: tuple[Any, Any, int | None, int | None, tuple[int, ...]] | None = field(
         default=None, init=False, repr=False, compare=False
@@ -245,7 +245,7 @@ class ComputedGuard:
     """The most that asking it allocates."""
 
     def ask(self, values: list[Any]) -> Any:
-        """The answer for values of the inputs; None where one is fake or not there and nobody can
+        """The answer for values of the inputs; None if one is fake or not there and nobody can
         say.
         """
         value = self.value(values)
@@ -324,7 +324,7 @@ class Program:
     constants: list[tuple[torch.Tensor, int]] = field(default_factory=list)
     """(real tensor, slot): literal tensors of the user's code."""
     entering: set[int] = field(default_factory=set)
-    """Storages from before the step that nobody else holds: they die at their last use."""
+    """Storages from before the step that nothing else holds: they die at their last use."""
     result: Any = None
     """The step's result: (leaves, pytree spec), each leaf a Ref or a plain constant."""
     histories: list[History] = field(default_factory=list)

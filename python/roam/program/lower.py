@@ -81,7 +81,7 @@ class Lowering:
             where that is known.
         releases: per call, what it frees while it runs.
         notes: what to say of the graphs to people.
-        estimate: what the graphs may be wrong about; empty where they are exact.
+        estimate: what the graphs may be wrong about; empty if they are exact.
         like: an earlier program, lowered. Where this one is it for other sizes, what depends on no
             size is taken from there.
     """
@@ -188,7 +188,7 @@ class Lowering:
     def undone(
         self, placed: Callable[[Program], Sequence[WritesResults | None]]
     ) -> Lowering | None:
-        """The same step without the user's own recomputation; None where it has none that can be
+        """The same step without the user's own recomputation; None if it has none that can be
         left out.
 
         Args:
@@ -635,7 +635,7 @@ def _is_view(program: Program, call: Call) -> bool:
 
 
 def flops_of(program: Program, call: Call) -> int:
-    """Floating-point operations by PyTorch's own formulas; 0 where there is none, as for pointwise
+    """Floating-point operations by PyTorch's own formulas; 0 if there is none, as for pointwise
     operators.
     """
     formula = formula_of(call.target)
@@ -663,7 +663,7 @@ def flops_of(program: Program, call: Call) -> int:
 
 @functools.cache
 def formula_of(target: Any) -> Any:
-    """PyTorch's own for an operator; None where there is none."""
+    """PyTorch's own for an operator; None if there is none."""
     return flop_registry.get(getattr(target, "overloadpacket", None))
 
 

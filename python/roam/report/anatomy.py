@@ -58,15 +58,15 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """Tensors that are alive at the peak, and alike but for the numbers of their layers.
+    """Tensors that are alive at the peak, and alike except for the numbers of their layers.
 
     Attributes:
         kind: of the tensors, or ``workspace``.
-        phase: of the operators that make them; empty where they exist before the step.
+        phase: of the operators that make them; empty if they exist before the step.
         module: of these operators, with a star for each layer's number.
         operator: that makes them; the tensor's own name where none does.
         file: the user's file, and `line` in it.
-        line: 0 where unknown.
+        line: 0 if unknown.
         modules: how many modules are folded into this line.
         tensors: how many tensors there are.
         size_bytes: of all of them, as counted.
@@ -84,7 +84,7 @@ class Holding:
 
     @property
     def source(self) -> str:
-        """The user's line as ``file:line``; empty where unknown."""
+        """The user's line as ``file:line``; empty if unknown."""
         return f"{self.file}:{self.line}" if self.file else ""
 
 
@@ -174,7 +174,7 @@ class Change:
 
     Attributes:
         name: what is changed.
-        planned: the figures of the plan; None where there is none.
+        planned: the figures of the plan; None if there is none.
         error: why there is none.
     """
 

@@ -56,7 +56,7 @@ class Communication:
 
     Attributes:
         links: the model of the links.
-        collectives: what is exchanged; empty where nothing is.
+        collectives: what is exchanged; empty if nothing is.
         compute_s: seconds of all operators that are no collectives.
         time_s: seconds of all collectives.
         exposed_s: seconds in which the rank waits, in the plan's order.

@@ -28,7 +28,7 @@ def known_limit(memory: MemoryLimit, device: torch.device, held_bytes: int) -> M
         device, held_bytes: as for `available_bytes`.
 
     Raises:
-        ValueError: nobody can tell what the device has.
+        ValueError: it is not known what the device has.
     """
     if not memory.is_auto:
         return memory
@@ -54,7 +54,7 @@ def available_bytes(device: torch.device, held_bytes: int) -> int | None:
         held_bytes: what exists before the step, the batch included.
 
     Returns:
-        None where nobody can tell.
+        None if it is not known.
     """
     if device.type == "cuda" and torch.cuda.is_available():
         free, _ = torch.cuda.mem_get_info(device)

@@ -173,7 +173,7 @@ class PlannedGraph:
         self._max_plans = max_plans
         self._run_unplanned: Boxed = run_unplanned(module, [])
         self._plans: dict[object, _Planned | None] = {}
-        """By `_signature`; None where there is no plan."""
+        """By `_signature`; None if there is no plan."""
         self._lock = threading.Lock()
 
     def run(self, args: list[Any]) -> Any:
@@ -369,7 +369,7 @@ def _is_watched() -> bool:
 
 
 def _signature(args: list[Any]) -> tuple[Any, ...] | None:
-    """All that a plan depends on; None where an argument is not a plain tensor or number."""
+    """All that a plan depends on; None if an argument is not a plain tensor or number."""
     storages: dict[int, int] = {}
     signature: list[Any] = []
     for value in args:

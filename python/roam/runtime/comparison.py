@@ -43,7 +43,7 @@ class Difference:
             ``optimizer.state[model.weight]['exp_avg']``, or the name of a random generator. A path
             in what the step returned begins with ``result``.
         eager, planned: the value after the eager step and after the one by plan, in words.
-        max_abs_difference: the largest difference of two elements; None where the values are not
+        max_abs_difference: the largest difference of two elements; None if the values are not
             tensors of one shape.
         elements: how many elements have other bits; None likewise.
     """
@@ -72,7 +72,7 @@ class Comparison:
             raises eagerly too, or if eager PyTorch gives other bits when it is run again.
         steps: how many steps were asked for.
         compared: by kind of value, how many were compared after each step that was compared.
-        difference: the first value that differs; None where none does.
+        difference: the first value that differs; None if none does.
         operator: the first operator of that step that made a value which the eager step did not
             make; None if there is none, or if none can be named.
         error: what was raised.

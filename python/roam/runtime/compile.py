@@ -184,7 +184,7 @@ class Step:
     def _runner(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], known: tuple[bool, ...] = ()
     ) -> Runner | None:
-        """What runs this call, whose first answers to branches are `known`; None where the user's
+        """What runs this call, whose first answers to branches are `known`; None if the user's
         function itself does.
         """
         if is_disabled() or is_tracing():
@@ -216,7 +216,7 @@ class Step:
     def _capture_seen(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str, known: tuple[bool, ...]
     ) -> tuple[Captured[Runner], Runner] | None:
-        """A capture for the answers that a run has seen; None where one has to be watched first, or
+        """A capture for the answers that a run has seen; None if one has to be watched first, or
         plans are for enough of them.
         """
         seen = self._seen.get((self._key(args, kwargs), known), self._shown)
@@ -444,7 +444,7 @@ class Step:
         return replace(self._last.memory, run_bytes=max(totals))
 
     def _captured(self, runner: Runner | None) -> Captured[Runner] | None:
-        """The capture whose first step or later ones it runs; None where it was given up."""
+        """The capture whose first step or later ones it runs; None if it was given up."""
         return next((one for one in self._captures if runner in one.runners), None)
 
     def _alongside(self, runner: Runner) -> list[Runner]:

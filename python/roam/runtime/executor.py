@@ -101,7 +101,7 @@ class Executor:
 
         Args:
             inputs: values of `Program.referenced`, then of `Program.constants`, in their order.
-                The list is emptied, so that what nobody else holds is gone after its last use.
+                The list is emptied, so that what nothing else holds is gone after its last use.
         """
         assert self.generated is not None, "the first run is checked"
         with nullcontext() if self._streams is None else self._streams.entered():

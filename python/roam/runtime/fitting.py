@@ -31,7 +31,7 @@ class Trial:
     Attributes:
         size: the size.
         fits: whether the first step and later ones keep within the limit by their plans.
-        total_bytes: the larger total of the plans; None where no plan within the limit was found.
+        total_bytes: the larger total of the plans; None if no plan within the limit was found.
         is_proved: if it does not fit, whether it is proved that no plan of these operators fits.
     """
 
@@ -68,7 +68,7 @@ class Fit:
 
     @property
     def next(self) -> Trial | None:
-        """The next size, which does not fit; None where the largest that may be tried does."""
+        """The next size, which does not fit; None if the largest that may be tried does."""
         return next((trial for trial in self.trials if not trial.fits), None)
 
     def tables(self) -> list[Table]:

@@ -16,7 +16,7 @@ _KIND = "plan"
 
 def kept_plan(graph: Graph, settings: tuple[int | None, ...]) -> Plan | None:
     """The plan that this build of the planner made of a graph of this structure with these
-    settings; verified. None where none is kept, or what is kept is none.
+    settings; verified. None if none is kept, or what is kept is none.
     """
     cache = disk_cache()
     if cache is None:

@@ -165,7 +165,7 @@ class Runner:
         self._devices = {meta.device.type for meta in program.slots if meta is not None}
 
     def state_failure(self) -> str | None:
-        """None where optimizer state and gradients are as this variant finds them, else what is
+        """None if optimizer state and gradients are as this variant finds them, else what is
         not.
         """
         if (failure := self.state_guard.failure()) is not None:
@@ -192,7 +192,7 @@ class Runner:
         return None
 
     def branch_failure(self, known: tuple[bool, ...]) -> str | None:
-        """None where this variant may be for a call whose first answers to branches are known."""
+        """None if this variant may be for a call whose first answers to branches are known."""
         return (
             None
             if self._answers[: len(known)] == known
@@ -200,7 +200,7 @@ class Runner:
         )
 
     def answer_failure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-        """None where numbers and the arguments' values decide as they did at capture, else which
+        """None if numbers and the arguments' values decide as they did at capture, else which
         guard has another answer.
         """
         if not self._program.computed_guards:
@@ -300,7 +300,7 @@ class Runner:
     def _joined(
         self, leaves: list[Any], result: list[Any], rebinds: list[Any]
     ) -> tuple[list[Any], list[Any]]:
-        """The result's leaves and the rebinds with distributed tensors in the place of this
+        """The result's leaves and the rebinds with distributed tensors instead of this
         process's parts.
         """
         made: dict[int, Any] = {}
@@ -342,8 +342,8 @@ class Runner:
         return watched if self._draws or self._executor.generated is None else nullcontext()
 
     def _leave(self, leaves: list[Any], rebinds: list[Any], skipped: set[int]) -> None:
-        """Puts where they belong what outlives the step, but for the state of optimizers that were
-        skipped.
+        """Puts what outlives the step where it belongs, except for the state of optimizers that
+        were skipped.
         """
         program = self._program
         for reference in self._consumed:
@@ -402,7 +402,7 @@ class Runner:
 
     @contextmanager
     def _timed(self) -> Iterator[Stopwatch | None]:
-        """In the block, runs have their extra runs timed; None where there are none, or no clock
+        """In the block, runs have their extra runs timed; None if there are none, or no clock
         would tell: on CUDA, and in a first run, which checks every call.
         """
         again = self.choice.recomputation

@@ -149,7 +149,7 @@ def spread_replicas(
 
 
 def rows_of(batch: tuple[Any, ...]) -> int | None:
-    """How many samples a batch has: the length of its first tensor; None where it has none."""
+    """How many samples a batch has: the length of its first tensor; None if it has none."""
     tensors = (leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor))
     return next((len(tensor) for tensor in tensors if tensor.ndim), None)
 

@@ -215,7 +215,7 @@ class Planning:
         self._errors: list[RoamError] = []
 
     def find(self, limit_bytes: int | None = None) -> Found | None:
-        """The cheapest choice that runs on a rank, or None where there is none within the limit.
+        """The cheapest choice that runs on a rank, or None if there is none within the limit.
 
         Raises:
             CaptureError: the step cannot be traced, or none of the choices runs.
@@ -356,7 +356,7 @@ class Planning:
         candidate.choice = choice
 
     def _replica(self, division: Division) -> _Replica | None:
-        """What a replica does; None where it is not known to do what one process does."""
+        """What a replica does; None if it is not known to do what one process does."""
         count = division.data
         if count not in self._replicas:
             start = time.perf_counter()

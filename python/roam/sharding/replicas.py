@@ -46,7 +46,7 @@ _REDUCED_BY_MEAN = 1
 
 
 def why_not(whole: Trace, part: Trace, rules: Rules) -> str:
-    """Why replicas are not known to do what one process does; empty where they are.
+    """Why replicas are not known to do what one process does; empty if they are.
 
     Args:
         whole: the step of one process on the whole batch.
@@ -136,7 +136,7 @@ class _Comparison:
     def _made(
         self, one: Operator, other: Operator, given: Sequence[State]
     ) -> tuple[State, ...] | None:
-        """The states of what an operator makes, None where they are none."""
+        """The states of what an operator makes, None if they are none."""
         size = self._rules.size
         shapes = [self._whole.values[slot].shape for slot in one.outputs if slot is not None]
         local = [self._part.values[slot].shape for slot in other.outputs if slot is not None]

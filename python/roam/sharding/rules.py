@@ -54,7 +54,7 @@ class Strategy:
 
 
 class Rules:
-    """Strategies of operators, remembered by what they hang on."""
+    """Strategies of operators, remembered by what they depend on."""
 
     def __init__(self, trace: Trace, size: int) -> None:
         """`size`: ranks that share the parts."""

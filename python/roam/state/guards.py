@@ -350,7 +350,7 @@ class _SpaceCheck:
         return self._key_change(items)
 
     def expects_the_same(self, other: _SpaceCheck) -> bool:
-        """Whether another check compares the same holder with the same contents, but for what
+        """Whether another check compares the same holder with the same contents, except for what
         either lets change.
         """
         return (
@@ -500,7 +500,7 @@ class ArgGuard:
         return [(path, isinstance(expected, _Leaf)) for path, expected in self._leaves]
 
     def failure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-        """None where the plan of the captured call fits this one too, else the first difference.
+        """None if the plan of the captured call fits this one too, else the first difference.
         The state's guards are asked first: by what they found, an argument shares memory with the
         state or not.
         """

@@ -67,7 +67,7 @@ def reader_of(value: object) -> Callable[[Any], Any] | None:
 
 
 def read_bytes_of(value: Any, read: Callable[[Any], Any]) -> int:
-    """How many bytes are read of an object at once; 1 where that is next to nothing."""
+    """How many bytes are read of an object at once; 1 if that is almost nothing."""
     if read is _objects:
         return int(value.nbytes)
     if read not in (_bytes, _shared):

@@ -92,7 +92,7 @@ def is_live_number(key: str, value: object) -> bool:
     """Whether an entry of an optimizer's group, or a part of one, is a number that a schedule may
     change from call to call.
 
-    Integers are counts and switches, but for a learning rate.
+    Integers are counts and switches, except for a learning rate.
     """
     return isinstance(value, float) or (type(value) is int and key in RATE_KEYS)
 

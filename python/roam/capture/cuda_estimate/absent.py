@@ -45,7 +45,7 @@ def is_absent(device: torch.device) -> bool:
 
 
 def estimate_of(device: torch.device) -> str:
-    """What a capture for a device may be wrong about; empty where it is exact."""
+    """What a capture for a device may be wrong about; empty if it is exact."""
     return ESTIMATE if is_absent(device) else ""
 
 

@@ -106,7 +106,7 @@ class Answers:
 
     Args:
         known: the first ones, in the order in which the step's code asks.
-        seen: what a run saw that gave these; None where none was watched.
+        seen: what a run saw that gave these; None if none was watched.
 
     Attributes:
         guessed: whether an answer has had to be guessed.
@@ -135,12 +135,12 @@ class Replay:
         self._asked = self._guessed = 0
 
     def value(self) -> Any:
-        """The next value that reached the line that runs now; None where none is known."""
+        """The next value that reached the line that runs now; None if none is known."""
         values = self._values.get(user_place()) if self._values else None
         return None if values is None else next(values, None)
 
     def answer(self, seen: bool | None) -> bool | None:
-        """The answer to the next question, of which the watched run has `seen` one; None where too
+        """The answer to the next question, of which the watched run has `seen` one; None if too
         many have been guessed.
         """
         place, self._asked = self._asked, self._asked + 1

@@ -177,7 +177,7 @@ class UsedCode:
         """None while `torch.compile` would run the same code, else what is new.
 
         Dynamo takes the newest code that fits a call. So code for all sizes, which it makes when it
-        meets a second one, also runs in the place of the code for the first.
+        meets a second one, is run for the first one, too.
         """
         now = self._now()
         if now <= self._known:
@@ -230,7 +230,7 @@ def newest_first(original: CodeType) -> list[Any]:
 
 
 def first_code(frame: Any, backend: Any) -> Any:
-    """The first of them that fits a call; None where none does."""
+    """The first of them that fits a call; None if none does."""
     for entry in newest_first(frame.f_code):
         if innermost_backend(entry.backend) == backend and entry.guard_manager.check(
             frame.f_locals

@@ -27,7 +27,7 @@ _FINITE = {"isfinite": True, "isnan": False, "isinf": False}
 
 
 def passing_answer() -> bool | None:
-    """The answer with which the check that asks now passes; None where the code that asks goes on
+    """The answer with which the check that asks now passes; None if the code that asks goes on
     either way, or is no check.
     """
     condition = _condition()
@@ -39,7 +39,7 @@ def passing_answer() -> bool | None:
 
 
 def finite_answer() -> bool | None:
-    """What the condition that asks now says of finite numbers; None where it does not ask about
+    """What the condition that asks now says of finite numbers; None if it does not ask about
     that alone.
     """
     condition = _condition()
@@ -59,7 +59,7 @@ def idle_answer() -> bool:
 
 def _condition() -> tuple[list[ast.AST], ast.AST] | None:
     """The expression that asks now with all around it, and the statement whose condition they are;
-    None where there is none.
+    None if there is none.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and is_own_file(frame.f_code.co_filename):
@@ -92,8 +92,8 @@ def _where_finite(node: ast.AST) -> bool | None:
 
 
 def _answer(around: list[ast.AST], wanted: bool | None) -> bool | None:
-    """What the innermost part of a test has to be for the test to be as wanted; None where that
-    hangs on other parts as well.
+    """What the innermost part of a test has to be for the test to be as wanted; None if that
+    depends on other parts as well.
     """
     for node in reversed(around):
         if wanted is None:
@@ -199,7 +199,7 @@ def _paths(node: ast.expr, around: list[ast.AST]) -> Iterator[list[ast.AST]]:
 
 
 def _passes(statement: ast.AST) -> bool | None:
-    """What a statement's test is where its code goes on; None where it goes on either way."""
+    """What a statement's test is where its code goes on; None if it goes on either way."""
     if isinstance(statement, ast.Assert):
         return True
     if isinstance(statement, ast.While):
@@ -225,7 +225,7 @@ def _ends(statements: list[ast.stmt]) -> bool:
 
 
 def _keeps_truth(parent: ast.AST, node: ast.AST) -> bool:
-    """Whether what an expression says hangs on a part of it as `_answer` knows."""
+    """Whether what an expression says depends on a part of it as `_answer` knows."""
     if isinstance(parent, (ast.GeneratorExp, ast.ListComp)):
         return parent.elt is node
     if isinstance(parent, ast.Call):

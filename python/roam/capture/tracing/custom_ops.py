@@ -44,7 +44,7 @@ def is_mark(func: OpOverload) -> bool:
 
 @functools.cache
 def refusal(func: OpOverload) -> str | None:
-    """Why an operator of others cannot be captured; None where it can."""
+    """Why an operator of others cannot be captured; None if it can."""
     if not is_foreign(func):
         return None
     schema = schema_of(func)

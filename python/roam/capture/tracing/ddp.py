@@ -94,7 +94,7 @@ class Reductions:
         return known
 
     def _broadcast(self, ddp: Any) -> None:
-        """Puts rank 0's buffers in the place of this rank's."""
+        """Replaces this rank's buffers by rank 0's."""
         target = launch("broadcast_", Group.of(ddp.process_group), "", 0)
         with torch.no_grad():
             for buffers in buffers_of(ddp):

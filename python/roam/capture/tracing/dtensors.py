@@ -82,7 +82,7 @@ def stand_ins(trace: TraceContext) -> Iterator[Replacement]:
 
 
 _ANY_NUMBER = 0.5
-"""Layouts are found for this in the place of a live float; no rule looks at one."""
+"""Layouts are found for this instead of a live float; no rule looks at one."""
 
 
 def _if_so(asks: Callable[[Any], bool], refuse: Callable[[], Any], mesh: Any) -> bool:
@@ -94,7 +94,7 @@ def parts_of_update(
     trace: TraceContext, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of an update in which each element is its own affair, with this process's parts
-    in the place of distributed tensors, which have to be spread alike.
+    instead of distributed tensors, which have to be spread alike.
     """
     tensors = tensors_in((args, kwargs))
     layouts = [layout_of(tensor) for tensor in tensors if is_dtensor(tensor)]

@@ -43,7 +43,7 @@ def may_be_decided(func: Any) -> bool:
 
 
 def decided(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Decided | None:
-    """How values decide what a call gives; None where they do not, or where that is not known of
+    """How values decide what a call gives; None if they do not, or where that is not known of
     the operator.
     """
     rule = _RULES.get(func)

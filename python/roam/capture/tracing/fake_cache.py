@@ -89,7 +89,7 @@ class _Results:
         )
 
     def is_like(self, other: _Results) -> bool:
-        """Whether the results are those of the other but for how they lie in memory."""
+        """Whether the results are those of the other except for how they lie in memory."""
         return self.container is other.container and [_told(item) for item in self.items] == [
             _told(item) for item in other.items
         ]
@@ -213,7 +213,7 @@ class FakeKernels:
     def _real(
         self, key: Any, given: Any, tensors: list[Any], fake: _Results | None
     ) -> _Results | None:
-        """How the real kernel lays out the results of the fake one; None where that is not
+        """How the real kernel lays out the results of the fake one; None if that is not
         known.
         """
         func = key[0]
@@ -248,7 +248,7 @@ def _key(value: Any, signatures: list[int]) -> Any:
 def _remembered(
     result: Any, tensors: list[Any], device: torch.device | None = None
 ) -> _Results | None:
-    """How to make the same results again on fake tensors; None where that is not known.
+    """How to make the same results again on fake tensors; None if that is not known.
 
     `device`: where the results are to be, if not where they are.
     """

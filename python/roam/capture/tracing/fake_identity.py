@@ -231,7 +231,7 @@ _plain_attributes: Any = torch.Tensor.__dict__["__dict__"]
 
 
 def _type_stand_in(class_of: Callable[[Any], type]) -> Any:
-    """What the user's code has for `type` while it runs: the same, but for fakes."""
+    """What the user's code has for `type` while it runs: the same, except for fakes."""
 
     class Asking(type):
         def __call__(cls, *args: Any, **kwargs: Any) -> Any:

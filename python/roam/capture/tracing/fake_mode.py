@@ -176,13 +176,13 @@ class Known(TorchDispatchMode):
             return func(*args, **({**kwargs, "device": "cpu"} if "device" in kwargs else kwargs))
 
     def _real(self, tensor: torch.Tensor) -> Any:
-        """The value of a fake tensor; None where it is not known."""
+        """The value of a fake tensor; None if it is not known."""
         real = getattr(tensor, "_roam_known", None) if isinstance(tensor, FakeTensor) else tensor
         return None if real is None or c_pointer(real.untyped_storage()) in self._lost else real
 
 
 def _is_arbitrary(func: Any) -> bool:
-    """Whether results of a kernel do not hang on its arguments alone."""
+    """Whether results of a kernel do not depend on its arguments alone."""
     is_random = torch.Tag.nondeterministic_seeded in func.tags
     return (
         is_random

@@ -1,4 +1,4 @@
-"""The fake state of one capture: the user's own objects with fake tensors in the place of real
+"""The fake state of one capture: the user's own objects with fake tensors instead of real
 ones.
 
 The step's function runs unmodified on unmodified modules and optimizers, so what it touches must

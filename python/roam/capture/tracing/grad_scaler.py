@@ -123,7 +123,7 @@ def _skippable(
 
 
 def _held(fake_state: FakeState, optimizer: Any) -> list[tuple[str, int]]:
-    """What all references hold but for optimizer state, and the optimizer's own plain values."""
+    """What all references hold except for optimizer state, and the optimizer's own plain values."""
     held = [
         (reference.path, id(reference.get()))
         for reference in (*fake_state.references(), *fake_state.numbers)

@@ -33,7 +33,7 @@ HIDDEN_ALIAS = {
     aten.unsafe_split.Tensor,
     aten.unsafe_split_with_sizes.default,
 }
-# Kernels whose result's shape hangs on the values of their numbers.
+# Kernels whose result's shape depends on the values of their numbers.
 _SHAPED_BY_NUMBERS = {aten.arange, aten.range}
 # Kernels whose result is a Python bool.
 ANSWERS = {aten.equal.default, aten.allclose.default}

@@ -47,8 +47,9 @@ _NORMS = frozenset(
         "native_layer_norm_backward",
     }
 )
-"""What keeps statistics of half precision in a dtype that hangs on the device, and batch norm none
-in evaluation."""
+"""Kernels whose statistics of half precision have a dtype that depends on the device, and batch
+norm none in evaluation.
+"""
 _HALF = frozenset({torch.bfloat16, torch.float16})
 
 

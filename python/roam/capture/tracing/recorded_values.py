@@ -75,7 +75,7 @@ def _nothing(reference: Any, program: Program, slot: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Makes a tensor that hangs on constants and buffers alone; where those are fake, it is a
+    """Makes a tensor that depends on constants and buffers alone; where those are fake, it is a
     fake.
     """
 
@@ -174,7 +174,7 @@ class Values(Slots):
         )
 
     def unknown(self, origin: str) -> Any:
-        """A number that nobody can know during the step; any use of it is refused."""
+        """A number that cannot be known during the step; any use of it is refused."""
         return LiveFloat(LiveNode(cast(TraceContext, self), UNKNOWN, False, origin))
 
     def scalar_call(self, function: Callable[..., Any], operands: tuple[Any, ...]) -> Any:
@@ -242,7 +242,7 @@ class Values(Slots):
     # -- what Python asks
 
     def branch(self, function: Callable[..., bool], operands: tuple[Any, ...]) -> bool | None:
-        """The answer of a comparison, asked for again at every call; None where nobody can say."""
+        """The answer of a comparison, asked for again at every call; None if nobody can say."""
         slot = self.scalar_call(function, operands).node.slot
         known = self.known_value(slot, may_be_asked)
         return (
@@ -302,7 +302,7 @@ class Values(Slots):
 
     def _checked(self, slot: int, phase: str, source: Source, seen: Any) -> bool | None:
         """The answer that a plan takes for granted and a run checks: the one with which a check in
-        the step's code passes, else what a watched run has `seen`; None where there is none.
+        the step's code passes, else what a watched run has `seen`; None if there is none.
         """
         if self._answers is None:  # a graph that others made has no code that asks
             return None
@@ -363,7 +363,7 @@ class Values(Slots):
         return self.known_value(slot, may_be_fixed)
 
     def made_number(self, slot: int) -> Callable[[], Any] | None:
-        """Calculates the number that this very step would leave in a slot; None where it hangs on
+        """Calculates the number that this very step would leave in a slot; None if it depends on
         more than numbers.
         """
         guard = self._guard(slot, may_be_asked)
@@ -393,7 +393,7 @@ class Values(Slots):
         )
 
     def _answered(self, guard: ComputedGuard | None) -> Any:
-        """A guard's answer, for which the program then holds; None where there is none."""
+        """A guard's answer, for which the program then holds; None if there is none."""
         if guard is None:
             return None
         answer = self._asked(guard)
@@ -480,7 +480,7 @@ class Values(Slots):
         return padded, aten.lift_fresh.default(lengths)
 
     def _real(self, fake: Any, value: torch.Tensor) -> torch.Tensor:
-        """A real tensor for the step in the place of a fake, for code in C++ that looks at its
+        """A real tensor for the step instead of a fake, for code in C++ that looks at its
         values.
         """
         slot = self.slot_of(fake)

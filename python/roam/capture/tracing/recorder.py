@@ -367,7 +367,7 @@ class Recorder(Values, TorchDispatchMode):
         )
 
     def _draw(self, call: Call, arguments: tuple[Any, ...]) -> None:
-        """Has the watch draw in the place of a random operator."""
+        """Has the watch draw instead of a random operator."""
         if self._watch is None:
             return
         if not self._watch.is_intact():

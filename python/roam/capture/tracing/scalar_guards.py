@@ -92,7 +92,7 @@ class Slices:
         source: Source,
         asked: Call | None = None,
     ) -> ComputedGuard | None:
-        """What a slot's value comes from; None where it hangs on what may not be asked.
+        """What a slot's value comes from; None if it depends on what may not be asked.
 
         Args:
             slot: the value, as it is now.
@@ -210,7 +210,7 @@ class Slices:
         self._seen = len(self._program.calls)
 
     def _changed(self, calls: list[Call], inputs: list[int]) -> frozenset[int] | None:
-        """Inputs that the calls write to, on copies when asked; None where they share memory or are
+        """Inputs that the calls write to, on copies when asked; None if they share memory or are
         no mere numbers.
         """
         written = {self._program.storage_of(slot) for call in calls for slot in call.mutates}

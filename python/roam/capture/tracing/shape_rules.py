@@ -21,7 +21,7 @@ _NUMBERS = frozenset({bool, int, float})
 
 
 def by_rule(func: Any, args: Sequence[Any], kwargs: Any, tensors: Sequence[Any]) -> Any:
-    """What a kernel makes of fake tensors on the CPU, as meta tensors; None where no rule says
+    """What a kernel makes of fake tensors on the CPU, as meta tensors; None if no rule says
     so.
     """
     rule = _RULES.get(func)

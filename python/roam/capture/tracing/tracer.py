@@ -951,7 +951,7 @@ def check_no_leaf(tensor: torch.Tensor, path: str, *, is_new: bool = True) -> No
 
 
 def _rate_endings(fake_state: FakeState, recorder: Recorder) -> None:
-    """What the step puts in the place of learning rates."""
+    """What the step puts instead of learning rates."""
     program = recorder.program
     for reference in fake_state.rates:
         rate = reference.get()
@@ -999,7 +999,7 @@ def _entry_endings(
 
 
 def _number_endings(fake_state: FakeState, recorder: Recorder, given: set[str]) -> None:
-    """What the step puts in the place of the numbers that it keeps, of which those at `given` were
+    """What the step puts instead of the numbers that it keeps, of which those at `given` were
     there before.
     """
     for reference in fake_state.numbers:
@@ -1116,7 +1116,7 @@ def _nest(
 
 
 def _keep_lists(before: list[tuple[OptimizerReference, Any]]) -> None:
-    """Where the step puts other lists and dictionaries of the same form in the place of those that
+    """Where the step puts other lists and dictionaries of the same form instead of those that
     an optimizer's state holds, puts what is in them into those.
     """
     lists = [
