@@ -21,8 +21,8 @@ class CheckFailed(Exception):
 def check(
     value: Any, expected: bool, copies: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
 ) -> None:
-    """Raises `CheckFailed` where a value is not as a plan takes for granted, with what the run has
-    written to put back.
+    """Raises `CheckFailed` if a value is not what the plan assumes, with the copies by which the
+    run's changes can be undone.
 
     Args:
         value: what the code asks about.

@@ -59,12 +59,12 @@ def difference(first: Program, second: Program) -> str | None:
 
 
 def is_resized(known: Program, program: Program) -> bool:
-    """Whether a program is another one for arguments of other sizes: the same calls on the same
-    slots, with the same values.
+    """Whether two programs are the same except for the sizes of arguments: the same calls on the
+    same slots, with the same values.
 
-    Where a whole number is another one, it has to follow from the sizes of arguments that changed,
-    or be one that a tensor has which an earlier call made. So what two traces showed of the first,
-    that nothing unseen decides what the step does or calculates, one trace shows of the second.
+    A whole number may differ only if it follows from the sizes of arguments that changed, or is a
+    size of a tensor that an earlier call made. Two traces have shown for the first program that
+    nothing unseen decides what the step does; so one trace is enough for the second program.
     """
     sizes = _changed_sizes(known, program)
     return (
@@ -125,11 +125,9 @@ def _kinds_of_references(pairs: list[tuple[Any, int]]) -> list[tuple[str, int]]:
 
 
 def share(program: Program, earlier: Program) -> None:
-    """Puts calls, tensors and storages of an earlier program instead of equal ones, for
-    whoever knows something about these.
-
-    A step's update, say, is the same for every shape of its batch. What is shared is never written
-    to.
+    """Replaces calls, tensors and storages by equal ones of an earlier program, so that what is
+    known of those can be used again. For example, a step's update is the same for every shape of
+    its batch. What is shared is never written to.
     """
     pairs = zip(program.calls, earlier.calls, strict=False)
     for index, (call, known) in enumerate(pairs):

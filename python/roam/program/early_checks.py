@@ -20,11 +20,9 @@ from roam.program.passes import reordered
 
 
 def checks_first(program: Program) -> Program:
-    """The program with every branch before what it does not need and what changes something from
-    before the step.
-
-    Checks keep their order, and the rest is moved no more than that takes. A program that needs no
-    change is returned as it is.
+    """The program with every branch before all changes, of state from before the step, that the
+    branch does not depend on. Checks keep their order, and other calls are moved only as far as
+    needed. A program that needs no change is returned as it is.
     """
     if not any(call.is_check for call in program.calls):
         return program

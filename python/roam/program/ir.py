@@ -161,11 +161,9 @@ class Call:
         return self._known_refs[4]
 
     def renamed(self, name: Callable[[int], int]) -> Call:
-        """The same call on other slots; asked again for the same ones, the very object, and itself
-        where they are its own.
-
-        So what is found out about the calls of one program holds for those of another that was
-        rewritten alike.
+        """The same call on other slots. For the same slots it returns the same object each time,
+        and itself for its own slots. So what is known of the calls of one program holds for the
+        calls of another program that was rewritten in the same way.
         """
         used = self.refs()
         refs = tuple([name(slot) for slot in used])
@@ -205,8 +203,8 @@ class Call:
 
 
 def assign_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
-    """Gives a tensor other data, as in `p.data = x`: it shares the memory of `data` from then on,
-    and its old memory stays with whoever else holds it.
+    """Gives a tensor other data, as in `p.data = x`: from then on it shares the memory of `data`.
+    Its old memory stays alive if anything else holds it.
     """
     tensor.data = data
 
@@ -225,7 +223,8 @@ class HostCall:
 
 @dataclass(frozen=True, slots=True)
 class ComputedGuard:
-    """A computed guard: it decides what the step does by values that are there before the step.
+    """A computed guard: its outcome decides what the step does, and depends on values from before
+    the step.
 
     Its slots are numbered as in the recording; it is run apart from the program, before it.
     """
@@ -390,8 +389,8 @@ class Program:
 
     @property
     def answers(self) -> tuple[bool, ...]:
-        """What it takes for granted where the step's code goes on either way, in the order in which
-        the code asks.
+        """The outcomes of branches that it assumes, in the order in which the step's code asks for
+        them.
         """
         return tuple(call.args[1] for call in self.calls if call.is_branch)
 

@@ -27,8 +27,8 @@ from roam.program.user_checkpoints import undone
 
 
 class WritesResults(Protocol):
-    """What the planner has to know of a call whose kernel can write its results where a plan wants
-    them.
+    """What the planner has to know about a call whose kernel can write its results to planned
+    places.
     """
 
     @property
@@ -170,7 +170,7 @@ class Lowering:
 
     def with_states(self) -> Lowering:
         """The same program with the states of generators read, so that random tensors may be made
-        again; itself where there is nothing to read.
+        again; itself if there is nothing to read.
 
         A kernel that writes where a plan wants draws from the generator alone, so calls that may be
         replayed have none.
@@ -240,8 +240,8 @@ class Lowering:
         return max(saved, default=0)
 
     def holding(self) -> Lowering:
-        """The same where no call frees its arguments while it runs. Where calls run again, what was
-        the last to use a tensor need not be.
+        """The same program in which no call frees its arguments while it runs: if calls run again,
+        the call that was the last to use a tensor need not be the last any more.
         """
         result = copy.copy(self)
         result._releases = {}
@@ -319,8 +319,8 @@ class Lowering:
         order: Sequence[int] | None = None,
         in_place: bool = True,
     ) -> Graph:
-        """One graph. Its first tensors are the program's storages; what regions free while they run
-        is told by further ones, each a part of one of those.
+        """One graph. Its first tensors are the program's storages. Further tensors, each a part of
+        one of these, stand for what regions free while they run.
 
         Args:
             copied_in: calls that compute into memory of their own and whose results are then copied

@@ -53,9 +53,9 @@ def prepare() -> None:
     """Makes backward passes of fake CUDA tensors possible in this process, which has no CUDA
     device. It cannot be undone.
 
-    The engine asks the process's accelerator for its streams. In a PyTorch that was built for CUDA
-    that is CUDA, and there is no device to ask. A backend from outside of PyTorch goes before it,
-    so an idle one is put there.
+    Autograd's engine asks the process's accelerator for its streams. In a PyTorch that was built
+    for CUDA the accelerator is CUDA, and there is no device to ask. A backend from outside of
+    PyTorch takes precedence over it, so one that does nothing is registered.
 
     Raises:
         CaptureError: where this PyTorch does not permit it.
@@ -125,8 +125,8 @@ def on_device(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 class OnCpu(TorchDispatchMode):
-    """Runs on the CPU what would run on an absent device: a few numbers, to answer a question about
-    them.
+    """Runs on the CPU what would run on an absent device: operators on a few numbers, whose values
+    are asked for.
     """
 
     def __init__(self) -> None:

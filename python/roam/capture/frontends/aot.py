@@ -38,15 +38,15 @@ class GraphInput:
 def record_graph(
     graph: GraphModule, args: Sequence[Any], *, phase: str, dying: Collection[int] = ()
 ) -> Program:
-    """The program of a graph for arguments like these; no kernel is run but on zeros, for how it
-    lays out its results.
+    """The program of a graph for arguments like these. Kernels are run only on zeros, to find how
+    they lay out their results.
 
     Args:
         graph: functional aten calls, save for the copies into changed arguments at its end.
         args: a call's arguments. Shapes, strides and numbers are taken from them, and which of them
             share memory.
         phase: ``"forward"`` or ``"backward"``.
-        dying: places of the arguments that nobody holds after their last use.
+        dying: places of the arguments that nothing holds after their last use.
 
     Raises:
         CaptureError: what cannot be recorded exactly.

@@ -58,8 +58,8 @@ _replaced = ExitStack()
 
 @contextmanager
 def watching(seen: Seen) -> Iterator[None]:
-    """In the block, notes what reaches Python. Nothing runs otherwise than ever: a dispatch mode
-    would change what autograd does.
+    """In the block, notes which values reach Python. Operators run as usual, without a dispatch
+    mode, which would change what autograd does.
 
     What other threads ask for meanwhile is noted too: it can make a plan useless, but not wrong.
     """

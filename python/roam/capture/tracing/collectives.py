@@ -232,8 +232,8 @@ def calls_of(
 ) -> list[Call]:
     """The launch and the wait on slots; `pending` stands for what is under way between them.
 
-    Inputs that the step itself makes count as changed by both. What runs again under a memory
-    limit may be dropped between two reads and made in other memory; between two changes it may not.
+    Inputs that the step itself makes count as changed by both. Otherwise a plan within a memory
+    limit could drop an input between launch and wait and make it again in other memory.
     """
     tensors = ([Ref(slot) for slot in outputs], [Ref(slot) for slot in inputs])
     made = [slot for slot in inputs if program.storages[program.storage_of(slot)].creator >= 0]

@@ -27,8 +27,8 @@ _FINITE = {"isfinite": True, "isnan": False, "isinf": False}
 
 
 def passing_answer() -> bool | None:
-    """The answer with which the check that asks now passes; None if the code that asks goes on
-    either way, or is no check.
+    """The answer with which the check that asks now passes; None if the code goes on with either
+    answer, or is not a check.
     """
     condition = _condition()
     passes = None if condition is None else _passes(condition[1])
@@ -47,8 +47,8 @@ def finite_answer() -> bool | None:
 
 
 def idle_answer() -> bool:
-    """The answer with which the condition that asks now does not hold, as far as the source tells;
-    a loop ends with it.
+    """The answer with which the condition that asks now is false, as far as the source shows. A
+    loop ends with this answer.
     """
     condition = _condition()
     answer = (

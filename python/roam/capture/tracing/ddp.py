@@ -107,8 +107,8 @@ class Reductions:
                     place += size
 
     def engine(self, plain: Callable[..., Any]) -> Callable[..., Any]:
-        """What runs autograd's engine, with the reducers' hooks on the nodes that accumulate
-        gradients. They come after all hooks of the user's.
+        """A function that runs autograd's engine with the reducers' hooks on the nodes that
+        accumulate gradients. These hooks run after all hooks of the user.
         """
 
         def run(*args: Any, **kwargs: Any) -> Any:

@@ -93,8 +93,8 @@ def _if_so(asks: Callable[[Any], bool], refuse: Callable[[], Any], mesh: Any) ->
 def parts_of_update(
     trace: TraceContext, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of an update in which each element is its own affair, with this process's parts
-    instead of distributed tensors, which have to be spread alike.
+    """The arguments of an element-wise update, with this process's parts instead of distributed
+    tensors, which must have equal placements.
     """
     tensors = tensors_in((args, kwargs))
     layouts = [layout_of(tensor) for tensor in tensors if is_dtensor(tensor)]

@@ -112,8 +112,8 @@ _asked: dict[Any, _Results | None] = {}
 
 
 class Remembered:
-    """What kernels made of fake tensors, for as long as all else is the same that they are chosen
-    by.
+    """The results of kernels on fake tensors, which are valid as long as PyTorch's settings, by
+    which kernels are chosen, stay the same.
     """
 
     def __init__(self) -> None:
@@ -130,9 +130,9 @@ class Remembered:
 class FakeKernels:
     """Runs kernels on fake tensors.
 
-    A fake kernel looks at nothing but its arguments' metadata, so its results are known from the
-    last call with the same. PyTorch's own cache serves every use that fake tensors have; this one
-    knows what capture does with them, and is several times as fast.
+    A fake kernel depends only on its arguments' metadata, so its results are known from an earlier
+    call with the same metadata. PyTorch's own cache serves all uses of fake tensors; this cache
+    serves capture alone, and is several times as fast.
     """
 
     def __init__(self, *, asks: bool = False, remembered: Remembered | None = None) -> None:

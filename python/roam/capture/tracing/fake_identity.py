@@ -79,8 +79,8 @@ class Identities:
 
     @contextmanager
     def asked(self, globals_of_users: Iterable[dict[str, Any]], refuse: Refuse) -> Iterator[None]:
-        """While the step runs: its code is told the identities and the classes of the tensors that
-        fakes stand for.
+        """A block for the time in which the step runs: its code sees the identities and the classes
+        of the tensors that fakes stand for.
         """
 
         def fixed(value: Any) -> int:

@@ -269,8 +269,8 @@ class FakeState:
         return self._fake(tensor)
 
     def leave(self) -> None:
-        """Lets go of the fakes. One and its gradient, which knows the recorder, hold each other
-        where Python cannot see it.
+        """Drops the fakes. A fake and its gradient, which holds the recorder, hold each other in a
+        way that Python's garbage collector cannot see.
         """
         for _, fake in self._fakes.values():
             if isinstance(fake, torch.Tensor):

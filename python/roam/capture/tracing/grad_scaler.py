@@ -28,7 +28,9 @@ _METHODS = ("scale", "unscale_", "_unscale_grads_", "step", "_maybe_opt_step", "
 
 
 def check_scaler(scaler: Any, path: str) -> None:
-    """Refuses a scaler that works in a way of its own, or that is in the middle of its work."""
+    """Refuses a scaler of another class than PyTorch's, or one that has not ended its last step by
+    `update`.
+    """
     plain = torch.amp.GradScaler
     if any(getattr(type(scaler), name) is not getattr(plain, name) for name in _METHODS):
         raise CaptureError(

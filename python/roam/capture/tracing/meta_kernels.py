@@ -54,8 +54,9 @@ _HALF = frozenset({torch.bfloat16, torch.float16})
 
 
 def on_meta(func: Any, args: Any, kwargs: Any, tensors: Sequence[Any]) -> Any:
-    """What a kernel makes of fake tensors' metadata: meta tensors, and arguments that it returns.
-    NotImplemented where only the fake mode can tell, and where the kernel refuses its arguments.
+    """The results of a kernel for fake tensors' metadata: meta tensors, and arguments that it
+    returns. NotImplemented if only the fake mode knows them, or if the kernel refuses its
+    arguments.
     """
     if (
         not _is_shown(func)

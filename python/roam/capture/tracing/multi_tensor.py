@@ -39,11 +39,9 @@ def looped(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def splits(args: tuple[Any, ...]) -> bool:
-    """Whether each part of a multi-tensor call on an accelerator takes the fast way that the whole
-    takes.
-
-    There the whole goes the fast way only if all of its tensors do: of one floating dtype, on one
-    device, dense, and at each place of the lists of one shape and strides.
+    """Whether the whole multi-tensor call on an accelerator takes the fast path, and so each part
+    of it does. This is so if all tensors have one floating dtype and one device, are dense, and
+    have one shape and strides at each place of the lists.
     """
     lists = _tensor_lists(args)
     first = lists[0][0]

@@ -131,8 +131,8 @@ class Values(Slots):
         return live
 
     def add_number(self, reference: Any, value: float) -> Any:
-        """A live number that its reference holds, integer or not for as long as the plan is used.
-        Comparisons are answered by its value of now, and noted.
+        """A live number that its reference holds; whether it is an integer must not change.
+        Comparisons are answered by its present value, and noted.
         """
         live = self._live(type(value) is int, reference.path)
         self.program.referenced.append((reference, live.node.slot))
@@ -144,8 +144,8 @@ class Values(Slots):
     def decided(
         self, slot: int, function: Callable[..., bool], others: tuple[float, ...]
     ) -> bool | None:
-        """What a comparison of a given number with constants says, as the program then takes for
-        granted; None for any other number.
+        """The outcome of a comparison of a given number with constants, which the program then
+        assumes; None for any other number.
         """
         if slot not in self._given:
             return None
@@ -363,8 +363,8 @@ class Values(Slots):
         return self.known_value(slot, may_be_fixed)
 
     def made_number(self, slot: int) -> Callable[[], Any] | None:
-        """Calculates the number that this very step would leave in a slot; None if it depends on
-        more than numbers.
+        """Calculates the number that this step would leave in a slot; None if it depends on
+        anything but numbers.
         """
         guard = self._guard(slot, may_be_asked)
         return None if guard is None else functools.partial(self._asked, guard)
@@ -469,8 +469,8 @@ class Values(Slots):
         )
 
     def padded(self, pad: Callable[..., Any], *packed: Any) -> Any:
-        """What padding a packed sequence gives: code in C++ that writes the lengths into memory,
-        which has to be real.
+        """The result of padding a packed sequence. C++ code writes the lengths into memory, which
+        has to be real.
         """
         self._fills_empty = True
         try:

@@ -499,8 +499,8 @@ class Recorder(Values, TorchDispatchMode):
         """Checks what only the whole recording shows.
 
         Raises:
-            CaptureError: also one that the user's code has caught: eager PyTorch would not have
-                gone the way that followed.
+            CaptureError: also one that the user's code has caught, since eager PyTorch would not
+                have run the code after it.
         """
         if self._refusal is not None:
             raise self._refusal

@@ -38,8 +38,8 @@ would be taken for the watched ones'."""
 class Watch:
     """The states of the generators that a step may draw from, during one trace.
 
-    A random operator on fake tensors draws nothing, so the watch draws in its place. A generator
-    that is then found in any other state was seeded or set behind the dispatcher's back.
+    A random operator on fake tensors draws nothing, so the watch draws in its place. If a generator
+    is then in another state, it was seeded or set where the dispatcher does not see it.
     """
 
     def __init__(self, held: Iterable[torch.Generator]) -> None:

@@ -45,8 +45,8 @@ def may_be_asked(reference: Any, program: Program, slot: int) -> bool:
 
 def may_decide(reference: Any, program: Program, slot: int) -> bool:
     """Whether what a reference holds when a step begins may decide shapes and numbers in Python:
-    integers and booleans of the batch, or in a buffer. Floating-point data is another at every
-    call, and so would the plan be.
+    integers and booleans of the batch, or in a buffer. Floating-point data differs at every call,
+    and would need a plan for every call.
     """
     meta = program.slots[slot]
     is_discrete = meta is not None and not (meta.dtype.is_floating_point or meta.dtype.is_complex)

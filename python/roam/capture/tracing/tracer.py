@@ -103,7 +103,8 @@ def trace(
             outside of optimizers' state. If not, it changes them.
 
     Raises:
-        CaptureError: whatever cannot be captured exactly, with operator and user line.
+        CaptureError: something cannot be captured exactly; the error has the operator and the
+            user's line.
     """
     frames = Frames(
         {id(module): path for path, module in fake_state.reach.modules}, fake_state.reliance.code
