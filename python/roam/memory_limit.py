@@ -23,11 +23,11 @@ class MemoryLimit:
     """The most that a step may take in all.
 
     Attributes:
-        size_bytes: that many bytes; None if it is a share or what the device has.
-        share: so much of the total of the plan without recomputation, above 0; None if it is
-            not a share.
+        size_bytes: the limit in bytes; None if it is a share or what the device has.
+        share: the limit as a share, above 0, of the total of the plan without recomputation; None
+            if it is not a share.
 
-    Both are None for what the device has.
+    Both are None if the limit is what the device has.
     """
 
     size_bytes: int | None = None

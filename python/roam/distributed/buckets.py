@@ -27,8 +27,8 @@ _given_back: WeakKeyDictionary[Any, list[tuple[torch.UntypedStorage, int]]] = We
 def give_back(ddp: Any) -> None:
     """Frees the memory of a module's buckets until its reducer needs it.
 
-    They stay where gradients of parameters may be views of them, and where a backward pass of the
-    module's own is under way or still to come, or may be.
+    The buckets stay allocated if gradients of parameters may be views of them, or if a backward
+    pass of the module's own may be under way or still to come.
     """
     reducer = ddp.reducer
     if reducer in _given_back or ddp.gradient_as_bucket_view:

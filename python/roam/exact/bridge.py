@@ -14,7 +14,7 @@ _SCRIPT = Path(__file__).with_name("child.py")
 
 
 class Child:
-    """Starts a process on one question; never blocks, never raises for what happens to the process.
+    """Starts a process for one question. It never blocks, and raises no error if the process fails.
 
     Args:
         question: the question's JSON, without a line break.

@@ -69,7 +69,8 @@ def workspaces(
     deadline: float | None = None,
     room_bytes: int | None = None,
 ) -> dict[int, int] | None:
-    """Bytes that calls' kernels take beyond their results while they run, where that is anything.
+    """Bytes that calls' kernels allocate besides their results while they run, if they allocate
+    any.
 
     Args:
         program: the program, of real tensors: kernels are run.
@@ -372,13 +373,13 @@ def _taken(program: Program, index: int, at: Placed | None, device: torch.device
 
 
 def zeros(program: Program, arguments: Any, *, is_one: bool = False) -> Any:
-    """Arguments of a call, of zeros, which are numbers, indices and choices alike; for live numbers
-    of Python 1.0, and for what may be the state of a generator a real one.
+    """Arguments of a call that consist of zeros, which are valid as numbers, indices and choices.
+    Live numbers are 1.0, and a tensor that may be the state of a generator is a real state.
 
     Args:
         program: the program.
         arguments: a nest with references to its slots.
-        is_one: whether all have the memory of the largest, which nobody may write to then.
+        is_one: whether all share the memory of the largest, which must not be written to then.
     """
     sizes: dict[object, int] = {}
     storages: dict[object, torch.UntypedStorage] = {}

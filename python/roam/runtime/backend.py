@@ -67,18 +67,19 @@ def backend(
 
     Args:
         module, example_inputs: what Dynamo gives a backend.
-        options: ``torch.compile``'s: `time_limit_s`, `pool`, `poison` and `max_plans` as for
-            `roam.compile`; of each graph as many plans are made, and other calls of it run
-            unplanned. A pool there is only where it is asked for: it would stay allocated while the
-            other graphs and the optimizer run. `memory` as for `roam.compile`, for each graph
-            with its backward pass: their arguments, parameters included, what is kept between
-            them, and what they make. A share is one of what both take without recomputation. Calls
-            that cannot be planned raise then, and shapes have to be numbers (``dynamic=False``).
-            `kernels` as for `roam.compile`: with ``"inductor"``, the repeated blocks of each graph
-            run kernels that Inductor has compiled, and what cannot be compiled raises.
+        options: the ``options`` of ``torch.compile``. `time_limit_s`, `pool`, `poison` and
+            `max_plans` are as for `roam.compile`. Each graph has up to `max_plans` plans; its other
+            calls run without a plan. There is a pool only if it is asked for, since it would stay
+            allocated while the other graphs and the optimizer run. `memory` is as for
+            `roam.compile`, for each graph with its backward pass: their arguments, parameters
+            included, what is kept between them, and what they make. A share counts from what both
+            take without recomputation. With `memory`, calls that cannot be planned raise an error,
+            and shapes have to be numbers (``dynamic=False``). `kernels` is as for `roam.compile`:
+            with ``"inductor"``, the repeated blocks of each graph run kernels that Inductor has
+            compiled, and a block that cannot be compiled raises an error.
 
     Raises:
-        ValueError: an option makes no sense.
+        ValueError: an option is not valid.
     """
     given = dict(options or {})
     max_plans = given.pop("max_plans", MAX_PLANS)

@@ -128,13 +128,13 @@ class Choice:
         eager_graph: the step as it was captured, with what its kernels take for themselves, as if
             every kernel could write where a plan wants.
         eager_bytes: the most memory that the step takes as eager PyTorch orders it.
-        kernel_bytes: the most that one kernel of it takes for itself while it runs; None if
-            nobody could tell, and no plan knows.
+        kernel_bytes: the most that one kernel of it takes for itself while it runs; None if this is
+            not known, so that no plan contains it.
         copied_in: with a pool, the calls whose results are copied into it.
         is_searched: whether the plan's order was searched for; if not, it is that of another plan
             of the same calls.
-        totals: what each way that was tried comes to, in bytes; the first is the ordinary
-            allocator's, where that was tried.
+        totals: the total of each way that was tried, in bytes; the first is that with the ordinary
+            allocator, if it was tried.
         bound_bytes: no plan without a pool takes less in all, as the search for one has proved;
             None if none was searched.
         lowered: the step as it was captured and `program`, lowered, for choices of other sizes;
@@ -228,8 +228,8 @@ def choose(
     keep_checkpoints: bool = False,
     timings: Timings | None = None,
 ) -> list[Choice]:
-    """Per step of one process the way of the least total; if that is above a limit, a plan within
-    it in which calls run again.
+    """For each step of one process the way to run it with the least total. If this total is above a
+    limit, a plan within the limit in which calls run again.
 
     Args:
         variants: captured steps; what exists before the last of them exists now. The process has
