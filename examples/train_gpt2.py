@@ -1,10 +1,10 @@
 """Train a small GPT-2 twice, by eager PyTorch and by a roam plan, and compare every loss bit for
 bit.
 
-The text is this repository's own documentation and licence, a byte a token, so nothing is
+The text is this repository's own documentation and licence, one token for each byte, so nothing is
 downloaded. Model, dropout, AdamW and the cosine schedule are what one would write without roam; the
 only difference is `roam.compile`. Norm clipping would work too, but it needs every gradient at
-once, so no order could free one early.
+once, so no gradient could be freed early.
 
 Exits with 1 if any loss or any final parameter differs in any bit.
 """

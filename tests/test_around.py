@@ -576,7 +576,7 @@ def anomaly(my: Any) -> Any:
         (
             anomaly,
             "anomaly_detection",
-            "torch.autograd.detect_anomaly looks for nan in gradients",
+            "torch.autograd.detect_anomaly checks gradients for nan",
         ),
     ],
 )

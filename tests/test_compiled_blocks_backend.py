@@ -195,7 +195,7 @@ def test_what_cannot_be_compiled_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(roam.CaptureError, match=r"\.0.*RuntimeError: no compiler;") as error:
         compiled(network())(torch.randn(4, 8))
     assert error.value.code == "compiled_region"
-    with pytest.raises(Exception, match="kernels is 'eager' or 'inductor', not 'triton'"):
+    with pytest.raises(Exception, match="kernels must be 'eager' or 'inductor', not 'triton'"):
         torch.compile(network(), backend=backend, options={"kernels": "triton"})(torch.randn(4, 8))
 
 

@@ -311,7 +311,7 @@ def test_bench_layout_refuses_in_one_line(
 )
 def test_the_verifier_refuses_what_makes_no_sense(request_: dict[str, Any]) -> None:
     sound = layout.pack(Buffers([0], [4], [8]))
-    with pytest.raises(roam.LayoutError, match="makes no sense"):
+    with pytest.raises(roam.LayoutError, match="has an alignment of 0, or gaps outside"):
         layout.verify(Buffers([0], [4], [8], **request_), sound)
 
 

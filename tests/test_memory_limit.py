@@ -338,7 +338,7 @@ def test_a_budget_that_cannot_be_kept_is_refused_before_anything_runs() -> None:
             with pytest.raises(roam.PlanError, match="Without recomputation it takes") as caught:
                 step(*training.objects, *batch)
             assert caught.value.code == "memory_floor"
-            assert "are there before and after the step" in str(caught.value)
+            assert "exist before and after the step" in str(caught.value)
     assert_same_bits(before, tensors_and_numbers([part.state_dict() for part in training.objects]))
 
 

@@ -1016,7 +1016,7 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("make", "reason"),
         [
-            (lambda parameters: torch.optim.LBFGS(parameters), "as often as the loss says"),
+            (lambda parameters: torch.optim.LBFGS(parameters), "as often as the loss demands"),
             (lambda parameters: torch.optim.SparseAdam(list(parameters)), "sparse gradients"),
             (lambda parameters: torch.optim.Adam(parameters, differentiable=True), "autograd"),
             (lambda parameters: torch.optim.Adam(parameters, capturable=True), "supported devices"),

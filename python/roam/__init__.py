@@ -7,9 +7,9 @@ runs the real step by it, and :func:`compare` says whether that gives the bits o
 :func:`parallelize` splits a model over several devices. Buffers without a graph are packed by
 :mod:`roam.layout`.
 
-Importing this package loads neither torch nor a solver: :func:`capture`, :func:`compile`,
-:func:`compare`, :func:`fit`, :func:`parallelize` and :func:`fake` do so when they are first looked
-up.
+Importing this package loads neither torch nor a solver. :func:`capture`, :func:`compile`,
+:func:`compare`, :func:`fit`, :func:`parallelize` and :func:`fake` load torch when they are first
+looked up.
 """
 
 from __future__ import annotations

@@ -113,10 +113,10 @@ class Operator:
         """Bytes that live only while it runs, before rounding."""
     @property
     def flops(self) -> int:
-        """Floating-point operations that it takes; 0 where they do not matter or are not known."""
+        """Floating-point operations that it takes; 0 if they do not matter or are not known."""
     @property
     def time_ns(self) -> int:
-        """Nanoseconds that it was measured to take; 0 where nobody measured."""
+        """Nanoseconds that it was measured to take; 0 if it was not measured."""
     @property
     def repeatable(self) -> bool:
         """Whether it may run again."""
@@ -133,19 +133,21 @@ class Operator:
         """The sequence whose program order it keeps, or None."""
     @property
     def link(self) -> int:
-        """Of one that launches a collective, the link between ranks that it goes over."""
+        """For an operator that launches a collective, the number of the link that the collective
+        uses.
+        """
     @property
     def region(self) -> int | None:
         """Number of its conditional region, or None."""
     @property
     def module(self) -> str:
-        """Dotted path of the module it belongs to; empty where unknown."""
+        """Dotted path of the module it belongs to; empty if unknown."""
     @property
     def file(self) -> str:
-        """The user's file; empty where unknown."""
+        """The user's file; empty if unknown."""
     @property
     def line(self) -> int:
-        """The user's line, counted from 1; 0 where unknown."""
+        """The user's line, counted from 1; 0 if unknown."""
     def __hash__(self) -> int: ...
     def __eq__(self, other: object, /) -> bool: ...
     def __ne__(self, other: object, /) -> bool: ...
@@ -174,19 +176,19 @@ class Tensor:
         """Where it is alive beyond the step. Only step-local tensors may live in the pool."""
     @property
     def alignment_bytes(self) -> int:
-        """Least alignment of its own; the graph's where 0."""
+        """Its own least alignment; if 0, the graph's."""
     def __hash__(self) -> int: ...
     def __eq__(self, other: object, /) -> bool: ...
     def __ne__(self, other: object, /) -> bool: ...
 
 @final
 class Graph:
-    """A training step: operators, tensors (storages) and what orders them. Immutable and valid.
+    """A training step: operators, tensors (storages) and ordering constraints. Immutable and valid.
 
-    Come by one through :func:`roam.capture`, :class:`GraphBuilder` or :meth:`load`. Operators and
-    tensors are named by their numbers, which count from 0; where a method takes a number, negative
-    ones count from the end and a number out of range is an :class:`IndexError`. Arrays are
-    read-only and of 64-bit integers.
+    Make one by :func:`roam.capture` or :class:`GraphBuilder`, or read one by :meth:`load`.
+    Operators and tensors are identified by their numbers, which count from 0. If a method takes a
+    number, negative numbers count from the end, and a number out of range is an
+    :class:`IndexError`. Arrays are read-only and of 64-bit integers.
     """
 
     @property
@@ -200,17 +202,15 @@ class Graph:
         """Every size is rounded up to a multiple of this wherever bytes are counted."""
     @property
     def estimate(self) -> str:
-        """What the step's figures may be wrong about; empty where they are exact."""
+        """In what the step's figures may be wrong; empty if they are exact."""
     @property
     def accounting(self) -> str:
-        """The rules by which its tensors are counted where they are not a real step's, for example
-        ``paper``; empty where they are.
+        """The name of the rules by which tensors are counted, for example ``paper``; empty if they
+        are counted as in a real step.
         """
     @property
     def notes(self) -> tuple[tuple[str, str], ...]:
-        """What its maker says of it to people, as pairs (topic, text); no part of digest and
-        equality.
-        """
+        """Notes for people, as pairs (topic, text). Digest and equality leave them out."""
     @property
     def num_operators(self) -> int:
         """How many operators there are."""
@@ -222,11 +222,11 @@ class Graph:
         """Sum of all persistent tensors, in bytes."""
     @property
     def digest(self) -> str:
-        """SHA-256 of the canonical JSON, in hexadecimal: by it a plan names its graph."""
+        """SHA-256 of the canonical JSON, in hexadecimal. A plan has the digest of its graph."""
     @property
     def structure_digest(self) -> str:
-        """SHA-256 of the canonical JSON without the names of graph and tensors and without the
-        places in the user's program, in hexadecimal: graphs that agree in it have the same plans.
+        """SHA-256 of the canonical JSON without names and without places in the user's program, in
+        hexadecimal. Graphs with the same structure digest have the same plans.
         """
     def operator(self, operator: SupportsIndex) -> Operator:
         """One operator."""
@@ -243,12 +243,10 @@ class Graph:
         """Bytes of every tensor's storage, before rounding. Shape [num_tensors]."""
     @property
     def tensor_counted_bytes(self) -> _Numbers:
-        """Bytes of every tensor as counted everywhere: rounded up to its alignment. Shape
-        [num_tensors].
-        """
+        """Counted bytes of every tensor: rounded up to its alignment. Shape [num_tensors]."""
     @property
     def workspaces_bytes(self) -> _Numbers:
-        """Bytes of every operator's workspace as counted everywhere: rounded up. Shape
+        """Counted bytes of every operator's workspace: rounded up to the alignment. Shape
         [num_operators].
         """
     @property
@@ -263,9 +261,8 @@ class Graph:
     def program_order(self) -> _Numbers:
         """Numbers of the operators in program order. Shape [num_operators]."""
     def predecessors(self, operator: SupportsIndex) -> tuple[int, ...]:
-        """Numbers of the operators that must run before the operator, by program position.
-
-        Direct constraints only: data, mutation, sequence, control.
+        """Numbers of the operators that must run before the operator, by program position. These
+        are direct constraints only: data, mutation, sequence, control.
         """
     def successors(self, operator: SupportsIndex) -> tuple[int, ...]:
         """Numbers of the operators that must run after the operator, by program position."""
@@ -285,10 +282,10 @@ class Graph:
         Persistent tensors are left out, workspaces counted.
 
         Args:
-            order: numbers of the operators; program order where None.
+            order: numbers of the operators; program order if None.
 
         Raises:
-            PlanError: the order is none that the graph permits.
+            PlanError: the graph does not permit the order.
         """
     def expanded(self, sequence: Iterable[SupportsIndex]) -> Graph:
         """The graph of a step in which operators run more than once.
@@ -302,7 +299,7 @@ class Graph:
                 occurs.
 
         Raises:
-            PlanError: the list is no such sequence; `code` tells why.
+            PlanError: the list is not a valid sequence; `code` tells why.
         """
     def save(self, path: _Path) -> None:
         """Writes the graph to a file, compressed if the path ends in ``.gz``. Equal graphs give
@@ -320,27 +317,26 @@ class Graph:
 
         Raises:
             FormatError: the file is not of the documented form.
-            GraphError: it is, but the graph is not valid.
+            GraphError: the file has this form, but its graph is not valid.
             OSError: the file cannot be read.
         """
     def summary(self) -> str:
-        """What the graph is made of, for people: operators by phase, bytes by kind, what keeps its
-        order, and at which barrier gradients wait for each other.
+        """A table for people: operators by phase, bytes by kind, which operators keep their order,
+        and at which barrier gradients wait for each other.
         """
     @classmethod
     def from_fx(cls, module: GraphModule, *, random_states: bool = False) -> Graph:
         """The graph of a `torch.fx.GraphModule`, one operator for each node that calls a kernel.
 
-        Placeholders and attributes are persistent, and results leave the step. Nothing is computed.
+        Placeholders and attributes are persistent; results leave the step. Nothing is computed.
 
         Args:
             module: of nodes that call operators.
-            random_states: whether states of random generators are read, so that random tensors may
-                be made again: for plans within a memory limit.
+            random_states: whether the graph reads the states of random generators, so that plans
+                within a memory limit may make random tensors again.
 
         Raises:
-            CaptureError: a node that cannot be planned exactly, or metadata that are missing or
-                symbolic.
+            CaptureError: a node cannot be planned exactly, or its metadata are missing or symbolic.
         """
     def to_json(self) -> bytes:
         """The canonical JSON, see ``docs/reference/formats.md``. Equal graphs give equal bytes."""
@@ -385,20 +381,20 @@ class GraphBuilder:
         """Marks the graph as an estimate.
 
         Args:
-            reason: what its figures may be wrong about.
+            reason: in what its figures may be wrong.
         """
     def accounting(self, name: str) -> None:
-        """Says that the graph is counted by other rules than a real step's.
+        """States that tensors are counted by other rules than in a real step.
 
         Args:
-            name: what the rules are called, for example ``paper``.
+            name: the name of the rules, for example ``paper``.
         """
     def note(self, topic: str, text: str) -> None:
-        """Says something of the graph to people; plans, digests and equality leave it out.
+        """Adds a note for people; plans, digests and equality leave it out.
 
         Args:
             topic: what it is about, in a word or two.
-            text: what there is to say.
+            text: the note.
         """
     def tensor(
         self,
@@ -416,8 +412,7 @@ class GraphBuilder:
             size_bytes: bytes of the storage, before rounding.
             kind: what it is for.
             residency: where it is alive beyond the step.
-            alignment_bytes: least alignment of its own, a power of two; the graph's where None or
-                0.
+            alignment_bytes: its own least alignment, a power of two; the graph's if None or 0.
 
         Raises:
             GraphError: a number is out of range, or a word is not one of those allowed.
@@ -452,8 +447,8 @@ class GraphBuilder:
                 listed.
             creates: numbers of the tensors that it makes.
             mutates: numbers of the tensors that it changes in place.
-            workspace_bytes: bytes that live only while it runs; 0 where None.
-            reuse: pairs (input, output): the output may take the memory of the input where that
+            workspace_bytes: bytes that live only while it runs; 0 if None.
+            reuse: pairs (input, output): the output may take the memory of the input if the input
                 dies here.
             phase: the part of the step it belongs to.
             sequence: operators of one sequence keep their program order among themselves.
@@ -461,27 +456,30 @@ class GraphBuilder:
             module: dotted path of the module it belongs to.
             file: the user's file.
             line: the user's line, counted from 1; unknown where None or 0.
-            position: its place in program order; as many operators as there are already where None.
-            flops: floating-point operations that it takes, for the model of time; 0 where None.
-            time_ns: nanoseconds that it was measured to take; where None, the model of time tells.
+            position: its place in program order; if None, after all operators that were added
+                before.
+            flops: floating-point operations that it takes, for the model of time; 0 if None.
+            time_ns: nanoseconds that it was measured to take; if None, the model of time gives
+                them.
             repeatable: whether it may run again: from the same inputs it makes the same bits, and
                 it changes nothing but what it lists.
             first_only: of what it reads or mutates, the tensors that only its first run touches,
                 such as the running statistics of a batch norm.
-            link: of one that launches a collective, the link between ranks that it goes over: the
-                collectives of one link go one after the other; 0 where None.
+            link: for an operator that launches a collective, the number of the link between ranks
+                that the collective uses; 0 if None. The collectives of one link run one after the
+                other.
 
         Raises:
             GraphError: a number is out of range, or a word is not one of those allowed.
         """
     def control(self, before: SupportsIndex, after: SupportsIndex) -> None:
-        """Demands that operator `before` runs before operator `after`."""
+        """Adds the constraint that operator `before` runs before operator `after`."""
     def region(
         self, name: str, predicate: SupportsIndex, parent: SupportsIndex | None = None
     ) -> int:
         """Adds a conditional region and returns its number.
 
-        Files keep regions; planning takes every region as run.
+        Files store regions. Planning assumes that every region runs.
 
         Args:
             name: for people.
@@ -489,7 +487,7 @@ class GraphBuilder:
             parent: number of the region around this one.
         """
     def build(self) -> Graph:
-        """Checks everything and returns the graph. The builder may go on.
+        """Checks everything and returns the graph. The builder can be used further.
 
         Raises:
             GraphError: the graph is not a valid training step; `code` tells how, `operator` where.
@@ -524,9 +522,9 @@ class Candidate:
 class Plan:
     """An execution order and a memory layout for one graph, with what they cost.
 
-    Bytes everywhere; persistent tensors count only where said. A plan that was read from a file may
-    claim anything until :func:`roam.verify` has checked it. Two plans are equal where everything
-    but `timings_s` is.
+    Sizes are in bytes, without persistent tensors unless said otherwise. The figures of a plan that
+    was read from a file may be wrong until :func:`roam.verify` has checked it. Two plans are equal
+    if everything but `timings_s` is.
     """
 
     @property
@@ -534,7 +532,7 @@ class Plan:
         """SHA-256 of the JSON of the graph that the plan is for."""
     @property
     def estimate(self) -> str:
-        """What its figures may be wrong about, by the graph; empty where they are exact."""
+        """In what its figures may be wrong, as the graph says; empty if they are exact."""
     @property
     def settings(self) -> _Settings:
         """What was asked for."""
@@ -543,7 +541,7 @@ class Plan:
         """Numbers of the operators in execution order. Shape [num_operators], read-only."""
     @property
     def offsets(self) -> _Numbers:
-        """Offset in the pool per tensor; -1 where it is not in the pool. Shape [num_tensors],
+        """Offset in the pool per tensor; -1 if it is not in the pool. Shape [num_tensors],
         read-only.
         """
     @property
@@ -551,7 +549,9 @@ class Plan:
         """Pairs (input, output): the output takes the memory of the input."""
     @property
     def streams(self) -> _Numbers:
-        """Stream per operator; 0 for all where there is one. Shape [num_operators], read-only."""
+        """The stream of each operator; 0 for all if there is only one. Shape [num_operators],
+        read-only.
+        """
     @property
     def syncs(self) -> tuple[tuple[int, int], ...]:
         """Pairs (before, after) of operators on different streams: `after` starts when `before` has
@@ -562,23 +562,21 @@ class Plan:
         """Time step per operator in the time-step model, else None."""
     @property
     def makespan_s(self) -> float | None:
-        """Seconds that the whole step takes by the model of time; None for one stream, like the
-        next two.
-        """
+        """Seconds that the whole step takes by the model of time; None for one stream."""
     @property
     def serial_s(self) -> float | None:
-        """Seconds of all operators one after another."""
+        """Seconds of all operators one after another, by the model of time; None for one stream."""
     @property
     def critical_path_s(self) -> float | None:
-        """Seconds of the longest chain of operators that wait for each other: no number of streams
-        is faster.
+        """Seconds of the longest chain of operators that wait for each other, which no number of
+        streams can beat; None for one stream.
         """
     def times_ns(self, graph: Graph) -> tuple[_Numbers, _Numbers]:
         """Start and end of each operator, in nanoseconds from the start of the step, by the model
         of time. Shape [num_operators] each, read-only.
 
         Args:
-            graph: that the plan's operators are of, see `expanded`.
+            graph: the graph of the plan's operators, see `expanded`.
 
         Raises:
             PlanError: the plan is invalid.
@@ -613,8 +611,8 @@ class Plan:
     def total_lower_bound_bytes(self) -> int:
         """No plan can have a smaller total.
 
-        At least persistent + the lower bound; more where the pool and the unpooled bytes cannot
-        but have their peaks at different steps.
+        It is at least `persistent_bytes` + `lower_bound_bytes`, and more if the pool and the
+        unpooled bytes must have their peaks at different steps.
         """
     @property
     def bound_operator(self) -> int | None:
@@ -623,13 +621,14 @@ class Plan:
     def bound_route(self) -> _BoundRoute:
         """How the lower bound was proved.
 
-        ``floor``: what one operator, all that enters or all that leaves needs; ``cut``: a minimum
-        cut; ``probe``: cuts that follow from each other; ``first``: cuts at several operators, one
-        of which runs first; ``exhaustive``: a search over all orders; ``integer_program``: CBC.
+        ``floor``: the bytes of one operator, of all that enters, or of all that leaves; ``cut``: a
+        minimum cut; ``probe``: a series of minimum cuts; ``first``: cuts at several operators, of
+        which one runs before the others; ``exhaustive``: a search over all orders;
+        ``integer_program``: CBC.
         """
     @property
     def gap(self) -> float:
-        """(total - persistent) / (total's lower bound - persistent) - 1; 0 where both are 0."""
+        """(total - persistent) / (total's lower bound - persistent) - 1; 0 if both are 0."""
     @property
     def fragmentation(self) -> float:
         """(pool - peak of the pool's tensors) / pool; 0 for an empty pool."""
@@ -643,30 +642,31 @@ class Plan:
         """What integer programs did.
 
         `status` is ``off``, ``not_needed`` (the plan meets its bound), ``not_tried`` (it does not,
-        and none was stated: next to nothing could be gained, the searches had settled what a
-        program can ask, or the search ended before), ``too_large`` (what was left would have taken
-        too large a program), ``unavailable`` (CBC cannot be used: `reason` says why), ``used`` or
-        ``no_answer`` (all were lost). `programs` says how many were given to CBC, `gains` how many
-        of their answers lowered the peak or the pool, or raised the bound, `failed` and `timed_out`
-        how many were lost.
+        but no program was made: almost nothing could be gained, the searches had already answered
+        the question, or the search had ended), ``too_large`` (every program would have been too
+        large), ``unavailable`` (CBC cannot be used: `reason` says why), ``used`` (some were
+        answered) or ``no_answer`` (none was). `programs` says how many were given to CBC, `gains`
+        how many answers lowered the peak or the pool or raised the bound, and `failed` and
+        `timed_out` how many had no answer.
         """
     @property
     def candidates(self) -> tuple[Candidate, ...]:
         """What was tried, in a fixed order."""
     @property
     def recomputation(self) -> dict[str, Any] | None:
-        """What runs again so that the plan keeps within its memory limit; None where nothing does.
+        """What runs again so that the plan keeps within its memory limit; None if nothing does.
 
         Keys: ``sequence`` (the numbers of the operators, as often as they run; see
         `Graph.expanded`), ``extra_s`` (seconds of the extra runs, as measured or by the model of
-        time), ``step_s`` (of the step without them), ``least_extra_s`` (no plan within the limit
-        has extra runs that take less), ``floor_bytes`` (no plan with any number of extra runs takes
-        less), ``plain_total_bytes`` (of the plan without extra runs). The order, the offsets, the
-        reuse pairs and the lower bounds of such a plan are those of the sequence's graph.
+        time), ``step_s`` (seconds of the step without them), ``least_extra_s`` (no plan within the
+        limit has extra runs that take less), ``floor_bytes`` (no plan takes less, however often
+        operators run), ``plain_total_bytes`` (total of the plan without extra runs). The order, the
+        offsets, the reuse pairs and the lower bounds of such a plan are those of the sequence's
+        graph.
         """
     def expanded(self, graph: Graph) -> tuple[Graph, Plan]:
-        """The graph in which each run is an operator of its own, and this plan as a plan of that
-        graph; both as given where nothing runs again.
+        """Returns the graph in which each run is an operator of its own, and this plan as a plan of
+        that graph. If nothing runs again, both are returned unchanged.
 
         Raises:
             PlanError: the plan is not for this graph.
@@ -683,7 +683,7 @@ class Plan:
         """
     @classmethod
     def load(cls, path: _Path, *, max_bytes: int | None = None) -> Plan:
-        """Reads a plan from a file, compressed or not. It is not verified by this.
+        """Reads a plan from a file, compressed or not, without verifying it.
 
         Args:
             max_bytes: the most bytes to take, after decompression; 512 MiB where None.
@@ -693,13 +693,12 @@ class Plan:
             OSError: the file cannot be read.
         """
     def apply(self, module: GraphModule) -> GraphModule:
-        """The same `torch.fx.GraphModule` with its nodes in this plan's order, recompiled; it drops
-        each value after its last use.
-
-        The pool is not applied: kernels get their memory from PyTorch's allocator.
+        """Returns the `torch.fx.GraphModule` with its nodes in this plan's order, recompiled. It
+        drops each value after its last use. Kernels get their memory from PyTorch's allocator, not
+        from the pool.
 
         Raises:
-            PlanError: the plan is not one of this module's, or is for several streams.
+            PlanError: the plan is not for this module, or is for several streams.
         """
     def export(self, graph: Graph, path: _Path) -> None:
         """Writes the plan in the format of another tool.
@@ -716,8 +715,8 @@ class Plan:
             OSError: the file cannot be written.
         """
     def summary(self, graph: Graph) -> str:
-        """The plan's figures for people; where operators run again also, per module, which
-        activations are kept and which are made again, with identical layers as one.
+        """The plan's figures for people. If operators run again, it also lists for each module
+        which activations are kept and which are made again, with identical layers as one.
 
         Args:
             graph: the graph that the plan is for.
@@ -728,13 +727,13 @@ class Plan:
     def fits(self, memory: int | str) -> bool:
         """Whether the plan's total is within an amount of memory.
 
-        The total has the step's tensors: leave room for what else the device holds.
+        The total contains the step's tensors only: leave room for what else the device holds.
 
         Args:
             memory: bytes, or text such as ``"24GiB"``.
 
         Raises:
-            ValueError: it is no amount of bytes.
+            ValueError: `memory` is not an amount of bytes.
         """
     def _repr_html_(self) -> str:
         """The plan's figures as a table, for notebooks."""
@@ -747,15 +746,14 @@ class Plan:
         Args:
             graph: the graph that the plan is for.
             path: of the page.
-            limits: memory limits to plan as well, as in ``memory=`` of `roam.compile`: the page
-                lists what the step takes within each, and how much time operators that run again
-                cost.
+            limits: memory limits as in ``memory=`` of `roam.compile`. The page lists what a plan
+                takes within each limit, and the time of its extra runs.
 
         Raises:
             PlanError: the plan is invalid; or there are limits, and it is for several streams
                 (code ``invalid_memory_limit``).
             RoamError: Bokeh is not installed (code ``report_unavailable``).
-            ValueError: a limit means nothing.
+            ValueError: a limit is not valid.
             OSError: the page cannot be written.
         """
     def to_json(self) -> bytes:
@@ -773,10 +771,9 @@ class Plan:
 def baseline(
     graph: Graph, order: str = "program", layout: str = "size", *, reuse: bool = True
 ) -> Candidate:
-    """What one order and one layout need by themselves, without any search: to compare with, or to
-    show what a method does.
+    """What one order and one layout need by themselves, without any search, for comparisons.
 
-    The result is no plan. It may well need more than program order, and nothing can run it.
+    The result is not a plan: it may need more than program order, and cannot be run.
 
     Args:
         graph: the step.
@@ -789,12 +786,11 @@ def baseline(
             by weighted times) or ``tree`` (the published subgraph tree; ``tree:100`` searches no
             leaf of more than 100 tensors); or one of another project: ``executorch``, ``tvm_size``,
             ``tvm_conflicts``, ``tvm_hill_climb`` or ``xla``. With ``caching_allocator`` or
-            ``caching_allocator_expandable`` (with expandable segments) there is no pool but
-            PyTorch's allocator for CUDA: ``pool_bytes`` is what it reserves in the long run for all
-            but the persistent tensors, in program order without reuse what eager PyTorch does, and
-            ``outside_bytes`` is 0. See docs/reference/baselines.md.
-        reuse: whether an output may take the memory of an input that dies, where the graph permits
-            it.
+            ``caching_allocator_expandable`` (expandable segments), PyTorch's allocator for CUDA
+            takes the place of the pool: ``pool_bytes`` is what it reserves in the long run for all
+            tensors except persistent ones (in program order without reuse, this is what eager
+            PyTorch reserves), and ``outside_bytes`` is 0. See docs/reference/baselines.md.
+        reuse: whether an output may take the memory of an input that dies, if the graph permits it.
 
     Raises:
         PlanError: there is no order or layout of that name.
@@ -862,29 +858,29 @@ class Buffers:
     """Buffers to pack: pieces of memory, each needed over the half-open interval of times from
     `lower` to before `upper`. Immutable.
 
-    Whether they can be packed is for :func:`pack` to say.
+    :func:`pack` finds out whether they can be packed.
 
     >>> from roam.layout import Buffers
     >>> len(Buffers(lower=[0, 3], upper=[3, 9], size_bytes=[4, 4]))
     2
 
     Args:
-        lower: per buffer the first time at which it is needed; whole numbers in [0, 2^63), like all
-            others.
+        lower: for each buffer the first time at which it is needed. All numbers are whole and in
+            [0, 2^63).
         upper: the first time at which it is not needed any more.
         size_bytes: bytes; may be 0.
-        alignment_bytes: what its offset must be a multiple of, a power of two; 1 where None.
-        gaps: per buffer the times within its life at which it is not needed, each as ``(lower,
-            upper)``; as ``(lower, upper, first, end)`` where its own bytes from `first` to before
-            `end` are needed all the same.
-        offsets: per buffer the only offset at which it may lie, in bytes, or None.
-        hints: per buffer an offset at which to begin the search, in bytes, or None. It decides
-            nothing.
-        ids: per buffer its name in files; its place in the list where None.
+        alignment_bytes: the offset must be a multiple of this power of two; 1 if None.
+        gaps: for each buffer the times within its lifetime at which it is not needed, each as
+            ``(lower, upper)``, or as ``(lower, upper, first, end)`` if its bytes from `first` to
+            before `end` are needed even then.
+        offsets: for each buffer the only offset at which it may lie, in bytes, or None.
+        hints: for each buffer an offset with which the search begins, in bytes, or None. The result
+            may have another one.
+        ids: for each buffer its name in files; if None, its place in the list.
 
     Raises:
-        LayoutError: too few or too many values, a negative one, a gap of another form, or ids that
-            no file can hold.
+        LayoutError: there are too few or too many values, a negative value, a gap of another form,
+            or an id that a file cannot contain.
         OverflowError: a number that does not fit into 63 bits.
     """
 
@@ -939,11 +935,11 @@ class Buffers:
         """The only offset at which each may lie, if there is one."""
     @property
     def hints(self) -> tuple[int | None, ...]:
-        """Where to begin the search, if that is said."""
+        """The offsets with which the search begins, if there are any."""
     @property
     def digest(self) -> str:
-        """SHA-256 of the CSV that :meth:`write_csv` writes, in hexadecimal: the same for files in
-        other forms that say the same.
+        """SHA-256 of the CSV that :meth:`write_csv` writes, in hexadecimal. Files that describe the
+        same buffers in other forms have the same digest.
         """
     def __len__(self) -> int: ...
     __hash__: ClassVar[None]  # type: ignore[assignment]
@@ -968,15 +964,15 @@ class Packing:
         """No packing takes less."""
     @property
     def bound_route(self) -> _BoundRoute:
-        """How that was proved: ``floor`` (live bytes, a fixed or a single buffer) or ``exhaustive``
-        (smaller pools were refuted).
+        """How `lower_bound_bytes` was proved: ``floor`` (live bytes, or a single or fixed buffer)
+        or ``exhaustive`` (a search showed that no smaller pool is possible).
         """
     @property
     def gap(self) -> float:
-        """Pool / lower bound - 1; 0 where both are 0."""
+        """Pool / lower bound - 1; 0 if both are 0."""
     @property
     def method(self) -> str:
-        """What found it, for example ``weighted`` or ``canonical``."""
+        """The method that found it, for example ``weighted`` or ``canonical``."""
     @property
     def status(self) -> _Status:
         """``optimal`` (no packing takes less), ``feasible``, or ``timed_out`` (feasible, but the
@@ -1040,7 +1036,7 @@ class ShardingProblem:
     def limit_bytes(self) -> int | None:
         """The most bytes at any time."""
     def evaluate(self, choice: Sequence[int]) -> tuple[int | None, int]:
-        """What a choice of a strategy per node costs (None where it is not allowed), and its most
+        """What a choice of a strategy per node costs (None if it is not allowed), and its most
         bytes at any time.
         """
     def solve(self, *, work: int, time_limit_s: float | None = None) -> ShardingOutcome:
@@ -1068,7 +1064,7 @@ class ShardingOutcome:
 
     @property
     def choice(self) -> list[int] | None:
-        """A strategy per node; None where no choice was found that is allowed and within the
+        """A strategy per node; None if no choice was found that is allowed and within the
         limit.
         """
     @property
@@ -1076,7 +1072,7 @@ class ShardingOutcome:
         """What it costs."""
     @property
     def bound(self) -> int | None:
-        """No choice costs less; None where it is proved that there is none."""
+        """No choice costs less; None if it is proved that there is none."""
     @property
     def is_alike(self) -> bool:
         """Whether nodes of a group were made to choose alike, and nothing was lost by it."""
@@ -1100,24 +1096,25 @@ def pack(
     """Packs buffers into one pool that is as small as the search finds.
 
     The same buffers and work give the same packing on any number of threads, unless the time limit
-    cuts the search short. Every packing is verified. Other Python threads run meanwhile. Ctrl-C
-    ends the search: :class:`roam.PackingInterrupted`, a ``KeyboardInterrupt``, brings the best
+    ends the search. Every packing is verified. Other Python threads run meanwhile. Ctrl-C ends the
+    search with :class:`roam.PackingInterrupted`, a ``KeyboardInterrupt`` that holds the best
     packing so far.
 
     Args:
         buffers: what to pack.
-        work: how long to search, in comparisons, of which a core makes some 10^9 in two or three
-            seconds. What comes to a packing at all is done in any case.
+        work: how long to search, in comparisons. A core makes about 10^9 comparisons in two or
+            three seconds. The work for a first packing is done in any case.
         time_limit_s: wall-clock limit in seconds; at its end the best packing so far is returned.
-            No limit where None.
-        target_bytes: a pool that is not larger ends the search. As small as can be where None.
+            No limit if None.
+        target_bytes: the search ends at a pool that is not larger than this. If None, it looks for
+            the smallest pool.
 
     Raises:
-        LayoutError: the buffers cannot be packed as asked, for example because two of them share
-            bytes where they are fixed; `code` tells how.
+        LayoutError: the buffers cannot be packed as asked, for example because two fixed buffers
+            share bytes; `code` tells why.
         PackingInterrupted: Ctrl-C; its ``packing`` is the best so far. A second Ctrl-C is a plain
             ``KeyboardInterrupt``.
-        ValueError: the time limit is negative or no number.
+        ValueError: the time limit is negative or not a number.
     """
 
 def verify_packing(buffers: Buffers, packing: Packing) -> None:

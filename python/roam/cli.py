@@ -143,8 +143,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument(
         "--memory-curve",
         action="store_true",
-        help="print what recomputation costs at 100, 90, ... 10 percent of the bytes that the step "
-        "needs beside what persists",
+        help="print what recomputation costs at 100, 90, ... 10 percent of the step-local bytes",
     )
     add_sharding(plan)
     streams = plan.add_argument_group("streams")
@@ -182,7 +181,7 @@ def _parser() -> argparse.ArgumentParser:
         "-v",
         "--verbose",
         action="store_true",
-        help="also print what the graph is made of, what is alive at the peak, and what sets the "
+        help="also print a summary of the graph, what is alive at the peak, and what sets the "
         "bound",
     )
     plan.add_argument(

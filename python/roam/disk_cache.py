@@ -1,9 +1,10 @@
 """What roam keeps on disk from one process to the next: plans, and what it learned about kernels.
 
-An entry is one file, named by a hash of its kind and key, which holds a checksum of its name and
-its content. It is written beside its place and renamed into it, so that any number of processes may
-read and write at once, and one that is killed leaves nothing that is read. What cannot be read, or
-is not what was written, counts as missing; what cannot be written is left out, with one warning.
+An entry is one file, named by a hash of its kind and key. It contains a checksum of its name and
+its content. It is written under another name and then renamed. So any number of processes may read
+and write at once, and a file that a killed process has not finished is never read. A file that
+cannot be read, or whose checksum is wrong, counts as missing. If a file cannot be written, a
+warning says so once.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Usage:
 
 class DiskCache:
     """Entries in one folder, which is made when the first of them is written. No method raises an
-    `OSError`, but for `clear`.
+    `OSError`, except for `clear`.
 
     Args:
         folder: files of other names in it are left alone.
@@ -67,7 +68,7 @@ class DiskCache:
         self._has_warned = False
 
     def get(self, kind: str, key: str) -> bytes | None:
-        """The content of an entry, as it was written; None where there is none, or one that is
+        """The content of an entry, as it was written; None if there is none, or one that is
         damaged.
         """
         path = self._path(kind, key)
@@ -84,8 +85,8 @@ class DiskCache:
         return content
 
     def put(self, kind: str, key: str, content: bytes) -> None:
-        """Writes an entry, in the place of an older one; leaves it out where that is not possible,
-        or where it takes more than a quarter of the folder.
+        """Writes an entry, replacing an older one; leaves it out where that is not possible, or
+        where it takes more than a quarter of the folder.
         """
         path = self._path(kind, key)
         packed = zlib.compress(content, 1)
@@ -183,7 +184,7 @@ class DiskCache:
 
 
 def _read(path: Path) -> bytes | None:
-    """A file's bytes; None where it is none, or one too large to be ours.
+    """A file's bytes; None if it is none, or one too large to be ours.
 
     Raises:
         OSError: it cannot be read.
@@ -202,7 +203,7 @@ def _read(path: Path) -> bytes | None:
 
 
 def _content(name: str, data: bytes) -> bytes | None:
-    """What an entry's file holds; None where it is not as it was written."""
+    """What an entry's file holds; None if it is not as it was written."""
     start = len(_MAGIC)
     found, packed = data[start : start + hashlib.sha256().digest_size], data[start + 32 :]
     if not data.startswith(_MAGIC) or found != _checksum(name, packed):
@@ -226,7 +227,7 @@ def _remove(path: Path) -> None:
 
 def cache_folder() -> Path | None:
     """Where entries are kept: ``ROAM_CACHE_DIR``, or else ``roam`` in ``XDG_CACHE_HOME``, or else
-    ``~/.cache/roam``; None where there is no home.
+    ``~/.cache/roam``; None if there is no home.
     """
     try:
         if given := os.environ.get("ROAM_CACHE_DIR"):
@@ -239,7 +240,7 @@ def cache_folder() -> Path | None:
 
 
 def disk_cache() -> DiskCache | None:
-    """The cache of this process; None where ``ROAM_CACHE=0`` turns it off, or there is no folder
+    """The cache of this process; None if ``ROAM_CACHE=0`` turns it off, or there is no folder
     for it.
     """
     folder = None if os.environ.get("ROAM_CACHE") == "0" else cache_folder()

@@ -1,8 +1,7 @@
 """Everything that roam raises on purpose.
 
-All of it derives from :class:`RoamError`, but for :class:`PlanningInterrupted` and
-:class:`PackingInterrupted`. Beside its message an error says where it happened, as far as that is
-known.
+All errors derive from :class:`RoamError`, except :class:`PlanningInterrupted` and
+:class:`PackingInterrupted`. Besides its message, an error says where it happened, if that is known.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ class RoamError(Exception):
     """Something that roam could not do, or refused to do.
 
     Attributes:
-        code: the kind of fault for programs, in snake case and stable between versions, for example
-            ``"cycle"``; empty where there is none.
+        code: the kind of fault, in snake case and stable between versions, for example ``"cycle"``;
+            empty if there is none.
         operator: name of the operator at fault, or None.
         position: that operator's place in program order, or None.
         source: ``"file:line"`` of the user's code that the operator comes from, or None.

@@ -23,7 +23,8 @@ def collections_wait() -> Iterator[None]:
 def all_objects() -> list[Any]:
     """All objects that the collector tracks. It undoes a user's `gc.freeze`, which hides objects.
 
-    To freeze them again would keep for ever what becomes garbage later, such as a plan.
+    If they were frozen again, objects that become garbage later, such as a plan, would stay in
+    memory for ever.
     """
     gc.unfreeze()
     return gc.get_objects()

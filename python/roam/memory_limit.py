@@ -14,7 +14,7 @@ _UNITS = {
 _TEXT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]+|%)\s*")
 _ALLOWED = (
     'a number of bytes, text with a unit ("12GiB", "800 MB"), a share of what the plan without '
-    'recomputation takes ("60%"), or "auto", for what the device has'
+    'recomputation takes ("60%"), or "auto", for what the device has free'
 )
 
 
@@ -23,11 +23,11 @@ class MemoryLimit:
     """The most that a step may take in all.
 
     Attributes:
-        size_bytes: that many bytes; None where it is a share or what the device has.
-        share: so much of the total of the plan without recomputation, above 0; None where it is
-            not a share.
+        size_bytes: the limit in bytes; None if it is a share or what the device has.
+        share: the limit as a share, above 0, of the total of the plan without recomputation; None
+            if it is not a share.
 
-    Both are None for what the device has.
+    Both are None if the limit is what the device has.
     """
 
     size_bytes: int | None = None
@@ -83,7 +83,7 @@ class MemoryLimit:
             plain_total_bytes: total of the plan without recomputation.
 
         Raises:
-            ValueError: it is what the device has, and nobody has asked how much that is.
+            ValueError: the limit is what the device has, and this is not known yet.
         """
         if self.size_bytes is not None:
             return self.size_bytes

@@ -1,8 +1,8 @@
 """Which code is roam's own: where its files lie and what its modules are called.
 
-Capture reads Python's stack, tracebacks and the modules of functions and classes. Roam's own frames
-are never the user's line, and roam's own functions and classes hold no state of the user's. Nothing
-else depends on where a file of roam lies.
+Capture reads Python's stack, tracebacks and the modules of functions and classes. It has to skip
+roam's own frames to find the user's line, and roam's own functions and classes, which hold no state
+of the user's. Nothing else depends on where a file of roam is.
 
 The training steps of `roam.zoo` and `roam.bench` are written as a user would write them, and count
 as the user's.

@@ -37,45 +37,45 @@ def optimize(
     possible.
 
     The same graph and settings give the same plan on any number of threads, unless the time limit
-    cuts the search short. No plan has a larger total than program order. Other Python threads
-    run meanwhile. Ctrl-C ends the search: :class:`roam.PlanningInterrupted`, a
-    ``KeyboardInterrupt``, holds the best plan so far.
+    ends the search. No plan has a larger total than program order. Other Python threads run
+    meanwhile. Ctrl-C ends the search with :class:`roam.PlanningInterrupted`, a
+    ``KeyboardInterrupt`` that holds the best plan so far.
 
     Args:
         graph: what to plan: a graph, or a `torch.fx.GraphModule` (see `Graph.from_fx`).
         streams: how many operators may run at once, from 1 to 64.
-        reuse: whether an output may take the memory of an input that dies, where the graph permits
-            it.
+        reuse: whether an output may take the memory of an input that dies, if the graph permits it.
         time_limit_s: wall-clock limit in seconds; at its end the best plan so far is returned, with
-            status ``timed_out``. No limit where None.
-        exact: whether integer programs are solved where that can lower the total or raise the
-            bound, by CBC in processes of their own: ``auto`` (where CBC can be used; the plan says
-            so if not), ``required`` (an error where it cannot, or fails on every program) or
-            ``off``.
-        progress: called on the calling thread with the stage that begins and the share of the work
-            done, in [0, 1]. What it raises ends planning and is raised here.
+            status ``timed_out``. No limit if None.
+        exact: whether CBC solves integer programs, in processes of their own, if that can lower the
+            total or raise the bound: ``auto`` (if CBC can be used; the plan says so if not),
+            ``required`` (an error if CBC cannot be used, or fails on every program) or ``off``.
+        progress: a function that is called on the calling thread with the stage that begins and the
+            share of the work done, in [0, 1]. An exception that it raises ends planning and is
+            raised here.
         speed: with several streams, how many times as fast as one stream the plan must be, by the
-            model of time (docs/reference/formats.md). Of the plans that are as fast, and whose
+            model of time (docs/reference/formats.md). Of the plans that are so fast, and whose
             total is no larger than in program order, the one with the smallest total is returned.
-            None: as fast means at most five percent slower than the fastest such plan.
+            If None, a plan is fast enough if it is at most five percent slower than the fastest
+            such plan.
         stream_model: ``happens_before``, whose plans are safe under every timing, or ``time_step``,
             the model of the published work, for comparison: its plans cannot be run.
         enough_bytes: the search ends once the total of a plan is no larger than this, in bytes with
             the persistent tensors.
         worth_bytes: the search ends once it is proved that no plan's total is smaller than the best
             one so far by this many bytes or more.
-        memory_limit_bytes: the most that the plan may take in all, persistent tensors included.
-            Where order and layout need more, operators that the graph marks as repeatable run
-            again; the plan's `recomputation` tells which, and what that costs.
+        memory_limit_bytes: the most that the plan may take in all, persistent tensors included. If
+            order and layout need more, operators that the graph marks as repeatable run again; the
+            plan's `recomputation` tells which, and how long that takes.
 
     Raises:
-        PlanError: the graph cannot be planned as asked; code ``speed_target`` where no plan that
-            was found is as fast as asked for and takes no more bytes than program order; code
-            ``memory_floor`` where it is proved that no plan keeps within the memory limit, code
-            ``memory_limit_not_found`` where none was found.
+        PlanError: the graph cannot be planned as asked. Code ``speed_target``: no plan was found
+            that is as fast as asked for and takes no more bytes than program order. Code
+            ``memory_floor``: it is proved that no plan keeps within the memory limit. Code
+            ``memory_limit_not_found``: no such plan was found.
         PlanningInterrupted: Ctrl-C; its ``plan`` is the best so far. A second Ctrl-C is a plain
             ``KeyboardInterrupt``.
-        ValueError: an argument makes no sense.
+        ValueError: an argument is not valid.
     """
     # What is neither is not worth loading torch for: the planner refuses it.
     if not isinstance(graph, Graph) and hasattr(graph, "recompile"):

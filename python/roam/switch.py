@@ -13,9 +13,9 @@ _is_disabled: ContextVar[bool] = ContextVar("_is_disabled", default=False)
 @contextmanager
 def disabled() -> Iterator[None]:
     """In the block, compiled steps run the user's own function, and graphs of `torch.compile` run
-    as they are: nothing is captured or planned.
+    without plans. Nothing is captured or planned.
 
-    It holds for the thread, or the asynchronous task, that is in the block. Blocks may be nested.
+    It holds for the thread, or the asynchronous task, that enters the block. Blocks may be nested.
     `ROAM_DISABLE=1` does the same for a whole process.
     """
     token = _is_disabled.set(True)

@@ -1,5 +1,5 @@
-"""Accountings: rules by which a graph is counted where they are not those of a real step. A graph
-names its own (`Graph.accounting`).
+"""Accountings: rules by which the tensors of a graph are counted, if these are not the rules of a
+real step. A graph names its rules (`Graph.accounting`).
 """
 
 from __future__ import annotations

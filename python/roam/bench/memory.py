@@ -1,12 +1,12 @@
 """What a memory budget costs: `roam bench memory`.
 
-Of twelve networks, plans of large steps within shares of their memory; and of small ones, which
-train on a CPU, also measured peaks, bits and times, beside eager PyTorch, `torch.utils.checkpoint`
-and the budget of `torch.compile`.
+Plans large steps of twelve networks within shares of their memory. Trains small steps of the same
+networks on a CPU, measures their peaks and times, and compares bits, also for eager PyTorch,
+`torch.utils.checkpoint` and the budget of `torch.compile`.
 
-Memory is *step-local* everywhere: what a step allocates beside what exists before and after it
-(parameters, buffers, optimizer state, the batch). A share is one of the step-local bytes of roam's
-plan without recomputation.
+Memory is *step-local* everywhere: what a step allocates, without what exists before and after it
+(parameters, buffers, optimizer state, the batch). Shares are of the step-local bytes of roam's plan
+without recomputation.
 """
 
 from __future__ import annotations

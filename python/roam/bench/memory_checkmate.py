@@ -3,9 +3,9 @@ Rematerialization" (MLSys 2020, arXiv 1910.02653), written from the paper.
 
 Its integer program has n stages for n nodes: stage t runs node t for the first time, and earlier
 nodes again as it likes. HiGHS solves it, or its linear relaxation, whose solution is rounded in two
-phases. Here a node is an operator with the views of what it makes and all that changes that in
-place. Bytes and times are the graph's, and what nodes make that may not run again is kept. A
-solution is a sequence of runs, which is measured as every sequence is.
+phases. Here a node is an operator, together with the views of its results and the operators that
+change these in place. Bytes and times are those of the graph. Results of nodes that may not run
+again are kept. A solution is a sequence of runs, whose memory is computed as for every sequence.
 """
 
 from __future__ import annotations
@@ -213,8 +213,8 @@ class Answer:
     """What a method says of a budget.
 
     Attributes:
-        solution: the cheapest within the budget; None where none was found.
-        least_ns: no solution of the integer program has less extra time; None where nothing is
+        solution: the cheapest within the budget; None if none was found.
+        least_ns: no solution of the integer program has less extra time; None if nothing is
             proved.
     """
 
@@ -402,7 +402,7 @@ class _Program:
         return freed
 
     def solve(self) -> tuple[list[list[float]] | None, int | None]:
-        """What is kept at each stage, None where no solution was found; and a bound on the time of
+        """What is kept at each stage, None if no solution was found; and a bound on the time of
         all runs, in nanoseconds.
         """
         self._solver.run()

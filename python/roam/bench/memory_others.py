@@ -1,4 +1,4 @@
-"""Other ways to train in less memory, beside which `roam bench memory` stands: eager PyTorch,
+"""Other ways to train in less memory, with which `roam bench memory` compares roam: eager PyTorch,
 `torch.utils.checkpoint` for each block and for segments, and the budget of `torch.compile`.
 """
 
@@ -64,7 +64,7 @@ class _Segment(torch.nn.Module):
 def _checkpointed(
     count: Callable[[int], int], net: Net, train_step: _Step, model: torch.nn.Module
 ) -> _Step:
-    """The step on a model whose lists of blocks are cut into segments of a length that hangs on the
+    """The step on a model whose lists of blocks are cut into segments, whose length depends on the
     number of blocks.
     """
     lists: list[Any] = [model.get_submodule(path) for path in net.blocks]

@@ -1,9 +1,9 @@
 """What two prototypes of planning within a budget took, for `roam bench memory --part prototypes`.
 
-Both were scripts over files of graphs, written before the search, and used roam's model of time.
-`greedy` drops, at the peak of an order, the saved tensors with the least time per byte, and makes
-each of them again once, before its first use in the backward pass. `eviction` drops what does not
-fit, knowing the next uses, and makes it again as often as it is needed.
+Both were scripts over files of graphs, written before the search, and used roam's model of time. At
+the peak of an order, `greedy` drops the saved tensors with the least time per byte, and makes each
+of them again once, before its first use in the backward pass. `eviction` drops tensors that do not
+fit, chosen by their next use, and makes them again as often as needed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Entry:
         net: which of the networks in large size.
         percent: of the step-local bytes that the prototype counted from.
         local_bytes: the step-local bytes that this is.
-        extra_percent: extra time, in percent of the step's; None where it found no plan.
+        extra_percent: extra time, in percent of the step's; None if it found no plan.
     """
 
     prototype: str

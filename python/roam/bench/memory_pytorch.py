@@ -1,11 +1,11 @@
 """The step of https://github.com/pytorch/pytorch/issues/197838, whose peak does not fall with the
 budget of `torch.compile`: a small Llama, forward and backward pass.
 
-Recomputation is counted in floating-point operations by the formulas of `torch.utils.flop_counter`,
-which has none for pointwise operators: those of a whole step, less those of the same step without
-recomputation. A step by plan cannot run inside of a counter; its graph has the same formulas'
-counts, extra runs included. A plan repeats what takes little time. One that repeats few operations
-is made by giving the planner their numbers as times.
+Recomputation is counted in floating-point operations: those of the whole step, less those of the
+same step without recomputation. The formulas are those of `torch.utils.flop_counter`, which has
+none for pointwise operators. A planned step cannot run inside of a counter, so its graph is counted
+by the same formulas, extra runs included. A plan repeats operators that take little time. To make a
+plan that repeats few floating-point operations, the planner is given their numbers as times.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Point:
     Attributes:
         local_bytes: the most that is allocated at once beside parameters and batch.
         flops: floating-point operations of a step.
-        timed_share: how much longer it takes than an eager step; None where that is not measured.
+        timed_share: how much longer it takes than an eager step; None if that is not measured.
     """
 
     local_bytes: int

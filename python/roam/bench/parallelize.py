@@ -157,7 +157,7 @@ def measure(kind: str, mesh: tuple[int, ...], layers: int) -> Row:
     Returns:
         ``outcome``, with the ``reason``; where it is ``found`` ``ns`` and ``bound_ns`` of the step,
         ``gap``, ``is_sharded`` (over replicas), ``shipped_ns`` (of the best choice that the plan of
-        transformers allows, None where it allows none), ``shipped`` (``shipped_ns`` / ``ns``),
+        transformers allows, None if it allows none), ``shipped`` (``shipped_ns`` / ``ns``),
         ``left_out`` (styles of that plan that have no like in PyTorch, whose modules are whole),
         ``megatron_ns`` and ``megatron`` (the same of Megatron's plan, of which no style is left
         out), ``whole_ns`` (where every rank of a replica does all), ``nodes``, ``folded_nodes``,

@@ -1,5 +1,5 @@
-"""What other ways to split a model come to by the same model of time: Megatron's plan, by rule, and
-an integer program in which all layers choose apart.
+"""The cost of other ways to split a model, by the same model of time: Megatron's plan, made by a
+rule, and an integer program in which all layers choose apart.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def megatron_plan(trace: Trace, model: Any) -> dict[str, str] | None:
         model: one of transformers.
 
     Returns:
-        The plan; None where no linear layer feeds another, or the model has no table and head.
+        The plan; None if no linear layer feeds another, or the model has no table and head.
     """
     nothing: frozenset[str] = frozenset()
     feeds: dict[str, set[str]] = {}
@@ -114,7 +114,7 @@ def measure(nodes: Sequence[Node], solver: Solver) -> Row:
     Returns:
         ``nodes``; ``ns`` and ``search_s`` of the search with its bound; ``columns`` and ``rows`` of
         the program, ``program_s`` of solving it in a process of its own, ``program_ns`` (the best
-        choice that it found, None where it found none), ``program_bound_ns``, and ``is_finished``.
+        choice that it found, None if it found none), ``program_bound_ns``, and ``is_finished``.
     """
     start = time.perf_counter()
     choice = Problem(nodes).search(WORK)

@@ -51,7 +51,7 @@ def _measure(net: str, data: int, tensor: int, kept: str) -> Row:
     """Finds a sharding in this process; `torchrun` starts ranks that train by it, and the first one
     prints the row.
     """
-    torch.set_num_threads(1)  # as on ranks: what kernels take may hang on it
+    torch.set_num_threads(1)  # as on ranks: what kernels take may depend on it
     model, optimizer, batch, train_step = made(net)
     costs = Costs(  # of slow cores, so that all of the net is spread
         flops_per_ns=10, bytes_per_ns=1, launch_ns=0, link=Link(latency_ns=0, bytes_per_ns=100)

@@ -1,6 +1,6 @@
-"""Results of benchmarks as files: rows that are kept as they are made, so that a run that was
-stopped goes on where it was, and at the end one CSV and one JSON file that say under what they were
-made.
+"""Results of benchmarks as files. Each row is saved as soon as it is made, so that a run that was
+stopped continues there. At the end there are one CSV and one JSON file, with versions, machine and
+settings.
 
 A record, which is what the JSON file holds, has the keys ``bench``, ``started`` (UTC, ISO 8601),
 ``versions``, ``machine``, ``settings`` and ``rows``; a row has the fields of its :class:`Task` key,

@@ -110,7 +110,7 @@ def _made(layers: int) -> tuple[Callable[..., Any], int]:
 
 
 def _resident_bytes() -> int:
-    """What the process holds of memory now; 0 where the system does not say."""
+    """What the process holds of memory now; 0 if the system does not say."""
     import os
 
     try:

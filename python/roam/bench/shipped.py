@@ -1,4 +1,4 @@
-"""The tensor-parallel plans that configurations of transformers carry, as choices of options."""
+"""The tensor-parallel plans in the configurations of transformers, as choices of options."""
 
 from __future__ import annotations
 

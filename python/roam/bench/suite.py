@@ -1,4 +1,4 @@
-"""The zoo's steps counted as real steps, and what planning saves of them: `roam bench suite`."""
+"""What planning saves of the steps of the zoo: `roam bench suite`."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def _captured(
 
 
 def _measure(reuse: str, *captured: Any) -> Row:
-    """One plan next to what PyTorch needs. Bytes without persistent tensors, but for
+    """One plan next to what PyTorch needs. Bytes without persistent tensors, except for
     ``persistent_bytes``.
     """
     graph, capture_s = _captured(*captured)

@@ -94,7 +94,7 @@ class Variant:
 
     @property
     def estimate(self) -> str:
-        """What its graphs may be wrong about; empty where they are exact."""
+        """What its graphs may be wrong about; empty if they are exact."""
         return estimate_of(torch.device(self.device.type))
 
     @cached_property
@@ -124,9 +124,9 @@ class CapturedStep:
     """A captured step and what its plans depend on."""
 
     first: Variant | None
-    """The step that makes state; None where a call leaves the same state behind that it found."""
+    """The step that makes state; None if a call leaves the same state behind that it found."""
     steady: Variant | None
-    """None where it can be captured only when the first step has run."""
+    """None if it can be captured only when the first step has run."""
     guards: Guards
     arguments: ArgGuard
     settings: list[Setting]
@@ -140,7 +140,7 @@ class CapturedStep:
         kwargs: dict[str, Any],
         asked: dict[Guards, str | None] | None = None,
     ) -> str | None:
-        """None where a call finds everything as capture did, else what changed; what the step sets
+        """None if a call finds everything as capture did, else what changed; what the step sets
         itself need not be set yet.
 
         `asked` has the answers of guards that have been asked for this call already, and gets those
@@ -233,7 +233,7 @@ class Known:
 
 
 class _Renews(Exception):
-    """A step puts other lists or dictionaries in the place of those that it finds."""
+    """A step puts other lists or dictionaries instead of those that it finds."""
 
 
 class _Settles(Exception):
@@ -270,10 +270,10 @@ def capture(
             names.
         *args, **kwargs: what it would be called with.
         step: ``"steady"``, a step that finds the optimizer's state in place, or ``"first"``, the
-            one that makes it.
-        random_states: whether the states of random generators are read, at the cost of 5,056 bytes
-            each on the CPU, so that dropout's masks and other random tensors may be made again:
-            for plans within a memory limit.
+            step that makes it.
+        random_states: whether the graph reads the states of random generators (5,056 bytes each on
+            the CPU), so that plans within a memory limit may make dropout's masks and other random
+            tensors again.
 
     Returns:
         The graph, with sizes in bytes and operators in the order in which eager PyTorch runs them.
@@ -281,8 +281,8 @@ def capture(
         the outcomes. Conditions are assumed to be false, and the graph's notes say so.
 
     Raises:
-        CaptureError: where the step cannot be captured exactly, naming the operator and the user's
-            line.
+        CaptureError: the step cannot be captured exactly; the error names the operator and the
+            user's line.
 
     Example:
         >>> def train_step(model, optimizer, x, y):
@@ -306,7 +306,7 @@ def capture_variant(
 ) -> Variant:
     """As `capture`, with the program that the graph is of."""
     if step not in ("first", "steady"):
-        raise CaptureError(f"step is 'first' or 'steady', not {step!r}", code="argument")
+        raise CaptureError(f"step must be 'first' or 'steady', not {step!r}", code="argument")
     captured = capture_step(train_step, args, kwargs)
     if step == "steady" and captured.steady is None and captured.first is not None:
         raise captured.first.program.unsettled or CaptureError(
@@ -556,7 +556,7 @@ def _first(program: Program, name: str, guards: Guards, answers: Answers) -> Var
 
 
 def _is_settled(settles: _Settles, after: Program) -> bool:
-    """Whether the step does the same after what it has set as before, but for making it."""
+    """Whether the step does the same after what it has set as before, except for making it."""
     tables = [
         setting.space.label(setting.key) for setting in settles.settings if setting.slot is not None
     ]
@@ -573,8 +573,10 @@ def _check_live_numbers(live: Program, tracer: _Tracer) -> None:
     (plain,) = tracer.programs(live_arguments=False, live_numbers=False)
     if not agrees(live, plain):
         raise CaptureError(
-            "the step treats a number that may change (of an optimizer's group, or that the step keeps) in another way than "
-            "a plain number, since capture puts an object of another type in its place; test with isinstance(x, float) instead of type(x), or keep the number in a tensor",
+            "the step does not treat a number that may change (of an optimizer's group, or that "
+            "the step keeps) like a plain number: capture puts an object of another type in its "
+            "place; test with isinstance(x, float) instead of type(x), or keep the number in a "
+            "tensor",
             code="value_reached_python",
         )
 
@@ -589,7 +591,7 @@ def _has_known_optimizers(reach: Reach) -> bool:
 
 
 def _is_first_of(first: Program, later: Program) -> bool:
-    """Whether a later step is the first one again, but for the state that this one makes."""
+    """Whether a later step is the first one again, except for the state that this one makes."""
     expected = with_state(first, later)
     return expected is not None and difference(expected, later) is None
 
@@ -740,7 +742,7 @@ class _Tracer:
             snapshot.restore()
             fake_state.leave()
         raise CaptureError(
-            f"two runs of the step on the same state are not the same program: {change}; let the "
+            f"the step did different things in two traces from the same state: {change}; let the "
             "step depend on its arguments and state alone",
             code="unstable",
         )
@@ -762,7 +764,7 @@ class _Tracer:
         return len(inside.moved()) == len(inside.numbers() - self.known.numbers)
 
     def live_programs(self) -> list[Program] | None:
-        """The same with live float arguments; None where the step does something else with them
+        """The same with live float arguments; None if the step does something else with them
         than with floats.
         """
         try:
@@ -790,8 +792,8 @@ def _refuse_unseen_state(reach: Reach) -> None:
     for path, _ in reach.iterators:
         refuse(
             path,
-            "is an iterator, and every later step would get what it gives at capture; take the next batch outside of the "
-            "step, and pass it as an argument",
+            "is an iterator, and every later step would get the item that it gives at capture; "
+            "take the next batch outside of the step, and pass it as an argument",
             code="iterator",
         )
     for path, scaler in reach.scalers:

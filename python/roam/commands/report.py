@@ -71,7 +71,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _first(name: str, subject: Subject, plan: Plan, *, random_states: bool) -> Planned | None:
-    """The first step of a model of the zoo; None where there is none, or nobody knows."""
+    """The first step of a model of the zoo; None if there is none, or nobody knows."""
     if subject.capture_s is None:
         return None
     try:

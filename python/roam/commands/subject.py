@@ -43,11 +43,11 @@ class Subject:
     Attributes:
         graph: the step.
         title: what it is, for people.
-        settings: how it was captured: the keys of `CAPTURE_DEFAULTS`. None, but for the device,
+        settings: how it was captured: the keys of `CAPTURE_DEFAULTS`. None, except for the device,
             where a file does not say.
         capture_s: seconds that capture took; None for a file.
         sharding: which of several ranks it is; None for a step of one process.
-        program: the captured step; None where `sharding` is.
+        program: the captured step; None if `sharding` is.
     """
 
     graph: Graph
@@ -112,7 +112,7 @@ def add_capture(parser: argparse.ArgumentParser, *, has_step: bool) -> None:
 def add_sharding(parser: argparse.ArgumentParser) -> None:
     """Adds the options that make a step one of a rank among several."""
     ranks = parser.add_argument_group(
-        "several ranks", "for models that 'roam zoo' lists; nothing but this process is needed"
+        "several ranks", "for models that 'roam zoo' lists; this process plans without the others"
     )
     ranks.add_argument(
         "--world",
@@ -145,18 +145,18 @@ def add_sharding(parser: argparse.ArgumentParser) -> None:
         "--near",
         type=positive_number,
         metavar="GB/S",
-        help="what a rank sends to others on its machine (default 240)",
+        help="the rate at which a rank sends to others on its machine (default 240)",
     )
     ranks.add_argument(
         "--far",
         type=positive_number,
         metavar="GB/S",
-        help="what a rank sends to other machines (default 20)",
+        help="the rate at which a rank sends to other machines (default 20)",
     )
 
 
 def sharding_of(arguments: argparse.Namespace) -> Sharding | None:
-    """What the options of :func:`add_sharding` say; None where none was given.
+    """What the options of :func:`add_sharding` say; None if none was given.
 
     Raises:
         UsageError: they make no sense together.

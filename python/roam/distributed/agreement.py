@@ -1,9 +1,10 @@
 """What ranks tell each other beside their collectives, through the store of a process group.
 
-Before a plan runs for the first time, its rank writes down which collectives it launches, and waits
-until every other rank of the group has a plan with the same ones. Only what is new is compared, so
-a rank that plans anew alone, for another shape, goes on at once. A rank whose step fails writes
-down why; one that waits for others looks there now and then.
+Before a plan runs for the first time, its rank writes to the store which collectives it launches,
+and waits until every other rank of the group has a plan with the same collectives. Only new
+sequences of collectives are compared, so a rank that plans anew alone, for another shape, continues
+at once. A rank whose step fails writes the reason to the store; a rank that waits for others reads
+it from time to time.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 LOOK_S = 1.0
 """How often a rank that waits for others looks for what they have written."""
 _ASK_S = 0.02
-AGAIN = "start all processes again, from what was saved last"
+AGAIN = "start all processes again from the last checkpoint"
 """What to do after a step with collectives has failed."""
 
 _runs: dict[str, int] = {}
@@ -198,7 +199,7 @@ def _raise_if_left(store: Any, group: Group, other: int) -> None:
 
 
 def _process_of(rank: int) -> list[str] | None:
-    """Machine and number of a rank's process; None where it has not told."""
+    """Machine and number of a rank's process; None if it has not told."""
     world = torch.distributed.group.WORLD
     store, key = store_of(world), f"process/{rank}"
     return store.get(key).decode().split() if store.check([key]) else None

@@ -1,9 +1,9 @@
 """Gives back the memory of the buckets that a `DistributedDataParallel` keeps, while plans reduce
 gradients in buckets of their own.
 
-The module's reducer fills its buckets anew in each backward pass that it expects, and reads nothing
-of what the last one left there. It expects one only after it has been told to prepare for it, as
-the module's forward pass does. That is when the buckets get their memory again.
+The module's reducer fills its buckets anew in each backward pass, and reads nothing that the last
+one left there. It has to be told to prepare for a backward pass, which the module's forward pass
+does. At that moment the buckets get their memory again.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _given_back: WeakKeyDictionary[Any, list[tuple[torch.UntypedStorage, int]]] = We
 def give_back(ddp: Any) -> None:
     """Frees the memory of a module's buckets until its reducer needs it.
 
-    They stay where gradients of parameters may be views of them, and where a backward pass of the
-    module's own is under way or still to come, or may be.
+    The buckets stay allocated if gradients of parameters may be views of them, or if a backward
+    pass of the module's own may be under way or still to come.
     """
     reducer = ddp.reducer
     if reducer in _given_back or ddp.gradient_as_bucket_view:

@@ -98,8 +98,8 @@ class Launch:
     Attributes:
         kind: the operator of `torch.ops.c10d`.
         group: whose collective it is.
-        reduction: one of `REDUCTIONS`; empty where nothing is reduced.
-        root: rank in the group that sends or receives; -1 where there is none.
+        reduction: one of `REDUCTIONS`; empty if nothing is reduced.
+        root: rank in the group that sends or receives; -1 if there is none.
         splits: sizes of the outputs' and inputs' parts, where ranks exchange such.
     """
 
@@ -225,7 +225,7 @@ def settle(most_s: float = _SETTLES_S) -> None:
 
 
 def unsettled() -> str | None:
-    """What still uses memory of a run that failed; None where nothing does."""
+    """What still uses memory of a run that failed; None if nothing does."""
     for pending in list(_in_flight.values()):
         try:
             if not pending._is_done(0.001):

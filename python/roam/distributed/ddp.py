@@ -1,10 +1,11 @@
-"""What `DistributedDataParallel` does to gradients and buffers, as its reducer in C++ lays it out.
+"""What `DistributedDataParallel` does to gradients and buffers, by the rules of its reducer in C++.
 
-The reducer multiplies each gradient by one over the world's size into its place in a flat bucket,
-sums a bucket over all ranks when all of it is there, buckets in their order, and copies the sums
-back when the last gradient has come. With more than two ranks the bits of a sum depend on the place
-in the bucket. The first backward pass has other buckets than all later ones: the reducer notes in
-which order gradients come, and rank 0's order decides.
+The reducer multiplies each gradient by one over the number of ranks and writes the product to its
+place in a flat bucket. When all gradients of a bucket are there, it sums the bucket over all ranks,
+bucket by bucket in their order. When the last gradient is there, it copies the sums back. With more
+than two ranks the bits of a sum depend on the place in the bucket. The first backward pass has
+other buckets than all later ones: the reducer notes in which order gradients come, and rank 0's
+order decides.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def leave_first_step(ddp: Any) -> None:
 
 
 def unsupported(ddp: Any) -> str | None:
-    """What of a module's options no plan can do; None where there is nothing of the kind."""
+    """What of a module's options no plan can do; None if there is nothing of the kind."""
     own = type(ddp).__mro__[: type(ddp).__mro__.index(torch.nn.parallel.DistributedDataParallel)]
     if any("forward" in vars(kind) for kind in own) or "forward" in vars(ddp):
         return f"{type(ddp).__name__} has a forward() of its own"
@@ -88,7 +89,7 @@ def data_of(ddp: Any) -> dict[str, Any]:
 
 def buckets_of(ddp: Any) -> Buckets | None:
     """The buckets of the next backward pass, rebuilt if they are due, as in a forward pass of the
-    module's own; all ranks call it at the same time. None where the reducer has yet to see the
+    module's own; all ranks call it at the same time. None if the reducer has yet to see the
     first backward pass, and has other buckets in it than from then on.
     """
     with disable_current_modes():
@@ -101,7 +102,7 @@ def buckets_of(ddp: Any) -> Buckets | None:
 
 
 def parameters_of(ddp: Any, buckets: Buckets) -> list[torch.Tensor] | None:
-    """The parameters that the reducer numbers; None where they do not fit its buckets, as where
+    """The parameters that the reducer numbers; None if they do not fit its buckets, as where
     some have been frozen or replaced since the module was made.
     """
     parameters = ddp_parameters(ddp)

@@ -14,7 +14,7 @@ _SCRIPT = Path(__file__).with_name("child.py")
 
 
 class Child:
-    """Starts a process on one question; never blocks, never raises for what happens to the process.
+    """Starts a process for one question. It never blocks, and raises no error if the process fails.
 
     Args:
         question: the question's JSON, without a line break.
@@ -48,7 +48,7 @@ class Child:
 
     @property
     def pid(self) -> int | None:
-        """The process's number; None where none was started."""
+        """The process's number; None if none was started."""
         return None if self._process is None else self._process.pid
 
     def poll(self) -> bytes | None:

@@ -30,11 +30,11 @@ _REPLACED = ("optimizer_step", "optimizer_zero_grad")
 
 
 def compile(module: LightningModule, **options: Any) -> Step:
-    """Has a module's training steps run by plans: forward, backward, clipping and update as one.
+    """Makes a module's training steps run by plans: forward, backward, clipping and update as one.
 
-    Call it before `Trainer.fit`, which goes on as before, with its schedule, logs, validation,
-    checkpoints and resuming. With manual optimization all of `training_step` is the step. What the
-    step logs by `self.log` is logged when it has run.
+    Call it before `Trainer.fit`, which works as before, with its schedule, logs, validation,
+    checkpoints and resuming. With manual optimization all of `training_step` is the step. Values
+    that the step passes to `self.log` are logged when it has run.
 
     Args:
         module: the module that is trained.
@@ -44,10 +44,11 @@ def compile(module: LightningModule, **options: Any) -> Step:
         The compiled step, for `Step.memory` and the like.
 
     Raises:
-        CaptureError: Lightning is of a major version that is not known (``library_version``). In
-            `fit`: the step cannot be captured; the module or a callback has a hook between the
-            forward pass and the update (``trainer_hook``); the Trainer's precision is not known
-            (``trainer_precision``); or training is on several devices (``trainer_devices``).
+        CaptureError: roam does not know this major version of Lightning (``library_version``).
+            Raised in `fit`: the step cannot be captured; the module or a callback has a hook
+            between the forward pass and the update (``trainer_hook``); the Trainer's precision is
+            not supported (``trainer_precision``); or training is on several devices
+            (``trainer_devices``).
     """
     require("lightning", 2)
     user_step = module.training_step

@@ -22,22 +22,21 @@ _BETWEEN = ("on_pre_optimizer_step", "on_optimizer_step")
 
 
 def compile(trainer: Trainer, **options: Any) -> Step:
-    """Has a trainer run its steps by plans: forward, backward, clipping and update as one.
+    """Makes a trainer run its steps by plans: forward, backward, clipping and update as one.
 
-    `Trainer.train` goes on as before, with its schedule, logs, evaluation, checkpoints and
-    resuming. With gradient accumulation each micro-batch is a call of the step, and the last one
-    updates.
+    `Trainer.train` works as before, with its schedule, logs, evaluation, checkpoints and resuming.
+    With gradient accumulation each micro-batch is a call of the step, and the last call updates.
 
     Args:
-        trainer: one that is made, of any subclass.
+        trainer: a `transformers.Trainer`, or an object of any subclass.
         options: those of `roam.compile`.
 
     Returns:
         The compiled step, for `Step.memory` and the like.
 
     Raises:
-        CaptureError: transformers or TRL is of a major version that is not known
-            (``library_version``). In `train`: the step cannot be captured; a callback needs what is
+        CaptureError: roam does not know this major version of transformers or TRL
+            (``library_version``). Raised in `train`: the step cannot be captured; a callback runs
             between the backward pass and the update (``trainer_hook``); or training is on several
             devices (``trainer_devices``).
     """

@@ -35,7 +35,7 @@ class Placed:
     """(slot of an argument, slot of a result): if it dies in the call, the argument may give its
     memory to the result."""
     workspace_bytes: int = 0
-    """What the kernel takes while it runs, where that is known and is more than next to nothing."""
+    """What the kernel takes while it runs, where that is known and is more than almost nothing."""
     by_rows: bool = False
     """Whether it computes pieces and copies them. Then it is for a plan to choose, like any copy,
     and what it takes is `workspace_bytes`."""
@@ -48,7 +48,7 @@ class Placed:
 
 def placed_calls(program: Program, device: torch.device) -> list[Placed | None]:
     """Per call of a program, how its results can be written where a plan wants them on a device;
-    None where they cannot.
+    None if they cannot.
     """
     leaving, unmovable = program.leaving(), _unmovable(program)
     return [

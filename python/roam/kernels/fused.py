@@ -1,9 +1,9 @@
 """Operators that each replace two of PyTorch's, so that the tensor between the two is never whole
 in memory.
 
-Each is registered with the two ordinary calls as its kernel, and has an equal kernel that works
-through it piece by piece with the very same kernels. As everywhere, that the bits are equal is
-established by ``benches/kernel_table.py``, not here.
+The registered kernel of each consists of the two ordinary calls. An equal kernel calls the very
+same two kernels piece by piece. As for all equal kernels, ``benches/kernel_table.py`` tests that
+the bits are equal.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Puts one call in the place of two, where that takes less memory."""
+"""Replaces two calls by one, if that takes less memory."""
 
 from __future__ import annotations
 

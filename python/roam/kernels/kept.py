@@ -1,8 +1,8 @@
 """What was found out about kernels, kept on disk for later processes of the same machine.
 
-One entry per kind of finding and environment: which kernels run, and on what, is in the entry's
-key. A kernel's call is told by its signature, which names it, its arguments' shapes, strides and
-dtypes, and PyTorch's settings.
+There is one entry for each kind of finding and environment (the versions, settings and device that
+decide which kernels run, which are in the entry's key). A kernel's call is identified by its
+signature: its name, its arguments' shapes, strides and dtypes, and PyTorch's settings.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""LSTM layers by oneDNN, whose kernel asks whether gradients are wanted and then works, and rounds,
-in another way.
+"""LSTM layers by oneDNN, whose kernel works, and rounds, differently if gradients are enabled.
 
-A plan runs without autograd, so the kernel of a layer that is trained gets an operator of its own,
-which says that they are. How large the workspace is that it leaves for the backward pass only the
-kernel itself knows: no fake kernel does, so it is asked.
+A plan runs without autograd, so a layer that is trained gets an operator of its own, which enables
+gradients while the kernel runs. The kernel leaves a workspace for the backward pass. Only the
+kernel itself, and no fake kernel, knows the size of this workspace, so the kernel is run to find
+it.
 """
 
 from __future__ import annotations

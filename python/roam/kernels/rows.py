@@ -1,10 +1,10 @@
 """Attention on the CPU, a few samples at a time, each piece copied to its planned place.
 
-PyTorch's kernels for it only return memory of their own, and its gradient is three results at once.
-Samples do not depend on each other, so the very same kernels are called for a few of them, and what
-is taken is a piece. That the bits are equal is established by ``benches/kernel_table.py``, as for
-other equal kernels. Where they could come to depend on the cut or on the number of threads, there
-is none to make:
+PyTorch's kernels for attention allocate their results themselves, and its gradient consists of
+three results at once. Samples do not depend on each other, so the very same kernels are called for
+a few samples at a time, and only a piece of the results is allocated at once.
+``benches/kernel_table.py`` tests that the bits are equal, as for other equal kernels. Nothing is
+split if the bits could depend on the split or on the number of threads:
 
 - In half precision the kernel chooses its matrix products by the size of the batch.
 - A matrix product may round otherwise where its operands lie otherwise in their cache lines. So a

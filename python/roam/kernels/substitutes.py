@@ -1,7 +1,7 @@
 """Kernels that write what another one returns, bit for bit, into memory that they are given.
 
 Each is called as ``kernel(outs, *args, **kwargs)`` with the arguments of the overload that it
-stands for. That the bits are equal is established by ``benches/kernel_table.py``, not here.
+stands for. ``benches/kernel_table.py`` tests that the bits are equal.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 A planned result is a strided view into a pool. For every functional overload the schemas and
 dispatch keys of the running PyTorch say how its result could get there (`candidate`);
 `kernels.json`, which ``benches/kernel_table.py`` writes, says for which layouts and dtypes tests
-found that way to be exact; `placement` gives what both allow. What the file does not know lands in
-memory of its own.
+found that way to be exact; `placement` returns what both allow. Operators that are not in the file
+allocate their results themselves.
 """
 
 from __future__ import annotations

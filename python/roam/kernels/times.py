@@ -45,9 +45,9 @@ def times(
 ) -> dict[int, int]:
     """Nanoseconds that calls' kernels take, rounded by `rounded`; of those that could be measured.
 
-    A kernel runs once to warm up and up to five times more; its time is the least of them. It
-    writes into memory that exists where its results can be placed, and makes its results where
-    not. Random generators are put back.
+    A kernel runs once to warm up and up to five times more; its time is the least of these. If its
+    results can be placed, it writes into memory that exists already; otherwise it allocates them.
+    The states of random generators are restored.
 
     Args:
         program: the program, of real tensors: kernels are run.
@@ -97,8 +97,8 @@ def rounded(time_ns: float) -> int:
 
 
 def completed(measured: Mapping[int, int], model: Sequence[int]) -> dict[int, int]:
-    """A time for every call: as measured, or the model's, scaled by what the model is wrong about
-    all that were measured together; rounded likewise.
+    """A time for every call: the measured one, or the model's, multiplied by the quotient of all
+    measured times and the model's times for the same calls; rounded in the same way.
 
     Args:
         measured: what `times` gives; not empty.
@@ -129,7 +129,7 @@ def _is_timed(program: Program, call: Call, device: torch.device) -> bool:
 
 
 def _measured(program: Program, call: Call, at: Placed | None, device: torch.device) -> int | None:
-    """Its time; None where it does not like zeros, or there is no memory for it."""
+    """Its time; None if it does not like zeros, or there is no memory for it."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -1,8 +1,8 @@
 """Tries a call out of planned memory and compares it, byte for byte, with the ordinary call.
 
 `try_placed` gives the results views into a poisoned pool, `try_in_place` gives one of them an
-argument's memory. Both run on copies of the arguments, with their layouts and their sharing of
-storages, and put the random generator back.
+argument's memory. Both run on copies of the arguments, which have the same layouts and share
+storages in the same way, and restore the state of the random generator.
 """
 
 from __future__ import annotations

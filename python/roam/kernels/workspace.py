@@ -1,11 +1,11 @@
 """Learns what kernels take for themselves while they run: scratchpads, weights in another order,
 results in another layout.
 
-No schema tells it, so each kernel is run once, on zeros of the same shapes, strides and dtypes,
-while the allocator is watched. What was learned serves every later call like it in the process.
-Only kernels that may have memory of their own are run: those that cannot write where a plan says,
-and of those that can the ones that `_allocates` names. The others were cleared by tests that watch
-the allocator too.
+No schema says how much this is. So each kernel is run once, on zeros of the same shapes, strides
+and dtypes, while the allocations are recorded. The result holds for every equal call in the
+process. Only kernels that may allocate memory for themselves are run: kernels that cannot write
+where a plan says, and those named by `_allocates`. The others were cleared by tests that record
+allocations too.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ class NoRoom(Exception):
 
     def __init__(self, call: Call, size_bytes: int) -> None:
         super().__init__(
-            f"{call.name} at {call.source} cannot be tried within the limit: zeros in place of what "
-            f"it reads and makes take {size_bytes} bytes beside what is there before the step. Raise "
-            "the limit, or take a smaller batch"
+            f"{call.name} at {call.source} cannot be tried within the limit: zeros in place of "
+            f"what it reads and makes take {size_bytes} bytes in addition to what exists before "
+            "the step. Raise the limit, or take a smaller batch"
         )
         self.call = call
 
@@ -69,7 +69,8 @@ def workspaces(
     deadline: float | None = None,
     room_bytes: int | None = None,
 ) -> dict[int, int] | None:
-    """Bytes that calls' kernels take beyond their results while they run, where that is anything.
+    """Bytes that calls' kernels allocate besides their results while they run, if they allocate
+    any.
 
     Args:
         program: the program, of real tensors: kernels are run.
@@ -80,7 +81,7 @@ def workspaces(
         room_bytes: no kernel is run whose largest argument and results take more.
 
     Returns:
-        Per call. None where it cannot be found out: not in time, or with this PyTorch or on this
+        Per call. None if it cannot be found out: not in time, or with this PyTorch or on this
         device.
 
     Raises:
@@ -269,7 +270,7 @@ def touched_bytes(program: Program, call: Call) -> int:
 
 
 def _trial_bytes(program: Program, index: int) -> int:
-    """Bytes that trying a call takes, but for what its kernel takes: see `_taken`."""
+    """Bytes that trying a call takes, except for what its kernel takes: see `_taken`."""
     if program.calls[index].mutates:
         return touched_bytes(program, program.calls[index])
     made = {program.storage_of(slot) for slot in _made(program, index)}
@@ -281,7 +282,7 @@ def _trial_bytes(program: Program, index: int) -> int:
 
 def _allocates(program: Program, call: Call) -> bool:
     """Whether a kernel that writes where a plan says may have memory of its own all the same: it
-    makes something in between, or puts its arguments into another order first, which hangs on the
+    makes something in between, or puts its arguments into another order first, which depends on the
     CPU.
     """
     if call.name in _IN_STEPS:
@@ -372,13 +373,13 @@ def _taken(program: Program, index: int, at: Placed | None, device: torch.device
 
 
 def zeros(program: Program, arguments: Any, *, is_one: bool = False) -> Any:
-    """Arguments of a call, of zeros, which are numbers, indices and choices alike; for live numbers
-    of Python 1.0, and for what may be the state of a generator a real one.
+    """Arguments of a call that consist of zeros, which are valid as numbers, indices and choices.
+    Live numbers are 1.0, and a tensor that may be the state of a generator is a real state.
 
     Args:
         program: the program.
         arguments: a nest with references to its slots.
-        is_one: whether all have the memory of the largest, which nobody may write to then.
+        is_one: whether all share the memory of the largest, which must not be written to then.
     """
     sizes: dict[object, int] = {}
     storages: dict[object, torch.UntypedStorage] = {}

@@ -1,9 +1,9 @@
 """Checks and branches in a run: the step's code asks about a value that the step computes, and the
 plan assumes one answer.
 
-What the answer is, only a run can tell. So a run asks as soon as it can, and where the answer is
-another one, what was written until then is put back and the user's own function runs in the plan's
-place. A wrong guess costs time, but no bits.
+Only a run can find the answer. So a run computes it as early as it can. If it is not the assumed
+answer, the run restores what it has written, and the user's own function runs instead. A wrong
+guess costs time, but changes no bits.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class CheckFailed(Exception):
 def check(
     value: Any, expected: bool, copies: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
 ) -> None:
-    """Raises `CheckFailed` where a value is not as a plan takes for granted, with what the run has
-    written to put back.
+    """Raises `CheckFailed` if a value is not what the plan assumes, with the copies by which the
+    run's changes can be undone.
 
     Args:
         value: what the code asks about.
@@ -32,6 +32,4 @@ def check(
     if bool(value) is not expected:
         for tensor, copy in copies:
             tensor.copy_(copy)
-        raise CheckFailed(
-            "the step's code asks about a value, and the answer is not the one that the plan is for"
-        )
+        raise CheckFailed("a branch or check of the step has another outcome than in the plan")

@@ -12,7 +12,7 @@ from roam.program.ir import Program
 
 
 def sequences(program: Program, order: Iterable[int]) -> Sequences:
-    """What a program launches in each group, as other ranks have to launch it.
+    """The collectives that a program launches in each group, which other ranks have to launch too.
 
     Args:
         program: the calls.
@@ -40,8 +40,8 @@ def sequences(program: Program, order: Iterable[int]) -> Sequences:
 def check_sequence(program: Program) -> None:
     """Refuses a program that launches collectives in some runs and not in others.
 
-    A run whose branch goes another way than its plan starts again by the step's own function, and
-    would launch what it has launched already, while other ranks go on.
+    If a branch goes another way than in the plan, the run starts again by the step's own function.
+    It would launch collectives again that it has launched already, while other ranks go on.
 
     Raises:
         CaptureError: it branches on a value, or a scaler may skip a collective (code

@@ -25,7 +25,7 @@ _MOST_SIZES = 4
 
 
 def difference(first: Program, second: Program) -> str | None:
-    """None where two traces are the same program, else the first thing that differs, for the user
+    """None if two traces are the same program, else the first thing that differs, for the user
     to read.
     """
     for one, other in zip(first.calls, second.calls, strict=False):
@@ -59,12 +59,12 @@ def difference(first: Program, second: Program) -> str | None:
 
 
 def is_resized(known: Program, program: Program) -> bool:
-    """Whether a program is another one for arguments of other sizes: the same calls on the same
-    slots, with the same values.
+    """Whether two programs are the same except for the sizes of arguments: the same calls on the
+    same slots, with the same values.
 
-    Where a whole number is another one, it has to follow from the sizes of arguments that changed,
-    or be one that a tensor has which an earlier call made. So what two traces showed of the first,
-    that nothing unseen decides what the step does or calculates, one trace shows of the second.
+    A whole number may differ only if it follows from the sizes of arguments that changed, or is a
+    size of a tensor that an earlier call made. Two traces have shown for the first program that
+    nothing unseen decides what the step does; so one trace is enough for the second program.
     """
     sizes = _changed_sizes(known, program)
     return (
@@ -125,11 +125,9 @@ def _kinds_of_references(pairs: list[tuple[Any, int]]) -> list[tuple[str, int]]:
 
 
 def share(program: Program, earlier: Program) -> None:
-    """Puts calls, tensors and storages of an earlier program in the place of equal ones, for
-    whoever knows something about these.
-
-    A step's update, say, is the same for every shape of its batch. What is shared is never written
-    to.
+    """Replaces calls, tensors and storages by equal ones of an earlier program, so that what is
+    known of those can be used again. For example, a step's update is the same for every shape of
+    its batch. What is shared is never written to.
     """
     pairs = zip(program.calls, earlier.calls, strict=False)
     for index, (call, known) in enumerate(pairs):
@@ -251,7 +249,7 @@ def _are_resized(
 def _is_resized(
     known: Any, value: Any, sizes: set[tuple[int, int]], made: Collection[tuple[int, int]] = ()
 ) -> bool:
-    """Whether a nest is another one but for its sizes; `made` has numbers as they are, and no
+    """Whether a nest is another one except for its sizes; `made` has numbers as they are, and no
     multiples of them.
     """
     kind = type(known)
@@ -367,7 +365,7 @@ def asks_the_same(first: Program, second: Program) -> bool:
 
 def agrees(live: Program, plain: Program) -> bool:
     """Whether a trace with live numbers runs the kernels of one with plain numbers, on the same
-    values but for those.
+    values except for those.
 
     Code that asks for the very type of a number (`type(x) is float`) may take another way with a
     live one.

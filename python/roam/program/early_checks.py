@@ -1,10 +1,10 @@
 """Puts checks before what a step changes, so that a run in which one fails leaves no mark.
 
-A step's code may ask about one parameter's gradient when it has updated others already. What the
-answer comes from does not hang on those updates, so it may be asked earlier: what a branch needs is
-moved before all changes of what exists before the step that it does not need. What it does need and
-what changes something (running statistics in the forward pass, an average that the answer is made
-of) is done before it, and a copy of what was there is kept until the last check.
+A step's code may ask about one parameter's gradient when it has updated other parameters already.
+The answer does not depend on these updates, so it may be computed earlier: the operators that a
+branch needs are moved before all changes, of state from before the step, that they do not depend
+on. Changes that they do depend on (running statistics in the forward pass, an average from which
+the answer is computed) stay before them, and a copy of the old values is kept until the last check.
 """
 
 from __future__ import annotations
@@ -20,11 +20,9 @@ from roam.program.passes import reordered
 
 
 def checks_first(program: Program) -> Program:
-    """The program with every branch before what it does not need and what changes something from
-    before the step.
-
-    Checks keep their order, and the rest is moved no more than that takes. A program that needs no
-    change is returned as it is.
+    """The program with every branch before all changes, of state from before the step, that the
+    branch does not depend on. Checks keep their order, and other calls are moved only as far as
+    needed. A program that needs no change is returned as it is.
     """
     if not any(call.is_check for call in program.calls):
         return program

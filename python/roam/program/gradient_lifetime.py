@@ -16,8 +16,8 @@ from roam.state.references import (
 
 
 def settle_gradients(program: Program, carried: set[str], keep_grads: bool) -> None:
-    """Lets those gradients outlive the step that the next step looks at, that no optimizer has used
-    up, or all where the caller wants so.
+    """Lets gradients outlive the step if the next step reads them, or if no optimizer has used them
+    up; or all gradients, if the caller asks for that.
     """
     referenced = {reference.path for reference, _ in program.referenced}
     used_up = set() if keep_grads else _used_up(program)

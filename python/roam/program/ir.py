@@ -37,7 +37,7 @@ ref_to = functools.cache(Ref)
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a call comes from: dotted module path, the user's file and line ('' and 0 where
+    """Where a call comes from: dotted module path, the user's file and line ('' and 0 if
     unknown).
     """
 
@@ -69,7 +69,7 @@ class Storage:
 
     size_bytes: int
     creator: int
-    """The call that makes it, or -1 where it exists before the step."""
+    """The call that makes it, or -1 if it exists before the step."""
     name: str
 
 
@@ -96,7 +96,7 @@ class Call:
     is_branch: bool = False
     """Whether it is a check of an answer to which the step's code goes on either way."""
     state: int | None = None
-    """Slot of the state in which its generator is when it draws random numbers; None where nobody
+    """Slot of the state in which its generator is when it draws random numbers; None if nobody
     has read it."""
     _known_refs: tuple[Any, Any, int | None, int | None, tuple[int, ...]] | None = field(
         default=None, init=False, repr=False, compare=False
@@ -161,11 +161,9 @@ class Call:
         return self._known_refs[4]
 
     def renamed(self, name: Callable[[int], int]) -> Call:
-        """The same call on other slots; asked again for the same ones, the very object, and itself
-        where they are its own.
-
-        So what is found out about the calls of one program holds for those of another that was
-        rewritten alike.
+        """The same call on other slots. For the same slots it returns the same object each time,
+        and itself for its own slots. So what is known of the calls of one program holds for the
+        calls of another program that was rewritten in the same way.
         """
         used = self.refs()
         refs = tuple([name(slot) for slot in used])
@@ -205,8 +203,8 @@ class Call:
 
 
 def assign_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
-    """Gives a tensor other data, as in `p.data = x`: it shares the memory of `data` from then on,
-    and its old memory stays with whoever else holds it.
+    """Gives a tensor other data, as in `p.data = x`: from then on it shares the memory of `data`.
+    Its old memory stays alive if anything else holds it.
     """
     tensor.data = data
 
@@ -225,7 +223,8 @@ class HostCall:
 
 @dataclass(frozen=True, slots=True)
 class ComputedGuard:
-    """A computed guard: it decides what the step does by values that are there before the step.
+    """A computed guard: its outcome decides what the step does, and depends on values from before
+    the step.
 
     Its slots are numbered as in the recording; it is run apart from the program, before it.
     """
@@ -245,7 +244,7 @@ class ComputedGuard:
     """The most that asking it allocates."""
 
     def ask(self, values: list[Any]) -> Any:
-        """The answer for values of the inputs; None where one is fake or not there and nobody can
+        """The answer for values of the inputs; None if one is fake or not there and nobody can
         say.
         """
         value = self.value(values)
@@ -324,7 +323,7 @@ class Program:
     constants: list[tuple[torch.Tensor, int]] = field(default_factory=list)
     """(real tensor, slot): literal tensors of the user's code."""
     entering: set[int] = field(default_factory=set)
-    """Storages from before the step that nobody else holds: they die at their last use."""
+    """Storages from before the step that nothing else holds: they die at their last use."""
     result: Any = None
     """The step's result: (leaves, pytree spec), each leaf a Ref or a plain constant."""
     histories: list[History] = field(default_factory=list)
@@ -390,8 +389,8 @@ class Program:
 
     @property
     def answers(self) -> tuple[bool, ...]:
-        """What it takes for granted where the step's code goes on either way, in the order in which
-        the code asks.
+        """The outcomes of branches that it assumes, in the order in which the step's code asks for
+        them.
         """
         return tuple(call.args[1] for call in self.calls if call.is_branch)
 

@@ -1,7 +1,7 @@
 """How long collectives take, by a model of the links between ranks.
 
-It goes with the model of time of the planner (`rust/roam-core/src/cost.rs`): GPUs of a data centre,
-eight to a machine, whose collectives go round a ring of all members.
+It extends the planner's model of time (`rust/roam-core/src/cost.rs`): GPUs of a data centre, eight
+in a machine, whose collectives use a ring of all ranks.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ _ROUNDS = {"allreduce_": 2, "barrier": 2}
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """What joins ranks: fast links within a machine, slower ones between machines.
+    """The links between ranks: fast ones within a machine, slower ones between machines.
 
     The defaults are four fifths of what the links of eight A100 can carry: NVLink within a machine
     (300 GB/s in each direction), and 200 Gbit/s of InfiniBand for each GPU.
 
     Attributes:
         machine_ranks: how many ranks with consecutive numbers share a machine.
-        near_bytes_per_ns: what a rank sends within a machine, in bytes per nanosecond (GB/s).
-        far_bytes_per_ns: what it sends to another machine.
-        near_hop_ns: what each step of the ring takes beside, in nanoseconds.
+        near_bytes_per_ns: the rate at which a rank sends within a machine, in bytes per nanosecond
+            (GB/s).
+        far_bytes_per_ns: the rate at which it sends to another machine.
+        near_hop_ns: the latency of each round of the ring, in nanoseconds.
         far_hop_ns: the same between machines.
     """
 

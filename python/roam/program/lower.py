@@ -27,8 +27,8 @@ from roam.program.user_checkpoints import undone
 
 
 class WritesResults(Protocol):
-    """What the planner has to know of a call whose kernel can write its results where a plan wants
-    them.
+    """What the planner has to know about a call whose kernel can write its results to planned
+    places.
     """
 
     @property
@@ -81,7 +81,7 @@ class Lowering:
             where that is known.
         releases: per call, what it frees while it runs.
         notes: what to say of the graphs to people.
-        estimate: what the graphs may be wrong about; empty where they are exact.
+        estimate: what the graphs may be wrong about; empty if they are exact.
         like: an earlier program, lowered. Where this one is it for other sizes, what depends on no
             size is taken from there.
     """
@@ -170,7 +170,7 @@ class Lowering:
 
     def with_states(self) -> Lowering:
         """The same program with the states of generators read, so that random tensors may be made
-        again; itself where there is nothing to read.
+        again; itself if there is nothing to read.
 
         A kernel that writes where a plan wants draws from the generator alone, so calls that may be
         replayed have none.
@@ -188,7 +188,7 @@ class Lowering:
     def undone(
         self, placed: Callable[[Program], Sequence[WritesResults | None]]
     ) -> Lowering | None:
-        """The same step without the user's own recomputation; None where it has none that can be
+        """The same step without the user's own recomputation; None if it has none that can be
         left out.
 
         Args:
@@ -240,8 +240,8 @@ class Lowering:
         return max(saved, default=0)
 
     def holding(self) -> Lowering:
-        """The same where no call frees its arguments while it runs. Where calls run again, what was
-        the last to use a tensor need not be.
+        """The same program in which no call frees its arguments while it runs: if calls run again,
+        the call that was the last to use a tensor need not be the last any more.
         """
         result = copy.copy(self)
         result._releases = {}
@@ -319,8 +319,8 @@ class Lowering:
         order: Sequence[int] | None = None,
         in_place: bool = True,
     ) -> Graph:
-        """One graph. Its first tensors are the program's storages; what regions free while they run
-        is told by further ones, each a part of one of those.
+        """One graph. Its first tensors are the program's storages. Further tensors, each a part of
+        one of these, stand for what regions free while they run.
 
         Args:
             copied_in: calls that compute into memory of their own and whose results are then copied
@@ -635,7 +635,7 @@ def _is_view(program: Program, call: Call) -> bool:
 
 
 def flops_of(program: Program, call: Call) -> int:
-    """Floating-point operations by PyTorch's own formulas; 0 where there is none, as for pointwise
+    """Floating-point operations by PyTorch's own formulas; 0 if there is none, as for pointwise
     operators.
     """
     formula = formula_of(call.target)
@@ -663,7 +663,7 @@ def flops_of(program: Program, call: Call) -> int:
 
 @functools.cache
 def formula_of(target: Any) -> Any:
-    """PyTorch's own for an operator; None where there is none."""
+    """PyTorch's own for an operator; None if there is none."""
     return flop_registry.get(getattr(target, "overloadpacket", None))
 
 

@@ -36,7 +36,7 @@ def notes_on(program: Program, guards: Guards, *, guessed: bool = False) -> list
             notes.append(
                 (
                     "guessed answers",
-                    "that conditions on values do not hold; no run has been watched",
+                    "that conditions on values are false; no call has shown their outcomes yet",
                 )
             )
     if program.split:

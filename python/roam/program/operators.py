@@ -33,7 +33,7 @@ _on_lists: dict[OpOverload, OnList] = {}
 
 
 def add_region(func: OpOverload, run: OnList) -> None:
-    """Makes known how a compiled region runs so that arguments which nobody else holds are freed
+    """Makes known how a compiled region runs so that arguments which nothing else holds are freed
     when it has used them, not when it ends.
     """
     _on_lists[func] = run

@@ -28,9 +28,9 @@ aten = torch.ops.aten
 def accumulate_in_place(program: Program) -> None:
     """Adds a gradient into one that dies there, as autograd's engine does.
 
-    The engine adds the second gradient of a tensor into the first where nobody else holds it. Under
-    a fake mode it takes the other branch and makes a third tensor, which eager never has. The sum
-    has the same bits either way.
+    The engine adds the second gradient of a tensor into the first if nothing else holds it. Under a
+    fake mode it takes the other branch and makes a third tensor, which eager never has. The sum has
+    the same bits either way.
     """
     last_use = _last_uses(program)
     kept = {program.storage_of(slot) for slot in program.outgoing()}
@@ -208,7 +208,7 @@ def with_calls(program: Program, calls: list[Call], numbers: Sequence[int]) -> P
 def with_state(
     first: Program, later: Program, paths: Collection[str] | None = None
 ) -> Program | None:
-    """A first step as it is where the state that it makes is there already; None where a later one
+    """A first step as it is where the state that it makes is there already; None if a later one
     finds other things there.
 
     If it is the later step, then all but the making has been traced twice.

@@ -1,8 +1,8 @@
 """Reads the states of random generators where random tensors are made that may be made again.
 
-A random call draws from where its generator is, and moves it on. A call before it reads the state,
-into a tensor of a few kilobytes at most; whoever has it can draw the same numbers later. Reading
-keeps its place among the random calls, and drawing again needs none.
+A random call draws from the state of its generator, and advances it. A call before it reads the
+state into a tensor of a few kilobytes at most, from which the same numbers can be drawn later. The
+reading keeps its place among the random calls; drawing again may happen at any place.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class WithStates:
 
     Attributes:
         program: slots and storages keep their numbers, and those of the states follow.
-        calls: per call the original's number, -1 where it reads a state.
+        calls: per call the original's number, -1 if it reads a state.
     """
 
     program: Program
@@ -44,7 +44,7 @@ class WithStates:
 
 def with_states(program: Program) -> WithStates | None:
     """The program with the state read before each random call that may be replayed, and that makes
-    or fills more bytes than its state has; None where there is no such call.
+    or fills more bytes than its state has; None if there is no such call.
     """
     leaving = program.leaving()
     sources = [_source(program, call, leaving) for call in program.calls]
@@ -86,7 +86,7 @@ class _Source:
 
 
 def _source(program: Program, call: Call, leaving: set[int]) -> _Source | None:
-    """Where a random call draws from; None where it is not worth or not able to be replayed."""
+    """Where a random call draws from; None if it is not worth or not able to be replayed."""
     if not call.random or call.skip_if is not None or not is_ours(call.target):
         return None
     is_region_alone = is_region(call.target) and not call.mutates

@@ -1,8 +1,8 @@
 """Which arguments a compiled region frees while it runs.
 
-A region takes its arguments in a list and lets go of each when it has used it. What nothing else
-holds by then is freed inside of the region, before all of its results are there, as eager PyTorch
-frees the tensors that a compiled backward graph has saved.
+A region takes its arguments in a list and drops each after its last use. If nothing else holds the
+argument, it is freed inside of the region, before all results of the region exist. Eager PyTorch
+frees the tensors saved for a compiled backward graph in the same way.
 """
 
 from __future__ import annotations

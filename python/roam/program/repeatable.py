@@ -88,7 +88,7 @@ class Repeat:
 def repeats(
     program: Program, known: tuple[Program, Sequence[Repeat | None]] | None = None
 ) -> list[Repeat | None]:
-    """Per call how it may run again; None where it may not, and what it makes is kept.
+    """Per call how it may run again; None if it may not, and what it makes is kept.
 
     Args:
         program: the calls.
@@ -212,7 +212,7 @@ def _facts(target: OpOverload) -> _Facts:
 
 
 def _dropout(call: Call) -> Any:
-    """The probability of a call's dropout; None where it has none, and is random otherwise."""
+    """The probability of a call's dropout; None if it has none, and is random otherwise."""
     place = _facts(call.target).dropout
     if place is None:
         return None

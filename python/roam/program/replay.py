@@ -27,7 +27,7 @@ def generator_state(source: torch.Generator | torch.device) -> torch.Tensor:
 
 
 def state_bytes(source: torch.Generator | torch.device) -> int | None:
-    """How large `generator_state` is; None where that is not known. No device is asked."""
+    """How large `generator_state` is; None if that is not known. No device is asked."""
     device = source.device if isinstance(source, torch.Generator) else source
     if device.type == "cuda":
         return 16  # seed and offset, 8 bytes each
@@ -88,7 +88,7 @@ def replayed(
 
 @functools.cache
 def with_generator(operator: OpOverload) -> OpOverload | None:
-    """The operator, or the overload with the same arguments and a generator by its name; None where
+    """The operator, or the overload with the same arguments and a generator by its name; None if
     there is none.
     """
     wanted = _arguments(operator) | {(GENERATOR, "Optional[Generator]", True)}

@@ -1,12 +1,13 @@
 """Undoes the user's own recomputation (`torch.utils.checkpoint`), so that a plan may decide it.
 
-A region of his runs again in the backward pass: the same operators on the same values, random ones
+Such a region runs again in the backward pass: the same operators on the same values, random ones
 from the same state of their generator. Here everything that a call makes gets a *value number*:
-equal numbers are equal bits. Where the backward pass reads memory that it has filled itself, and
-memory from the forward pass still has the same value, it reads that instead. What then is not
-needed is left out. A plan runs it again where the budget asks for it.
+equal numbers mean equal bits. If the backward pass reads memory that it has filled itself, and
+memory from the forward pass still has the same value, it reads the latter instead. Calls that are
+not needed any more are left out. A plan runs operators again if the budget asks for it.
 
-Whatever may not run again, whatever it cannot follow, and what is made from it, stays as written.
+Operators that may not run again, operators that this analysis cannot follow, and everything made
+from their results stay as written.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ class Undone:
 
 
 def undone(program: Program) -> Undone | None:
-    """The program with what the forward pass made in the place of what the backward pass makes
-    again; None where nothing is made again.
+    """The program with what the forward pass made instead of what the backward pass makes
+    again; None if nothing is made again.
     """
     if program.launches():  # as often as other processes expect
         return None
@@ -83,7 +84,7 @@ class _Values:
         self._leaving = program.leaving()
 
     def redirected(self) -> list[Call] | None:
-        """The calls, those of the backward pass reading what the forward pass made; None where none
+        """The calls, those of the backward pass reading what the forward pass made; None if none
         can.
         """
         program = self._program
@@ -165,7 +166,7 @@ class _Values:
             self._views.setdefault(meta.storage, {})[_look(meta)] = slot
 
     def _key(self, index: int, call: Call) -> Hashable | None:
-        """Equal for calls that make the same; None where nobody can tell."""
+        """Equal for calls that make the same; None if it is not known."""
         repeat = self._repeats[index]
         is_drawn = False
         if repeat is None:
@@ -288,7 +289,7 @@ def _needed(program: Program, calls: list[Call], among: Iterable[int]) -> list[i
 
 
 def _without_idle_sets(program: Program, calls: list[Call], kept: Iterable[int]) -> Iterator[int]:
-    """The calls but for those that set a generator's state to what it is."""
+    """The calls except for those that set a generator's state to what it is."""
     now: dict[Hashable, object] = {}
     read: dict[int, object] = {}
     changed = {program.storage_of(slot) for call in calls for slot in call.mutates}

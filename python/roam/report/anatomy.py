@@ -29,11 +29,13 @@ KINDS = ("activation", "gradient", "temporary", "output", "input", "buffer", "pa
 _MOST_HOLDINGS = 30
 """Lines of the table of the peak; the rest is one line."""
 _ROUTES = {
-    "floor": "In every order, this operator needs what it reads and makes, and whatever enters or "
-    "leaves the step is alive with it.",
+    "floor": "In every order, this operator needs what it reads and makes, or all that enters "
+    "or leaves the step is alive together.",
     "cut": "By a minimum cut: while this operator runs, every order has at least these bytes alive.",
-    "probe": "By minimum cuts that follow from each other, the last of them at this operator.",
-    "first": "By minimum cuts at several operators, one of which runs first in every order.",
+    "probe": "By a series of minimum cuts, the last of them at this operator.",
+    "first": (
+        "By minimum cuts at several operators, of which one runs before the others in every order."
+    ),
     "exhaustive": "By a search over all orders.",
     "integer_program": "By an integer program that CBC solved.",
 }
@@ -56,15 +58,15 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """Tensors that are alive at the peak, and alike but for the numbers of their layers.
+    """Tensors that are alive at the peak, and alike except for the numbers of their layers.
 
     Attributes:
         kind: of the tensors, or ``workspace``.
-        phase: of the operators that make them; empty where they exist before the step.
+        phase: of the operators that make them; empty if they exist before the step.
         module: of these operators, with a star for each layer's number.
         operator: that makes them; the tensor's own name where none does.
         file: the user's file, and `line` in it.
-        line: 0 where unknown.
+        line: 0 if unknown.
         modules: how many modules are folded into this line.
         tensors: how many tensors there are.
         size_bytes: of all of them, as counted.
@@ -82,7 +84,7 @@ class Holding:
 
     @property
     def source(self) -> str:
-        """The user's line as ``file:line``; empty where unknown."""
+        """The user's line as ``file:line``; empty if unknown."""
         return f"{self.file}:{self.line}" if self.file else ""
 
 
@@ -172,7 +174,7 @@ class Change:
 
     Attributes:
         name: what is changed.
-        planned: the figures of the plan; None where there is none.
+        planned: the figures of the plan; None if there is none.
         error: why there is none.
     """
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def replanned(graph: Graph, like: Plan, memory_limit_bytes: int | None = None) -> Plan:
-    """A verified plan with the settings of another, but for the memory limit and a speed.
+    """A verified plan with the settings of another, except for the memory limit and a speed.
 
     Raises:
         PlanError: no plan keeps within the limit, or none was found; or the limit is for several
@@ -38,7 +38,7 @@ def replanned(graph: Graph, like: Plan, memory_limit_bytes: int | None = None) -
 
 
 def without_recomputation(graph: Graph, plan: Plan) -> Planned | None:
-    """The plan of the same graph in which every operator runs once; None where `plan` is that."""
+    """The plan of the same graph in which every operator runs once; None if `plan` is that."""
     return None if plan.recomputation is None else Planned.of(graph, replanned(graph, plan))
 
 

@@ -48,19 +48,19 @@ class Collectives:
 
 @dataclass(frozen=True, slots=True)
 class Communication:
-    """What a step of one rank waits for others, by the model of time.
+    """How long a step of one rank waits for others, by the model of time.
 
-    A rank computes one operator after the other, and the collectives of each process group go over
-    the links one after the other beside that. A wait for a collective that is still under way lasts
-    until it has ended.
+    A rank computes one operator after the other. At the same time, the collectives of each process
+    group go over the links one after the other. A wait for a collective lasts until the collective
+    has ended.
 
     Attributes:
         links: the model of the links.
-        collectives: what is exchanged; empty where nothing is.
+        collectives: what is exchanged; empty if nothing is.
         compute_s: seconds of all operators that are no collectives.
         time_s: seconds of all collectives.
         exposed_s: seconds in which the rank waits, in the plan's order.
-        least_exposed_s: no order of these operators has it wait less.
+        least_exposed_s: in no order of these operators does the rank wait less.
     """
 
     links: Links
@@ -87,7 +87,8 @@ class Communication:
         """
         if plan.settings["streams"] > 1:
             raise ValueError(
-                "exposed communication is worked out for plans of one stream only; plan with streams=1"
+                "exposed communication is computed for plans of one stream only; plan with "
+                "streams=1"
             )
         links = Links() if links is None else links
         found = list(transfers(program))

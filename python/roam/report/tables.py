@@ -24,7 +24,7 @@ class Amount:
 
     Attributes:
         size_bytes: the exact number.
-        name: which figure it is, for programs that read the page; empty where it needs no name.
+        name: which figure it is, for programs that read the page; empty if it needs no name.
     """
 
     size_bytes: int

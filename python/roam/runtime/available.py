@@ -28,15 +28,15 @@ def known_limit(memory: MemoryLimit, device: torch.device, held_bytes: int) -> M
         device, held_bytes: as for `available_bytes`.
 
     Raises:
-        ValueError: nobody can tell what the device has.
+        ValueError: it is not known what the device has.
     """
     if not memory.is_auto:
         return memory
     size_bytes = available_bytes(device, held_bytes)
     if size_bytes is None:
         raise ValueError(
-            f'memory="auto": how much memory {device} has free is not known; name an amount, '
-            'such as memory="12GiB"'
+            f'memory="auto": the free memory of {device} is not known; pass an amount, such as '
+            'memory="12GiB"'
         )
     return MemoryLimit(size_bytes=_rounded_down(size_bytes))
 
@@ -54,7 +54,7 @@ def available_bytes(device: torch.device, held_bytes: int) -> int | None:
         held_bytes: what exists before the step, the batch included.
 
     Returns:
-        None where nobody can tell.
+        None if it is not known.
     """
     if device.type == "cuda" and torch.cuda.is_available():
         free, _ = torch.cuda.mem_get_info(device)

@@ -1,17 +1,17 @@
 """``torch.compile(model, backend="roam")``: PyTorch's forward and backward graphs, each run by a
 plan.
 
-Dynamo and AOTAutograd cut a model into graphs of aten calls, forward and backward apart; the
-optimizer is not among them. Each is planned on its own: what is saved for the backward pass leaves
-the forward graph and is given to the backward graph. So there is less to plan than in the whole
-step that `roam.compile` captures: neither does an update follow its gradient, nor can a backward
-operator write into a saved activation.
+Dynamo and AOTAutograd cut a model into graphs of aten calls, separate ones for forward and
+backward; the optimizer is not in them. Each graph is planned on its own: what is saved for the
+backward pass leaves the forward graph and enters the backward graph. So less can be planned than in
+the whole step that `roam.compile` captures: an update cannot follow its gradient directly, and a
+backward operator cannot write into a saved activation.
 
 A graph is planned at the first call with arguments of their shapes, strides and sharing of memory.
 A graph that cannot be planned exactly runs as it is, and a warning says why.
 
 With a memory limit, forward and backward of one graph are cut and planned so that both keep within
-it, and what cannot be planned is refused.
+the limit, and a graph that cannot be planned is refused.
 """
 
 from __future__ import annotations
@@ -67,18 +67,19 @@ def backend(
 
     Args:
         module, example_inputs: what Dynamo gives a backend.
-        options: ``torch.compile``'s: `time_limit_s`, `pool`, `poison` and `max_plans` as for
-            `roam.compile`; of each graph as many plans are made, and other calls of it run
-            unplanned. A pool there is only where it is asked for: it would stay allocated while the
-            other graphs and the optimizer run. `memory` as for `roam.compile`, for each graph
-            with its backward pass: their arguments, parameters included, what is kept between
-            them, and what they make. A share is one of what both take without recomputation. Calls
-            that cannot be planned raise then, and shapes have to be numbers (``dynamic=False``).
-            `kernels` as for `roam.compile`: with ``"inductor"``, the repeated blocks of each graph
-            run kernels that Inductor has compiled, and what cannot be compiled raises.
+        options: the ``options`` of ``torch.compile``. `time_limit_s`, `pool`, `poison` and
+            `max_plans` are as for `roam.compile`. Each graph has up to `max_plans` plans; its other
+            calls run without a plan. There is a pool only if it is asked for, since it would stay
+            allocated while the other graphs and the optimizer run. `memory` is as for
+            `roam.compile`, for each graph with its backward pass: their arguments, parameters
+            included, what is kept between them, and what they make. A share counts from what both
+            take without recomputation. With `memory`, calls that cannot be planned raise an error,
+            and shapes have to be numbers (``dynamic=False``). `kernels` is as for `roam.compile`:
+            with ``"inductor"``, the repeated blocks of each graph run kernels that Inductor has
+            compiled, and a block that cannot be compiled raises an error.
 
     Raises:
-        ValueError: an option makes no sense.
+        ValueError: an option is not valid.
     """
     given = dict(options or {})
     max_plans = given.pop("max_plans", MAX_PLANS)
@@ -90,10 +91,10 @@ def backend(
             "poison, pool and time_limit_s"
         )
     if type(max_plans) is not int or max_plans < 1:
-        raise ValueError(f"max_plans is a whole number of at least 1, not {max_plans!r}")
+        raise ValueError(f"max_plans must be a whole number of at least 1, not {max_plans!r}")
     chosen = Options(**{"pool": False, **given})
     if chosen.kernels not in ("eager", "inductor"):
-        raise ValueError(f"kernels is 'eager' or 'inductor', not {chosen.kernels!r}")
+        raise ValueError(f"kernels must be 'eager' or 'inductor', not {chosen.kernels!r}")
     compiles_blocks = chosen.kernels == "inductor"
     partition = None
     if limit is not None:
@@ -173,7 +174,7 @@ class PlannedGraph:
         self._max_plans = max_plans
         self._run_unplanned: Boxed = run_unplanned(module, [])
         self._plans: dict[object, _Planned | None] = {}
-        """By `_signature`; None where there is no plan."""
+        """By `_signature`; None if there is no plan."""
         self._lock = threading.Lock()
 
     def run(self, args: list[Any]) -> Any:
@@ -206,7 +207,7 @@ class PlannedGraph:
             is_joined = planned.joins_processes and error.code != "out_of_memory"
             if self._options.memory is not None or is_joined:
                 raise
-            logger.warning("%s runs unplanned this time: %s", self._name, error)
+            logger.warning("%s runs without a plan this time: %s", self._name, error)
             return self._run_unplanned(args)
 
     def _first_run(self, signature: object, args: list[Any]) -> Any:
@@ -224,12 +225,12 @@ class PlannedGraph:
             if is_strict or (planned and planned.joins_processes):
                 raise
             results, planned = self._run_unplanned(args), None
-            logger.warning("%s runs unplanned: %s", self._name, error)
+            logger.warning("%s runs without a plan: %s", self._name, error)
         self._plans[signature] = planned
         if len(self._plans) == self._max_plans:
             logger.warning(
-                "%s has been planned for %d kinds of arguments; others run unplanned. Pad what changes its shape to a few lengths, "
-                'or plan more kinds by options={"max_plans": ...}',
+                '%s has been planned for %d kinds of arguments; others run without a plan. Pad '
+                'inputs to a few shapes, or allow more plans by options={"max_plans": ...}',
                 self._name, self._max_plans,
             )  # fmt: skip
         args.clear()
@@ -369,7 +370,7 @@ def _is_watched() -> bool:
 
 
 def _signature(args: list[Any]) -> tuple[Any, ...] | None:
-    """All that a plan depends on; None where an argument is not a plain tensor or number."""
+    """All that a plan depends on; None if an argument is not a plain tensor or number."""
     storages: dict[int, int] = {}
     signature: list[Any] = []
     for value in args:

@@ -80,8 +80,8 @@ class Captures(Sequence[Captured[R]]):
         taker: Taker,
         known: tuple[bool, ...] = (),
     ) -> tuple[Captured[R], R] | str:
-        """What fits a call, or what keeps the capture from fitting that is most like it; `known`
-        are its first answers to branches.
+        """The capture that fits a call, or the reason why the most similar capture does not fit.
+        `known` are the call's first answers to branches.
         """
         asked: dict[Guards, str | None] = {}
         reason = None

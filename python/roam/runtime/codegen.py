@@ -1,10 +1,10 @@
 """Writes a plan as one flat Python function: a line or two per call, nothing looked up or
 interpreted in between.
 
-Values outside the pool are local variables, and a call's lines end by forgetting those whose memory
-dies there. A tensor in the pool is one view that is made once and stands in the text as a constant,
-so that views of it need no call at all. Sizes stand there as constants too: plans for other shapes
-in the same order have the same text then, which is compiled once.
+Values outside the pool are local variables, which are set to None after the call at which their
+memory dies. A tensor in the pool is a view that is made once and is a named constant of the text,
+so views of it need no call. Sizes are named constants too. So plans for other shapes with the same
+order have the same text, which is compiled once.
 """
 
 from __future__ import annotations

@@ -39,11 +39,11 @@ class Difference:
 
     Attributes:
         step: the step after which it differs, counted from 1.
-        path: where the value is: ``result`` and what follows for what the step returned,
-            ``model.weight``, ``model.weight.grad``, ``optimizer.state[model.weight]['exp_avg']``,
-            or the name of a random generator.
-        eager, planned: what it is after the eager step and after the one by plan, in words.
-        max_abs_difference: the largest difference of two elements; None where the values are not
+        path: where the value is, for example ``model.weight``, ``model.weight.grad``,
+            ``optimizer.state[model.weight]['exp_avg']``, or the name of a random generator. A path
+            in what the step returned begins with ``result``.
+        eager, planned: the value after the eager step and after the one by plan, in words.
+        max_abs_difference: the largest difference of two elements; None if the values are not
             tensors of one shape.
         elements: how many elements have other bits; None likewise.
     """
@@ -67,14 +67,14 @@ class Comparison:
     """What `compare` found. Printed, it is what a bug report should hold.
 
     Attributes:
-        outcome: ``"equal"``; ``"different"``; ``"refused"``, where the step cannot be captured
-            exactly; ``"failed"``, where running by plan raised; ``"undecided"``, where the step
-            raises eagerly too, or where eager PyTorch gives other bits when it is run again.
+        outcome: ``"equal"``; ``"different"``; ``"refused"``, if the step cannot be captured
+            exactly; ``"failed"``, if running by plan raised an error; ``"undecided"``, if the step
+            raises eagerly too, or if eager PyTorch gives other bits when it is run again.
         steps: how many steps were asked for.
         compared: by kind of value, how many were compared after each step that was compared.
-        difference: the first value that differs; None where none does.
+        difference: the first value that differs; None if none does.
         operator: the first operator of that step that made a value which the eager step did not
-            make; None where none is to be named.
+            make; None if there is none, or if none can be named.
         error: what was raised.
         versions: of roam, PyTorch and Python, and the platform.
     """
@@ -121,7 +121,8 @@ def compare(
     parameters, buffers, gradients, optimizer and scheduler state, loss scales, plain Python values,
     random generators. Only a gradient that the plan has freed early may be missing (``keep_grads``
     of `roam.compile` keeps it). Afterwards everything is as it was before the call, however the
-    comparison ends. Effects outside of Python's state (files, logs) happen each time the step runs.
+    comparison ends. Effects outside of the step's objects (files, logs) happen each time the step
+    runs.
 
     It needs memory for one more copy of all tensors that the step reaches.
 
@@ -131,18 +132,18 @@ def compare(
         steps: how many steps.
 
     Returns:
-        What was found. Print it; ``.equal`` tells a program.
+        What was found. Print it, or test its ``equal``.
 
     Raises:
-        ExecutionError: there is nothing to run: the tensors are fakes, or ``ROAM_DISABLE=1`` is
-            set.
+        ExecutionError: the step cannot run by plan, because the tensors are fakes, or because
+            ``ROAM_DISABLE=1`` is set.
 
     Example:
         >>> print(roam.compare(train_step, model, optimizer, tokens))
         >>> assert roam.compare(train_step, model, optimizer, tokens).equal
     """
     if steps < 1:
-        raise ValueError(f"steps is at least 1, not {steps}")
+        raise ValueError(f"steps must be at least 1, not {steps}")
     if is_disabled():
         raise ExecutionError(
             "ROAM_DISABLE is set, or this is a roam.disabled() block, so nothing would run by plan; "

@@ -81,53 +81,55 @@ def compile(
             which an optimizer has updated their parameters die early, and `.grad` is None after the
             step.
         time_limit_s: limit for planning, in seconds.
-        pool: True: planned tensors lie in one static pool per device, allocated before step 1 (see
-            `Step.release`). False: they come from PyTorch's allocator; the plan's order and its
-            reuse still save memory. None: True, unless the planned total with the pool is over 2 %
-            above that with the allocator, or above the total in program order.
+        pool: If True, planned tensors lie in one static pool per device, allocated before step 1
+            (see `Step.release`). If False, they come from PyTorch's allocator; the plan's order and
+            its reuse still save memory. None means True, unless the planned total with the pool is
+            over 2 % above the total with the allocator, or above the total in program order.
         poison: overwrite each range of the pool as soon as its tensor is dead, to find kernels that
             read dead memory. Slow.
-        max_plans: for how many kinds of calls plans are kept: shapes of the batch, training or
-            evaluation, values that are no tensors. Beyond that the least recently used ones are
-            dropped, and made anew when they are needed again. `Step.kept` tells what each costs.
-        streams: on CUDA, how many streams may run operators side by side. More take more memory,
-            but never more than eager.
+        max_plans: how many plans are kept. Calls with other batch shapes, with other values that
+            are not tensors, or in evaluation mode need other plans. Beyond this number the least
+            recently used plan is dropped, and made anew if it is needed again. `Step.kept` lists
+            the plans with their costs.
+        streams: on CUDA, how many streams may run operators at the same time. More streams take
+            more memory, but the total is never above the total in program order.
         memory: the most that every step may take in all, parameters and optimizer state included:
             bytes, text such as ``"12GiB"``, a share such as ``"60%"`` of what the plan without
-            recomputation takes, or ``"auto"`` for what the device has when the step is planned. If
-            order and layout need more, operators whose results are the same bits run again. See
-            docs/how-to/memory-budget.md.
+            recomputation takes, or ``"auto"`` for what the device has free when the step is
+            planned. If order and layout need more, operators whose results are the same bits run
+            again. See docs/how-to/memory-budget.md.
         keep_checkpoints: with `memory`, run regions of `torch.utils.checkpoint` again as they are
-            written. By default the plan chooses what runs again, in them as elsewhere.
+            written. By default the plan chooses what runs again, inside of these regions and
+            elsewhere.
         kernels: ``"eager"`` runs eager PyTorch's kernels, or those of blocks that the user has
             compiled. ``"inductor"`` compiles the repeated blocks of the step's models by
             `torch.nn.Module.compile`, in place, at the first call. The bits are then those of
             compiled blocks, in roam and elsewhere. See docs/how-to/compiled-blocks.md.
 
     Raises:
-        CaptureError: at a call, where the step cannot be captured exactly.
-        PlanError: at a call, where no plan keeps within `memory` (code ``memory_floor``), or none
-            was found (code ``memory_limit_not_found``). Nothing has run then.
-        ValueError: an argument makes no sense.
-        ExecutionError: at a call that no plan fits (``on_change="raise"``), or where running
-            failed.
+        CaptureError: at a call, if the step cannot be captured exactly.
+        PlanError: at a call, if it is proved that no plan keeps within `memory` (code
+            ``memory_floor``), or if none was found (code ``memory_limit_not_found``). Nothing has
+            run then.
+        ValueError: an argument is not valid.
+        ExecutionError: at a call that no plan fits (``on_change="raise"``), or if running failed.
 
     The environment variable ``ROAM_DISABLE=1``, or `roam.disabled` around calls, makes calls run
     the user's function.
     """
     if on_change not in ("replan", "raise", "eager"):
-        raise ValueError(f"on_change is 'replan', 'raise' or 'eager', not {on_change!r}")
+        raise ValueError(f"on_change must be 'replan', 'raise' or 'eager', not {on_change!r}")
     if streams > 1 and (pool is False or poison):
         raise ValueError(
-            "a plan for several streams needs the pool, which poison cannot watch; leave pool=False and "
-            "poison=True out, or streams="
+            "a plan for several streams needs the pool and cannot poison it; leave pool=False "
+            "and poison=True out, or streams="
         )
     if max_plans < 1:
-        raise ValueError(f"max_plans is at least 1, not {max_plans}")
+        raise ValueError(f"max_plans must be at least 1, not {max_plans}")
     if streams > 1 and memory is not None:
         raise ValueError("a memory limit is for plans of one stream; leave streams= or memory= out")
     if kernels not in ("eager", "inductor"):
-        raise ValueError(f"kernels is 'eager' or 'inductor', not {kernels!r}")
+        raise ValueError(f"kernels must be 'eager' or 'inductor', not {kernels!r}")
     options = Options(
         time_limit_s=time_limit_s,
         pool=pool,
@@ -182,7 +184,7 @@ class Step:
     def _runner(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], known: tuple[bool, ...] = ()
     ) -> Runner | None:
-        """What runs this call, whose first answers to branches are `known`; None where the user's
+        """What runs this call, whose first answers to branches are `known`; None if the user's
         function itself does.
         """
         if is_disabled() or is_tracing():
@@ -214,7 +216,7 @@ class Step:
     def _capture_seen(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str, known: tuple[bool, ...]
     ) -> tuple[Captured[Runner], Runner] | None:
-        """A capture for the answers that a run has seen; None where one has to be watched first, or
+        """A capture for the answers that a run has seen; None if one has to be watched first, or
         plans are for enough of them.
         """
         seen = self._seen.get((self._key(args, kwargs), known), self._shown)
@@ -227,7 +229,8 @@ class Step:
             captured = self._capture(args, kwargs, reason, answers, may_guess=may_guess)
         except Unseen:
             logger.info(
-                "the step branches on values, so its own function runs, watched; the next call is captured"
+                "the step branches on values, so its own function runs once, to learn their "
+                "outcomes; the next call is captured"
             )
             return None
         except CaptureError as refusal:
@@ -383,8 +386,8 @@ class Step:
         runner = self._runner(args, kwargs)
         if runner is None:
             raise ExecutionError(
-                "no plan fits this call, so its values cannot be watched; call "
-                "the step with arguments like those at capture",
+                "no plan fits this call, so its values cannot be compared; call the step with "
+                "arguments like those at capture",
                 code="no_plan_fits",
             )
         with runner.watched() as values:
@@ -393,9 +396,7 @@ class Step:
 
     @property
     def plans(self) -> list[tuple[str, Plan]]:
-        """Every plan made so far, with the name of its graph; the most recently used capture
-        first.
-        """
+        """All plans that are kept, most recently used first, each with the name of its graph."""
         return [
             (runner.name, runner.plan) for captured in self._captures for runner in captured.runners
         ]
@@ -443,7 +444,7 @@ class Step:
         return replace(self._last.memory, run_bytes=max(totals))
 
     def _captured(self, runner: Runner | None) -> Captured[Runner] | None:
-        """The capture whose first step or later ones it runs; None where it was given up."""
+        """The capture whose first step or later ones it runs; None if it was given up."""
         return next((one for one in self._captures if runner in one.runners), None)
 
     def _alongside(self, runner: Runner) -> list[Runner]:
@@ -458,11 +459,11 @@ class Step:
 
         Args:
             path: of the page.
-            limits: memory limits to plan as well, as ``memory=`` of `compile` would: the page lists
-                what the step takes within each, and the extra time of operators that run again.
+            limits: memory limits as in ``memory=`` of `compile`. The page lists what a plan takes
+                within each limit, and the time of its extra runs.
 
         Raises:
-            ValueError: a limit makes no sense.
+            ValueError: a limit is not valid.
             ExecutionError: nothing is planned yet (code ``no_call``).
             PlanError: there are limits, and the plan is for several streams (code
                 ``invalid_memory_limit``).
@@ -520,7 +521,7 @@ class Step:
         Before the first call, it is the plan that `plan` made.
 
         Args:
-            links: what joins the ranks; None for eight A100 to a machine.
+            links: the links between ranks; None for machines with eight A100.
 
         Raises:
             ExecutionError: nothing is planned yet (code ``no_call``).
@@ -555,8 +556,8 @@ class Step:
     def measured(self, *args: Any, **kwargs: Any) -> Any:
         """Runs one real step like a call, measures its memory for `memory`, and returns its result.
 
-        See docs/explanation/measurement.md for what is counted. A call that runs by no plan is not
-        measured.
+        See docs/explanation/measurement.md for what is counted. A call that runs without a plan is
+        not measured.
         """
         runner = self._runner(args, kwargs)
         if runner is None:
@@ -564,8 +565,8 @@ class Step:
         return runner.measured(lambda: self._run(runner, args, kwargs))
 
     def measured_eagerly(self, *args: Any, **kwargs: Any) -> Any:
-        """As `measured`, but runs the user's own function: a real step too, with the same results,
-        for comparison.
+        """As `measured`, but runs the user's own function, for comparison. This too is a real
+        training step, with the same results.
         """
         runner = self._runner(args, kwargs)
         if runner is None:
@@ -573,8 +574,8 @@ class Step:
         return runner.measured_eagerly(lambda: self._train_step(*args, **kwargs))
 
     def release(self) -> None:
-        """Gives the pools of this step's plans back to the allocator, for evaluation or sampling;
-        the next call allocates them again.
+        """Frees the pools of this step's plans, for example before evaluation or sampling. The next
+        call allocates them again.
 
         All compiled steps of a process share one pool per device.
         """

@@ -1,9 +1,9 @@
 """Finds the first operator of a step that makes another value by plan than in eager PyTorch.
 
-Both runs are watched, operator by operator, and what each made is kept as digests. A plan runs in
-an order of its own, and some calls of its program stand for others (one per parameter for a
-multi-tensor kernel), so calls are not paired: the first one in program order that made a value
-which the eager step made nowhere is the one.
+Both runs are watched, operator by operator, and a digest of every result is kept. A plan runs in an
+order of its own, and some calls of its program stand for others (one per parameter for a
+multi-tensor kernel), so calls cannot be paired. The operator that is looked for is the first one in
+program order that made a value which no operator of the eager step made.
 """
 
 from __future__ import annotations

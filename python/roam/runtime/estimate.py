@@ -1,5 +1,5 @@
-"""Estimates, within milliseconds and without planning, the memory of a step with other results in
-the pool than an existing plan has.
+"""Estimates, within milliseconds and without planning, the memory of a step if other results were
+in the pool than in an existing plan.
 """
 
 from __future__ import annotations

@@ -46,8 +46,8 @@ class Executor:
             launch order, which is one of the timings that the plan allows.
         pool: where the plan's offsets are; None: every tensor comes from the ordinary allocator,
             and only the plan's order and reuse count.
-        poison: whether to fill every range of the pool as soon as its tensor dies, so that whoever
-            still reads it is found out.
+        poison: whether to fill every range of the pool as soon as its tensor dies, so that a later
+            read of it shows.
         proven: whether tests have established, with this very PyTorch, that the placed kernels give
             the ordinary bits. If not, the first run compares them, and what differs is run as ever
             from then on.
@@ -101,7 +101,7 @@ class Executor:
 
         Args:
             inputs: values of `Program.referenced`, then of `Program.constants`, in their order.
-                The list is emptied, so that what nobody else holds is gone after its last use.
+                The list is emptied, so that what nothing else holds is gone after its last use.
         """
         assert self.generated is not None, "the first run is checked"
         with nullcontext() if self._streams is None else self._streams.entered():
@@ -112,7 +112,7 @@ class Executor:
         program.
 
         Raises:
-            ExecutionError: where a kernel does on real tensors what it did not do on fake ones.
+            ExecutionError: a kernel does something on real tensors that it did not do on fake ones.
         """
         bindings = self.bindings
         check = Check(self.program)

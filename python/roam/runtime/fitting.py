@@ -31,8 +31,8 @@ class Trial:
     Attributes:
         size: the size.
         fits: whether the first step and later ones keep within the limit by their plans.
-        total_bytes: the larger total of the plans; None where no plan within the limit was found.
-        is_proved: where it does not fit, whether no plan of these operators could.
+        total_bytes: the larger total of the plans; None if no plan within the limit was found.
+        is_proved: if it does not fit, whether it is proved that no plan of these operators fits.
     """
 
     size: int
@@ -51,13 +51,13 @@ class Fit:
     """The largest size that keeps within a memory limit.
 
     Attributes:
-        size: the largest; 0 where not even the least fits.
+        size: the largest size that fits; 0 if not even the smallest fits.
         memory_bytes: the limit.
         recompute: whether operators may run again.
-        plan: the plan at that size, of the step that takes more: the first or the later ones. None
-            where nothing fits.
-        trials: every size that was planned, the smallest first. Of all sizes between that were not,
-            it is assumed that a larger one takes no less.
+        plan: the plan at that size of the step that takes more memory, the first or a later one.
+            None if nothing fits.
+        trials: every size that was planned, the smallest first. Sizes between them were not
+            planned: a larger size is assumed to take no less memory.
     """
 
     size: int
@@ -68,7 +68,7 @@ class Fit:
 
     @property
     def next(self) -> Trial | None:
-        """The next size, which does not fit; None where the largest that may be tried does."""
+        """The next size, which does not fit; None if the largest that may be tried does."""
         return next((trial for trial in self.trials if not trial.fits), None)
 
     def tables(self) -> list[Table]:
@@ -106,11 +106,13 @@ def fit(
     device: str = "cpu",
     most: int = MOST,
 ) -> Fit:
-    """The largest batch, or other size, of which a training step keeps within a memory limit.
+    """Finds the largest batch, or other size, with which a training step keeps within a memory
+    limit.
 
-    Sizes are planned, as `roam.capture` and `roam.optimize` do, until one fits and the next does
-    not. Nothing is allocated or computed. The first step, which makes the optimizer's state, has to
-    fit too. A larger size is assumed to take no less.
+    Sizes are planned, as by `roam.capture` and `roam.optimize`, until one fits and the next
+    larger one does not. Nothing is allocated or computed. A size fits if both the first step, which
+    makes the optimizer's state, and later steps fit. A larger size is assumed to take no less
+    memory.
 
     Args:
         train_step: the user's function.
@@ -118,13 +120,13 @@ def fit(
             tuple or a list. It is called inside `roam.fake(device)`, so that tensors made in it
             take no memory. It makes the model and the optimizer too, unless these are real.
         memory: the limit for all that a step takes: bytes, or text such as ``"24GiB"``.
-        recompute: whether operators may run again where order and layout alone need more.
+        recompute: whether operators may run again if order and layout alone need more.
         device: where the step would run, ``"cpu"`` or ``"cuda"``.
         most: the largest size that is tried.
 
     Raises:
         CaptureError: the step cannot be captured exactly.
-        ValueError: the limit is no amount of bytes.
+        ValueError: the limit is not an amount of bytes.
 
     Example:
         >>> def make_inputs(batch):

@@ -66,7 +66,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class MemoryTrace:
-    """What one piece of work did with memory. Byte counts are relative to its start unless they say
+    """The memory that one piece of work used. Byte counts are relative to its start unless stated
     otherwise.
 
     Attributes:
@@ -75,19 +75,20 @@ class MemoryTrace:
         peak_without_workspace_bytes: the same without the memory that kernels took for themselves;
             None on CUDA.
         peak_workspace_bytes: the most of such memory at once; None on CUDA.
-        end_bytes: what was left allocated at the end; negative if more was released than made.
+        end_bytes: what was left allocated at the end; negative if more was released than allocated.
         start_bytes: the bytes known to be allocated at the start. On the CPU: those made under
             `observed()` or since.
-        unseen_freed_bytes: bytes of tensors that were made unobserved and died during the work; the
-            true peak is lower than `peak_bytes` by at most this. Zero in a measurement to be
-            trusted to the byte. None on CUDA, whose counters miss nothing.
+        unseen_freed_bytes: bytes of tensors that were allocated before the profiler watched and
+            died during the work; the true peak is lower than `peak_bytes` by at most this. If 0,
+            the measurement is exact. None on CUDA, whose counters miss nothing.
         peak_at: the place among the events at which the peak was first reached; -1 if nothing
             exceeded the start.
         events: how many allocations and releases there were.
         blocks: every allocation of the work, in order; empty on CUDA.
         value: what the measured callable returned. It is not compared.
         group_bytes: how much lower the peak would be if process groups allocated nothing for
-            themselves while they work: gloo copies what it reduces. 0 on CUDA, where nothing tells.
+            themselves while they work: gloo copies what it reduces. 0 on CUDA, where this cannot be
+            measured.
     """
 
     device: str
@@ -147,17 +148,18 @@ class MemoryTrace:
 def measure_peak(
     fn: Callable[..., Any], *args: Any, warmup: int = 0, device: str = "cpu"
 ) -> MemoryTrace:
-    """Run ``fn(*args)`` and say how much memory it needed.
+    """Run ``fn(*args)`` and measure how much memory it needed.
 
     Args:
         fn: the work.
         args: its arguments.
-        warmup: how often to run it before, so that what it keeps from run to run exists and is
-            known.
+        warmup: how often to run it before the measurement, so that memory that it keeps from run to
+            run is already allocated and known.
         device: ``cpu`` or ``cuda``.
 
     Raises:
-        MeasurementError: if the profiler's record contradicts itself, or the device is neither.
+        MeasurementError: the profiler's record contradicts itself, or the device is neither ``cpu``
+            nor ``cuda``.
     """
     if device == "cuda":
         return _measure_cuda(functools.partial(fn, *args), warmup)
@@ -468,7 +470,7 @@ def measure_in_child(
     timeout_s: float = 600.0,
     env: dict[str, str] | None = None,
 ) -> MemoryTrace:
-    """Measure in a fresh Python process, where nothing else has touched the allocator.
+    """Measure in a new Python process, in which nothing else has used the allocator.
 
     Args:
         build: a module-level function, or ``"package.module:function"``. The child calls it with

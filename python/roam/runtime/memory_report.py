@@ -16,16 +16,16 @@ from roam.runtime.strategy import Choice
 
 @dataclass(frozen=True, slots=True)
 class KeptPlan:
-    """What one kind of calls costs whose plans are kept.
+    """A plan that is kept, with the calls that it is for and its cost.
 
     Attributes:
         arguments: the arguments that it was captured from.
         reason: why it was captured.
         seconds: what capture and planning took.
-        total_bytes: what a step by its plan takes, as in `StepMemory`.
-        pool_bytes: its pool, of which there is one for all plans, as large as the largest; 0
-            without one.
-        host_bytes: Python objects that are kept for it alone.
+        total_bytes: what a step by this plan takes, as in `StepMemory`.
+        pool_bytes: the pool that this plan needs; 0 without one. All plans share one pool, as
+            large as the largest plan needs.
+        host_bytes: bytes of the Python objects that are kept for this plan alone.
     """
 
     arguments: str
@@ -38,9 +38,7 @@ class KeptPlan:
 
 @dataclass(frozen=True, slots=True)
 class KeptPlans:
-    """All plans that a compiled step keeps, the most recently used first, and for how many kinds of
-    calls it may.
-    """
+    """The plans that a compiled step keeps, most recently used first, and how many it may keep."""
 
     plans: tuple[KeptPlan, ...]
     most: int
@@ -92,36 +90,37 @@ class StepMemory:
         persistent_bytes: parameters, buffers, optimizer state, the batch: what exists before and
             after.
         pool_bytes: the pool; 0 without one.
-        outside_bytes: the most that is alive at once inside the step and not in the pool, with
-            what copies into the pool need meanwhile.
-        kernel_bytes: the most that one kernel allocates for itself while it runs, which the totals
-            contain; None where that could not be found out.
-        run_bytes: what a run needs: the larger total of the first step, where one makes the
-            optimizer's state, and of later ones.
-        program_order_bytes: the total of the same operators in eager PyTorch's order, by plan.
+        outside_bytes: the most that is alive at once inside the step and not in the pool, including
+            what copies into the pool need.
+        kernel_bytes: the most that one kernel allocates for itself while it runs; the totals
+            contain it. None if it could not be measured.
+        run_bytes: what a training run needs: the larger total of the first step, which makes the
+            optimizer's state, and of later steps.
+        program_order_bytes: the planned total of the same operators in eager PyTorch's order.
         totals: the planned total of each way of running that was considered; the first is that with
             PyTorch's allocator.
         measured_bytes: the most that was allocated at once in one step; None until
             `Step.measured`.
-        workspace_bytes: the part of it that kernels allocated for themselves; None on CUDA.
-        group_bytes: how much less that would be if process groups allocated nothing for
-            themselves, which no plan counts: gloo copies what it reduces.
-        eager_measured_bytes: the same when the user's own function runs; None until
+        workspace_bytes: the part of `measured_bytes` that kernels allocated for themselves; None on
+            CUDA.
+        group_bytes: how much less `measured_bytes` would be if process groups allocated nothing
+            for themselves (gloo copies what it reduces). No plan counts this memory.
+        eager_measured_bytes: as `measured_bytes`, when the user's own function runs; None until
             `Step.measured_eagerly`.
         eager_workspace_bytes: the part of it that kernels allocated for themselves; None on CUDA.
-        eager_group_bytes: how much less that would be without what process groups allocate for
-            themselves.
-        limit_bytes: the most that the step may take (``memory=`` of `roam.compile`); None where
-            nobody set a limit.
-        floor_bytes: no plan, whatever it runs again, takes less; None where nothing runs again.
+        eager_group_bytes: how much less `eager_measured_bytes` would be if process groups allocated
+            nothing for themselves.
+        limit_bytes: the most that the step may take (``memory=`` of `roam.compile`); None without a
+            limit.
+        floor_bytes: no plan takes less, however often operators run; None if nothing runs again.
         extra_runs: how many operators run again to keep within the limit, views not counted.
-        extra_s: seconds that they take by plan.
+        extra_s: seconds of these extra runs, by plan.
         least_extra_s: no plan within the limit has extra runs that take less, by plan.
-        step_s: seconds of the step without them, by plan; 0 where nothing runs again.
-        timed_operators: of how many operators the plan's times were measured on the device, each
-            kernel once for its shapes; 0 where nothing runs again.
-        modelled_operators: of how many the model of time gave them; scaled to the measured ones,
-            where there are any.
+        step_s: seconds of the step without them, by plan; 0 if nothing runs again.
+        timed_operators: how many operators have a time that was measured on the device, each
+            kernel once for each set of shapes; 0 if nothing runs again.
+        modelled_operators: how many have a time by the model of time, scaled to the measured
+            times if there are any.
         extra_measured_s: seconds that the extra runs took in the step that was measured; None until
             `Step.measured`, on CUDA, and where nothing runs again.
         step_measured_s: seconds of all other operators in that step; None as `extra_measured_s`.
@@ -213,9 +212,10 @@ class StepMemory:
         if self.extra_measured_s is not None and self.step_measured_s:
             measured = f", {self.extra_measured_s / self.step_measured_s:.1%} as measured"
         return [
-            f"{self.extra_runs:,} operators run again, for {extra} of the step's time by plan"
-            f"{measured}; no plan within the limit recomputes less than {least}. Times of "
-            f"{self.timed_operators:,} operators are measured, of {self.modelled_operators:,} modelled"
+            f"{self.extra_runs:,} operators run again, for {extra} of the step's time by "
+            f"plan{measured}; no plan within the limit takes less extra time than {least}. Times "
+            f"of {self.timed_operators:,} operators are measured, of {self.modelled_operators:,} "
+            "modelled"
         ]
 
     def _rows(self) -> list[tuple[str, int, str]]:

@@ -1,9 +1,9 @@
 """Cuts a joint graph of AOTAutograd into forward and backward so that both keep within one memory
 limit.
 
-What the forward pass leaves to the backward pass is what a plan of the whole leaves there
-(`roam.capture.frontends.joint`). The two graphs are planned again, each by itself, when they run:
-so the cut is tried, and made anew for a lower limit of the whole until plans of both are found.
+A plan of the whole graph decides what the forward pass leaves to the backward pass
+(`roam.capture.frontends.joint`). When the two graphs run, each is planned again by itself. So the
+cut is tried, and made again with a lower limit for the whole until plans of both are found.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ _KIND = "plan"
 
 
 def kept_plan(graph: Graph, settings: tuple[int | None, ...]) -> Plan | None:
-    """The plan that this build of the planner made of a graph of this structure with these
-    settings; verified. None where none is kept, or what is kept is none.
+    """The verified plan that this build of the planner made for a graph of this structure with
+    these settings. None if there is none, or if the file does not contain a valid plan.
     """
     cache = disk_cache()
     if cache is None:

@@ -165,7 +165,7 @@ class Runner:
         self._devices = {meta.device.type for meta in program.slots if meta is not None}
 
     def state_failure(self) -> str | None:
-        """None where optimizer state and gradients are as this variant finds them, else what is
+        """None if optimizer state and gradients are as this variant finds them, else what is
         not.
         """
         if (failure := self.state_guard.failure()) is not None:
@@ -182,20 +182,25 @@ class Runner:
                 not isinstance(number, (float, int))
                 or bool(comparison(number, *constants)) is not answer
             ):
-                return f"{reference.path} is {show(number)} now, with which the step does something else"
+                return (
+                    f"{reference.path} is {show(number)} now, for which the step does "
+                    "something else"
+                )
         for reference, value in self._program.plain_before:
             if not same(value, reference.get()):
                 return f"{reference.path} changed from {show(value)} to {show(reference.get())}"
         return None
 
     def branch_failure(self, known: tuple[bool, ...]) -> str | None:
-        """None where this variant may be for a call whose first answers to branches are known."""
+        """None if this variant may be for a call whose first answers to branches are known."""
         return (
-            None if self._answers[: len(known)] == known else "a branch on a value goes another way"
+            None
+            if self._answers[: len(known)] == known
+            else ("a branch on a value has another outcome")
         )
 
     def answer_failure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-        """None where numbers and the arguments' values decide as they did at capture, else which
+        """None if numbers and the arguments' values decide as they did at capture, else which
         guard has another answer.
         """
         if not self._program.computed_guards:
@@ -205,7 +210,10 @@ class Runner:
         with self._kernels_alone():
             for guard, answer in self._program.computed_guards:
                 if guard.has_other_answer(answer, lambda reference: _found(reference, leaves)):
-                    return f"{guard.source} depends on values that change, and its result is another one than at capture"
+                    return (
+                        f"{guard.source} depends on values that change, and its result "
+                        "differs from the one at capture"
+                    )
         return None
 
     @property
@@ -292,7 +300,7 @@ class Runner:
     def _joined(
         self, leaves: list[Any], result: list[Any], rebinds: list[Any]
     ) -> tuple[list[Any], list[Any]]:
-        """The result's leaves and the rebinds with distributed tensors in the place of this
+        """The result's leaves and the rebinds with distributed tensors instead of this
         process's parts.
         """
         made: dict[int, Any] = {}
@@ -334,8 +342,8 @@ class Runner:
         return watched if self._draws or self._executor.generated is None else nullcontext()
 
     def _leave(self, leaves: list[Any], rebinds: list[Any], skipped: set[int]) -> None:
-        """Puts where they belong what outlives the step, but for the state of optimizers that were
-        skipped.
+        """Puts what outlives the step where it belongs, except for the state of optimizers that
+        were skipped.
         """
         program = self._program
         for reference in self._consumed:
@@ -394,7 +402,7 @@ class Runner:
 
     @contextmanager
     def _timed(self) -> Iterator[Stopwatch | None]:
-        """In the block, runs have their extra runs timed; None where there are none, or no clock
+        """In the block, runs have their extra runs timed; None if there are none, or no clock
         would tell: on CUDA, and in a first run, which checks every call.
         """
         again = self.choice.recomputation
@@ -481,7 +489,7 @@ class Runner:
                 raise ExecutionError(f"{self._references[place].path} {VIEW}", code="failed")
         if _pattern(storages) != self._sharing:
             raise ExecutionError(
-                "tensors of the step share memory in another way than at capture; tie or untie "
+                "tensors of the step do not share memory as they did at capture; tie or untie "
                 "weights before the first call of the compiled step, or compile it again",
                 code="sharing",
             )
@@ -517,7 +525,8 @@ class Runner:
                 place = sum(call.is_branch for call in self._program.calls[: self._number(failure)])
                 answers = (*self._answers[:place], not self._answers[place])
                 return Declined(
-                    f"a branch at {failure.call.source} goes the other way than the plan", answers
+                    f"a branch at {failure.call.source} has another outcome than in the plan",
+                    answers,
                 )
             if failure.call.is_check:
                 return Declined(f"a check at {failure.call.source} does not pass")

@@ -70,7 +70,7 @@ _MOST_KNOWN = 64
 _OF_ORDER = (
     "order", "offsets", "reuse", "peak_bytes", "pool_peak_bytes", "pool_bytes", "outside_bytes", "total_bytes", "candidates",
 )  # fmt: skip
-"""What a plan says that hangs on nothing but its order and layout."""
+"""What a plan says that depends on nothing but its order and layout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,21 +128,21 @@ class Choice:
         eager_graph: the step as it was captured, with what its kernels take for themselves, as if
             every kernel could write where a plan wants.
         eager_bytes: the most memory that the step takes as eager PyTorch orders it.
-        kernel_bytes: the most that one kernel of it takes for itself while it runs; None where
-            nobody could tell, and no plan knows.
+        kernel_bytes: the most that one kernel of it takes for itself while it runs; None if this is
+            not known, so that no plan contains it.
         copied_in: with a pool, the calls whose results are copied into it.
         is_searched: whether the plan's order was searched for; if not, it is that of another plan
             of the same calls.
-        totals: what each way that was tried comes to, in bytes; the first is the ordinary
-            allocator's, where that was tried.
+        totals: the total of each way that was tried, in bytes; the first is that with the ordinary
+            allocator, if it was tried.
         bound_bytes: no plan without a pool takes less in all, as the search for one has proved;
-            None where none was searched.
+            None if none was searched.
         lowered: the step as it was captured and `program`, lowered, for choices of other sizes;
             where the plan was searched.
-        memory_limit_bytes: the most that the step may take; None where nobody set a limit.
+        memory_limit_bytes: the most that the step may take; None without a limit.
         checks_bytes: how much of that is kept for what the checked first run and computed guards
             allocate for themselves.
-        recomputation: what runs again; None where nothing has to. Then calls of `program` are runs
+        recomputation: what runs again; None if nothing has to. Then calls of `program` are runs
             of the captured step's.
     """
 
@@ -228,13 +228,13 @@ def choose(
     keep_checkpoints: bool = False,
     timings: Timings | None = None,
 ) -> list[Choice]:
-    """Per step of one process the way of the least total; if that is above a limit, a plan within
-    it in which calls run again.
+    """For each step of one process the way to run it with the least total. If this total is above a
+    limit, a plan within the limit in which calls run again.
 
     Args:
         variants: captured steps; what exists before the last of them exists now. The process has
             to have room for all, so no search goes on below what one before in the list takes.
-        pool: whether to use a pool; None: where that costs next to nothing, see `WORTH`.
+        pool: whether to use a pool; None: where that costs almost nothing, see `WORTH`.
         time_limit_s: limit for all planning together, in seconds. The first plan is always made.
         streams: how many operators may run at once; more than one need a pool, whose layout is safe
             under every timing.
@@ -253,7 +253,7 @@ def choose(
     Raises:
         PlanError: there is no plan within the limit (code ``memory_floor``), or none was found
             (code ``memory_limit_not_found``).
-        ValueError: the limit is what the device has, and nobody can tell how much that is.
+        ValueError: the limit is what the device has, and it is not known how much that is.
     """
     timings = timings or Timings()
     with collections_wait(), timings.running(timings.plan):
@@ -393,7 +393,7 @@ class _Chooser:
 
     def _anew(self, left_bytes: int) -> Choice | None:
         """A plan within a limit that runs again what it chooses, and not what the user's
-        `torch.utils.checkpoint` says; None where there is no such, or it runs again for longer than
+        `torch.utils.checkpoint` says; None if there is no such, or it runs again for longer than
         the user's own, which keeps within the limit.
         """
         device = self._variant.device
@@ -516,10 +516,11 @@ class _Chooser:
                     f"end; then {error}."
                 )
             raise PlanError(
-                f"{self._variant.name}: {fault} Without recomputation it takes {best.total_bytes} "
-                f"bytes, of which {best.plan.persistent_bytes} are there before and after the step. The "
-                f"checks of a plan's first run take {best.checks_bytes} bytes more. Pass memory= of at "
-                "least what is needed plus these checks, or take a smaller batch",
+                f"{self._variant.name}: {fault} Without recomputation it takes "
+                f"{best.total_bytes} bytes, of which {best.plan.persistent_bytes} exist before "
+                f"and after the step. The checks of a plan's first run take {best.checks_bytes} "
+                "bytes more. Pass memory= of at least what is needed plus these checks, or take "
+                "a smaller batch",
                 code=code,
                 operator=error.operator,
                 position=error.position,
@@ -571,7 +572,7 @@ class _Chooser:
     def _as_before(
         self, like: Choice, lowering: Lowering, made: Callable[..., Choice]
     ) -> Choice | None:
-        """The same calls for other sizes, run in the same way and order; None where that takes more
+        """The same calls for other sizes, run in the same way and order; None if that takes more
         than it did there.
         """
         how: dict[str, Any] = {"copied_in": like.copied_in} if like.uses_pool else {"pool": False}
@@ -621,7 +622,7 @@ class _Chooser:
         )
 
     def _written(self, taken: dict[int, int] | None, like: Lowering | None) -> Lowering | None:
-        """The step as it was written, with what its kernels take for themselves; None where that
+        """The step as it was written, with what its kernels take for themselves; None if that
         is not known, and the variant's own graph says all.
         """
         variant, program, placed = self._variant, self._variant.program, self._variant.placed
@@ -775,7 +776,7 @@ def ordered_as(ordered: Plan, bounded: Plan, graph: Graph) -> Plan | None:
     """The order and layout of one plan (without integer programs) with the bound of another, which
     is of the graph.
 
-    None where program order is better, or where the verifier refuses it: tensors that share memory
+    None if program order is better, or where the verifier refuses it: tensors that share memory
     in another way than before ask for another order.
     """
     plan, found = json.loads(bounded.to_json()), json.loads(ordered.to_json())

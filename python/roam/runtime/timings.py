@@ -29,13 +29,13 @@ class Stage:
 
 @dataclass(slots=True)
 class Timings:
-    """Where the time between a call and its result went that captured a step.
+    """Where the time of a call that captured a step went.
 
     Attributes:
         capture: running the user's function on fake tensors; counts traces.
-        compile: compiling what `torch.compile` is to compile inside of the step; counts the calls
-            that were compiled.
-        kernels: finding out what kernels take for themselves; counts those that were run.
+        compile: compiling regions of the step by `torch.compile`; counts the calls that were
+            compiled.
+        kernels: measuring what kernels take for themselves; counts the kernels that were run.
         plan: choosing how the step runs, the first one and the later ones; counts the plans that
             were made.
         first_run: the first run of the plan, which checks every operator; counts 1 when it has

@@ -49,7 +49,7 @@ def first_difference(
     size: int,
 ) -> Difference | None:
     """The first operator between modules in which a rank's forward pass differs from what was
-    chosen for it; None where there is none.
+    chosen for it; None if there is none.
 
     Args:
         trace: of one process.

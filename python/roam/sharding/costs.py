@@ -20,8 +20,8 @@ class Link:
     """What connects the ranks along one mesh dimension.
 
     Attributes:
-        latency_ns: from the launch of a collective to its end if it carries nothing, nanoseconds.
-        bytes_per_ns: that a rank sends while it receives as many.
+        latency_ns: nanoseconds from the launch of a collective without data to its end.
+        bytes_per_ns: the rate at which a rank sends, while it receives at the same rate.
         exchanges: whether its backend has `all_to_all`; gloo has none.
     """
 
@@ -32,14 +32,14 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Constants of the model; those of NVIDIA A100s that NVLink connects, unless told otherwise.
+    """Constants of the model of time; by default those of NVIDIA A100s that NVLink connects.
 
     Attributes:
         flops_per_ns: floating-point operations that a device computes in a nanosecond.
         bytes_per_ns: bytes that it moves from and to its memory.
-        launch_ns: from one kernel to the next, nanoseconds.
+        launch_ns: nanoseconds for launching a kernel.
         links: per mesh dimension.
-        link: of mesh dimensions that `links` does not name.
+        link: for mesh dimensions that `links` does not name.
     """
 
     flops_per_ns: float = 19_500.0

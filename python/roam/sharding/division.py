@@ -27,8 +27,8 @@ class Division:
     Attributes:
         data: replicas of the model.
         tensor: ranks that share the parts of each replica.
-        is_sharded: whether parameters, gradients and the optimizer's state are spread over the
-            replicas (`fully_shard`), or each replica has them whole.
+        is_sharded: whether parameters, gradients and the optimizer's state are sharded over the
+            replicas (`fully_shard`); if not, each replica has them whole.
         data_link: what connects the replicas.
         tensor_link: what connects the ranks of a replica.
     """
@@ -149,7 +149,7 @@ def spread_replicas(
 
 
 def rows_of(batch: tuple[Any, ...]) -> int | None:
-    """How many samples a batch has: the length of its first tensor; None where it has none."""
+    """How many samples a batch has: the length of its first tensor; None if it has none."""
     tensors = (leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor))
     return next((len(tensor) for tensor in tensors if tensor.ndim), None)
 

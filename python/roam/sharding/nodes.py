@@ -587,7 +587,7 @@ class _Builder:
 
     def _sequence(self, call: ModuleCall, dim: State) -> State | None:
         """The state of what a module makes of a part, with whole parameters, by DTensor's rules;
-        None where DTensor would need a collective.
+        None if DTensor would need a collective.
         """
         trace, rules = self._trace, self._rules
         states: dict[int, State] = {call.given[0][1]: dim}

@@ -75,20 +75,20 @@ def parallelize(
 
     Runs the user's function on fake tensors only. The model, the optimizer and the batch stay as
     they are; under `with roam.fake():` they need no memory either, but then the certified memory
-    lacks what kernels take for themselves. Otherwise those that may take any are tried on zeros.
-    One process is enough, for a mesh of any size.
+    lacks what kernels take for themselves. Otherwise kernels that may take memory for themselves
+    are tried on zeros. One process is enough, for a mesh of any size.
 
     Args:
         train_step: called as ``train_step(model, optimizer, *batch)``, with one backward pass.
-        model: with plain parameters; nothing of it is distributed yet.
+        model: with plain parameters, no part of it distributed yet.
         optimizer: over its parameters.
-        batch: what else the step is given: all samples of a step, as one process would train on
-            them. Replicas get equal parts of it, along the first dimension.
+        batch: the other arguments of the step: all samples of a step, as one process would train
+            on them. Replicas get equal parts of it, along the first dimension.
         mesh: how many ranks, the ranks along each dimension, or a `DeviceMesh`. Of several
             dimensions, the first ones may be of replicas.
         data: how many replicas of the model train on parts of the batch, and average their
-            gradients. Whatever is cheapest if None, but more than one only if that is found to do
-            what one process does.
+            gradients. If None, the fastest number; more than one only if roam finds that the
+            replicas compute what one process does.
         memory: the most that a rank's step may take in all, in bytes or as text such as
             ``"20GiB"``; no limit if None.
         costs: constants of the model of time.
@@ -98,7 +98,8 @@ def parallelize(
         CaptureError: the step cannot be traced, or no choice that was found runs on a rank
             (``sharding``).
         PlanError: no sharding was found within the memory (``sharding_memory``).
-        ValueError: the mesh or the memory is none, or has no such replicas.
+        ValueError: the mesh or the memory is not valid, or the mesh cannot be divided into so many
+            replicas.
     """
     limit_bytes = None if memory is None else MemoryLimit.of(memory).amount_bytes()
     planning = Planning(
@@ -112,7 +113,7 @@ def _mesh(mesh: Any, model: torch.nn.Module) -> tuple[tuple[int, ...], str]:
     device = next((parameter.device.type for parameter in model.parameters()), "cpu")
     shape = (mesh,) if isinstance(mesh, int) else tuple(getattr(mesh, "shape", mesh))
     if not shape or any(not isinstance(size, int) or size < 1 for size in shape):
-        raise ValueError(f"a mesh has one rank or more along each dimension, not {mesh!r}")
+        raise ValueError(f"a mesh needs at least one rank along each dimension, not {mesh!r}")
     return shape, getattr(mesh, "device_type", device)
 
 
@@ -214,7 +215,7 @@ class Planning:
         self._errors: list[RoamError] = []
 
     def find(self, limit_bytes: int | None = None) -> Found | None:
-        """The cheapest choice that runs on a rank, or None where there is none within the limit.
+        """The cheapest choice that runs on a rank, or None if there is none within the limit.
 
         Raises:
             CaptureError: the step cannot be traced, or none of the choices runs.
@@ -355,7 +356,7 @@ class Planning:
         candidate.choice = choice
 
     def _replica(self, division: Division) -> _Replica | None:
-        """What a replica does; None where it is not known to do what one process does."""
+        """What a replica does; None if it is not known to do what one process does."""
         count = division.data
         if count not in self._replicas:
             start = time.perf_counter()
@@ -479,7 +480,7 @@ def _more_bans(found: Found, difference: Difference, tries: int) -> Bans:
     if path not in bans.modules and tries < _MOST_TRIES:
         return replace(bans, modules=bans.modules | {path})
     raise CaptureError(
-        f"no sharding was found that runs: on a rank, the code of {difference.path or 'the step'} "
-        f"does not run on parts: {difference.message}; {_SIZES}",
+        "no sharding was found that works: on a rank, the code of "
+        f"{difference.path or 'the step'} does not run on parts: {difference.message}; {_SIZES}",
         code="sharding",
     )

@@ -39,8 +39,8 @@ def meshed(shape: Sequence[int], names: Sequence[str], device: str) -> Iterator[
     if dist.is_initialized():
         if dist.get_world_size() != world:
             raise CaptureError(
-                f"the mesh has {world} ranks and the process group {dist.get_world_size()}; plan "
-                "for that many, or before the group is made",
+                f"the mesh has {world} ranks, and the process group has {dist.get_world_size()}; "
+                "pass a mesh of as many ranks, or plan before the group is made",
                 code="mesh_size",
             )
         yield init_device_mesh(device, tuple(shape), mesh_dim_names=tuple(names))

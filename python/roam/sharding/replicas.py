@@ -1,6 +1,7 @@
-"""Whether replicas that train on parts of a batch, and average their gradients, do what one process
-does on all of it: the loss has to be a mean over samples that depend on each other nowhere else. It
-is read off the operators of one process's step and of a replica's, by DTensor's rules.
+"""Finds out whether replicas that train on parts of a batch, and average their gradients, compute
+what one process computes on the whole batch. For that the loss has to be a mean over samples that
+depend on each other nowhere else. This is found from the operators of one process's step and of a
+replica's, by DTensor's rules.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _REDUCED_BY_MEAN = 1
 
 
 def why_not(whole: Trace, part: Trace, rules: Rules) -> str:
-    """Why replicas are not known to do what one process does; empty where they are.
+    """Why replicas are not known to do what one process does; empty if they are.
 
     Args:
         whole: the step of one process on the whole batch.
@@ -92,8 +93,8 @@ class _Comparison:
                 flows = any(whole.values[slot].is_differentiable for slot in slots)
                 if flows or one.mutates:
                     return (
-                        f"{reason} is no operator on samples that are independent of each other, "
-                        "nor their mean"
+                        f"{reason} does not treat samples independently of each other, and is "
+                        "not their mean"
                     )
                 made = (OTHER,) * len(slots)
                 self._mixing |= dict.fromkeys(slots, reason)
@@ -102,7 +103,7 @@ class _Comparison:
         if other is not None:
             return "a replica runs other operators"
         state = self._states.get(whole.loss, WHOLE)
-        return "" if state in (WHOLE, MEAN) else "the loss is no mean over samples"
+        return "" if state in (WHOLE, MEAN) else "the loss is not a mean over samples"
 
     def _pass_on(self, one: Operator, state: State) -> None:
         (slot,) = one.outputs
@@ -135,7 +136,7 @@ class _Comparison:
     def _made(
         self, one: Operator, other: Operator, given: Sequence[State]
     ) -> tuple[State, ...] | None:
-        """The states of what an operator makes, None where they are none."""
+        """The states of what an operator makes, None if they are none."""
         size = self._rules.size
         shapes = [self._whole.values[slot].shape for slot in one.outputs if slot is not None]
         local = [self._part.values[slot].shape for slot in other.outputs if slot is not None]

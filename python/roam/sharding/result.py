@@ -51,15 +51,15 @@ class Sharding:
 
     Attributes:
         mesh_shape: ranks along each dimension.
-        division: of the ranks into replicas, and into those that share the parts of a replica.
+        division: how the ranks are divided into replicas, and into ranks that share a replica.
         styles: by the path of a module, what `parallelize_module` is given for it.
         units: paths of the modules that `fully_shard` is called on before the model, where there
             are replicas.
         plan: of one rank's step, verified; its `total_bytes` is what the step takes on each rank.
-        choice: what the search found; `ns` is the time of a step by the model, `bound_ns` a time
-            below which no choice is, for any division that was looked at.
-        seconds: that each stage took.
-        left_out: divisions that were no options, and why.
+        choice: what the search found. `ns` is the time of a step by the model, and `bound_ns` a
+            lower bound of it for all divisions that were looked at.
+        seconds: how long each stage took.
+        left_out: divisions that are not possible, and why.
         knows_kernels: whether `plan` knows what kernels take for themselves while they run. It does
             not if the model or the batch was of fakes.
     """
@@ -89,9 +89,7 @@ class Sharding:
 
     @property
     def collectives(self) -> list[tuple[str, Collective]]:
-        """What ranks of a replica do together in a step: the path of the module, and the
-        collective.
-        """
+        """The collectives of a replica's ranks in a step, each with the path of its module."""
         return [
             (node.path, one)
             for node, option in zip(self.nodes, self.choice.options, strict=True)
@@ -100,7 +98,7 @@ class Sharding:
 
     @property
     def replica_collectives(self) -> list[tuple[str, Collective]]:
-        """What replicas do together in a step: the path of the unit, and the collective."""
+        """The collectives among replicas in a step, each with the path of its unit."""
         placed = placements_of(self.trace, self.nodes, self.choice.options)
         return replica_collectives(self.division, self.units, placed)
 
@@ -132,18 +130,18 @@ class Sharding:
         *,
         mesh: Any = None,
     ) -> torch.nn.Module:
-        """Spreads a model like the one that was planned on every rank: by `parallelize_module`,
-        and where there are replicas by `fully_shard`, or PyTorch's `replicate`.
+        """Splits a model like the planned one, on every rank: by `parallelize_module` and, with
+        several replicas, by `fully_shard` or PyTorch's `replicate`.
 
         All ranks must have the same values of all parameters, as after the same seed or from one
         checkpoint.
 
         Args:
             model: changed, and returned.
-            optimizer: over its parameters, without state yet: gets the new ones in their place.
-                Without it, make the optimizer afterwards.
-            mesh: of the shape ``division.shape``; of one dimension is enough where the ranks are
-                either all replicas or of one replica. Of all processes if None.
+            optimizer: over the model's parameters, without state yet; it gets the new parameters.
+                If you do not pass it, make the optimizer afterwards.
+            mesh: a mesh of the shape ``division.shape``. One dimension is enough if there is only
+                one replica, or if each replica is one rank. All processes if None.
 
         Raises:
             ValueError: the mesh has another shape, or the optimizer has state.
@@ -213,7 +211,10 @@ class Sharding:
             table += [(f"  {path}", style, str(count)) for (path, style), count in rows.items()]
             lines += [columns(table, right=(2,)), ""]
         elif self.division.data == 1:
-            lines.append("  nothing is spread: by the model of time, every rank does all of it")
+            lines.append(
+                "  nothing is split: by the model of time it is fastest if every rank "
+                "does everything"
+            )
         for between, found, ranks in (
             ("", self.collectives, self.division.tensor),
             (" between replicas", self.replica_collectives, self.division.data),

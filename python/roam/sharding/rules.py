@@ -1,14 +1,14 @@
-"""Which local runs of an operator give the parts of its result, on one mesh dimension, by DTensor's
-own rules.
+"""Finds by DTensor's own rules, for one mesh dimension, which runs of an operator on local tensors
+give the parts of its result.
 
 A *state* says how a plain local tensor stands for a whole one: `WHOLE`, each rank has all of it,
 and all of its gradient; or a dimension `d >= 0`, each rank has an equal part along it. `SPREAD` is
 a whole DTensor, on which only styles of modules work: there gradients may be partial sums, which
 DTensor reduces.
 
-A run on parts is right where each rank's result depends on its own parts alone, and then so are its
-gradients. A whole input beside parts gets a partial gradient, which nothing in plain code reduces:
-such a run is a strategy only where no gradient flows into that input.
+A run on parts is right if each rank's result depends only on its own parts; then its gradients are
+right too. A whole input beside inputs in parts gets a partial gradient, which nothing in plain code
+reduces. So such a run is a strategy only if no gradient flows into that input.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Strategy:
 
 
 class Rules:
-    """Strategies of operators, remembered by what they hang on."""
+    """Strategies of operators, remembered by what they depend on."""
 
     def __init__(self, trace: Trace, size: int) -> None:
         """`size`: ranks that share the parts."""

@@ -86,7 +86,7 @@ class Problem:
         )
 
     def search(self, work: int) -> Choice | None:
-        """The cheapest choice, or None where it is proved that there is none, or none was found.
+        """The cheapest choice, or None if it is proved that there is none, or none was found.
 
         Args:
             work: entries of cost matrices that each search may look at: that in which equal layers

@@ -123,7 +123,7 @@ def apply_styles(
         model: to be changed.
         mesh: of one dimension.
         styles: by path.
-        source_rank: whose parameters all ranks get; None where all have the same.
+        source_rank: whose parameters all ranks get; None if all have the same.
     """
     from torch.distributed.tensor.parallel import parallelize_module
 

@@ -83,7 +83,7 @@ class ModuleCall:
     path: str
     module: torch.nn.Module
     parent: int
-    """Number of the call around it; -1 where there is none."""
+    """Number of the call around it; -1 if there is none."""
     given: list[tuple[str | int, int]] = field(default_factory=list)
     """Tensors that it was given: by position or name, and the value."""
     positional: int = 0

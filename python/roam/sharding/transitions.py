@@ -14,7 +14,7 @@ PARTIAL = -3
 def transition(
     before: State, after: State, size_bytes: int, is_differentiable: bool
 ) -> tuple[Collective, ...] | None:
-    """Collectives of a change of state, forward and backward; None where no style makes it.
+    """Collectives of a change of state, forward and backward; None if no style makes it.
 
     Args:
         before: outside of the module for its input, within it for its output.

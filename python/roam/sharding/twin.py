@@ -1,5 +1,5 @@
-"""A model, its optimizer and a batch once more, on fake tensors: to be traced and taken apart while
-the user's own stay as they are.
+"""Copies of a model, its optimizer and a batch on fake tensors, which are traced and split while
+the user's own objects stay as they are.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def twin_of(
     for name, tensor in named:
         if is_dtensor(tensor):
             raise CaptureError(
-                f"{name} is a DTensor already; give roam.parallelize the model before anything of "
-                "it is distributed",
+                f"{name} is a DTensor already; give roam.parallelize the model before any part "
+                "of it is distributed",
                 code="dtensor",
             )
     given = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor)]

@@ -1,9 +1,9 @@
 """Arguments: a call's arguments taken apart to tensors, plain values and what is compared by
 identity.
 
-`torch.utils._pytree` takes containers apart. Objects of the user's classes, such as a batch of
-graphs or a dataclass, it does not; those of which another one has come at a later call are taken
-apart here.
+`torch.utils._pytree` takes containers apart, but not objects of the user's classes, such as a batch
+of graphs or a dataclass. If a later call brings another object of the same class, such objects are
+taken apart here.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Reads: which attributes of the user's own objects a step reads, or sets before it reads them.
 
 While the step is traced, the classes of the objects that it reaches note every attribute that is
-asked for, whether it is there or not. What was not asked for cannot matter, and need be neither
-compared from call to call nor faked. Where a read could pass by unnoticed, the whole object counts
+asked for, whether it is there or not. Attributes that were not asked for do not matter, and need be
+neither compared from call to call nor faked. If a read could go unnoticed, the whole object counts
 as read.
 """
 
@@ -125,7 +125,7 @@ class Reads:
         self._has_more = False
 
     def key_of(self, value: object, attributes: dict[str, Any] | None) -> int | None:
-        """The key of an object whose reads are noted; None where they cannot be. Objects that share
+        """The key of an object whose reads are noted; None if they cannot be. Objects that share
         a ``__dict__`` share a key.
         """
         if self.everything or not is_watchable(type(value)):
@@ -143,7 +143,7 @@ class Reads:
         return not self.everything and id(value) in self._keys
 
     def names_of(self, key: int | None) -> set[str] | None:
-        """The attributes that a narrow walk enters; None where it is all of them."""
+        """The attributes that a narrow walk enters; None if it is all of them."""
         if key is None or not self.is_narrow or key in self._whole:
             return None
         return {name for holder, name in self._noted if holder == key}

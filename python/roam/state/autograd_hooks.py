@@ -29,8 +29,8 @@ from roam.torch_compat.private import (
 
 _SHARDED: Final = ("FullyShardedDataParallel",)
 _PLAIN: Final = (
-    "pass the plain module, and bring gradients together between two compiled functions, one for "
-    "the backward pass and one for the update"
+    "pass the plain module, and reduce gradients between two compiled functions, one for the "
+    "backward pass and one for the update"
 )
 _MARK: Final = "roam"
 

@@ -1,9 +1,9 @@
 """Guards of what a traced step used but does not hold: the libraries' code that it ran, and
 environment variables.
 
-Somebody may replace a function of a module's, a method of a class, or a variable of the environment
-between two calls. The trace tells what it went through, and a guard compares that, and no more, at
-every call.
+A function of a module, a method of a class, or an environment variable may be replaced between two
+calls. The trace notes which of them it used, and a guard compares these, and no others, at every
+call.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Reliance:
         """The user's functions that ran, or that a library's code names, and that were not found by
         the walk over what the step reaches.
 
-        Somebody put them in the place of a library's, or code looked them up by a computed name.
+        Somebody put them instead of a library's, or code looked them up by a computed name.
         """
         if len(self.code) == self._looked_at:
             return []

@@ -2,8 +2,8 @@
 
 The walk starts at the user's function and its arguments and goes through closures, bound objects,
 partials, the globals that code names, classes, containers, modules and optimizers. Library packages
-are not entered: their functions and classes are taken to stay as they are. Modules that the user
-wrote himself are entered name by name, as his functions use them.
+are not entered: their functions and classes are assumed to stay as they are. Of modules that the
+user wrote, only the names that the user's functions use are followed.
 """
 
 from __future__ import annotations
@@ -402,7 +402,7 @@ class _Walk:
         elif issubclass(kind, WeakIdKeyDictionary):
             if any(issubclass(type(key), torch.Tensor) for key in value.keys()):  # noqa: SIM118 - it iterates over nothing else
                 raise CaptureError(
-                    f"{path} has tensors for keys by their identity, and the fake tensors of "
+                    f"{path} has tensors as keys, compared by identity, and the fake tensors of "
                     "capture have other identities; keep it in an ordinary dictionary",
                     code="identity",
                 )

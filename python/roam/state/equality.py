@@ -24,7 +24,7 @@ MISSING: Final = _Missing()
 
 
 def attributes_of(value: object) -> Any:
-    """The ``__dict__`` of an object; None where it has none."""
+    """The ``__dict__`` of an object; None if it has none."""
     try:
         return object.__getattribute__(value, "__dict__")
     except AttributeError:

@@ -135,6 +135,6 @@ def check_surroundings() -> None:
 
 
 ANOMALY: Final = (
-    "torch.autograd.detect_anomaly looks for nan in gradients, which is known only when the step "
-    "runs; call the step's own function under it, or pass it check_nan=False"
+    "torch.autograd.detect_anomaly checks gradients for nan, which are known only when the step "
+    "runs; call your own function under it, or pass it check_nan=False"
 )

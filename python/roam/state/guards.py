@@ -1,9 +1,9 @@
 """Guards: whether a step's Python state is still what capture saw.
 
-A captured step has every Python value that it met frozen into it: which branch was taken, the
-probability of a dropout, the number of layers in a list. `Guards` notices when such a value is
-another one now, in well under a millisecond; `ArgGuard` does so for the arguments of a call, where
-new tensors of the same kind are fine.
+A captured step depends on the Python values that it met: which branch was taken, the probability of
+a dropout, the number of layers in a list. `Guards` notices, in well under a millisecond, if such a
+value has changed. `ArgGuard` does so for the arguments of a call, where new tensors of the same
+kind are fine.
 
 Plain values are compared by exact type and value, floats by their bits; containers by their
 entries; everything else by identity. Tensors that are not parameters are compared by their
@@ -270,7 +270,7 @@ class Guards:
 
     def _tensor_failure(self) -> str | None:
         if len(self._optimizers) > 1 and self._group_pattern() != self._shared_groups:
-            return "the optimizers share groups in another way than before"
+            return "the optimizers do not share groups as before"
         values = [space.get(key) for _, space, key, _ in self._replaceable]
         are_tensors = all(issubclass(type(value), torch.Tensor) for value in values)
         if not (are_tensors and self._table.fits([*self._fixed_tensors, *values])):
@@ -280,7 +280,7 @@ class Guards:
         storages = list(map(storage_of, (*self._fixed_tensors, *values)))
         if storages != self._storages:
             if _pattern(storages) != self._aliasing:
-                return "the tensors that the step reaches share memory in another way than before"
+                return "the tensors that the step reaches do not share memory as before"
             self._storages = storages
             self._first_places = _first_places(storages)
         return None
@@ -350,7 +350,7 @@ class _SpaceCheck:
         return self._key_change(items)
 
     def expects_the_same(self, other: _SpaceCheck) -> bool:
-        """Whether another check compares the same holder with the same contents, but for what
+        """Whether another check compares the same holder with the same contents, except for what
         either lets change.
         """
         return (
@@ -500,7 +500,7 @@ class ArgGuard:
         return [(path, isinstance(expected, _Leaf)) for path, expected in self._leaves]
 
     def failure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-        """None where the plan of the captured call fits this one too, else the first difference.
+        """None if the plan of the captured call fits this one too, else the first difference.
         The state's guards are asked first: by what they found, an argument shares memory with the
         state or not.
         """
@@ -525,7 +525,10 @@ class ArgGuard:
             elif not same(expected, _leaf(value)):
                 return f"{path} changed from {show(expected)} to {show(value)}"
         if self._alias(leaves) != self._aliasing:
-            return "the arguments share memory, with one another or with the step's state, in another way than before"
+            return (
+                "the arguments do not share memory, with one another or with the step's "
+                "state, as before"
+            )
         return None
 
     def _alias(self, leaves: list[Any]) -> tuple[list[int], list[int]]:

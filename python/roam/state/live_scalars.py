@@ -3,8 +3,8 @@
 A learning rate, an optimizer's step count, a loss scale: during capture each is a `LiveFloat` or
 `LiveInt`, whose arithmetic is recorded as calls of Python's own operators, in the order in which
 the user's code makes them, so that a run gives the very bits of eager. Any use that would bring the
-value itself into Python (`float(x)`, `if x > 1`, `print(x)`) raises `CaptureError`: what the value
-decides at capture would be decided for ever.
+value itself into Python (`float(x)`, `print(x)`) raises `CaptureError`, since the plan would use
+the value of the capture for ever. A condition (`if x > 1`) becomes a computed guard.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ class LiveNode:
 
     def _reached_python(self, *_: object) -> NoReturn:
         self.trace.refuse(
-            f"the value of {self.origin} is used in Python, and a plan would keep what it was at "
-            f"capture; {self.trace.remedy(self.slot)}",
+            f"the value of {self.origin} is used in Python, and a plan would keep its value from "
+            f"the capture; {self.trace.remedy(self.slot)}",
             code="value_reached_python",
         )
 

@@ -1,5 +1,5 @@
-"""What can be asked of objects that hold their state in C, or where nothing notes that it is read:
-events, loggers, shared memory.
+"""Reads the state of objects that hold it in C, or whose reads cannot be noted: events, loggers,
+shared memory.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def reader_of(value: object) -> Callable[[Any], Any] | None:
 
 
 def read_bytes_of(value: Any, read: Callable[[Any], Any]) -> int:
-    """How many bytes are read of an object at once; 1 where that is next to nothing."""
+    """How many bytes are read of an object at once; 1 if that is almost nothing."""
     if read is _objects:
         return int(value.nbytes)
     if read not in (_bytes, _shared):

@@ -1,5 +1,5 @@
-"""The spaces of optimizers and gradient scalers: what of them stays from step to step, and which of
-their numbers are live.
+"""The spaces of optimizers and gradient scalers: which of their values stay the same from step to
+step, and which of their numbers are live.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def is_live_number(key: str, value: object) -> bool:
     """Whether an entry of an optimizer's group, or a part of one, is a number that a schedule may
     change from call to call.
 
-    Integers are counts and switches, but for a learning rate.
+    Integers are counts and switches, except for a learning rate.
     """
     return isinstance(value, float) or (type(value) is int and key in RATE_KEYS)
 

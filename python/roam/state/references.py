@@ -102,7 +102,7 @@ def as_tuple(kind: type, entries: Iterable[Any]) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Skeleton:
-    """A nest of lists, tuples and dictionaries that a step makes, with None where tensors and live
+    """A nest of lists, tuples and dictionaries that a step makes, with None if tensors and live
     numbers will be.
     """
 

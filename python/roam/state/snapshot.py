@@ -1,8 +1,8 @@
 """Snapshot: everything that a step reaches, kept so that tracing can run the user's function and
 restore everything afterwards.
 
-A snapshot keeps the contents of every holder, not copies of the values in them; tensors' values are
-not copied: whether one was written to shows in its version counter.
+A snapshot keeps the contents of every container and object, but no copies of the values in them.
+Tensors' values are not copied: a tensor's version counter shows whether it was written to.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def applied(settings: Sequence[Setting]) -> Iterator[None]:
 
 
 Made = Callable[[Any], tuple[int, Callable[[], Any]] | None]
-"""The slot of a tensor that a trace has made and how to make it for real; None where it hangs on
+"""The slot of a tensor that a trace has made and how to make it for real; None if it depends on
 more than constants."""
 
 
@@ -137,7 +137,7 @@ class Snapshot:
 
     def settings(self, made: Made) -> list[Setting] | None:
         """What `moved` tells of, where all of it is entries of dictionaries and attributes that
-        hold other plain values now, or tensors in the place of none.
+        hold other plain values now, or tensors instead of none.
         """
         found: list[Setting] = []
         reasons = 0
@@ -245,7 +245,7 @@ class _TensorState:
         self.requires_grad = tensor.requires_grad
         self.grad = _gradient(tensor)
         self.version = _version(tensor)
-        # A step is traced on the user's fakes themselves, and on others in the place of real
+        # A step is traced on the user's fakes themselves, and on others instead of real
         # tensors.
         self.data = tensor.detach() if isinstance(tensor, FakeTensor) else None
 
@@ -283,7 +283,7 @@ def _version(tensor: torch.Tensor) -> int:
 
 
 def _is_number_after(old: Any, value: Any) -> bool:
-    """Whether a step left a number in the place of one, or a number that it calculated in the place
+    """Whether a step left a number instead of one, or a number that it calculated in the place
     of nothing.
     """
     return (
@@ -352,7 +352,7 @@ def _difference(path: str, old: Any, value: Any) -> str:
 
 
 def _has_other_tensors(old: Any, value: Any, renewed: Callable[[Any], None]) -> bool:
-    """Whether two values are the same but for tensors, in tuples too, and in lists and dictionaries
+    """Whether two values are equal except for tensors, in tuples too, and in lists and dictionaries
     that hold some, of which `renewed` is told each that is another one.
     """
     if issubclass(type(old), torch.Tensor):

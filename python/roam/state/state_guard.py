@@ -1,6 +1,6 @@
 """Whether optimizers' state, gradients and loss scales are of the kinds that a plan is for.
 
-They are read anew at every call, so a plan hangs on no more than their shapes, dtypes, devices and
+They are read anew at every call, so a plan depends only on their shapes, dtypes, devices and
 strides.
 """
 

@@ -18,17 +18,17 @@ class TraceContext(Protocol):
         """Raises a `CaptureError` for a function that brings processes together."""
 
     def fixed_value(self, slot: int) -> Any:
-        """The value of a number for which a plan may hold; None where it may not."""
+        """The value of a number for which a plan may hold; None if it may not."""
 
     def decided(
         self, slot: int, function: Callable[..., bool], others: tuple[float, ...]
     ) -> bool | None:
-        """The answer of a comparison with constants, which the plan's guards make again; None where
+        """The answer of a comparison with constants, which the plan's guards make again; None if
         they cannot.
         """
 
     def branch(self, function: Callable[..., bool], operands: tuple[Any, ...]) -> bool | None:
-        """The answer of a comparison that the plan's own run checks; None where it cannot."""
+        """The answer of a comparison that the plan's own run checks; None if it cannot."""
 
     def remedy(self, slot: int) -> str:
         """What to write instead of code that a number's value decides."""

@@ -102,7 +102,7 @@ PATCHES: Final = (
     Patch("torch.nn.init", ("_no_grad_trunc_normal_",), "it draws until no value is too large, which no fake tells",
           "`roam.fake` does not end, or raises, on models that draw weights so"),
     Patch("torch.cuda.amp.common", ("amp_definitely_not_available",), "autocast for CUDA works without a device",
-          "an estimate for CUDA has float32 in the place of half precision"),
+          "an estimate for CUDA has float32 instead of half precision"),
     Patch("torch.cuda", ("is_bf16_supported",), "bfloat16 is allowed without a device",
           "an estimate for CUDA refuses bfloat16"),
     # Autograd.
@@ -197,7 +197,7 @@ class Unlisted(LookupError):
 
 
 def resolved(path: str) -> Any:
-    """The object at a dotted path, of modules that are imported; None where there is none."""
+    """The object at a dotted path, of modules that are imported; None if there is none."""
     parts = path.split(".")
     for end in range(len(parts), 0, -1):
         found: Any = sys.modules.get(".".join(parts[:end]))

@@ -81,9 +81,9 @@ storage_uses: Callable[[int], int] = torch._C._storage_Use_Count
 tensor_uses: Callable[[Any], int] = torch.Tensor._use_count
 """How many holders the C++ object of a tensor has; Python counts as one of them."""
 hooks_of: Callable[[Any], Any] = operator.attrgetter("_backward_hooks")
-"""A tensor's hooks on its gradient; None where there are none."""
+"""A tensor's hooks on its gradient; None if there are none."""
 gradient_hooks_of: Callable[[Any], Any] = operator.attrgetter("_post_accumulate_grad_hooks")
-"""A leaf's hooks after its gradient is accumulated; None where there are none."""
+"""A leaf's hooks after its gradient is accumulated; None if there are none."""
 ASKS_FOR_FAKES: Sequence[tuple[Any, str]] = (
     (torch._guards, "detect_fake_mode"),
     (torch._subclasses.fake_tensor, "is_fake"),
@@ -139,7 +139,7 @@ def is_dtensor(value: object) -> bool:
 
 
 def dtensor_class() -> Any:
-    """The class of distributed tensors; None where nobody has imported it."""
+    """The class of distributed tensors; None if nothing has imported it."""
     return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
 
 
@@ -184,7 +184,7 @@ def joined(local: torch.Tensor, layout: Any, *, requires_grad: bool = False) -> 
 
 
 def mesh_class() -> Any:
-    """The class of meshes of devices; None where nobody has imported it."""
+    """The class of meshes of devices; None if nothing has imported it."""
     module = sys.modules.get("torch.distributed.device_mesh")
     return getattr(module, "DeviceMesh", None)
 
@@ -196,7 +196,7 @@ def has_real_ranks(mesh: Any) -> bool:
 
 def layout_rules() -> tuple[Any, str] | None:
     """The class and the name of the method that finds how the result of an operator is spread, and
-    runs it on fakes of whole tensors for that; None where nobody has imported them.
+    runs it on fakes of whole tensors for that; None if nothing has imported them.
     """
     module = sys.modules.get("torch.distributed.tensor._sharding_prop")
     return (
@@ -209,7 +209,7 @@ def single_dimension_rules(
 ) -> list[Any] | None:
     """How the results and the tensor arguments of an operator are placed on one mesh dimension
     where it runs on local parts, by DTensor's rules: rows of placements, or of placeholders with a
-    dimension. None where it has rules of another form, or none.
+    dimension. None if it has rules of another form, or none.
 
     `meta` gives shape, strides and dtype of what stands for a tensor in the arguments, of `kind`.
     """
@@ -319,7 +319,7 @@ def spread_generators() -> list[tuple[Any, str]]:
 
 
 def mask_buffer() -> Any:
-    """The class of the masks that lookups in spread tables keep until they are reduced; None where
+    """The class of the masks that lookups in spread tables keep until they are reduced; None if
     nobody has imported it.
     """
     module = sys.modules.get("torch.distributed.tensor._ops._mask_buffer")
@@ -621,7 +621,7 @@ def node_class(function: type[torch.autograd.Function]) -> type:
 
 
 def saved_tensor_hooks() -> Any:
-    """The hooks on saved tensors that are entered now; None where there are none."""
+    """The hooks on saved tensors that are entered now; None if there are none."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
@@ -710,7 +710,7 @@ def scaler_start() -> Callable[..., Any]:
 
 
 def reducer_class() -> type | None:
-    """The class that reduces gradients of `torch.distributed` in C++; None where it was not
+    """The class that reduces gradients of `torch.distributed` in C++; None if it was not
     built.
     """
     return torch._C._distributed_c10d.Reducer if torch.distributed.is_available() else None
@@ -959,7 +959,7 @@ def boxed(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
 
 
 def tracing_context() -> Any:
-    """What AOTAutograd knows of the graph that it compiles now; None where it compiles none."""
+    """What AOTAutograd knows of the graph that it compiles now; None if it compiles none."""
     return torch._guards.TracingContext.try_get()
 
 
@@ -979,7 +979,7 @@ FROM_STANCE = "_callback_from_stance"
 
 
 def frame_evaluation() -> Any:
-    """The module by which `torch.compile` runs what it has compiled; None where nothing has been
+    """The module by which `torch.compile` runs what it has compiled; None if nothing has been
     compiled in this process, or where this PyTorch has no way to look at it.
     """
     module = sys.modules.get("torch._dynamo.eval_frame")
@@ -988,7 +988,7 @@ def frame_evaluation() -> Any:
 
 
 def inductor_graph() -> Any:
-    """The class of the graphs that Inductor has compiled; None where it has compiled none."""
+    """The class of the graphs that Inductor has compiled; None if it has compiled none."""
     return getattr(sys.modules.get("torch._inductor.output_code"), "CompiledFxGraph", None)
 
 
@@ -1016,7 +1016,7 @@ def compiled_graph(module: Any, fakes: Sequence[Any]) -> Any:
 
 
 def backward_compiler() -> Any:
-    """The class that compiles a region's backward graph when it first runs; None where there is
+    """The class that compiles a region's backward graph when it first runs; None if there is
     none.
     """
     wrappers = sys.modules.get("torch._functorch._aot_autograd.runtime_wrappers")
@@ -1090,7 +1090,7 @@ def innermost_backend(callback: Any) -> Any:
 
 
 def whole_graphs() -> Any:
-    """A block in which `torch.compile` raises what `is_graph_break` knows, in the place of
+    """A block in which `torch.compile` raises what `is_graph_break` knows, instead of
     compiling a function in parts.
     """
     return torch._dynamo.error_on_graph_break(True)

@@ -3,7 +3,7 @@
 Routing follows Lepikhin et al., "GShard" (ICLR 2021), algorithm 1: each token goes to its ``TOP``
 best experts, each expert takes at most ``capacity`` tokens, and what exceeds that is dropped (the
 residual connection carries it on). Dispatch and combination are products with a [tokens, experts,
-capacity] tensor, so no shape hangs on the data. The loss that balances the experts is that of
+capacity] tensor, so no shape depends on the data. The loss that balances the experts is that of
 Fedus, Zoph and Shazeer, "Switch Transformers" (JMLR 2022), equation 4.
 """
 

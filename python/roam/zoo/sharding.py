@@ -42,7 +42,7 @@ class Sharding:
             that within groups of `tp_ranks` neighbours, and `fully_shard` across the groups.
         world: how many ranks there are.
         rank: one of them.
-        tp_ranks: how many ranks share the parts of one layer; None where `way` says it.
+        tp_ranks: how many ranks share the parts of one layer; None if `way` says it.
     """
 
     way: str
@@ -77,7 +77,7 @@ class Sharding:
 
     @property
     def note(self) -> str:
-        """What the figures of a plan do not have; empty where there is nothing."""
+        """What the figures of a plan do not have; empty if there is nothing."""
         if self.way != "ddp":
             return ""
         return (

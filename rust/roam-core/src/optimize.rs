@@ -53,14 +53,14 @@ pub enum OptimizeError {
         most: f64,
     },
     /// The settings demand integer programs, which were needed, and there is no solver.
-    #[error("the exact tier is required and its solver cannot be used: {reason}")]
+    #[error("integer programs are required, and their solver cannot be used: {reason}")]
     SolverUnavailable {
         /// Why not.
         reason: String,
     },
     /// The settings demand integer programs, some were needed, and the solver broke down on every
     /// one.
-    #[error("the exact tier is required and its solver failed on all {programs} programs; the first time: {reason}")]
+    #[error("integer programs are required, and their solver failed on all {programs}; the first time: {reason}")]
     SolverFailed {
         /// How many there were.
         programs: u32,

@@ -1,5 +1,4 @@
-"""The whole graph as one integer program, after MODeL: what planning by a solver alone comes to,
-for comparison.
+"""The whole graph as one integer program, after MODeL: planning by a solver alone, for comparison.
 
 The programs are those of Steiner et al., "MODeL: Memory Optimizations for Deep Learning" (ICML
 2023; as OLLA, arXiv 2210.12924; code facebookresearch/MODel_opt): first when every operator runs,

@@ -41,7 +41,7 @@ class Solution:
 
     status: Status
     columns: int
-    """Columns of the program; 0 where the start met the bound and there was none to solve. A lower
+    """Columns of the program; 0 if the start met the bound and there was none to solve. A lower
     bound of them where it was too large."""
     rows: int
     bound_bytes: int

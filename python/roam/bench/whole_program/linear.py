@@ -107,7 +107,7 @@ class Answer:
     """What a solver made of a program."""
 
     values: list[float] | None
-    """One per column; None where the time was up before there were any."""
+    """One per column; None if the time was up before there were any."""
     bound: float | None
     """No values cost less, by the solver's floating point."""
     finished: bool

@@ -123,7 +123,7 @@ class OrderProgram:
                 live[step].add(self._preserve(held, step, made, open_ones), size)
 
     def _preserve(self, held: Held, step: int, made: int, used: Sequence[int]) -> int:
-        """A column that is 1 where the tensor is live, which it is as long as a user is left."""
+        """A column that is 1 if the tensor is live, which it is as long as a user is left."""
         is_made = held.creator is None or self._start[held.creator] <= step
         is_live = is_made and any(self._start[user] >= step for user in held.users)
         preserved = self.program.column(0, 1, int(is_live), integer=False)

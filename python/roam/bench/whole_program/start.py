@@ -9,7 +9,7 @@ from roam.bench.whole_program.problem import Problem
 
 
 def start(problem: Problem, known: Sequence[int] | None = None) -> list[int]:
-    """The step of every operator in the best schedule that costs next to nothing to find.
+    """The step of every operator in the best schedule that costs almost nothing to find.
 
     One stream: program order, LESCEA's, or the one that the caller knows. Several: every operator
     as early, or as late, as it can run.
@@ -80,7 +80,7 @@ def lescea(problem: Problem) -> list[int]:
 
 
 def _program_order(problem: Problem) -> list[int]:
-    """Program order, but for operators that extra constraints hold up."""
+    """Program order, except for operators that extra constraints hold up."""
     positions = problem.graph.positions.tolist()
     after: list[list[int]] = [[] for _ in range(problem.count)]
     for operator, operators in enumerate(problem.before):

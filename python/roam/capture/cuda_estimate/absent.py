@@ -1,12 +1,12 @@
 """CUDA on a machine that has none: what PyTorch asks of a device while a step is captured, answered
 without one.
 
-Operators on fake CUDA tensors go the way of real ones as far as PyTorch finds it by their device
-alone: fused dropout, cuDNN's batch norm, multi-tensor optimizers. Two things ask for the device
-itself. Autograd's engine looks for its streams before it starts; here it is told, and it alone,
-that tensors have no device, and that the accelerator of the process is one that does nothing.
-Attention chooses its kernel by the device's compute capability; here the choice is one that every
-device of 8.0 or later can run (`sdpa.py`).
+For most operators PyTorch chooses the CUDA kernels by the tensors' device type alone, so fake CUDA
+tensors are enough: fused dropout, cuDNN's batch norm, multi-tensor optimizers. Two parts of PyTorch
+ask the device itself. Autograd's engine looks for the device's streams before it starts; here it
+alone is told that tensors have no device, and that the accelerator of the process is one that does
+nothing. Attention chooses its kernel by the device's compute capability; here it gets a kernel that
+every device of 8.0 or later can run (`sdpa.py`).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def is_absent(device: torch.device) -> bool:
 
 
 def estimate_of(device: torch.device) -> str:
-    """What a capture for a device may be wrong about; empty where it is exact."""
+    """What a capture for a device may be wrong about; empty if it is exact."""
     return ESTIMATE if is_absent(device) else ""
 
 
@@ -53,9 +53,9 @@ def prepare() -> None:
     """Makes backward passes of fake CUDA tensors possible in this process, which has no CUDA
     device. It cannot be undone.
 
-    The engine asks the process's accelerator for its streams. In a PyTorch that was built for CUDA
-    that is CUDA, and there is no device to ask. A backend from outside of PyTorch goes before it,
-    so an idle one is put there.
+    Autograd's engine asks the process's accelerator for its streams. In a PyTorch that was built
+    for CUDA the accelerator is CUDA, and there is no device to ask. A backend from outside of
+    PyTorch takes precedence over it, so one that does nothing is registered.
 
     Raises:
         CaptureError: where this PyTorch does not permit it.
@@ -125,8 +125,8 @@ def on_device(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 class OnCpu(TorchDispatchMode):
-    """Runs on the CPU what would run on an absent device: a few numbers, to answer a question about
-    them.
+    """Runs on the CPU what would run on an absent device: operators on a few numbers, whose values
+    are asked for.
     """
 
     def __init__(self) -> None:

@@ -1,9 +1,9 @@
 """Scaled dot product attention of fake CUDA tensors on a machine without a device, which PyTorch
 would ask for its compute capability.
 
-Chosen is what devices of compute capability 8.0 or later can run, in the order in which PyTorch
-tries its kernels, under the switches of `torch.backends.cuda`. cuDNN's attention, which newer
-devices may prefer, is left out; it keeps as much.
+The choice is the first kernel, in the order in which PyTorch tries them and under the switches of
+`torch.backends.cuda`, that devices of compute capability 8.0 or later can run. cuDNN's attention,
+which newer devices may prefer, is left out; it keeps as many bytes.
 """
 
 from __future__ import annotations

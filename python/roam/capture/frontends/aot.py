@@ -38,15 +38,15 @@ class GraphInput:
 def record_graph(
     graph: GraphModule, args: Sequence[Any], *, phase: str, dying: Collection[int] = ()
 ) -> Program:
-    """The program of a graph for arguments like these; no kernel is run but on zeros, for how it
-    lays out its results.
+    """The program of a graph for arguments like these. Kernels are run only on zeros, to find how
+    they lay out their results.
 
     Args:
         graph: functional aten calls, save for the copies into changed arguments at its end.
         args: a call's arguments. Shapes, strides and numbers are taken from them, and which of them
             share memory.
         phase: ``"forward"`` or ``"backward"``.
-        dying: places of the arguments that nobody holds after their last use.
+        dying: places of the arguments that nothing holds after their last use.
 
     Raises:
         CaptureError: what cannot be recorded exactly.
@@ -137,8 +137,8 @@ def _input(recorder: Recorder, mode: FakeTensorMode, reference: GraphInput, valu
 def _constant(recorder: Recorder, mode: FakeTensorMode, node: Node, value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         raise CaptureError(
-            f"{node.name} is a {type(value).__name__}, and constants of a graph can only be tensors; "
-            "keep it out of what is compiled",
+            f"{node.name} is a {type(value).__name__}, and constants of a graph can only be "
+            "tensors; move it out of the compiled function",
             code="foreign_operator",
         )
     fake = mode.from_tensor(value.detach(), static_shapes=True)
@@ -156,8 +156,8 @@ def _call(node: Node, values: Mapping[Node, Any]) -> Any:
     ):
         name = getattr(target, "__name__", str(target))
         raise CaptureError(
-            f"{name} at {_source(node.meta)} is no registered operator, and a graph that calls it "
-            "has no plan; call it outside of what is compiled",
+            f"{name} at {_source(node.meta)} is not a registered operator, so a graph that calls "
+            "it cannot be planned; call it outside of the compiled function",
             code="foreign_operator",
             operator=name,
         )

@@ -1,7 +1,8 @@
 """Compiles the repeated blocks of a graph of AOTAutograd's by Inductor.
 
-Nodes know the module that they come from, those of a backward graph too. A block's nodes that can
-run one after another become one call of a compiled region; equal pieces share their kernels.
+Each node is marked with the module that it comes from, in backward graphs too. Nodes of a block
+that can run one after another become one call of a compiled region. Equal pieces share their
+kernels.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ _compiled: dict[object, Any] = {}
 
 
 def with_compiled_blocks(module: GraphModule, args: Sequence[Any]) -> GraphModule:
-    """The graph with its repeated blocks compiled; the same one where it has none.
+    """The graph with its repeated blocks compiled; the same graph if it has none.
 
-    A repeated block is a call of a module with children of which a list of modules has two of one
-    class; of nested ones, the outermost is taken.
+    A repeated block is a call of a module that has children and is one of at least two of its class
+    in a list of modules. If blocks are nested, the outermost is taken.
 
     Args:
         module: functional aten calls, save for the copies into changed arguments at its end.

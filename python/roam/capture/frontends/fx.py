@@ -50,8 +50,8 @@ def graph_of(module: Any, *, random_states: bool = False) -> Graph:
         A graph in which placeholders and attributes are persistent, and results leave the step.
 
     Raises:
-        CaptureError: a node that is none of these, or that cannot be planned exactly.
-        TypeError: it is no `fx.GraphModule`.
+        CaptureError: a node is none of these, or cannot be planned exactly.
+        TypeError: `module` is not an `fx.GraphModule`.
     """
     return Lowered.of(module, random_states=random_states).graph
 
@@ -59,15 +59,15 @@ def graph_of(module: Any, *, random_states: bool = False) -> Graph:
 def apply(plan: Plan, module: Any) -> Any:
     """The same module with its nodes in a plan's order, so that values are freed as the plan says.
 
-    The module's code drops each value after its last use; so its peak is that of the plan's order
-    wherever memory does not fragment. The plan's pool is not applied: kernels get their memory from
+    The module's code drops each value after its last use, so its peak is that of the plan's order
+    if memory does not fragment. The plan's pool is not used: kernels get their memory from
     PyTorch's allocator.
 
-    Where operators run again, their nodes are copied. Random ones draw again from a state of their
-    generator, which a node before them reads.
+    If operators run again, their nodes are copied. Random operators draw again from a state of
+    their generator, which a node before them reads.
 
     Args:
-        plan: of `graph_of` of the same module, for one stream.
+        plan: a plan for one stream of the graph that `graph_of` makes of the module.
         module: is changed, and recompiled.
 
     Raises:
@@ -129,7 +129,7 @@ class Lowered:
         Args:
             module: see `graph_of`.
             random_states: see `graph_of`.
-            dying: names of the placeholders that nobody holds after their last use.
+            dying: names of the placeholders that nothing holds after their last use.
             asks_kernels: whether to run kernels on zeros, for what they allocate for themselves.
 
         Raises:
@@ -137,7 +137,7 @@ class Lowered:
         """
         if not isinstance(module, GraphModule):
             raise TypeError(
-                f"a roam.Graph or a torch.fx.GraphModule is wanted, not a {type(module).__name__}"
+                f"expected a roam.Graph or a torch.fx.GraphModule, not a {type(module).__name__}"
             )
         program, spans = _record(module, dying)
         device = device_of(program)

@@ -1,5 +1,6 @@
-"""Joint graphs of AOTAutograd, forward and backward in one: which values the forward pass leaves to
-the backward pass, and which the backward pass makes again, as a plan of the whole says.
+"""Joint graphs of AOTAutograd, which contain forward and backward pass. A plan of the whole graph
+says which values the forward pass leaves to the backward pass, and which the backward pass makes
+again.
 """
 
 from __future__ import annotations
@@ -62,11 +63,9 @@ class Joint:
                 self._reads_changed.add(node)
 
     def mark(self, plan: Plan) -> None:
-        """Tells a partitioner of PyTorch's what the backward pass is to be given by a plan of
-        `graph`, and that it makes the rest again.
-
-        What the user's own `torch.utils.checkpoint` marks there is the plan's to decide. An
-        operator that may not run again is one whose results are given.
+        """Tells a partitioner of PyTorch, by a plan of `graph`, which values the backward pass is
+        given, and which it makes again. What the user's own `torch.utils.checkpoint` marks there is
+        the plan's to decide. An operator that may not run again is one whose results are given.
         """
         operators = self._lowered.operators
         number_of = {node: number for number, node in enumerate(operators)}
@@ -150,7 +149,7 @@ def _needed(nodes: list[Node]) -> set[Node]:
 
 
 def held_bytes(forward: GraphModule, backward: GraphModule, forward_outputs: int) -> int:
-    """Bytes of what lives during the backward pass and is none of its arguments: the forward
+    """Bytes of what is alive during the backward pass and is not one of its arguments: the forward
     pass's other arguments, and its results.
     """
     outputs: Any = forward.graph.output_node().args[0]

@@ -2,10 +2,10 @@
 
 `if norm > limit: ...`, or an optimizer that projects an update by an angle. A plan holds for one
 answer to each, which its runs check before they change anything (`capture/tracing/conditions.py`,
-`program/early_checks.py`). No fake tensor knows them. So they are looked up while the user's own
-function runs (`watching`), at the line that asks, and given to the next trace. Where no run has
-been watched, or one that went another way, an answer is guessed: such a plan is as exact as any
-other, and of no use where the guess is wrong.
+`program/early_checks.py`). Fake tensors have no values, so they cannot give these answers. Instead,
+the answers are noted while the user's own function runs (`watching`), at the line that asks, and
+given to the next trace. If no such run has been watched, the answers are guessed. A plan with a
+guessed answer is as exact as any other, but it is not used if the guess is wrong.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ _replaced = ExitStack()
 
 @contextmanager
 def watching(seen: Seen) -> Iterator[None]:
-    """In the block, notes what reaches Python. Nothing runs otherwise than ever: a dispatch mode
-    would change what autograd does.
+    """In the block, notes which values reach Python. Operators run as usual, without a dispatch
+    mode, which would change what autograd does.
 
     What other threads ask for meanwhile is noted too: it can make a plan useless, but not wrong.
     """
@@ -106,7 +106,7 @@ class Answers:
 
     Args:
         known: the first ones, in the order in which the step's code asks.
-        seen: what a run saw that gave these; None where none was watched.
+        seen: what a run saw that gave these; None if none was watched.
 
     Attributes:
         guessed: whether an answer has had to be guessed.
@@ -135,12 +135,12 @@ class Replay:
         self._asked = self._guessed = 0
 
     def value(self) -> Any:
-        """The next value that reached the line that runs now; None where none is known."""
+        """The next value that reached the line that runs now; None if none is known."""
         values = self._values.get(user_place()) if self._values else None
         return None if values is None else next(values, None)
 
     def answer(self, seen: bool | None) -> bool | None:
-        """The answer to the next question, of which the watched run has `seen` one; None where too
+        """The answer to the next question, of which the watched run has `seen` one; None if too
         many have been guessed.
         """
         place, self._asked = self._asked, self._asked + 1

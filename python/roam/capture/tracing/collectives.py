@@ -1,9 +1,9 @@
 """Records collectives of `torch.distributed` without calling the group: each as launch and wait.
 
 Operators of `torch.ops.c10d` write into tensors that they are given and return a handle. Functional
-ones return a new tensor, to be waited for: it is made here, and then written to in the same way. A
-step may use what a collective writes only when it has waited, so the wait is recorded at once, and
-the plan decides how long a collective may be under way.
+collectives return a new tensor, to be waited for: this tensor is made here, and then written to in
+the same way. A step may use what a collective writes only after it has waited. So the wait is
+recorded directly after the launch, and the plan decides how far apart the two are.
 """
 
 from __future__ import annotations
@@ -232,8 +232,8 @@ def calls_of(
 ) -> list[Call]:
     """The launch and the wait on slots; `pending` stands for what is under way between them.
 
-    Inputs that the step itself makes count as changed by both. What runs again under a memory
-    limit may be dropped between two reads and made in other memory; between two changes it may not.
+    Inputs that the step itself makes count as changed by both. Otherwise a plan within a memory
+    limit could drop an input between launch and wait and make it again in other memory.
     """
     tensors = ([Ref(slot) for slot in outputs], [Ref(slot) for slot in inputs])
     made = [slot for slot in inputs if program.storages[program.storage_of(slot)].creator >= 0]

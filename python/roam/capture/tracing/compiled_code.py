@@ -1,7 +1,7 @@
 """Code that `torch.compile` has made of functions, and which of it a call would run now.
 
-Roam has Dynamo make code without running it, so such code is not in Dynamo's cache. Both are looked
-at together, as Dynamo would look at a cache that had all of it.
+roam lets Dynamo make code without running it, so this code is not in Dynamo's cache. A look-up
+searches the cache and this code together, as Dynamo would search a cache that contained both.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ class UsedCode:
         """None while `torch.compile` would run the same code, else what is new.
 
         Dynamo takes the newest code that fits a call. So code for all sizes, which it makes when it
-        meets a second one, also runs in the place of the code for the first.
+        meets a second one, is run for the first one, too.
         """
         now = self._now()
         if now <= self._known:
@@ -230,7 +230,7 @@ def newest_first(original: CodeType) -> list[Any]:
 
 
 def first_code(frame: Any, backend: Any) -> Any:
-    """The first of them that fits a call; None where none does."""
+    """The first of them that fits a call; None if none does."""
     for entry in newest_first(frame.f_code):
         if innermost_backend(entry.backend) == backend and entry.guard_manager.check(
             frame.f_locals

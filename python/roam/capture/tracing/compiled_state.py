@@ -1,5 +1,6 @@
-"""What Dynamo may take for granted when it compiles a function that a step calls, beside the
-arguments of the call: whether it is the same where the function is compiled, before the step.
+"""The state, beside the arguments of the call, that Dynamo assumes when it compiles a function that
+a step calls. The function is compiled before the step, so this checks that the state is the same
+there.
 """
 
 from __future__ import annotations

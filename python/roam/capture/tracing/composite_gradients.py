@@ -21,7 +21,7 @@ _KEYS = ("AutogradCPU", "AutogradCUDA")
 
 @contextmanager
 def kept_whole() -> Iterator[None]:
-    """Autograd calls `cumprod_backward` as one operator, but for a backward pass that is recorded
+    """Autograd calls `cumprod_backward` as one operator, except in a backward pass that is recorded
     for another one.
     """
     with implemented("aten", "cumprod_backward", _below_autograd, _KEYS):

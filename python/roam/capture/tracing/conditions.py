@@ -1,9 +1,9 @@
 """Checks: reads off the source with which answer a condition does not end in an error.
 
-Where one answer ends in an error (`assert not torch.isnan(loss)`, the validation of a
-distribution's arguments) the plan is for the other one. It is read off the source: the error branch
-is never run at capture, since it may write files. Where the code goes on either way, the question
-is a branch (`capture/tracing/branch_answers.py`).
+If one answer ends in an error (`assert not torch.isnan(loss)`, the validation of a distribution's
+arguments), the plan is for the other answer. Which answer that is, is read from the source. The
+branch that ends in an error is never run at capture, since it may write files. If the code goes on
+with either answer, the condition is a branch (`capture/tracing/branch_answers.py`).
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _FINITE = {"isfinite": True, "isnan": False, "isinf": False}
 
 
 def passing_answer() -> bool | None:
-    """The answer with which the check that asks now passes; None where the code that asks goes on
-    either way, or is no check.
+    """The answer with which the check that asks now passes; None if the code goes on with either
+    answer, or is not a check.
     """
     condition = _condition()
     passes = None if condition is None else _passes(condition[1])
@@ -39,7 +39,7 @@ def passing_answer() -> bool | None:
 
 
 def finite_answer() -> bool | None:
-    """What the condition that asks now says of finite numbers; None where it does not ask about
+    """What the condition that asks now says of finite numbers; None if it does not ask about
     that alone.
     """
     condition = _condition()
@@ -47,8 +47,8 @@ def finite_answer() -> bool | None:
 
 
 def idle_answer() -> bool:
-    """The answer with which the condition that asks now does not hold, as far as the source tells;
-    a loop ends with it.
+    """The answer with which the condition that asks now is false, as far as the source shows. A
+    loop ends with this answer.
     """
     condition = _condition()
     answer = (
@@ -59,7 +59,7 @@ def idle_answer() -> bool:
 
 def _condition() -> tuple[list[ast.AST], ast.AST] | None:
     """The expression that asks now with all around it, and the statement whose condition they are;
-    None where there is none.
+    None if there is none.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and is_own_file(frame.f_code.co_filename):
@@ -92,8 +92,8 @@ def _where_finite(node: ast.AST) -> bool | None:
 
 
 def _answer(around: list[ast.AST], wanted: bool | None) -> bool | None:
-    """What the innermost part of a test has to be for the test to be as wanted; None where that
-    hangs on other parts as well.
+    """What the innermost part of a test has to be for the test to be as wanted; None if that
+    depends on other parts as well.
     """
     for node in reversed(around):
         if wanted is None:
@@ -199,7 +199,7 @@ def _paths(node: ast.expr, around: list[ast.AST]) -> Iterator[list[ast.AST]]:
 
 
 def _passes(statement: ast.AST) -> bool | None:
-    """What a statement's test is where its code goes on; None where it goes on either way."""
+    """What a statement's test is where its code goes on; None if it goes on either way."""
     if isinstance(statement, ast.Assert):
         return True
     if isinstance(statement, ast.While):
@@ -225,7 +225,7 @@ def _ends(statements: list[ast.stmt]) -> bool:
 
 
 def _keeps_truth(parent: ast.AST, node: ast.AST) -> bool:
-    """Whether what an expression says hangs on a part of it as `_answer` knows."""
+    """Whether what an expression says depends on a part of it as `_answer` knows."""
     if isinstance(parent, (ast.GeneratorExp, ast.ListComp)):
         return parent.elt is node
     if isinstance(parent, ast.Call):

@@ -1,7 +1,7 @@
 """Custom operators of the user or of a library, registered with `torch.library` or in C++.
 
-They are recorded by their schemas, like PyTorch's own. What a schema cannot say is refused here;
-what it says wrongly, the first run finds.
+They are recorded by their schemas, like PyTorch's own operators. Operators whose behaviour a schema
+cannot describe are refused here. If a schema is wrong, the first run finds it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def is_mark(func: OpOverload) -> bool:
 
 @functools.cache
 def refusal(func: OpOverload) -> str | None:
-    """Why an operator of others cannot be captured; None where it can."""
+    """Why an operator of others cannot be captured; None if it can."""
     if not is_foreign(func):
         return None
     schema = schema_of(func)

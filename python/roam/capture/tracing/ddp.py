@@ -49,8 +49,9 @@ class Reductions:
         """What `DistributedDataParallel.forward` does."""
         if (reason := unsupported(ddp)) is not None:
             self._recorder.refuse(
-                f"a DistributedDataParallel is set to what no plan can do: {reason}; leave that out, or pass the plain "
-                "module and reduce the gradients in the step by torch.distributed.all_reduce",
+                f"a DistributedDataParallel has an option that plans do not support: {reason}; "
+                "leave it out, or pass the plain module and reduce the gradients in the step by "
+                "torch.distributed.all_reduce",
                 code="ddp_option",
             )
         is_synced = torch.is_grad_enabled() and ddp.require_backward_grad_sync
@@ -93,7 +94,7 @@ class Reductions:
         return known
 
     def _broadcast(self, ddp: Any) -> None:
-        """Puts rank 0's buffers in the place of this rank's."""
+        """Replaces this rank's buffers by rank 0's."""
         target = launch("broadcast_", Group.of(ddp.process_group), "", 0)
         with torch.no_grad():
             for buffers in buffers_of(ddp):
@@ -106,8 +107,8 @@ class Reductions:
                     place += size
 
     def engine(self, plain: Callable[..., Any]) -> Callable[..., Any]:
-        """What runs autograd's engine, with the reducers' hooks on the nodes that accumulate
-        gradients. They come after all hooks of the user's.
+        """A function that runs autograd's engine with the reducers' hooks on the nodes that
+        accumulate gradients. These hooks run after all hooks of the user.
         """
 
         def run(*args: Any, **kwargs: Any) -> Any:

@@ -1,8 +1,9 @@
 """Steps on distributed tensors: what PyTorch's `DTensor` does while one is traced.
 
-A recorder leaves operators on distributed tensors to PyTorch's own dispatch, which decides how the
-result is spread, moves parts between processes, and runs the operator on this process's parts: all
-that a recorder sees. What it does beside that is taken out of the recording here, or refused.
+The recorder leaves operators on distributed tensors to PyTorch's own dispatch. This decides how the
+result is placed, moves parts between processes, and runs the operator on this process's parts. The
+recorder sees only these last operators. What the dispatch does besides is taken out of the
+recording here, or refused.
 """
 
 from __future__ import annotations
@@ -64,9 +65,9 @@ def stand_ins(trace: TraceContext) -> Iterator[Replacement]:
 
     def refuse_random(*_: Any, **__: Any) -> Any:
         trace.refuse(
-            "DTensor draws random numbers on this device by moving the generator's state by each "
-            "process's place, which capture cannot see; leave dropout out where tensors are "
-            "distributed, or apply it to x.to_local()",
+            "on this device DTensor moves the generator's state by an amount that depends on "
+            "the rank before it draws random numbers, which capture cannot see; leave dropout "
+            "out where tensors are distributed, or apply it to x.to_local()",
             code="dtensor_random",
         )
 
@@ -81,7 +82,7 @@ def stand_ins(trace: TraceContext) -> Iterator[Replacement]:
 
 
 _ANY_NUMBER = 0.5
-"""Layouts are found for this in the place of a live float; no rule looks at one."""
+"""Layouts are found for this instead of a live float; no rule looks at one."""
 
 
 def _if_so(asks: Callable[[Any], bool], refuse: Callable[[], Any], mesh: Any) -> bool:
@@ -92,8 +93,8 @@ def _if_so(asks: Callable[[Any], bool], refuse: Callable[[], Any], mesh: Any) ->
 def parts_of_update(
     trace: TraceContext, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of an update in which each element is its own affair, with this process's parts
-    in the place of distributed tensors, which have to be spread alike.
+    """The arguments of an element-wise update, with this process's parts instead of distributed
+    tensors, which must have equal placements.
     """
     tensors = tensors_in((args, kwargs))
     layouts = [layout_of(tensor) for tensor in tensors if is_dtensor(tensor)]

@@ -1,10 +1,10 @@
 """Operators whose results' shapes depend on values: boolean indices, `nonzero`, `unique`, packed
 sequences, CTC loss.
 
-What decides is cut out of the recording as a computed guard
-(`roam.capture.tracing.scalar_guards`): how many elements a mask selects, how long the longest
-target is. A plan holds for one answer and runs the operator itself, on memory of the size that goes
-with the answer; every call computes the guard again, of what its tensors hold then.
+The computation that decides a shape (how many elements a mask selects, how long the longest target
+is) is cut out of the recording as a computed guard (`roam.capture.tracing.scalar_guards`). A plan
+holds for one answer. It runs the operator itself, on memory of the size for this answer. Every call
+computes the guard again, from the values that the tensors have then.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def may_be_decided(func: Any) -> bool:
 
 
 def decided(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Decided | None:
-    """How values decide what a call gives; None where they do not, or where that is not known of
+    """How values decide what a call gives; None if they do not, or where that is not known of
     the operator.
     """
     rule = _RULES.get(func)

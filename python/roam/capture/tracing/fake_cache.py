@@ -89,7 +89,7 @@ class _Results:
         )
 
     def is_like(self, other: _Results) -> bool:
-        """Whether the results are those of the other but for how they lie in memory."""
+        """Whether the results are those of the other except for how they lie in memory."""
         return self.container is other.container and [_told(item) for item in self.items] == [
             _told(item) for item in other.items
         ]
@@ -112,8 +112,8 @@ _asked: dict[Any, _Results | None] = {}
 
 
 class Remembered:
-    """What kernels made of fake tensors, for as long as all else is the same that they are chosen
-    by.
+    """The results of kernels on fake tensors, which are valid as long as PyTorch's settings, by
+    which kernels are chosen, stay the same.
     """
 
     def __init__(self) -> None:
@@ -130,9 +130,9 @@ class Remembered:
 class FakeKernels:
     """Runs kernels on fake tensors.
 
-    A fake kernel looks at nothing but its arguments' metadata, so its results are known from the
-    last call with the same. PyTorch's own cache serves every use that fake tensors have; this one
-    knows what capture does with them, and is several times as fast.
+    A fake kernel depends only on its arguments' metadata, so its results are known from an earlier
+    call with the same metadata. PyTorch's own cache serves all uses of fake tensors; this cache
+    serves capture alone, and is several times as fast.
     """
 
     def __init__(self, *, asks: bool = False, remembered: Remembered | None = None) -> None:
@@ -213,7 +213,7 @@ class FakeKernels:
     def _real(
         self, key: Any, given: Any, tensors: list[Any], fake: _Results | None
     ) -> _Results | None:
-        """How the real kernel lays out the results of the fake one; None where that is not
+        """How the real kernel lays out the results of the fake one; None if that is not
         known.
         """
         func = key[0]
@@ -248,7 +248,7 @@ def _key(value: Any, signatures: list[int]) -> Any:
 def _remembered(
     result: Any, tensors: list[Any], device: torch.device | None = None
 ) -> _Results | None:
-    """How to make the same results again on fake tensors; None where that is not known.
+    """How to make the same results again on fake tensors; None if that is not known.
 
     `device`: where the results are to be, if not where they are.
     """

@@ -1,8 +1,8 @@
-"""Hides how a fake tensor differs from the one that it stands for: identity, class, and what only
-real memory has.
+"""Hides how a fake tensor differs from the tensor that it stands for: identity, class, and what
+only real memory has.
 
-The user's code gets eager PyTorch's answers, or is refused. Libraries' own code, which keeps books
-by identity, sees fakes as what they are.
+The user's code gets eager PyTorch's answers, or is refused. The code of libraries, which keeps
+tables by identity, sees the fakes themselves.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ class Identities:
 
     @contextmanager
     def asked(self, globals_of_users: Iterable[dict[str, Any]], refuse: Refuse) -> Iterator[None]:
-        """While the step runs: its code is told the identities and the classes of the tensors that
-        fakes stand for.
+        """A block for the time in which the step runs: its code sees the identities and the classes
+        of the tensors that fakes stand for.
         """
 
         def fixed(value: Any) -> int:
@@ -231,7 +231,7 @@ _plain_attributes: Any = torch.Tensor.__dict__["__dict__"]
 
 
 def _type_stand_in(class_of: Callable[[Any], type]) -> Any:
-    """What the user's code has for `type` while it runs: the same, but for fakes."""
+    """What the user's code has for `type` while it runs: the same, except for fakes."""
 
     class Asking(type):
         def __call__(cls, *args: Any, **kwargs: Any) -> Any:

@@ -39,15 +39,15 @@ def new_mode() -> FakeTensorMode:
 def fake(device: str = "cpu") -> Iterator[None]:
     """Builds models without memory: tensors made inside have sizes and no data.
 
-    Such a model can be given to `roam.capture`; it cannot be run. Modules that are first imported
-    inside are executed as if the block were not there, and what `functools.lru_cache` keeps of
-    fakes is dropped.
+    Such a model can be given to `roam.capture`; it cannot be run. Python modules that are first
+    imported inside are executed as if the block were not there. Caches of functions
+    (`functools.lru_cache`) that hold fakes are emptied afterwards.
 
     Args:
         device: where the tensors would be, ``"cpu"`` or ``"cuda"``.
 
-    On a machine without a CUDA device, what is captured for ``"cuda"`` is an estimate, and says so
-    (`Graph.estimate`).
+    On a machine without a CUDA device, a graph that is captured for ``"cuda"`` is an estimate (see
+    `Graph.estimate`).
 
     Raises:
         CaptureError: for ``"cuda"`` with a PyTorch that was not built for it.
@@ -115,11 +115,10 @@ def _default_device() -> torch.device:
 
 
 class Known(TorchDispatchMode):
-    """Knows the values of small tensors that are made of nothing but numbers, for constructors that
-    read them: `torch.linspace(0, rate, depth).tolist()`. Enter it inside of a fake mode.
-
-    The same operators run on real tensors on the CPU beside the fakes; nothing is known of what is
-    random or uninitialized.
+    """Knows the values of small tensors that are made from numbers alone, for constructors that
+    read them: `torch.linspace(0, rate, depth).tolist()`. Enter it inside of a fake mode. In
+    addition to fakes, the same operators run on real tensors on the CPU. Random and uninitialized
+    values are not known.
     """
 
     MOST_ELEMENTS = 4096
@@ -176,13 +175,13 @@ class Known(TorchDispatchMode):
             return func(*args, **({**kwargs, "device": "cpu"} if "device" in kwargs else kwargs))
 
     def _real(self, tensor: torch.Tensor) -> Any:
-        """The value of a fake tensor; None where it is not known."""
+        """The value of a fake tensor; None if it is not known."""
         real = getattr(tensor, "_roam_known", None) if isinstance(tensor, FakeTensor) else tensor
         return None if real is None or c_pointer(real.untyped_storage()) in self._lost else real
 
 
 def _is_arbitrary(func: Any) -> bool:
-    """Whether results of a kernel do not hang on its arguments alone."""
+    """Whether results of a kernel do not depend on its arguments alone."""
     is_random = torch.Tag.nondeterministic_seeded in func.tags
     return (
         is_random
@@ -193,7 +192,7 @@ def _is_arbitrary(func: Any) -> bool:
 
 
 def mode_of(tensors: list[torch.Tensor]) -> FakeTensorMode:
-    """The mode that the tensors' fakes belong to, or a new one where all are real.
+    """The mode that the tensors' fakes belong to, or a new mode if all tensors are real.
 
     Raises:
         CaptureError: where they come from different modes, or from one with symbolic shapes.

@@ -1,4 +1,4 @@
-"""The fake state of one capture: the user's own objects with fake tensors in the place of real
+"""The fake state of one capture: the user's own objects with fake tensors instead of real
 ones.
 
 The step's function runs unmodified on unmodified modules and optimizers, so what it touches must
@@ -69,7 +69,9 @@ from roam.torch_compat.private import (
 )
 
 _UNCAPTURED = {
-    torch.optim.LBFGS: "it runs the step again, as often as the loss says, and the plan would have to hang on the loss",
+    torch.optim.LBFGS: (
+        "it runs the model as often as the loss demands, and a plan has a fixed number of runs"
+    ),
     torch.optim.SparseAdam: "it is for sparse gradients, whose sizes depend on data",
 }
 _CLASSES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor)
@@ -267,8 +269,8 @@ class FakeState:
         return self._fake(tensor)
 
     def leave(self) -> None:
-        """Lets go of the fakes. One and its gradient, which knows the recorder, hold each other
-        where Python cannot see it.
+        """Drops the fakes. A fake and its gradient, which holds the recorder, hold each other in a
+        way that Python's garbage collector cannot see.
         """
         for _, fake in self._fakes.values():
             if isinstance(fake, torch.Tensor):
@@ -486,7 +488,8 @@ class FakeState:
                         argument.path,
                         "is marked for torch.compile (as by mark_dynamic), which is not captured; pass dynamic=True to "
                         "torch.compile instead" if any(name.startswith("_dynamo_") for name in names)
-                        else "has attributes of its own, which are not captured; keep what they say in a dictionary",
+                        else ("has attributes of its own, which are not captured; keep their "
+                             "values in a dictionary"),
                         code="tensor_attribute",
                     )  # fmt: skip
                 if any(getattr(leaf, name) for name in HOOKS):

@@ -76,8 +76,8 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 class Maker:
-    """Makes fake tensors of one mode. But for its storage and its layout, each of a device is as
-    the first that PyTorch made.
+    """Makes fake tensors of one mode. Except for storage and layout, each fake of a device equals
+    the first one, which PyTorch made.
     """
 
     def __init__(self) -> None:

@@ -2,8 +2,8 @@
 
 PyTorch's own hooks run while a step is traced, on the objects of the user's model, with fakes in
 the place of the local parts. Their collectives, copies into and out of buffers, and divisions are
-recorded like any other operator. What no operator shows is that they give the memory of gathered
-parameters back and take it again: from then on the same tensors lie in other memory.
+recorded like any other operator. No operator shows that they free the memory of gathered parameters
+and allocate it again: from then on the same tensors lie in other memory.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ class Recording(Protocol):
 
 
 def check_sharded(modules: Sequence[tuple[str, torch.nn.Module]]) -> None:
-    """Refuses sharded modules that are in no state in which a step could begin.
+    """Refuses sharded modules that are in a state in which no step can begin.
 
     Raises:
-        CaptureError: with what to do about it.
+        CaptureError: the message says what to do.
     """
     for path, module in modules:
         for state in shard_states([module]):
@@ -68,8 +68,8 @@ def check_sharded(modules: Sequence[tuple[str, torch.nn.Module]]) -> None:
 
 
 def set_up(modules: Sequence[torch.nn.Module]) -> bool:
-    """Sets sharded modules up that have not run yet, as their first forward pass would, so that it
-    can be planned; whether there were any.
+    """Sets sharded modules up that have not run yet, as their first forward pass would, so that
+    this pass can be planned. Returns whether there were any.
     """
     return set_up_shards(modules)
 
@@ -78,9 +78,8 @@ def set_up(modules: Sequence[torch.nn.Module]) -> bool:
 def sharded(
     recorder: Recording, modules: Sequence[torch.nn.Module], fake: Callable[[Any], Any]
 ) -> Iterator[None]:
-    """While a step is traced: what `fully_shard` keeps of its parameters is of their fakes.
-
-    Afterwards all that it keeps is as before.
+    """A block for the time in which a step is traced: `fully_shard` holds the fakes of its
+    parameters. Afterwards everything that it holds is as before.
 
     Args:
         recorder: of the trace.

@@ -1,9 +1,10 @@
-"""Gradient scalers: an optimizer's step that is left out where a gradient is infinite.
+"""Gradient scalers: an optimizer's step that is skipped if a gradient is not finite.
 
-Whether it is left out is known only when all gradients are, long after anything could be rewound.
-So the step is captured as if it ran, and each of its calls hangs on one number of the step,
-`Call.skip_if`: a run leaves them out where that number is not zero. A plan that holds with them
-holds without: what they would make is not made, and nothing else uses it, which is checked here.
+Whether it is skipped is known only when all gradients exist, too late to undo anything. So the step
+is captured as if the optimizer's step ran, and each of its calls depends on one number of the step,
+`Call.skip_if`: a run skips these calls if that number is not zero. A plan that is valid with these
+calls is valid without them: their results are not made, and nothing else uses them, which is
+checked here.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ _METHODS = ("scale", "unscale_", "_unscale_grads_", "step", "_maybe_opt_step", "
 
 
 def check_scaler(scaler: Any, path: str) -> None:
-    """Refuses a scaler that works in a way of its own, or that is in the middle of its work."""
+    """Refuses a scaler of another class than PyTorch's, or one that has not ended its last step by
+    `update`.
+    """
     plain = torch.amp.GradScaler
     if any(getattr(type(scaler), name) is not getattr(plain, name) for name in _METHODS):
         raise CaptureError(
@@ -71,7 +74,8 @@ def scaler_stand_ins(
     def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         if scaler.is_enabled() and getattr(optimizer, "_step_supports_amp_scaling", False):
             recorder.refuse(
-                f"{type(optimizer).__name__} takes the scaler's scale itself, which is not captured; pass fused=False",
+                f"{type(optimizer).__name__} applies the scaler's scale itself, which is not "
+                "captured; pass fused=False",
                 code="scaler",
             )
         return plain_step(scaler, optimizer, *args, **kwargs)
@@ -121,7 +125,7 @@ def _skippable(
 
 
 def _held(fake_state: FakeState, optimizer: Any) -> list[tuple[str, int]]:
-    """What all references hold but for optimizer state, and the optimizer's own plain values."""
+    """What all references hold except for optimizer state, and the optimizer's own plain values."""
     held = [
         (reference.path, id(reference.get()))
         for reference in (*fake_state.references(), *fake_state.numbers)

@@ -1,11 +1,11 @@
 """Gradient histories that a plan does not have: those of tensors from before the step, and those of
 the results of a planned step.
 
-A plan holds the step's own backward pass, and keeps nothing for another. What requires a gradient
-after the eager step, its results and what it keeps in attributes, requires one after a planned step
-too, so that nobody takes it for a constant; whoever goes on backward through it is told so.
-Likewise a step may read and replace what has a history from before it, as long as no backward pass
-of its own goes on into that.
+A plan contains the step's own backward pass, and keeps nothing for another one. Results and
+attributes that require a gradient after the eager step require one after a planned step too, so
+that they are not taken for constants; a backward pass through them raises an error. Likewise a step
+may read and replace tensors with a history from before the step, as long as its own backward pass
+does not go on into that history.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ VIEW = "is a view, whose history PyTorch does not end in place; put x.detach() i
 
 
 class Refuse(Protocol):
-    """Refuses that a backward pass goes on into a history; `source` is where the step comes by it,
+    """Refuses that a backward pass goes on into a history; `source` is the line that leads there,
     if known.
     """
 
@@ -70,8 +70,8 @@ def is_ended(tensor: torch.Tensor) -> bool:
 def with_history(
     value: torch.Tensor, refuse: Refuse, sources: Sequence[torch.Tensor] = ()
 ) -> torch.Tensor:
-    """The same memory as a tensor with such a history, which leads to its sources: whoever asks for
-    the gradient of one comes by.
+    """A tensor on the same memory with such a history, which leads to its sources: a backward pass
+    to one of the sources goes through it.
     """
     with torch.enable_grad(), _requiring(sources):
         return PlannedStep.apply(refuse, value, *(sources or _nothing()))  # type: ignore[no-any-return]
@@ -103,8 +103,8 @@ def give_history(tensor: torch.Tensor, refuse: Refuse) -> None:
 def watched_engine(
     is_original: Callable[[Any], bool], made_by: Callable[[Any], Source | None]
 ) -> Callable[..., Any]:
-    """Stands in for what runs autograd's engine: a backward pass that comes to a history from
-    before the step is refused at the line that leads there.
+    """Replaces the function that runs autograd's engine: a backward pass that reaches a history
+    from before the step is refused at the line that leads there.
 
     Args:
         is_original: whether a tensor is one from before the step.

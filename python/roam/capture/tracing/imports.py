@@ -1,9 +1,9 @@
 """Blocks in which tensors are fake and PyTorch is patched, and the modules and caches that outlive
 such a block.
 
-Modules outlive the block in which they are first imported, with the tensors that they make and what
-they find PyTorch to be. So they are executed as if the block were not there. Caches of functions
-are cleared where they hold fakes.
+Modules outlive the block in which they are first imported, with the tensors that they make and the
+functions of PyTorch that they copy. So they are executed as if the block were not there. Caches of
+functions are cleared if they hold fakes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """What recording has to know of a kernel, looked up once for each.
 
-Most of it is read off the kernel's schema. Where a schema leaves something out, the tables here say
-it.
+Most of it is read from the kernel's schema. The tables here add what schemas leave out.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ HIDDEN_ALIAS = {
     aten.unsafe_split.Tensor,
     aten.unsafe_split_with_sizes.default,
 }
-# Kernels whose result's shape hangs on the values of their numbers.
+# Kernels whose result's shape depends on the values of their numbers.
 _SHAPED_BY_NUMBERS = {aten.arange, aten.range}
 # Kernels whose result is a Python bool.
 ANSWERS = {aten.equal.default, aten.allclose.default}

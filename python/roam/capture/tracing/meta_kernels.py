@@ -1,9 +1,9 @@
-"""Operators that are run on meta tensors instead of fake ones: with equal results, many times as
+"""Operators that are run on meta tensors instead of fake ones, with equal results and many times as
 fast.
 
-A fake mode leads an operator through Python on its way: through decompositions, and shape functions
-that know symbolic sizes. Of the operators here PyTorch's own meta kernels say the same, where all
-tensors are on the CPU (`tests/test_meta_kernels.py` holds them against each other).
+A fake mode runs Python code for an operator: decompositions, and shape functions for symbolic
+sizes. For the operators here PyTorch's own meta kernels give the same results if all tensors are on
+the CPU (`tests/test_meta_kernels.py` compares them).
 """
 
 from __future__ import annotations
@@ -47,14 +47,16 @@ _NORMS = frozenset(
         "native_layer_norm_backward",
     }
 )
-"""What keeps statistics of half precision in a dtype that hangs on the device, and batch norm none
-in evaluation."""
+"""Kernels whose statistics of half precision have a dtype that depends on the device, and batch
+norm none in evaluation.
+"""
 _HALF = frozenset({torch.bfloat16, torch.float16})
 
 
 def on_meta(func: Any, args: Any, kwargs: Any, tensors: Sequence[Any]) -> Any:
-    """What a kernel makes of fake tensors' metadata: meta tensors, and arguments that it returns.
-    NotImplemented where only the fake mode can tell, and where the kernel refuses its arguments.
+    """The results of a kernel for fake tensors' metadata: meta tensors, and arguments that it
+    returns. NotImplemented if only the fake mode knows them, or if the kernel refuses its
+    arguments.
     """
     if (
         not _is_shown(func)

@@ -1,10 +1,10 @@
 """Multi-tensor and fused updates: one call for many tensors, recorded as one call for each.
 
 A `torch._foreach_*` or `torch._fused_*` call updates all parameters at once, so every gradient
-would have to be alive at once. Split, each gradient dies as soon as its own update ran. The bits
-stay: on the CPU a multi-tensor kernel is a loop over its lists, which is run here so that the trace
-sees what it calls; on other devices a call is split where each part goes the way that the whole
-goes, and stays whole elsewhere.
+would have to be alive at once. If the call is split, each gradient dies as soon as its own update
+has run. The bits stay the same. On the CPU a multi-tensor kernel is a loop over its lists, which is
+run here so that the trace sees what it calls. On other devices a call is split if each part takes
+the same path as the whole, and stays whole otherwise.
 """
 
 from __future__ import annotations
@@ -39,11 +39,9 @@ def looped(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def splits(args: tuple[Any, ...]) -> bool:
-    """Whether each part of a multi-tensor call on an accelerator takes the fast way that the whole
-    takes.
-
-    There the whole goes the fast way only if all of its tensors do: of one floating dtype, on one
-    device, dense, and at each place of the lists of one shape and strides.
+    """Whether the whole multi-tensor call on an accelerator takes the fast path, and so each part
+    of it does. This is so if all tensors have one floating dtype and one device, are dense, and
+    have one shape and strides at each place of the lists.
     """
     lists = _tensor_lists(args)
     first = lists[0][0]

@@ -1,9 +1,9 @@
 """Asks real kernels for the strides of their results, where fake kernels may give other ones.
 
-On contiguous arguments fake kernels and real ones agree (`tests/test_real_layouts.py` holds them
-against each other). On permuted, channels-last, expanded or sliced ones they choose strides by
-rules of their own, and dozens of operators differ in some case. So where kernels may be run, the
-real one is asked: once per kernel and metadata in a process, on zeros, with the memory of one call.
+On contiguous arguments fake kernels and real ones agree (`tests/test_real_layouts.py` compares
+them). On permuted, channels-last, expanded or sliced ones they choose strides by rules of their
+own, and dozens of operators differ in some case. So where kernels may be run, the real one is
+asked: once per kernel and metadata in a process, on zeros, with the memory of one call.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def is_sure(func: Any, tensors: Sequence[Any]) -> bool:
 
 
 def may_be_asked(func: Any, tensors: Sequence[Any]) -> bool:
-    """Whether nothing happens but that memory is made, if a kernel is run on zeros in the place of
+    """Whether nothing happens but that memory is made, if a kernel is run on zeros instead of
     these tensors.
     """
     return (
@@ -59,14 +59,14 @@ def may_be_asked(func: Any, tensors: Sequence[Any]) -> bool:
 def on_zeros(
     func: Any, given: Any, tensors: Sequence[Any], look: Callable[[Any, list[Any]], Results]
 ) -> Results | None:
-    """What `look` says of a real kernel's results and its arguments; None where the kernel does not
+    """What `look` says of a real kernel's results and its arguments; None if the kernel does not
     take zeros.
 
     Args:
         func: the kernel.
         given: its (args, kwargs), with fake tensors.
         tensors: the fake tensors among them, in their order.
-        look: is given the results, and the real tensors in the place of `tensors`.
+        look: is given the results, and the real tensors instead of `tensors`.
     """
     try:
         with disable_current_modes(), torch.inference_mode(False), torch.no_grad():

@@ -46,7 +46,7 @@ _REPLACED = (
     "or p.data.copy_(x)"
 )
 UNKNOWN = -1
-"""The slot of a number that nobody can know during the step."""
+"""The slot of a number that cannot be known during the step."""
 
 
 class Places(Protocol):
@@ -95,7 +95,7 @@ class Slots:
         """By identity, distributed tensors with what stands for them in the program."""
         self._refusal: CaptureError | None = None
         self._twins: dict[int, tuple[torch.Tensor, Any, torch.Tensor]] = {}
-        """By identity, real tensors that the step was given in the place of fakes: with the fake
+        """By identity, real tensors that the step was given instead of fakes: with the fake
         and a copy."""
 
     def add_referenced(self, reference: Any, tensor: FakeTensor, name: str) -> int:
@@ -137,7 +137,7 @@ class Slots:
         return list(self._tagged.values())
 
     def is_unknown(self, value: Any) -> bool:
-        """Whether nobody can know a number during the step."""
+        """Whether a number cannot be known during the step."""
         node = getattr(value, "node", None)
         return isinstance(node, LiveNode) and node.slot == UNKNOWN
 
@@ -430,8 +430,8 @@ class Slots:
             return self._tagged[id(tensor)][1]
         for name in own_attributes(tensor):
             raise CaptureError(
-                f"the step sets the attribute {name!r} of the tensor at {place}, which a captured "
-                "step would not do; keep what it says in a dictionary",
+                f"the step sets the attribute {name!r} of the tensor at {place}, which a "
+                "captured step would not do; keep its value in a dictionary",
                 code="tensor_attribute",
             )
         return slot

@@ -56,7 +56,7 @@ aten = torch.ops.aten
 BY_DATA = (
     "the shape of its result depends on floating-point data or on what the step computes; use a "
     "form with a fixed shape: torch.where with three arguments, masked_fill, or a product with "
-    "the mask. Integer and boolean tensors that are there before the step, among its arguments or "
+    "the mask. Integer and boolean tensors that exist before the step, among its arguments or "
     "in buffers, may decide shapes"
 )
 _GIVE_FLOATS = {operator.truediv, float, *MATH.values()}
@@ -75,7 +75,7 @@ def _nothing(reference: Any, program: Program, slot: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Makes a tensor that hangs on constants and buffers alone; where those are fake, it is a
+    """Makes a tensor that depends on constants and buffers alone; where those are fake, it is a
     fake.
     """
 
@@ -131,8 +131,8 @@ class Values(Slots):
         return live
 
     def add_number(self, reference: Any, value: float) -> Any:
-        """A live number that its reference holds, integer or not for as long as the plan is used.
-        Comparisons are answered by its value of now, and noted.
+        """A live number that its reference holds; whether it is an integer must not change.
+        Comparisons are answered by its present value, and noted.
         """
         live = self._live(type(value) is int, reference.path)
         self.program.referenced.append((reference, live.node.slot))
@@ -144,8 +144,8 @@ class Values(Slots):
     def decided(
         self, slot: int, function: Callable[..., bool], others: tuple[float, ...]
     ) -> bool | None:
-        """What a comparison of a given number with constants says, as the program then takes for
-        granted; None for any other number.
+        """The outcome of a comparison of a given number with constants, which the program then
+        assumes; None for any other number.
         """
         if slot not in self._given:
             return None
@@ -174,7 +174,7 @@ class Values(Slots):
         )
 
     def unknown(self, origin: str) -> Any:
-        """A number that nobody can know during the step; any use of it is refused."""
+        """A number that cannot be known during the step; any use of it is refused."""
         return LiveFloat(LiveNode(cast(TraceContext, self), UNKNOWN, False, origin))
 
     def scalar_call(self, function: Callable[..., Any], operands: tuple[Any, ...]) -> Any:
@@ -242,7 +242,7 @@ class Values(Slots):
     # -- what Python asks
 
     def branch(self, function: Callable[..., bool], operands: tuple[Any, ...]) -> bool | None:
-        """The answer of a comparison, asked for again at every call; None where nobody can say."""
+        """The answer of a comparison, asked for again at every call; None if nobody can say."""
         slot = self.scalar_call(function, operands).node.slot
         known = self.known_value(slot, may_be_asked)
         return (
@@ -302,7 +302,7 @@ class Values(Slots):
 
     def _checked(self, slot: int, phase: str, source: Source, seen: Any) -> bool | None:
         """The answer that a plan takes for granted and a run checks: the one with which a check in
-        the step's code passes, else what a watched run has `seen`; None where there is none.
+        the step's code passes, else what a watched run has `seen`; None if there is none.
         """
         if self._answers is None:  # a graph that others made has no code that asks
             return None
@@ -336,8 +336,8 @@ class Values(Slots):
 
     def _refuse_value(self, slot: int, func: Any, source: Source) -> NoReturn:
         self.refuse(
-            "the value of a tensor decides something in Python here, and a plan would keep what "
-            f"it decided at capture; {self.remedy(slot)}",
+            "Python uses the value of a tensor here, and a plan would keep the outcome of the "
+            f"capture; {self.remedy(slot)}",
             code="value_reached_python", op=str(func), source=source,
         )  # fmt: skip
 
@@ -363,8 +363,8 @@ class Values(Slots):
         return self.known_value(slot, may_be_fixed)
 
     def made_number(self, slot: int) -> Callable[[], Any] | None:
-        """Calculates the number that this very step would leave in a slot; None where it hangs on
-        more than numbers.
+        """Calculates the number that this step would leave in a slot; None if it depends on
+        anything but numbers.
         """
         guard = self._guard(slot, may_be_asked)
         return None if guard is None else functools.partial(self._asked, guard)
@@ -393,7 +393,7 @@ class Values(Slots):
         )
 
     def _answered(self, guard: ComputedGuard | None) -> Any:
-        """A guard's answer, for which the program then holds; None where there is none."""
+        """A guard's answer, for which the program then holds; None if there is none."""
         if guard is None:
             return None
         answer = self._asked(guard)
@@ -469,8 +469,8 @@ class Values(Slots):
         )
 
     def padded(self, pad: Callable[..., Any], *packed: Any) -> Any:
-        """What padding a packed sequence gives: code in C++ that writes the lengths into memory,
-        which has to be real.
+        """The result of padding a packed sequence. C++ code writes the lengths into memory, which
+        has to be real.
         """
         self._fills_empty = True
         try:
@@ -480,7 +480,7 @@ class Values(Slots):
         return padded, aten.lift_fresh.default(lengths)
 
     def _real(self, fake: Any, value: torch.Tensor) -> torch.Tensor:
-        """A real tensor for the step in the place of a fake, for code in C++ that looks at its
+        """A real tensor for the step instead of a fake, for code in C++ that looks at its
         values.
         """
         slot = self.slot_of(fake)

@@ -228,7 +228,8 @@ class Recorder(Values, TorchDispatchMode):
             if not is_foreign(func):
                 raise
             self.refuse(
-                f"its fake kernel (torch.library.register_fake) gives no result; correct it: {str(error).splitlines()[0] if str(error) else type(error).__name__}",
+                "its fake kernel (torch.library.register_fake) fails; correct it: "
+                f"{str(error).splitlines()[0] if str(error) else type(error).__name__}",
                 code="no_fake_kernel", op=str(func), source=source,
             )  # fmt: skip
         if facts.reshapes_in_place:
@@ -366,7 +367,7 @@ class Recorder(Values, TorchDispatchMode):
         )
 
     def _draw(self, call: Call, arguments: tuple[Any, ...]) -> None:
-        """Has the watch draw in the place of a random operator."""
+        """Has the watch draw instead of a random operator."""
         if self._watch is None:
             return
         if not self._watch.is_intact():
@@ -377,8 +378,9 @@ class Recorder(Values, TorchDispatchMode):
         """A gradient spread over equal elements as real tensors have it."""
         if torch.is_grad_enabled() and gradient.requires_grad:
             self.refuse(
-                "the gradient of this gradient is made of other kernels on real tensors than on "
-                "fake ones; reduce by dimensions instead of over all elements, as in x.amax()",
+                "PyTorch computes the gradient of this gradient by other kernels for real "
+                "tensors than for fake ones; reduce by dimensions instead of over all elements, "
+                "as in x.amax()",
                 code="hidden_branch",
             )
         with self:
@@ -497,8 +499,8 @@ class Recorder(Values, TorchDispatchMode):
         """Checks what only the whole recording shows.
 
         Raises:
-            CaptureError: also one that the user's code has caught: eager PyTorch would not have
-                gone the way that followed.
+            CaptureError: also one that the user's code has caught, since eager PyTorch would not
+                have run the code after it.
         """
         if self._refusal is not None:
             raise self._refusal

@@ -1,9 +1,9 @@
 """Operators that stand for compiled regions: graphs that Inductor has compiled, one operator each.
 
-A compiled graph takes a list of inputs and gives a list of results. Of these some are inputs
-themselves, or views of them, and several may share memory; what it writes to is not said. So it is
-run once on zeros, and an operator is registered that returns the memory which it makes, once each,
-and names the inputs that it changes. Everything else is put together again beside it, by views.
+A compiled graph takes a list of inputs and returns a list of results. Some results are inputs or
+views of inputs, several may share memory, and nothing says which inputs it changes. So the graph is
+run once on zeros. Then an operator is registered that returns each piece of memory that the graph
+makes once, and names the inputs that it changes. All other results are made from these by views.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """Random generators during a trace: what a step does to their states becomes calls, or is refused.
 
 Checkpointing reads PyTorch's generator state in the forward pass and sets it again for the
-recomputation; `fork_rng` and `manual_seed` do the like. No operator shows any of it, so stand-ins
-record it as calls of the plain Python functions, in the sequence of the random operators: the
-recomputed mask is the same mask. Whatever the stand-ins do not see shows in the generators
-themselves: each random operator moves the state of its generator on, as it would on real tensors.
+recomputation; `fork_rng` and `manual_seed` do the like. No operator shows this, so functions that
+stand in for PyTorch's record it as calls of the plain Python functions, in the sequence of the
+random operators. So the recomputed mask is the same mask. What they do not see shows in the
+generators themselves: each random operator advances the state of its generator, as it would on real
+tensors.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ would be taken for the watched ones'."""
 class Watch:
     """The states of the generators that a step may draw from, during one trace.
 
-    A random operator on fake tensors draws nothing, so the watch draws in its place. A generator
-    that is then found in any other state was seeded or set behind the dispatcher's back.
+    A random operator on fake tensors draws nothing, so the watch draws in its place. If a generator
+    is then in another state, it was seeded or set where the dispatcher does not see it.
     """
 
     def __init__(self, held: Iterable[torch.Generator]) -> None:
@@ -134,8 +135,8 @@ def _changing(trace: TraceContext, function: Callable[..., Any]) -> Callable[...
 def _refusing(trace: TraceContext) -> Callable[..., Any]:
     def refuse(*_: object) -> None:
         trace.refuse(
-            "the step asks for the seed of a random generator, which may be another at "
-            "the next call; ask for it outside of the step",
+            "the step asks for the seed of a random generator, which may be different at the "
+            "next call; ask for it outside of the step",
             code="generator_state",
         )
 

@@ -45,8 +45,8 @@ def may_be_asked(reference: Any, program: Program, slot: int) -> bool:
 
 def may_decide(reference: Any, program: Program, slot: int) -> bool:
     """Whether what a reference holds when a step begins may decide shapes and numbers in Python:
-    integers and booleans of the batch, or in a buffer. Floating-point data is another at every
-    call, and so would the plan be.
+    integers and booleans of the batch, or in a buffer. Floating-point data differs at every call,
+    and would need a plan for every call.
     """
     meta = program.slots[slot]
     is_discrete = meta is not None and not (meta.dtype.is_floating_point or meta.dtype.is_complex)
@@ -92,7 +92,7 @@ class Slices:
         source: Source,
         asked: Call | None = None,
     ) -> ComputedGuard | None:
-        """What a slot's value comes from; None where it hangs on what may not be asked.
+        """What a slot's value comes from; None if it depends on what may not be asked.
 
         Args:
             slot: the value, as it is now.
@@ -210,7 +210,7 @@ class Slices:
         self._seen = len(self._program.calls)
 
     def _changed(self, calls: list[Call], inputs: list[int]) -> frozenset[int] | None:
-        """Inputs that the calls write to, on copies when asked; None where they share memory or are
+        """Inputs that the calls write to, on copies when asked; None if they share memory or are
         no mere numbers.
         """
         written = {self._program.storage_of(slot) for call in calls for slot in call.mutates}

@@ -1,8 +1,7 @@
-"""Results of common kernels by rules of roam's own, for arguments of which nobody doubts what comes
-of them.
+"""Results of common kernels by rules of roam's own, for plain arguments.
 
-PyTorch's meta kernels of these are written in Python and take up to milliseconds, once for every
-new shape. `tests/test_meta_kernels.py` holds the rules against the fake mode and real kernels.
+PyTorch's meta kernels for these are written in Python and take up to milliseconds, once for every
+new shape. `tests/test_meta_kernels.py` compares the rules with the fake mode and with real kernels.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _NUMBERS = frozenset({bool, int, float})
 
 
 def by_rule(func: Any, args: Sequence[Any], kwargs: Any, tensors: Sequence[Any]) -> Any:
-    """What a kernel makes of fake tensors on the CPU, as meta tensors; None where no rule says
+    """What a kernel makes of fake tensors on the CPU, as meta tensors; None if no rule says
     so.
     """
     rule = _RULES.get(func)

@@ -145,7 +145,7 @@ class Frames:
         return ("loss" if bits_seen & _LOSS else "forward"), source
 
     def made_by(self, node: Any) -> Source | None:
-        """Where the operator of one of autograd's nodes was run; None where it was not in the
+        """Where the operator of one of autograd's nodes was run; None if it was not in the
         step.
         """
         return self._forward_sources.get(sequence_number(node))

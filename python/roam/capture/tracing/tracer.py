@@ -103,7 +103,8 @@ def trace(
             outside of optimizers' state. If not, it changes them.
 
     Raises:
-        CaptureError: whatever cannot be captured exactly, with operator and user line.
+        CaptureError: something cannot be captured exactly; the error has the operator and the
+            user's line.
     """
     frames = Frames(
         {id(module): path for path, module in fake_state.reach.modules}, fake_state.reliance.code
@@ -484,9 +485,9 @@ def _watched(
             is_ignored = recorder.slot_of(target.eq(ignored).any())
             if is_ignored is None or recorder.known_value(is_ignored, may_be_asked) is not False:
                 recorder.refuse(
-                    "the mean of a weighted cross-entropy with label smoothing is made of other "
-                    "kernels on real tensors than on fake ones, by how many targets are ignored; "
-                    "take reduction='sum' and divide",
+                    "PyTorch computes the mean of a weighted cross-entropy with label smoothing "
+                    "by other kernels for real tensors than for fake ones, depending on how "
+                    "many targets are ignored; take reduction='sum' and divide",
                     code="hidden_branch",
                 )
         return plain_cross_entropy(input, target, weight, reduction, ignored, smoothing)
@@ -906,9 +907,9 @@ def _original_endings(
         for name in one.notes | notes:
             if not same(one.notes.get(name, MISSING), notes.get(name, MISSING)):
                 raise CaptureError(
-                    f"the step sets the attribute {name!r} of {references[one.slot].path}, which a "
-                    "captured step would not do; set it outside of the step, or keep what it says "
-                    "in a dictionary",
+                    f"the step sets the attribute {name!r} of {references[one.slot].path}, which "
+                    "a captured step would not do; set it outside of the step, or keep its "
+                    "value in a dictionary",
                     code="tensor_attribute",
                 )
         if one.has_other_flag():
@@ -951,7 +952,7 @@ def check_no_leaf(tensor: torch.Tensor, path: str, *, is_new: bool = True) -> No
 
 
 def _rate_endings(fake_state: FakeState, recorder: Recorder) -> None:
-    """What the step puts in the place of learning rates."""
+    """What the step puts instead of learning rates."""
     program = recorder.program
     for reference in fake_state.rates:
         rate = reference.get()
@@ -999,7 +1000,7 @@ def _entry_endings(
 
 
 def _number_endings(fake_state: FakeState, recorder: Recorder, given: set[str]) -> None:
-    """What the step puts in the place of the numbers that it keeps, of which those at `given` were
+    """What the step puts instead of the numbers that it keeps, of which those at `given` were
     there before.
     """
     for reference in fake_state.numbers:
@@ -1116,7 +1117,7 @@ def _nest(
 
 
 def _keep_lists(before: list[tuple[OptimizerReference, Any]]) -> None:
-    """Where the step puts other lists and dictionaries of the same form in the place of those that
+    """Where the step puts other lists and dictionaries of the same form instead of those that
     an optimizer's state holds, puts what is in them into those.
     """
     lists = [

@@ -27,7 +27,9 @@ pub enum PackingViolation {
         found: u64,
     },
     /// A buffer that no packing can serve.
-    #[error("what is asked for buffer {index} makes no sense: an alignment of 0, or gaps or bytes beyond it")]
+    #[error(
+        "buffer {index} has an alignment of 0, or gaps outside of its lifetime, or needs bytes in a gap that it does not have"
+    )]
     Senseless {
         /// The buffer.
         index: usize,

@@ -67,11 +67,13 @@ pub enum PlanViolation {
         limit_bytes: u64,
     },
     /// The plan passes off an estimate as exact, or gives other reasons for being one.
-    #[error("the plan does not say what the graph says of what its figures may be wrong about")]
+    #[error("the plan and the graph say different things about what the figures may be wrong in")]
     Estimate,
     /// A number of streams that cannot be, or that does not go with the plan's schedule or its
     /// lack.
-    #[error("a plan for {streams} streams cannot be, or has no schedule, or one that is not for so many")]
+    #[error(
+        "{streams} streams are not possible, or the plan has no schedule, or a schedule for another number of streams"
+    )]
     Streams {
         /// Streams in the plan's settings.
         streams: u32,

@@ -9,7 +9,7 @@ use thiserror::Error;
 #[non_exhaustive]
 pub enum PackError {
     /// A buffer's interval holds no time.
-    #[error("buffer {index} is needed from time {lower} to before time {upper}: that is never")]
+    #[error("buffer {index} is needed from time {lower} to before time {upper}, which is no time at all")]
     EmptyInterval {
         /// Place in the list.
         index: usize,
