@@ -11,15 +11,16 @@ from typing import Any
 
 import torch
 
-from roam.torch_compat.private import CALLS
-
 State = list[tuple[str, Any, str, object]]
 """Per value a name for it, what holds it, its name there, and what it is by `_outline`."""
 
 
-def state_of(modules: list[tuple[str, torch.nn.Module]], function: Any) -> State:
+def state_of(
+    modules: list[tuple[str, torch.nn.Module]], function: FunctionType, *, closed_over: bool
+) -> State:
     """What Dynamo may take for granted when it compiles a function: plain values and containers, in
-    attributes of modules and in what the function closes over and names.
+    attributes of modules, in what the function names, and in what it closes over where that is
+    asked for.
     """
     state = [
         (f"{type(module).__name__}.{name}", holder, name, _outline(value))
@@ -28,25 +29,16 @@ def state_of(modules: list[tuple[str, torch.nn.Module]], function: Any) -> State
         for name, value in list(holder.items())
         if name not in _OF_ALL_MODULES
     ]
-    function = (
-        getattr(function, "forward", function)
-        if isinstance(function, torch.nn.Module)
-        else function
-    )
-    module = getattr(function, "__self__", None)
-    if getattr(function, "__func__", None) in CALLS:
-        function = getattr(module, "forward", None)
-    function = getattr(function, "__func__", function)
-    if type(function) is FunctionType:
-        names = function.__code__.co_freevars
+    code = function.__code__
+    if closed_over:
         state += [
             (name, cell, name, _outline(_held(cell, name)))
-            for name, cell in zip(names, function.__closure__ or (), strict=True)
+            for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True)
         ]
-        state += [
-            (name, function.__globals__, name, _outline(function.__globals__.get(name)))
-            for name in function.__code__.co_names
-        ]
+    state += [
+        (name, function.__globals__, name, _outline(function.__globals__.get(name)))
+        for name in code.co_names
+    ]
     return [entry for entry in state if entry[3] is not _OTHER]
 
 
