@@ -204,7 +204,10 @@ class UsedCode:
     _known: frozenset[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._known = self._now()
+        # Where a function was compiled for two calls of the step, the newer code may be for the
+        # first one too, in later steps.
+        now = self._now()
+        self._known = now if len(now) == len(self._originals()) else frozenset()
 
     def failure(self) -> str | None:
         """None while `torch.compile` would run the same code, else what is new.
@@ -225,10 +228,11 @@ class UsedCode:
         return None
 
     def _now(self) -> frozenset[int]:
-        originals = {id(code.original): code.original for _, code in self.calls}
-        return frozenset(
-            [id(one.code) for original in originals.values() for one in newest_first(original)]
-        )
+        entries = [one for original in self._originals() for one in newest_first(original)]
+        return frozenset([id(one.code) for one in entries])
+
+    def _originals(self) -> list[CodeType]:
+        return list({id(code.original): code.original for _, code in self.calls}.values())
 
 
 class MadeCode:

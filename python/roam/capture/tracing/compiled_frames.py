@@ -45,7 +45,7 @@ class Frame:
     @property
     def contents(self) -> list[Any]:
         """What the cells hold."""
-        return [_contents(cell) for cell in self.cells]
+        return [contents_of(cell) for cell in self.cells]
 
     @property
     def view(self) -> Any:
@@ -145,7 +145,8 @@ def _listed(names: list[str]) -> str:
     return "".join(f"{name}, " for name in names)
 
 
-def _contents(cell: CellType) -> Any:
+def contents_of(cell: CellType) -> Any:
+    """What a cell holds; `Empty` where that is nothing."""
     try:
         return cell.cell_contents
     except ValueError:

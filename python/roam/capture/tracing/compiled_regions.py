@@ -43,7 +43,14 @@ from roam.capture.tracing.compiled_code import (
     first_code,
     newest_first,
 )
-from roam.capture.tracing.compiled_frames import STAND_IN, Frame, function_of, spread, stand_in_for
+from roam.capture.tracing.compiled_frames import (
+    STAND_IN,
+    Frame,
+    contents_of,
+    function_of,
+    spread,
+    stand_in_for,
+)
 from roam.capture.tracing.compiled_state import State, changes_of, state_of
 from roam.capture.tracing.region_operators import Unknown, region_of
 from roam.errors import CaptureError
@@ -51,6 +58,8 @@ from roam.garbage import referrers
 from roam.own_code import is_own_file
 from roam.program.ir import Source
 from roam.state.equality import is_plain
+from roam.state.library_code import is_library
+from roam.state.live_scalars import is_live
 from roam.state.made_objects import opened
 from roam.torch_compat.patches import replaced
 from roam.torch_compat.private import (
@@ -114,6 +123,8 @@ class _Wanted:
     call: CompiledCall
     state: State
     source: Source
+    part: str
+    """What it is a part of the function that the step calls; empty for the whole."""
 
 
 @dataclass(slots=True)
@@ -156,6 +167,10 @@ class Regions:
     _rounds: int = 0
     _breaks: int = 0
     _compiled_codes: set[int] = field(default_factory=set)
+    _order: list[object] = field(default_factory=list)
+    """The keys of the calls that the trace has met, in order."""
+    _made_anew: set[object] = field(default_factory=set)
+    """The keys of those that nobody had compiled before the capture."""
     _depth: int = 0
     _outside: Callable[[], AbstractContextManager[None]] = nullcontext
     _is_real: bool = True
@@ -172,6 +187,7 @@ class Regions:
         self._kept.clear()
         self._rounds = self._breaks = 0
         self._compiled_codes.clear()
+        self._made_anew.clear()
 
     # -- while a step is traced
 
@@ -201,6 +217,7 @@ class Regions:
         self._reals = {id(fake): (fake, real) for real, fake in fakes}
         self._held, self._outside, self._is_real = held, outside, is_real
         self._thread, self._lacks = threading.get_ident(), False
+        self._order.clear()
         if frame_evaluation() is not None:
             for code in compiled_codes():
                 self._look_at(code)
@@ -401,6 +418,7 @@ class Regions:
         described = [self._described(leaf, places[id(leaf)], code) for leaf in leaves]
         settings = Settings.now()
         key = id(called.wrapper), id(code), tuple(map(_key, described)), str(spec), settings
+        self._order.append(key)
         if key in self._known and not any(changes_of(self._states[key], in_trace=True)):
             found = self._known[key]
             if found is None:
@@ -415,11 +433,13 @@ class Regions:
                 called.wrapper, code, frame.names, described, reals, spec, settings
             )
             # What others close over may be new in each call, and is part of the call.
-            is_first = code is _written(called.function)
+            part = _part(code, called)
             self._states[key] = state_of(
-                self._modules, function_of(code, frame), closed_over=is_first
+                self._modules, function_of(code, frame), closed_over=not part
             )
-            self._wanted[key] = _Wanted(self._calls[key], self._states[key], self._line(called))
+            self._wanted[key] = _Wanted(
+                self._calls[key], self._states[key], self._line(called), part
+            )
         self._depth += 1
         try:
             # Compilers take the branches for them, and what these read matters.
@@ -439,7 +459,8 @@ class Regions:
 
     def _refuse_optimizer(self) -> NoReturn:
         self._refused(
-            "its graph breaks in an optimizer; of an optimizer's step call the plain function: it is planned too",
+            "its graph breaks in an optimizer; of an optimizer's step, and of the whole step, call the plain function: it is planned "
+            "too",
             code="compiled_graph_break",
         )  # fmt: skip
 
@@ -482,22 +503,28 @@ class Regions:
                 place,
                 frozenset(getattr(leaf, DYNAMIC_INDICES, ())),
             )
-        if isinstance(leaf, (torch.nn.Module, FunctionType, MethodType, type)) or is_plain(leaf):
+        if isinstance(leaf, (FunctionType, MethodType)):
+            if _holds_tensors(leaf, lambda one: id(one) in self._reals):
+                self._refuse_argument(
+                    code,
+                    "function that holds tensors of the step",
+                    "pass the tensors by themselves",
+                )
             return leaf
+        if isinstance(leaf, (torch.nn.Module, type)) or is_plain(leaf):
+            return leaf
+        if isinstance(leaf, torch.optim.Optimizer):
+            self._refuse_optimizer()
         self._refuse_argument(
             code,
-            type(leaf).__name__,
+            "number that the step computes" if is_live(leaf) else type(leaf).__name__,
             "give it tensors, plain numbers, the containers that torch.utils._pytree knows, and objects that the step makes of these",
         )  # fmt: skip
 
     def _refuse_argument(self, code: CodeType, kind: str, remedy: str) -> NoReturn:
-        called = self._callers[-1]
-        if code is _written(called.function):
+        part = _part(code, self._callers[-1])
+        if not part:
             self._refused(f"it is given a {kind}; {remedy}", code="compiled_call")
-        line = f"{code.co_filename}:{code.co_firstlineno}"
-        part = f"{code.co_name} at {line}, which is compiled by itself,"
-        if code.co_name.startswith(_RESUMED):
-            part = f"what follows the break in {code.co_name.removeprefix(_RESUMED).rpartition('_at_')[0]} at {line}"
         self._refused(
             f"its graph breaks, and {part} is given a {kind}, which cannot be recorded; remove the break, or let no such object live "
             "across it",
@@ -526,9 +553,11 @@ class Regions:
 
     def _refused(self, what: str, *, code: str) -> NoReturn:
         assert self._refuse is not None, "in a trace"
+        line = self._line(self._callers[-1]) if self._callers else self._here()
         self._refuse(
             f"the step calls a function or module that torch.compile has compiled, and {what}",
             code=code,
+            source=line if line.file else None,
         )
 
     # -- between traces
@@ -546,6 +575,13 @@ class Regions:
             self._rounds += 1
         self._compiled_codes |= codes
         for key, one in wanted.items():
+            if self._rounds > _MOST_ROUNDS and one.part:
+                _refuse(
+                    one,
+                    f"its graph breaks, and {one.part} is given a function or module that every step makes anew; make it outside "
+                    "of the step, or remove the break",
+                    code="compiled_graph_break",
+                )
             if self._rounds > _MOST_ROUNDS:
                 _refuse(
                     one,
@@ -561,6 +597,9 @@ class Regions:
             compiled = self.compiled
             with self.around():
                 found = self._known[key] = self._compiled(one)
+            if self.compiled > compiled:
+                self._check_order(key, one)
+                self._made_anew.add(key)
             if found is None:
                 if id(one.call.code) in self._given_up and self._has_code(one.call.code):
                     _refuse(one, _by_turns(one.call.code), code="compiled_region")
@@ -572,6 +611,22 @@ class Regions:
                 # What it returns is not known to vary yet, and later calls are given that.
                 self._rounds -= 1
                 break
+
+    def _check_order(self, key: object, wanted: _Wanted) -> None:
+        """Refuses a step in which a later call of the same function was compiled before this one:
+        what Dynamo makes of a call depends on those that it has compiled.
+        """
+        code = wanted.call.code
+        later = self._order[self._order.index(key) :]
+        if any(one in self._made_anew and self._calls[one].code is code for one in later):
+            error = _refusal(
+                wanted,
+                f"its graph breaks, and {code.co_name} is compiled for several kinds of calls, in an order that only the eager step "
+                "knows; run the step once without roam before",
+                code="compiled_graph_break",
+            )  # fmt: skip
+            error.settles = True
+            raise error
 
     def _has_code(self, code: CodeType) -> bool:
         """Whether Dynamo has made something of a function for this step."""
@@ -671,6 +726,42 @@ class Regions:
         return Code(original, entry.code, names, entry.guard_manager, backend)
 
 
+def _holds_tensors(
+    value: Any, is_known: Callable[[Any], bool], seen: set[int] | None = None
+) -> bool:
+    """Whether a function closes over a tensor that is not known, or is a method of what holds
+    one.
+    """
+    seen = set() if seen is None else seen
+    if id(value) in seen or isinstance(value, (torch.nn.Module, type)):
+        return False
+    seen.add(id(value))
+    if isinstance(value, torch.Tensor):
+        return not is_known(value)
+    held: list[Any] = []
+    if type(value) is MethodType:
+        held = [value.__self__, value.__func__]
+    elif type(value) is FunctionType:
+        defaults = value.__defaults__, value.__kwdefaults__
+        held = [*map(contents_of, value.__closure__ or ()), *defaults]
+    elif type(value) in (list, tuple, dict):
+        held = list(value.values() if type(value) is dict else value)
+    elif type(getattr(value, "__dict__", None)) is dict and not is_library(type(value).__module__):
+        held = list(vars(value).values())
+    return any(_holds_tensors(one, is_known, seen) for one in held)
+
+
+def _part(code: CodeType, called: _Called) -> str:
+    """What code is a part of the function that a step calls; empty for its whole."""
+    if code is _written(called.function):
+        return ""
+    line = f"{code.co_filename}:{code.co_firstlineno}"
+    if code.co_name.startswith(_RESUMED):
+        name = code.co_name.removeprefix(_RESUMED).rpartition("_at_")[0]
+        return f"what follows the break in {name} at {line}"
+    return f"{code.co_name} at {line}, which is compiled by itself,"
+
+
 def _by_turns(code: CodeType) -> str:
     return (
         f"whether it runs {code.co_name} compiled depends on which of its calls comes first; give it tensors in all calls, or "
@@ -732,6 +823,8 @@ def _written(function: Callable[..., Any]) -> CodeType | None:
 def _key(described: Any) -> object:
     if type(described) is GivenTensor:
         return described
+    if type(described) is MethodType:  # made anew whenever it is asked for
+        return MethodType, id(described.__self__), id(described.__func__)
     return type(described), repr(described) if is_plain(described) else id(described)
 
 
@@ -746,7 +839,11 @@ def _last_line(error: Exception) -> str:
 
 
 def _refuse(wanted: _Wanted, what: str, *, code: str) -> NoReturn:
-    raise CaptureError(
+    raise _refusal(wanted, what, code=code)
+
+
+def _refusal(wanted: _Wanted, what: str, *, code: str) -> CaptureError:
+    return CaptureError(
         f"{wanted.source}: the step calls a function or module that torch.compile has compiled, and {what}",
         code=code, source=str(wanted.source),
     )  # fmt: skip
