@@ -173,6 +173,8 @@ class Regions:
     """The keys of those that nobody had compiled before the capture."""
     _depth: int = 0
     _outside: Callable[[], AbstractContextManager[None]] = nullcontext
+    _watch_numbers: Callable[[Callable[[int], None] | None], int] = lambda _: 0
+    _numbers: list[Any] = field(default_factory=list)
     _is_real: bool = True
 
     def start(self) -> None:
@@ -199,6 +201,8 @@ class Regions:
         modules: list[tuple[str, torch.nn.Module]],
         held: frozenset[int],
         outside: Callable[[], AbstractContextManager[None]],
+        watch_numbers: Callable[[Callable[[int], None] | None], int],
+        numbers: list[Any],
         *,
         is_real: bool,
     ) -> None:
@@ -211,11 +215,15 @@ class Regions:
             modules: those that the step can reach.
             held: identities of the objects and containers that are from before the step.
             outside: a block that is no part of the trace.
+            watch_numbers: tells a function the slots of live numbers that the step uses, or none
+                any more; gives the number of slots.
+            numbers: references to numbers that the step changes and keeps.
             is_real: whether the step is of real tensors.
         """
         self._refuse, self._here, self._modules, self._depth = refuse, here, modules, 0
         self._reals = {id(fake): (fake, real) for real, fake in fakes}
         self._held, self._outside, self._is_real = held, outside, is_real
+        self._watch_numbers, self._numbers = watch_numbers, numbers
         self._thread, self._lacks = threading.get_ident(), False
         self._order.clear()
         if frame_evaluation() is not None:
@@ -262,8 +270,8 @@ class Regions:
             cell.cell_contents = content
         self._cells.clear()
         self._reals = {}
-        self._modules = []
-        self._refuse = None
+        self._modules, self._numbers = [], []
+        self._refuse, self._watch_numbers = None, lambda _: 0
 
     def check(self) -> None:
         """After a trace that ended.
@@ -417,7 +425,8 @@ class Regions:
         places = {id(leaf): place for place, leaf in reversed(list(enumerate(leaves)))}
         described = [self._described(leaf, places[id(leaf)], code) for leaf in leaves]
         settings = Settings.now()
-        key = id(called.wrapper), id(code), tuple(map(_key, described)), str(spec), settings
+        live = tuple(one.path for one in self._numbers if is_live(one.get()))
+        key = id(called.wrapper), id(code), tuple(map(_key, described)), str(spec), settings, live
         self._order.append(key)
         if key in self._known and not any(changes_of(self._states[key], in_trace=True)):
             found = self._known[key]
@@ -441,11 +450,13 @@ class Regions:
                 self._calls[key], self._states[key], self._line(called), part
             )
         self._depth += 1
+        before = self._watch_numbers(lambda slot: self._refuse_number() if slot < before else None)
         try:
             # Compilers take the branches for them, and what these read matters.
             with replaced([(torch.compiler, IS_COMPILING, True)]):
                 return self._run(frame, copy)
         finally:
+            self._watch_numbers(None)
             self._depth -= 1
 
     def _run(self, frame: Frame, code: CodeType) -> Any:
@@ -456,6 +467,13 @@ class Regions:
             return function(*args, **kwargs)
         finally:
             look_at_frames(None)
+
+    def _refuse_number(self) -> None:
+        self._refused(
+            "it uses a Python number that the step changes; it would be compiled for the number's value. Keep it in a tensor, such as "
+            "a buffer, or change it outside of the step",
+            code="compiled_call",
+        )  # fmt: skip
 
     def _refuse_optimizer(self) -> NoReturn:
         self._refused(

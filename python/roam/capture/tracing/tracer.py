@@ -177,6 +177,8 @@ def trace(
             fake_state.reach.modules,
             frozenset(_known_objects(fake_state)),
             _not_tracing,
+            recorder.watch_numbers,
+            [reference for reference, _ in held],
             is_real=fake_state.is_real,
         )
         with ExitStack() as stack:
