@@ -423,7 +423,7 @@ class CountsWhole(Base):
 def fails(kind: Any, **options: Any) -> roam.CaptureError:
     model = network(kind, **options)
     with pytest.raises(roam.CaptureError) as caught:
-        trained(model, roam.compile(step_of(model)), [16])
+        trained(model, roam.compile(step_of(model)), [16] * 3)
     assert "test_graph_breaks.py:" in str(caught.value)
     return caught.value
 
