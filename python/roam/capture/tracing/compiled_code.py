@@ -119,7 +119,8 @@ class CompiledCall:
         wrapper: the function of `torch.compile`'s that is called.
         code: of the function, inside of what the wrapper calls, that is called.
         names: its globals.
-        leaves: what its arguments and its free variables hold; `GivenTensor` for tensors.
+        cells: those that it closes over, where they are from before the step; else None.
+        leaves: what its arguments and its other free variables hold; `GivenTensor` for tensors.
         reals: by identity, those of the tensors that are from before the step.
         spec: how arguments and free variables are made of the leaves.
         settings: what else the compiled graph depends on.
@@ -128,6 +129,7 @@ class CompiledCall:
     wrapper: FunctionType
     code: CodeType
     names: dict[str, Any]
+    cells: tuple[CellType, ...] | None
     leaves: list[Any]
     reals: dict[int, weakref.ref[torch.Tensor]]
     spec: Any
@@ -150,7 +152,8 @@ class CompiledCall:
                     leaves.append(leaf.made() if leaf.place == len(leaves) else leaves[leaf.place])
             given, contents = pytree.tree_unflatten(leaves, self.spec)
             self.settings.enter(stack)
-            yield Frame(self.code, self.names, given, tuple(map(cell_of, contents)))
+            cells = tuple(map(cell_of, contents)) if self.cells is None else self.cells
+            yield Frame(self.code, self.names, given, cells)
 
     def ask(self, callback: Callable[[Any], Any]) -> None:
         """Calls the function by its wrapper, with another callback for frames, made of the

@@ -415,18 +415,21 @@ class Regions:
         if code.co_filename.startswith(_OPTIMIZERS):
             self._refuse_optimizer()
         called = self._callers[-1]
+        part = _part(code, called)
+        if any(isinstance(one, torch.optim.Optimizer) for one in frame.contents):
+            self._refuse_optimizer()
+        # What others close over may be new in each call, and is part of the call.
+        contents = frame.contents if part else []
         leaves, spec = pytree.tree_flatten(
-            opened(
-                (frame.given, frame.contents),
-                lambda value: id(value) in self._held,
-                lambda _: False,
-            )
+            opened((frame.given, contents), lambda value: id(value) in self._held, lambda _: False)
         )
         places = {id(leaf): place for place, leaf in reversed(list(enumerate(leaves)))}
         described = [self._described(leaf, places[id(leaf)], code) for leaf in leaves]
         settings = Settings.now()
         live = tuple(one.path for one in self._numbers if is_live(one.get()))
-        key = id(called.wrapper), id(code), tuple(map(_key, described)), str(spec), settings, live
+        cells = () if part else tuple(map(id, frame.cells))
+        function = id(called.wrapper), id(code), cells
+        key = function, tuple(map(_key, described)), str(spec), settings, live
         self._order.append(key)
         if key in self._known and not any(changes_of(self._states[key], in_trace=True)):
             found = self._known[key]
@@ -435,14 +438,19 @@ class Regions:
             self._used[key] = self._calls[key], found
             return self._run(frame, found.code)
         if key not in self._wanted:
-            self._kept += (called.wrapper, code, described)
+            self._kept += (called.wrapper, code, frame.cells, described)
             known = (self._reals[id(leaf)][1] for leaf in leaves if id(leaf) in self._reals)
             reals = {id(real): weakref.ref(real) for real in known}
             self._calls[key] = CompiledCall(
-                called.wrapper, code, frame.names, described, reals, spec, settings
+                called.wrapper,
+                code,
+                frame.names,
+                None if part else frame.cells,
+                described,
+                reals,
+                spec,
+                settings,
             )
-            # What others close over may be new in each call, and is part of the call.
-            part = _part(code, called)
             self._states[key] = state_of(
                 self._modules, function_of(code, frame), closed_over=not part
             )
