@@ -499,3 +499,32 @@ def test_a_failed_capture_leaves_nothing_in_the_place_of_functions() -> None:
         model = network(Reads)
         losses.append(trained(model, step_of(model), [16] * 2))
     assert all(map(torch.equal, *losses))
+
+
+def test_a_function_that_one_step_calls_with_several_numbers() -> None:
+    """Compiled for the second number, it fits the first one too, from the next step on."""
+
+    def losses(wrap: Callable[[Any], Any]) -> list[float]:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        layer = torch.nn.Linear(8, 8)
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+
+        @torch.compile(backend=marking)
+        def divided(x: torch.Tensor, number: int) -> torch.Tensor:
+            result: torch.Tensor = layer(x).sin() / (1 + number)
+            return result
+
+        @wrap
+        def step(x: torch.Tensor) -> Any:
+            optimizer.zero_grad()
+            for number in (1, 2, 3):
+                x = divided(x, number)
+            loss = x.square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        return [step(torch.randn(16, 8, requires_grad=True)).item() for _ in range(4)]
+
+    assert losses(lambda step: step) == losses(roam.compile)
