@@ -147,6 +147,18 @@ class Disabled(Base):
         return result
 
 
+left_alone = torch._dynamo.disable(
+    lambda module, x: layer_of(module, x, 1) + x.sin(), recursive=False
+)
+
+
+class Left(Base):
+    """Calls a function that Dynamo leaves alone, and compiles what that calls."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return left_alone(self, x.sin()).tanh()  # type: ignore[no-any-return]
+
+
 class Tries(Base):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         try:
@@ -213,7 +225,7 @@ class Hooked(Base):
 
 
 KINDS = [
-    OneBreak, Several, Inside, InLoop, Modes, Says, Disabled, Tries, Checkpointed,
+    OneBreak, Several, Inside, InLoop, Modes, Says, Disabled, Left, Tries, Checkpointed,
     Twice, Buffers, Decides, Hooked,
 ]  # fmt: skip
 
@@ -528,3 +540,24 @@ def test_a_function_that_one_step_calls_with_several_numbers() -> None:
         return [step(torch.randn(16, 8, requires_grad=True)).item() for _ in range(4)]
 
     assert losses(lambda step: step) == losses(roam.compile)
+
+
+def test_an_object_that_the_step_changes_between_two_calls_is_refused() -> None:
+    settings = Settings()
+
+    class Scaled(Base):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.first(x) * settings.scale  # type: ignore[no-any-return]
+
+    first, second = network(Scaled), network(Scaled)
+
+    def step(x: torch.Tensor) -> Any:
+        settings.scale = 1.0
+        x = first(x)
+        settings.scale = 2.0
+        return second(torch.cat([x, x], 1)).sum()
+
+    settings.scale = 2.0
+    with pytest.raises(roam.CaptureError, match=r"settings.scale") as caught:
+        roam.compile(step)(torch.randn(16, 8))
+    assert caught.value.code == "compiled_call"

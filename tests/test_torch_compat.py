@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import functools
 import importlib
+import inspect
 import operator
 import re
 import signal
@@ -688,6 +689,18 @@ def _frames() -> bool:
     ]  # fmt: skip
 
 
+def _leaves() -> bool:
+    callers: list[Any] = []
+
+    def called() -> None:
+        frame: Any = inspect.currentframe()
+        callers.append(frame.f_back.f_code)
+
+    torch._dynamo.disable(called, recursive=False)()
+    called()
+    return list(map(private.leaves_callee, callers)) == [True, False]
+
+
 def _which_frames() -> bool:
     """Whether those functions are known that Dynamo compiles by themselves."""
 
@@ -1123,6 +1136,7 @@ CANARIES: dict[str, Callable[[], bool]] = {
     "compiled_entries": _compiled_code,
     "as_written": _frames,
     "keep_as_written": _frames,
+    "leaves_callee": _leaves,
     "look_at_frames": _frames,
     "put_in_place": _frames,
     "take_from_place": _frames,

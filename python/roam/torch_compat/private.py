@@ -1136,6 +1136,14 @@ def is_looked_at(frame: Any) -> bool:
     )
 
 
+def leaves_callee(code: CodeType) -> bool:
+    """Whether code calls a function that `torch.compile` leaves alone, and compiles what that
+    calls.
+    """
+    found: bool = code is torch._dynamo.decorators._nonrecursive_disable_wrapper_code
+    return found
+
+
 def has_tensors(frame: Any) -> bool:
     """Whether `torch.compile` sees that a function has to do with tensors. If not, it runs all
     later calls of it as they are written.
@@ -1301,6 +1309,7 @@ __all__ = [
     "kernel_library_switches",
     "layout_of",
     "layout_rules",
+    "leaves_callee",
     "local_of",
     "look_at_frames",
     "mark_begun",

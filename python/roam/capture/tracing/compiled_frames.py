@@ -10,6 +10,7 @@ of all functions that Dynamo might look at, and hands the call over with its arg
 from __future__ import annotations
 
 import inspect
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -35,12 +36,14 @@ class Frame:
         names: its globals.
         given: the values of its arguments, in the order in which the code names them.
         cells: those of the variables that it closes over, in the order of the code.
+        caller: the code of the function that calls it.
     """
 
     code: CodeType
     names: dict[str, Any]
     given: tuple[Any, ...]
     cells: tuple[CellType, ...]
+    caller: CodeType | None = None
 
     @property
     def contents(self) -> list[Any]:
@@ -112,7 +115,8 @@ def around({", ".join(free)}):
 
     def called(namespace: dict[str, Any], values: tuple[Any, ...], cells: Any) -> Any:
         look_at_frames(None)  # roam's own are none of the step's; C++ sets it again at the end
-        return run(Frame(code, namespace, values, cells))
+        caller = sys._getframe(2).f_code  # past the code in the place of the function
+        return run(Frame(code, namespace, values, cells, caller))
 
     # As constants, since the names of builtins may be others in the globals that it runs in.
     constants = {"run": called, "globals": globals}

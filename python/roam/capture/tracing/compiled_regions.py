@@ -83,6 +83,7 @@ from roam.torch_compat.private import (
     is_looked_at,
     is_precompiled,
     keep_as_written,
+    leaves_callee,
     look_at_frames,
     may_compile,
     put_in_place,
@@ -408,6 +409,8 @@ class Regions:
         copy = self._looked_at[id(code)][2]
         view = frame.view
         if self._depth or id(code) in self._given_up or not is_looked_at(view):
+            return self._run(frame, copy)
+        if frame.caller is not None and leaves_callee(frame.caller):
             return self._run(frame, copy)
         if not has_tensors(view):
             self._give_up(code)
