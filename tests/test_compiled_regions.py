@@ -201,18 +201,6 @@ def refused(forward: Callable[..., Any], **options: Any) -> roam.CaptureError:
     return caught.value
 
 
-def test_a_graph_break_is_refused_with_its_line() -> None:
-    def broken(self: Any, x: torch.Tensor) -> torch.Tensor:
-        x = self.linear(x)
-        torch._dynamo.graph_break()
-        return x.relu()
-
-    error = refused(broken, backend="aot_eager")
-    assert error.code == "compiled_graph_break"
-    assert "test_compiled_regions.py:" in str(error)
-    assert "graph_break" in str(error)
-
-
 @pytest.mark.parametrize("part", ["the optimizer's step", "the whole step"])
 def test_a_compiled_optimizers_step_and_a_compiled_step_are_refused_with_their_line(
     part: str,
@@ -749,21 +737,6 @@ def test_what_the_eager_loop_has_compiled_is_used() -> None:
     ):
         assert torch.equal(one, other)
     assert graphs["unique_graphs"] == compiled > 0
-
-
-def test_a_graph_break_in_what_the_eager_loop_has_compiled_is_refused() -> None:
-    class Broken(torch.nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = x * 2
-            torch._dynamo.graph_break()
-            return x + 1
-
-    model = torch.nn.Sequential(by_method(Broken()), torch.nn.Linear(8, 4))
-    step = step_of(model)
-    trained(model, step, 1)
-    with pytest.raises(roam.CaptureError) as caught:
-        trained(model, roam.compile(step), 1)
-    assert caught.value.code == "compiled_graph_break"
 
 
 def test_roam_compiles_repeated_blocks() -> None:

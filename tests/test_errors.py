@@ -441,7 +441,7 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "compiled_call": lambda: _compiled_function(object(), plain=lambda loss, _: loss.sin()),
     "compiled_cudagraphs": lambda: _compiled_function(backend="inductor", mode="reduce-overhead"),
     "compiled_function": lambda: _by_another_pytorch(_compiled_function),
-    "compiled_graph_break": lambda: _compiled_function(plain=_with_a_break),
+    "compiled_graph_break": lambda: _compiled_function(plain=_with_a_break, fullgraph=True),
     "compiled_module": lambda: _by_another_pytorch(
         _given(lambda my: _replace(my, "model", torch.compile(my.model)))
     ),

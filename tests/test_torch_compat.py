@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import functools
 import importlib
+import inspect
 import operator
 import re
 import signal
@@ -620,8 +621,7 @@ def _graph_breaks() -> bool:
 
     torch.compiler.reset()
     try:
-        with private.whole_graphs():
-            torch.compile(broken, backend="eager")(torch.ones(2))
+        torch.compile(broken, backend="eager", fullgraph=True)(torch.ones(2))
     except Exception as error:  # noqa: BLE001
         return private.is_graph_break(error)
     finally:
@@ -629,24 +629,109 @@ def _graph_breaks() -> bool:
     return False
 
 
-def _resumes() -> bool:
-    def broken(x: torch.Tensor) -> torch.Tensor:
-        x = x.cos()
-        torch._dynamo.graph_break()
-        return x.sin()
+def _frames() -> bool:
+    """Whether what is said of a function's calls decides how they run, and nothing stays."""
+    asked: list[tuple[str, dict[str, Any]]] = []
 
-    def whole(x: torch.Tensor) -> torch.Tensor:
-        return x.sin()
+    def called(x: torch.Tensor) -> str:
+        return "as written"
 
-    def is_resumed(function: Any) -> bool:
-        torch.compiler.reset()
-        torch.compile(function, backend="eager")(torch.ones(2))
-        (entry,) = private.compiled_entries(function.__code__)
-        return private.is_resumed(entry.code)
+    def other(x: torch.Tensor) -> str:
+        return "other"
 
-    is_right = is_resumed(broken) and not is_resumed(whole)
+    def calls(x: torch.Tensor) -> str:
+        return called(x)
+
+    def quiet(x: torch.Tensor) -> str:
+        return called(x)
+
+    def ask(frame: Any, *_: Any) -> Any:
+        asked.append((frame.f_code.co_name, dict(frame.f_locals)))
+        return private.as_written(inside=frame.f_code is not outer.__code__)
+
+    def outer(x: torch.Tensor) -> str:
+        return calls(x)
+
+    def result_of(function: Any) -> tuple[str, list[str]]:
+        asked.clear()
+        private.look_at_frames(ask)
+        try:
+            result = function(x)
+        finally:
+            private.look_at_frames(None)
+        return result, [name for name, _ in asked if name != "look_at_frames"]
+
     torch.compiler.reset()
-    return is_right
+    x = torch.ones(2)
+    code = called.__code__
+    found = [result_of(outer), result_of(calls)]
+    is_seen = any(name == "called" and held.get("x") is x for name, held in asked)
+    private.put_in_place(code, other.__code__, lambda held: held.keys() == {"x"})
+    is_in_place = private.is_precompiled(code)
+    found += [result_of(calls), (called(x), [])]
+    private.take_from_place(code)
+    found.append(result_of(calls))
+    skipped = SimpleNamespace(
+        apply_to_code=True,
+        frame_exec_strategy=torch._dynamo.types.FrameExecStrategy(
+            torch._dynamo.types.FrameAction.SKIP, torch._dynamo.types.FrameAction.DEFAULT
+        ),
+    )  # type: ignore[attr-defined]
+    private.keep_as_written(quiet.__code__, skipped)
+    found.append(result_of(quiet))
+    return is_seen and is_in_place and not private.is_precompiled(code) and found == [
+        ("as written", ["outer"]),
+        ("as written", ["calls", "called"]),
+        ("other", ["calls"]),
+        ("as written", []),
+        ("as written", ["calls", "called"]),
+        ("as written", ["called"]),
+    ]  # fmt: skip
+
+
+def _leaves() -> bool:
+    callers: list[Any] = []
+
+    def called() -> None:
+        frame: Any = inspect.currentframe()
+        callers.append(frame.f_back.f_code)
+
+    torch._dynamo.disable(called, recursive=False)()
+    called()
+    return list(map(private.leaves_callee, callers)) == [True, False]
+
+
+def _which_frames() -> bool:
+    """Whether those functions are known that Dynamo compiles by themselves."""
+
+    def frame(function: Any, **held: Any) -> Any:
+        return SimpleNamespace(
+            f_code=function.__code__, f_locals=held, f_globals=function.__globals__
+        )
+
+    def users(x: Any) -> Any:
+        return x.sin()
+
+    def others(x: Any) -> Any:
+        return x.cos()
+
+    def yields(x: object) -> Any:
+        yield x
+
+    torch.compiler.reset()
+    none_yet = private.compiled_codes()
+    torch.compile(users, backend="eager")(torch.ones(2))
+    compiled = private.compiled_codes()
+    torch.compiler.reset()
+    return (
+        private.is_looked_at(frame(users))
+        and not private.is_looked_at(frame(yields))
+        and not private.is_looked_at(frame(torch.compile))
+        and private.has_tensors(frame(others, x=[torch.ones(2)]))
+        and not private.has_tensors(frame(others, x=2))
+        and not none_yet
+        and compiled == [users.__code__]
+    )
 
 
 def _module_calls() -> bool:
@@ -1049,6 +1134,16 @@ CANARIES: dict[str, Callable[[], bool]] = {
     "c_pointer": _shares,
     "backward_compiler": _compiler_of_backward_graphs,
     "compiled_entries": _compiled_code,
+    "as_written": _frames,
+    "keep_as_written": _frames,
+    "leaves_callee": _leaves,
+    "look_at_frames": _frames,
+    "put_in_place": _frames,
+    "take_from_place": _frames,
+    "is_precompiled": _frames,
+    "compiled_codes": _which_frames,
+    "has_tensors": _which_frames,
+    "is_looked_at": _which_frames,
     "compiled_graph": _compiled_graph,
     "DYNAMIC_INDICES": _dynamic_sizes,
     "FROM_STANCE": _compiled_code,
@@ -1121,7 +1216,6 @@ CANARIES: dict[str, Callable[[], bool]] = {
     "is_graph_break": _graph_breaks,
     "is_input_mutation": _partitions,
     "is_of_dynamo": _raised_by_dynamo,
-    "is_resumed": _resumes,
     "is_view": lambda: private.is_view(torch.ones(2)[0]) and not private.is_view(torch.ones(2)),
     "keeping_activations": _keeps_activations,
     "keeping_equal_nodes": _partitions,
@@ -1184,7 +1278,6 @@ CANARIES: dict[str, Callable[[], bool]] = {
     "tracing_context": _compiles,
     "version_of": _written,
     "was_step_called": _steps,
-    "whole_graphs": _graph_breaks,
 }
 
 

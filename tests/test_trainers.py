@@ -78,6 +78,16 @@ def test_a_run_leaves_the_same_bits(options: dict[str, Any], tmp_path: Path) -> 
     assert_same_bits(plain, outcome(lambda: make(tmp_path, **options), subject.compile))
 
 
+def test_a_compiled_model_whose_graph_breaks_leaves_the_same_bits(tmp_path: Path) -> None:
+    """GPT-2 logs a warning as it chooses its loss."""
+    options = {"torch_compile": True, "torch_compile_backend": "aot_eager", "max_steps": 4}
+    torch.compiler.reset()
+    plain = outcome(lambda: make(tmp_path, **options), eager)
+    assert_same_bits(plain, outcome(lambda: make(tmp_path, **options), subject.compile))
+    assert torch._dynamo.utils.counters["graph_break"]
+    torch.compiler.reset()
+
+
 def test_few_plans_serve_a_run_and_the_trainer_is_whole_afterwards(tmp_path: Path) -> None:
     trainer = make(tmp_path, gradient_accumulation_steps=2, lr_scheduler_type="constant")
     step = subject.compile(trainer)

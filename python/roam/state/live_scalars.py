@@ -287,16 +287,16 @@ def number_stand_ins(trace: TraceContext) -> Iterator[tuple[Any, str, Callable[.
 
     def of_numbers(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            is_live = (
-                len(args) > int(function in (max, min)) and not kwargs and any(map(_is_live, args))
+            has_live = (
+                len(args) > int(function in (max, min)) and not kwargs and any(map(is_live, args))
             )
-            return trace.scalar_call(function, args) if is_live else function(*args, **kwargs)
+            return trace.scalar_call(function, args) if has_live else function(*args, **kwargs)
 
         return call
 
     def to_tensor(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(data: Any, *args: Any, **kwargs: Any) -> Any:
-            if not _is_live(data) or args or kwargs.keys() - {"dtype", "device"}:
+            if not is_live(data) or args or kwargs.keys() - {"dtype", "device"}:
                 return function(data, *args, **kwargs)
             dtype = torch.get_default_dtype() if isinstance(data, torch.SymFloat) else torch.int64
             return torch.full((), data, **{"dtype": dtype, **kwargs})
@@ -310,7 +310,7 @@ def number_stand_ins(trace: TraceContext) -> Iterator[tuple[Any, str, Callable[.
             )
             return (
                 number.node.decide(function, number, ())
-                if _is_live(number)
+                if is_live(number)
                 else original(value, *args, **kwargs)
             )
 
@@ -328,7 +328,8 @@ def number_stand_ins(trace: TraceContext) -> Iterator[tuple[Any, str, Callable[.
         yield torch, name, to_tensor(getattr(torch, name))
 
 
-def _is_live(value: Any) -> bool:
+def is_live(value: Any) -> bool:
+    """Whether a value is a live number."""
     return isinstance(getattr(value, "node", None), LiveNode)
 
 

@@ -10,12 +10,13 @@ import dataclasses
 import enum
 import functools
 import importlib
+import inspect
 import operator
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import CodeType, ModuleType
+from types import CodeType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -1075,13 +1076,6 @@ def may_compile(frame: Any, entries: list[Any], callback: Any) -> bool:
     return not sizes.will_compilation_exceed(limit)
 
 
-def is_resumed(code: CodeType) -> bool:
-    """Whether what `torch.compile` has made of a function has a graph break, after which it goes on
-    in a function of its own.
-    """
-    return any(name.startswith("__resume_at") for name in code.co_names)
-
-
 def innermost_backend(callback: Any) -> Any:
     """The compiler that is behind a callback of `torch.compile`'s."""
     while (inner := getattr(callback, "_torchdynamo_orig_backend", None)) is not None:
@@ -1089,16 +1083,103 @@ def innermost_backend(callback: Any) -> Any:
     return callback
 
 
-def whole_graphs() -> Any:
-    """A block in which `torch.compile` raises what `is_graph_break` knows, instead of
-    compiling a function in parts.
-    """
-    return torch._dynamo.error_on_graph_break(True)
-
-
 def is_graph_break(error: BaseException) -> bool:
-    """Whether `torch.compile` has raised an error since it cannot compile a function whole."""
+    """Whether `torch.compile` has raised an error since it cannot compile a function whole, where
+    its user has asked for that.
+    """
     return isinstance(error, torch._dynamo.exc.Unsupported)
+
+
+def look_at_frames(callback: Any) -> None:
+    """Has this thread ask before it runs a Python function.
+
+    Args:
+        callback: gets a frame that is about to run, with `f_code`, `f_locals`, `f_globals` and
+            `closure`, and two more arguments, and returns what `as_written` gives; None to ask
+            nobody any more.
+    """
+    torch._C._dynamo.eval_frame.set_eval_frame(callback)
+
+
+def as_written(*, inside: bool) -> Any:
+    """The answer that a frame runs as it is written.
+
+    Args:
+        inside: whether to ask about the functions that it calls, too.
+    """
+    kinds: Any = torch._dynamo.types
+    recursive = kinds.FrameAction.DEFAULT if inside else kinds.FrameAction.SKIP
+    strategy = kinds.FrameExecStrategy(kinds.FrameAction.SKIP, recursive)
+    return kinds.ConvertFrameReturn(frame_exec_strategy=strategy, apply_to_code=False)
+
+
+def keep_as_written(code: CodeType, answer: Any) -> None:
+    """Does what is done in C++ when `torch.compile` has not compiled a frame: its answer may be
+    meant for all frames of that code.
+    """
+    if answer.apply_to_code:
+        torch._C._dynamo.eval_frame.set_code_exec_strategy(code, answer.frame_exec_strategy)
+
+
+def is_looked_at(frame: Any) -> bool:
+    """Whether `torch.compile` tries to compile a function that is called by one which it does not
+    compile, or compiles in parts.
+
+    Args:
+        frame: of the call, with `f_code`, `f_locals` and `f_globals`.
+    """
+    code = frame.f_code
+    return not (
+        code.co_flags & inspect.CO_GENERATOR
+        or code in torch._dynamo.convert_frame.output_codes
+        or torch._dynamo.trace_rules.check(code, frame=frame)
+    )
+
+
+def leaves_callee(code: CodeType) -> bool:
+    """Whether code calls a function that `torch.compile` leaves alone, and compiles what that
+    calls.
+    """
+    found: bool = code is torch._dynamo.decorators._nonrecursive_disable_wrapper_code
+    return found
+
+
+def has_tensors(frame: Any) -> bool:
+    """Whether `torch.compile` sees that a function has to do with tensors. If not, it runs all
+    later calls of it as they are written.
+    """
+    found: bool = torch._dynamo.convert_frame.has_tensor_in_frame(frame)
+    return found
+
+
+def compiled_codes() -> list[CodeType]:
+    """The code objects of which `torch.compile` has made something."""
+    seen = [reference() for reference in torch._dynamo.convert_frame.input_codes.seen]
+    return [code for code in seen if code is not None and compiled_entries(code)]
+
+
+def put_in_place(code: CodeType, other: CodeType, is_wanted: Callable[[Any], bool]) -> None:
+    """Has frames of a code object run other code, where frames are looked at, until
+    `take_from_place`.
+
+    Args:
+        code: its frames are meant, and it must be of no precompiled function.
+        other: with the same arguments, cells and free variables.
+        is_wanted: of the values of a frame's arguments, by name.
+    """
+    guards: Any = SimpleNamespace(root=torch._C._dynamo.guards.RootGuardManager())
+    guards.root.add_lambda_guard(is_wanted, ["roam"], None)
+    torch._C._dynamo.eval_frame._load_precompile_entry(code, guards, other)
+
+
+def take_from_place(code: CodeType) -> None:
+    """Undoes `put_in_place`."""
+    torch._C._dynamo.eval_frame._reset_precompile_entries(code)
+
+
+def is_precompiled(code: CodeType) -> bool:
+    """Whether something is in the place of a code object."""
+    return bool(torch._C._dynamo.eval_frame._debug_get_precompile_entries(code))
 
 
 CALLS = (torch.nn.Module._call_impl, torch.nn.Module._wrapped_call_impl)
@@ -1154,6 +1235,7 @@ __all__ = [
     "UnsupportedOperatorException",
     "all_gather_single",
     "aot_autograd",
+    "as_written",
     "attention_order",
     "backend_classes",
     "backend_name",
@@ -1164,6 +1246,7 @@ __all__ = [
     "c_function",
     "c_pointer",
     "chunk_cat",
+    "compiled_codes",
     "compiled_entries",
     "compiled_graph",
     "count_dispatch_modes",
@@ -1196,6 +1279,7 @@ __all__ = [
     "has_kernel_for",
     "has_module_hooks",
     "has_real_ranks",
+    "has_tensors",
     "has_variable_sizes",
     "holds_mask",
     "hooks_of",
@@ -1212,18 +1296,22 @@ __all__ = [
     "is_graph_break",
     "is_input_mutation",
     "is_joined",
+    "is_looked_at",
     "is_of_dynamo",
     "is_pending",
-    "is_resumed",
+    "is_precompiled",
     "is_view",
     "joined",
+    "keep_as_written",
     "keeping_activations",
     "keeping_equal_nodes",
     "kept_buckets",
     "kernel_library_switches",
     "layout_of",
     "layout_rules",
+    "leaves_callee",
     "local_of",
+    "look_at_frames",
     "mark_begun",
     "mark_parameter",
     "mask_buffer",
@@ -1236,6 +1324,7 @@ __all__ = [
     "prepares_after",
     "private_use_type",
     "protect_pointer",
+    "put_in_place",
     "pytree",
     "rebuild_buckets",
     "reduce_scatter_single",
@@ -1274,11 +1363,11 @@ __all__ = [
     "store_of",
     "subclass_of",
     "suggest_memory_format",
+    "take_from_place",
     "tensor_uses",
     "to_device",
     "tracing_context",
     "version_of",
     "was_step_called",
-    "whole_graphs",
     "with_numbers",
 ]

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from types import CodeType, FunctionType
+from types import CellType, CodeType, FunctionType
 from typing import Any
 
 import torch
 
+from roam.capture.tracing.compiled_frames import Frame, cell_of, function_of, spread
 from roam.torch_compat.patches import replaced
 from roam.torch_compat.private import (
     DYNAMIC_INDICES,
@@ -111,25 +112,32 @@ class GivenTensor:
 
 @dataclass(frozen=True, slots=True)
 class CompiledCall:
-    """A call of a compiled function."""
+    """A call of a function that `torch.compile` compiles, by itself or since one that it compiles
+    calls it.
 
-    function: FunctionType
+    Attributes:
+        wrapper: the function of `torch.compile`'s that is called.
+        code: of the function, inside of what the wrapper calls, that is called.
+        names: its globals.
+        cells: those that it closes over, where they are from before the step; else None.
+        leaves: what its arguments and its other free variables hold; `GivenTensor` for tensors.
+        reals: by identity, those of the tensors that are from before the step.
+        spec: how arguments and free variables are made of the leaves.
+        settings: what else the compiled graph depends on.
+    """
+
+    wrapper: FunctionType
+    code: CodeType
+    names: dict[str, Any]
+    cells: tuple[CellType, ...] | None
     leaves: list[Any]
     reals: dict[int, weakref.ref[torch.Tensor]]
-    """By identity, those of the arguments that are from before the step."""
     spec: Any
     settings: Settings
 
-    def again(self, callback: Callable[[Any], Any]) -> None:
-        """Calls it with real tensors of the same metadata, and with another callback for its
-        frames, made of its own.
-        """
-        evaluation = frame_evaluation()
-        assert evaluation is not None, "a compiled function was met"
-
-        def stand_in(own: Any) -> Any:
-            return callback(own) if callable(own) else own
-
+    @contextmanager
+    def again(self) -> Iterator[Frame]:
+        """The call with real tensors of the same metadata; not begun."""
         with disable_current_modes(), torch.inference_mode(False), ExitStack() as stack:
             leaves = list[Any]()
             for leaf in self.leaves:
@@ -142,25 +150,53 @@ class CompiledCall:
                     leaves.append(real)
                 else:
                     leaves.append(leaf.made() if leaf.place == len(leaves) else leaves[leaf.place])
-            args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+            given, contents = pytree.tree_unflatten(leaves, self.spec)
             self.settings.enter(stack)
-            with suppress(Found), replaced([(evaluation, FROM_STANCE, stand_in)]):
-                self.function(*args, **kwargs)
+            cells = tuple(map(cell_of, contents)) if self.cells is None else self.cells
+            yield Frame(self.code, self.names, given, cells)
 
-    def found(self) -> CodeType | None:
-        """The code that runs it now."""
-        codes: list[CodeType] = []
+    def ask(self, callback: Callable[[Any], Any]) -> None:
+        """Calls the function by its wrapper, with another callback for frames, made of the
+        wrapper's own, which raises `Found`.
+        """
+        evaluation = frame_evaluation()
+        assert evaluation is not None, "a compiled function was met"
 
-        def asking(own: Any) -> Any:
-            def find(frame: Any, *_: Any, **__: Any) -> Any:
-                entry = first_code(frame, innermost_backend(own))
-                codes.extend([] if entry is None else [entry.code])
-                raise Found
+        def stand_in(own: Any) -> Any:
+            return callback(own) if callable(own) else own
 
-            return find
+        with (
+            self.again() as frame,
+            replaced([(evaluation, FROM_STANCE, stand_in)]),
+            calling(self.wrapper, function_of(frame.code, frame)),
+            suppress(Found),
+        ):
+            args, kwargs = spread(frame.code, frame.given)
+            self.wrapper(*args, **kwargs)
 
-        self.again(asking)
-        return codes[0] if codes else None
+    def found(self, backend: Any) -> CodeType | None:
+        """The code that runs it now; None where there is none yet."""
+        with self.again() as frame:
+            entry = first_code(frame.view, backend)
+            return None if entry is None else entry.code
+
+
+@contextmanager
+def calling(wrapper: FunctionType, function: Callable[..., Any]) -> Iterator[None]:
+    """A block in which a function of `torch.compile`'s calls this one."""
+    cell = cell_in(wrapper, "fn")
+    before = cell.cell_contents
+    cell.cell_contents = function
+    try:
+        yield
+    finally:
+        cell.cell_contents = before
+
+
+def cell_in(function: FunctionType, name: str) -> CellType:
+    """The cell of a variable that a function closes over."""
+    assert function.__closure__ is not None, "a function of torch.compile's"
+    return function.__closure__[function.__code__.co_freevars.index(name)]
 
 
 @dataclass(slots=True)
@@ -171,7 +207,10 @@ class UsedCode:
     _known: frozenset[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._known = self._now()
+        # Where a function was compiled for two calls of the step, the newer code may be for the
+        # first one too, in later steps.
+        now = self._now()
+        self._known = now if len(now) == len(self._originals()) else frozenset()
 
     def failure(self) -> str | None:
         """None while `torch.compile` would run the same code, else what is new.
@@ -183,7 +222,7 @@ class UsedCode:
         if now <= self._known:
             return None
         for call, code in self.calls:
-            found = call.found()
+            found = call.found(code.backend)
             if found is not None and found is not code.code:
                 return (
                     f"torch.compile has compiled {code.original.co_name} again, for this call too"
@@ -192,10 +231,11 @@ class UsedCode:
         return None
 
     def _now(self) -> frozenset[int]:
-        originals = {id(code.original): code.original for _, code in self.calls}
-        return frozenset(
-            [id(one.code) for original in originals.values() for one in newest_first(original)]
-        )
+        entries = [one for original in self._originals() for one in newest_first(original)]
+        return frozenset([id(one.code) for one in entries])
+
+    def _originals(self) -> list[CodeType]:
+        return list({id(code.original): code.original for _, code in self.calls}.values())
 
 
 class MadeCode:

@@ -7,19 +7,26 @@ user's objects are back in place, each is compiled for real tensors of the same 
 nothing is run: Dynamo's code for the call is kept, the one in its cache if there is one. The next
 trace runs that code. It calls the graphs that Inductor has compiled, forward and backward through
 AOTAutograd's own function, and each such call is recorded as one operator.
+
+Where a graph breaks, that code calls functions that are compiled by themselves: the one for the
+rest, and those that Dynamo could not look into. Where Dynamo has given a function up, all functions
+that it calls are. The trace notes these calls like the first one, and the next trace knows their
+code: one more trace for each break that follows another, or lies inside of another.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 import re
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
-from types import CellType, FrameType, FunctionType, MethodType
+from types import CellType, CodeType, FrameType, FunctionType, MethodType
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -32,15 +39,27 @@ from roam.capture.tracing.compiled_code import (
     MadeCode,
     Settings,
     UsedCode,
+    cell_in,
     first_code,
     newest_first,
+)
+from roam.capture.tracing.compiled_frames import (
+    STAND_IN,
+    Frame,
+    contents_of,
+    function_of,
+    spread,
+    stand_in_for,
 )
 from roam.capture.tracing.compiled_state import State, changes_of, state_of
 from roam.capture.tracing.region_operators import Unknown, region_of
 from roam.errors import CaptureError
 from roam.garbage import referrers
+from roam.own_code import is_own_file
 from roam.program.ir import Source
 from roam.state.equality import is_plain
+from roam.state.library_code import is_library
+from roam.state.live_scalars import is_live
 from roam.state.made_objects import opened
 from roam.torch_compat.patches import replaced
 from roam.torch_compat.private import (
@@ -50,24 +69,42 @@ from roam.torch_compat.private import (
     IS_COMPILING,
     IS_NESTED,
     FakeTensor,
+    as_written,
     backward_compiler,
+    compiled_codes,
     compiled_entries,
     disable_current_modes,
     frame_evaluation,
-    has_module_hooks,
+    has_tensors,
     has_variable_sizes,
     inductor_graph,
     innermost_backend,
     is_graph_break,
-    is_resumed,
+    is_looked_at,
+    is_precompiled,
+    keep_as_written,
+    leaves_callee,
+    look_at_frames,
     may_compile,
+    put_in_place,
     pytree,
-    whole_graphs,
+    take_from_place,
 )
 
 _MOST_ROUNDS = 8
-"""How often a capture compiles what the trace before has met."""
+"""How often a capture compiles calls of functions that it has compiled before."""
+_MOST_BREAKS = 100
+"""How often a capture compiles what the trace before has met, at most."""
 _LINE = re.compile(r'File "([^"]+)", line (\d+)')
+_RESUMED = "torch_dynamo_resume_in_"
+"""How the names of functions begin that Dynamo makes for what follows a graph break."""
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_OPTIMIZERS = os.path.join(_TORCH, "optim", "")
+_BELOW = (
+    os.path.join(_TORCH, "_subclasses", ""),
+    os.path.join(_TORCH, "utils", "_python_dispatch.py"),
+)
+"""Files of functions that only run since a step is traced."""
 
 
 class Refuses(Protocol):
@@ -87,6 +124,8 @@ class _Wanted:
     call: CompiledCall
     state: State
     source: Source
+    part: str
+    """What it is a part of the function that the step calls; empty for the whole."""
 
 
 @dataclass(slots=True)
@@ -101,21 +140,42 @@ class Regions:
     compiled: int = 0
     around: Callable[[], AbstractContextManager[None]] = nullcontext
     _made: MadeCode = field(default_factory=MadeCode)
-    _known: dict[object, Code] = field(default_factory=dict)
+    _known: dict[object, Code | None] = field(default_factory=dict)
+    """None for what runs as it is written."""
     _used: dict[object, tuple[CompiledCall, Code]] = field(default_factory=dict)
     _calls: dict[object, CompiledCall] = field(default_factory=dict)
     _states: dict[object, State] = field(default_factory=dict)
     _wanted: dict[object, _Wanted] = field(default_factory=dict)
     _kept: list[Any] = field(default_factory=list)
     _cells: list[tuple[CellType, Any]] = field(default_factory=list)
+    _callers: list[_Called] = field(default_factory=list)
+    _looked_at: dict[int, tuple[CodeType, CodeType, CodeType]] = field(default_factory=dict)
+    """By identity the code of functions that Dynamo may look at, each with what stands in its
+    place, and a copy that nobody looks at."""
+    _own: dict[int, CodeType] = field(default_factory=dict)
+    """By identity those copies, and what Dynamo has made."""
+    _given_up: dict[int, CodeType] = field(default_factory=dict)
+    """By identity the code that runs as it is written, since it was called without tensors."""
+    _in_place: list[CodeType] = field(default_factory=list)
+    _thread: int = 0
+    _lacks: bool = False
+    """Whether the trace has met functions whose place nothing stood in."""
     _refuse: Refuses | None = None
     _here: Callable[[], Source] = Source
     _reals: dict[int, tuple[Any, torch.Tensor]] = field(default_factory=dict)
     _modules: list[tuple[str, torch.nn.Module]] = field(default_factory=list)
     _held: frozenset[int] = frozenset()
     _rounds: int = 0
+    _breaks: int = 0
+    _compiled_codes: set[int] = field(default_factory=set)
+    _order: list[object] = field(default_factory=list)
+    """The keys of the calls that the trace has met, in order."""
+    _made_anew: set[object] = field(default_factory=set)
+    """The keys of those that nobody had compiled before the capture."""
     _depth: int = 0
     _outside: Callable[[], AbstractContextManager[None]] = nullcontext
+    _watch_numbers: Callable[[Callable[[int], None] | None], int] = lambda _: 0
+    _numbers: list[Any] = field(default_factory=list)
     _is_real: bool = True
 
     def start(self) -> None:
@@ -128,7 +188,9 @@ class Regions:
         self._states.clear()
         self._used.clear()
         self._kept.clear()
-        self._rounds = 0
+        self._rounds = self._breaks = 0
+        self._compiled_codes.clear()
+        self._made_anew.clear()
 
     # -- while a step is traced
 
@@ -140,6 +202,8 @@ class Regions:
         modules: list[tuple[str, torch.nn.Module]],
         held: frozenset[int],
         outside: Callable[[], AbstractContextManager[None]],
+        watch_numbers: Callable[[Callable[[int], None] | None], int],
+        numbers: list[Any],
         *,
         is_real: bool,
     ) -> None:
@@ -152,11 +216,22 @@ class Regions:
             modules: those that the step can reach.
             held: identities of the objects and containers that are from before the step.
             outside: a block that is no part of the trace.
+            watch_numbers: tells a function the slots of live numbers that the step uses, or none
+                any more; gives the number of slots.
+            numbers: references to numbers that the step changes and keeps.
             is_real: whether the step is of real tensors.
         """
         self._refuse, self._here, self._modules, self._depth = refuse, here, modules, 0
         self._reals = {id(fake): (fake, real) for real, fake in fakes}
         self._held, self._outside, self._is_real = held, outside, is_real
+        self._watch_numbers, self._numbers = watch_numbers, numbers
+        self._thread, self._lacks = threading.get_ident(), False
+        self._order.clear()
+        if frame_evaluation() is not None:
+            for code in compiled_codes():
+                self._look_at(code)
+            for code, _, _ in list(self._looked_at.values()):
+                self._put_in_place(code)
 
     def stand_ins(self) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
         """(holder, name, function) for what runs compiled code."""
@@ -189,12 +264,15 @@ class Regions:
 
     def end(self) -> None:
         """After a trace, whether it ended or failed."""
+        while self._in_place:
+            take_from_place(self._in_place.pop())
+        self._callers.clear()
         for cell, content in self._cells:
             cell.cell_contents = content
         self._cells.clear()
         self._reals = {}
-        self._modules = []
-        self._refuse = None
+        self._modules, self._numbers = [], []
+        self._refuse, self._watch_numbers = None, lambda _: 0
 
     def check(self) -> None:
         """After a trace that ended.
@@ -202,7 +280,7 @@ class Regions:
         Raises:
             CompileRegions: if something has to be compiled first.
         """
-        if self._wanted:
+        if self._wanted or self._lacks:
             raise CompileRegions
 
     def _meet(self, frame: FrameType) -> bool:
@@ -220,7 +298,7 @@ class Regions:
                 "the function inside of it cannot be found; call the plain function",
                 code="compiled_function",
             )
-        cell = _cell(wrapper, "fn")
+        cell = cell_in(wrapper, "fn")
         self._cells.append((cell, held["fn"]))
         cell.cell_contents = _Called(self, wrapper, held["fn"], held["callback"])
         return True
@@ -230,8 +308,14 @@ class Regions:
         evaluation = frame_evaluation()
         assert evaluation is not None, "it was met"
         is_on = callable(getattr(evaluation, FROM_STANCE)(called.callback))
-        if self._depth or not is_on:  # inside of another one, which is compiled with it
+        if not is_on:
             return called.function(*args, **kwargs)
+        if self._depth:  # inside of another one, which is compiled with it
+            look_at_frames(self._look)
+            try:
+                return called.function(*args, **kwargs)
+            finally:
+                look_at_frames(None)
         config = getattr(innermost_backend(called.callback), "config", {})
         # mode="max-autotune" asks for CUDA graphs too, and gets none on the CPU.
         if config.get("triton.cudagraphs") and (
@@ -242,41 +326,181 @@ class Regions:
                 "that no plan can share; compile it without, for example with mode='max-autotune-no-cudagraphs'",
                 code="compiled_cudagraphs",
             )  # fmt: skip
+        code = _written(called.function)
+        if code is not None:
+            if code.co_filename.startswith(_OPTIMIZERS):
+                self._refuse_optimizer()
+            self._look_at(code)
+            self._put_in_place(code)
+        self._callers.append(called)
+        look_at_frames(self._look)
+        try:
+            return called.function(*args, **kwargs)
+        finally:
+            look_at_frames(None)
+            self._callers.pop()
+
+    def outside(self, run: Callable[..., Any], what: str, remedy: str) -> Callable[..., Any]:
+        """Stands in for what must not run between the parts of a function whose graph breaks.
+
+        Args:
+            run: does it.
+            what: for the error.
+            remedy: what the user can do.
+        """
+
+        def run_outside(*args: Any, **kwargs: Any) -> Any:
+            if self._callers and not self._depth:
+                self._refused(f"its graph breaks at {what}; {remedy}", code="compiled_graph_break")
+            return run(*args, **kwargs)
+
+        return run_outside
+
+    # -- functions that compiled ones call
+
+    def _look(self, frame: Any, *_: Any) -> Any:
+        """Answers how a function runs in whose place nothing stands."""
+        code = frame.f_code
+        file = code.co_filename
+        if id(code) in self._own or file == STAND_IN:
+            return as_written(inside=True)
+        if is_own_file(file) or file.startswith(_BELOW):
+            return as_written(inside=False)
+        if id(code) in self._given_up or not is_looked_at(frame):
+            return as_written(inside=True)
+        if not has_tensors(frame):
+            if not self._depth:
+                self._give_up(code)
+            return as_written(inside=True)
+        self._look_at(code)
+        if not self._depth:
+            self._lacks = True
+        return as_written(inside=bool(self._depth))
+
+    def _look_at(self, code: CodeType) -> None:
+        """From the next trace on, puts something in the place of a function."""
+        if id(code) not in self._looked_at and id(code) not in self._own:
+            copy = code.replace()
+            self._own[id(copy)] = copy
+            self._looked_at[id(code)] = code, stand_in_for(code, self.met), copy
+
+    def _put_in_place(self, code: CodeType) -> None:
+        if any(one is code for one in self._in_place):
+            return
+        if is_precompiled(code):
+            raise CaptureError(
+                f"{code.co_name} is loaded as a precompiled function, which cannot be captured; call the plain function",
+                code="compiled_region",
+            )
+        put_in_place(code, self._looked_at[id(code)][1], self._is_ours)
+        self._in_place.append(code)
+
+    def _is_ours(self, _: Any) -> bool:
+        return threading.get_ident() == self._thread and bool(self._callers)
+
+    def _give_up(self, code: CodeType) -> None:
+        self._given_up[id(code)] = code
+        if self._has_code(code):
+            self._refused(_by_turns(code), code="compiled_region")
+
+    def met(self, frame: Frame) -> Any:
+        """The result of a call of a function by compiled code. Nothing is looked at meanwhile."""
+        code = frame.code
+        copy = self._looked_at[id(code)][2]
+        view = frame.view
+        if self._depth or id(code) in self._given_up or not is_looked_at(view):
+            return self._run(frame, copy)
+        if frame.caller is not None and leaves_callee(frame.caller):
+            return self._run(frame, copy)
+        if not has_tensors(view):
+            self._give_up(code)
+            return self._run(frame, copy)
+        if code.co_filename.startswith(_OPTIMIZERS):
+            self._refuse_optimizer()
+        called = self._callers[-1]
+        part = _part(code, called)
+        if any(isinstance(one, torch.optim.Optimizer) for one in frame.contents):
+            self._refuse_optimizer()
+        # What others close over may be new in each call, and is part of the call.
+        contents = frame.contents if part else []
         leaves, spec = pytree.tree_flatten(
-            opened((args, kwargs), lambda value: id(value) in self._held, lambda _: False)
+            opened((frame.given, contents), lambda value: id(value) in self._held, lambda _: False)
         )
         places = {id(leaf): place for place, leaf in reversed(list(enumerate(leaves)))}
-        described = [self._described(leaf, places[id(leaf)]) for leaf in leaves]
+        described = [self._described(leaf, places[id(leaf)], code) for leaf in leaves]
         settings = Settings.now()
-        key = id(called.wrapper), tuple(map(_key, described)), str(spec), settings
-        found = self._known.get(key)
-        if found is not None and not any(changes_of(self._states[key], in_trace=True)):
+        live = tuple(one.path for one in self._numbers if is_live(one.get()))
+        cells = () if part else tuple(map(id, frame.cells))
+        function = id(called.wrapper), id(code), cells
+        key = function, tuple(map(_key, described)), str(spec), settings, live
+        self._order.append(key)
+        if key in self._known and not any(changes_of(self._states[key], in_trace=True)):
+            found = self._known[key]
+            if found is None:
+                return self._run(frame, copy)
             self._used[key] = self._calls[key], found
-            return _function(called.function, found)(*args, **kwargs)
+            return self._run(frame, found.code)
         if key not in self._wanted:
-            self._kept += (called.wrapper, described)
+            self._kept += (called.wrapper, code, frame.cells, described)
             known = (self._reals[id(leaf)][1] for leaf in leaves if id(leaf) in self._reals)
             reals = {id(real): weakref.ref(real) for real in known}
-            self._calls[key] = CompiledCall(called.wrapper, described, reals, spec, settings)
-            self._states[key] = state_of(self._modules, called.function)
-            self._wanted[key] = _Wanted(self._calls[key], self._states[key], self._line(called))
+            self._calls[key] = CompiledCall(
+                called.wrapper,
+                code,
+                frame.names,
+                None if part else frame.cells,
+                described,
+                reals,
+                spec,
+                settings,
+            )
+            self._states[key] = state_of(
+                self._modules, function_of(code, frame), closed_over=not part
+            )
+            self._wanted[key] = _Wanted(
+                self._calls[key], self._states[key], self._line(called), part
+            )
         self._depth += 1
+        before = self._watch_numbers(lambda slot: self._refuse_number() if slot < before else None)
         try:
             # Compilers take the branches for them, and what these read matters.
             with replaced([(torch.compiler, IS_COMPILING, True)]):
-                return called.function(*args, **kwargs)
+                return self._run(frame, copy)
         finally:
+            self._watch_numbers(None)
             self._depth -= 1
+
+    def _run(self, frame: Frame, code: CodeType) -> Any:
+        """The result of a call by other code, while the functions that it calls are looked at."""
+        function, (args, kwargs) = function_of(code, frame), spread(frame.code, frame.given)
+        look_at_frames(self._look)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            look_at_frames(None)
+
+    def _refuse_number(self) -> None:
+        self._refused(
+            "it uses a Python number that the step changes; it would be compiled for the number's value. Keep it in a tensor, such as "
+            "a buffer, or change it outside of the step",
+            code="compiled_call",
+        )  # fmt: skip
+
+    def _refuse_optimizer(self) -> NoReturn:
+        self._refused(
+            "its graph breaks in an optimizer; of an optimizer's step, and of the whole step, call the plain function: it is planned "
+            "too",
+            code="compiled_graph_break",
+        )  # fmt: skip
 
     def _line(self, called: _Called) -> Source:
         """The user's line that calls a compiled function; where the step itself is that function,
         the line where it begins.
         """
         here = self._here()
-        function = getattr(called.function, "__func__", called.function)
-        if here.file or type(function) is not FunctionType:
+        code = _written(called.function)
+        if here.file or code is None:
             return here
-        code = function.__code__
         return Source(file=code.co_filename, line=code.co_firstlineno)
 
     def used(self) -> UsedCode:
@@ -290,14 +514,12 @@ class Regions:
         reals = (real.device for _, real in self._reals.values())
         return any(device.type == "cuda" for device in chain(fakes, reals))
 
-    def _described(self, leaf: Any, place: int) -> Any:
-        """An argument without fakes."""
+    def _described(self, leaf: Any, place: int, code: CodeType) -> Any:
+        """An argument without fakes, of a function with this code."""
         if isinstance(leaf, torch.Tensor):
             known = self._reals.get(id(leaf))
             if type(leaf) is not FakeTensor and not isinstance(leaf, torch.nn.Parameter):
-                self._refused(
-                    "it is given a tensor subclass; give it plain tensors", code="compiled_call"
-                )
+                self._refuse_argument(code, "tensor subclass", "give it plain tensors")
             fake: Any = leaf
             return GivenTensor(
                 tuple(leaf.shape),
@@ -310,13 +532,32 @@ class Regions:
                 place,
                 frozenset(getattr(leaf, DYNAMIC_INDICES, ())),
             )
-        if isinstance(leaf, (torch.nn.Module, FunctionType, MethodType, type)) or is_plain(leaf):
+        if isinstance(leaf, (FunctionType, MethodType)):
+            if _holds_tensors(leaf, lambda one: id(one) in self._reals):
+                self._refuse_argument(
+                    code,
+                    "function that holds tensors of the step",
+                    "pass the tensors by themselves",
+                )
             return leaf
-        name = type(leaf).__name__
+        if isinstance(leaf, (torch.nn.Module, type)) or is_plain(leaf):
+            return leaf
+        if isinstance(leaf, torch.optim.Optimizer):
+            self._refuse_optimizer()
+        self._refuse_argument(
+            code,
+            "number that the step computes" if is_live(leaf) else type(leaf).__name__,
+            "give it tensors, plain numbers, the containers that torch.utils._pytree knows, and objects that the step makes of these",
+        )  # fmt: skip
+
+    def _refuse_argument(self, code: CodeType, kind: str, remedy: str) -> NoReturn:
+        part = _part(code, self._callers[-1])
+        if not part:
+            self._refused(f"it is given a {kind}; {remedy}", code="compiled_call")
         self._refused(
-            f"it is given a {name}; give it tensors, plain numbers, the containers that torch.utils._pytree knows, and objects that "
-            "the step makes of these",
-            code="compiled_call",
+            f"its graph breaks, and {part} is given a {kind}, which cannot be recorded; remove the break, or let no such object live "
+            "across it",
+            code="compiled_graph_break",
         )  # fmt: skip
 
     def _run_graph(self, graph: Any, run: Callable[[list[Any]], Any], inputs: list[Any]) -> Any:
@@ -341,9 +582,11 @@ class Regions:
 
     def _refused(self, what: str, *, code: str) -> NoReturn:
         assert self._refuse is not None, "in a trace"
+        line = self._line(self._callers[-1]) if self._callers else self._here()
         self._refuse(
             f"the step calls a function or module that torch.compile has compiled, and {what}",
             code=code,
+            source=line if line.file else None,
         )
 
     # -- between traces
@@ -354,24 +597,73 @@ class Regions:
         Raises:
             CaptureError: where that gives no code that can be recorded.
         """
-        self._rounds += 1
         wanted, self._wanted = self._wanted, {}
+        codes = {id(one.call.code) for one in wanted.values()}
+        self._breaks += 1
+        if codes <= self._compiled_codes:
+            self._rounds += 1
+        self._compiled_codes |= codes
         for key, one in wanted.items():
+            if self._rounds > _MOST_ROUNDS and one.part:
+                _refuse(
+                    one,
+                    f"its graph breaks, and {one.part} is given a function or module that every step makes anew; make it outside "
+                    "of the step, or remove the break",
+                    code="compiled_graph_break",
+                )
             if self._rounds > _MOST_ROUNDS:
                 _refuse(
                     one,
                     "every step makes it anew; call torch.compile once, outside of the step",
                     code="compiled_call",
                 )
+            if self._breaks > _MOST_BREAKS:
+                _refuse(
+                    one,
+                    f"its graph breaks more than {_MOST_BREAKS} times in a row; remove breaks, or compile smaller parts",
+                    code="compiled_graph_break",
+                )
             compiled = self.compiled
             with self.around():
-                self._known[key] = self._compiled(one)
-            if self.compiled > compiled and has_variable_sizes(self._known[key].guard_manager):
+                found = self._known[key] = self._compiled(one)
+            if self.compiled > compiled:
+                self._check_order(key, one)
+                self._made_anew.add(key)
+            if found is None:
+                if id(one.call.code) in self._given_up and self._has_code(one.call.code):
+                    _refuse(one, _by_turns(one.call.code), code="compiled_region")
+                continue
+            self._own[id(found.code)] = found.code
+            for resumed in _resumed(found):
+                self._look_at(resumed)
+            if self.compiled > compiled and has_variable_sizes(found.guard_manager):
                 # What it returns is not known to vary yet, and later calls are given that.
                 self._rounds -= 1
                 break
 
-    def _compiled(self, wanted: _Wanted) -> Code:
+    def _check_order(self, key: object, wanted: _Wanted) -> None:
+        """Refuses a step in which a later call of the same function was compiled before this one:
+        what Dynamo makes of a call depends on those that it has compiled.
+        """
+        code = wanted.call.code
+        later = self._order[self._order.index(key) :]
+        if any(one in self._made_anew and self._calls[one].code is code for one in later):
+            error = _refusal(
+                wanted,
+                f"its graph breaks, and {code.co_name} is compiled for several kinds of calls, in an order that only the eager step "
+                "knows; run the step once without roam before",
+                code="compiled_graph_break",
+            )  # fmt: skip
+            error.settles = True
+            raise error
+
+    def _has_code(self, code: CodeType) -> bool:
+        """Whether Dynamo has made something of a function for this step."""
+        return any(one is not None and one.original is code for one in self._known.values())
+
+    def _compiled(self, wanted: _Wanted) -> Code | None:
+        if id(wanted.call.code) in self._given_up:
+            return None
         for name, now, then in changes_of(wanted.state):
             what = f"set {name} to {then!r} by then; it would be compiled for {now!r}, the value before the step"
             if isinstance(then, tuple):
@@ -381,10 +673,9 @@ class Regions:
                 f"the step has {what}; set such attributes before the step, as model.train() does",
                 code="compiled_call",
             )
-        found: list[Code] = []
+        found: list[Code | None] = []
         try:
-            with whole_graphs():
-                wanted.call.again(lambda callback: self._asking(callback, found))
+            wanted.call.ask(lambda callback: self._asking(wanted.call, callback, found))
         except _LimitReached as limit:
             _refuse(
                 wanted,
@@ -399,8 +690,8 @@ class Regions:
             if is_graph_break(error):
                 _refuse(
                     wanted,
-                    f"its graph breaks at {_last_line(error)}: {_first_line(error)}; remove the break, or compile the parts before "
-                    "and after it; of an optimizer's step, and of the whole step, call the plain function: it is planned too",
+                    f"its graph breaks at {_last_line(error)}: {_first_line(error)}; remove the break, or compile it without "
+                    "fullgraph=True",
                     code="compiled_graph_break",
                 )
             _refuse(
@@ -411,45 +702,111 @@ class Regions:
         if not found:
             _refuse(
                 wanted,
-                "torch.compile compiles nothing of it; call the plain function",
+                "torch.compile does not look at it; call the plain function",
                 code="compiled_region",
             )
-        (code,) = found
-        return code
+        return found[0]
 
-    def _asking(self, callback: Any, found: list[Code]) -> Any:
+    def _asking(self, call: CompiledCall, callback: Any, found: list[Code | None]) -> Any:
         """A callback for frames that finds or compiles the code of the first that has any, and does
         not run it. Compiled again, a function may get other kernels: Dynamo remembers the sizes
         that it has met, and takes those that change for variables.
         """
         backend = innermost_backend(callback)
+        original = call.code
+        with call.again() as begun:
+            view = begun.view
+            entries = newest_first(original)
+            if not may_compile(view, entries, callback):
+                # In C++ nobody is asked any more, and it would run.
+                entry = first_code(view, backend)
+                if entry is None:
+                    raise _LimitReached(original.co_name, len(entries))
+                found.append(self._code(original, entry, call.names, backend))
+                raise Found
 
         def compiled(frame: Any, *others: Any, **named: Any) -> Any:
-            original = frame.f_code
+            assert frame.f_code is original, "the function that is called"
             entry = first_code(frame, backend)
-            if type(entry) is Code:
-                found.append(entry)
+            if entry is not None:
+                found.append(self._code(original, entry, call.names, backend))
                 raise Found
-            if entry is not None and not is_resumed(entry.code):
-                found.append(
-                    Code(original, entry.code, frame.f_globals, entry.guard_manager, backend)
-                )
-                raise Found
-            entries = newest_first(original)
-            if not may_compile(frame, entries, callback):
-                raise _LimitReached(original.co_name, len(entries))
             earlier = tuple([one.code for one in compiled_entries(original)])
             result = callback(frame, *others, **named)
-            if result.guarded_code is None:
-                return result
-            self.compiled += 1
             made = result.guarded_code
-            code = Code(original, made.code, frame.f_globals, made.guard_manager, backend, earlier)
+            if made is None:
+                keep_as_written(original, result)
+                if result.apply_to_code:
+                    self._given_up[id(original)] = original
+                found.append(None)
+                raise Found
+            self.compiled += 1
+            code = Code(original, made.code, call.names, made.guard_manager, backend, earlier)
             found.append(code)
             self._made.codes.append(code)
             raise Found
 
         return compiled
+
+    def _code(self, original: CodeType, entry: Any, names: dict[str, Any], backend: Any) -> Code:
+        """An entry of Dynamo's cache, kept."""
+        if type(entry) is Code:
+            return entry
+        return Code(original, entry.code, names, entry.guard_manager, backend)
+
+
+def _holds_tensors(
+    value: Any, is_known: Callable[[Any], bool], seen: set[int] | None = None
+) -> bool:
+    """Whether a function closes over a tensor that is not known, or is a method of what holds
+    one.
+    """
+    seen = set() if seen is None else seen
+    if id(value) in seen or isinstance(value, (torch.nn.Module, type)):
+        return False
+    seen.add(id(value))
+    if isinstance(value, torch.Tensor):
+        return not is_known(value)
+    held: list[Any] = []
+    if type(value) is MethodType:
+        held = [value.__self__, value.__func__]
+    elif type(value) is FunctionType:
+        defaults = value.__defaults__, value.__kwdefaults__
+        held = [*map(contents_of, value.__closure__ or ()), *defaults]
+    elif type(value) in (list, tuple, dict):
+        held = list(value.values() if type(value) is dict else value)
+    elif type(getattr(value, "__dict__", None)) is dict and not is_library(type(value).__module__):
+        held = list(vars(value).values())
+    return any(_holds_tensors(one, is_known, seen) for one in held)
+
+
+def _part(code: CodeType, called: _Called) -> str:
+    """What code is a part of the function that a step calls; empty for its whole."""
+    if code is _written(called.function):
+        return ""
+    line = f"{code.co_filename}:{code.co_firstlineno}"
+    if code.co_name.startswith(_RESUMED):
+        name = code.co_name.removeprefix(_RESUMED).rpartition("_at_")[0]
+        return f"what follows the break in {name} at {line}"
+    return f"{code.co_name} at {line}, which is compiled by itself,"
+
+
+def _by_turns(code: CodeType) -> str:
+    return (
+        f"whether it runs {code.co_name} compiled depends on which of its calls comes first; give it tensors in all calls, or "
+        "compile it by itself"
+    )
+
+
+def _resumed(code: Code) -> Iterator[CodeType]:
+    """The functions for what follows a graph break that compiled code calls."""
+    for name in code.code.co_names:
+        function = code.names.get(name)
+        if type(function) is FunctionType and function.__code__.co_name.startswith(_RESUMED):
+            yield function.__code__
+    for constant in code.code.co_consts:
+        if isinstance(constant, CodeType) and constant.co_name.startswith(_RESUMED):
+            yield constant
 
 
 class _LimitReached(Exception):
@@ -479,44 +836,24 @@ def _wrapper_of(frame: FrameType) -> FunctionType | None:
     for function in referrers(frame.f_code):
         if type(function) is FunctionType and function.__code__ is frame.f_code:
             names = ("fn", "callback", "self")
-            if all(_cell(function, name).cell_contents is held[name] for name in names):
+            if all(cell_in(function, name).cell_contents is held[name] for name in names):
                 return function
     return None
 
 
-def _cell(function: FunctionType, name: str) -> CellType:
-    assert function.__closure__ is not None, "a function of torch.compile's"
-    return function.__closure__[function.__code__.co_freevars.index(name)]
-
-
-def _function(function: Callable[..., Any], found: Code) -> Callable[..., Any]:
-    """The compiled function for one that is called with the same arguments."""
+def _written(function: Callable[..., Any]) -> CodeType | None:
+    """The code of the user's function that a call of this one runs first."""
     if type(function) is MethodType and function.__func__ in CALLS:
-        module: Any = function.__self__
-        if has_module_hooks(module):
-            raise CaptureError(
-                f"{type(module).__name__} is compiled by torch.compile and has hooks, and the two cannot be captured "
-                "together; remove the hooks, or compile the modules inside of it",
-                code="compiled_call",
-            )
-        function = module.forward
-    plain = function.__func__ if type(function) is MethodType else function
-    if type(plain) is not FunctionType or plain.__code__ is not found.original:
-        raise CaptureError(
-            f"torch.compile compiles another function inside of {getattr(function, '__qualname__', function)}, which "
-            "cannot be captured; compile that function itself",
-            code="compiled_region",
-        )
-    made = FunctionType(
-        found.code, found.names, plain.__name__, plain.__defaults__, plain.__closure__
-    )
-    made.__kwdefaults__ = plain.__kwdefaults__
-    return made.__get__(function.__self__) if type(function) is MethodType else made
+        function = getattr(function.__self__, "forward", function)
+    function = getattr(function, "__func__", function)
+    return function.__code__ if type(function) is FunctionType else None
 
 
 def _key(described: Any) -> object:
     if type(described) is GivenTensor:
         return described
+    if type(described) is MethodType:  # made anew whenever it is asked for
+        return MethodType, id(described.__self__), id(described.__func__)
     return type(described), repr(described) if is_plain(described) else id(described)
 
 
@@ -531,7 +868,11 @@ def _last_line(error: Exception) -> str:
 
 
 def _refuse(wanted: _Wanted, what: str, *, code: str) -> NoReturn:
-    raise CaptureError(
+    raise _refusal(wanted, what, code=code)
+
+
+def _refusal(wanted: _Wanted, what: str, *, code: str) -> CaptureError:
+    return CaptureError(
         f"{wanted.source}: the step calls a function or module that torch.compile has compiled, and {what}",
         code=code, source=str(wanted.source),
     )  # fmt: skip

@@ -7,48 +7,68 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator
-from types import CellType, FunctionType
+from types import CellType, FunctionType, ModuleType
 from typing import Any
 
 import torch
 
-from roam.torch_compat.private import CALLS
+from roam.torch_compat.private import is_of_dynamo
 
 State = list[tuple[str, Any, str, object]]
 """Per value a name for it, what holds it, its name there, and what it is by `_outline`."""
 
 
-def state_of(modules: list[tuple[str, torch.nn.Module]], function: Any) -> State:
+def state_of(
+    modules: list[tuple[str, torch.nn.Module]], function: FunctionType, *, closed_over: bool
+) -> State:
     """What Dynamo may take for granted when it compiles a function: plain values and containers, in
-    attributes of modules and in what the function closes over and names.
+    attributes of modules, in what the function names, in what it closes over where that is asked
+    for, and in attributes of the objects that are there.
     """
-    state = [
+    held: list[tuple[str, Any]] = [
+        (f"{type(module).__name__}.{name}", value)
+        for _, module in modules
+        for name, value in list(_attributes(module).items())
+        if name not in _OF_ALL_MODULES
+    ]
+    state: State = [
         (f"{type(module).__name__}.{name}", holder, name, _outline(value))
         for _, module in modules
-        for holder in [object.__getattribute__(module, "__dict__")]
+        for holder in [_attributes(module)]
         for name, value in list(holder.items())
         if name not in _OF_ALL_MODULES
     ]
-    function = (
-        getattr(function, "forward", function)
-        if isinstance(function, torch.nn.Module)
-        else function
-    )
-    module = getattr(function, "__self__", None)
-    if getattr(function, "__func__", None) in CALLS:
-        function = getattr(module, "forward", None)
-    function = getattr(function, "__func__", function)
-    if type(function) is FunctionType:
-        names = function.__code__.co_freevars
-        state += [
-            (name, cell, name, _outline(_held(cell, name)))
-            for name, cell in zip(names, function.__closure__ or (), strict=True)
-        ]
-        state += [
-            (name, function.__globals__, name, _outline(function.__globals__.get(name)))
-            for name in function.__code__.co_names
-        ]
+    code, names = function.__code__, function.__globals__
+    if closed_over:
+        cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
+        state += [(name, cell, name, _outline(_held(cell, name))) for name, cell in cells.items()]
+        held += [(name, _held(cell, name)) for name, cell in cells.items()]
+    state += [(name, names, name, _outline(names.get(name))) for name in code.co_names]
+    held += [(name, names.get(name)) for name in code.co_names]
+    objects = {id(value): (name, value) for name, value in held if _is_object(value)}
+    state += [
+        (f"{name}.{attribute}", holder, attribute, _outline(value))
+        for name, one in objects.values()
+        for holder in [_attributes(one)]
+        for attribute, value in list(holder.items())
+    ]
     return [entry for entry in state if entry[3] is not _OTHER]
+
+
+def _attributes(value: object) -> dict[str, Any]:
+    found: dict[str, Any] = object.__getattribute__(value, "__dict__")
+    return found
+
+
+def _is_object(value: object) -> bool:
+    """Whether a value is an object with attributes that is neither module, tensor, nor code."""
+    kinds = (torch.nn.Module, torch.Tensor, torch.optim.Optimizer, type, FunctionType, ModuleType)
+    if isinstance(value, kinds) or is_of_dynamo(type(value).__module__):
+        return False
+    try:
+        return type(_attributes(value)) is dict
+    except AttributeError:
+        return False
 
 
 _OTHER = object()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn, Protocol, cast
 
 import torch
@@ -94,6 +94,7 @@ class Slots:
         self._joined: dict[int, tuple[Any, Joined]] = {}
         """By identity, distributed tensors with what stands for them in the program."""
         self._refusal: CaptureError | None = None
+        self._on_number: Callable[[int], None] | None = None
         self._twins: dict[int, tuple[torch.Tensor, Any, torch.Tensor]] = {}
         """By identity, real tensors that the step was given instead of fakes: with the fake
         and a copy."""
@@ -160,7 +161,22 @@ class Slots:
                 f"{node.origin} is not known until the step has run; use it outside of the step",
                 code="unknown_number",
             )
+        self.use_number(node.slot)
         return node.slot
+
+    def watch_numbers(self, notice: Callable[[int], None] | None) -> int:
+        """Has `notice` told the slots of live numbers that the step uses, until it is None.
+
+        Returns:
+            How many slots there are so far.
+        """
+        self._on_number = notice
+        return len(self.program.slots)
+
+    def use_number(self, slot: int) -> None:
+        """Tells who wants to know that the step uses a live number."""
+        if self._on_number is not None:
+            self._on_number(slot)
 
     def _stand_in(self, value: Any) -> Any:
         """The fake for a real tensor that the step has come by, which is then a constant; any other

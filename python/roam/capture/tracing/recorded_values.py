@@ -147,6 +147,7 @@ class Values(Slots):
         """The outcome of a comparison of a given number with constants, which the program then
         assumes; None for any other number.
         """
+        self.use_number(slot)
         if slot not in self._given:
             return None
         reference, value = self._given[slot]
@@ -360,6 +361,7 @@ class Values(Slots):
 
     def fixed_value(self, slot: int) -> Any:
         """The Python value of a number that a plan may hold on to; None for any other."""
+        self.use_number(slot)
         return self.known_value(slot, may_be_fixed)
 
     def made_number(self, slot: int) -> Callable[[], Any] | None:

@@ -72,6 +72,7 @@ from roam.torch_compat.private import (
     dispatch_modes,
     engine,
     foreach_types,
+    frame_evaluation,
     is_of_dynamo,
     is_view,
     layout_of,
@@ -177,6 +178,8 @@ def trace(
             fake_state.reach.modules,
             frozenset(_known_objects(fake_state)),
             _not_tracing,
+            recorder.watch_numbers,
+            [reference for reference, _ in held],
             is_real=fake_state.is_real,
         )
         with ExitStack() as stack:
@@ -527,7 +530,19 @@ def _watched(
             run_engine = watched_engine(recorder.is_original, frames.made_by)
         if any(is_ddp(module) for _, module in fake_state.reach.modules):
             run_engine = reductions.engine(run_engine)
-            replace(torch.nn.parallel.DistributedDataParallel, "forward", reductions.forward)
+            forward = fake_state.regions.outside(
+                reductions.forward,
+                "a DistributedDataParallel",
+                "compile the module inside of it",
+            )
+            replace(torch.nn.parallel.DistributedDataParallel, "forward", forward)
+        if frame_evaluation() is not None:
+            # Where Dynamo looks at functions, it looks at hooks too, in some threads.
+            run_engine = fake_state.regions.outside(
+                run_engine,
+                "a backward pass",
+                "compile the forward pass alone, and of the whole step call the plain function: it is planned too",
+            )  # fmt: skip
         if run_engine is not engine():
             replace(torch.autograd, "_engine_run_backward", run_engine)
         for holder, name, stand_in in fake_state.regions.stand_ins():
