@@ -1,0 +1,83 @@
+"""How tensors get to a second tier of memory and back: the calls' placement, and their time.
+
+The time is measured once for each folder, on a block of zeros, and rounded and kept on disk like
+the times of kernels: the same step has the same plan in the next process.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+import torch
+
+from roam.kernels.calls import Placed
+from roam.kernels.kept import recall, retain
+from roam.kernels.table import Placement
+from roam.kernels.times import rounded
+from roam.program.ir import Call
+from roam.program.tier import Tier, Transfer
+
+_BLOCK_BYTES = 2**24
+"""More than processors keep near, so that both directions are timed as for large tensors."""
+_MOST_RUNS = 5
+_KIND = "transfers"
+_MODEL_NS = 2**24
+"""Where nothing can be measured: a byte a nanosecond, there and back."""
+_learned: dict[object, int] = {}
+_one_at_a_time = threading.Lock()
+
+
+def placed_transfer(call: Call) -> Placed:
+    """How a call that stores and loads writes its result where a plan wants it: the tensor that it
+    stores, which dies in the call, may give its memory.
+    """
+    assert isinstance(call.target, Transfer), "a transfer"
+    (tensor,), (result,) = call.refs(), call.outputs
+    assert result is not None, "a tensor"
+    placement = Placement("substitute", call.target.into, "roam.offload")
+    return Placed(placement, ((tensor, result),))
+
+
+def time_ns(block_ns: int, size_bytes: int) -> int:
+    """Nanoseconds to store and load so many bytes, of those for a block."""
+    return max(-(-size_bytes * block_ns // _BLOCK_BYTES), 1)
+
+
+def block_ns(tier: Tier, room_bytes: int | None) -> int:
+    """Nanoseconds to store and load a block of 16 MiB in a tier, rounded by `rounded`.
+
+    Args:
+        tier: which.
+        room_bytes: memory that there is for the block; None where nothing is to be measured.
+
+    Raises:
+        ExecutionError: there is no room in the tier.
+    """
+    signature = "block", os.stat(tier.folder).st_dev
+    device = torch.device("cpu")
+    with _one_at_a_time:
+        if signature not in _learned:
+            _learned.update(recall(_KIND, [signature], device))
+        if signature not in _learned:
+            if room_bytes is None or room_bytes < _BLOCK_BYTES:
+                return _MODEL_NS
+            _learned[signature] = rounded(_measured_ns(tier))
+            retain(_KIND, {signature: _learned[signature]}, device)
+        return _learned[signature]
+
+
+def _measured_ns(tier: Tier) -> int:
+    """The least of some runs after a first one, in both directions."""
+    block = torch.zeros(_BLOCK_BYTES, dtype=torch.uint8)
+    there, back = [], []
+    with tier.held(_BLOCK_BYTES):
+        for _ in range(_MOST_RUNS + 1):
+            start = time.perf_counter_ns()
+            tier.store(block, 0)
+            stored = time.perf_counter_ns()
+            tier.load(block, 0)
+            there.append(stored - start)
+            back.append(time.perf_counter_ns() - stored)
+    return min(there[1:]) + min(back[1:])

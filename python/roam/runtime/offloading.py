@@ -1,0 +1,99 @@
+"""Which tensors of a step may be offloaded to a second tier of memory, and what a plan makes of it.
+
+A plan chooses by time: a tensor that has no room is loaded from the tier, or made again by the
+operators that made it, whichever takes less. Only tensors of which it is known that loading them
+takes less are offered; all are, where nothing else keeps within the limit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from roam.kernels.calls import unmovable_storages
+from roam.kernels.transfers import block_ns, placed_transfer, time_ns
+from roam.program.lower import Lowering
+from roam.program.tier import Tier
+
+
+@dataclass(frozen=True, slots=True)
+class Offloaded:
+    """What a plan stores in a tier, and loads from there.
+
+    Attributes:
+        tier: which.
+        calls: numbers of the calls that store and load.
+        tensors: how many tensors are stored.
+        loads: how many loads there are.
+        stored_bytes: of all tensors that are stored.
+        loaded_bytes: of all loads.
+        tier_bytes: what the tier has to hold.
+        transfers_s: seconds that stores and loads take by plan.
+    """
+
+    tier: Tier
+    calls: frozenset[int]
+    tensors: int
+    loads: int
+    stored_bytes: int
+    loaded_bytes: int
+    tier_bytes: int
+    transfers_s: float
+
+    @classmethod
+    def of(cls, lowering: Lowering, tier: Tier, times_ns: np.ndarray) -> Offloaded | None:
+        """What a program with extra runs stores and loads; None where that is nothing.
+
+        Args:
+            lowering: of the program.
+            tier: which tier its calls use.
+            times_ns: nanoseconds of each call. Those of a call that stores or loads are for both.
+        """
+        calls = lowering.transfers()
+        if not calls:
+            return None
+        again = lowering.extra_calls
+        sizes = {index: lowering.made_bytes(index) for index in calls}
+        loads = [index for index in calls if index in again]
+        return cls(
+            tier,
+            frozenset(calls),
+            tensors=len(calls) - len(loads),
+            loads=len(loads),
+            stored_bytes=sum(size for index, size in sizes.items() if index not in again),
+            loaded_bytes=sum(sizes[index] for index in loads),
+            tier_bytes=lowering.offloaded_bytes,
+            transfers_s=float(times_ns[calls].sum()) / 2e9,
+        )
+
+
+def offerings(lowering: Lowering, tier: Tier, room_bytes: int | None) -> Iterator[Lowering]:
+    """A step with tensors that may be offloaded: those of which it is known that they take longer
+    to make again than to store and load, and then all.
+
+    Args:
+        lowering: of the step.
+        tier: where tensors are stored.
+        room_bytes: memory to measure transfers with; None where nothing is measured.
+
+    Raises:
+        ExecutionError: there is no room in the tier.
+    """
+    offers = lowering.offers(unmovable_storages(lowering.program))
+    if not offers:
+        return
+    transfer_ns = partial(time_ns, block_ns(tier, room_bytes))
+    call_ns = lowering.graph(pool=False).times_ns
+    dear = [
+        offer
+        for offer in offers
+        if any(lowering.repeats[index] is None for index in offer.makers)
+        or call_ns[list(offer.makers)].sum() > transfer_ns(offer.size_bytes)
+    ]
+    if dear:
+        yield lowering.offering(dear, tier, placed_transfer, transfer_ns)
+    if len(dear) < len(offers):
+        yield lowering.offering(offers, tier, placed_transfer, transfer_ns)
