@@ -17,7 +17,7 @@ from roam.kernels.kept import recall, retain
 from roam.kernels.table import Placement
 from roam.kernels.times import rounded
 from roam.program.ir import Call
-from roam.program.tier import Tier, Transfer
+from roam.program.tier import Load, Tier
 
 _BLOCK_BYTES = 2**24
 """More than processors keep near, so that both directions are timed as for large tensors."""
@@ -29,15 +29,15 @@ _learned: dict[object, int] = {}
 _one_at_a_time = threading.Lock()
 
 
-def placed_transfer(call: Call) -> Placed:
-    """How a call that stores and loads writes its result where a plan wants it: the tensor that it
-    stores, which dies in the call, may give its memory.
+def placed_load(call: Call) -> Placed:
+    """How a call that loads writes its result where a plan wants it: the tensor that its first run
+    has, and that dies there, may give its memory.
     """
-    assert isinstance(call.target, Transfer), "a transfer"
-    (tensor,), (result,) = call.refs(), call.outputs
+    assert isinstance(call.target, Load), "a load"
+    (result,) = call.outputs
     assert result is not None, "a tensor"
-    placement = Placement("substitute", call.target.into, "roam.offload")
-    return Placed(placement, ((tensor, result),))
+    placement = Placement("substitute", call.target.into, call.name)
+    return Placed(placement, ((call.args[0].slot, result),))
 
 
 def time_ns(block_ns: int, size_bytes: int) -> int:

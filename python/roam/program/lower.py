@@ -19,12 +19,12 @@ from roam.program.diff import has_same_structure
 from roam.program.expand import expand
 from roam.program.ir import Call, Program, Ref, substitute
 from roam.program.links import links_of, times_ns
-from roam.program.offload import Offer, is_transfer, offers, with_offers
+from roam.program.offload import Offer, offers, with_offers
 from roam.program.operators import is_ours, is_region
 from roam.program.random_states import with_states
 from roam.program.releases import Release
 from roam.program.repeatable import Repeat, repeats
-from roam.program.tier import Tier
+from roam.program.tier import Load, Store, Tier
 from roam.program.user_checkpoints import undone
 
 
@@ -155,7 +155,7 @@ class Lowering:
                 is_ours(call.target)
                 or is_collective(call.target)
                 or call.is_check
-                or is_transfer(call)
+                or isinstance(call.target, (Store, Load))
             )
             for slot in call.refs()
         }
@@ -240,17 +240,19 @@ class Lowering:
         Args:
             chosen: some of its `offers`.
             tier: where they are stored.
-            placed: how a call that stores and loads writes its result.
-            time_ns: nanoseconds that it takes to store and load so many bytes.
+            placed: how a call that loads writes its result.
+            time_ns: nanoseconds that it takes to store and load so many bytes: the time of a load.
         """
         found = with_offers(self.program, chosen, tier)
         result = self._changed(
             found.program,
             found.calls,
             [
-                placed(call)
-                if number < 0
-                else _placed(self.placed[number], self.program.calls[number], call)
+                _placed(self.placed[number], self.program.calls[number], call)
+                if number >= 0
+                else placed(call)
+                if isinstance(call.target, Load)
+                else None
                 for number, call in zip(found.calls, found.program.calls, strict=True)
             ],
         )
@@ -258,38 +260,48 @@ class Lowering:
         result.offloaded_bytes = found.size_bytes
         result.timed_calls = self.timed_calls
         result._times = {
-            place: time_ns(result._sizes[result.operators[place].creates[0]])
-            for place, number in enumerate(found.calls)
-            if number < 0
-        } | {
             place: self._times[number]
             for place, number in enumerate(found.calls)
             if number in self._times
         }
+        result._times |= dict.fromkeys(result.stores, 1)
+        result._times |= {load: time_ns(result.made_bytes(load)) for load in result.loads}
         return result
 
-    def without_offers(self, calls: Collection[int]) -> tuple[Lowering, dict[int, int]]:
-        """The same without some of its `transfers`; and by their numbers here, the numbers of all
-        other calls there.
+    def without_offers(self, loads: Collection[int]) -> tuple[Lowering, dict[int, int]]:
+        """The same without tensors of which some of its `loads` are; and by their numbers here, the
+        numbers there of all calls that it has left.
         """
         offered = self._offered
-        assert offered is not None, "it has transfers"
+        assert offered is not None, "it has loads"
         chosen = [
             offer
-            for offer, index in zip(offered.chosen, self.transfers(), strict=True)
-            if index not in calls
+            for offer, index in zip(offered.chosen, self.loads, strict=True)
+            if index not in loads
         ]
         result = offered.lowering.offering(chosen, offered.tier, offered.placed, offered.time_ns)
-        left = (index for index in range(len(self.program.calls)) if index not in calls)
+        pairs = zip(self.stores, self.loads, strict=True)
+        dropped = {index for pair in pairs if pair[1] in loads for index in pair}
+        left = (index for index in range(len(self.program.calls)) if index not in dropped)
         return result, {index: number for number, index in enumerate(left)}
 
     def made_bytes(self, index: int) -> int:
         """Bytes of what a call makes."""
         return sum(self._sizes[number] for number in self.operators[index].creates)
 
-    def transfers(self) -> list[int]:
-        """Numbers of the calls that store tensors in a tier, or load them from there."""
-        return [index for index, call in enumerate(self.program.calls) if is_transfer(call)]
+    @property
+    def stores(self) -> list[int]:
+        """Numbers of the calls that store tensors in a tier."""
+        return self._with(Store)
+
+    @property
+    def loads(self) -> list[int]:
+        """Numbers of the calls that load them, or hand them on in their first run."""
+        return self._with(Load)
+
+    def _with(self, target: type) -> list[int]:
+        calls = enumerate(self.program.calls)
+        return [index for index, call in calls if isinstance(call.target, target)]
 
     def _changed(
         self,
@@ -397,7 +409,9 @@ class Lowering:
     def extra_runs(self) -> int:
         """How many calls run again, views and loads from a tier not counted."""
         return sum(
-            is_again and bool(operator.creates or operator.mutates) and not is_transfer(call)
+            is_again
+            and bool(operator.creates or operator.mutates)
+            and not isinstance(call.target, Load)
             for is_again, operator, call in zip(
                 self._is_again, self.operators, self.program.calls, strict=True
             )

@@ -1,24 +1,26 @@
 """Puts operators into a program that store tensors in a second tier, and load them again.
 
-Such an operator comes right after the last call that makes or changes a tensor, and hands it on:
-its first run stores the tensor, and its result takes the tensor's memory. All that uses the tensor
-uses that result. A further run needs no argument and loads the bits. So to a plan within a memory
-limit a tensor that is loaded is one that is made again, by a call of its own time, and order,
-layout, bounds and verifier need to know nothing of tiers.
+Two calls come right after the last one that makes or changes such a tensor. The first stores it,
+and makes a handle of no bytes. The second hands the tensor on: its result takes the tensor's
+memory, and all that uses the tensor uses that result. A further run of the second needs the handle
+alone, and loads the bits. So to a plan within a memory limit a tensor that is loaded is one that is
+made again, by a call with a time of its own; order, layout, bounds and verifier need to know
+nothing of tiers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 
 from roam.distributed.collectives import is_collective
-from roam.program.ir import Call, Program, ref_to
-from roam.program.tier import Tier, Transfer, aligned
+from roam.program.ir import Call, Program, Storage, TensorMeta, ref_to
+from roam.program.tier import HANDLE, Load, Store, Tier, aligned
 
-UNSTORED = " unstored"
-"""Added to the name of a tensor before it is stored."""
+UNSTORED, STORED = " unstored", " stored"
+"""Added to the name of a tensor before it is stored, and for its handle."""
 LEAST_BYTES = 2**14
 """Smaller tensors are not offloaded: the calls of the system take longer than the copy."""
 
@@ -46,18 +48,13 @@ class Offloading:
     Attributes:
         program: slots and storages keep their numbers, and those of the tensors before they are
             stored follow.
-        calls: per call the original's number, -1 where it stores and loads.
+        calls: per call the original's number, -1 where it stores or loads.
         size_bytes: what the tier has to hold.
     """
 
     program: Program
     calls: tuple[int, ...]
     size_bytes: int
-
-
-def is_transfer(call: Call) -> bool:
-    """Whether a call stores a tensor in a tier, or loads it from there."""
-    return isinstance(call.target, Transfer)
 
 
 def offers(
@@ -133,7 +130,7 @@ def _offer(program: Program, number: int, users: Sequence[int]) -> Offer | None:
 
 
 def with_offers(program: Program, chosen: Iterable[Offer], tier: Tier) -> Offloading:
-    """The program with a call for each chosen tensor that stores it, and loads it in further runs.
+    """The program with two calls for each chosen tensor, which store it and hand it on or load it.
 
     Args:
         program: the calls.
@@ -143,7 +140,7 @@ def with_offers(program: Program, chosen: Iterable[Offer], tier: Tier) -> Offloa
     after: dict[int, list[Offer]] = {}
     for offer in chosen:
         after.setdefault(offer.makers[-1], []).append(offer)
-    counts = [1 + len(after.get(index, ())) for index in range(len(program.calls))]
+    counts = [1 + 2 * len(after.get(index, ())) for index in range(len(program.calls))]
     places = list(accumulate(counts, initial=0))
     slots = list(program.slots)
     storages = [
@@ -151,38 +148,47 @@ def with_offers(program: Program, chosen: Iterable[Offer], tier: Tier) -> Offloa
         for storage in program.storages
     ]
     names: dict[int, dict[int, int]] = {}
-    """Per call that makes or changes such a tensor, what its slot is before the tensor is stored."""
-    transfers: dict[int, Call] = {}
+    """Per call that makes or changes such a tensor, the tensor's slot before it is stored."""
+    added: dict[int, list[Call]] = {}
     offset_bytes = 0
     for index, some in sorted(after.items()):
-        for place, offer in enumerate(some, places[index] + 1):
-            meta, before = program.slots[offer.slot], len(slots)
+        maker = program.calls[index]
+        call = partial(
+            Call, kwargs={}, returns_sequence=False, phase=maker.phase, source=maker.source
+        )
+        for place, offer in zip(range(places[index] + 1, places[index + 1], 2), some, strict=True):
+            meta, tensor = program.slots[offer.slot], len(slots)
             assert meta is not None, "a tensor"
             storage = storages[meta.storage]
-            storages[meta.storage] = replace(storage, creator=place)
+            storages[meta.storage] = replace(storage, creator=place + 1)
             slots.append(replace(meta, storage=len(storages)))
             storages.append(replace(storage, name=storage.name + UNSTORED))
-            for maker in offer.makers:
-                names.setdefault(maker, {})[offer.slot] = before
-            maker_call = program.calls[index]
-            transfers[place] = Call(
-                Transfer(tier, offset_bytes, meta.shape, meta.stride, meta.dtype),
-                (ref_to(before),), {}, (offer.slot,), False, maker_call.phase, maker_call.source,
-            )  # fmt: skip
+            handle = len(slots)
+            slots.append(TensorMeta((0,), (1,), 0, HANDLE, meta.device, len(storages)))
+            storages.append(Storage(0, place, storage.name + STORED))
+            for one in offer.makers:
+                names.setdefault(one, {})[offer.slot] = tensor
+            store = Store(tier, offset_bytes)
+            load = Load(tier, offset_bytes, meta.shape, meta.stride, meta.dtype)
+            added.setdefault(index, []).extend(
+                (
+                    call(store, (ref_to(tensor),), outputs=(handle,)),
+                    call(load, (ref_to(tensor), ref_to(handle)), outputs=(offer.slot,)),
+                )
+            )
             offset_bytes += aligned(offer.size_bytes)
     calls: list[Call] = []
     numbers: list[int] = []
-    for index, call in enumerate(program.calls):
-        new = names.get(index)
-        calls.append(
-            call if new is None else call.renamed(lambda slot, new=new: new.get(slot, slot))
-        )  # type: ignore[misc]
-        numbers.append(index)
-        for place in range(places[index] + 1, places[index + 1]):
-            calls.append(transfers[place])
-            numbers.append(-1)
+    for index, known in enumerate(program.calls):
+        calls.append(known.renamed(partial(_name, names[index])) if index in names else known)
+        calls += added.get(index, ())
+        numbers += [index, *(-1 for _ in added.get(index, ()))]
     changed = replace(program, calls=calls, slots=slots, storages=storages)
     return Offloading(changed, tuple(numbers), offset_bytes)
+
+
+def _name(names: Mapping[int, int], slot: int) -> int:
+    return names.get(slot, slot)
 
 
 def _made(call: Call) -> list[int]:

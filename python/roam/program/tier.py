@@ -7,6 +7,7 @@ system's page cache, which the system writes to the disk and takes back when it 
 
 from __future__ import annotations
 
+import ctypes
 import os
 import tempfile
 import threading
@@ -15,12 +16,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 import torch
 
 from roam.errors import ExecutionError
 
+HANDLE = torch.uint8
+"""The dtype of what `Store` returns."""
 _MOST_AT_ONCE = 2**30
 """Bytes of one call: the system takes no more than 2 GiB."""
 _ALIGNMENT_BYTES = 4096
@@ -47,7 +49,8 @@ class Tier:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._lock = threading.Lock()
-        self._file: IO[bytes] | None = None
+        self._descriptor = -1
+        self._closing: weakref.finalize[..., Tier] | None = None
         self._process = 0
         self._size_bytes = 0
 
@@ -101,20 +104,14 @@ class Tier:
                 raise OSError(f"the file of offloaded tensors in {self.folder} is too short")
             left, offset_bytes = left[done:], offset_bytes + done
 
-    @property
-    def _descriptor(self) -> int:
-        assert self._file is not None, "the tier is held"
-        return self._file.fileno()
-
     def _reserve(self, size_bytes: int) -> None:
         if self._process != os.getpid():  # a forked process would write into its parent's file
             self._close()
-        if self._file is not None and self._size_bytes >= size_bytes:
+        if self._closing is not None and self._size_bytes >= size_bytes:
             return
         try:
-            if self._file is None:
-                self._file = tempfile.TemporaryFile(dir=self.folder, buffering=0)
-                self._process = os.getpid()
+            if self._closing is None:
+                self._open()
             os.posix_fallocate(self._descriptor, 0, max(size_bytes, 1))
         except OSError as error:
             self._close()
@@ -126,21 +123,42 @@ class Tier:
             ) from error
         self._size_bytes = size_bytes
 
+    def _open(self) -> None:
+        self._descriptor, path = tempfile.mkstemp(dir=self.folder)
+        self._closing = weakref.finalize(self, os.close, self._descriptor)
+        self._process = os.getpid()
+        os.unlink(path)
+
     def _close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-        self._file, self._size_bytes = None, 0
+        if self._closing is not None:
+            self._closing()
+        self._descriptor, self._closing, self._size_bytes = -1, None, 0
 
 
 @dataclass(frozen=True, slots=True)
-class Transfer:
-    """What stores a tensor in a tier, and loads it from there again.
-
-    As the target of a call it stores what it is given, and its result has the same bits; called
-    without an argument, as in further runs, it loads them.
+class Store:
+    """Stores a tensor in a tier; the target of a call.
 
     Attributes:
         tier: where.
+        offset_bytes: at which place of the file.
+    """
+
+    tier: Tier
+    offset_bytes: int
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor without elements, which says that it is stored: who loads it needs that."""
+        self.tier.store(tensor, self.offset_bytes)
+        return torch.empty(0, dtype=HANDLE)
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Loads a tensor from a tier; the target of a call, whose first run has the tensor.
+
+    Attributes:
+        tier: where it is stored.
         offset_bytes: at which place of the file.
         shape, stride, dtype: of the tensor, which fills its storage.
     """
@@ -151,29 +169,33 @@ class Transfer:
     stride: tuple[int, ...]
     dtype: torch.dtype
 
-    def __call__(self, tensor: torch.Tensor | None = None) -> torch.Tensor:
-        """A new tensor with the bits of the one that is stored."""
+    def __call__(self, tensor: torch.Tensor | None, stored: torch.Tensor) -> torch.Tensor:
+        """A new tensor with the same bits."""
         out = torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
-        self.into((out,), *(() if tensor is None else (tensor,)))
+        self.into((out,), tensor, stored)
         return out
 
-    def into(self, outs: tuple[torch.Tensor], tensor: torch.Tensor | None = None) -> None:
-        """The same, into a tensor that is there: it may be the very memory that is stored."""
+    def into(
+        self, outs: tuple[torch.Tensor], tensor: torch.Tensor | None, stored: torch.Tensor
+    ) -> None:
+        """The same, into a tensor that is there.
+
+        Args:
+            outs: it; it may be the memory of `tensor`.
+            tensor: what was stored; None where it is loaded.
+            stored: what `Store` has returned.
+        """
         (out,) = outs
         if tensor is None:
             self.tier.load(out, self.offset_bytes)
-            return
-        self.tier.store(tensor, self.offset_bytes)
-        if out.data_ptr() != tensor.data_ptr():
+        elif out.data_ptr() != tensor.data_ptr():
             out.copy_(tensor)
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a tensor of the CPU that fills the range it lies in."""
-    flat = torch.empty(0, dtype=torch.uint8).set_(
-        tensor.untyped_storage(),
-        tensor.storage_offset() * tensor.itemsize,
-        (tensor.numel() * tensor.itemsize,),
-        (1,),
-    )
-    return flat.numpy().data
+    """The memory of a tensor of the CPU that fills the range it lies in.
+
+    Not by NumPy: a storage that it has seen cannot be resized any more.
+    """
+    size_bytes = tensor.numel() * tensor.itemsize
+    return memoryview((ctypes.c_char * size_bytes).from_address(tensor.data_ptr())).cast("B")

@@ -19,8 +19,7 @@ from roam.kernels.calls import Placed
 from roam.kernels.substitutes import UNINITIALIZED
 from roam.program.bits import differ
 from roam.program.ir import Call, Program, substitute
-from roam.program.offload import is_transfer
-from roam.program.tier import Tier
+from roam.program.tier import Load, Tier
 from roam.runtime.bindings import POISON, Bindings
 from roam.runtime.codegen import GeneratedSource, Watcher
 from roam.runtime.first_run import Check
@@ -211,7 +210,7 @@ class Executor:
 
     def _as_ever(self, call: Call, args: Any, kwargs: Any) -> tuple[torch.Tensor, ...] | None:
         """What the call returns by itself, the random generator put back."""
-        if is_transfer(call) or call.target.name() in UNINITIALIZED:
+        if isinstance(call.target, Load) or call.target.name() in UNINITIALIZED:
             return None
         devices = {
             meta.device

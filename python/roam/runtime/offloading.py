@@ -14,7 +14,7 @@ from functools import partial
 import numpy as np
 
 from roam.kernels.calls import unmovable_storages
-from roam.kernels.transfers import block_ns, placed_transfer, time_ns
+from roam.kernels.transfers import block_ns, placed_load, time_ns
 from roam.program.lower import Lowering
 from roam.program.tier import Tier
 
@@ -50,23 +50,25 @@ class Offloaded:
         Args:
             lowering: of the program.
             tier: which tier its calls use.
-            times_ns: nanoseconds of each call. Those of a call that stores or loads are for both.
+            times_ns: nanoseconds of each call. A load's are those of a store as well, and its first
+                run's stand for the store.
         """
-        calls = lowering.transfers()
-        if not calls:
+        if not lowering.stores:
             return None
-        again = lowering.extra_calls
-        sizes = {index: lowering.made_bytes(index) for index in calls}
-        loads = [index for index in calls if index in again]
+        loads = [index for index in lowering.loads if index in lowering.extra_calls]
+        stored_bytes, loaded_bytes = (
+            sum(map(lowering.made_bytes, calls))
+            for calls in (set(lowering.loads).difference(loads), loads)
+        )
         return cls(
             tier,
-            frozenset(calls),
-            tensors=len(calls) - len(loads),
+            frozenset((*lowering.stores, *loads)),
+            tensors=len(lowering.stores),
             loads=len(loads),
-            stored_bytes=sum(size for index, size in sizes.items() if index not in again),
-            loaded_bytes=sum(sizes[index] for index in loads),
+            stored_bytes=stored_bytes,
+            loaded_bytes=loaded_bytes,
             tier_bytes=lowering.offloaded_bytes,
-            transfers_s=float(times_ns[calls].sum()) / 2e9,
+            transfers_s=float(times_ns[lowering.loads].sum()) / 2e9,
         )
 
 
@@ -94,6 +96,6 @@ def offerings(lowering: Lowering, tier: Tier, room_bytes: int | None) -> Iterato
         or call_ns[list(offer.makers)].sum() > transfer_ns(offer.size_bytes)
     ]
     if dear:
-        yield lowering.offering(dear, tier, placed_transfer, transfer_ns)
+        yield lowering.offering(dear, tier, placed_load, transfer_ns)
     if len(dear) < len(offers):
-        yield lowering.offering(offers, tier, placed_transfer, transfer_ns)
+        yield lowering.offering(offers, tier, placed_load, transfer_ns)

@@ -36,7 +36,7 @@ from roam.program.ir import Program
 from roam.program.lower import Lowering
 from roam.program.releases import Release
 from roam.program.repeatable import gathers_again
-from roam.program.tier import Tier
+from roam.program.tier import Tier, is_available
 from roam.report.table import format_bytes
 from roam.runtime.available import known_limit
 from roam.runtime.estimate import Estimator
@@ -579,7 +579,7 @@ class _Chooser:
                 f"{self._variant.name}: {fault} Without recomputation it takes {best.total_bytes} "
                 f"bytes, of which {best.plan.persistent_bytes} are there before and after the step. The "
                 f"checks of a plan's first run take {best.checks_bytes} bytes more. Pass memory= of at "
-                "least what is needed plus these checks, or take a smaller batch",
+                f"least what is needed plus these checks, or take a smaller batch{self._or(lowering)}",
                 code=code,
                 operator=error.operator,
                 position=error.position,
@@ -597,13 +597,13 @@ class _Chooser:
                 copied_in=copied_in or frozenset(),
             )
         ran = self._ran(lowering, graph, plan, copied_in, limit_bytes)
-        call_ns, offers = graph.times_ns, lowering.transfers()
+        call_ns, offers = graph.times_ns, [*lowering.stores, *lowering.loads]
         extra_s, offloaded = again["extra_s"], None
         if self._tier is not None and offers:
             offloaded = Offloaded.of(ran.lowering, self._tier, ran.graph.times_ns)
         if offloaded is not None:
             # A load has the time of a store too, which there is once.
-            loads = ran.lowering.extra_calls.intersection(offloaded.calls)
+            loads = ran.lowering.extra_calls.intersection(ran.lowering.loads)
             extra_s += offloaded.transfers_s - ran.graph.times_ns[list(loads)].sum() / 1e9
         name = "pool" if uses_pool else "allocator"
         how = "running operators again" if offloaded is None else "offloading tensors"
@@ -618,7 +618,7 @@ class _Chooser:
             totals=(*best.totals, (f"{name}, {how}", ran.plan.total_bytes)),
             recomputation=Recomputation(
                 runs=ran.lowering.extra_runs,
-                calls=ran.lowering.extra_calls.union(ran.lowering.transfers()),
+                calls=ran.lowering.extra_calls.union(ran.lowering.stores),
                 extra_s=float(extra_s),
                 step_s=again["step_s"] - float(call_ns[offers].sum()) / 1e9,
                 least_extra_s=None if offers else again["least_extra_s"],
@@ -627,6 +627,18 @@ class _Chooser:
                 modelled_calls=int((call_ns > 0).sum()) - lowering.timed_calls - len(offers),
                 offloaded=offloaded,
             ),
+        )
+
+    def _or(self, lowering: Lowering) -> str:
+        """What else can be done where no plan keeps within a limit."""
+        if self._tier is not None:
+            offers = len(lowering.loads)
+            return f". {offers:,} of the step's tensors may be offloaded in such a plan"
+        is_possible = self._variant.device.type == "cpu" and is_available()
+        return (
+            "; or let tensors be offloaded to a disk (offload= of roam.compile)"
+            if is_possible
+            else ""
         )
 
     def _ran(
@@ -644,7 +656,7 @@ class _Chooser:
         assert again is not None, "calls run again"
         sequence = [int(index) for index in again["sequence"]]
         runs = Counter(sequence)
-        unused = [index for index in lowering.transfers() if runs[index] == 1]
+        unused = [index for index in lowering.loads if runs[index] == 1]
         if unused:
             left, numbers = lowering.without_offers(unused)
             landed = copied_in
