@@ -225,8 +225,7 @@ def test_a_failing_disk_is_a_typed_error(
 def test_other_devices_are_refused(tmp_path: Path) -> None:
     with roam.fake("cuda"):
         training = perceptron()
-        batch = [tensor.to("cuda") for tensor in training.batch(torch.Generator())]
-        training.model.to("cuda")
+        batch = torch.randn(96, 48), torch.zeros(96, dtype=torch.long)
     step = roam.compile(training.step, memory="50%", offload=tmp_path)
     with pytest.raises(roam.PlanError, match="leave offload= out") as refused:
         step.plan(*training.objects, *batch)
@@ -322,8 +321,6 @@ def test_time_is_measured_once_for_a_disk(tmp_path: Path, monkeypatch: pytest.Mo
     assert not runs
     block = transfers.block_ns(tier, 2**30)
     assert transfers.block_ns(tier, 2**30) == block
-    monkeypatch.setattr(transfers, "_learned", {})
-    assert transfers.block_ns(tier, 2**30) == block  # from disk
     assert len(runs) == 1
     assert transfers.time_ns(block, 2**24) == block
     assert transfers.time_ns(block, 1) >= 1

@@ -12,6 +12,7 @@ import time
 
 import torch
 
+from roam.errors import ExecutionError
 from roam.kernels.calls import Placed
 from roam.kernels.kept import recall, retain
 from roam.kernels.table import Placement
@@ -20,8 +21,9 @@ from roam.program.ir import Call
 from roam.program.tier import Load, Tier
 
 _BLOCK_BYTES = 2**24
-"""More than processors keep near, so that both directions are timed as for large tensors."""
-_MOST_RUNS = 5
+_BLOCKS = 8
+"""So many of them are more than processors keep near."""
+_MOST_RUNS = 3
 _KIND = "transfers"
 _MODEL_NS = 2**24
 """Where nothing can be measured: a byte a nanosecond, there and back."""
@@ -51,9 +53,7 @@ def block_ns(tier: Tier, room_bytes: int | None) -> int:
     Args:
         tier: which.
         room_bytes: memory that there is for the block; None where nothing is to be measured.
-
-    Raises:
-        ExecutionError: there is no room in the tier.
+            Where too little is, or on the disk, a byte is taken to need a nanosecond.
     """
     signature = "block", os.stat(tier.folder).st_dev
     device = torch.device("cpu")
@@ -63,21 +63,31 @@ def block_ns(tier: Tier, room_bytes: int | None) -> int:
         if signature not in _learned:
             if room_bytes is None or room_bytes < _BLOCK_BYTES:
                 return _MODEL_NS
-            _learned[signature] = rounded(_measured_ns(tier))
+            try:
+                _learned[signature] = rounded(_measured_ns(tier))
+            except ExecutionError:  # a step may need less room
+                return _MODEL_NS
+            finally:
+                tier.release()
             retain(_KIND, {signature: _learned[signature]}, device)
         return _learned[signature]
 
 
 def _measured_ns(tier: Tier) -> int:
-    """The least of some runs after a first one, in both directions."""
+    """The least of some runs after a first one, in both directions. Blocks are stored one after
+    another before the first is loaded, as in a step.
+    """
     block = torch.zeros(_BLOCK_BYTES, dtype=torch.uint8)
+    places = [number * _BLOCK_BYTES for number in range(_BLOCKS)]
     there, back = [], []
-    with tier.held(_BLOCK_BYTES):
+    with tier.held(_BLOCKS * _BLOCK_BYTES):
         for _ in range(_MOST_RUNS + 1):
             start = time.perf_counter_ns()
-            tier.store(block, 0)
+            for place in places:
+                tier.store(block, place)
             stored = time.perf_counter_ns()
-            tier.load(block, 0)
+            for place in places:
+                tier.load(block, place)
             there.append(stored - start)
             back.append(time.perf_counter_ns() - stored)
-    return min(there[1:]) + min(back[1:])
+    return (min(there[1:]) + min(back[1:])) // _BLOCKS

@@ -7,7 +7,8 @@ takes less are offered; all are, where nothing else keeps within the limit.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -72,6 +73,29 @@ class Offloaded:
         )
 
 
+def never_loaded(lowering: Lowering, sequence: Iterable[int]) -> list[int]:
+    """Of the loads of a step, those that only hand on what they are given, where that is made once:
+    without them nothing is made of other values.
+
+    Args:
+        lowering: of the step.
+        sequence: numbers of its calls in the order of their runs.
+    """
+    runs = Counter(sequence)
+    remade = {
+        number
+        for index, operator in enumerate(lowering.operators)
+        if runs[index] > 1
+        for number in (*operator.creates, *operator.mutates)
+    }
+    program = lowering.program
+    return [
+        index
+        for index in lowering.loads
+        if runs[index] == 1 and program.storage_of(program.calls[index].args[0].slot) not in remade
+    ]
+
+
 def offerings(lowering: Lowering, tier: Tier, room_bytes: int | None) -> Iterator[Lowering]:
     """A step with tensors that may be offloaded: those of which it is known that they take longer
     to make again than to store and load, and then all.
@@ -80,9 +104,6 @@ def offerings(lowering: Lowering, tier: Tier, room_bytes: int | None) -> Iterato
         lowering: of the step.
         tier: where tensors are stored.
         room_bytes: memory to measure transfers with; None where nothing is measured.
-
-    Raises:
-        ExecutionError: there is no room in the tier.
     """
     offers = lowering.offers(unmovable_storages(lowering.program))
     if not offers:

@@ -41,7 +41,7 @@ from roam.report.table import format_bytes
 from roam.runtime.available import known_limit
 from roam.runtime.estimate import Estimator
 from roam.runtime.first_run import extra_bytes
-from roam.runtime.offloading import Offloaded, offerings
+from roam.runtime.offloading import Offloaded, never_loaded, offerings
 from roam.runtime.plan_cache import WORTH_S, keep_plan, kept_plan
 from roam.runtime.pool import Pool
 from roam.runtime.timings import Timings
@@ -655,9 +655,7 @@ class _Chooser:
         again = plan.recomputation
         assert again is not None, "calls run again"
         sequence = [int(index) for index in again["sequence"]]
-        runs = Counter(sequence)
-        unused = [index for index in lowering.loads if runs[index] == 1]
-        if unused:
+        if unused := never_loaded(lowering, sequence):
             left, numbers = lowering.without_offers(unused)
             landed = copied_in
             if copied_in is not None:
