@@ -20,12 +20,12 @@ from roam.kernels.times import rounded
 from roam.program.ir import Call
 from roam.program.tier import Load, Tier
 
-_BLOCK_BYTES = 2**24
-_BLOCKS = 8
+_BLOCK_BYTES = 2**22
+_BLOCKS = 32
 """So many of them are more than processors keep near."""
 _MOST_RUNS = 3
 _KIND = "transfers"
-_MODEL_NS = 2**24
+_MODEL_NS = 2**22
 """Where nothing can be measured: a byte a nanosecond, there and back."""
 _learned: dict[object, int] = {}
 _one_at_a_time = threading.Lock()
@@ -48,7 +48,7 @@ def time_ns(block_ns: int, size_bytes: int) -> int:
 
 
 def block_ns(tier: Tier, room_bytes: int | None) -> int:
-    """Nanoseconds to store and load a block of 16 MiB in a tier, rounded by `rounded`.
+    """Nanoseconds to store and load a block of 4 MiB in a tier, rounded by `rounded`.
 
     Args:
         tier: which.

@@ -372,12 +372,6 @@ class Lowering:
                 sequence, expanded.is_again, program.calls, strict=True
             )
         ]
-        result.repeats = [
-            repeat if repeat is None or not is_again else replace(repeat, first_only=())
-            for repeat, is_again in zip(
-                map(self.repeats.__getitem__, sequence), expanded.is_again, strict=True
-            )
-        ]
         result.kernel_bytes = {
             place: self.kernel_bytes[index]
             for place, index in enumerate(sequence)
@@ -397,6 +391,15 @@ class Lowering:
         result.operators = [
             replace(operator, name=self.operators[index].name, flops=self.operators[index].flops)
             for index, operator in zip(sequence, _operators(program), strict=True)
+        ]
+        result.repeats = [
+            _repeat_of(repeat, is_again, operator, storage_of)
+            for repeat, is_again, operator in zip(
+                map(self.repeats.__getitem__, sequence),
+                expanded.is_again,
+                result.operators,
+                strict=True,
+            )
         ]
         return result
 
@@ -676,6 +679,19 @@ def _draws(call: Call, repeat: Repeat | None) -> bool:
     its generator's state draws none.
     """
     return call.random and (repeat is None or call.state is not None)
+
+
+def _repeat_of(
+    repeat: Repeat | None, is_again: bool, operator: _Operator, storage_of: Sequence[int]
+) -> Repeat | None:
+    """How a run of a call runs again: a further run leaves nothing out, and the first run leaves
+    out the instances that it touches.
+    """
+    if repeat is None or not (repeat.first_only or is_again):
+        return repeat
+    touched = {storage_of[number]: number for number in (*operator.reads, *operator.mutates)}
+    first_only = () if is_again else tuple(touched[number] for number in repeat.first_only)
+    return replace(repeat, first_only=first_only)
 
 
 def _placed(at: WritesResults | None, call: Call, run: Call) -> WritesResults | None:
