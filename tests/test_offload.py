@@ -392,3 +392,49 @@ def test_only_finished_activations_in_memory_of_their_own_are_offered() -> None:
         return y.detach()
 
     assert "aten.exp.default" not in offered(leaving)
+
+
+def test_plans_of_graphs_load_what_is_stored_after_it_is_stored() -> None:
+    builder = roam.GraphBuilder("layers", device="cpu")
+    layers, size_bytes = 40, 2**20
+    given = builder.tensor("x", size_bytes, residency="persistent")
+    known, loads = given, []
+    for layer in range(layers):
+        raw, handle, made = (
+            builder.tensor(f"{name}{layer}", size, residency="step_local")
+            for name, size in (("raw", size_bytes), ("stored", 1), ("made", size_bytes))
+        )
+        builder.operator("layer", reads=[known], creates=[raw], phase="forward", time_ns=10**6)
+        builder.operator("store", reads=[raw], creates=[handle], phase="forward", time_ns=1)
+        builder.operator(
+            "load", reads=[raw, handle], creates=[made], reuse=[(raw, made)], phase="forward",
+            repeatable=True, first_only=[raw], time_ns=1000,
+        )  # fmt: skip
+        loads.append(3 * layer + 2)
+        known = made
+    gradient = builder.tensor("gradient", size_bytes, residency="step_local")
+    builder.operator("loss", reads=[known], creates=[gradient], phase="loss")
+    for layer in reversed(range(layers)):
+        after = builder.tensor(f"gradient{layer}", size_bytes, residency="step_local")
+        reads = [gradient, 3 * layer + 3]
+        builder.operator("backward", reads=reads, creates=[after], phase="backward")
+        gradient = after
+    graph = builder.build()
+    plain = roam.optimize(graph, exact="off")
+    limit_bytes = size_bytes + (plain.total_bytes - size_bytes) // 4
+    plan = roam.optimize(graph, exact="off", memory_limit_bytes=limit_bytes)
+    assert plan.total_bytes <= limit_bytes
+    again = plan.recomputation
+    assert again is not None
+    extra = len(again["sequence"]) - graph.num_operators
+    assert again["extra_s"] == pytest.approx(extra * 1e-6)  # no layer runs again
+    assert extra < 1.2 * layers
+    expanded, ordered = plan.expanded(graph)
+    roam.verify(expanded, ordered)
+    stored: set[int] = set()
+    for place in ordered.order:
+        operator = expanded.operators[int(place)]
+        if operator.name == "store":
+            stored.update(operator.creates)
+        if operator.name == "load":
+            assert stored.issuperset(set(operator.reads) & set(range(2, 3 * layers, 3)))

@@ -1,7 +1,7 @@
 """Puts operators into a program that store tensors in a second tier, and load them again.
 
 Two calls come right after the last one that makes or changes such a tensor. The first stores it,
-and makes a handle of no bytes. The second hands the tensor on: its result takes the tensor's
+and makes a handle of one byte. The second hands the tensor on: its result takes the tensor's
 memory, and all that uses the tensor uses that result. A further run of the second needs the handle
 alone, and loads the bits. So to a plan within a memory limit a tensor that is loaded is one that is
 made again, by a call with a time of its own; order, layout, bounds and verifier need to know
@@ -164,8 +164,8 @@ def with_offers(program: Program, chosen: Iterable[Offer], tier: Tier) -> Offloa
             slots.append(replace(meta, storage=len(storages)))
             storages.append(replace(storage, name=storage.name + UNSTORED))
             handle = len(slots)
-            slots.append(TensorMeta((0,), (1,), 0, HANDLE, meta.device, len(storages)))
-            storages.append(Storage(0, place, storage.name + STORED))
+            slots.append(TensorMeta((1,), (1,), 0, HANDLE, meta.device, len(storages)))
+            storages.append(Storage(1, place, storage.name + STORED))
             for one in offer.makers:
                 names.setdefault(one, {})[offer.slot] = tensor
             store = Store(tier, offset_bytes)

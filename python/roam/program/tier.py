@@ -148,9 +148,9 @@ class Store:
     offset_bytes: int
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor without elements, which says that it is stored: who loads it needs that."""
+        """A byte, which says that it is stored: who loads it needs that."""
         self.tier.store(tensor, self.offset_bytes)
-        return torch.empty(0, dtype=HANDLE)
+        return torch.zeros(1, dtype=HANDLE)
 
 
 @dataclass(frozen=True, slots=True)

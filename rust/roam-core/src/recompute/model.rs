@@ -88,7 +88,7 @@ pub(super) struct Model {
     /// Per tensor the places that use it, those of late views left out.
     pub(super) users: Lists<u32>,
     /// Per tensor that cannot be made again, but of which much larger ones can, such as the state
-    /// of a random generator, or what says that a tensor is stored: the last place at which these, or what is made of them, are used;
+    /// of a random generator: the last place at which these, or what is made of them, are used;
     /// [`NONE`] for others.
     pub(super) serves_until: Vec<u32>,
 }
@@ -254,7 +254,7 @@ impl Model {
         }
         let serves = |at: &usize| {
             let is_made = self.creator[*at] != NONE && !self.can_remake[*at];
-            is_made && much[*at] > 0 && self.size[*at].saturating_mul(MUCH_LARGER) <= much[*at]
+            is_made && self.size[*at] > 0 && self.size[*at].saturating_mul(MUCH_LARGER) <= much[*at]
         };
         (0..self.size.len()).map(|at| if serves(&at) { last[at] } else { NONE }).collect()
     }
