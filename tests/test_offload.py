@@ -60,6 +60,7 @@ CASES = [
 ]  # fmt: skip
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("name", "pool", "how"), CASES)
 def test_steps_that_load_tensors_at_any_place_have_eagers_bits(
     name: str, pool: bool | None, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -80,7 +81,11 @@ def test_steps_that_load_tensors_at_any_place_have_eagers_bits(
     assert memory.offloaded_bytes > 0
     assert memory.loaded_bytes > 0
     steps[0].measured(*training.objects, *training.batch(torch.Generator().manual_seed(2)))
-    assert steps[0].memory().measured_bytes == pytest.approx(memory.total_bytes, rel=0.01)
+    measured_bytes = steps[0].memory().measured_bytes
+    assert measured_bytes is not None
+    # Handles take a byte, for which plans count 64.
+    least_bytes = 0.99 * memory.total_bytes - 64 * memory.offloaded_tensors
+    assert least_bytes <= measured_bytes <= 1.01 * memory.total_bytes
     assert steps[0].memory().transfers_measured_s is not None
     assert list(tmp_path.iterdir()) == []
 

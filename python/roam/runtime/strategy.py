@@ -269,7 +269,6 @@ def choose(
         PlanError: there is no plan within the limit (code ``memory_floor``), or none was found
             (code ``memory_limit_not_found``); or tensors of this device cannot be offloaded (code
             ``offload_device``).
-        ExecutionError: there is no room in the folder (code ``offload_room``).
         ValueError: the limit is what the device has, and nobody can tell how much that is.
     """
     timings = timings or Timings()
