@@ -118,7 +118,7 @@ def test_training_keeps_the_budget_and_the_bits(
 def test_offloading_stands_beside_recomputation(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory, "SHARES", (0.6,))
+    monkeypatch.setattr(memory, "OFFLOAD_SHARES", (0.6,))
     monkeypatch.setattr(offloading, "block_ns", lambda tier, room_bytes: 1)
     made = record("offload", tmp_path)
     ways = {row["way"]: row for row in made["rows"]}

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SHARES = (0.75, 0.5, 0.35, 0.25, 0.15)
+OFFLOAD_SHARES = (0.5, 0.25, 0.15)
 _PUBLISHED = Path(__file__).with_name("published_memory.csv")
 _NEAR_PERCENT = 2
 """Shares that differ by no more than this are compared."""
@@ -94,7 +95,7 @@ def _tasks(part: str, net: Net, pairs: int) -> Iterator[Task]:
     elif part == "offload":
         ways = {
             (way, share): partial(train, net, share, pairs, offloads=way == _OFFLOADING)
-            for share in SHARES
+            for share in OFFLOAD_SHARES
             for way in ("roam", _OFFLOADING)
         }
     else:

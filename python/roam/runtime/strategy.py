@@ -514,9 +514,7 @@ class _Chooser:
             return found[0]
         is_timed = self._is_real and not gathers_again(lowering.repeats)
         room_bytes = limit_bytes - self.plain.plan.persistent_bytes if is_timed else None
-        for number, offering in enumerate(offerings(lowering, self._tier, room_bytes)):
-            if number and found:
-                break
+        for offering in offerings(lowering, self._tier, room_bytes):
             try:
                 choice = self._recomputing(limit_bytes, offering, best, pool)
             except PlanError as error:
@@ -526,6 +524,7 @@ class _Chooser:
                 continue
             if choice.recomputation is not None:
                 found.append(choice)
+                break
         if not found:
             assert failure is not None, "nothing was found"
             raise failure
