@@ -19,6 +19,8 @@ from roam.bench import memory, memory_checkmate, memory_nets, memory_others, mem
 from roam.bench.memory_nets import NETS, Net
 from roam.bench.memory_prototypes import Entry
 from roam.cli import main
+from roam.report.table import format_bytes
+from roam.runtime import offloading
 
 _TINY = {"vocabulary": 64, "width": 32, "layers": 3, "heads": 2, "experts": 2}
 TINY = Net(
@@ -111,6 +113,25 @@ def test_training_keeps_the_budget_and_the_bits(
         assert row["timed_operators"] > 0
         assert row["timed_share"] is not None
     assert f"within the budget in {len(found)} of {len(found)}" in memory.totals_line(made)
+
+
+def test_offloading_stands_beside_recomputation(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "OFFLOAD_SHARES", (0.6,))
+    monkeypatch.setattr(offloading, "block_ns", lambda tier, room_bytes: 1)
+    made = record("offload", tmp_path)
+    ways = {row["way"]: row for row in made["rows"]}
+    alone, offloads = ways["roam"], ways["roam, offloading"]
+    assert alone["offloaded_bytes"] == 0
+    assert offloads["offloaded_bytes"] > 0
+    assert offloads["loaded_bytes"] >= offloads["offloaded_bytes"]
+    assert 0 < offloads["transfers_share"] <= offloads["extra_share"] < alone["extra_share"]
+    for row in (alone, offloads):
+        assert row["measured_bytes"] <= row["limit_bytes"]
+        assert row["is_equal"] is True
+    table = memory.offload_table({"rows": made["rows"]})  # type: ignore[arg-type,typeddict-item]
+    assert format_bytes(offloads["offloaded_bytes"]) in table.markdown()
 
 
 def test_bits_that_differ_are_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -238,9 +238,19 @@ def _memory(command: _Command) -> None:
     _only(made, "net")
     made.add_argument(
         "--part",
-        choices=("planned", "trained", "others", "pytorch", "checkmate", "prototypes", "large"),
+        choices=(
+            "planned",
+            "trained",
+            "offload",
+            "others",
+            "pytorch",
+            "checkmate",
+            "prototypes",
+            "large",
+        ),
         default="planned",
-        help="planned: plans of large steps; trained: small steps that are trained by plan; others: "
+        help="planned: plans of large steps; trained: small steps that are trained by plan; offload: the "
+        "same, with and without tensors in a file; others: "
         "small steps that are trained in other ways; pytorch: budgets of torch.compile beside plans "
         "within the same memory; checkmate: Checkmate's programs on small steps beside plans; prototypes: "
         "plans of large steps within the memory that two prototypes took; large: plans of up to 100,000 "

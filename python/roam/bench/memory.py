@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import tempfile
 import time
 import warnings
 from collections import Counter
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SHARES = (0.75, 0.5, 0.35, 0.25, 0.15)
+OFFLOAD_SHARES = (0.5, 0.25, 0.15)
 _PUBLISHED = Path(__file__).with_name("published_memory.csv")
 _NEAR_PERCENT = 2
 """Shares that differ by no more than this are compared."""
@@ -51,7 +53,8 @@ _OUTCOMES = {"memory_floor": "refuted", "memory_limit_not_found": "not found"}
 _FIELDS = (
     "outcome", "operators", "persistent_bytes", "plain_bytes", "limit_bytes", "planned_bytes",
     "floor_bytes", "extra_runs", "extra_share", "least_share", "plan_s", "measured_bytes", "is_equal",
-    "timed_share", "extra_flops_share", "timed_operators", "modelled_operators", "reason",
+    "timed_share", "extra_flops_share", "timed_operators", "modelled_operators", "offloaded_bytes",
+    "loaded_bytes", "transfers_share", "reason",
 )  # fmt: skip
 
 
@@ -89,6 +92,12 @@ def _tasks(part: str, net: Net, pairs: int) -> Iterator[Task]:
         }
     elif part == "trained":
         ways = {("roam", share): partial(train, net, share, pairs) for share in SHARES}
+    elif part == "offload":
+        ways = {
+            (way, share): partial(train, net, share, pairs, offloads=way == _OFFLOADING)
+            for share in OFFLOAD_SHARES
+            for way in ("roam", _OFFLOADING)
+        }
     else:
         ways = {
             (way.name, way.share): partial(train_other, net, way, pairs)
@@ -105,6 +114,8 @@ def _tasks(part: str, net: Net, pairs: int) -> Iterator[Task]:
         yield Task(key, partial(_row, work))
 
 
+_OFFLOADING = "roam, offloading"
+"""The way of plans that may store tensors in a file."""
 _FEWEST_OPERATIONS = "roam, fewest operations"
 """The way of plans that repeat few floating-point operations, where others take little time."""
 
@@ -298,9 +309,12 @@ def _eagerly(train_step: Callable[..., Any], model: torch.nn.Module) -> Callable
 
 
 def _by_plan(
-    memory: int | None, train_step: Callable[..., Any], model: torch.nn.Module
+    memory: int | None,
+    offload: Path | None,
+    train_step: Callable[..., Any],
+    model: torch.nn.Module,
 ) -> Callable[..., Any]:
-    return roam.compile(train_step, memory=memory)
+    return roam.compile(train_step, memory=memory, offload=offload)
 
 
 @cache
@@ -310,11 +324,13 @@ def _eager(net: Net) -> _Trained:
 
 @cache
 def _plain(net: Net) -> _Trained:
-    return _Trained(net, partial(_by_plan, None))
+    return _Trained(net, partial(_by_plan, None, None))
 
 
-def train(net: Net, share: float, pairs: int) -> Row:
-    """Train the small net within a share: measured peak, bits of eager PyTorch, and time."""
+def train(net: Net, share: float, pairs: int, *, offloads: bool = False) -> Row:
+    """Train the small net within a share: measured peak, bits of eager PyTorch, and time. Tensors
+    may be offloaded to a file in the folder for temporary files.
+    """
     Pool.of(torch.device("cpu")).release()
     plain = _plain(net)
     before = plain.compiled.memory()  # type: ignore[attr-defined]
@@ -325,7 +341,8 @@ def train(net: Net, share: float, pairs: int) -> Row:
         "limit_bytes": limit_bytes,
     }
     try:
-        trained = _Trained(net, partial(_by_plan, limit_bytes))
+        folder = Path(tempfile.gettempdir()) if offloads else None
+        trained = _Trained(net, partial(_by_plan, limit_bytes, folder))
     except PlanError as error:
         if error.code not in _OUTCOMES:
             raise
@@ -339,7 +356,14 @@ def train(net: Net, share: float, pairs: int) -> Row:
         "floor_bytes": memory.floor_bytes,
         "extra_runs": memory.extra_runs,
         "extra_share": memory.extra_s / memory.step_s if memory.step_s else 0.0,
-        "least_share": memory.least_extra_s / memory.step_s if memory.step_s else 0.0,
+        "least_share": None
+        if memory.least_extra_s is None
+        else memory.least_extra_s / memory.step_s
+        if memory.step_s
+        else 0.0,
+        "offloaded_bytes": memory.offloaded_bytes,
+        "loaded_bytes": memory.loaded_bytes,
+        "transfers_share": memory.transfers_s / memory.step_s if memory.step_s else 0.0,
         "plan_s": step.timings.plan.wall_s,
         "measured_bytes": memory.measured_bytes,
         "is_equal": not differ(trained.bits, _eager(net).bits),
@@ -572,6 +596,27 @@ def pytorch_table(record: Record) -> Table:
     return Table("A small Llama, forward and backward pass", columns, record["rows"])
 
 
+def offload_table(record: Record) -> Table:
+    """Budgets met by recomputation alone, and with tensors in a file."""
+    columns = {column.title: column for column in _COLUMNS}
+    titles = ("net", "way", "budget", "outcome", "planned", "extra time")
+    last = ("measured", "kept", "bits", "extra time, measured", "planning, s")
+    offloaded = Column(
+        "offloaded",
+        lambda row: format_bytes(row["offloaded_bytes"]) if row["offloaded_bytes"] else "",
+    )
+    return Table(
+        "Small steps that train within a budget, with and without offloading",
+        [
+            *(columns[title] for title in titles),
+            Column("of it, transfers", _share("transfers_share")),
+            offloaded,
+            *(columns[title] for title in last),
+        ],
+        record["rows"],
+    )
+
+
 def checkmate_table(record: Record) -> Table:
     """Checkmate's methods and roam's plan within equal bytes."""
     columns = (
@@ -616,6 +661,7 @@ def summary(record: Record) -> Iterator[Table | str]:
         "planned": planned_table,
         "large": planned_table,
         "trained": trained_table,
+        "offload": offload_table,
         "others": others_table,
         "pytorch": pytorch_table,
         "prototypes": prototypes_table,
@@ -624,7 +670,7 @@ def summary(record: Record) -> Iterator[Table | str]:
     yield tables[part](record)
     if part == "planned":
         yield published_table(record)
-    if part in ("planned", "large", "trained"):
+    if part in ("planned", "large", "trained", "offload"):
         yield totals_line(record)
 
 

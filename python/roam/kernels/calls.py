@@ -41,8 +41,8 @@ class Placed:
     and what it takes is `workspace_bytes`."""
 
     def renamed(self, names: Mapping[int | None, int | None]) -> Placed:
-        """The same of a run of the call with other slots."""
-        in_place = tuple((names[old], names[new]) for old, new in self.in_place)
+        """The same of a run of the call with other slots; what it does without gives no memory."""
+        in_place = tuple((names[old], names[new]) for old, new in self.in_place if old in names)
         return self if in_place == self.in_place else replace(self, in_place=in_place)  # type: ignore[arg-type]
 
 
@@ -50,7 +50,7 @@ def placed_calls(program: Program, device: torch.device) -> list[Placed | None]:
     """Per call of a program, how its results can be written where a plan wants them on a device;
     None if they cannot.
     """
-    leaving, unmovable = program.leaving(), _unmovable(program)
+    leaving, unmovable = program.leaving(), unmovable_storages(program)
     return [
         _placed(program, index, device, leaving, unmovable) for index in range(len(program.calls))
     ]
@@ -62,7 +62,7 @@ def copyable_calls(
     """Calls whose results may be copied to where a plan wants them, and cannot get there otherwise:
     with the bytes that this takes.
     """
-    leaving, unmovable = program.leaving(), _unmovable(program)
+    leaving, unmovable = program.leaving(), unmovable_storages(program)
     copyable = {}
     for index, call in enumerate(program.calls):
         at = placed[index]
@@ -173,7 +173,7 @@ def _made(call: Call) -> Iterator[int]:
     return (slot for slot in call.outputs if slot is not None)
 
 
-def _unmovable(program: Program) -> set[int]:
+def unmovable_storages(program: Program) -> set[int]:
     """Storages of tensors that cannot lie elsewhere."""
     return {
         program.storage_of(slot)

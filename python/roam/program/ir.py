@@ -17,6 +17,7 @@ import torch
 
 from roam.distributed.collectives import is_collective, is_launch
 from roam.program.replay import Replay, generator_state
+from roam.program.tier import Load, Store
 from roam.torch_compat.private import BelowAutograd, FakeTensor, OpOverload
 
 History = Literal["none", "leaf"] | tuple[Any, ...]
@@ -125,8 +126,8 @@ class Call:
     @property
     def name(self) -> str:
         """`aten.add.Tensor` for a kernel, `torch.random.set_rng_state` for a function of PyTorch's,
-        `roam.assign_data` for one of roam's, `c10d.allreduce_` and `c10d.wait` for a collective,
-        `float.truediv` for arithmetic on live numbers.
+        `roam.assign_data` and `roam.load` for those of roam's, `c10d.allreduce_` and `c10d.wait`
+        for a collective, `float.truediv` for arithmetic on live numbers.
         """
         if isinstance(self.target, OpOverload):
             return _name_of(self.target)
@@ -134,6 +135,8 @@ class Call:
             return _name_of(self.target.operator)
         if is_collective(self.target):
             return f"c10d.{self.target.__name__}"
+        if isinstance(self.target, (Store, Load)):
+            return f"roam.{type(self.target).__name__.lower()}"
         module = str(self.target.__module__)
         is_own = self.is_check or self.target in (assign_data, generator_state)
         package = "roam" if is_own else module if module.startswith("torch.") else "float"

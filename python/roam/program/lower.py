@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Literal, Protocol
@@ -19,10 +19,12 @@ from roam.program.diff import has_same_structure
 from roam.program.expand import expand
 from roam.program.ir import Call, Program, Ref, substitute
 from roam.program.links import links_of, times_ns
+from roam.program.offload import Offer, offers, with_offers
 from roam.program.operators import is_ours, is_region
 from roam.program.random_states import with_states
 from roam.program.releases import Release
 from roam.program.repeatable import Repeat, repeats
+from roam.program.tier import Load, Store, Tier
 from roam.program.user_checkpoints import undone
 
 
@@ -63,6 +65,17 @@ class _Operator:
     waits: list[int]
     """Calls that it comes after and shares no memory with."""
     flops: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Offered:
+    """What `Lowering.offering` was asked for."""
+
+    lowering: Lowering
+    chosen: Sequence[Offer]
+    tier: Tier
+    placed: Callable[[Call], WritesResults]
+    time_ns: Callable[[int], int]
 
 
 class Lowering:
@@ -107,6 +120,9 @@ class Lowering:
         self._times: Mapping[int, int] = times_ns(program)
         self.timed_calls = 0
         """How many calls have a time that was measured."""
+        self._offered: _Offered | None = None
+        self.offloaded_bytes = 0
+        """What a tier has to hold of the tensors that are offloaded."""
         self._sequence: Sequence[int] = range(len(program.calls))
         self._is_again: Sequence[bool] = [False] * len(program.calls)
         self._sizes = [storage.size_bytes for storage in program.storages]
@@ -135,7 +151,12 @@ class Lowering:
         self._given_away = {
             program.storage_of(slot)
             for call in program.calls
-            if not (is_ours(call.target) or is_collective(call.target) or call.is_check)
+            if not (
+                is_ours(call.target)
+                or is_collective(call.target)
+                or call.is_check
+                or isinstance(call.target, (Store, Load))
+            )
             for slot in call.refs()
         }
 
@@ -198,6 +219,89 @@ class Lowering:
         if found is None:
             return None
         return self._changed(found.program, found.calls, placed(found.program))
+
+    def offers(self, excluded: Iterable[int]) -> list[Offer]:
+        """Tensors that may be offloaded.
+
+        Args:
+            excluded: storages that may not lie elsewhere than where their call puts them.
+        """
+        return offers(self.program, self._kinds, self._given_away.union(excluded))
+
+    def offering(
+        self,
+        chosen: Sequence[Offer],
+        tier: Tier,
+        placed: Callable[[Call], WritesResults],
+        time_ns: Callable[[int], int],
+    ) -> Lowering:
+        """The same program with tensors stored in a tier, to be loaded where a plan wants.
+
+        Args:
+            chosen: some of its `offers`.
+            tier: where they are stored.
+            placed: how a call that loads writes its result.
+            time_ns: nanoseconds that it takes to store and load so many bytes: the time of a load.
+        """
+        found = with_offers(self.program, chosen, tier)
+        result = self._changed(
+            found.program,
+            found.calls,
+            [
+                _placed(self.placed[number], self.program.calls[number], call)
+                if number >= 0
+                else placed(call)
+                if isinstance(call.target, Load)
+                else None
+                for number, call in zip(found.calls, found.program.calls, strict=True)
+            ],
+        )
+        result._offered = _Offered(self, chosen, tier, placed, time_ns)
+        result.offloaded_bytes = found.size_bytes
+        result.timed_calls = self.timed_calls
+        result._times = {
+            place: self._times[number]
+            for place, number in enumerate(found.calls)
+            if number in self._times
+        }
+        result._times |= dict.fromkeys(result.stores, 1)
+        result._times |= {load: time_ns(result.made_bytes(load)) for load in result.loads}
+        return result
+
+    def without_offers(self, loads: Collection[int]) -> tuple[Lowering, dict[int, int]]:
+        """The same without tensors of which some of its `loads` are; and by their numbers here, the
+        numbers there of all calls that it has left.
+        """
+        offered = self._offered
+        assert offered is not None, "it has loads"
+        chosen = [
+            offer
+            for offer, index in zip(offered.chosen, self.loads, strict=True)
+            if index not in loads
+        ]
+        result = offered.lowering.offering(chosen, offered.tier, offered.placed, offered.time_ns)
+        pairs = zip(self.stores, self.loads, strict=True)
+        dropped = {index for pair in pairs if pair[1] in loads for index in pair}
+        left = (index for index in range(len(self.program.calls)) if index not in dropped)
+        return result, {index: number for number, index in enumerate(left)}
+
+    def made_bytes(self, index: int) -> int:
+        """Bytes of what a call makes."""
+        return sum(self._sizes[number] for number in self.operators[index].creates)
+
+    @property
+    def stores(self) -> list[int]:
+        """Numbers of the calls that store tensors in a tier."""
+        return self._with(Store)
+
+    @property
+    def loads(self) -> list[int]:
+        """Numbers of the calls that load them, or hand them on in their first run."""
+        return self._with(Load)
+
+    def _with(self, target: type) -> list[int]:
+        calls = enumerate(self.program.calls)
+        return [index for index, call in calls if isinstance(call.target, target)]
 
     def _changed(
         self,
@@ -263,13 +367,9 @@ class Lowering:
         result.program = program
         result._sequence, result._is_again = expanded.sequence, expanded.is_again
         result.placed = [
-            _placed(self.placed[index], self.program.calls[index], call)
-            for index, call in zip(sequence, program.calls, strict=True)
-        ]
-        result.repeats = [
-            repeat if repeat is None or not is_again else replace(repeat, first_only=())
-            for repeat, is_again in zip(
-                map(self.repeats.__getitem__, sequence), expanded.is_again, strict=True
+            _placed(self.placed[index], self._call_of(index, is_again), call)
+            for index, is_again, call in zip(
+                sequence, expanded.is_again, program.calls, strict=True
             )
         ]
         result.kernel_bytes = {
@@ -292,14 +392,32 @@ class Lowering:
             replace(operator, name=self.operators[index].name, flops=self.operators[index].flops)
             for index, operator in zip(sequence, _operators(program), strict=True)
         ]
+        result.repeats = [
+            _repeat_of(repeat, is_again, operator, storage_of)
+            for repeat, is_again, operator in zip(
+                map(self.repeats.__getitem__, sequence),
+                expanded.is_again,
+                result.operators,
+                strict=True,
+            )
+        ]
         return result
+
+    def _call_of(self, index: int, is_again: bool) -> Call:
+        """What a run of a call calls."""
+        repeat = self.repeats[index]
+        return repeat.call if is_again and repeat is not None else self.program.calls[index]
 
     @property
     def extra_runs(self) -> int:
-        """How many calls run again, views not counted."""
+        """How many calls run again, views and loads from a tier not counted."""
         return sum(
-            is_again and bool(operator.creates or operator.mutates)
-            for is_again, operator in zip(self._is_again, self.operators, strict=True)
+            is_again
+            and bool(operator.creates or operator.mutates)
+            and not isinstance(call.target, Load)
+            for is_again, operator, call in zip(
+                self._is_again, self.operators, self.program.calls, strict=True
+            )
         )
 
     @property
@@ -561,6 +679,19 @@ def _draws(call: Call, repeat: Repeat | None) -> bool:
     its generator's state draws none.
     """
     return call.random and (repeat is None or call.state is not None)
+
+
+def _repeat_of(
+    repeat: Repeat | None, is_again: bool, operator: _Operator, storage_of: Sequence[int]
+) -> Repeat | None:
+    """How a run of a call runs again: a further run leaves nothing out, and the first run leaves
+    out the instances that it touches.
+    """
+    if repeat is None or not (repeat.first_only or is_again):
+        return repeat
+    touched = {storage_of[number]: number for number in (*operator.reads, *operator.mutates)}
+    first_only = () if is_again else tuple(touched[number] for number in repeat.first_only)
+    return replace(repeat, first_only=first_only)
 
 
 def _placed(at: WritesResults | None, call: Call, run: Call) -> WritesResults | None:

@@ -20,6 +20,7 @@ from roam.distributed.collectives import is_collective, is_launch
 from roam.program.ir import Call, Program, Ref, TensorMeta
 from roam.program.operators import is_ours, is_region
 from roam.program.replay import Replay
+from roam.program.tier import Load
 from roam.torch_compat.private import OpOverload, schema_of
 
 aten = torch.ops.aten
@@ -133,6 +134,9 @@ def _repeat(
 ) -> Repeat | None:
     if is_collective(call.target):
         return None if call.skip_if is not None else _gather(program, call, launches)
+    if isinstance(call.target, Load):
+        tensor, stored = call.args
+        return Repeat(replace(call, args=(None, stored)), (program.storage_of(tensor.slot),))
     if call.skip_if is not None or call.is_check or not is_ours(call.target):
         return None
     if any(slot is not None and program.slots[slot] is None for slot in call.outputs):

@@ -113,15 +113,16 @@ def _headline(anatomy: Anatomy) -> str:
     size, before = values["peak_bytes"], values["program_order_peak_bytes"]
     saved = f", {1 - size / before:.1%} less than in program order" if before else ""
     if anatomy.planned.runs_again:
-        floor = format_bytes(values["recomputation"]["floor_bytes"])
-        proof = f"no plan takes less than {floor} in all"
+        floor = values["recomputation"]["floor_bytes"]
+        # Of plans that offload tensors as they like it is not known.
+        proof = "" if floor is None else f"; no plan takes less than {format_bytes(floor)} in all"
     elif size == values["lower_bound_bytes"]:
-        proof = "no order takes less"
+        proof = "; no order takes less"
     else:
-        proof = f"no order takes less than {format_bytes(values['lower_bound_bytes'])}"
+        proof = f"; no order takes less than {format_bytes(values['lower_bound_bytes'])}"
     return (
         f"The step takes {format_bytes(values['total_bytes'])} in all. Inside the step at most "
-        f"{format_bytes(size)} are alive at once{saved}; {proof}."
+        f"{format_bytes(size)} are alive at once{saved}{proof}."
     )
 
 

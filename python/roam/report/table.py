@@ -69,9 +69,13 @@ def _streams(values: Mapping[str, Any]) -> str:
 
 def _recomputation(again: Mapping[str, Any]) -> str:
     step_s = again["step_s"]
-    extra, least = (
-        again[name] / step_s if step_s else 0.0 for name in ("extra_s", "least_extra_s")
-    )
+    extra = again["extra_s"] / step_s if step_s else 0.0
+    if again["least_extra_s"] is None:
+        return (
+            f"{again['runs']:,} extra runs, and {format_bytes(again['offloaded_bytes'])} that are "
+            f"offloaded, take {extra:.1%} of the step's time"
+        )
+    least = again["least_extra_s"] / step_s if step_s else 0.0
     return (
         f"{again['runs']:,} extra runs take {extra:.1%} of the step's time; no plan within the limit "
         f"takes less than {least:.1%}"
@@ -149,8 +153,10 @@ def figure_rows(values: Mapping[str, Any]) -> list[tuple[str, str, int, str]]:
         rows += [
             row("limit", "memory_limit_bytes", "the most that the plan may take"),
             ("without limit", "plain_total_bytes", plain, "total if every operator runs once"),
-            ("floor", "floor_bytes", floor, "no plan takes less, however often operators run"),
         ]
+        if floor is not None:
+            note = "no plan takes less, however often operators run"
+            rows.append(("floor", "floor_bytes", floor, note))
     return rows
 
 

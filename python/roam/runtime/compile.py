@@ -9,6 +9,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from html import escape
+from pathlib import Path
 from types import MethodType
 from typing import Any, Literal
 
@@ -23,6 +24,7 @@ from roam.memory_limit import MemoryLimit
 from roam.own_code import compiled_step
 from roam.program.ir import Program
 from roam.program.links import Links
+from roam.program.tier import is_available
 from roam.report.anatomy import Anatomy
 from roam.report.changes import tried
 from roam.report.communication import Communication
@@ -62,6 +64,7 @@ def compile(
     max_plans: int = MAX_PLANS,
     memory: int | str | None = None,
     keep_checkpoints: bool = False,
+    offload: str | os.PathLike[str] | None = None,
     kernels: Literal["eager", "inductor"] = "eager",
 ) -> Step:
     """Compiles a training step: the result has the function's signature, runs by a plan, and gives
@@ -101,6 +104,9 @@ def compile(
         keep_checkpoints: with `memory`, run regions of `torch.utils.checkpoint` again as they are
             written. By default the plan chooses what runs again, inside of these regions and
             elsewhere.
+        offload: with `memory`, a folder on a disk. Activations may be stored in a file there and
+            loaded in the backward pass, if that takes less time than making them again. On the CPU
+            only. See docs/how-to/memory-budget.md.
         kernels: ``"eager"`` runs eager PyTorch's kernels, or those of blocks that the user has
             compiled. ``"inductor"`` compiles the repeated blocks of the step's models by
             `torch.nn.Module.compile`, in place, at the first call. The bits are then those of
@@ -109,8 +115,9 @@ def compile(
     Raises:
         CaptureError: at a call, if the step cannot be captured exactly.
         PlanError: at a call, if it is proved that no plan keeps within `memory` (code
-            ``memory_floor``), or if none was found (code ``memory_limit_not_found``). Nothing has
-            run then.
+            ``memory_floor``), or if none was found (code ``memory_limit_not_found``), or if the
+            step is to offload tensors of another device than the CPU (code ``offload_device``).
+            Nothing has run then.
         ValueError: an argument is not valid.
         ExecutionError: at a call that no plan fits (``on_change="raise"``), or if running failed.
 
@@ -137,11 +144,28 @@ def compile(
         streams=streams,
         memory=None if memory is None else MemoryLimit.of(memory),
         keep_checkpoints=keep_checkpoints,
+        offload=None if offload is None else _folder(offload, memory),
         kernels=kernels,
     )
     return Step(
         train_step, on_change=on_change, keep_grads=keep_grads, options=options, max_plans=max_plans
     )
+
+
+def _folder(offload: str | os.PathLike[str], memory: int | str | None) -> Path:
+    """The folder to offload to.
+
+    Raises:
+        ValueError: it is none, or nothing is offloaded.
+    """
+    folder = Path(offload).resolve()
+    if memory is None:
+        raise ValueError("tensors are offloaded to keep within a memory limit; pass memory= too")
+    if not is_available():
+        raise ValueError("this system cannot offload tensors to a file; leave offload= out")
+    if not folder.is_dir():
+        raise ValueError(f"offload= is a folder that exists, not {os.fspath(offload)!r}")
+    return folder
 
 
 @compiled_step
@@ -511,6 +535,7 @@ class Step:
                 is_real=captured.runners[-1].choice.kernel_bytes is not None,
                 memory=limit,
                 keep_checkpoints=self._options.keep_checkpoints,
+                offload=self._options.offload,
             )
             return planned_by(choice).values
 
@@ -668,6 +693,7 @@ class Step:
             earlier=[runner.choice for runner in known],
             memory=options.memory,
             keep_checkpoints=options.keep_checkpoints,
+            offload=options.offload,
             timings=timings,
         )
         guards = [runner.state_guard for runner in known]

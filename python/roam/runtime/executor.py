@@ -6,8 +6,8 @@ with what capture said; later ones run the plan's text.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -19,6 +19,7 @@ from roam.kernels.calls import Placed
 from roam.kernels.substitutes import UNINITIALIZED
 from roam.program.bits import differ
 from roam.program.ir import Call, Program, substitute
+from roam.program.tier import Load, Tier
 from roam.runtime.bindings import POISON, Bindings
 from roam.runtime.codegen import GeneratedSource, Watcher
 from roam.runtime.first_run import Check
@@ -53,6 +54,7 @@ class Executor:
             from then on.
         shrinks: a pool, which may be none of the plan's, and how large other steps may have made it
             for this one to run.
+        tier: where tensors are offloaded, and what it has to hold; None where none is.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class Executor:
         poison: bool = False,
         proven: bool = True,
         shrinks: tuple[Pool, int] | None = None,
+        tier: tuple[Tier, int] | None = None,
     ) -> None:
         self.program = program
         self.bindings = Bindings(program, placed, plan, pool=pool, poison=poison)
@@ -76,6 +79,7 @@ class Executor:
         self._streams = streams
         self._proven = proven
         self._shrinks = shrinks
+        self._tier = tier
         self._watcher: Watcher | None = None
 
     def watch(self, watcher: Watcher | None) -> None:
@@ -84,15 +88,19 @@ class Executor:
         if self.generated is not None:
             self.generated = GeneratedSource(self.bindings, self._plan, self._streams, watcher)
 
-    def held(self) -> AbstractContextManager[None]:
-        """Around a run: keeps the pool, if there is one, with as many bytes as the plan needs; see
-        `Pool.held`.
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Around a run: keeps the pool, if there is one, with as many bytes as the plan needs, and
+        likewise the tier; see `Pool.held` and `Tier.held`.
         """
-        if self._shrinks is not None:
-            pool, most_bytes = self._shrinks
-            return pool.held(self.bindings.pool_bytes, most_bytes)
-        pool_used = self.bindings.pool
-        return nullcontext() if pool_used is None else pool_used.held(self.bindings.pool_bytes)
+        with ExitStack() as stack:
+            pool, most_bytes = self._shrinks or (self.bindings.pool, None)
+            if pool is not None:
+                stack.enter_context(pool.held(self.bindings.pool_bytes, most_bytes))
+            if self._tier is not None:
+                tier, size_bytes = self._tier
+                stack.enter_context(tier.held(size_bytes))
+            yield
 
     def run(self, inputs: list[Any]) -> tuple[Any, list[Any], list[Any], list[Any]]:
         """What `Bindings.outgoing` says; None for what was left out.
@@ -202,7 +210,7 @@ class Executor:
 
     def _as_ever(self, call: Call, args: Any, kwargs: Any) -> tuple[torch.Tensor, ...] | None:
         """What the call returns by itself, the random generator put back."""
-        if call.target.name() in UNINITIALIZED:
+        if isinstance(call.target, Load) or call.target.name() in UNINITIALIZED:
             return None
         devices = {
             meta.device

@@ -112,10 +112,12 @@ class StepMemory:
             nothing for themselves.
         limit_bytes: the most that the step may take (``memory=`` of `roam.compile`); None without a
             limit.
-        floor_bytes: no plan takes less, however often operators run; None if nothing runs again.
+        floor_bytes: no plan takes less, however often operators run; None if nothing runs again, or
+            if tensors are offloaded.
         extra_runs: how many operators run again to keep within the limit, views not counted.
-        extra_s: seconds of these extra runs, by plan.
-        least_extra_s: no plan within the limit has extra runs that take less, by plan.
+        extra_s: seconds of these extra runs, and of stores and loads of offloaded tensors, by plan.
+        least_extra_s: no plan within the limit has extra runs that take less, by plan; None if
+            tensors are offloaded.
         step_s: seconds of the step without them, by plan; 0 if nothing runs again.
         timed_operators: how many operators have a time that was measured on the device, each
             kernel once for each set of shapes; 0 if nothing runs again.
@@ -144,17 +146,23 @@ class StepMemory:
     floor_bytes: int | None = None
     extra_runs: int = 0
     extra_s: float = 0.0
-    least_extra_s: float = 0.0
+    least_extra_s: float | None = 0.0
     step_s: float = 0.0
     timed_operators: int = 0
     modelled_operators: int = 0
     extra_measured_s: float | None = None
     step_measured_s: float | None = None
+    offloaded_tensors: int = 0
+    offloaded_bytes: int = 0
+    loaded_bytes: int = 0
+    transfers_s: float = 0.0
+    transfers_measured_s: float | None = None
 
     @classmethod
     def planned(cls, choice: Choice) -> StepMemory:
         """What a choice promises; nothing is measured yet."""
         plan, again = choice.plan, choice.recomputation
+        offloaded = None if again is None else again.offloaded
         pool_bytes = plan.pool_bytes if choice.uses_pool else 0
         return cls(
             uses_pool=choice.uses_pool,
@@ -173,6 +181,10 @@ class StepMemory:
             step_s=0.0 if again is None else again.step_s,
             timed_operators=0 if again is None else again.timed_calls,
             modelled_operators=0 if again is None else again.modelled_calls,
+            offloaded_tensors=0 if offloaded is None else offloaded.tensors,
+            offloaded_bytes=0 if offloaded is None else offloaded.stored_bytes,
+            loaded_bytes=0 if offloaded is None else offloaded.loaded_bytes,
+            transfers_s=0.0 if offloaded is None else offloaded.transfers_s,
         )
 
     @property
@@ -201,22 +213,37 @@ class StepMemory:
         return "".join(map(as_html, tables))
 
     def _extra_time(self) -> list[str]:
-        """What recomputation costs, if there is any."""
-        if not self.extra_runs:
+        """What recomputation and offloading cost, if there is any."""
+        if not self.extra_runs and not self.offloaded_tensors:
             return []
-        extra, least = (
-            f"{seconds / max(self.step_s, 1e-9):.1%}"
-            for seconds in (self.extra_s, self.least_extra_s)
-        )
         measured = ""
         if self.extra_measured_s is not None and self.step_measured_s:
             measured = f", {self.extra_measured_s / self.step_measured_s:.1%} as measured"
+        extra = f"{self._of_step(self.extra_s)} of the step's time by plan{measured}"
+        runs = f"{self.extra_runs:,} operators run again"
+        if self.offloaded_tensors:
+            runs += (
+                f" and {self.offloaded_tensors:,} tensors ({format_bytes(self.offloaded_bytes)}) "
+                "are offloaded"
+            )
+            extra += f", of which stores and loads take {self._of_step(self.transfers_s)}"
+            if self.transfers_measured_s is not None and self.step_measured_s:
+                share = self.transfers_measured_s / self.step_measured_s
+                extra += f" by plan, {share:.1%} as measured"
+        least = ""
+        if self.least_extra_s is not None:
+            least = (
+                f"; no plan within the limit takes less extra time than "
+                f"{self._of_step(self.least_extra_s)}"
+            )
         return [
-            f"{self.extra_runs:,} operators run again, for {extra} of the step's time by "
-            f"plan{measured}; no plan within the limit takes less extra time than {least}. Times "
-            f"of {self.timed_operators:,} operators are measured, of {self.modelled_operators:,} "
-            "modelled"
+            f"{runs}, for {extra}{least}. Times of {self.timed_operators:,} operators are "
+            f"measured, of {self.modelled_operators:,} modelled"
         ]
+
+    def _of_step(self, seconds: float) -> str:
+        """A time as a share of the step's without a limit."""
+        return f"{seconds / max(self.step_s, 1e-9):.1%}"
 
     def _rows(self) -> list[tuple[str, int, str]]:
         """Label, bytes and meaning of each figure that is known."""

@@ -27,6 +27,7 @@ def planned_by(choice: Choice) -> Planned:
             "step_s": again.step_s,
             "least_extra_s": again.least_extra_s,
             "floor_bytes": again.floor_bytes,
+            "offloaded_bytes": 0 if again.offloaded is None else again.offloaded.stored_bytes,
             "plain_total_bytes": min(size_bytes for _, size_bytes in choice.totals[:-1]),
             "timed_operators": again.timed_calls,
             "modelled_operators": again.modelled_calls,

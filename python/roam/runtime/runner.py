@@ -108,6 +108,9 @@ class Runner:
         streams = None
         if len(set(self.plan.streams.tolist())) > 1:
             streams = CudaStreams(variant.device, options.streams, len(self.plan.syncs))
+        again = choice.recomputation
+        offloaded = None if again is None else again.offloaded
+        self._tier = None if offloaded is None else offloaded.tier
         self._executor = Executor(
             program,
             choice.placed,
@@ -117,6 +120,7 @@ class Runner:
             poison=options.poison,
             proven=is_proven(variant.device.type),
             shrinks=shrinks,
+            tier=None if offloaded is None else (offloaded.tier, offloaded.tier_bytes),
         )
         self._references = [reference for reference, _ in program.referenced]
         # Gradients that a run uses up are kept until it is done: it may fail, and be tried again.
@@ -396,6 +400,7 @@ class Runner:
             workspace_bytes=_workspace(trace),
             group_bytes=trace.group_bytes,
             extra_measured_s=None if stopwatch is None else stopwatch.extra_s,
+            transfers_measured_s=None if stopwatch is None else stopwatch.transfers_s,
             step_measured_s=None if stopwatch is None else stopwatch.step_s,
         )
         return trace.value
@@ -409,7 +414,8 @@ class Runner:
         if again is None or self._device.type != "cpu" or self._executor.generated is None:
             yield None
             return
-        stopwatch = Stopwatch(again.calls)
+        transfers = () if again.offloaded is None else again.offloaded.calls
+        stopwatch = Stopwatch(again.calls, transfers)
         self._executor.watch(stopwatch)
         try:
             yield stopwatch
@@ -467,9 +473,11 @@ class Runner:
         return held if text is None else [*held, text.source, text.steps]
 
     def release(self) -> None:
-        """Gives the pool back until the next run."""
+        """Gives the pool, and the room on the disk, back until the next run."""
         if self._pool is not None:
             self._pool.release()
+        if self._tier is not None:
+            self._tier.release()
 
     def _check_inputs(self, inputs: list[Any]) -> None:
         """The last look before anything is changed."""

@@ -15,6 +15,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
@@ -35,10 +36,12 @@ from roam.program.ir import Program
 from roam.program.lower import Lowering
 from roam.program.releases import Release
 from roam.program.repeatable import gathers_again
+from roam.program.tier import Tier, is_available
 from roam.report.table import format_bytes
 from roam.runtime.available import known_limit
 from roam.runtime.estimate import Estimator
 from roam.runtime.first_run import extra_bytes
+from roam.runtime.offloading import Offloaded, never_loaded, offerings
 from roam.runtime.plan_cache import WORTH_S, keep_plan, kept_plan
 from roam.runtime.pool import Pool
 from roam.runtime.timings import Timings
@@ -83,6 +86,7 @@ class Options:
     streams: int = 1
     memory: MemoryLimit | None = None
     keep_checkpoints: bool = False
+    offload: Path | None = None
     kernels: Literal["eager", "inductor"] = "eager"
     tries_kernels: bool = False
     """Whether kernels are run to find out what they take though the step is of fakes, since there
@@ -94,12 +98,14 @@ class Recomputation:
     """What runs again so that a plan keeps within a limit.
 
     Attributes:
-        runs: how many calls run again, views not counted.
-        calls: numbers of all calls that are extra runs.
+        runs: how many calls run again, views and loads not counted.
+        calls: numbers of all calls that a step without a limit has not: extra runs, and what is
+            stored and loaded.
         extra_s: seconds that they take, as measured or by the model of time.
         step_s: seconds of the step without them.
-        least_extra_s: no plan within the limit has extra runs that take less.
-        floor_bytes: no plan, whatever it runs again, takes less in all.
+        least_extra_s: no plan within the limit has extra runs that take less; None where that is
+            not known, since tensors are offloaded.
+        floor_bytes: no plan, whatever it runs again, takes less in all; None as `least_extra_s`.
         timed_calls: how many of the step's calls have a time that was measured on the device.
         modelled_calls: how many have one by the model of time, scaled to the measured ones.
     """
@@ -108,10 +114,11 @@ class Recomputation:
     calls: frozenset[int]
     extra_s: float
     step_s: float
-    least_extra_s: float
-    floor_bytes: int
+    least_extra_s: float | None
+    floor_bytes: int | None
     timed_calls: int
     modelled_calls: int
+    offloaded: Offloaded | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,26 +199,32 @@ class Choice:
 
     def __str__(self) -> str:
         """One line of totals: planned, in program order, lower bound."""
-        bound_bytes, of = self.plan.total_lower_bound_bytes, ""
+        bound_bytes: int | None = self.plan.total_lower_bound_bytes
+        of = ""
         if self.recomputation is not None:
             bound_bytes = self.recomputation.floor_bytes
         elif self.uses_pool and self.bound_bytes is not None:
             bound_bytes, of = self.bound_bytes, " without a pool"
-        planned, program_order, least = map(
-            format_bytes, (self.total_bytes, self.eager_bytes, bound_bytes)
-        )
+        planned, program_order = map(format_bytes, (self.total_bytes, self.eager_bytes))
+        least = f"; at least {format_bytes(bound_bytes)} in any plan{of}" if bound_bytes else ""
         return (
             f"{planned} in all by plan, {'with' if self.uses_pool else 'without'} a pool; "
-            f"{program_order} in program order; at least {least} in any plan{of}"
+            f"{program_order} in program order{least}"
             f"{'' if self.recomputation is None else self._recomputed()}"
         )
 
     def _recomputed(self) -> str:
         again = self.recomputation
         assert again is not None
+        stored = (
+            ""
+            if again.offloaded is None
+            else f"{format_bytes(again.offloaded.stored_bytes)} are offloaded and "
+        )
         return (
-            f"; {again.runs:,} operators run again to keep within {self.memory_limit_bytes:,} bytes "
-            f"in all, for {again.extra_s / max(again.step_s, 1e-9):.1%} of the step's time"
+            f"; {stored}{again.runs:,} operators run again to keep within "
+            f"{self.memory_limit_bytes:,} bytes in all, for "
+            f"{again.extra_s / max(again.step_s, 1e-9):.1%} of the step's time"
         )
 
 
@@ -226,6 +239,7 @@ def choose(
     enough_bytes: int = 0,
     memory: MemoryLimit | None = None,
     keep_checkpoints: bool = False,
+    offload: Path | None = None,
     timings: Timings | None = None,
 ) -> list[Choice]:
     """For each step of one process the way to run it with the least total. If this total is above a
@@ -248,14 +262,22 @@ def choose(
             that other steps have made is given back before kernels are tried.
         keep_checkpoints: with a limit, whether what the user's `torch.utils.checkpoint` runs again
             is run again as written. If not, the plan chooses what is.
+        offload: with a limit, the folder of a file that tensors may be offloaded to.
         timings: what this takes is added to it.
 
     Raises:
         PlanError: there is no plan within the limit (code ``memory_floor``), or none was found
-            (code ``memory_limit_not_found``).
+            (code ``memory_limit_not_found``); or tensors of this device cannot be offloaded (code
+            ``offload_device``).
         ValueError: the limit is what the device has, and it is not known how much that is.
     """
     timings = timings or Timings()
+    if offload is not None and variants[-1].device.type != "cpu":
+        raise PlanError(
+            f"{variants[-1].name} runs on {variants[-1].device}, and offloading from there has not been "
+            "tested; leave offload= out",
+            code="offload_device",
+        )
     with collections_wait(), timings.running(timings.plan):
         room_bytes = None
         if memory is not None:
@@ -268,7 +290,7 @@ def choose(
         choosers: list[_Chooser] = []
         for variant in variants:
             chooser = _Chooser(
-                variant, pool, time_limit_s, streams, is_real, keep_checkpoints, timings
+                variant, pool, time_limit_s, streams, is_real, keep_checkpoints, offload, timings
             )
             chooser.choose(earlier, enough_bytes, room_bytes)
             enough_bytes = max(enough_bytes, chooser.plain.total_bytes)
@@ -298,6 +320,7 @@ class _Chooser:
         streams: int,
         is_real: bool,
         keeps_checkpoints: bool,
+        offload: Path | None,
         timings: Timings,
     ) -> None:
         self._variant = variant
@@ -306,6 +329,7 @@ class _Chooser:
         self._streams = streams
         self._is_real = is_real
         self._keeps_checkpoints = keeps_checkpoints
+        self._tier = None if offload is None else Tier.of(offload)
         self._timings = timings
         self._enough_bytes = 0
         self._room_bytes: int | None = None
@@ -475,6 +499,40 @@ class _Chooser:
     def _within(
         self, limit_bytes: int, lowering: Lowering, best: Choice, pool: bool | None
     ) -> Choice:
+        """A plan within a limit in which calls run again and, where there is a tier, tensors are
+        offloaded: the one of the least extra time that is found.
+        """
+        found: list[Choice] = []
+        failure: PlanError | None = None
+        try:
+            found.append(self._recomputing(limit_bytes, lowering, best, pool))
+        except PlanError as error:
+            if self._tier is None or not error.code.startswith("memory_"):
+                raise
+            failure = error
+        if self._tier is None or (found and found[0].recomputation is None):
+            return found[0]
+        is_timed = self._is_real and not gathers_again(lowering.repeats)
+        room_bytes = limit_bytes - self.plain.plan.persistent_bytes if is_timed else None
+        for offering in offerings(lowering, self._tier, room_bytes):
+            try:
+                choice = self._recomputing(limit_bytes, offering, best, pool)
+            except PlanError as error:
+                if not error.code.startswith("memory_"):
+                    raise
+                failure = error
+                continue
+            if choice.recomputation is not None:
+                found.append(choice)
+                break
+        if not found:
+            assert failure is not None, "nothing was found"
+            raise failure
+        return min(found, key=_extra_s)
+
+    def _recomputing(
+        self, limit_bytes: int, lowering: Lowering, best: Choice, pool: bool | None
+    ) -> Choice:
         """A plan within a limit in which calls run again: in the pool if `best`, which is above the
         limit, runs there, and if not, or if none is found, without. Without a pool the limit may be
         kept anyway.
@@ -516,11 +574,10 @@ class _Chooser:
                     f"end; then {error}."
                 )
             raise PlanError(
-                f"{self._variant.name}: {fault} Without recomputation it takes "
-                f"{best.total_bytes} bytes, of which {best.plan.persistent_bytes} exist before "
-                f"and after the step. The checks of a plan's first run take {best.checks_bytes} "
-                "bytes more. Pass memory= of at least what is needed plus these checks, or take "
-                "a smaller batch",
+                f"{self._variant.name}: {fault} Without recomputation it takes {best.total_bytes} "
+                f"bytes, of which {best.plan.persistent_bytes} are there before and after the step. The "
+                f"checks of a plan's first run take {best.checks_bytes} bytes more. Pass memory= of at "
+                f"least what is needed plus these checks, or take a smaller batch{self._or(lowering)}",
                 code=code,
                 operator=error.operator,
                 position=error.position,
@@ -537,37 +594,76 @@ class _Chooser:
                 uses_pool=uses_pool,
                 copied_in=copied_in or frozenset(),
             )
-        expanded = lowering.expanded([int(index) for index in again["sequence"]])
-        copied_in = None if copied_in is None else expanded.places(copied_in)
-        plain = graph
-        graph, plan = plan.expanded(plain)
-        if expanded.graph(copied_in=copied_in, pool=uses_pool).digest != graph.digest:
-            raise PlanError(
-                "the program with extra runs differs from the plan's; please report it",
-                code="self_check",
-            )
-        _core.verify(graph, plan)
+        ran = self._ran(lowering, graph, plan, copied_in, limit_bytes)
+        call_ns, offers = graph.times_ns, [*lowering.stores, *lowering.loads]
+        extra_s, offloaded = again["extra_s"], None
+        if self._tier is not None and offers:
+            offloaded = Offloaded.of(ran.lowering, self._tier, ran.graph.times_ns)
+        if offloaded is not None:
+            # A load has the time of a store too, which there is once.
+            loads = ran.lowering.extra_calls.intersection(ran.lowering.loads)
+            extra_s += offloaded.transfers_s - ran.graph.times_ns[list(loads)].sum() / 1e9
         name = "pool" if uses_pool else "allocator"
+        how = "running operators again" if offloaded is None else "offloading tensors"
         return replace(
             best,
-            program=expanded.program,
-            placed=cast(list[Placed | None], expanded.placed),
-            graph=graph,
-            plan=plan,
+            program=ran.lowering.program,
+            placed=cast(list[Placed | None], ran.lowering.placed),
+            graph=ran.graph,
+            plan=ran.plan,
             uses_pool=uses_pool,
-            copied_in=copied_in or frozenset(),
-            totals=(*best.totals, (f"{name}, running operators again", plan.total_bytes)),
+            copied_in=ran.copied_in or frozenset(),
+            totals=(*best.totals, (f"{name}, {how}", ran.plan.total_bytes)),
             recomputation=Recomputation(
-                runs=expanded.extra_runs,
-                calls=expanded.extra_calls,
-                extra_s=again["extra_s"],
-                step_s=again["step_s"],
-                least_extra_s=again["least_extra_s"],
-                floor_bytes=again["floor_bytes"],
+                runs=ran.lowering.extra_runs,
+                calls=ran.lowering.extra_calls.union(ran.lowering.stores),
+                extra_s=float(extra_s),
+                step_s=again["step_s"] - float(call_ns[offers].sum()) / 1e9,
+                least_extra_s=None if offers else again["least_extra_s"],
+                floor_bytes=None if offers else again["floor_bytes"],
                 timed_calls=lowering.timed_calls,
-                modelled_calls=int((plain.times_ns > 0).sum()) - lowering.timed_calls,
+                modelled_calls=int((call_ns > 0).sum()) - lowering.timed_calls - len(offers),
+                offloaded=offloaded,
             ),
         )
+
+    def _or(self, lowering: Lowering) -> str:
+        """What else can be done where no plan keeps within a limit."""
+        if self._tier is not None:
+            offers = len(lowering.loads)
+            return f". {offers:,} of the step's tensors may be offloaded in such a plan"
+        is_possible = self._variant.device.type == "cpu" and is_available()
+        return (
+            "; or let tensors be offloaded to a disk (offload= of roam.compile)"
+            if is_possible
+            else ""
+        )
+
+    def _ran(
+        self,
+        lowering: Lowering,
+        graph: Graph,
+        plan: Plan,
+        copied_in: frozenset[int] | None,
+        limit_bytes: int,
+    ) -> _Ran:
+        """A step by a plan in which calls run again, as a program of its own. What would be stored
+        and never loaded is not stored, if the limit is kept without.
+        """
+        again = plan.recomputation
+        assert again is not None, "calls run again"
+        sequence = [int(index) for index in again["sequence"]]
+        if unused := never_loaded(lowering, sequence):
+            left, numbers = lowering.without_offers(unused)
+            landed = copied_in
+            if copied_in is not None:
+                landed = frozenset(numbers[one] for one in copied_in if one in numbers)
+            listed = [numbers[index] for index in sequence if index in numbers]
+            changed = left.graph(copied_in=landed, pool=landed is not None).expanded(listed)
+            found = self._planned(changed, limit_bytes)
+            if found.total_bytes <= limit_bytes:
+                return _Ran.by(left, listed, landed, changed, found)
+        return _Ran.by(lowering, sequence, copied_in, *plan.expanded(graph))
 
     def _as_before(
         self, like: Choice, lowering: Lowering, made: Callable[..., Choice]
@@ -741,7 +837,60 @@ class _Chooser:
         return [(name, copied_in) for _, _, name, copied_in in sorted(near, key=lambda one: one[1])]
 
 
+@dataclass(frozen=True, slots=True)
+class _Ran:
+    """A step in which calls run again.
+
+    Attributes:
+        lowering: of the program in which each run is a call.
+        copied_in: with a pool, the runs whose results are copied into it; None without a pool.
+        graph: of that program.
+        plan: a plan of the graph.
+    """
+
+    lowering: Lowering
+    copied_in: frozenset[int] | None
+    graph: Graph
+    plan: Plan
+
+    @classmethod
+    def by(
+        cls,
+        lowering: Lowering,
+        sequence: Sequence[int],
+        copied_in: frozenset[int] | None,
+        graph: Graph,
+        plan: Plan,
+    ) -> _Ran:
+        """The program of a sequence, held against the graph that the planner made of it.
+
+        Args:
+            lowering: of the program in which each call runs once.
+            sequence: numbers of its calls.
+            copied_in: of these, as above.
+            graph, plan: the planner's.
+
+        Raises:
+            PlanError: it is not the program's graph, or not a plan of it.
+        """
+        expanded = lowering.expanded(sequence)
+        copied_in = None if copied_in is None else expanded.places(copied_in)
+        own = expanded.graph(copied_in=copied_in, pool=copied_in is not None)
+        if own.digest != graph.digest:
+            raise PlanError(
+                "the program with extra runs differs from the plan's; please report it",
+                code="self_check",
+            )
+        _core.verify(graph, plan)
+        return cls(expanded, copied_in, graph, plan)
+
+
 _known: OrderedDict[tuple[Any, ...], Plan] = OrderedDict()
+
+
+def _extra_s(choice: Choice) -> float:
+    """Seconds that a step within a limit takes beyond one without."""
+    return 0.0 if choice.recomputation is None else choice.recomputation.extra_s
 
 
 def _remember(key: tuple[Any, ...], plan: Plan) -> None:

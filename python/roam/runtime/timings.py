@@ -109,17 +109,21 @@ class Stopwatch:
     """Times the calls of a run, of those on the CPU, where a call is over when it returns.
 
     Args:
-        again: numbers of the calls that are extra runs.
+        again: numbers of the calls that a step without a limit has not.
+        transfers: those among them that offload tensors and load them.
 
     Attributes:
         extra_s: seconds that these have taken.
+        transfers_s: seconds of `transfers` alone.
         step_s: seconds of the others, without the first call, whose beginning nobody sees.
     """
 
-    def __init__(self, again: Collection[int]) -> None:
+    def __init__(self, again: Collection[int], transfers: Collection[int] = ()) -> None:
         self.extra_s = 0.0
+        self.transfers_s = 0.0
         self.step_s = 0.0
         self._again = again
+        self._transfers = transfers
         self._last: float | None = None
 
     def slots(self, index: int) -> list[int]:
@@ -132,6 +136,7 @@ class Stopwatch:
         if self._last is not None:
             if index in self._again:
                 self.extra_s += now - self._last
+                self.transfers_s += (now - self._last) * (index in self._transfers)
             else:
                 self.step_s += now - self._last
         self._last = now

@@ -97,8 +97,12 @@ pub(crate) fn search(
     // An order of least memory may gather all parameters before it uses the first, and whatever is
     // dropped then is gathered once more before its first use. The program does so right before.
     let gathers_again = |one: &Operator| one.repeatable && one.sequence == Some(Sequence::Collective);
+    // Where further runs load what has been stored, such an order may keep all that the backward pass
+    // makes until most is loaded. The program uses it at once.
+    let loads = |one: &Operator| one.repeatable && one.first_only.iter().any(|tensor| one.reads.contains(tensor));
+    let has_own = |one: &Operator| gathers_again(one) || loads(one);
     let mut orders = vec![order];
-    orders.extend(graph.operators().iter().any(gathers_again).then(|| graph.program_order()));
+    orders.extend(graph.operators().iter().any(has_own).then(|| graph.program_order()));
     let usual = bases(graph, &orders);
     let deferred = deferred_sums(graph, limit_bytes).map_or_else(Vec::new, |order| bases(graph, &[&order]));
     let share = usual.len() as u64;

@@ -1,0 +1,93 @@
+"""How tensors get to a second tier of memory and back: the calls' placement, and their time.
+
+The time is measured once for each folder, on a block of zeros, and rounded and kept on disk like
+the times of kernels: the same step has the same plan in the next process.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+import torch
+
+from roam.errors import ExecutionError
+from roam.kernels.calls import Placed
+from roam.kernels.kept import recall, retain
+from roam.kernels.table import Placement
+from roam.kernels.times import rounded
+from roam.program.ir import Call
+from roam.program.tier import Load, Tier
+
+_BLOCK_BYTES = 2**22
+_BLOCKS = 32
+"""So many of them are more than processors keep near."""
+_MOST_RUNS = 3
+_KIND = "transfers"
+_MODEL_NS = 2**22
+"""Where nothing can be measured: a byte a nanosecond, there and back."""
+_learned: dict[object, int] = {}
+_one_at_a_time = threading.Lock()
+
+
+def placed_load(call: Call) -> Placed:
+    """How a call that loads writes its result where a plan wants it: the tensor that its first run
+    has, and that dies there, may give its memory.
+    """
+    assert isinstance(call.target, Load), "a load"
+    (result,) = call.outputs
+    assert result is not None, "a tensor"
+    placement = Placement("substitute", call.target.into, call.name)
+    return Placed(placement, ((call.args[0].slot, result),))
+
+
+def time_ns(block_ns: int, size_bytes: int) -> int:
+    """Nanoseconds to store and load so many bytes, of those for a block."""
+    return max(-(-size_bytes * block_ns // _BLOCK_BYTES), 1)
+
+
+def block_ns(tier: Tier, room_bytes: int | None) -> int:
+    """Nanoseconds to store and load a block of 4 MiB in a tier, rounded by `rounded`.
+
+    Args:
+        tier: which.
+        room_bytes: memory that there is for the block; None where nothing is to be measured.
+            Where too little is, or on the disk, a byte is taken to need a nanosecond.
+    """
+    signature = "block", os.stat(tier.folder).st_dev
+    device = torch.device("cpu")
+    with _one_at_a_time:
+        if signature not in _learned:
+            _learned.update(recall(_KIND, [signature], device))
+        if signature not in _learned:
+            if room_bytes is None or room_bytes < _BLOCK_BYTES:
+                return _MODEL_NS
+            try:
+                _learned[signature] = rounded(_measured_ns(tier))
+            except ExecutionError:  # a step may need less room
+                return _MODEL_NS
+            finally:
+                tier.release()
+            retain(_KIND, {signature: _learned[signature]}, device)
+        return _learned[signature]
+
+
+def _measured_ns(tier: Tier) -> int:
+    """The least of some runs after a first one, in both directions. Blocks are stored one after
+    another before the first is loaded, as in a step.
+    """
+    block = torch.zeros(_BLOCK_BYTES, dtype=torch.uint8)
+    places = [number * _BLOCK_BYTES for number in range(_BLOCKS)]
+    there, back = [], []
+    with tier.held(_BLOCKS * _BLOCK_BYTES):
+        for _ in range(_MOST_RUNS + 1):
+            start = time.perf_counter_ns()
+            for place in places:
+                tier.store(block, place)
+            stored = time.perf_counter_ns()
+            for place in places:
+                tier.load(block, place)
+            there.append(stored - start)
+            back.append(time.perf_counter_ns() - stored)
+    return (min(there[1:]) + min(back[1:])) // _BLOCKS
