@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+
+from forked import CONTEXT, adopt
 
 ANSWER_S = 120
 """How long a function may take on a machine that does other work; few take more than five."""
@@ -39,15 +40,16 @@ class Ranks:
 
     def start_processes(self) -> None:
         """Starts the processes, which form a group."""
-        context = mp.get_context("spawn")
         world, folder, group_s = self.world, self._folder, self._group_s
         self._pipes: list[Connection] = []
         self.processes: list[Any] = []
         store = folder / f"store-{time.monotonic_ns()}"
         for rank in range(world):
-            own, theirs = context.Pipe()
-            process = context.Process(
-                target=_serve, args=(rank, world, str(store), theirs, group_s), daemon=True
+            own, theirs = CONTEXT.Pipe()
+            process = CONTEXT.Process(
+                target=_serve,
+                args=(rank, world, str(store), theirs, group_s, dict(os.environ)),
+                daemon=True,
             )
             process.start()
             theirs.close()
@@ -120,7 +122,15 @@ def revived(ranks: Ranks) -> Ranks:
     return ranks
 
 
-def _serve(rank: int, world: int, store: str, pipe: Connection, group_s: float) -> None:
+def _serve(
+    rank: int,
+    world: int,
+    store: str,
+    pipe: Connection,
+    group_s: float,
+    environment: dict[str, str],
+) -> None:
+    adopt(environment)
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",

@@ -7,8 +7,6 @@ from __future__ import annotations
 import itertools
 import json
 import random
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import forked
 import roam
 from roam import cli, zoo
 from roam.distributed.collectives import Group
@@ -176,10 +175,7 @@ print(sum(one.count for one in found.collectives))
 
 
 def test_a_step_of_the_users_own(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", OWN],
-        capture_output=True, text=True, timeout=120, cwd=tmp_path,
-    )  # fmt: skip
+    done = forked.python("-c", OWN, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     total, *table, count = done.stdout.split("\n")[:-1]
     layer_bytes = 4 * (1024 * 1024 + 1024)

@@ -8,8 +8,6 @@ import json
 import logging
 import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+import forked
 import roam
 from steps import Breaking, Net, adamw, batches, both, kernel_of
 from training import TRAININGS, assert_same_bits, plain_step, run, state_of, tensors_and_numbers
@@ -108,19 +107,13 @@ class TestReferences:
         """Two processes of ten steps are one run of twenty, whichever way the first ten were
         run."""
         straight = twenty_steps()
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-        }
         program = Path(__file__).parent / "resume.py"
         for part in (0, 1):
             disable = {"ROAM_DISABLE": "1"} if form == "eager" and part == 0 else {}
-            subprocess.run(
-                [sys.executable, str(program), str(part), str(tmp_path)],
-                check=True,
-                env={**environment, **disable},
-                timeout=300,
+            done = forked.python(
+                str(program), str(part), str(tmp_path), environment={**os.environ, **disable}
             )
+            assert done.returncode == 0, done.stderr
         losses = torch.load(tmp_path / "losses-0.pt") + torch.load(tmp_path / "losses-1.pt")
         assert_same_bits(straight[:20], losses)
         assert_same_bits(straight[20:], torch.load(tmp_path / "end.pt", weights_only=False))

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 
+import forked
 import roam
 from roam import _core
 from roam.disk_cache import DiskCache, disk_cache
@@ -301,11 +300,11 @@ def test_a_new_process_starts_without_planning(tmp_path: Path) -> None:
         plan = step.timings.plan
         print(plan.count, plan.from_disk, loss.item().hex())
     """)
-    run = [sys.executable, "-c", code]
-    both = [subprocess.Popen(run, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    outputs = [one.communicate()[0].split() for one in both]
-    assert [one.returncode for one in both] == [0, 0]
-    done = subprocess.run(run, capture_output=True, text=True, check=True, env=dict(os.environ))
+    both = forked.together([["-c", code]] * 2, [os.environ] * 2)
+    outputs = [one.stdout.split() for one in both]
+    assert [one.returncode for one in both] == [0, 0], [one.stderr for one in both]
+    done = forked.python("-c", code)
+    assert done.returncode == 0, done.stderr
     count, from_disk, loss = done.stdout.split()
     assert count == "0"
     assert int(from_disk) > 0
