@@ -6,10 +6,11 @@ from __future__ import annotations
 import ast
 import copy
 import ctypes
+import functools
 import re
 import types
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -38,13 +39,16 @@ _RAISERS = {*_CLASSES, "SolverUnavailable", "MeasurementError", "ReportUnavailab
 # -- codes in the sources and on the page
 
 
-def _calls() -> Iterator[tuple[str, str, ast.Call]]:
+@functools.cache
+def _calls() -> list[tuple[str, str, ast.Call]]:
     """File and line, name of the function, and the call: every call in the package."""
+    found = []
     for path in sorted((_ROOT / "python/roam").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, (ast.Name, ast.Attribute)):
                 name = node.func.id if isinstance(node.func, ast.Name) else node.func.attr
-                yield f"{path.relative_to(_ROOT)}:{node.lineno}", name, node
+                found.append((f"{path.relative_to(_ROOT)}:{node.lineno}", name, node))
+    return found
 
 
 def _code(name: str, call: ast.Call) -> ast.expr | None:
