@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import functools
+import subprocess
+import sys
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
+import forked
 import roam
 from measured import WAYS, build, compiled
 from roam.runtime.memory_profiler import MemoryTrace, measure_in_child
@@ -26,9 +30,17 @@ def small_pool() -> None:
     Pool.of(torch.device("cpu")).release()
 
 
+def copied(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+    """`subprocess.run` with a copy of a process that has imported torch, and allocated nothing."""
+    assert command[0] == sys.executable
+    environment, timeout_s = options["env"], options["timeout"]
+    return forked.python(*command[1:], environment=environment, timeout_s=timeout_s)
+
+
 @functools.cache
 def in_a_process_of_its_own(name: str, how: str) -> MemoryTrace:
-    trace = measure_in_child(build, {"name": name, "how": how}, warmup=2)
+    with mock.patch.object(subprocess, "run", copied):
+        trace = measure_in_child(build, {"name": name, "how": how}, warmup=2)
     assert trace.unseen_freed_bytes == 0
     return trace
 
