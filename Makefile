@@ -18,7 +18,7 @@ export PYO3_PYTHON := $(abspath $(BIN))/python
 # that is done takes over half of what another has left.
 PARALLEL := -n auto --maxprocesses 8 --dist worksteal
 
-.PHONY: help install wheel demo quick test-planner test canaries durations rust-test nightly fuzz sweep hard-limit wheel-test bench bench-compare gpu docs site lint lint-workflows format lock release ci clean
+.PHONY: help install wheel dependencies demo quick test-planner test canaries durations rust-test nightly fuzz sweep hard-limit wheel-test bench bench-compare gpu docs site lint lint-workflows format lock release ci clean
 
 help:
 	@echo "make install     the release wheel and everything that tests need, into VENV ($(VENV))"
@@ -48,15 +48,21 @@ help:
 
 $(BIN)/maturin:
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet 'maturin>=1.9,<2'
+	$(BIN)/pip install --quiet --constraint constraints.txt 'maturin>=1.9,<2'
 
 wheel: $(BIN)/maturin
 	rm -rf $(WHEELS)
 	$(BIN)/maturin build --quiet --release --locked --out $(WHEELS)
 
-# The second pip call replaces an older build of the same version, which the first one would keep.
-install: wheel
-	$(BIN)/pip install --quiet --constraint constraints.txt "$$(echo $(WHEELS)/*.whl)[zoo,dev]"
+# Python compiles a module when it is first imported; most of those of the packages never are.
+dependencies: $(BIN)/maturin
+	mkdir -p target
+	$(BIN)/python .ci/dependencies.py zoo dev > target/dependencies.txt
+	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt --requirement target/dependencies.txt
+
+# One core builds the planner while another unpacks packages. An older build of the same version is replaced.
+install: $(BIN)/maturin
+	$(MAKE) --no-print-directory --jobs 2 wheel dependencies
 	$(BIN)/pip install --quiet --no-deps --force-reinstall $(WHEELS)/*.whl
 
 demo: install
