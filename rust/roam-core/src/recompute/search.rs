@@ -15,7 +15,8 @@ use crate::control::Watch;
 use crate::graph::{Graph, Operator, OperatorId, Sequence};
 use crate::rng::Random;
 use rayon::prelude::*;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::hash::{DefaultHasher, Hash, Hasher};
 
 /// A sequence that fits the limit.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -176,6 +177,19 @@ struct Search<'a> {
     /// See [`Policy::kept_until`]: what failures have told.
     kept_until: Vec<u32>,
     work: u64,
+    /// By the digest of an eviction's runs and the rank what came of them: many attempts that differ
+    /// drop the same.
+    outcomes: HashMap<u64, Outcome>,
+}
+
+/// What is left of an eviction's runs once those that are not needed are taken out.
+#[derive(Clone, Copy)]
+struct Outcome {
+    extra_ns: u64,
+    fits: bool,
+    /// What it took to find out. An attempt that comes to the same runs counts it again, so that the
+    /// search ends where it would without this memory.
+    work: u64,
 }
 
 impl<'a> Search<'a> {
@@ -215,6 +229,7 @@ impl<'a> Search<'a> {
             tried: Vec::new(),
             kept_until: vec![0; model.size.len()],
             work: 0,
+            outcomes: HashMap::new(),
         }
     }
 
@@ -376,16 +391,14 @@ impl<'a> Search<'a> {
             return None;
         }
         let runs = self.evicted(&attempt)?;
-        let mut timeline = Timeline::new(self.model, self.limit, &runs);
-        let granted = WORK_PER_OPERATOR * self.model.len() as u64;
-        let mut work = granted;
-        timeline.cancel(attempt.rank, &mut work);
-        self.work = self.work.saturating_sub(granted - work);
-        if let Some(runs) = timeline.without_unused() {
-            timeline = Timeline::new(self.model, self.limit, &runs);
-        }
-        let (extra_ns, peak_bytes) = (timeline.extra_ns, timeline.peak());
-        if peak_bytes > self.limit {
+        let mut hasher = DefaultHasher::new();
+        (&runs, attempt.rank).hash(&mut hasher);
+        let digest = hasher.finish();
+        let known = self.outcomes.get(&digest).copied();
+        let outcome = known.unwrap_or_else(|| self.outcome(digest, &runs, attempt.rank));
+        self.work = self.work.saturating_sub(outcome.work);
+        let extra_ns = outcome.extra_ns;
+        if !outcome.fits {
             return None;
         }
         let place = self.tried.partition_point(|&(cost, _)| cost <= extra_ns);
@@ -393,12 +406,28 @@ impl<'a> Search<'a> {
             self.tried.insert(place, (extra_ns, attempt));
             self.tried.truncate(MOST_EARLY.max(MOST_SEARCHED));
         }
+        Some(extra_ns)
+    }
+
+    /// Takes out of the runs of an eviction those that are not needed, and keeps what is left if it
+    /// is among the best.
+    fn outcome(&mut self, digest: u64, runs: &[u32], rank: Rank) -> Outcome {
+        let mut timeline = Timeline::new(self.model, self.limit, runs);
+        let granted = WORK_PER_OPERATOR * self.model.len() as u64;
+        let mut left = granted;
+        timeline.cancel(rank, &mut left);
+        if let Some(runs) = timeline.without_unused() {
+            timeline = Timeline::new(self.model, self.limit, &runs);
+        }
+        let (extra_ns, peak_bytes) = (timeline.extra_ns, timeline.peak());
+        let outcome = Outcome { extra_ns, fits: peak_bytes <= self.limit, work: granted - left };
+        self.outcomes.insert(digest, outcome);
         let place = self.best.partition_point(|best| best.extra_ns <= extra_ns);
-        if place < MOST_FOUND && (place == 0 || self.best[place - 1].extra_ns < extra_ns) {
+        if outcome.fits && place < MOST_FOUND && (place == 0 || self.best[place - 1].extra_ns < extra_ns) {
             self.best.insert(place, Solution { runs: timeline.runs(), peak_bytes, extra_ns });
             self.best.truncate(MOST_FOUND);
         }
-        Some(extra_ns)
+        outcome
     }
 }
 

@@ -51,7 +51,7 @@ pub(super) struct Timeline<'a> {
 }
 
 /// Which extra runs are taken out first.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum Rank {
     /// Those that take longest.
     Time,
