@@ -5,6 +5,7 @@ there.
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator
 from types import CellType, FunctionType, ModuleType
@@ -61,9 +62,14 @@ def _attributes(value: object) -> dict[str, Any]:
 
 
 def _is_object(value: object) -> bool:
-    """Whether a value is an object with attributes that is neither module, tensor, nor code."""
+    """Whether a value is an object with attributes that is neither module, tensor, nor code, nor of
+    the standard library, such as a logger, which notes what was logged.
+    """
     kinds = (torch.nn.Module, torch.Tensor, torch.optim.Optimizer, type, FunctionType, ModuleType)
-    if isinstance(value, kinds) or is_of_dynamo(type(value).__module__):
+    library = str(type(value).__module__)
+    if isinstance(value, kinds) or is_of_dynamo(library):
+        return False
+    if library.partition(".")[0] in sys.stdlib_module_names and library != "types":
         return False
     try:
         return type(_attributes(value)) is dict
