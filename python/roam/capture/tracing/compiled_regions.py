@@ -519,7 +519,7 @@ class Regions:
         if isinstance(leaf, torch.Tensor):
             known = self._reals.get(id(leaf))
             if type(leaf) is not FakeTensor and not isinstance(leaf, torch.nn.Parameter):
-                self._refuse_argument(code, "tensor subclass", "give it plain tensors")
+                self._cannot_be_given(code, "tensor subclass", "give it plain tensors")
             fake: Any = leaf
             return GivenTensor(
                 tuple(leaf.shape),
@@ -534,7 +534,7 @@ class Regions:
             )
         if isinstance(leaf, (FunctionType, MethodType)):
             if _holds_tensors(leaf, lambda one: id(one) in self._reals):
-                self._refuse_argument(
+                self._cannot_be_given(
                     code,
                     "function that holds tensors of the step",
                     "pass the tensors by themselves",
@@ -544,13 +544,13 @@ class Regions:
             return leaf
         if isinstance(leaf, torch.optim.Optimizer):
             self._refuse_optimizer()
-        self._refuse_argument(
+        self._cannot_be_given(
             code,
             "number that the step computes" if is_live(leaf) else type(leaf).__name__,
             "give it tensors, plain numbers, the containers that torch.utils._pytree knows, and objects that the step makes of these",
         )  # fmt: skip
 
-    def _refuse_argument(self, code: CodeType, kind: str, remedy: str) -> NoReturn:
+    def _cannot_be_given(self, code: CodeType, kind: str, remedy: str) -> NoReturn:
         part = _part(code, self._callers[-1])
         if not part:
             self._refused(f"it is given a {kind}; {remedy}", code="compiled_call")
