@@ -67,7 +67,7 @@ _SETTING_CODES = (
 )
 """Codes of errors that say that no plan can be made as asked."""
 _CURVE = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.35, 0.3, 0.25, 0.2, 0.15, 0.1)
-"""Shares of the step-local bytes at which recomputation is tried."""
+"""Shares of the step-local total at which recomputation is tried."""
 
 
 def _baseline_name(text: str) -> tuple[str, str]:
@@ -143,7 +143,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument(
         "--memory-curve",
         action="store_true",
-        help="print what recomputation costs at 100, 90, ... 10 percent of the step-local bytes",
+        help="print what recomputation costs at 100, 90, ... 10 percent of the step-local total",
     )
     add_sharding(plan)
     streams = plan.add_argument_group("streams")
@@ -343,7 +343,7 @@ def _communication(
 
 
 def _memory_curve(graph: Graph, plan: Plan, planned: Callable[[int], Plan]) -> list[dict[str, Any]]:
-    """What recomputation costs at shares of the step-local bytes of the plan without it."""
+    """What recomputation costs at shares of the step-local total of the plan without it."""
     again = plan.recomputation
     plain_bytes = plan.total_bytes if again is None else again["plain_total_bytes"]
     rows = []

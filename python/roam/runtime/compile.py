@@ -95,7 +95,7 @@ def compile(
             recently used plan is dropped, and made anew if it is needed again. `Step.kept` lists
             the plans with their costs.
         streams: on CUDA, how many streams may run operators at the same time. More streams take
-            more memory, but the total is never above the total in program order.
+            more memory, but the total is never above the laid-out total of program order.
         memory: the most that every step may take in all, parameters and optimizer state included:
             bytes, text such as ``"12GiB"``, a share such as ``"60%"`` of what the plan without
             recomputation takes, or ``"auto"`` for what the device has free when the step is
