@@ -2,7 +2,7 @@
 
 A plan chooses by time: a tensor that has no room is loaded from the tier, or made again by the
 operators that made it, whichever takes less. Only tensors of which it is known that loading them
-takes less are offered; all are, where nothing else keeps within the limit.
+takes less are offered; all are, where no plan is found with those.
 """
 
 from __future__ import annotations
