@@ -446,7 +446,7 @@ def test_a_capture_says_what_it_takes_for_granted() -> None:
     notes = dict(graph.notes)
     assert notes["checked"].startswith("1 answers to branches on values")
     assert "test_branches.py" in notes["checked"]
-    assert "do not hold" in notes["guessed answers"]
+    assert "no call has shown their outcomes yet" in notes["guessed answers"]
     names = [operator.name for operator in graph.operators]
     assert "roam.check" in names
 

@@ -478,7 +478,7 @@ class TestRefuses:
             _step_supports_amp_scaling = True
 
         net, scaler = network(), make_scaler()
-        with pytest.raises(roam.CaptureError, match="takes the scaler's scale itself"):
+        with pytest.raises(roam.CaptureError, match="applies the scaler's scale itself"):
             roam.capture(
                 scaled_step, net, Own(net.parameters(), lr=0.1), scaler, *batches(count=1)[0]
             )

@@ -575,7 +575,7 @@ class _Chooser:
                 )
             raise PlanError(
                 f"{self._variant.name}: {fault} Without recomputation it takes {best.total_bytes} "
-                f"bytes, of which {best.plan.persistent_bytes} are there before and after the step. The "
+                f"bytes, of which {best.plan.persistent_bytes} exist before and after the step. The "
                 f"checks of a plan's first run take {best.checks_bytes} bytes more. Pass memory= of at "
                 f"least what is needed plus these checks, or take a smaller batch{self._or(lowering)}",
                 code=code,
