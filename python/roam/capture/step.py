@@ -233,7 +233,7 @@ class Known:
 
 
 class _Renews(Exception):
-    """A step puts other lists or dictionaries instead of those that it finds."""
+    """A step replaces lists or dictionaries that it finds by others."""
 
 
 class _Settles(Exception):

@@ -87,7 +87,7 @@ class Reliance:
         """The user's functions that ran, or that a library's code names, and that were not found by
         the walk over what the step reaches.
 
-        Somebody put them instead of a library's, or code looked them up by a computed name.
+        They were put into a library in place of its own, or found by a computed name.
         """
         if len(self.code) == self._looked_at:
             return []

@@ -967,7 +967,7 @@ def check_no_leaf(tensor: torch.Tensor, path: str, *, is_new: bool = True) -> No
 
 
 def _rate_endings(fake_state: FakeState, recorder: Recorder) -> None:
-    """What the step puts instead of learning rates."""
+    """Records the values by which the step replaces learning rates."""
     program = recorder.program
     for reference in fake_state.rates:
         rate = reference.get()
@@ -1015,8 +1015,8 @@ def _entry_endings(
 
 
 def _number_endings(fake_state: FakeState, recorder: Recorder, given: set[str]) -> None:
-    """What the step puts instead of the numbers that it keeps, of which those at `given` were
-    there before.
+    """Records the values by which the step replaces the numbers that it keeps. Those at `given`
+    were there before.
     """
     for reference in fake_state.numbers:
         number = reference.get()
@@ -1132,8 +1132,8 @@ def _nest(
 
 
 def _keep_lists(before: list[tuple[OptimizerReference, Any]]) -> None:
-    """Where the step puts other lists and dictionaries of the same form instead of those that
-    an optimizer's state holds, puts what is in them into those.
+    """If the step replaces lists and dictionaries in an optimizer's state by others of the same
+    form, puts the contents of the new ones into the old ones.
     """
     lists = [
         (reference, held, reference.get())
