@@ -631,7 +631,7 @@ class _Chooser:
         """What else can be done where no plan keeps within a limit."""
         if self._tier is not None:
             offers = len(lowering.loads)
-            return f". {offers:,} of the step's tensors may be offloaded in such a plan"
+            return f". This holds for plans that offload too: {offers:,} tensors may be offloaded"
         is_possible = self._variant.device.type == "cpu" and is_available()
         return (
             "; or let tensors be offloaded to a disk (offload= of roam.compile)"
