@@ -56,6 +56,20 @@ def train(
     return [returned, model.state_dict(), optimizer.state_dict()]
 
 
+def step_of(model: torch.nn.Module) -> Callable[..., Any]:
+    """A step that trains a classifier by AdamW; called with inputs and labels."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> Any:
+        optimizer.zero_grad()
+        loss = functional.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return step
+
+
 def refused(step: Callable[..., Any], *args: Any) -> roam.CaptureError:
     with pytest.raises(roam.CaptureError) as caught:
         roam.capture(step, *args)

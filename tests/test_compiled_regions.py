@@ -18,6 +18,7 @@ from roam.kernels import workspace
 from roam.program.ir import refs
 from roam.program.operators import is_region
 from roam.torch_compat.private import pytree
+from steps import step_of
 
 functional = torch.nn.functional
 pytestmark = pytest.mark.filterwarnings(
@@ -81,19 +82,6 @@ def aot_eager(module: torch.nn.Module) -> torch.nn.Module:
 def network(kind: Callable[[], torch.nn.Module], compiles: Compiles) -> torch.nn.Module:
     torch.manual_seed(0)
     return torch.nn.Sequential(*(compiles(kind()) for _ in range(3)), torch.nn.Linear(8, 4))
-
-
-def step_of(model: torch.nn.Module) -> Callable[..., Any]:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-
-    def step(x: torch.Tensor, y: torch.Tensor) -> Any:
-        optimizer.zero_grad()
-        loss = functional.cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    return step
 
 
 def trained(model: torch.nn.Module, step: Any, steps: int = 20) -> list[torch.Tensor]:

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import roam
 from roam.program.operators import is_region
 from roam.torch_compat.private import is_precompiled
+from steps import step_of
 
 functional = torch.nn.functional
 pytestmark = pytest.mark.filterwarnings("ignore")  # PyTorch's compilers warn of themselves
@@ -235,19 +236,6 @@ def network(kind: Callable[[], torch.nn.Module], **options: Any) -> torch.nn.Mod
     block = kind()
     block.compile(**{"backend": marking, **options})
     return torch.nn.Sequential(torch.nn.Linear(8, 8), block, torch.nn.Linear(8, 4))
-
-
-def step_of(model: torch.nn.Module) -> Callable[..., Any]:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-
-    def step(x: torch.Tensor, y: torch.Tensor) -> Any:
-        optimizer.zero_grad()
-        loss = functional.cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    return step
 
 
 def trained(model: torch.nn.Module, step: Any, sizes: list[int]) -> list[torch.Tensor]:

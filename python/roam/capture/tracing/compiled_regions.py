@@ -22,7 +22,7 @@ import re
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
@@ -156,7 +156,8 @@ class Regions:
     """By identity those copies, and what Dynamo has made."""
     _given_up: dict[int, CodeType] = field(default_factory=dict)
     """By identity the code that runs as it is written, since it was called without tensors."""
-    _in_place: list[CodeType] = field(default_factory=list)
+    _in_place: dict[int, CodeType] = field(default_factory=dict)
+    """By identity the code of functions in whose place something stands now."""
     _thread: int = 0
     _lacks: bool = False
     """Whether the trace has met functions whose place nothing stood in."""
@@ -265,7 +266,7 @@ class Regions:
     def end(self) -> None:
         """After a trace, whether it ended or failed."""
         while self._in_place:
-            take_from_place(self._in_place.pop())
+            take_from_place(self._in_place.popitem()[1])
         self._callers.clear()
         for cell, content in self._cells:
             cell.cell_contents = content
@@ -311,11 +312,7 @@ class Regions:
         if not is_on:
             return called.function(*args, **kwargs)
         if self._depth:  # inside of another one, which is compiled with it
-            look_at_frames(self._look)
-            try:
-                return called.function(*args, **kwargs)
-            finally:
-                look_at_frames(None)
+            return self._looking(called.function, args, kwargs)
         config = getattr(innermost_backend(called.callback), "config", {})
         # mode="max-autotune" asks for CUDA graphs too, and gets none on the CPU.
         if config.get("triton.cudagraphs") and (
@@ -333,11 +330,9 @@ class Regions:
             self._look_at(code)
             self._put_in_place(code)
         self._callers.append(called)
-        look_at_frames(self._look)
         try:
-            return called.function(*args, **kwargs)
+            return self._looking(called.function, args, kwargs)
         finally:
-            look_at_frames(None)
             self._callers.pop()
 
     def outside(self, run: Callable[..., Any], what: str, remedy: str) -> Callable[..., Any]:
@@ -385,7 +380,7 @@ class Regions:
             self._looked_at[id(code)] = code, stand_in_for(code, self.met), copy
 
     def _put_in_place(self, code: CodeType) -> None:
-        if any(one is code for one in self._in_place):
+        if id(code) in self._in_place:
             return
         if is_precompiled(code):
             raise CaptureError(
@@ -393,7 +388,7 @@ class Regions:
                 code="compiled_region",
             )
         put_in_place(code, self._looked_at[id(code)][1], self._is_ours)
-        self._in_place.append(code)
+        self._in_place[id(code)] = code
 
     def _is_ours(self, _: Any) -> bool:
         return threading.get_ident() == self._thread and bool(self._callers)
@@ -472,7 +467,12 @@ class Regions:
 
     def _run(self, frame: Frame, code: CodeType) -> Any:
         """The result of a call by other code, while the functions that it calls are looked at."""
-        function, (args, kwargs) = function_of(code, frame), spread(frame.code, frame.given)
+        return self._looking(function_of(code, frame), *spread(frame.code, frame.given))
+
+    def _looking(
+        self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
+        """The result of a call, while the functions that it calls are looked at."""
         look_at_frames(self._look)
         try:
             return function(*args, **kwargs)

@@ -26,33 +26,27 @@ def state_of(
     attributes of modules, in what the function names, in what it closes over where that is asked
     for, and in attributes of the objects that are there.
     """
-    held: list[tuple[str, Any]] = [
-        (f"{type(module).__name__}.{name}", value)
-        for _, module in modules
-        for name, value in list(_attributes(module).items())
-        if name not in _OF_ALL_MODULES
-    ]
-    state: State = [
-        (f"{type(module).__name__}.{name}", holder, name, _outline(value))
+    places: list[tuple[str, Any, str]] = [
+        (f"{type(module).__name__}.{name}", holder, name)
         for _, module in modules
         for holder in [_attributes(module)]
-        for name, value in list(holder.items())
+        for name in list(holder)
         if name not in _OF_ALL_MODULES
     ]
-    code, names = function.__code__, function.__globals__
+    code = function.__code__
     if closed_over:
-        cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
-        state += [(name, cell, name, _outline(_held(cell, name))) for name, cell in cells.items()]
-        held += [(name, _held(cell, name)) for name, cell in cells.items()]
-    state += [(name, names, name, _outline(names.get(name))) for name in code.co_names]
-    held += [(name, names.get(name)) for name in code.co_names]
-    objects = {id(value): (name, value) for name, value in held if _is_object(value)}
-    state += [
-        (f"{name}.{attribute}", holder, attribute, _outline(value))
+        cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
+        places += [(name, cell, name) for name, cell in cells]
+    places += [(name, function.__globals__, name) for name in code.co_names]
+    named = [(name, _held(holder, key)) for name, holder, key in places]
+    objects = {id(value): (name, value) for name, value in named if _is_object(value)}
+    places += [
+        (f"{name}.{attribute}", holder, attribute)
         for name, one in objects.values()
         for holder in [_attributes(one)]
-        for attribute, value in list(holder.items())
+        for attribute in list(holder)
     ]
+    state = [(name, holder, key, _outline(_held(holder, key))) for name, holder, key in places]
     return [entry for entry in state if entry[3] is not _OTHER]
 
 
