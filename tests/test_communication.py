@@ -8,6 +8,7 @@ import itertools
 import json
 import random
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +24,7 @@ from roam.distributed import collectives
 from roam.distributed.collectives import Group, Launch, Pending
 from roam.program.links import Links, Transfer
 from roam.report.communication import Communication, least_ns, simulated
-from roam.torch_compat.private import shard_parts, tensor_uses
+from roam.torch_compat.private import shard_parts
 from roam.zoo.sharding import WAYS, Parts, Sharding, ShardingError
 
 MODEL, SEQ = "llama-tiny", 16
@@ -321,26 +322,47 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launch:
     return Launch("allreduce_", Group("", (0, 1), 0), "SUM")
 
 
-def held_by_another(tensor: torch.Tensor) -> tuple[list[torch.Tensor], list[tuple[Any, int]]]:
-    """Something in C++ that holds the tensor, and what a launch before that has noted."""
-    held = [(tensor, tensor_uses(tensor))]
-    return [torch.ones(2, requires_grad=True) * tensor], held
+def held_in_cpp(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """What holds the tensor itself, in C++."""
+    return [torch.ones(2, requires_grad=True) * tensor]
 
 
-def test_a_wait_ends_after_the_release_of_what_was_launched(launched: Launch) -> None:
-    tensor = torch.ones(2)
-    holders, held = held_by_another(tensor)
-    assert tensor_uses(tensor) > held[0][1]
+def held_by_a_view(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """What holds the tensor's memory alone."""
+    return [tensor.detach()]
+
+
+def held_in_python(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """What holds the tensor as an object of Python."""
+    return [tensor]
+
+
+HELD = pytest.mark.parametrize("held_by", [held_in_cpp, held_by_a_view, held_in_python])
+Held = Callable[[torch.Tensor], list[torch.Tensor]]
+
+
+@HELD
+def test_a_wait_ends_after_the_release_of_what_was_launched(
+    launched: Launch, held_by: Held
+) -> None:
+    tensors = [torch.ones(2)]
+    before = collectives._holders(tensors)
+    holders = held_by(tensors[0])
+    assert collectives._holders(tensors) != before
     threading.Timer(0.3, holders.clear).start()
-    Pending(launched, SimpleNamespace(wait=done), held).wait()
-    assert tensor_uses(tensor) == held[0][1]
+    Pending(launched, SimpleNamespace(wait=done), (tensors, before)).wait()
+    assert not holders
+    assert collectives._holders(tensors) == before
 
 
+@HELD
 def test_a_wait_ends_once_where_the_tensors_are_never_released(
-    launched: Launch, monkeypatch: pytest.MonkeyPatch
+    launched: Launch, held_by: Held, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(collectives, "_RELEASES_S", 0.01)
-    holders, held = held_by_another(torch.ones(2))
+    tensors = [torch.ones(2)]
+    held = tensors, collectives._holders(tensors)
+    holders = held_by(tensors[0])
     Pending(launched, SimpleNamespace(wait=done), held).wait()
     assert collectives._held_elsewhere == {launched}
     monkeypatch.setattr(collectives, "_RELEASES_S", 1e9)  # the next one would hang if it waited

@@ -10,19 +10,23 @@ from __future__ import annotations
 
 import datetime
 import functools
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from roam.distributed.agreement import LOOK_S, look
 from roam.interrupts import interrupts_allowed
 from roam.torch_compat.private import (
     all_gather_single,
+    c_pointer,
     reduce_scatter_single,
     resolve_group,
+    storage_uses,
     tensor_uses,
 )
 
@@ -72,6 +76,10 @@ class Group:
         """How many members it has."""
         return len(self.ranks)
 
+    def must_release(self) -> bool:
+        """Whether a thread of the group holds tensors for a while after their collective is done."""
+        return self.size > 1 and self.can_be_polled()
+
     def can_be_polled(self) -> bool:
         """Whether one can wait for its collectives for a while, and then for longer."""
         return torch.distributed.get_backend(resolve_group(self.name)) == "gloo"
@@ -116,12 +124,25 @@ class Launch:
     def __call__(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Pending:
         """Launches it on real tensors, all of which stay busy until `wait`."""
         group = resolve_group(self.group.name)
-        held = [
-            (tensor, tensor_uses(tensor))
-            for tensor in {id(t): t for t in (*outputs, *inputs)}.values()
-        ]
-        work = _STARTS[self.kind](self, group, list(outputs), list(inputs))
-        return Pending(self, work, held)
+        tensors = [*outputs, *inputs]
+        if self.group.must_release():
+            # The group gets storages of its own on the same memory: whatever the step does with its
+            # tensors in between, it is known when the group has released them.
+            tensors = [from_dlpack(to_dlpack(tensor.detach())) for tensor in tensors]
+        held = tensors, _holders(tensors)
+        made, read = tensors[: len(outputs)], tensors[len(outputs) :]
+        return Pending(self, _STARTS[self.kind](self, group, made, read), held)
+
+
+def _holders(tensors: list[torch.Tensor]) -> list[tuple[int, int, int]]:
+    """How many holders each tensor has in C++, in Python, and of its storage. A thread of C++ that
+    releases a tensor lowers the first count at once and the second when it gets the interpreter's
+    lock; the group's views of a tensor hold its storage alone.
+    """
+    return [
+        (tensor_uses(one), sys.getrefcount(one), storage_uses(c_pointer(one.untyped_storage())))
+        for one in tensors
+    ]
 
 
 launch: Callable[..., Launch] = functools.cache(Launch)
@@ -133,8 +154,10 @@ class Pending:
 
     __slots__ = ("_held", "_work", "launch")
 
-    def __init__(self, launch: Launch, work: Any, held: list[tuple[torch.Tensor, int]]) -> None:
-        """`held`: the tensors that were launched, each with how many holders it had before."""
+    def __init__(
+        self, launch: Launch, work: Any, held: tuple[list[torch.Tensor], list[tuple[int, int, int]]]
+    ) -> None:
+        """`held`: tensors that only the group holds too, and their holders without the group."""
         self.launch = launch
         self._work = work
         self._held = held
@@ -150,7 +173,7 @@ class Pending:
         if self._work is None:
             return
         group = self.launch.group
-        if len(group.ranks) > 1 and group.can_be_polled():
+        if group.must_release():
             while not self._is_done(LOOK_S):
                 with interrupts_allowed():
                     look(group)
@@ -179,16 +202,16 @@ class Pending:
         return True
 
     def _wait_for_release(self) -> None:
-        """Returns when gloo's thread holds the tensors no longer, which is a little after it has
-        said that the collective is done. Otherwise memory would be freed later than planned, by
-        chance, and a process that ends in between would be aborted: that thread cannot release
-        objects of an interpreter that is gone.
+        """Returns when gloo's thread has released its tensors, which is a little after it has said
+        that the collective is done. Otherwise memory would be freed later than planned, by chance,
+        and a process that ends in between would be aborted: that thread cannot release objects of
+        an interpreter that is gone.
         """
-        held, self._held = self._held, []
+        (tensors, before), self._held = self._held, ([], [])
         if self.launch in _held_elsewhere:
             return
         deadline, looks = time.monotonic() + _RELEASES_S, 0
-        while any(tensor_uses(tensor) > uses for tensor, uses in held):
+        while _holders(tensors) != before:
             looks += 1
             if looks > _SPINS and time.monotonic() > deadline:
                 _held_elsewhere.add(self.launch)
