@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.dlpack import from_dlpack, to_dlpack
+from torch import from_dlpack, to_dlpack
 
 from roam.distributed.agreement import LOOK_S, look
 from roam.interrupts import interrupts_allowed
@@ -77,7 +77,7 @@ class Group:
         return len(self.ranks)
 
     def must_release(self) -> bool:
-        """Whether a thread of the group holds tensors for a while after their collective is done."""
+        """Whether a thread of the group may hold tensors after their collective is done."""
         return self.size > 1 and self.can_be_polled()
 
     def can_be_polled(self) -> bool:
