@@ -116,6 +116,16 @@ def _uses() -> bool:
     return after == before + 1 and view.numel() == 1
 
 
+def _owns() -> bool:
+    tensor = torch.arange(6)[2:]
+    one, other = private.on_own_storage(tensor), tensor.untyped_storage()
+    before = private.storage_uses(private.c_pointer(other))
+    is_same = one.data_ptr() == tensor.data_ptr() and one.tolist() == tensor.tolist()
+    is_own = private.c_pointer(one.untyped_storage()) != private.c_pointer(other)
+    del one
+    return is_same and is_own and private.storage_uses(private.c_pointer(other)) < before
+
+
 def _holds() -> bool:
     tensor = torch.ones(2, requires_grad=True)
     before = private.tensor_uses(tensor)
@@ -1260,6 +1270,7 @@ CANARIES: dict[str, Callable[[], bool]] = {
     "run_unplanned": _compiles,
     "saved_tensor_hooks": _saved_hooks,
     "scaler_start": lambda: callable(private.scaler_start()),
+    "on_own_storage": _owns,
     "schema_of": _schema,
     "sequence_number": _numbered,
     "set_fill_uninitialized": _switches,

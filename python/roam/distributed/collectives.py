@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import from_dlpack, to_dlpack
 
 from roam.distributed.agreement import LOOK_S, look
 from roam.interrupts import interrupts_allowed
 from roam.torch_compat.private import (
     all_gather_single,
     c_pointer,
+    on_own_storage,
     reduce_scatter_single,
     resolve_group,
     storage_uses,
@@ -128,7 +128,7 @@ class Launch:
         if self.group.must_release():
             # The group gets storages of its own on the same memory: whatever the step does with its
             # tensors in between, it is known when the group has released them.
-            tensors = [from_dlpack(to_dlpack(tensor.detach())) for tensor in tensors]
+            tensors = list(map(on_own_storage, tensors))
         held = tensors, _holders(tensors)
         made, read = tensors[: len(outputs)], tensors[len(outputs) :]
         return Pending(self, _STARTS[self.kind](self, group, made, read), held)

@@ -99,6 +99,12 @@ HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 """Both attributes by name."""
 
 
+def on_own_storage(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor on the same memory, whose storage is its own and keeps the other one alive."""
+    # A fifth of the time of `torch.from_dlpack(tensor)`.
+    return torch.utils.dlpack.from_dlpack(torch._C._to_dlpack(tensor.detach()))
+
+
 def is_view(tensor: torch.Tensor) -> bool:
     """Whether autograd sees a tensor as a view of another."""
     return tensor._is_view()
@@ -1319,6 +1325,7 @@ __all__ = [
     "mesh_class",
     "next_sequence_number",
     "node_class",
+    "on_own_storage",
     "packet_of",
     "parameters_of",
     "prepares_after",
