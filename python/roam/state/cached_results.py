@@ -4,26 +4,65 @@ masks.
 
 from __future__ import annotations
 
+import functools
 import gc
+import sys
+import weakref
+from types import FunctionType
 from typing import Any
 
 import torch
+
+from roam.garbage import referrers
+
+_CACHE: Any = functools._lru_cache_wrapper
+
+
+class _Caches:
+    """All functions of the process that have a `functools.lru_cache`."""
+
+    def __init__(self) -> None:
+        self._known: list[weakref.ref[Any]] = []
+        self._other_uses = -1
+
+    def now(self) -> list[Any]:
+        """Those that are alive.
+
+        Each refers to its type. So as long as the type's uses by others are as many as before, no
+        new one was made, and the collector need not look through all objects of the process.
+        """
+        alive = [cache for known in self._known if (cache := known()) is not None]
+        if sys.getrefcount(_CACHE) - len(alive) != self._other_uses:
+            alive = [cache for cache in referrers(_CACHE) if type(cache) is _CACHE]
+            self._other_uses = sys.getrefcount(_CACHE) - len(alive)
+        self._known = list(map(weakref.ref, alive))
+        return alive
+
+
+all_caches = _Caches().now
+
+
+_PLAIN = frozenset((type(None), type, bool, int, float, str, bytes, FunctionType))
+"""Types of most of the values that hold no results."""
 
 
 def tensors_in(cache: Any) -> list[torch.Tensor]:
     """The tensors in the results that a function keeps, and in containers among them."""
     found: dict[int, torch.Tensor] = {}
     seen = {id(cache.__dict__)}
-    waiting = gc.get_referents(cache)
+    waiting = [cache]
     while waiting:
-        value = waiting.pop()
-        if isinstance(value, torch.Tensor):
-            found[id(value)] = value
-        elif id(value) not in seen and (
-            type(value).__name__ == "_lru_list_elem" or isinstance(value, (dict, list, tuple))
-        ):
-            seen.add(id(value))
-            waiting += gc.get_referents(value)
+        for value in gc.get_referents(waiting.pop()):
+            kind = type(value)
+            if kind in _PLAIN:
+                continue
+            if isinstance(value, torch.Tensor):
+                found[id(value)] = value
+            elif id(value) not in seen and (
+                kind.__name__ == "_lru_list_elem" or isinstance(value, (dict, list, tuple))
+            ):
+                seen.add(id(value))
+                waiting.append(value)
     return list(found.values())
 
 

@@ -293,15 +293,16 @@ class Regions:
         held = frame.f_locals
         if isinstance(held["fn"], _Called):
             return True
-        wrapper = _wrapper_of(frame)
-        if wrapper is None:
+        wrappers = _wrappers_of(frame)
+        if not wrappers:
             self._refused(
                 "the function inside of it cannot be found; call the plain function",
                 code="compiled_function",
             )
-        cell = cell_in(wrapper, "fn")
-        self._cells.append((cell, held["fn"]))
-        cell.cell_contents = _Called(self, wrapper, held["fn"], held["callback"])
+        for wrapper in wrappers:
+            cell = cell_in(wrapper, "fn")
+            self._cells.append((cell, held["fn"]))
+            cell.cell_contents = _Called(self, wrapper, held["fn"], held["callback"])
         return True
 
     def called(self, called: _Called, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -830,15 +831,26 @@ class _Called:
         return self.regions.called(self, args, kwargs)
 
 
-def _wrapper_of(frame: FrameType) -> FunctionType | None:
-    """The function that a frame runs: the one with the same code that closes over the same."""
-    held = frame.f_locals
-    for function in referrers(frame.f_code):
-        if type(function) is FunctionType and function.__code__ is frame.f_code:
-            names = ("fn", "callback", "self")
-            if all(cell_in(function, name).cell_contents is held[name] for name in names):
-                return function
-    return None
+_wrappers: weakref.WeakSet[FunctionType] = weakref.WeakSet()
+"""Functions of `torch.compile`'s that were met, and all others that had the same code then."""
+
+
+def _wrappers_of(frame: FrameType) -> list[FunctionType]:
+    """The function that a frame runs, and what cannot be told from it: those with the same code
+    that close over the same.
+    """
+    code, held = frame.f_code, frame.f_locals
+
+    def runs(function: FunctionType) -> bool:
+        return function.__code__ is code and all(
+            cell_in(function, name).cell_contents is held[name]
+            for name in ("fn", "callback", "self")
+        )
+
+    if not any(map(runs, _wrappers)):
+        # The collector looks through all objects of the process.
+        _wrappers.update(one for one in referrers(code) if type(one) is FunctionType)
+    return [function for function in _wrappers if runs(function)]
 
 
 def _written(function: Callable[..., Any]) -> CodeType | None:

@@ -17,8 +17,7 @@ from types import ModuleType
 from typing import Any, Final
 from zipimport import zipimporter
 
-from roam.garbage import referrers
-from roam.state.cached_results import tensors_in
+from roam.state.cached_results import all_caches, tensors_in
 from roam.torch_compat.patches import replaced
 from roam.torch_compat.private import FakeTensor, disable_current_modes
 
@@ -58,11 +57,9 @@ def clear_fakes(others: Container[int] = ()) -> None:
     """Clears every `functools.lru_cache` that holds a fake tensor; `others` by their identity are
     none of its concern.
     """
-    # Each of them refers to its type. To look through all objects takes several times longer.
-    for cache in referrers(functools._lru_cache_wrapper):
+    for cache in all_caches():
         if (
-            type(cache) is functools._lru_cache_wrapper
-            and id(cache) not in others
+            id(cache) not in others
             and cache.cache_info().currsize
             and any(type(tensor) is FakeTensor for tensor in tensors_in(cache))
         ):
