@@ -55,10 +55,10 @@ def imports_leave(outside: Callable[[], AbstractContextManager[Any]]) -> Iterato
 
 
 def clear_fakes(others: Container[int] = ()) -> None:
-    """Clears every `functools.lru_cache` that holds a fake tensor; `others` by their identity are
-    none of its concern.
+    """Clears every `functools.lru_cache` that holds a fake tensor; caches whose identities are in
+    `others` are left alone.
     """
-    # Each of them refers to its type. To look through all objects takes several times longer.
+    # Each cache refers to its type. To look through all objects takes several times longer.
     for cache in referrers(functools._lru_cache_wrapper):
         if (
             type(cache) is functools._lru_cache_wrapper
