@@ -267,15 +267,16 @@ const MOST_LAID_OUT: usize = 4;
 /// The pool and the unpooled bytes are searched a second time if more than 1 / `NEAR` of the total
 /// may be gained.
 const NEAR: u64 = 100;
-/// Weights of the pool, and of all that is live, by which the pool is bounded under a limit. By
-/// equal ones AdamW's updates, which make twice as much state as they free gradients, change
-/// nothing.
+/// Weights of the pool, and of all that is live, by which the pool is bounded under a limit. With
+/// equal weights, AdamW's updates, which make twice as many bytes of state as they free of
+/// gradients, change nothing.
 const WEIGHTS: [(u64, u64); 2] = [(1, 1), (2, 1)];
 /// How many of the best orders have their updates moved for the pool's sake.
 const MOST_FITTED: usize = 4;
 /// How many comparisons the search for layouts may make: some seconds' work at most.
 const SEARCH_WORK: u64 = 100_000_000;
-/// How many it makes per operator before it has anything to show.
+/// How many comparisons per operator a search for one order's layout must be granted at least,
+/// because it finds nothing with fewer.
 const LEAST_SEARCH: u64 = 32;
 /// How many of the best orders have their layout improved by core refinement.
 const MOST_FINISHED: usize = 2;
@@ -528,8 +529,8 @@ impl<'a> Search<'a> {
         self.weigh_parts()
     }
 
-    /// Bounds the pool by what it needs together with the unpooled bytes: of no order that is worth
-    /// anything does the peak exceed the best total.
+    /// Bounds the pool by what it needs together with the unpooled bytes: an order whose peak
+    /// exceeds the best total is of no use.
     fn weigh_parts(&mut self) -> Result<(), Stop> {
         for (more, all) in WEIGHTS {
             if self.parts.is_empty() || self.is_near() || self.whole.problem.is_large() {
@@ -545,12 +546,12 @@ impl<'a> Search<'a> {
 
     /// Bounds the pool and the unpooled bytes apart, then lowers their peaks one after the other.
     fn search_parts(&mut self) -> Result<(), Stop> {
-        // One of them is all there is.
+        // There are pooled or unpooled bytes alone.
         let program = &self.whole.trials[0].ordered.profile;
         if program.unpooled_peak == 0 || program.pool_peak == 0 {
             return Ok(());
         }
-        // Where updates take the least of the pool.
+        // Orders with the updates where they take the least of the pool.
         let limit = self.least_total();
         for at in self.whole.ranking().into_iter().take(MOST_FITTED) {
             let order = &self.whole.trials[at].ordered.order;

@@ -96,7 +96,7 @@ impl Segment {
 /// Segments in their order of running, which is that of their ranks.
 #[derive(Default)]
 struct Chain {
-    /// By rank; of equals the one put in last is the first.
+    /// The segments by rank; among equal ranks, the one that was put in last comes first.
     segments: BTreeMap<((bool, i64), Reverse<usize>), Segment>,
     inserted: usize,
 }
@@ -107,7 +107,8 @@ impl Chain {
         self.segments.insert((segment.rank(), Reverse(self.inserted)), segment);
     }
 
-    /// Puts the operator before all others; what would rather run before it is joined to it.
+    /// Puts the operator before all others. Segments whose rank would put them before it are joined
+    /// to it.
     fn prepend(&mut self, mut segment: Segment, next: &mut [Op]) {
         while let Some(entry) = self.segments.first_entry() {
             if segment.rank() <= entry.key().0 {

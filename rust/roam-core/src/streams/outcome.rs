@@ -19,7 +19,7 @@ pub(crate) struct Input<'a> {
     pub(crate) program_total: u64,
 }
 
-/// A plan but for what does not depend on streams.
+/// Those parts of a plan that depend on streams.
 #[derive(Clone, Debug)]
 pub(crate) struct Found {
     pub(crate) order: Vec<Op>,
@@ -68,7 +68,8 @@ impl Found {
     }
 }
 
-/// How many times as fast as one stream any number of streams can be at most, by the model of time.
+/// How many times as fast as one stream any number of streams can be at most, by the model of
+/// time.
 pub(crate) fn most_speed(graph: &Graph) -> f64 {
     speed(cost::serial_ns(graph), cost::critical_path_ns(graph))
 }

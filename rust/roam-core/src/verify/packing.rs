@@ -59,7 +59,7 @@ pub enum PackingViolation {
         time: u64,
     },
     /// A figure that is not so.
-    #[error("the packing claims {found} {figure} bytes; it is {expected}")]
+    #[error("the packing claims {found} {figure} bytes instead of {expected}")]
     Figure {
         /// Which.
         figure: &'static str,
