@@ -77,8 +77,9 @@ struct Segment {
 }
 
 impl Segment {
-    /// Of segments that may run in any order those with the smaller rank go first: those that free,
-    /// the lowest hill first; then those that add, the highest hill above the valley first.
+    /// Among segments that may run in any order, those with the smaller rank go first: first those
+    /// that free bytes, by ascending hill; then those that add bytes, by descending height of the
+    /// hill above the valley.
     fn rank(&self) -> (bool, i64) {
         if self.change <= 0 { (false, self.hill) } else { (true, self.change - self.hill) }
     }
@@ -128,8 +129,8 @@ impl Chain {
     }
 }
 
-/// Per operator its segment: what it adds while it runs and once it has run in the order given,
-/// reuse counted.
+/// Per operator its segment: what it adds while it runs, and what it leaves, in the order given and
+/// with reuse.
 fn costs(problem: &Problem, order: &[Op]) -> Vec<Segment> {
     let profile = Profile::new(problem, order);
     let own = |op: Op| Segment { hill: problem.transient(op) as i64, change: 0, first: op, last: op };
