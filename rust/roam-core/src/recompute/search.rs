@@ -276,7 +276,7 @@ impl<'a> Search<'a> {
                 self.work += rest;
             }
         }
-        // Where nothing fits as it is, all policies count.
+        // Where no attempt fits without early drops, they are tried with every weight.
         let mut starts: Vec<Attempt> = self.tried.iter().take(MOST_EARLY).map(|(_, attempt)| attempt.clone()).collect();
         if starts.is_empty() {
             let forced = exponents(FORCED[0]);

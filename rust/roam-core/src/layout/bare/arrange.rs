@@ -45,7 +45,7 @@ struct Pieces<'a> {
     blocks: Blocks,
     /// Per piece how far its first byte is from its request's.
     above: Vec<u64>,
-    /// Per request the first of its pieces, and how many there are in the end.
+    /// Per request the number of its first piece; the last entry is the number of all pieces.
     first: Vec<usize>,
 }
 
