@@ -150,7 +150,7 @@ pub fn optimize_timed(graph: &Graph, settings: &Settings, control: &Control) -> 
     settings.check()?;
     let limit = match settings.time_limit_s {
         None => None,
-        // A limit beyond what an instant can hold is none.
+        // A limit beyond what an instant can hold counts as no limit.
         Some(seconds) => Duration::try_from_secs_f64(seconds).ok().and_then(|limit| Instant::now().checked_add(limit)),
     };
     let deadline = match (limit, control.deadline) {
@@ -380,7 +380,7 @@ impl<'a> Search<'a> {
         let mut left = if is_large { MOST_LAID_OUT } else { usize::MAX };
         for at in self.whole.ranking() {
             let work = if at == 0 { &mut for_program } else { &mut for_others };
-            // Too little for another one.
+            // Too little work is left for another layout.
             if *work < operators as u64 {
                 continue;
             }
@@ -396,7 +396,8 @@ impl<'a> Search<'a> {
             }
             left = left.saturating_sub(usize::from(at > 0));
             let limit = total - profile.unpooled_peak + u64::from(profile.peak < peak);
-            // Where greedy layouts take long, the most promising order has them, and program order.
+            // Where greedy layouts take long, only the most promising order and program order get
+            // them.
             let is_quick = is_large && at > 0 && left + 1 < MOST_LAID_OUT;
             let find = if is_quick { layout::best_of_quick } else { layout::best };
             if let Some(layout) = find(self.problem_of(at), profile, limit, work, self.watch)? {
@@ -455,7 +456,7 @@ impl<'a> Search<'a> {
         self.watch.check()
     }
 
-    /// Says whether a smaller layout was found, on half of what the work allows.
+    /// Searches with half of the work that is left; says whether a smaller layout was found.
     fn search_layout(&mut self, at: usize, work: &mut u64) -> Result<bool, Stop> {
         let profile = &self.whole.trials[at].ordered.profile;
         let total = self.total(self.best());
@@ -509,8 +510,8 @@ impl<'a> Search<'a> {
         if self.parts_agree() { Ok(()) } else { self.search_parts() }
     }
 
-    /// Whether the pool and the unpooled bytes have their peaks together, so that they are best
-    /// looked at together.
+    /// Whether the pool and the unpooled bytes have their peaks at the same step, so that they are
+    /// best looked at together.
     fn parts_agree(&self) -> bool {
         let best = self.whole.ranking().first().map(|&at| &self.whole.trials[at].ordered.profile);
         best.is_none_or(|profile| is_within(profile.least_total(), profile.peak))
@@ -519,7 +520,7 @@ impl<'a> Search<'a> {
     /// Searches the pool and the unpooled bytes once more, from the orders found since the first
     /// time.
     fn look_at_parts_again(&mut self) -> Result<(), Stop> {
-        // A first look is worth more than a second.
+        // A first search is worth more than a second one.
         let is_enough = self.is_near() || self.whole.problem.is_large();
         if (is_enough && !self.parts.is_empty()) || is_within(self.least_total(), self.bound()) {
             return Ok(());
@@ -576,7 +577,7 @@ impl<'a> Search<'a> {
             portfolio.prove(self.watch)?;
             self.note_parts();
         }
-        // The bounds are new, but hardly an order would be.
+        // New bounds have been found, but new orders are unlikely.
         if self.whole.problem.is_large() && self.parts_agree() {
             return Ok(());
         }
