@@ -291,7 +291,7 @@ def test_a_bound_on_plans_in_which_regions_hold_their_arguments_is_no_bound_on_o
     """A region frees what it is the last to use, but not in plans in which operators run again."""
     _, plain = tower(512, memory="100%")
     takes_bytes = plain.memory().total_bytes
-    with pytest.raises(roam.PlanError, match="hold their arguments to their end") as least:
+    with pytest.raises(roam.PlanError, match="holds its arguments until its end") as least:
         tower(512, memory=takes_bytes // 4)
     assert least.value.code == "memory_floor"
     assert f"Without recomputation it takes {takes_bytes} bytes" in str(least.value)

@@ -259,7 +259,7 @@ def test_divisions_of_meshes() -> None:
     assert found[1, 8][1] == found[8, 1][0] == both
     assert {one.shape for one in divisions_of((6,), costs)} == {(1, 6), (2, 3), (3, 2), (6, 1)}
     assert [one.is_sharded for one in divisions_of((4,), costs, 2)] == [False, True]
-    with pytest.raises(ValueError, match="make 1, 2, 8 replicas, not 4"):
+    with pytest.raises(ValueError, match="divided into 1, 2, 8 replicas, not into 4"):
         divisions_of((2, 4), costs, 4)
 
 
@@ -510,7 +510,7 @@ def test_the_command_divides_ranks_into_replicas(capsys: pytest.CaptureFixture[s
     assert printed["mesh"] == [2, 2]
     assert printed["left_out"] == {}  # attention with masks is of independent samples
     assert cli.main([*arguments, "--data", "3"]) == cli.EXIT_BAD_INPUT
-    assert "make 1, 2, 4 replicas, not 3" in capsys.readouterr().err
+    assert "divided into 1, 2, 4 replicas, not into 3" in capsys.readouterr().err
 
 
 # -- on ranks

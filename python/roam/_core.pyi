@@ -463,8 +463,8 @@ class GraphBuilder:
                 them.
             repeatable: whether it may run again: from the same inputs it makes the same bits, and
                 it changes nothing but what it lists.
-            first_only: of what it reads or mutates, the tensors that only its first run touches,
-                such as the running statistics of a batch norm.
+            first_only: those of the tensors that it reads or mutates that only its first run
+                touches, such as the running statistics of a batch norm.
             link: for an operator that launches a collective, the number of the link between ranks
                 that the collective uses; 0 if None. The collectives of one link run one after the
                 other.
@@ -797,8 +797,8 @@ def baseline(
     """
 
 def baseline_order(graph: Graph, order: str, *, reuse: bool = True) -> _Numbers:
-    """The order that one method finds: the numbers of the operators, first to last. Names as for
-    :func:`roam.baseline`.
+    """The order that one method finds: the numbers of the operators, first to last. The methods
+    have the names that :func:`roam.baseline` lists for `order`.
 
     For tests and benchmarks.
     """
@@ -846,11 +846,12 @@ def verify(graph: Graph, plan: Plan) -> None:
     """
 
 def compare_routes(graph: Graph, reuse: bool = True, programs: bool = True) -> _Routes | None:
-    """What the heuristics make of a graph's order, and what each exact route makes of the best of
-    theirs.
+    """The peak that the heuristics reach for a graph, and the peak that each exact route reaches
+    from the best order of the heuristics.
 
-    For tests and benchmarks. Bytes; without the keys of integer programs if not `programs`; None
-    for a graph without operators. Ctrl-C waits until it is done.
+    For tests and benchmarks. Peaks are in bytes. The keys of integer programs are left out if
+    `programs` is false. The result is None for a graph without operators. Ctrl-C takes effect only
+    once everything is done.
     """
 
 @final
@@ -987,7 +988,7 @@ class ShardingProblem:
     """Nodes with strategies, costs of pairs, and a memory limit. Read-only."""
 
     FORBIDDEN: int
-    """What is not allowed costs this or more."""
+    """A strategy, or a pair of strategies, that is not allowed costs this much or more."""
 
     def __new__(
         cls,
@@ -999,7 +1000,7 @@ class ShardingProblem:
         matrices: Sequence[Sequence[int]],
         limit_bytes: int | None = None,
     ) -> ShardingProblem:
-        """Of lists.
+        """Makes a problem from lists.
 
         Args:
             name: for people.
@@ -1021,17 +1022,17 @@ class ShardingProblem:
 
         Raises:
             OSError: the file cannot be read.
-            FormatError: it is no such problem (code ``sharding_problem``).
+            FormatError: the file does not contain such a problem (code ``sharding_problem``).
         """
     @property
     def name(self) -> str:
-        """As the file says."""
+        """The name, as the file says."""
     @property
     def nodes(self) -> int:
-        """How many."""
+        """How many nodes there are."""
     @property
     def edges(self) -> int:
-        """How many."""
+        """How many edges there are."""
     @property
     def limit_bytes(self) -> int | None:
         """The most bytes at any time."""
@@ -1040,10 +1041,10 @@ class ShardingProblem:
         bytes at any time.
         """
     def solve(self, *, work: int, time_limit_s: float | None = None) -> ShardingOutcome:
-        """Searches for the cheapest choice within the limit, until it is proved to be that.
+        """Searches for the cheapest choice within the limit, until it is proved to be the cheapest.
 
         Args:
-            work: how many entries of cost matrices are looked at at most.
+            work: the most entries of cost matrices that are looked at.
             time_limit_s: wall-clock limit in seconds; no limit where None.
         """
     def solve_alike(self, groups: Sequence[int], *, work: int) -> ShardingOutcome:
@@ -1052,10 +1053,10 @@ class ShardingProblem:
 
         Args:
             groups: per node a number; the first nodes of groups are in the order of their numbers.
-            work: how many entries of cost matrices each of the two searches looks at at most.
+            work: the most entries of cost matrices that each of the two searches looks at.
 
         Raises:
-            ValueError: nodes of a group have other numbers of strategies, or there is a limit.
+            ValueError: nodes of a group have different numbers of strategies, or there is a limit.
         """
 
 @final
@@ -1081,7 +1082,7 @@ class ShardingOutcome:
         """How many nodes were left to search, once others were joined."""
     @property
     def edges(self) -> int:
-        """How many edges were left."""
+        """How many edges were left to search."""
     @property
     def passes(self) -> int:
         """How many times messages passed."""

@@ -69,14 +69,14 @@ class Variant:
     """One program with its graph: of the first step, which makes the optimizer's state, or of every
     later one.
 
-    What it takes time to find out about the program is found out when it is asked for.
+    What takes time to find out about the program is found out only when it is asked for.
     """
 
     program: Program
     """What a run does; see `checks_first`."""
     name: str
     notes: Sequence[tuple[str, str]] = ()
-    """What to say of its graph to people."""
+    """What to tell people about its graph."""
     _: KW_ONLY
     as_written: Program
     """What eager PyTorch does."""
@@ -84,12 +84,12 @@ class Variant:
 
     @cached_property
     def device(self) -> torch.device:
-        """Where most of its bytes are."""
+        """The device that most of its bytes are on."""
         return device_of(self.program)
 
     @cached_property
     def placed(self) -> list[Placed | None]:
-        """Per call, how its kernel can write where a plan wants."""
+        """For each call, how its kernel can write where a plan wants."""
         return placed_calls(self.program, self.device)
 
     @property
@@ -99,7 +99,7 @@ class Variant:
 
     @cached_property
     def graph(self) -> Graph:
-        """As if every kernel could write where a plan wants."""
+        """The graph, as if every kernel could write where a plan wants."""
         return self.lowering().graph()
 
     @property
@@ -168,14 +168,15 @@ class Known:
         guards: of the captures that are kept.
         traces: how many times the user's function has been run on fakes.
         taker: takes the arguments of calls apart.
-        kernels: what they made of fake tensors.
-        caches: by identity, functions that keep results, of which snapshots drop those that hold
+        kernels: what kernels made of fake tensors.
+        caches: by identity, functions that keep results. Snapshots drop those results that hold
             fakes.
-        regions: the compiled functions that it calls.
-        compiles_blocks: whether the repeated blocks of its models are to be compiled.
-        recorded: the last trace as it was recorded, with whose calls those of the next are shared.
-        settling: at how many calls the user's function has run in a plan's place, for what it sets
-            up.
+        regions: the compiled functions that the step calls.
+        compiles_blocks: whether the repeated blocks of the step's models are to be compiled.
+        recorded: the last trace as it was recorded. The next trace shares its calls where they are
+            equal.
+        settling: at how many calls in a row the user's function has run in a plan's place, because
+            it may still set something up.
     """
 
     numbers: set[str] = field(default_factory=set)
@@ -192,7 +193,7 @@ class Known:
     recorded: Program = field(default_factory=Program)
 
     def share(self, program: Program) -> None:
-        """Has a trace that has just been recorded share what it can with the last one."""
+        """Makes a trace that has just been recorded share what it can with the last one."""
         share(program, self.recorded)
         self.recorded = Program(list(program.calls), list(program.slots), list(program.storages))
 
@@ -212,8 +213,8 @@ class Known:
         return any(is_resized(known, program) for known in reversed(self.programs))
 
     def add(self, program: Program) -> None:
-        """Two traces agree on a program, of which a copy is kept: what settles gradients changes
-        it.
+        """Notes a program on which two traces agree. A copy of it is kept, since settling gradients
+        changes the program.
         """
         self.programs.append(
             replace(program, dropped=list(program.dropped), absent=list(program.absent))
@@ -237,8 +238,8 @@ class _Renews(Exception):
 
 
 class _Settles(Exception):
-    """A step sets plain values, maybe once and for all, as a model does that finds out of what kind
-    its labels are.
+    """A step sets plain values, maybe once and for all, as a model does when it finds out what kind
+    of labels it is given.
     """
 
     def __init__(self, settings: list[Setting], program: Program, refusal: CaptureError) -> None:
@@ -342,7 +343,7 @@ def capture_step(
         known: what earlier captures of the same step found; what this one finds is added.
         asks_kernels: whether real kernels may be run on zeros, where fake ones do not know how
             results lie in memory.
-        answers: what to take for granted where the step's code goes on either way.
+        answers: what to take for granted at branches, where the step's code goes on either way.
     """
     # No other capture meanwhile: tracing puts fakes and stand-ins where other threads would find
     # them.
@@ -526,7 +527,7 @@ def _what_was_read(
     """What of a traced step's reach is to be guarded.
 
     Raises:
-        ReadMore: where the trace was made with more tensors, optimizers or live numbers than that.
+        ReadMore: the trace was made with more tensors, optimizers or live numbers than that.
     """
     if reach.reads.is_narrow or reach.reads.everything:
         return reach
@@ -556,7 +557,9 @@ def _first(program: Program, name: str, guards: Guards, answers: Answers) -> Var
 
 
 def _is_settled(settles: _Settles, after: Program) -> bool:
-    """Whether the step does the same after what it has set as before, except for making it."""
+    """Whether the step does the same once the values are set as it did before, except for setting
+    them.
+    """
     tables = [
         setting.space.label(setting.key) for setting in settles.settings if setting.slot is not None
     ]
@@ -591,7 +594,9 @@ def _has_known_optimizers(reach: Reach) -> bool:
 
 
 def _is_first_of(first: Program, later: Program) -> bool:
-    """Whether a later step is the first one again, except for the state that this one makes."""
+    """Whether a later step is the first one again, except for the state that the first one
+    makes.
+    """
     expected = with_state(first, later)
     return expected is not None and difference(expected, later) is None
 
@@ -631,7 +636,7 @@ class _Tracer:
                 return self._programs(live_arguments, live_numbers, only_first=only_first)
             except NumbersChange as found:
                 self.known.numbers.update(found.paths)
-                if self.is_settled:  # by settings that these numbers may be among
+                if self.is_settled:  # these numbers may be among the settings
                     raise
 
     def _programs(
@@ -751,8 +756,8 @@ class _Tracer:
         self, fake_state: FakeState, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> bool:
         """Whether the step, run again on what the last trace has left, changes no Python state but
-        numbers. What that holds of fakes the fake state does not know, so that no program comes of
-        it, and where it ends in an error nobody can say.
+        numbers. That run makes no program, since the last trace has left fakes that the fake state
+        does not know. If the run ends in an error, the answer is a guess: True.
         """
         inside = Snapshot(self.reach)
         try:
@@ -779,7 +784,7 @@ class _Tracer:
 
 
 def _refuse_unseen_state(reach: Reach) -> None:
-    """What the step holds and no guard can compare."""
+    """Refuses what the step holds and no guard can compare."""
     for slot in reach.slots:
         if isinstance(
             slot.tensor, (torch.nn.UninitializedParameter, torch.nn.parameter.UninitializedBuffer)

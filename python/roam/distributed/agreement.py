@@ -1,4 +1,4 @@
-"""What ranks tell each other beside their collectives, through the store of a process group.
+"""What ranks tell each other apart from their collectives, through the store of a process group.
 
 Before a plan runs for the first time, its rank writes to the store which collectives it launches,
 and waits until every other rank of the group has a plan with the same collectives. Only new
@@ -40,14 +40,15 @@ _current: dict[str, tuple[int, list[list[str]]]] = {}
 _left: dict[str, str] = {}
 """By the name of a group in which a step of this rank has failed, why."""
 _groups: dict[str, Any] = {}
-"""By its name, the process group that the rest here is about."""
+"""By the name of a group, the process group that the other dictionaries here are about."""
 
 Sequences = dict["Group", list[list[str]]]
-"""Per group what a plan launches in it, in order: (what, the user's line)."""
+"""The collectives that a plan launches in each group, in order: (what it is, the user's line)."""
 
 
 def begin(sequences: Sequences, *, is_new: bool) -> None:
-    """Before a run that launches these collectives; `is_new`: whether the plan has not run before.
+    """To be called before a run that launches these collectives. `is_new`: whether the plan has not
+    run before.
 
     Raises:
         ExecutionError: another rank launches others (code ``collectives_differ``), or a rank has
@@ -98,13 +99,15 @@ _announced: dict[str, Any] = {}
 
 
 def leave(sequences: Sequences, reason: str) -> None:
-    """After a run that failed: tells the other ranks, which wait for what never comes."""
+    """To be called after a run that failed: tells the other ranks, which may wait for collectives
+    that will never come.
+    """
     reason = reason.removesuffix(f"; {AGAIN}")
     for group in sequences:
         first = _left.setdefault(group.name, reason)
         try:
             _store(group).set(f"left/{group.rank}", first)
-        except RuntimeError:  # whoever kept it is gone, and so are the others
+        except RuntimeError:  # the process that kept the store is gone
             continue
 
 
@@ -120,7 +123,7 @@ def look(group: Group) -> None:
         if other == group.rank:
             continue
         theirs = _read(store, f"pending/{other}")
-        # It waits for this rank to have what it launches in the same run.
+        # The other rank waits until this one has a plan with the same collectives, in the same run.
         if (
             theirs
             and theirs["run"] == number
@@ -141,7 +144,7 @@ def _agree(group: Group, sequence: list[list[str]]) -> None:
     store.set(f"pending/{group.rank}", json.dumps(mine))
     deadline = time.monotonic() + store.timeout.total_seconds()
     while missing := [one for one in others if not store.check([f"known/{one}/{digest}"])]:
-        for other in missing:  # what differs comes first: whoever finds it leaves
+        for other in missing:  # differences come first: a rank that finds one leaves
             theirs = _read(store, f"pending/{other}")
             if theirs and not store.check([f"known/{group.rank}/{theirs['digest']}"]):
                 _raise_different(group, other, sequence, theirs)
@@ -163,7 +166,9 @@ def _digest(sequence: Sequence[Sequence[str]]) -> str:
 
 
 def _versions() -> str:
-    """What ranks must have the same of: other versions plan otherwise, and compute other bits."""
+    """The versions, which all ranks must share: others may plan differently and compute other
+    bits.
+    """
     return f"roam {__version__} with PyTorch {torch.__version__}"
 
 
@@ -206,7 +211,9 @@ def _process_of(rank: int) -> list[str] | None:
 
 
 def _machine() -> str:
-    """Where processes have the same numbers: containers may share a host's name and not those."""
+    """A name of what processes with one numbering share: containers may have the same host name,
+    and number their processes separately.
+    """
     try:
         return f"{socket.gethostname()}/{os.readlink('/proc/self/ns/pid')}"
     except OSError:  # a system without that folder
@@ -214,7 +221,9 @@ def _machine() -> str:
 
 
 def _is_gone(process: int) -> bool:
-    """Whether a process of this machine has ended; so has one that waits to be asked how."""
+    """Whether a process of this machine has ended. A zombie, which only waits for its parent to
+    ask, counts as ended.
+    """
     try:
         os.kill(process, 0)
         with open(f"/proc/{process}/stat") as file:

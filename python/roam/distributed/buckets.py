@@ -21,7 +21,9 @@ from roam.torch_compat.private import (
 )
 
 _given_back: WeakKeyDictionary[Any, list[tuple[torch.UntypedStorage, int]]] = WeakKeyDictionary()
-"""Per reducer, the storages of its buckets that are without memory, and how many bytes they had."""
+"""For each reducer: the storages of its buckets that have no memory now, and how many bytes they
+had.
+"""
 
 
 def give_back(ddp: Any) -> None:
@@ -44,7 +46,7 @@ def give_back(ddp: Any) -> None:
 
 
 def _take_back(reducer: Any) -> None:
-    """Gives a reducer memory for its buckets, if it is without."""
+    """Gives a reducer's buckets their memory back, if they have none."""
     if reducer not in _given_back:
         return
     with disable_current_modes():

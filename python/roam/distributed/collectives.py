@@ -38,7 +38,7 @@ _RELEASES_S = 5.0
 microseconds where a core is free, and longer than 0.1 s where other processes keep all cores busy.
 """
 _SPINS = 64
-"""How often a rank looks at once whether they are released, before it sleeps in between."""
+"""How often a rank looks whether the tensors are released before it sleeps between two looks."""
 _NAP_S = 2e-5
 REDUCTIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 """Reductions that need no operand of their own."""
@@ -49,7 +49,7 @@ class Group:
     """A process group as a program knows it.
 
     Attributes:
-        name: by which `torch.distributed` finds it.
+        name: the name by which `torch.distributed` finds the group.
         ranks: global ranks of its members, in its order.
         rank: this process's place among them.
     """
@@ -81,7 +81,7 @@ class Group:
         return self.size > 1 and self.can_be_polled()
 
     def can_be_polled(self) -> bool:
-        """Whether one can wait for its collectives for a while, and then for longer."""
+        """Whether one can wait for its collectives with a time limit, and then wait again."""
         return torch.distributed.get_backend(resolve_group(self.name)) == "gloo"
 
     def failure(self) -> str | None:
@@ -108,7 +108,7 @@ class Launch:
         group: whose collective it is.
         reduction: one of `REDUCTIONS`; empty if nothing is reduced.
         root: rank in the group that sends or receives; -1 if there is none.
-        splits: sizes of the outputs' and inputs' parts, where ranks exchange such.
+        splits: sizes of the outputs' and inputs' parts, if ranks exchange parts of different sizes.
     """
 
     kind: str
@@ -146,7 +146,7 @@ def _holders(tensors: list[torch.Tensor]) -> list[tuple[int, int, int]]:
 
 
 launch: Callable[..., Launch] = functools.cache(Launch)
-"""The one `Launch` of its arguments."""
+"""Makes a `Launch`. For equal arguments it returns the same object."""
 
 
 class Pending:
@@ -182,10 +182,10 @@ class Pending:
             raise RuntimeError("the process group does not wait for its collective")
 
     def _is_done(self, timeout_s: float | None = None) -> bool:
-        """Waits for so long at most; whether the collective is done.
+        """Waits for at most this long. Returns whether the collective is done.
 
         Raises:
-            RuntimeError: it is, and it failed.
+            RuntimeError: the collective is done, and failed.
         """
         work = self._work
         try:
@@ -202,7 +202,7 @@ class Pending:
         return True
 
     def _wait_for_release(self) -> None:
-        """Returns when gloo's thread has released its tensors, which is a little after it has said
+        """Returns when gloo's thread has released the tensors, which is a little after it has said
         that the collective is done. Otherwise memory would be freed later than planned, by chance,
         and a process that ends in between would be aborted: that thread cannot release objects of
         an interpreter that is gone.
@@ -220,14 +220,18 @@ class Pending:
             time.sleep(0 if looks <= _SPINS else _NAP_S)
 
     def _forget(self) -> None:
-        """The group's own object holds the tensors: it goes when the collective is done."""
+        """Lets go of the group's own object when the collective is done, since it holds the
+        tensors.
+        """
         self._work = None
         _in_flight.pop(id(self), None)
 
 
 _in_flight: dict[int, Pending] = {}
 _held_elsewhere: set[Launch] = set()
-"""Launches after which something else than gloo kept a tensor: no rank waits for these again."""
+"""Launches after which something other than gloo kept a tensor. Their tensors are not waited for
+again.
+"""
 
 
 def wait(pending: Pending, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
@@ -236,8 +240,8 @@ def wait(pending: Pending, outputs: Sequence[torch.Tensor], inputs: Sequence[tor
 
 
 def settle(most_s: float = _SETTLES_S) -> None:
-    """After a run that failed: returns when no collective uses memory of its any more, or so late
-    that none can be expected to end.
+    """To be called after a run that failed. Returns when none of its collectives uses memory any
+    more, or after `most_s` seconds, when the rest cannot be expected to end.
     """
     deadline = time.monotonic() + most_s
     for pending in list(_in_flight.values()):

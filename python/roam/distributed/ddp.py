@@ -26,7 +26,9 @@ from roam.torch_compat.private import (
 )
 
 Buckets = list[list[int]]
-"""Per bucket, places of its parameters among the reducer's, in the order of their offsets."""
+"""For each bucket, the places of its parameters among the reducer's parameters, in the order of
+their offsets.
+"""
 
 _PLAIN: dict[str, Any] = {
     "_use_python_reducer": False,
@@ -42,7 +44,9 @@ _PLAIN: dict[str, Any] = {
     "_accum_grad_hooks": [],
     "_comm_hooks": [],
 }
-"""What attributes of a module have to be for its reducer to do what this module says."""
+"""The values that attributes of a `DistributedDataParallel` must have, so that its reducer does
+what is described above.
+"""
 
 
 def is_ddp(module: object) -> bool:
@@ -65,7 +69,7 @@ def leave_first_step(ddp: Any) -> None:
 
 
 def unsupported(ddp: Any) -> str | None:
-    """What of a module's options no plan can do; None if there is nothing of the kind."""
+    """Which of a module's options no plan can carry out, as text; None if there is none."""
     own = type(ddp).__mro__[: type(ddp).__mro__.index(torch.nn.parallel.DistributedDataParallel)]
     if any("forward" in vars(kind) for kind in own) or "forward" in vars(ddp):
         return f"{type(ddp).__name__} has a forward() of its own"
@@ -89,8 +93,8 @@ def data_of(ddp: Any) -> dict[str, Any]:
 
 def buckets_of(ddp: Any) -> Buckets | None:
     """The buckets of the next backward pass, rebuilt if they are due, as in a forward pass of the
-    module's own; all ranks call it at the same time. None if the reducer has yet to see the
-    first backward pass, and has other buckets in it than from then on.
+    module's own; all ranks call it at the same time. None if the reducer has not seen its first
+    backward pass yet, in which it has other buckets than later.
     """
     with disable_current_modes():
         rebuild_buckets(ddp.reducer)
@@ -102,8 +106,8 @@ def buckets_of(ddp: Any) -> Buckets | None:
 
 
 def parameters_of(ddp: Any, buckets: Buckets) -> list[torch.Tensor] | None:
-    """The parameters that the reducer numbers; None if they do not fit its buckets, as where
-    some have been frozen or replaced since the module was made.
+    """The parameters that the reducer numbers; None if they do not fit its buckets, for example
+    because some have been frozen or replaced since the module was made.
     """
     parameters = ddp_parameters(ddp)
     if sorted(place for bucket in buckets for place in bucket) != list(range(len(parameters))):

@@ -35,20 +35,23 @@ class Placed:
     """(slot of an argument, slot of a result): if it dies in the call, the argument may give its
     memory to the result."""
     workspace_bytes: int = 0
-    """What the kernel takes while it runs, where that is known and is more than almost nothing."""
+    """What the kernel takes while it runs, if that is known and more than almost nothing."""
     by_rows: bool = False
-    """Whether it computes pieces and copies them. Then it is for a plan to choose, like any copy,
-    and what it takes is `workspace_bytes`."""
+    """Whether it computes its results piece by piece and copies the pieces. A plan chooses whether
+    it does, as for any copy. The pieces take `workspace_bytes`.
+    """
 
     def renamed(self, names: Mapping[int | None, int | None]) -> Placed:
-        """The same of a run of the call with other slots; what it does without gives no memory."""
+        """The same for a run of the call on other slots. An argument that this run does not take
+        gives no memory.
+        """
         in_place = tuple((names[old], names[new]) for old, new in self.in_place if old in names)
         return self if in_place == self.in_place else replace(self, in_place=in_place)  # type: ignore[arg-type]
 
 
 def placed_calls(program: Program, device: torch.device) -> list[Placed | None]:
-    """Per call of a program, how its results can be written where a plan wants them on a device;
-    None if they cannot.
+    """For each call of a program, how its results can be written where a plan wants them on a
+    device; None if they cannot.
     """
     leaving, unmovable = program.leaving(), unmovable_storages(program)
     return [
@@ -163,7 +166,7 @@ def _in_place(
             continue
         if _geometry(taken) != _geometry(outputs[number]) or not program.covers(value.slot):
             continue
-        # Nothing else that the kernel reads may look at the memory otherwise.
+        # No other argument of the kernel may be a different view of this memory.
         others = [meta for meta in inputs if meta.storage == taken.storage]
         if all(_geometry(meta) == _geometry(taken) for meta in others):
             yield value.slot, slots[number]

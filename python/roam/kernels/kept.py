@@ -23,7 +23,7 @@ from roam.disk_cache import build, disk_cache
 _FORM = 1
 """To be raised whenever signatures, or how findings come about, change their meaning."""
 _MOST = 20_000
-"""Findings of an entry; the oldest go beyond that."""
+"""The most findings of an entry. If there are more, the oldest are dropped."""
 _MOST_VALUE = 2**62
 _TOLD_BY = (
     "ATEN_", "CUBLAS", "CUDA_", "CUDNN_", "DNNL_", "GOMP_", "KMP_", "LD_PRELOAD", "MKL_", "NVIDIA_", "OMP_", "ONEDNN_",
@@ -35,7 +35,9 @@ _recalled: Counter[str] = Counter()
 
 
 def recall(kind: str, signatures: Iterable[object], device: torch.device) -> dict[object, int]:
-    """What an earlier process has found out about calls, of those of which anything is kept."""
+    """What earlier processes have found out about calls, for those calls about which something is
+    kept.
+    """
     found = _entry(kind, device)
     told = ((signature, found.get(_name(signature))) for signature in signatures) if found else ()
     recalled = {signature: value for signature, value in told if value is not None}

@@ -40,8 +40,8 @@ def as_run(func: OpOverload) -> OpOverload:
 
 
 def asked(func: OpOverload, args: tuple[Any, ...]) -> list[Tensor | None]:
-    """What the kernel returns for arguments like these, all zeros: one layer's memory, for a
-    moment.
+    """What the kernel returns for arguments like these that are all zeros. This takes the memory of
+    one layer, for a moment.
     """
     with disable_current_modes():
         return list(

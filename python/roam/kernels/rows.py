@@ -7,9 +7,9 @@ a few samples at a time, and only a piece of the results is allocated at once.
 split if the bits could depend on the split or on the number of threads:
 
 - In half precision the kernel chooses its matrix products by the size of the batch.
-- A matrix product may round otherwise where its operands lie otherwise in their cache lines. So a
-  sample of what it writes to, and the scratchpad of each thread, must be whole cache lines.
-- Alone on its thread a matrix product may use several threads itself. So there must be several
+- A matrix product may round differently if its operands lie at other places in their cache lines.
+  So a sample of what it writes to, and the scratchpad of each thread, must be whole cache lines.
+- A matrix product that is the only work may use several threads itself. So there must be several
   heads, which are work for several threads.
 """
 
@@ -32,14 +32,15 @@ WORTH_BYTES = 1 << 19
 _MOST_PIECES = 4
 _CACHE_LINE_BYTES = 64
 _QUERIES = 32
-"""The least number of queries that the kernel takes together, where there are as many: its
-scratchpads are multiples of it."""
+"""The least number of queries that the kernel takes together, if there are as many. The sizes of
+its scratchpads are multiples of it.
+"""
 
 _Known = Tensor | TensorMeta
 
 
 def piece_bytes(samples: int, nbytes: int) -> int:
-    """The most that one piece of results takes that are so large."""
+    """The most bytes that one piece takes of results that take `nbytes` bytes."""
     return nbytes // samples * -(-samples // _MOST_PIECES)
 
 
@@ -59,7 +60,8 @@ def _samples(
     **kwargs: Any,
 ) -> int:
     tensors = [query, key, value] if attn_mask is None else [query, key, value, attn_mask]
-    # What else than neighbours in memory the kernel reads as such depends on who calls it.
+    # The kernel reads the elements of a row as neighbours in memory. If they are none, what it
+    # reads depends on who calls it.
     if any(0 in tensor.shape or _strides(tensor)[-1] != 1 for tensor in tensors):
         return 0
     heads, queries = query.shape[1:3]
@@ -78,7 +80,8 @@ def _samples_backward(
 ) -> int:
     sizes = [math.prod(tensor.shape[1:]) * tensor.dtype.itemsize for tensor in (query, key)]
     is_aligned = all(size_bytes % _CACHE_LINE_BYTES == 0 for size_bytes in sizes)
-    # The kernel takes a copy of a gradient with gaps: of every piece if and only if of the whole.
+    # The kernel copies a gradient that has gaps. It must copy every piece if and only if it copies
+    # the whole.
     is_regular = not _has_dense_samples(grad_out) or _strides(grad_out)[0] == math.prod(
         grad_out.shape[1:]
     )
@@ -111,7 +114,7 @@ def _by_samples(kernel: OpOverload) -> Callable[..., None]:
 
 
 def _mask_of(mask: Tensor | None, part: slice, samples: int) -> Tensor | None:
-    """Of a mask that each sample has of its own, a piece."""
+    """A piece of the mask, if each sample has a mask of its own; otherwise the whole mask."""
     return mask[part] if mask is not None and mask.dim() == 4 and len(mask) == samples else mask
 
 

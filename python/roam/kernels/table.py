@@ -43,15 +43,17 @@ class Placement:
         kernel: called as ``kernel(outs, *args, **kwargs)`` with the functional overload's own
             arguments; None for ``copy_in``.
         name: what the kernel calls.
-        overload: the `out=` overload that it calls with the same arguments, if that is all it does.
-        out_names: its arguments for the results, in the results' order.
-        cleared: per `dtypes_of`, the `layouts_of` for which tests found the kernel exact.
-        in_place: per `dtypes_of`, (argument, result): results that may take the memory of this
-            argument when it dies in the call and has their dtype, shape and strides.
-        dropped: keyword arguments that it does not take.
-        unless: a boolean argument; where it is set, the kernel does not apply.
-        rows: for kernels that go by rows (see `roam.kernels.rows`), how many rows a call has, of
-            its tensors or their metadata.
+        overload: the `out=` overload that the kernel calls with the same arguments, if that is all
+            it does.
+        out_names: the overload's arguments for the results, in the results' order.
+        cleared: for each value of `dtypes_of`, the values of `layouts_of` for which tests found the
+            kernel exact.
+        in_place: for each value of `dtypes_of`, (argument, result): results that may take the
+            memory of this argument if it dies in the call and has their dtype, shape and strides.
+        dropped: keyword arguments that the overload does not take.
+        not_if: the name of a boolean argument. If it is set, the kernel does not apply.
+        rows: for kernels that go by rows (see `roam.kernels.rows`), a function that tells how many
+            rows a call has, from its tensors or their metadata.
         reason: why nothing better is done.
     """
 
@@ -110,10 +112,9 @@ class Placement:
 
 
 def placement(target: Any, device: str) -> Placement:
-    """The way that the running PyTorch offers and that tests cleared; ``copy_in`` where there is
-    none.
+    """The way that the running PyTorch offers and that tests cleared; ``copy_in`` if there is none.
 
-    What was tested with another PyTorch, or on the CPU where a device has no tests of its own, is
+    What was tested with another PyTorch, or on the CPU for a device without tests of its own, is
     taken as a proposal: see `is_proven`. Memory is then given to pointwise results alone, whose
     kernels read an element before they write it.
     """

@@ -43,7 +43,7 @@ def times(
     room_bytes: int,
     deadline: float | None = None,
 ) -> dict[int, int]:
-    """Nanoseconds that calls' kernels take, rounded by `rounded`; of those that could be measured.
+    """Nanoseconds that calls' kernels take, rounded by `rounded`; for those that could be measured.
 
     A kernel runs once to warm up and up to five times more; its time is the least of these. If its
     results can be placed, it writes into memory that exists already; otherwise it allocates them.
@@ -114,8 +114,8 @@ def completed(measured: Mapping[int, int], model: Sequence[int]) -> dict[int, in
 
 
 def _is_timed(program: Program, call: Call, device: torch.device) -> bool:
-    """Whether a call runs a kernel of ours, or reads a generator's state, on the device alone, and
-    does so in every step.
+    """Whether a call runs a kernel of PyTorch's or roam's, or reads a generator's state, on the
+    device alone, and does so in every step.
     """
     if call.is_check or call.skip_if is not None:
         return False
@@ -129,7 +129,9 @@ def _is_timed(program: Program, call: Call, device: torch.device) -> bool:
 
 
 def _measured(program: Program, call: Call, at: Placed | None, device: torch.device) -> int | None:
-    """Its time; None if it does not like zeros, or there is no memory for it."""
+    """The time of a call's kernel; None if the kernel fails on zeros, or if there is no memory for
+    it.
+    """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -22,18 +22,20 @@ from roam.program.tier import Load, Tier
 
 _BLOCK_BYTES = 2**22
 _BLOCKS = 32
-"""So many of them are more than processors keep near."""
+"""So many blocks are larger than the caches of processors."""
 _MOST_RUNS = 3
 _KIND = "transfers"
 _MODEL_NS = 2**22
-"""Where nothing can be measured: a byte a nanosecond, there and back."""
+"""The time of a block if nothing can be measured: a nanosecond for each byte, to store and to load
+it.
+"""
 _learned: dict[object, int] = {}
 _one_at_a_time = threading.Lock()
 
 
 def placed_load(call: Call) -> Placed:
-    """How a call that loads writes its result where a plan wants it: the tensor that its first run
-    has, and that dies there, may give its memory.
+    """How a call that loads writes its result where a plan wants it. The tensor that its first run
+    is given dies there, and may give its memory to the result.
     """
     assert isinstance(call.target, Load), "a load"
     (result,) = call.outputs
@@ -43,7 +45,7 @@ def placed_load(call: Call) -> Placed:
 
 
 def time_ns(block_ns: int, size_bytes: int) -> int:
-    """Nanoseconds to store and load so many bytes, of those for a block."""
+    """Nanoseconds to store and load so many bytes, from the nanoseconds for a block."""
     return max(-(-size_bytes * block_ns // _BLOCK_BYTES), 1)
 
 
@@ -51,9 +53,10 @@ def block_ns(tier: Tier, room_bytes: int | None) -> int:
     """Nanoseconds to store and load a block of 4 MiB in a tier, rounded by `rounded`.
 
     Args:
-        tier: which.
-        room_bytes: memory that there is for the block; None where nothing is to be measured.
-            Where too little is, or on the disk, a byte is taken to need a nanosecond.
+        tier: the tier.
+        room_bytes: memory that there is for the block; None if nothing is to be measured. If there
+            is too little memory, or too little room on the disk, a byte is taken to need a
+            nanosecond.
     """
     signature = "block", os.stat(tier.folder).st_dev
     device = torch.device("cpu")

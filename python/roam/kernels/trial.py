@@ -52,7 +52,7 @@ class Ordinary:
         """Run the call.
 
         Raises:
-            Unusable: see there.
+            Unusable: see its description.
         """
         if any(map(_is_special, _tensors((args, kwargs)))):
             raise Unusable("not all of its tensors are plain and strided")
@@ -249,8 +249,8 @@ def _generator(nest: Any) -> torch.Generator:
 
 @contextmanager
 def _undisturbed(nest: Any) -> Iterator[None]:
-    """Without autograd, with a fixed seed that is put back, and warnings as errors: one tells of an
-    out resized.
+    """Without autograd, with a fixed seed that is put back, and with warnings as errors, since
+    PyTorch warns if it resizes an `out`.
     """
     generator = _generator(nest)
     state = generator.get_state()

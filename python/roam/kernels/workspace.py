@@ -40,8 +40,9 @@ _PRODUCTS = frozenset(
 )
 _IN_STEPS = frozenset(("aten._safe_softmax.default", "aten.embedding_dense_backward.default"))
 _TO_OUT = frozenset(("aten._chunk_cat.out",))
-"""Those that make something in between and write the result to their argument `out`: what cannot be
-cut evenly is copied first."""
+"""Operators that make something in between and write the result to their argument `out`: they first
+copy what cannot be cut evenly.
+"""
 _learned: dict[object, int] = {}
 _one_at_a_time = threading.Lock()
 
@@ -81,8 +82,8 @@ def workspaces(
         room_bytes: no kernel is run whose largest argument and results take more.
 
     Returns:
-        Per call. None if it cannot be found out: not in time, or with this PyTorch or on this
-        device.
+        The bytes of each such call. None if they cannot be found out in time, or with this PyTorch,
+            or on this device.
 
     Raises:
         NoRoom: a kernel has to be tried for which there is no room.
@@ -129,7 +130,7 @@ def releases(
     deadline: float | None = None,
     room_bytes: int | None = None,
 ) -> dict[int, tuple[Release, ...]]:
-    """What compiled regions free while they run, where that makes a difference.
+    """What compiled regions free while they run, if that makes a difference.
 
     Args:
         program, device, deadline, room_bytes: as for `workspaces`; a region that cannot be tried
@@ -137,8 +138,9 @@ def releases(
         taken: what `workspaces` has found.
 
     Returns:
-        Per region, if all that dies in it lies outside of the pool, and if only that does which
-        other regions have made.
+        For each such region one or two releases: one that holds if everything that dies in the
+            region lies outside of the pool, and one that holds if only what other regions have made
+            does.
     """
     found: dict[int, tuple[Release, ...]] = {}
     learned: dict[object, int] = {}
@@ -211,7 +213,9 @@ def _released_bytes(program: Program, index: int, storages: Sequence[int]) -> in
 def _peak_releasing(
     program: Program, index: int, storages: Sequence[int], device: torch.device
 ) -> int:
-    """The most that a region has allocated, with the arguments in some storages, which it frees."""
+    """The most that is allocated while a region runs, including those of its arguments that lie in
+    some storages and that it frees.
+    """
     call = program.calls[index]
     run = on_list(call.target)
     assert run is not None, "a compiled region"
@@ -318,7 +322,7 @@ def signature_of(program: Program, call: Call) -> object:
 
 
 def settings() -> tuple[object, ...]:
-    """What kernels are chosen by beside their arguments."""
+    """What decides which kernels run, apart from their arguments."""
     cudnn = torch.backends.cudnn
     return (
         torch.get_num_threads(), torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision(),
@@ -350,8 +354,8 @@ def _taken(program: Program, index: int, at: Placed | None, device: torch.device
     """Bytes that a call takes at most beyond its results, by the kernel that runs it."""
     call = program.calls[index]
     slots = [] if at is None or at.by_rows else _made(program, index)
-    # One memory of zeros is enough for arguments that it only reads. What it writes to one of them
-    # would be an index in another.
+    # Arguments that the call only reads can share one memory of zeros. If it writes to one of them,
+    # what it writes could be a wrong index in another.
     args, kwargs = zeros(program, (call.args, call.kwargs), is_one=not call.mutates)
     outs = zeros(program, [Ref(slot) for slot in slots])
     peak = _peak_cuda if device.type == "cuda" else _peak_cpu
@@ -368,7 +372,7 @@ def _taken(program: Program, index: int, at: Placed | None, device: torch.device
 
     with torch.random.fork_rng(range(torch.cuda.device_count()), enabled=call.random):
         taken, kept = peak(run)
-        # What it keeps it made for the first call alone.
+        # What the kernel keeps allocated it made for the first call alone.
         return peak(run)[0] if kept else taken
 
 
@@ -441,7 +445,8 @@ def _watched(device: torch.device, work: Callable[[], None]) -> None:
         except BaseException as error:  # noqa: BLE001 - it is raised in the caller's thread
             failures.append(error)
 
-    # A profiler belongs to its thread: where the caller's runs already, this one is apart from it.
+    # A profiler belongs to its thread. So if one runs in the caller's thread already, this one does
+    # not meet it.
     thread = threading.Thread(target=run, name="roam workspaces")
     thread.start()
     thread.join()
@@ -461,7 +466,7 @@ def kernels_alone(device: str) -> Iterator[None]:
 
 
 def _peak_cpu(run: Callable[[], list[torch.Tensor]]) -> tuple[int, int]:
-    """The most that a run has allocated beside its results, and what it keeps allocated."""
+    """The most that a run has allocated beyond its results, and what it keeps allocated."""
     peak, live, result_bytes = _most_cpu(run)
     return max(peak - result_bytes - live, 0), live
 
@@ -477,7 +482,7 @@ def _most_cpu(run: Callable[[], list[torch.Tensor]]) -> tuple[int, int, int]:
     except (AttributeError, TypeError, RuntimeError) as error:
         raise Unknown from error
     try:
-        # They go before the profiler does: it would miss their release.
+        # The results are freed before the profiler stops, which would otherwise miss their release.
         result_bytes = _storage_bytes(run())
     finally:
         events = stop_allocator_events()

@@ -21,7 +21,9 @@ _besides_arguments = attrgetter(
     *(item.name for item in fields(Call) if item.compare and item.name not in ("args", "kwargs"))
 )
 _MOST_SIZES = 4
-"""Sizes that may change at once; where more do, the numbers that they change explain too much."""
+"""How many sizes may change at once. With more of them, almost any number would seem to follow from
+the sizes.
+"""
 
 
 def difference(first: Program, second: Program) -> str | None:
@@ -96,9 +98,8 @@ def is_resized(known: Program, program: Program) -> bool:
 
 
 def has_same_structure(one: Program, other: Program) -> bool:
-    """Whether programs differ in sizes alone, and in values that calls are given: the same
-    operators on the same slots in the same storages, of the same dtypes, with the same
-    references.
+    """Whether programs differ only in sizes and in values that calls are given: the same operators
+    on the same slots in the same storages, of the same dtypes, with the same references.
     """
     return (
         len(one.calls) == len(other.calls)
@@ -174,8 +175,8 @@ def _histories(program: Program) -> list[tuple[str, Any]]:
 
 
 def _changed_sizes(known: Program, program: Program) -> set[tuple[int, int]]:
-    """What each size of an argument that is another one became, and what products of up to three of
-    them did.
+    """(old, new) for each size of an argument that has changed, and for products of up to three of
+    them.
     """
     changed = set()
     for (_, one), (reference, two) in zip(known.referenced, program.referenced, strict=False):
@@ -217,8 +218,8 @@ def _calls_are_resized(known: Program, program: Program, sizes: set[tuple[int, i
 
 
 def _resized(old: Sequence[int], new: Sequence[int]) -> set[tuple[int, int]]:
-    """What each size of a tensor that is another one became, and what products of neighbouring ones
-    did.
+    """(old, new) for each size of a tensor that has changed, and for products of neighbouring
+    sizes.
     """
     if len(old) != len(new):
         return set()
@@ -249,8 +250,8 @@ def _are_resized(
 def _is_resized(
     known: Any, value: Any, sizes: set[tuple[int, int]], made: Collection[tuple[int, int]] = ()
 ) -> bool:
-    """Whether a nest is another one except for its sizes; `made` has numbers as they are, and no
-    multiples of them.
+    """Whether two nests are equal except for sizes. A number may be a multiple of a pair in
+    `sizes`, but has to be exactly a pair in `made`.
     """
     kind = type(known)
     if kind is not type(value):
@@ -271,8 +272,8 @@ def _is_resized(
 
 
 def _follows(old: int, new: int, sizes: set[tuple[int, int]]) -> bool:
-    """Whether a number is the same multiple of sizes that changed as before, or lies one beside it
-    as the last index does.
+    """Whether a number is the same multiple of a changed size as before, or differs by one from
+    such a multiple, as a last index does.
     """
     return any(
         (old - beside) % size == 0 and (old - beside) // size * resized == new - beside
@@ -282,7 +283,7 @@ def _follows(old: int, new: int, sizes: set[tuple[int, int]]) -> bool:
 
 
 def _kinds(program: Program) -> list[Any]:
-    """All of each slot but its sizes."""
+    """Everything about each slot except its sizes."""
     return [
         None if meta is None else (len(meta.shape), meta.dtype, meta.device, meta.storage)
         for meta in program.slots
@@ -327,8 +328,8 @@ def _is_same_guard(one: ComputedGuard, two: ComputedGuard, sizes: set[tuple[int,
 
 
 def _numbered(guard: ComputedGuard) -> ComputedGuard:
-    """A guard with its slots numbered as they come. Those of the recording count what was there
-    before the step, gradients too.
+    """A guard with its slots numbered as they come. The recording also numbers what was there
+    before the step, gradients included.
     """
     numbers: dict[int, int] = {}
 
@@ -398,7 +399,9 @@ def _makes_tensor_of_number(program: Program, call: Call) -> bool:
 
 
 def _literal(program: Program, call: Call) -> int | None:
-    """The constant of which a call is `torch.tensor(x)` of a plain number."""
+    """The slot of the constant, if a call is `torch.tensor(x)` of a plain number; None
+    otherwise.
+    """
     slots = {slot for tensor, slot in program.constants if not tensor.shape}
     return (
         next(iter(slots & set(call.refs())), None)
@@ -448,7 +451,7 @@ def _layouts(program: Program) -> tuple[Any, Any]:
 
 
 def _layouts_are_resized(known: Program, program: Program) -> bool:
-    """Whether layouts over devices differ in the sizes of the whole alone."""
+    """Whether layouts over devices differ only in the sizes of the whole tensors."""
     return all(
         one.keys() == two.keys()
         and all(_over_mesh(one[place]) == _over_mesh(two[place]) for place in one)

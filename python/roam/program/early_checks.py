@@ -48,8 +48,8 @@ def _order(program: Program) -> list[int]:
             late.add(index)
     if not late:
         return list(range(len(calls)))
-    # Of what only comes later, and need not, nothing is done before a branch: it would be kept
-    # until the last one is there.
+    # Calls after the first branch that no branch needs come after the last branch. If they came
+    # before it, their results would be kept until it has run.
     early = [
         index
         for index in range(branches[-1] + 1)
@@ -118,7 +118,8 @@ def _with_copies(program: Program, order: list[int]) -> Program:
     copies: dict[int, list[tuple[Ref, Ref]]] = {}  # per place of the first write
     inserted: dict[int, list[int]] = {}
     for storage, place in written.items():
-        # An error that comes when all has been updated says so; no copy is kept for that.
+        # For an error after all updates no copies of trained state are kept: the error says that
+        # the state has been updated.
         if place < (last_branch if storage in trained else last_check):
             pairs = [
                 _add_copy(result, slot, order[place])
@@ -141,7 +142,7 @@ def _with_copies(program: Program, order: list[int]) -> Program:
 
 
 def _holding(program: Program, call: Call, copies: list[tuple[Ref, Ref]]) -> Call:
-    """A check that puts back what was written to where it fails."""
+    """The check, changed so that it puts back what was written to if it fails."""
     if call.target is check:
         return replace(call, args=(*call.args[:2], copies))
     meta = program.slots[call.args[0].slot]
@@ -155,7 +156,7 @@ def _holding(program: Program, call: Call, copies: list[tuple[Ref, Ref]]) -> Cal
 
 
 def _writable(program: Program, slots: Sequence[int]) -> Iterator[int]:
-    """Of the tensors in one storage those to copy: one that fills it, or else all."""
+    """Among the tensors in one storage, those to copy: one that fills the storage, or else all."""
     whole = next((slot for slot in slots if program.covers(slot)), None)
     for slot in slots if whole is None else (whole,):
         meta = program.slots[slot]

@@ -13,20 +13,20 @@ from roam.program.ir import Call, Program, Storage
 from roam.program.repeatable import Repeat
 
 AGAIN = " again"
-"""Added to the name of what is made again."""
+"""Added to the names of tensors that are made again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Expanded:
-    """A program by a sequence.
+    """A program expanded by a sequence.
 
     Attributes:
         program: call `i` is the run that the sequence's entry `i` names. Slots and storages of
-            first runs keep their numbers, so what persists and what outlives the step are theirs;
-            those of extra runs follow, in the order of the runs.
-        sequence: per call the original's number.
-        storage_of: per storage the original's number.
-        is_again: per call whether it is an extra run.
+            first runs keep their numbers, so what persists and what outlives the step has the same
+            numbers as before. Those of extra runs follow, in the order of the runs.
+        sequence: for each call, the number of the original call.
+        storage_of: for each storage, the number of the original storage.
+        is_again: for each call, whether it is an extra run.
     """
 
     program: Program
@@ -35,8 +35,8 @@ class Expanded:
     is_again: tuple[bool, ...]
 
     def latest(self, pairs: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-        """(call, later call) for the pairs of the original's: each run of the later one with the
-        latest run before it of the other.
+        """Takes pairs (call, later call) of the original program. For each run of the later call,
+        gives its pair with the latest run of the other call before it.
         """
         before: dict[int, list[int]] = {}
         for first, second in pairs:
@@ -49,12 +49,12 @@ class Expanded:
 
 
 def expand(program: Program, repeats: Sequence[Repeat | None], sequence: Sequence[int]) -> Expanded:
-    """A program by a sequence that is one of its graph: see `roam.Graph.expanded`, which refuses
-    others.
+    """Expands a program by a sequence. The sequence has to be valid for the program's graph:
+    `roam.Graph.expanded` refuses any other.
 
     Args:
         program: the program.
-        repeats: per call how it runs again.
+        repeats: for each call, how it runs again.
         sequence: numbers of the calls in the order of their runs.
     """
     calls: list[Call] = []
@@ -64,7 +64,7 @@ def expand(program: Program, repeats: Sequence[Repeat | None], sequence: Sequenc
     for number, storage in enumerate(program.storages):
         makes.setdefault(storage.creator, []).append(number)
     latest: dict[int, int] = {}
-    """Per slot that has been made again, the one to use."""
+    """For each slot that has been made again, the slot to use instead."""
     ran: set[int] = set()
     is_again: list[bool] = []
     for place, index in enumerate(sequence):
@@ -94,7 +94,8 @@ def expand(program: Program, repeats: Sequence[Repeat | None], sequence: Sequenc
                     latest[slot] = len(slots)
                     slots.append(None)
                 continue
-            # A view may be one of what has been made again, at its first run too.
+            # A view may be made of something that has been made again, even in the view's first
+            # run.
             made = (
                 meta
                 if instances[meta.storage] == meta.storage

@@ -36,8 +36,8 @@ def settle_gradients(program: Program, carried: set[str], keep_grads: bool) -> N
 
 
 def _used_up(program: Program) -> set[str]:
-    """Paths of the gradients, as they are after the step, from which it has changed their
-    parameter.
+    """Paths of the gradients left after the step from which the step has updated their
+    parameters.
     """
     assigned = dict(program.assigned())
     parameters = {

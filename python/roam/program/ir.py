@@ -21,8 +21,10 @@ from roam.program.tier import Load, Store
 from roam.torch_compat.private import BelowAutograd, FakeTensor, OpOverload
 
 History = Literal["none", "leaf"] | tuple[Any, ...]
-"""How autograd sees a tensor: as a plain one or one from before the step, as a leaf that requires a
-gradient, as made from such, of which it gives the references of those from before the step."""
+"""How autograd sees a tensor. ``"none"``: as a plain tensor, or one from before the step.
+``"leaf"``: as a leaf that requires a gradient. A tuple: as made from tensors that require a
+gradient; it has the references of those from before the step.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +35,7 @@ class Ref:
 
 
 ref_to = functools.cache(Ref)
-"""The one `Ref` of a slot, so that calls which are alike are quick to tell."""
+"""Returns the same `Ref` for a slot each time, so that equal calls are quick to recognize."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +92,11 @@ class Call:
     """Slots of the arguments whose memory it changes."""
     random: bool = False
     skip_if: int | None = None
-    """Slot of a live number: where it is not zero, a run leaves the call out."""
+    """Slot of a live number: if it is not zero, a run leaves the call out."""
     is_check: bool = False
-    """Whether it only raises an error or does not; what comes after it and changes what is there
-    before the step waits for it."""
+    """Whether all that it can do is to raise an error. Later calls that change what is there before
+    the step wait for it.
+    """
     is_branch: bool = False
     """Whether it is a check of an answer to which the step's code goes on either way."""
     state: int | None = None
@@ -106,9 +109,9 @@ class Call:
     _known_renamed: Call | None = field(default=None, init=False, repr=False, compare=False)
     """What `renamed` last made of it."""
     _known_adding: Call | None = field(default=None, init=False, repr=False, compare=False)
-    """What it is where it adds into its first argument."""
+    """The same call, changed to add into its first argument."""
     _known_equal: Call | None = field(default=None, init=False, repr=False, compare=False)
-    """Another that it has been found to be equal to."""
+    """Another call that it has been found to be equal to."""
     _known_placed: tuple[list[Any], Any] | None = field(
         default=None, init=False, repr=False, compare=False
     )
@@ -116,8 +119,8 @@ class Call:
 
     @property
     def function(self) -> Callable[..., Any]:
-        """What to call. An operator of others may have a kernel of its own for autograd, whose
-        doings were recorded one by one; a run goes past it.
+        """What to call. An operator of another library may have a kernel of its own for autograd.
+        What that kernel does was recorded call by call, so a run skips it.
         """
         if isinstance(self.target, OpOverload) and self.target.namespace not in ("aten", "roam"):
             return _below_autograd(self.target)
@@ -234,15 +237,15 @@ class ComputedGuard:
 
     calls: list[Call]
     inputs: list[int]
-    """Slots of the values that it looks at."""
+    """Slots of the values that the guard looks at."""
     changed: frozenset[int]
-    """Those that its calls write to, and do to copies: of numbers alone."""
+    """Those of the inputs that its calls write to; only numbers are. A call gets a copy of each."""
     constants: list[tuple[torch.Tensor, int]]
     slot: int
     source: Source
     uses: list[tuple[Any, ...]]
-    """Per use of the guard, the references of its inputs: updates of many parameters may have the
-    same condition, each on a number of its own."""
+    """For each use of the guard, the references of its inputs: updates of many parameters may have
+    the same condition, each on a number of its own."""
     made_bytes: int = 0
     """The most that asking it allocates."""
 
@@ -254,7 +257,7 @@ class ComputedGuard:
         return value.item() if isinstance(value, torch.Tensor) else value
 
     def value(self, values: list[Any]) -> Any:
-        """As `ask`, a tensor where it is one."""
+        """As `ask`, but an answer that is a tensor stays one."""
         if any(
             isinstance(value, FakeTensor) or not isinstance(value, (torch.Tensor, float, int))
             for value in values
@@ -294,7 +297,7 @@ def is_same_answer(one: Any, other: Any) -> bool:
 
 
 def _number(value: Any) -> object:
-    """Equal for values that no computed guard tells apart."""
+    """A key that is equal for values that no computed guard tells apart."""
     if not isinstance(value, torch.Tensor):
         return repr(value)
     return (value.dtype, value.shape, repr(value.item())) if value.numel() == 1 else id(value)
@@ -302,11 +305,12 @@ def _number(value: Any) -> object:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Joined:
-    """A distributed tensor that a step leaves; one object wherever it leaves the same one.
+    """A distributed tensor that a step leaves. It is the same object in all places where the step
+    leaves the same tensor.
 
     Attributes:
-        layout: over devices.
-        reference: where it is from before the step, if it is.
+        layout: its layout over devices.
+        reference: where it comes from, if it is from before the step.
     """
 
     layout: Any
@@ -332,30 +336,33 @@ class Program:
     histories: list[History] = field(default_factory=list)
     """Per leaf of the result, how autograd sees it."""
     historic: dict[str, History] = field(default_factory=dict)
-    """By the path of the reference among `rebinds`, how autograd sees tensors that are made from
-    such as require a gradient."""
+    """By the path of a reference in `rebinds`: how autograd sees the tensor there, if it is made
+    from tensors that require a gradient.
+    """
     given_layouts: dict[str, Any] = field(default_factory=dict)
     """By the path of a reference, the layouts over devices of the distributed tensors of which the
     program has this process's parts."""
     left_layouts: dict[str | int, Joined] = field(default_factory=dict)
     """By the path of a reference among `rebinds`, or by the place among the leaves of the result:
-    what a value is put together to."""
+    the distributed tensor that a value becomes."""
     rebinds: list[tuple[Any, int]] = field(default_factory=list)
     """(reference, slot): where another tensor or live number is after the step than before."""
     flags: list[tuple[int, bool]] = field(default_factory=list)
-    """(slot, flag): tensors from before the step whose `requires_grad` it leaves changed, and to
-    what."""
+    """(slot, flag): tensors from before the step whose `requires_grad` it changes, and the new
+    value.
+    """
     detached: list[int] = field(default_factory=list)
     """Slots of tensors from before the step whose gradient history it ends in place."""
     dropped: list[Any] = field(default_factory=list)
     """References to gradients from before the step that are gone after it."""
     absent: list[Any] = field(default_factory=list)
-    """References that must hold nothing before the step: what this program makes, another variant
-    finds."""
+    """References that must hold nothing before the step, since this program makes what they hold.
+    Another variant of the step is for calls that find something there.
+    """
     plain_state: list[tuple[Any, Any]] = field(default_factory=list)
     """(reference, value): what an optimizer's state, rates and overwritten attributes are after the
-    step, where that is neither tensor nor live number. Of a nest with tensors in it a `Skeleton`,
-    whose entries are rebound."""
+    step, where that is neither tensor nor live number. For a nest with tensors in it, the value is
+    a `Skeleton` whose entries are rebound."""
     state_order: list[Any] = field(default_factory=list)
     """References to all state after the step, in its own order, where `plain_state` adds to it."""
     reshaped: list[tuple[Any, tuple[Any, ...]]] = field(default_factory=list)
@@ -363,7 +370,9 @@ class Program:
     overwritten: list[Any] = field(default_factory=list)
     """References to attributes that the step sets before it looks at them, in order."""
     plain_before: list[tuple[Any, Any]] = field(default_factory=list)
-    """(reference, value): what an optimizer's state must hold before the step beside tensors."""
+    """(reference, value): what an optimizer's state must hold before the step, apart from
+    tensors.
+    """
     decisions: list[tuple[Any, Callable[..., bool], tuple[float, ...], bool]] = field(
         default_factory=list
     )
@@ -373,17 +382,20 @@ class Program:
     stepped: list[Any] = field(default_factory=list)
     """Optimizers whose `step` the user's step calls."""
     reduced: list[Any] = field(default_factory=list)
-    """Modules of `DistributedDataParallel` whose gradients the program reduces in buckets of its
+    """`DistributedDataParallel` modules whose gradients the program reduces in buckets of its
     own."""
     skippable: list[tuple[Any, int]] = field(default_factory=list)
-    """(optimizer, slot of a live number): its calls have this number for `Call.skip_if`, and leave
-    its state as it was."""
+    """(optimizer, slot of a live number): the optimizer's calls have this number as `Call.skip_if`.
+    If they are left out, its state stays as it was.
+    """
     split: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """Per multi-tensor or fused kernel: how many calls of it the step makes, and of how many calls
-    they became."""
+    """For each multi-tensor or fused kernel: how many calls of it the step makes, and how many
+    calls these became.
+    """
     guessed: list[str] = field(default_factory=list)
-    """Kernels of which fake ones alone say how their results lie in memory, though real ones may
-    lay them out otherwise."""
+    """Kernels whose results' layout in memory is known only from fake kernels. Real kernels may lay
+    them out otherwise.
+    """
     after: list[HostCall] = field(default_factory=list)
     """Schedulers to step after the run, in this order."""
     unsettled: Exception | None = None
@@ -392,8 +404,8 @@ class Program:
 
     @property
     def answers(self) -> tuple[bool, ...]:
-        """The outcomes of branches that it assumes, in the order in which the step's code asks for
-        them.
+        """The outcomes of branches that the program assumes, in the order in which the step's code
+        asks for them.
         """
         return tuple(call.args[1] for call in self.calls if call.is_branch)
 
@@ -412,7 +424,8 @@ class Program:
 
     def outgoing(self) -> set[int]:
         """Slots whose values outlive the step: results, what references hold afterwards, data that
-        is assigned to tensors, schedulers' arguments, what was left out.
+        is assigned to tensors, schedulers' arguments, and the numbers that say whether calls are
+        left out.
         """
         outgoing = set(refs(self.result[0])) | {
             slot for _, slot in (*self.rebinds, *self.skippable)
@@ -422,7 +435,7 @@ class Program:
         return outgoing
 
     def assigned(self) -> list[tuple[int, int]]:
-        """(slot of a tensor from before the step, slot of its data afterwards), where that is other
+        """(slot of a tensor from before the step, slot of its data afterwards), if that is other
         memory or another view.
         """
         return [

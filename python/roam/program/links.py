@@ -14,7 +14,7 @@ from roam.distributed.collectives import Group, is_launch, wait
 from roam.program.ir import Program, Ref
 
 _ROUNDS = {"allreduce_": 2, "barrier": 2}
-"""How often a collective goes round the ring, where it is not once."""
+"""How often a collective goes round the ring, if that is more than once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,9 @@ def _bytes(program: Program, refs: list[Ref]) -> int:
 
 
 def links_of(program: Program) -> dict[int, int]:
-    """By the numbers of launches, the links that they go over: every group has one of its own."""
+    """The number of the link that each launch goes over, by the launch's number. Every group has a
+    link of its own.
+    """
     known: dict[Group, int] = {}
     return {
         number: known.setdefault(call.target.group, len(known))
@@ -112,7 +114,9 @@ def links_of(program: Program) -> dict[int, int]:
 
 
 def times_ns(program: Program) -> dict[int, int]:
-    """Nanoseconds of launches and waits by the model, by their numbers: launches have all of it."""
+    """Nanoseconds of launches and waits by the model, by their numbers. A launch has the whole time
+    of its collective, and a wait has 1 ns.
+    """
     links, found = Links(), dict[int, int]()
     for one in transfers(program):
         found[one.launch] = max(links.time_ns(one.kind, one.group, one.size_bytes), 1)

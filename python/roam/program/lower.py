@@ -45,10 +45,12 @@ class WritesResults(Protocol):
 
     @property
     def by_rows(self) -> bool:
-        """Whether it computes pieces and copies them, which is for a plan to choose."""
+        """Whether it computes its results piece by piece and copies the pieces. A plan chooses
+        whether it does.
+        """
 
     def renamed(self, names: Mapping[int | None, int | None]) -> WritesResults:
-        """The same of a run of the call with other slots."""
+        """The same for a run of the call on other slots."""
 
 
 Residency = Literal["persistent", "enters", "leaves", "unpooled", "step_local"]
@@ -93,10 +95,10 @@ class Lowering:
         workspaces: per call, the bytes that its kernel takes beyond its results while it runs,
             where that is known.
         releases: per call, what it frees while it runs.
-        notes: what to say of the graphs to people.
+        notes: what to tell people about the graphs.
         estimate: what the graphs may be wrong about; empty if they are exact.
-        like: an earlier program, lowered. Where this one is it for other sizes, what depends on no
-            size is taken from there.
+        like: an earlier program, lowered. If this program is the same one for other sizes,
+            everything that does not depend on sizes is taken from there.
     """
 
     def __init__(
@@ -138,16 +140,16 @@ class Lowering:
             self._find()
 
     def _find(self) -> None:
-        """Finds out what depends on no size."""
+        """Finds everything that does not depend on sizes."""
         program = self.program
         self.repeats = repeats(program)
         self.operators = list(_operators(program))
         self._leaving = program.leaving()
         self._kinds = kinds_of(program, self._leaving)
         self._controls = [*_waiting_updates(program), *_first_checks(program)]
-        # Who gets a tensor that is not PyTorch's operator may do with its memory what it likes:
-        # hand it to NumPy, after which it cannot be resized, or read from the start of the storage
-        # instead of the tensor's, as `torch.set_rng_state` does.
+        # A function that is none of PyTorch's operators may do what it likes with the memory of a
+        # tensor that it gets: hand it to NumPy, after which it cannot be resized, or read from the
+        # start of the storage instead of the tensor's, as `torch.set_rng_state` does.
         self._given_away = {
             program.storage_of(slot)
             for call in program.calls
@@ -161,7 +163,7 @@ class Lowering:
         }
 
     def _take(self, like: Lowering) -> None:
-        """Takes that from a program of the same structure."""
+        """Takes everything that does not depend on sizes from a program of the same structure."""
         program = self.program
         self.repeats = repeats(program, (like.program, like.repeats))
         flops = (flops_of(program, call) for call in program.calls)
@@ -193,8 +195,8 @@ class Lowering:
         """The same program with the states of generators read, so that random tensors may be made
         again; itself if there is nothing to read.
 
-        A kernel that writes where a plan wants draws from the generator alone, so calls that may be
-        replayed have none.
+        A kernel that writes where a plan wants can draw only from the generator itself, so calls
+        that may be replayed do not use such kernels.
         """
         found = with_states(self.program)
         if found is None:
@@ -269,8 +271,8 @@ class Lowering:
         return result
 
     def without_offers(self, loads: Collection[int]) -> tuple[Lowering, dict[int, int]]:
-        """The same without tensors of which some of its `loads` are; and by their numbers here, the
-        numbers there of all calls that it has left.
+        """The same without the tensors that some of its `loads` load. Also returns, for each call
+        that remains, its number in the result, by its number here.
         """
         offered = self._offered
         assert offered is not None, "it has loads"
@@ -313,8 +315,9 @@ class Lowering:
 
         Args:
             program: that program.
-            calls: which call of this one each of its calls is; below 0, one that this has not.
-            placed: per call of it, what `placed_calls` says of it.
+            calls: for each call of that program, its number in this one; below 0 if this one does
+                not have it.
+            placed: for each call of that program, what `placed_calls` says of it.
         """
         result = Lowering(
             program,
@@ -352,7 +355,7 @@ class Lowering:
         return result
 
     def left_out(self, program: Program) -> set[int]:
-        """Numbers of the calls of the program that this one was made of, and has not."""
+        """Numbers of the calls that the original program has and this one does not."""
         return set(range(len(program.calls))) - set(self._sequence)
 
     def expanded(self, sequence: Sequence[int]) -> Lowering:
@@ -404,7 +407,7 @@ class Lowering:
         return result
 
     def _call_of(self, index: int, is_again: bool) -> Call:
-        """What a run of a call calls."""
+        """The call that a run makes."""
         repeat = self.repeats[index]
         return repeat.call if is_again and repeat is not None else self.program.calls[index]
 
@@ -426,7 +429,7 @@ class Lowering:
         return frozenset(index for index, is_again in enumerate(self._is_again) if is_again)
 
     def places(self, calls: Container[int]) -> frozenset[int]:
-        """Where calls of the program are that this one was made of."""
+        """The numbers that calls of the original program have in this one."""
         return frozenset(place for place, index in enumerate(self._sequence) if index in calls)
 
     def graph(
@@ -446,8 +449,8 @@ class Lowering:
                 are unpooled. None: as if every kernel could.
             pool: whether there is a pool. If not, all that is made and dies in the step is
                 unpooled.
-            order: numbers of the calls, in an order that they may run in; then they may run in no
-                other.
+            order: numbers of the calls, in an order in which they may run. The graph then allows no
+                other order.
             in_place: whether kernels may write results over arguments.
         """
         program = self.program
@@ -471,7 +474,8 @@ class Lowering:
             source = call.source
             copied = self._copied(index, copied_in, residencies)
             pairs = self._reuse(index, copied) if in_place else []
-            # A storage of which parts are apart is smaller than those that it was alike.
+            # A storage from which parts have been taken is smaller than storages that it was equal
+            # to.
             pairs = [
                 (old, new)
                 for old, new in pairs
@@ -560,15 +564,16 @@ class Lowering:
         return own + max(kernel_bytes - (0 if release is None else release.saved_bytes), 0)
 
     def _release(self, index: int, residencies: Sequence[Residency]) -> Release | None:
-        """What a call frees while it runs: nothing that lies in the pool."""
+        """What a call frees while it runs, if none of it lies in the pool."""
         for release in self._releases.get(index, ()):
             if all(residencies[number] == "unpooled" for number in release.storages):
                 return release
         return None
 
     def _parts(self, residencies: Sequence[Residency]) -> _Parts:
-        """What calls save by freeing arguments, beyond what kernels take for themselves: as parts
-        of those, whose memory parts of the results take.
+        """What calls save by freeing arguments, beyond the bytes that their kernels take for
+        themselves. It is expressed by parts: parts of the results take the memory of parts of the
+        arguments.
         """
         parts = _Parts(self._sizes)
         alignment_bytes = GraphBuilder(device=self._device).build().alignment_bytes
@@ -588,7 +593,7 @@ class Lowering:
             old = [number for number in release.storages if number in operator.reads]
             new = [one for one in operator.creates if residencies[one] in ("unpooled", "leaves")]
             while left_bytes >= alignment_bytes:
-                # What is in another pair stays whole where it can.
+                # A storage that is in another pair stays whole if possible.
                 large = [one for one in old if sizes[one] >= alignment_bytes]
                 giver = max(large, key=lambda one: (one not in paired, sizes[one]), default=None)
                 taker = max(new, key=lambda one: sizes[one], default=None)
@@ -639,11 +644,11 @@ class _Parts:
     """Parts of storages that are tensors of their own in a graph.
 
     Attributes:
-        sizes: per storage the bytes that are left of it.
-        of: per part its storage and its bytes.
-        pairs: per call (part of an argument, part of a result) in one memory, by their numbers in
-            the graph.
-        reads, creates: per call the numbers of the parts that it reads and creates.
+        sizes: for each storage, the bytes that are left of it.
+        of: for each part, its storage and its bytes.
+        pairs: for each call, pairs (part of an argument, part of a result) that share memory, by
+            their numbers in the graph.
+        reads, creates: for each call, the numbers of the parts that it reads and creates.
     """
 
     def __init__(self, sizes: Sequence[int]) -> None:
@@ -654,7 +659,7 @@ class _Parts:
         self.creates: dict[int, list[int]] = {}
 
     def add(self, index: int, giver: int, taker: int, size_bytes: int) -> None:
-        """At a call a part of one storage gives its memory to a part of another."""
+        """Notes that at a call a part of one storage gives its memory to a part of another."""
         first = len(self.sizes) + len(self.of)
         self.of += ((giver, size_bytes), (taker, size_bytes))
         self.sizes[giver] -= size_bytes
@@ -662,7 +667,9 @@ class _Parts:
         self.pairs.setdefault(index, []).append((first, first + 1))
 
     def find_readers(self, operators: Sequence[_Operator], creators: Sequence[int]) -> None:
-        """Parts are made where their storage is, and read where that is used."""
+        """Finds where parts are made and read: a part is made where its storage is made, and read
+        where its storage is used.
+        """
         numbers: dict[int, list[int]] = {}
         for place, (storage, _) in enumerate(self.of):
             number = len(self.sizes) + place
@@ -684,8 +691,8 @@ def _draws(call: Call, repeat: Repeat | None) -> bool:
 def _repeat_of(
     repeat: Repeat | None, is_again: bool, operator: _Operator, storage_of: Sequence[int]
 ) -> Repeat | None:
-    """How a run of a call runs again: a further run leaves nothing out, and the first run leaves
-    out the instances that it touches.
+    """How a run of a call runs again. For the first run, `first_only` has the instances of the
+    storages that this run touches; for a further run it is empty.
     """
     if repeat is None or not (repeat.first_only or is_again):
         return repeat
@@ -695,7 +702,7 @@ def _repeat_of(
 
 
 def _placed(at: WritesResults | None, call: Call, run: Call) -> WritesResults | None:
-    """What is known of a call, of one of its runs."""
+    """What is known of a call, for one of its runs."""
     if at is None:
         return None
     return at.renamed(
@@ -731,8 +738,8 @@ def _operators(program: Program) -> Iterator[_Operator]:
 
 
 def _spent(program: Program, creates: Sequence[Sequence[int]]) -> list[set[int]]:
-    """Per call the storages that it alone uses, and that it changes: a region may take the memory
-    of what was saved for it, when it has used that.
+    """For each call, the storages that it alone uses, and that it changes: when a region has used
+    what was saved for it, it may take the memory of that.
 
     Nobody sees such a change, so for a plan the call only reads them, and what makes them may run
     again. The call itself runs once, since it changes something.
@@ -794,7 +801,7 @@ def flops_of(program: Program, call: Call) -> int:
 
 @functools.cache
 def formula_of(target: Any) -> Any:
-    """PyTorch's own for an operator; None if there is none."""
+    """PyTorch's own formula for an operator's floating-point operations; None if there is none."""
     return flop_registry.get(getattr(target, "overloadpacket", None))
 
 

@@ -13,7 +13,7 @@ _SHOWN = 3
 def notes_on(program: Program, guards: Guards, *, guessed: bool = False) -> list[tuple[str, str]]:
     """What is compared and computed at every call, and what was split, as pairs (topic, text).
 
-    `guessed`: whether answers to branches had to be.
+    `guessed`: whether answers to branches had to be guessed.
     """
     values, tensors, switches = guards.sizes()
     notes = [

@@ -22,7 +22,7 @@ from roam.program.tier import HANDLE, Load, Store, Tier, aligned
 UNSTORED, STORED = " unstored", " stored"
 """Added to the name of a tensor before it is stored, and for its handle."""
 LEAST_BYTES = 2**14
-"""Smaller tensors are not offloaded: the calls of the system take longer than the copy."""
+"""Smaller tensors are not offloaded: the system calls take longer than the copy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Offer:
         slot: the tensor, which fills its storage.
         makers: numbers of the calls that make and change it; nothing else uses it before the last
             of them.
-        size_bytes: of its storage.
+        size_bytes: bytes of its storage.
     """
 
     slot: int
@@ -48,7 +48,7 @@ class Offloading:
     Attributes:
         program: slots and storages keep their numbers, and those of the tensors before they are
             stored follow.
-        calls: per call the original's number, -1 where it stores or loads.
+        calls: for each call, the number of the original call; -1 for a call that stores or loads.
         size_bytes: what the tier has to hold.
     """
 
@@ -65,7 +65,7 @@ def offers(
 
     Args:
         program: the calls.
-        kinds: per storage its kind, as in the graph.
+        kinds: the kind of each storage, as in the graph.
         excluded: storages that may not lie elsewhere than where their call puts them.
     """
     leaving = program.leaving()
@@ -90,7 +90,7 @@ def offers(
 
 
 def _offer(program: Program, number: int, users: Sequence[int]) -> Offer | None:
-    """A storage as an offer; None where it cannot be one."""
+    """A storage as an offer; None if it cannot be one."""
     storage = program.storages[number]
     made = [
         slot for slot in _made(program.calls[storage.creator]) if program.storage_of(slot) == number
@@ -109,7 +109,7 @@ def _offer(program: Program, number: int, users: Sequence[int]) -> Offer | None:
     )
     makers = tuple(index for index in users if index <= last)
     calls = [program.calls[index] for index in makers]
-    # Whatever looks at it while it is made does so by the one slot.
+    # Everything that looks at the storage while it is made must do so through this one slot.
     seen = {
         slot
         for call in calls
@@ -148,7 +148,9 @@ def with_offers(program: Program, chosen: Iterable[Offer], tier: Tier) -> Offloa
         for storage in program.storages
     ]
     names: dict[int, dict[int, int]] = {}
-    """Per call that makes or changes such a tensor, the tensor's slot before it is stored."""
+    """For each call that makes or changes such a tensor: by the tensor's slot, the slot that it has
+    before it is stored.
+    """
     added: dict[int, list[Call]] = {}
     offset_bytes = 0
     for index, some in sorted(after.items()):

@@ -123,10 +123,11 @@ def prune(program: Program) -> Program:
 
 def assign_early(program: Program) -> Program:
     """The program with data assigned to tensors from before the step as soon as nothing uses their
-    old data any more, and no check is left; the old data then dies there, as in eager PyTorch,
-    where nothing else of the step's holds it.
+    old data any more, and no check is left; the old data then dies there, as in eager PyTorch, if
+    nothing else of the step holds it.
 
-    The calls name the data and not the tensor, so when it gets the data matters for memory alone.
+    Other calls name the data and not the tensor, so the moment at which the tensor gets the data
+    matters for memory alone.
     """
     assigned = dict(program.assigned())
     if not assigned:
@@ -170,11 +171,11 @@ def renumbered(program: Program) -> Program:
 def _is_all(
     program: Program, calls: list[Call], referenced: list[Any], constants: list[Any]
 ) -> bool:
-    """Whether these are all that a program has, and it numbers nothing else, with what is there
-    before the step first.
+    """Whether these are everything that a program has, so that no other slot or storage has a
+    number, and the slots of what is there before the step have the first numbers.
     """
     first = [slot for _, slot in (*referenced, *constants)]
-    if first != list(range(len(first))):  # a recording comes by constants in its midst
+    if first != list(range(len(first))):  # a recording meets constants at any time
         return False
     if (len(calls), len(referenced), len(constants)) != (
         len(program.calls),
@@ -198,8 +199,8 @@ def reordered(program: Program, order: Sequence[int]) -> Program:
 
 
 def with_calls(program: Program, calls: list[Call], numbers: Sequence[int]) -> Program:
-    """The program with these of its calls alone, which may read other slots; `numbers` are theirs,
-    in order.
+    """The program with only these of its calls, which may read other slots than before. `numbers`
+    are the calls' numbers in the program, in order.
     """
     moved = {old: new for new, old in enumerate(numbers)}
     return _renumber(program, calls, moved, program.referenced, program.constants)
@@ -208,15 +209,17 @@ def with_calls(program: Program, calls: list[Call], numbers: Sequence[int]) -> P
 def with_state(
     first: Program, later: Program, paths: Collection[str] | None = None
 ) -> Program | None:
-    """A first step as it is where the state that it makes is there already; None if a later one
-    finds other things there.
+    """A first step as it would be if the state that it makes were there already; None if the later
+    step finds other state.
 
-    If it is the later step, then all but the making has been traced twice.
+    If the result equals the later step, then everything but the making of the state has been traced
+    twice.
 
     Args:
         first: the first step.
         later: the later one.
-        paths: of what it makes and the later one finds; None: of the optimizers' state.
+        paths: paths of what the first step makes and the later one finds; if None, those of the
+            optimizers' state.
     """
     made = {
         reference.path: slot

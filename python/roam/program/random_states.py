@@ -25,8 +25,9 @@ EXACT = frozenset(
         "randn", "randn_like", "random_", "uniform_",
     )
 )  # fmt: skip
-"""Random operators that make the same bits from the same state, as `tests/test_random_states.py`
-shows, and so does PyTorch's documentation of `torch.Generator` for CUDA."""
+"""Random operators that make the same bits from the same state. `tests/test_random_states.py` shows
+this; for CUDA, PyTorch's documentation of `torch.Generator` says it.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,7 @@ class WithStates:
 
     Attributes:
         program: slots and storages keep their numbers, and those of the states follow.
-        calls: per call the original's number, -1 if it reads a state.
+        calls: for each call, the number of the original call; -1 for a call that reads a state.
     """
 
     program: Program
@@ -101,7 +102,7 @@ def _source(program: Program, call: Call, leaving: set[int]) -> _Source | None:
     if not metas or not leaving.isdisjoint(filled) or _is_there(program, filled):
         return None
     if is_region_alone and any(meta.device.type != "cpu" for meta in metas):
-        return None  # its kernels may add in any order there, and run once
+        return None  # there its kernels may add in any order, so it runs once
     given = call.kwargs.get(GENERATOR)
     generator = metas[0].device if given is None else given
     size_bytes = state_bytes(generator)

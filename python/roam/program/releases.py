@@ -29,7 +29,7 @@ class Release:
 
 
 def released(program: Program) -> dict[int, tuple[int, ...]]:
-    """Per compiled region, the storages of `Release`, where there are any.
+    """For each compiled region that has any, the storages of its `Release`.
 
     A storage is among them if all other calls that use it come before the region in every order.
     """
@@ -39,7 +39,7 @@ def released(program: Program) -> dict[int, tuple[int, ...]]:
     users: dict[int, list[int]] = {}
     makers: dict[int, int] = {}
     before: list[int] = []
-    """Per call, as bits of one number, the calls that come before it in every order."""
+    """For each call, the calls that come before it in every order, as bits of one number."""
     for index, call in enumerate(program.calls):
         came = 0
         touched: dict[int, None] = {}

@@ -28,7 +28,8 @@ aten = torch.ops.aten
 _NEVER = frozenset(
     f"aten::{name}"
     for name in (
-        # Of equal elements, or of those that go to one place, they may take another one.
+        # Among equal elements, or elements that go to one place, they may take another one each
+        # time.
         "topk", "sort", "argsort", "msort", "kthvalue", "median", "nanmedian", "mode",
         "index_put", "index_put_", "_unsafe_index_put", "_index_put_impl_", "put", "put_",
         "index_copy", "index_copy_",
@@ -89,7 +90,7 @@ class Repeat:
 def repeats(
     program: Program, known: tuple[Program, Sequence[Repeat | None]] | None = None
 ) -> list[Repeat | None]:
-    """Per call how it may run again; None if it may not, and what it makes is kept.
+    """For each call, how it may run again; None if it may not, so that its results are kept.
 
     Args:
         program: the calls.
@@ -120,7 +121,7 @@ def gathers_again(repeats: Sequence[Repeat | None]) -> bool:
 
 def _gather(program: Program, call: Call, launches: Mapping[int, Call]) -> Repeat | None:
     """A launch of an all-gather, or the wait for one. Both run again, or neither: both change what
-    is gathered, so that it is made by the two.
+    is gathered, so the two make it together.
     """
     launch = call if is_launch(call.target) else launches[call.args[0].slot]
     is_local = all(program.storages[program.storage_of(slot)].creator >= 0 for slot in call.mutates)
@@ -226,7 +227,9 @@ def _dropout(call: Call) -> Any:
 
 
 def _replayed(call: Call, state: int, tensors: Sequence[TensorMeta]) -> Call:
-    """A random call that draws from a state. That is its last argument, as of the call itself."""
+    """A random call that draws from a state. The state is its last argument, so that its `refs`
+    have the order of the original call's.
+    """
     target = Replay(call.target, tensors[0].device)
     kwargs = {**call.kwargs, "state": Ref(state)}
     return replace(call, target=target, kwargs=kwargs, random=False, state=None)

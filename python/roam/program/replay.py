@@ -3,8 +3,9 @@ drawn first.
 
 On the CPU a state is that of the Mersenne Twister, with the normal sample that is left over from
 the last pair, and kernels draw from it one number after another, on any number of threads. On CUDA
-it is the seed and the offset of Philox, which with a kernel's launch decide every number
-(`torch.cuda.get_rng_state`). Reading or setting one is refused while a CUDA graph is recorded.
+it is the seed and the offset of Philox, which, together with how a kernel is launched, decide every
+number (`torch.cuda.get_rng_state`). Reading or setting one is refused while a CUDA graph is
+recorded.
 """
 
 from __future__ import annotations
@@ -46,9 +47,9 @@ def _generator(source: torch.Generator | torch.device) -> torch.Generator:
 class Replay:
     """A random operator that draws what it drew from a state, and leaves its generator alone.
 
-    Where the operator, or another overload of it, takes a generator, it is given one of its own:
-    what other threads draw meanwhile changes nothing. Where none does, the device's generator is
-    set to the state for the call, and put back whatever happens.
+    If the operator, or another overload of it, takes a generator, it is given a new one, so that
+    what other threads draw meanwhile changes nothing. Otherwise the device's generator is set to
+    the state during the call, and put back in any case.
 
     Attributes:
         operator: an operator of PyTorch's.
@@ -62,7 +63,8 @@ class Replay:
         """The operator's result.
 
         Args:
-            args, kwargs: of the operator; a generator among them is only where it drew at first.
+            args, kwargs: the operator's arguments. A generator among them only says where the
+                operator drew the first time, and is not used.
             state: what `generator_state` gave before that.
         """
         overload = with_generator(self.operator)

@@ -73,7 +73,7 @@ class Tier:
         """Keeps other steps out, with at least so many bytes allocated on the disk.
 
         Raises:
-            ExecutionError: where there is not as much room; nothing has been changed.
+            ExecutionError: there is not enough room; nothing has been changed.
         """
         with self._lock:
             self._reserve(size_bytes)
@@ -95,7 +95,7 @@ class Tier:
         """Reads the bytes of a tensor that fills its storage.
 
         Raises:
-            OSError: the file ends before.
+            OSError: the file is too short.
         """
         left = _bytes_of(tensor)
         while left:
@@ -148,14 +148,14 @@ class Store:
     offset_bytes: int
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A byte, which says that it is stored: who loads it needs that."""
+        """Returns a byte as a handle, which says that the tensor is stored. A load needs it."""
         self.tier.store(tensor, self.offset_bytes)
         return torch.zeros(1, dtype=HANDLE)
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Loads a tensor from a tier; the target of a call, whose first run has the tensor.
+    """Loads a tensor from a tier; the target of a call, whose first run is given the tensor itself.
 
     Attributes:
         tier: where it is stored.
@@ -181,8 +181,8 @@ class Load:
         """The same, into a tensor that is there.
 
         Args:
-            outs: it; it may be the memory of `tensor`.
-            tensor: what was stored; None where it is loaded.
+            outs: the tensor to write to; it may have the memory of `tensor`.
+            tensor: the tensor that was stored; None if it is to be loaded.
             stored: what `Store` has returned.
         """
         (out,) = outs
@@ -195,7 +195,7 @@ class Load:
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
     """The memory of a tensor of the CPU that fills the range it lies in.
 
-    Not by NumPy: a storage that it has seen cannot be resized any more.
+    NumPy is not used for this: a storage that it has seen cannot be resized any more.
     """
     size_bytes = tensor.numel() * tensor.itemsize
     return memoryview((ctypes.c_char * size_bytes).from_address(tensor.data_ptr())).cast("B")

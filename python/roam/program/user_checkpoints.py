@@ -1,4 +1,5 @@
-"""Undoes the user's own recomputation (`torch.utils.checkpoint`), so that a plan may decide it.
+"""Undoes the user's own recomputation (`torch.utils.checkpoint`), so that a plan may decide what
+runs again.
 
 Such a region runs again in the backward pass: the same operators on the same values, random ones
 from the same state of their generator. Here everything that a call makes gets a *value number*:
@@ -33,11 +34,11 @@ _UNTOLD = frozenset(("aten::_conj", "aten::_neg_view"))
 
 @dataclass(frozen=True, slots=True)
 class Undone:
-    """A program without recomputation of the user's.
+    """A program without the user's own recomputation.
 
     Attributes:
         program: the program.
-        calls: per call the original's number.
+        calls: for each call, the number of the original call.
     """
 
     program: Program
@@ -48,7 +49,7 @@ def undone(program: Program) -> Undone | None:
     """The program with what the forward pass made instead of what the backward pass makes
     again; None if nothing is made again.
     """
-    if program.launches():  # as often as other processes expect
+    if program.launches():  # they must run as often as other processes expect
         return None
     operators = (call.target for call in program.calls if type(call.target) is OpOverload)
     if not _UNTOLD.isdisjoint(schema_of(operator).name for operator in operators):
@@ -72,20 +73,22 @@ class _Values:
         self._fresh = count().__next__
         self._numbers: dict[Hashable, int] = {}
         self._value = [self._fresh() for _ in program.storages]
-        """Per storage."""
+        """The value number of each storage."""
         self._number_of: dict[int, Hashable] = {}
-        """Per slot of a live number."""
+        """The value number of each slot of a live number."""
         self._generators: dict[Hashable, int] = {}
-        """Per generator the value of its state."""
+        """For each generator, the value number of its state."""
         self._views: dict[int, dict[Hashable, int]] = {}
-        """Per storage the slots that have been made, by what they look like."""
+        """For each storage, the slots that have been made, by shape, strides, offset, dtype, and
+        device.
+        """
         self._firsts: dict[int, int] = {}
-        """Per value the storage of the forward pass that had it first."""
+        """For each value, the storage of the forward pass that had it."""
         self._leaving = program.leaving()
 
     def redirected(self) -> list[Call] | None:
-        """The calls, those of the backward pass reading what the forward pass made; None if none
-        can.
+        """The calls, with those of the backward pass changed to read what the forward pass made;
+        None if no call can.
         """
         program = self._program
         for _, slot in (*program.referenced, *program.constants):
@@ -103,14 +106,14 @@ class _Values:
         return calls if found else None
 
     def _makes_no_view(self, index: int, call: Call) -> bool:
-        """Whether what it makes is memory of its own, or in what it changes."""
+        """Whether everything that a call makes lies in new memory, or in memory that it changes."""
         program = self._program
         made = {program.storage_of(slot) for slot in call.outputs if slot is not None}
         made -= {program.storage_of(slot) for slot in call.mutates} | {-1}
         return all(program.storages[storage].creator == index for storage in made)
 
     def _first(self, slot: int, changed: set[int]) -> int:
-        """The slot of the forward pass with the value that a slot has now; itself where there is
+        """The slot of the forward pass with the value that a slot has now; itself if there is
         none.
         """
         program = self._program
@@ -125,7 +128,7 @@ class _Values:
         return self._views.get(first, {}).get(_look(meta), slot)
 
     def _is_again(self, storage: int) -> bool:
-        """Whether the backward pass makes it, for itself."""
+        """Whether the backward pass makes a storage that does not outlive the step."""
         creator = self._program.storages[storage].creator
         return (
             creator >= 0
@@ -166,7 +169,7 @@ class _Values:
             self._views.setdefault(meta.storage, {})[_look(meta)] = slot
 
     def _key(self, index: int, call: Call) -> Hashable | None:
-        """Equal for calls that make the same; None if it is not known."""
+        """A key that is equal for calls that make the same; None if this is not known."""
         repeat = self._repeats[index]
         is_drawn = False
         if repeat is None:

@@ -46,7 +46,7 @@ class Curve:
     """Live bytes over the starts of the operators, persistent tensors left out.
 
     Attributes:
-        name: of the order or the plan.
+        name: the name of the order or the plan.
         live_bytes: int64 [operators].
         phases: the phase of the operator that starts.
     """
@@ -61,15 +61,15 @@ class Holding:
     """Tensors that are alive at the peak, and alike except for the numbers of their layers.
 
     Attributes:
-        kind: of the tensors, or ``workspace``.
-        phase: of the operators that make them; empty if they exist before the step.
-        module: of these operators, with a star for each layer's number.
-        operator: that makes them; the tensor's own name where none does.
-        file: the user's file, and `line` in it.
-        line: 0 if unknown.
+        kind: the kind of the tensors, or ``workspace``.
+        phase: the phase of the operators that make them; empty if they exist before the step.
+        module: the module of these operators, with a star for each layer's number.
+        operator: the operator that makes them; the tensor's own name if none does.
+        file: the user's file.
+        line: the line in `file`; 0 if unknown.
         modules: how many modules are folded into this line.
         tensors: how many tensors there are.
-        size_bytes: of all of them, as counted.
+        size_bytes: counted bytes of all of them.
     """
 
     kind: str
@@ -94,8 +94,8 @@ class Planned:
 
     Attributes:
         as_written: the graph in which every operator runs once, in eager PyTorch's order.
-        graph: the graph whose operators and tensors the plan numbers; another one where operators
-            run again.
+        graph: the graph whose operators and tensors the plan numbers; another one if operators run
+            again.
         plan: a valid plan of `graph`.
         values: its figures, see :func:`roam.report.figures`.
         runs_again: whether operators run more than once.
@@ -190,8 +190,8 @@ class Anatomy:
     Attributes:
         title: what was planned.
         planned: the step and its plan.
-        plain: the plan without recomputation, where operators of `planned` run again.
-        first: the first step and its plan, where it differs from the later ones.
+        plain: the plan without recomputation, if operators of `planned` run again.
+        first: the first step and its plan, if it differs from later ones.
         changes: what the user could change.
     """
 
@@ -203,7 +203,9 @@ class Anatomy:
 
     @property
     def curves(self) -> tuple[Curve, ...]:
-        """Of program order, of the plan without recomputation, and of the plan."""
+        """The curves of program order, of the plan without recomputation if there is one, and of
+        the plan.
+        """
         plain = () if self.plain is None else (self.plain.curve,)
         return (self.planned.program_curve, *plain, self.planned.curve)
 
@@ -234,7 +236,7 @@ def overview(values: Mapping[str, Any]) -> Table:
 
 
 def facts(planned: Planned) -> Table:
-    """What there is to say of the plan beside bytes."""
+    """What there is to say of the plan apart from bytes."""
     return Table("About the plan", ("", ""), tuple(fact_rows(planned.values, planned.place)))
 
 
@@ -310,7 +312,7 @@ def bound(planned: Planned) -> Table:
             for tensor in touched
             if graph.tensor(tensor).residency != "persistent"
         )
-        what = "what it reads, changes, makes and takes for itself, beside what persists"
+        what = "what it reads, changes, makes and takes for itself, except what persists"
         rows.append((", ".join(filter(None, parts)), Amount(own_bytes), what))
     above = plan.peak_bytes - plan.lower_bound_bytes
     rows.append(("above the bound", Amount(above), "bytes of the plan's peak above the bound"))

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 
 def replanned(graph: Graph, like: Plan, memory_limit_bytes: int | None = None) -> Plan:
-    """A verified plan with the settings of another, except for the memory limit and a speed.
+    """A verified plan with the settings of another, except for the memory limit and a required
+    speed.
 
     Raises:
         PlanError: no plan keeps within the limit, or none was found; or the limit is for several
@@ -54,7 +55,7 @@ def within(graph: Graph, plan: Plan, limit: MemoryLimit) -> Change:
 
 
 def tried(name: str, planned: Callable[[], Mapping[str, Any]]) -> Change:
-    """What makes the figures of a plan within a limit, or why there is none."""
+    """The figures of a plan within a limit, which `planned` makes, or why there is no such plan."""
     try:
         return Change(name, planned())
     except PlanError as error:

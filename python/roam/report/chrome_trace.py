@@ -49,7 +49,7 @@ def chrome_trace(planned: Planned) -> dict[str, Any]:
 
 
 def _serial_ns(graph: Graph, order: Steps) -> tuple[Steps, Steps]:
-    """Start and end of each operator where they run one after another."""
+    """Start and end of each operator if they run one after another."""
     spans = graph.times_ns
     end = np.empty_like(spans)
     end[order] = np.cumsum(spans[order])

@@ -32,7 +32,7 @@ class Collectives:
         ranks: how many ranks take part.
         is_near: whether these are on one machine.
         count: how many there are in a step.
-        size_bytes: of all results, or of all that is reduced.
+        size_bytes: bytes of all results, or of all that is reduced.
         time_s: seconds that they take.
         exposed_s: seconds of these in which the rank waits for them and computes nothing.
     """
@@ -74,13 +74,13 @@ class Communication:
     def of(
         cls, program: Program, graph: Graph, plan: Plan, links: Links | None = None
     ) -> Communication:
-        """That of a plan.
+        """The communication of a plan.
 
         Args:
             program: the calls; call i is operator i of the graph.
-            graph: that the plan is of; operators may run more than once.
-            plan: for one stream.
-            links: None for those of `Links`.
+            graph: the graph that the plan is for; operators may run more than once.
+            plan: a plan for one stream.
+            links: the model of the links; None for the defaults of `Links`.
 
         Raises:
             ValueError: the plan is for several streams.
@@ -166,7 +166,9 @@ def _ms(seconds: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Exposed:
-    """By the launches' numbers, how often each runs, and the nanoseconds that its waits last."""
+    """How often each launch runs, and how many nanoseconds its waits last, by the launches'
+    numbers.
+    """
 
     counts: dict[int, int]
     ns: dict[int, int]

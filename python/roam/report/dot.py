@@ -19,7 +19,7 @@ _Node = tuple[str, str]
 
 def dot(planned: Planned) -> str:
     """The graph as it was captured, in the language DOT. Edges carry the bytes that go along them:
-    of each tensor once for each node that uses it.
+    a tensor counts once for each node that uses it.
     """
     graph = planned.as_written
     modules: defaultdict[_Node, set[str]] = defaultdict(set)

@@ -35,8 +35,8 @@ _ATTRIBUTES = (
 
 @dataclass(frozen=True)
 class Place:
-    """The operator at whose start the most bytes are live, and the user's line it comes from,
-    where known.
+    """The operator at whose start the most bytes are live, and the user's line that it comes from,
+    if known.
     """
 
     step: int

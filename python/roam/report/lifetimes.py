@@ -24,7 +24,7 @@ class Starts:
         order: operators by start, int64 [operators]; of those that start at once, the one that is
             launched first comes first.
         done: for each of them the first later start at which it has completed, int64 [operators];
-            the number of operators where there is none.
+            the number of operators if there is none.
     """
 
     order: Steps
@@ -32,12 +32,12 @@ class Starts:
 
     @classmethod
     def one_by_one(cls, order: Steps) -> Starts:
-        """Those of operators that run one after another."""
+        """The starts of operators that run one after another."""
         return cls(order, np.arange(1, len(order) + 1, dtype=np.int64))
 
     @classmethod
     def of(cls, graph: Graph, plan: Plan) -> Starts:
-        """Those of a valid plan: on several streams by the model of time, or by time steps where
+        """The starts of a valid plan: on several streams by the model of time, or by time steps if
         the plan has them. These are the starts that `plan.peak_bytes` is about.
         """
         if plan.settings["streams"] == 1:
@@ -79,7 +79,7 @@ def lifetimes(
 
     Args:
         graph: the graph whose operators and tensors are numbered; see `Plan.expanded`.
-        starts: when the operators run; one after another in program order where None.
+        starts: when the operators run; one after another in program order if None.
         reuse: pairs of an input and the output that takes its memory over.
     """
     starts = Starts.one_by_one(graph.program_order) if starts is None else starts

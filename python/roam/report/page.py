@@ -21,12 +21,13 @@ if TYPE_CHECKING:
     from roam._core import Operator, Tensor
 
 MOST_RECTANGLES = 20_000
-"""Tensors of the map of the pool; of more, the largest are drawn."""
+"""The most tensors in the map of the pool. If there are more, the largest are drawn."""
 _MOST_POINTS = 20_000
-"""Points of a curve; of more, the highest of neighbours is drawn."""
+"""The most points of a curve. If there are more, the highest of several neighbours is drawn."""
 _ORDER_COLORS = ("#e08e0b", "#23a36f", "#2f86d6")
-"""Of program order, of the plan without recomputation, of the plan; they are told apart on white
-and on black, and by people who do not see red or green (after Okabe and Ito)."""
+"""The colors of program order, of the plan without recomputation, and of the plan. They can be told
+apart on white and on black, and by people who do not see red or green (after Okabe and Ito).
+"""
 _KIND_COLORS = {
     "activation": "#2f86d6", "gradient": "#e08e0b", "temporary": "#23a36f", "output": "#c96ba0",
     "input": "#56b4e9", "buffer": "#8d8d2b", "parameter": "#d55e00", "optimizer_state": "#7b6fd0",
@@ -36,7 +37,7 @@ _PHASE_COLORS = {
     "collective": "#7b6fd0",
 }  # fmt: skip
 _LINE = "#8a8a8a"
-"""Of bounds and limits."""
+"""The color of bounds and limits."""
 
 
 class ReportUnavailable(RoamError):
@@ -114,7 +115,7 @@ def _headline(anatomy: Anatomy) -> str:
     saved = f", {1 - size / before:.1%} less than in program order" if before else ""
     if anatomy.planned.runs_again:
         floor = values["recomputation"]["floor_bytes"]
-        # Of plans that offload tensors as they like it is not known.
+        # No floor is known for plans that may also offload tensors.
         proof = "" if floor is None else f"; no plan takes less than {format_bytes(floor)} in all"
     elif size == values["lower_bound_bytes"]:
         proof = "; no order takes less"

@@ -21,9 +21,10 @@ class Progress:
     one plain line, printed once.
 
     Args:
-        what: what is being done, or what tells it, at any time and on another thread.
-        stream: where to say it; standard error where None.
-        only_live: say nothing elsewhere than on a terminal or in a notebook.
+        what: what is being done, or a function that tells it, which may be called at any time and
+            on another thread.
+        stream: where to say it; standard error if None.
+        only_live: whether to say nothing except on a terminal or in a notebook.
     """
 
     def __init__(

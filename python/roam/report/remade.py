@@ -18,14 +18,14 @@ _ELSEWHERE = "in no module"
 
 @dataclass(slots=True)
 class Remade:
-    """What becomes of a module's activations; of identical layers together.
+    """What becomes of a module's activations. Identical layers are taken together.
 
     Attributes:
         module: its path, with a star for the number of each layer.
         modules: how many modules these are.
         kept_bytes: activations that are made once.
         remade_bytes: activations that are made again.
-        runs: how many operators run again, each time counted; views are not.
+        runs: how many extra runs of operators there are, views not counted.
         extra_ns: nanoseconds that these take by plan.
     """
 
@@ -38,7 +38,7 @@ class Remade:
 
 
 def remade(graph: Graph, sequence: Sequence[int]) -> list[Remade]:
-    """Per module, the one with the most bytes made again first.
+    """What becomes of the activations of each module, the one with the most bytes made again first.
 
     Args:
         graph: the graph, in which each operator runs once.

@@ -27,8 +27,8 @@ _WORK = 2_000_000
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """A piece of memory that is used from step `start` to before step `end`; after the last step
-    where it stays. On several streams a step is the start of an operator.
+    """A piece of memory that is used from step `start` to before step `end`. If it stays, `end` is
+    after the last step. On several streams a step is the start of an operator.
     """
 
     address: int

@@ -26,8 +26,8 @@ _CANDIDATES = 8
 
 @dataclass(frozen=True, slots=True)
 class Barrier:
-    """An operator that no update can pass: it needs something of every gradient, and every gradient
-    is needed after it.
+    """An operator that no update can pass: it needs something from every gradient, and every
+    gradient is needed after it.
     """
 
     operator: int
@@ -105,11 +105,11 @@ def _facts(graph: Graph) -> Iterator[tuple[str, ...]]:
 
 
 def find_barrier(graph: Graph) -> Barrier | None:
-    """The operator at which the most bytes of gradients must be live, where it is two gradients or
-    more.
+    """The operator at which the most bytes of gradients must be live, if these are of two gradients
+    or more.
 
     A clip by the global norm is one: the norm needs all gradients, and scales all of them. So is a
-    loss scaler's question whether any is infinite.
+    loss scaler's check whether any of them is infinite.
     """
     gradients = [
         tensor

@@ -10,7 +10,7 @@ from roam.report.figures import Place
 
 _SAVED = (("ordering", "order"), ("reuse", "reuse"))
 _WIDTH = 110
-"""Of a line of running text."""
+"""Characters in a line of running text."""
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 
 
@@ -62,7 +62,7 @@ def _streams(values: Mapping[str, Any]) -> str:
         else "in time steps, not to be run"
     )
     return (
-        f"{values['streams']}, {how}; {speed:.2f} times as fast as one by the model of time "
+        f"{values['streams']}, {how}; {speed:.2f} times as fast as one stream, by the model of time "
         f"({makespan_s * 1e3:.3f} ms; at least {values['critical_path_s'] * 1e3:.3f} ms on any number)"
     )
 
@@ -161,7 +161,7 @@ def figure_rows(values: Mapping[str, Any]) -> list[tuple[str, str, int, str]]:
 
 
 def fact_rows(values: Mapping[str, Any], place: Place | None) -> list[tuple[str, str]]:
-    """What there is to say of a plan beside bytes: topic and text."""
+    """What there is to say of a plan apart from bytes: topic and text."""
     again = values["recomputation"]
     facts = [*estimate_rows(values["estimate"])]
     # Within a limit, the search ends as soon as a plan keeps to it.
@@ -200,7 +200,7 @@ def plan_table(title: str, values: Mapping[str, Any], place: Place | None) -> st
     """The figures of one plan, a line each: bytes exactly, in a readable unit, and what they mean.
 
     ``values`` is what :func:`roam.report.figures` returns; ``capture_s``, ``plan_s`` and
-    ``verify_s`` are shown where given.
+    ``verify_s`` are shown if given.
     """
 
     def row(label: str, size_bytes: int, note: str) -> tuple[str, ...]:
@@ -210,7 +210,7 @@ def plan_table(title: str, values: Mapping[str, Any], place: Place | None) -> st
     for other in values.get("baselines", ()):
         total = values["persistent_bytes"] + other["pool_bytes"] + other["outside_bytes"]
         above = (
-            f"total, {total / values['total_bytes'] - 1:+.1%} to the plan's"
+            f"total, {total / values['total_bytes'] - 1:+.1%} compared with the plan's"
             if values["total_bytes"]
             else "total"
         )

@@ -53,7 +53,7 @@ class Table:
 
     Attributes:
         title: what it shows.
-        headings: of the columns.
+        headings: the headings of the columns.
         rows: cells, as many as headings.
         note: what a reader has to know about it; may be empty.
     """
@@ -63,7 +63,7 @@ class Table:
     rows: tuple[tuple[Cell, ...], ...]
     note: str = ""
     right: tuple[bool, ...] = field(init=False)
-    """Per column whether it holds numbers, which are aligned to the right."""
+    """For each column, whether it holds numbers, which are aligned to the right."""
 
     def __post_init__(self) -> None:
         right = tuple(
@@ -82,7 +82,7 @@ def as_text(table: Table) -> str:
 
 
 def print_tables(tables: Iterable[Table], stream: TextIO | None = None) -> None:
-    """Prints tables: with `rich` where it is installed, in plain columns where it is not."""
+    """Prints tables: with `rich` if it is installed, and otherwise in plain columns."""
     stream = sys.stdout if stream is None else stream
     if importlib.util.find_spec("rich") is None:
         stream.write("\n".join(map(as_text, tables)) + "\n")

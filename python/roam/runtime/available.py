@@ -15,13 +15,14 @@ _GROUPS = Path("/sys/fs/cgroup")
 _UNLIMITED = 2**62
 """Control groups without a limit say `max`, or a number about as large as there is."""
 _STEPS = 32
-"""What is free differs from one moment to the next. It is rounded down to a multiple of one of so
-many parts of the power of two below it, so by 3 percent at most: a plan that was made for as much
-is found again."""
+"""The amount of free memory differs from one moment to the next. It is rounded down to a multiple
+of 1/32 of the power of two below it, so by 3 percent at most. Then a plan that was made for the
+rounded amount is found again.
+"""
 
 
 def known_limit(memory: MemoryLimit, device: torch.device, held_bytes: int) -> MemoryLimit:
-    """The same limit, with bytes where it is what the device has.
+    """The same limit; if it is what the device has, as a number of bytes.
 
     Args:
         memory: the limit.

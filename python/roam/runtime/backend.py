@@ -7,8 +7,9 @@ backward pass leaves the forward graph and enters the backward graph. So less ca
 the whole step that `roam.compile` captures: an update cannot follow its gradient directly, and a
 backward operator cannot write into a saved activation.
 
-A graph is planned at the first call with arguments of their shapes, strides and sharing of memory.
-A graph that cannot be planned exactly runs as it is, and a warning says why.
+A graph is planned once for each combination of shapes and strides of its arguments and of how they
+share memory, at the first call that brings it. A graph that cannot be planned exactly runs as it
+is, and a warning says why.
 
 With a memory limit, forward and backward of one graph are cut and planned so that both keep within
 the limit, and a graph that cannot be planned is refused.
@@ -278,8 +279,8 @@ class _Planned:
         ]
         self._constants = [tensor for tensor, _ in program.constants]
         self._sequences = sequences(program, choice.plan.order.tolist())
-        # As it was written, ranks launch what they launch unplanned. What they gather again they
-        # have to agree on.
+        # Apart from what they gather again, ranks launch the same by a plan as without one. On what
+        # they gather again they have to agree.
         again = () if choice.recomputation is None else choice.recomputation.calls
         self._is_to_agree = any(is_launch(program.calls[index].target) for index in again)
         if self._sequences:

@@ -24,7 +24,7 @@ are copied into the pool. `call`: in the ordinary way."""
 
 
 class Bindings:
-    """A program by a plan.
+    """A program, and where its values lie by a plan.
 
     Args:
         program: the program.
@@ -35,11 +35,12 @@ class Bindings:
 
     Attributes:
         order: the numbers of the calls, in the plan's order.
-        offsets: per storage in the pool its first byte.
-        taken: per storage the one whose memory it takes.
-        dying: per step the storages whose last use it is, each with the slots of all its views.
+        offsets: for each storage in the pool, its first byte.
+        taken: for each storage that takes the memory of another one, that other one.
+        dying: for each step, the storages that are used there for the last time, each with the
+            slots of all its views.
         refused: calls whose placed kernel is not to be used.
-        views: per slot in the pool the tensor there; none before `bind`.
+        views: for each slot in the pool, the tensor there; empty before `bind`.
     """
 
     def __init__(
@@ -113,7 +114,7 @@ class Bindings:
         ]
 
     def placement(self, index: int) -> Placement:
-        """How a call that is written is written."""
+        """How the kernel of a call that runs in the way `write` is called."""
         placed = self.placed[index]
         assert placed is not None, "a call that is written"
         return placed.placement
@@ -134,7 +135,9 @@ class Bindings:
         return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=meta.device)
 
     def range(self, storage: int | None) -> torch.Tensor:
-        """The bytes of a tensor in the pool, or of all of the plan's."""
+        """The bytes of a tensor in the pool; of all that the plan uses of the pool, if `storage` is
+        None.
+        """
         assert self.pool is not None, "a plan with a pool"
         if storage is None:
             return self.pool.range(0, self.pool_bytes)
@@ -163,7 +166,7 @@ class Bindings:
         )
 
     def perhaps_missing(self) -> list[int]:
-        """Slots that outlive the step and are not made where their call is left out."""
+        """Slots that outlive the step and are not made if their call is left out."""
         outgoing = self.program.outgoing()
         return [
             slot for call in self.program.calls if call.skip_if is not None for slot in call.outputs if slot in outgoing
@@ -171,7 +174,9 @@ class Bindings:
 
 
 def _dying(program: Program, order: list[int]) -> list[dict[int, list[int]]]:
-    """Per step, the storages whose last use it is, each with the slots of all its views."""
+    """For each step, the storages that are used there for the last time, each with the slots of all
+    its views.
+    """
     kept = program.leaving()
     kept.update(filter(program.persists, range(len(program.storages))))
     last: dict[int, int] = {}

@@ -1,5 +1,5 @@
-"""The captures that a compiled step keeps, each with its plans: found by the arguments of a call,
-the least recently used dropped.
+"""The captures that a compiled step keeps, each with its plans: they are found by the arguments of
+a call, and the least recently used is dropped.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Captures(Sequence[Captured[R]]):
     def __init__(self, most: int) -> None:
         self.most = most
         self.dropped = 0
-        """How many have had to go."""
+        """How many have been dropped."""
         self._captures: OrderedDict[Captured[R], None] = OrderedDict()
         self._by_key: dict[tuple[Hashable, ...], list[Captured[R]]] = {}
 
@@ -103,7 +103,7 @@ class Captures(Sequence[Captured[R]]):
         return reason or "it is the first call"
 
     def add(self, captured: Captured[R]) -> Captured[R] | None:
-        """Keeps one more; what had to go for it."""
+        """Keeps one more. Returns the capture that was dropped for it; None if none was."""
         dropped = None
         if len(self._captures) >= self.most:
             dropped, _ = self._captures.popitem(last=False)
@@ -116,7 +116,9 @@ class Captures(Sequence[Captured[R]]):
         return dropped
 
     def repeats(self, captured: Captured[R]) -> bool:
-        """Whether with this capture so many were made for its reason that a warning is due."""
+        """Whether, with this capture, just so many have been made for the same reason that a
+        warning is due.
+        """
         return sum(other.reason == captured.reason for other in self) == MANY
 
     def advice(self) -> str:

@@ -40,9 +40,9 @@ class GeneratedSource:
 
     Attributes:
         source: the function's text.
-        steps: per line of it, counted from 1, the step that it belongs to, or -1.
+        steps: for each line of the text, counted from 1, the step that it belongs to, or -1.
         run: the function. It takes a list of inputs, which it empties, and returns what
-            `Bindings.outgoing` says, None for what was left out.
+            `Bindings.outgoing` says, with None for what was left out.
         code: the function's code, as tracebacks name it.
     """
 
@@ -117,7 +117,7 @@ class GeneratedSource:
         return _Name(f"v{ref.slot}") if view is None else view
 
     def _perhaps(self, index: int) -> Iterator[str]:
-        """One call, where no number of the step leaves it out."""
+        """One call. It is skipped if a number of the step leaves it out."""
         skip_if, lines = (
             self._bindings.program.calls[index].skip_if,
             [*self._call(index), *self._watch(index)],
@@ -129,7 +129,7 @@ class GeneratedSource:
             yield from (f"    {line}" for line in lines)
 
     def _watch(self, index: int) -> Iterator[str]:
-        """Has what a call made noted."""
+        """Tells the watcher what a call made."""
         if self._watcher is not None:
             made = self._names.show([self._name(Ref(slot)) for slot in self._watcher.slots(index)])
             yield f"{self._names.constant(self._watcher)}.note({index}, {made})"
@@ -234,7 +234,7 @@ class GeneratedSource:
                 yield f"{self._names.constant(self._streams)}.keep(v{slot}, {self._stream_of[index]})"
 
     def _forget(self, step: int, index: int) -> Iterator[str]:
-        """What dies at a step."""
+        """Lets go of what dies at a step."""
         dying = self._bindings.dying[step]
         variables = [
             f"v{slot}"

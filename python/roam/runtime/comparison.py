@@ -155,8 +155,8 @@ def compare(
 
 
 def _without_reruns(number: int, path: str, expected: _Values, found: _Values) -> Difference:
-    """What differs in a step that launches collectives: other ranks, which may find no difference,
-    run no step again.
+    """What differs in a step that launches collectives. No step is run again to find out more,
+    since other ranks may have found no difference, and would not take part.
     """
     eager, planned = expected.get(path), found.get(path)
     return Difference(
@@ -180,7 +180,7 @@ def _both(train_step: Callable[..., Any]) -> tuple[Callable[..., Any], Callable[
 
 
 class _Eagerly(Exception):
-    """The user's function raised by itself."""
+    """The user's function raised an error when it ran eagerly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -360,7 +360,7 @@ class _Trial:
 
 
 class _Kept:
-    """The state that a step reaches, values of tensors included."""
+    """A copy of the state that a step reaches, values of tensors included."""
 
     def __init__(self, reach: Reach) -> None:
         self._snapshot, self._switches = Snapshot(reach), Switches()
@@ -447,7 +447,9 @@ def _value(kind: str, value: Any) -> _Value:
 
 
 def _without_tensors(values: _Values) -> _Values:
-    """The same; what the step has let go of is not held."""
+    """The same values without their tensors, so that tensors which the step has let go of are
+    freed.
+    """
     for value in values.values():
         value.tensor = None
     return values
@@ -463,7 +465,7 @@ def _frozen(state: Any) -> Any:
 
 
 def _put(values: _Values, path: str, value: _Value) -> None:
-    """Under a path of its own: keys that have no text share one."""
+    """Puts a value under a path of its own. Keys without a text of their own would share a path."""
     name, number = path, 1
     while name in values:
         number += 1

@@ -44,12 +44,12 @@ from roam.switch import is_disabled
 from roam.torch_compat.private import FakeTensor, local_of, version_of
 
 _MOST_SEEN = 256
-"""Runs of the user's function of which it is kept what they saw."""
+"""How many runs of the user's function are remembered, each with what it saw."""
 _MANY_IN_VAIN = 8
 
 OnChange = Literal["replan", "raise", "eager"]
 _MOST_SETTLING = 8
-"""Calls in a row that may set something up, each for another mode or shape."""
+"""How many calls in a row may set something up, each for another mode or shape."""
 
 
 def compile(
@@ -156,7 +156,8 @@ def _folder(offload: str | os.PathLike[str], memory: int | str | None) -> Path:
     """The folder to offload to.
 
     Raises:
-        ValueError: it is none, or nothing is offloaded.
+        ValueError: there is no such folder, or the system cannot offload, or there is no memory
+            limit.
     """
     folder = Path(offload).resolve()
     if memory is None:
@@ -164,7 +165,7 @@ def _folder(offload: str | os.PathLike[str], memory: int | str | None) -> Path:
     if not is_available():
         raise ValueError("this system cannot offload tensors to a file; leave offload= out")
     if not folder.is_dir():
-        raise ValueError(f"offload= is a folder that exists, not {os.fspath(offload)!r}")
+        raise ValueError(f"offload= must be a folder that exists, not {os.fspath(offload)!r}")
     return folder
 
 
@@ -197,9 +198,9 @@ class Step:
         branches."""
         self._shown: Seen | None = None
         self._is_told = False
-        """Whether it has been said that a call kept to no limit."""
+        """Whether the user has been warned that a call may have exceeded the limit."""
         self._in_vain = 0
-        """How many calls in a row no plan had the answers of."""
+        """How many calls in a row had answers that no plan is for."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         runner = self._runner(args, kwargs)
@@ -240,8 +241,8 @@ class Step:
     def _capture_seen(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str, known: tuple[bool, ...]
     ) -> tuple[Captured[Runner], Runner] | None:
-        """A capture for the answers that a run has seen; None if one has to be watched first, or
-        plans are for enough of them.
+        """A capture for the answers to branches that a run has shown. None if a run has to be
+        watched first, or if there are plans for enough answers already.
         """
         seen = self._seen.get((self._key(args, kwargs), known), self._shown)
         # The step's own function keeps to no budget, so where there is one, answers are guessed.
@@ -258,7 +259,7 @@ class Step:
             )
             return None
         except CaptureError as refusal:
-            if answers.guessed and seen is None:  # the way that it would not have gone
+            if answers.guessed and seen is None:  # on a way that the step may never go
                 return None
             if not refusal.settles or self._known.settling == _MOST_SETTLING:
                 raise
@@ -275,8 +276,8 @@ class Step:
     def _own(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], known: tuple[bool, ...] = ()
     ) -> Any:
-        """The user's function itself, watched by a step that is to be captured when its answers
-        have been seen.
+        """Runs the user's function itself. If the step is to be captured once its answers to
+        branches have been seen, the run is watched.
         """
         is_captured_once = self._on_change != "replan" and len(self._captures) > 0
         if is_disabled() or is_tracing() or is_captured_once:
@@ -302,8 +303,8 @@ class Step:
         return result
 
     def _run(self, runner: Runner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs a call by a plan; where its answers are other ones, by a plan for these, or by the
-        user's function.
+        """Runs a call by a plan. If the call has other answers to branches than the plan, it runs
+        by a plan for these, or by the user's function.
         """
         if runner.plan.estimate:
             raise ExecutionError(
@@ -468,11 +469,13 @@ class Step:
         return replace(self._last.memory, run_bytes=max(totals))
 
     def _captured(self, runner: Runner | None) -> Captured[Runner] | None:
-        """The capture whose first step or later ones it runs; None if it was given up."""
+        """The capture that a runner belongs to; None if that was dropped."""
         return next((one for one in self._captures if runner in one.runners), None)
 
     def _alongside(self, runner: Runner) -> list[Runner]:
-        """What runs the first step and later ones of the capture of one of them."""
+        """The runners of the capture that a runner belongs to: for the first step and for later
+        ones.
+        """
         captured = self._captured(runner)
         return [runner] if captured is None else captured.runners
 
@@ -669,7 +672,7 @@ class Step:
             if (runner.state_failure() or runner.answer_failure(args, kwargs)) is None:
                 return captured, runner
         raise ExecutionError(
-            f"no plan fits the state that it was captured from: {captured.runners[-1].state_failure()}",
+            f"the new plan does not fit the state that it was captured from: {captured.runners[-1].state_failure()}",
             code="no_plan_fits",
         )
 

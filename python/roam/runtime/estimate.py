@@ -52,7 +52,7 @@ class Estimator:
         for index, operator in enumerate(lowering.operators):
             for storage in (*operator.reads, *operator.mutates):
                 self._ends[storage] = max(self._ends[storage], places[index])
-        # What is left out are parts of storages.
+        # Pairs of parts of storages are left out.
         pairs = [(old, new) for old, new in plan.reuse if old < len(storages)]
         self._pairs = [(old, new) for old, new in pairs if self._is_made[old]]
 

@@ -43,18 +43,18 @@ class Executor:
         program: the program.
         placed: per call, what `placed_calls` says of it.
         plan: a plan of the program's graph.
-        streams: the device's streams, where the plan is for several. The first run uses one, in
-            launch order, which is one of the timings that the plan allows.
+        streams: the device's streams, if the plan is for several. The first run uses one, in launch
+            order, which is one of the timings that the plan allows.
         pool: where the plan's offsets are; None: every tensor comes from the ordinary allocator,
             and only the plan's order and reuse count.
         poison: whether to fill every range of the pool as soon as its tensor dies, so that a later
             read of it shows.
         proven: whether tests have established, with this very PyTorch, that the placed kernels give
-            the ordinary bits. If not, the first run compares them, and what differs is run as ever
-            from then on.
-        shrinks: a pool, which may be none of the plan's, and how large other steps may have made it
-            for this one to run.
-        tier: where tensors are offloaded, and what it has to hold; None where none is.
+            the ordinary bits. If not, the first run compares them, and an operator whose results
+            differ is run in the ordinary way from then on.
+        shrinks: a pool, which the plan need not use, and the most bytes that it may have while this
+            plan runs. If other steps have made it larger, its memory is freed first.
+        tier: where tensors are offloaded, and what it has to hold; None if none is offloaded.
     """
 
     def __init__(
@@ -73,8 +73,9 @@ class Executor:
         self.program = program
         self.bindings = Bindings(program, placed, plan, pool=pool, poison=poison)
         self.generated: GeneratedSource | None = None
-        """What later runs run; there after the first that left out no call, and so has checked them
-        all."""
+        """What later runs execute. It exists after the first checked run that left out no call, and
+        so has checked all of them.
+        """
         self._plan = plan
         self._streams = streams
         self._proven = proven
@@ -174,7 +175,7 @@ class Executor:
             slot: self.bindings.views[slot] for slot in call.outputs if slot in self.bindings.views
         }
         if way == "view" and call.target is torch.ops.aten.as_strided.default:
-            return  # it counts from where the storage begins, which is another one
+            return  # its offset counts from the start of a storage, which here is the pool's
         call.run(values)
         check.after(index, call, values, held)
         for slot, place in held.items():
@@ -209,7 +210,7 @@ class Executor:
                 out.copy_(result)
 
     def _as_ever(self, call: Call, args: Any, kwargs: Any) -> tuple[torch.Tensor, ...] | None:
-        """What the call returns by itself, the random generator put back."""
+        """What the call returns in the ordinary way. The random generator is put back."""
         if isinstance(call.target, Load) or call.target.name() in UNINITIALIZED:
             return None
         devices = {

@@ -19,8 +19,8 @@ from roam.torch_compat.private import OpOverload, c_pointer, version_of
 
 def extra_bytes(program: Program, placed: Sequence[Placed | None], device: torch.device) -> int:
     """The most that a first run allocates on the device beyond what the plan says: copies of what
-    kernels of others may not change, ordinary results that placed kernels are compared with where
-    that is not established, and the state of the CPU's random generator.
+    kernels of other libraries may not change, ordinary results with which those of placed kernels
+    are compared if their equality is not established, and the state of the CPU's random generator.
     """
     is_compared = not is_proven(device.type)
     slots = (
@@ -73,7 +73,7 @@ class Check:
             and self._program.storage_of(slot) not in changed
             and not values[slot].is_inference()  # those have no version
         ]
-        # A kernel of others may write past the versions.
+        # A kernel of another library may write without changing version counters.
         kept = (
             {tensor.data_ptr(): tensor for tensor, _ in self._versions}
             if _is_distrusted(call)
@@ -100,7 +100,9 @@ class Check:
     def after(
         self, index: int, call: Call, values: dict[int, Any], bound: dict[int, torch.Tensor]
     ) -> None:
-        """Compares the results; views of the pool with those that are `bound`."""
+        """Compares the results with what was captured, and views of the pool with those in
+        `bound`.
+        """
         self.unchanged(call)
         made = {meta.storage for slot in bound if (meta := self._program.slots[slot]) is not None}
         made = {storage for storage in made if self._program.storages[storage].creator == index}
@@ -153,12 +155,16 @@ class Check:
 
 
 def _is_distrusted(call: Call) -> bool:
-    """Whether a call runs code that others wrote, or compiled: it may write past the versions."""
+    """Whether a call runs code that others wrote, or compiled: it may write without changing
+    version counters.
+    """
     return is_foreign(call.target) or is_region(call.target)
 
 
 def _generator_state() -> bytes:
-    """Not as a tensor, which would take memory of the step's until the next call."""
+    """The state of the CPU's random generator. It is no tensor, since a tensor would count as the
+    step's memory until the next call.
+    """
     return torch.get_rng_state().numpy().tobytes()
 
 
@@ -167,7 +173,9 @@ def _argument_tensors(call: Call, values: dict[int, Any]) -> list[torch.Tensor]:
 
 
 def _is_as_captured(meta: TensorMeta, value: torch.Tensor) -> bool:
-    """Whether all is the same, what has no meaning included."""
+    """Whether shape, strides, offset, dtype, and device are the same, even strides that have no
+    meaning.
+    """
     layout = value.shape, value.stride(), value.storage_offset(), value.dtype
     return (
         layout == (meta.shape, meta.stride, meta.offset, meta.dtype)
@@ -193,7 +201,7 @@ def _metadata(meta: TensorMeta, value: torch.Tensor) -> list[tuple[str, Any, Any
 
 
 def _place(tensor: torch.Tensor) -> tuple[int, torch.dtype, list[tuple[int, int]]]:
-    """Where its elements are."""
+    """Where a tensor's elements are."""
     extents = zip(tensor.shape, tensor.stride(), strict=True)
     return (
         tensor.data_ptr(),

@@ -68,7 +68,7 @@ class Fit:
 
     @property
     def next(self) -> Trial | None:
-        """The next size, which does not fit; None if the largest that may be tried does."""
+        """The next size, which does not fit; None if the largest that may be tried fits."""
         return next((trial for trial in self.trials if not trial.fits), None)
 
     def tables(self) -> list[Table]:
@@ -148,7 +148,7 @@ def fit(
 def graphs_of(
     train_step: Callable[..., Any], args: Sequence[Any], *, random_states: bool = False
 ) -> list[Graph]:
-    """The graphs of the first step, where there is one, and of later ones.
+    """The graphs of the first step, if there is one, and of later ones.
 
     Args:
         train_step: the user's function.
@@ -185,8 +185,8 @@ def largest(
 ) -> Fit:
     """The largest size of which every step keeps within a limit.
 
-    The search is by false position: totals are nearly linear in the size. Where that does not halve
-    what is open, or totals tell nothing because operators run again, it is by bisection.
+    The search is by false position: totals are nearly linear in the size. If that does not halve
+    the open interval, or if totals tell nothing because operators run again, it is by bisection.
 
     Args:
         graphs_at: the steps of a size.
@@ -249,7 +249,7 @@ def _guess(
 def _tried(
     size: int, graphs: Sequence[Graph], limit_bytes: int, recompute: bool
 ) -> tuple[Trial, Plan | None]:
-    """Whether all steps of a size fit, and the plan that takes most where they do."""
+    """Whether all steps of a size fit, and if so, the plan that takes the most."""
     found = []
     for graph in graphs:
         try:

@@ -212,9 +212,11 @@ def _mark(name: str) -> None:
 
 
 _APART = 64
-"""How far apart in time two events may be that the allocator has counted one after the other."""
+"""How many places apart, in order of time, two events may be that the allocator has counted one
+after the other.
+"""
 _OF_GROUP = "c10d::"
-"""What names begin with of operators that process groups call for themselves."""
+"""How the names of operators begin that process groups call for themselves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,7 +308,8 @@ def _between_marks(roots: list[Any]) -> tuple[list[_Event], int]:
     marks: dict[str, tuple[int, int]] = {}
     calls = 0
     own_threads = {root.start_tid for root in roots if root.name in (_START, _END)}
-    # Depth first; each with the kernel call that it is inside of, and that kernel's name.
+    # Depth first. Each node comes with the kernel call that it is inside of, and that kernel's
+    # name.
     stack: list[tuple[Any, int | None, str, str]] = [
         (root, None, "", "") for root in reversed(roots)
     ]
@@ -480,7 +483,7 @@ def measure_in_child(
         warmup: how often the child runs the work before it measures.
         device: ``cpu`` or ``cuda``.
         timeout_s: seconds after which the child is killed.
-        env: environment variables of the child beside those of this process.
+        env: environment variables of the child in addition to those of this process.
 
     Raises:
         MeasurementError: if the child fails (with its traceback), dies, or does not finish in time.

@@ -118,14 +118,20 @@ class StepMemory:
         extra_s: seconds of these extra runs, and of stores and loads of offloaded tensors, by plan.
         least_extra_s: no plan within the limit has extra runs that take less, by plan; None if
             tensors are offloaded.
-        step_s: seconds of the step without them, by plan; 0 if nothing runs again.
+        step_s: seconds of the step without extra runs, by plan; 0 if nothing runs again.
         timed_operators: how many operators have a time that was measured on the device, each
             kernel once for each set of shapes; 0 if nothing runs again.
-        modelled_operators: how many have a time by the model of time, scaled to the measured
-            times if there are any.
+        modelled_operators: how many operators have a time by the model of time, scaled to the
+            measured times if there are any.
         extra_measured_s: seconds that the extra runs took in the step that was measured; None until
-            `Step.measured`, on CUDA, and where nothing runs again.
+            `Step.measured`, on CUDA, and if nothing runs again.
         step_measured_s: seconds of all other operators in that step; None as `extra_measured_s`.
+        offloaded_tensors: how many tensors are offloaded.
+        offloaded_bytes: bytes of these tensors.
+        loaded_bytes: bytes of all loads of them.
+        transfers_s: seconds that their stores and loads take, by plan.
+        transfers_measured_s: seconds that these took in the step that was measured; None as
+            `extra_measured_s`.
     """
 
     uses_pool: bool
@@ -290,7 +296,7 @@ class StepMemory:
             (
                 "in process groups",
                 self.group_bytes or None,
-                "the part of it that process groups allocated for themselves, beside the plan",
+                "the part of it that process groups allocated for themselves; no plan counts it",
             ),
             (
                 "eager",

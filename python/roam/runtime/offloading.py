@@ -2,7 +2,7 @@
 
 A plan chooses by time: a tensor that has no room is loaded from the tier, or made again by the
 operators that made it, whichever takes less. Only tensors of which it is known that loading them
-takes less are offered; all are, where no plan is found with those.
+takes less are offered; if no plan is found with those, all are offered.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ class Offloaded:
     """What a plan stores in a tier, and loads from there.
 
     Attributes:
-        tier: which.
+        tier: the tier.
         calls: numbers of the calls that store and load.
         tensors: how many tensors are stored.
         loads: how many loads there are.
-        stored_bytes: of all tensors that are stored.
-        loaded_bytes: of all loads.
+        stored_bytes: bytes of all tensors that are stored.
+        loaded_bytes: bytes of all loads.
         tier_bytes: what the tier has to hold.
         transfers_s: seconds that stores and loads take by plan.
     """
@@ -46,13 +46,14 @@ class Offloaded:
 
     @classmethod
     def of(cls, lowering: Lowering, tier: Tier, times_ns: np.ndarray) -> Offloaded | None:
-        """What a program with extra runs stores and loads; None where that is nothing.
+        """What a program with extra runs stores and loads; None if it stores nothing.
 
         Args:
             lowering: of the program.
             tier: which tier its calls use.
-            times_ns: nanoseconds of each call. A load's are those of a store as well, and its first
-                run's stand for the store.
+            times_ns: nanoseconds of each call. The time of a load call is that of one store and one
+                load together. Half of it is counted for each run; the first run stands for the
+                store.
         """
         if not lowering.stores:
             return None
@@ -74,8 +75,8 @@ class Offloaded:
 
 
 def never_loaded(lowering: Lowering, sequence: Iterable[int]) -> list[int]:
-    """Of the loads of a step, those that only hand on what they are given, where that is made once:
-    without them nothing is made of other values.
+    """Of the loads of a step, those that run once, and so only hand on what they are given, if that
+    is made only once. Without them everything is made from the same values.
 
     Args:
         lowering: of the step.
@@ -97,13 +98,13 @@ def never_loaded(lowering: Lowering, sequence: Iterable[int]) -> list[int]:
 
 
 def offerings(lowering: Lowering, tier: Tier, room_bytes: int | None) -> Iterator[Lowering]:
-    """A step with tensors that may be offloaded: those of which it is known that they take longer
-    to make again than to store and load, and then all.
+    """A step with tensors that may be offloaded: first those of which it is known that they take
+    longer to make again than to store and load, and then all.
 
     Args:
         lowering: of the step.
         tier: where tensors are stored.
-        room_bytes: memory to measure transfers with; None where nothing is measured.
+        room_bytes: memory to measure transfers with; None if nothing is measured.
     """
     offers = lowering.offers(unmovable_storages(lowering.program))
     if not offers:

@@ -27,7 +27,9 @@ from roam.runtime.first_run import extra_bytes, generator_bytes
 from roam.torch_compat.private import keeping_equal_nodes
 
 _SHARES = (1.0, 0.96, 0.92, 0.88, 0.84, 0.8, 0.75, 0.7, 0.65, 0.6, 0.5, 0.4)
-"""Of the limit, for the plan of the whole, until the plans of its parts keep within the limit."""
+"""Shares of the limit. The plan of the whole graph gets one after another, until the plans of its
+parts keep within the limit.
+"""
 
 
 class Partition:

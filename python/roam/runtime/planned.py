@@ -1,4 +1,4 @@
-"""What a compiled step's way of running is made of, for reports."""
+"""The plans behind a compiled step's way of running, for reports."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from roam.runtime.strategy import Choice, ordered_as
 
 
 def planned_by(choice: Choice) -> Planned:
-    """The plan of a choice beside the step as it was captured."""
+    """The plan of a choice, with the step as it was captured."""
     written, again, plan = choice.eager_graph, choice.recomputation, _bounded(choice)
     values = {
         **figures(choice.graph, plan),
         "verified": True,
         "program_order_peak_bytes": int(written.live_bytes().max(initial=0)),
-        # Of another graph: pairs of calls may be one, and results may be copied into the pool.
+        # Not given, since the plan is of another graph: in it, pairs of calls may be one, and
+        # results may be copied into the pool.
         "saved_by_order_bytes": None,
         "saved_by_reuse_bytes": None,
         "memory_limit_bytes": choice.memory_limit_bytes,
@@ -36,8 +37,8 @@ def planned_by(choice: Choice) -> Planned:
 
 
 def _bounded(choice: Choice) -> Plan:
-    """The plan of a choice with the best bound that there is: a search that found what is good
-    enough to run left it early.
+    """The plan of a choice with the best bound that there is: a search that found a plan that is
+    good enough to run may have ended before it found its best bound.
     """
     plan = choice.plan
     if plan.status == "optimal" or plan.settings["streams"] > 1 or choice.recomputation is not None:
@@ -50,7 +51,7 @@ def _bounded(choice: Choice) -> Plan:
 
 
 def plain_of(choice: Choice) -> Planned | None:
-    """A plan of the step as it was captured, where operators of the choice run again."""
+    """A plan of the step as it was captured, if operators of the choice run again; None if not."""
     if choice.recomputation is None:
         return None
     return Planned.of(choice.eager_graph, optimize(choice.eager_graph))

@@ -57,7 +57,7 @@ class Pool:
         `most_bytes`.
 
         Raises:
-            ExecutionError: where there is not as much memory; nothing has been changed.
+            ExecutionError: there is not enough memory; nothing has been changed.
         """
         with self._lock:
             if most_bytes is not None and self.nbytes > most_bytes:

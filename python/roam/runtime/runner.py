@@ -66,7 +66,8 @@ class PartialUpdate(Exception):
 class Declined(Exception):
     """A check in the step's code does not pass. All is as it was before the run.
 
-    `answers`: the first ones that the step's code gets at branches; none where it is no branch.
+    `answers`: the answers that the step's code gets at branches, up to and with the one that
+    differs from the plan's. Empty if the check is no branch.
     """
 
     def __init__(self, message: str, answers: tuple[bool, ...] = ()) -> None:
@@ -90,7 +91,7 @@ class Runner:
 
         Args:
             choice: how the variant runs.
-            guards: of others, of which one is taken that compares the same.
+            guards: guards of other runners. If one of them compares the same, it is shared.
         """
         self.name = variant.name
         self._taker = taker
@@ -340,8 +341,8 @@ class Runner:
         self._has_begun = True
 
     def _undisturbed(self) -> AbstractContextManager[Any]:
-        """Around a run: others neither draw random numbers nor watch who does, where this run does
-        either.
+        """Around a run that draws random numbers, or watches who draws them: keeps others from
+        doing either.
         """
         return watched if self._draws or self._executor.generated is None else nullcontext()
 
@@ -384,7 +385,7 @@ class Runner:
 
     def measured(self, work: Callable[[], Any]) -> Any:
         """The result of a run by the plan; `memory` then tells what it took."""
-        # What a run does before anything else, and what outlasts it, is not its own.
+        # What a run does first, and what outlasts it, does not count as its own.
         self._make_room()
         with self._executor.held():
             held_bytes = 0 if self._pool is None else self._pool.nbytes
@@ -424,7 +425,7 @@ class Runner:
 
     def measured_eagerly(self, work: Callable[[], Any]) -> Any:
         """The result of an eager run of the same step; `memory` then tells what it took."""
-        # Gradients that the last step left are no part of the plan, and eager PyTorch keeps them
+        # The plan does not contain gradients that the last step left, and eager PyTorch keeps them
         # until the step drops them.
         left = [reference.get() for reference in self._ignored]
         left_bytes = sum(
@@ -460,7 +461,7 @@ class Runner:
             give_back(module)
 
     def held(self) -> list[Any]:
-        """The largest of the Python objects that it is made of."""
+        """The largest of the Python objects that the runner is made of."""
         bindings, text = self._executor.bindings, self._executor.generated
         held = [
             self._program,
@@ -504,8 +505,8 @@ class Runner:
 
     @contextmanager
     def _kernels_alone(self) -> Iterator[None]:
-        """The program holds its own backward pass and its own casts: autograd, autocast and
-        function modes stay out.
+        """Keeps autograd, autocast and function modes out: the program contains the backward pass
+        and all casts itself.
         """
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
@@ -588,7 +589,7 @@ class Runner:
 
 
 def _found(reference: Any, leaves: list[Any]) -> Any:
-    """What a run takes of what a reference holds: of a distributed tensor this process's part."""
+    """What a run takes from a reference. For a distributed tensor this is this process's part."""
     return local_of(_held(reference, leaves))
 
 

@@ -50,22 +50,26 @@ MAX_PLANS = 64
 """Kinds of calls of one step or graph for which plans are kept unless the caller says otherwise."""
 WORTH = 0.02
 """What the pool may cost, as a share of the total: it has no fragmentation, and its addresses and
-size are known before."""
+size are known before the step.
+"""
 _NEAR = 0.001
 """Totals that differ by no more than this share are alike: then the plan is taken that has the most
 in the pool."""
 _MOST_LANDINGS = 4
 _LOOSER = 0.01
-"""By how much a plan in the order of another may take more of program order's bytes than that one
-does, if it is more than nothing that anybody notices."""
+"""How much larger `Choice.share` may be for a plan in the order of an earlier plan than for that
+plan. A difference that nobody notices is always allowed.
+"""
 _MUCH = 0.01
-"""The share of what a step makes that is worth a plan."""
+"""An operator whose results are less than this share of what a step makes is not worth a plan with
+a pool that copies all results but its own.
+"""
 _MOST_POOLED = 4
 """Plans with a pool; the estimates by which they are chosen are seldom wrong by more than
 `_MARGIN`."""
 _MARGIN = 0.02
 _UNNOTICED_BYTES = 2**20
-"""Nobody waits for a plan that takes so little less."""
+"""A smaller saving is not worth any waiting."""
 _MOST_KNOWN = 64
 """Plans that are kept for equal graphs."""
 
@@ -89,8 +93,9 @@ class Options:
     offload: Path | None = None
     kernels: Literal["eager", "inductor"] = "eager"
     tries_kernels: bool = False
-    """Whether kernels are run to find out what they take though the step is of fakes, since there
-    is room for what these stand for."""
+    """Whether kernels are tried even if the step's tensors are fakes. The real tensors that these
+    stand for have room.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,15 +104,15 @@ class Recomputation:
 
     Attributes:
         runs: how many calls run again, views and loads not counted.
-        calls: numbers of all calls that a step without a limit has not: extra runs, and what is
-            stored and loaded.
-        extra_s: seconds that they take, as measured or by the model of time.
-        step_s: seconds of the step without them.
-        least_extra_s: no plan within the limit has extra runs that take less; None where that is
-            not known, since tensors are offloaded.
+        calls: numbers of all calls that a step without a limit does not have: extra runs, stores,
+            and loads.
+        extra_s: seconds that these calls take, as measured or by the model of time.
+        step_s: seconds of the step without these calls.
+        least_extra_s: no plan within the limit has extra runs that take less; None if tensors are
+            offloaded, since it is not known then.
         floor_bytes: no plan, whatever it runs again, takes less in all; None as `least_extra_s`.
         timed_calls: how many of the step's calls have a time that was measured on the device.
-        modelled_calls: how many have one by the model of time, scaled to the measured ones.
+        modelled_calls: how many have a time by the model of time, scaled to the measured times.
     """
 
     runs: int
@@ -126,8 +131,8 @@ class Choice:
     """How a step runs.
 
     Attributes:
-        program: the step, with pairs of calls as one where that takes less memory.
-        placed: per call of it, how its kernel can write where a plan wants.
+        program: the step, in which pairs of calls are one call if that takes less memory.
+        placed: for each call of `program`, how its kernel can write where a plan wants.
         graph: the step, with the residencies that this way of running gives its tensors.
         plan: a plan of `graph`, verified.
         uses_pool: whether planned tensors lie in a pool; if not, all come from the ordinary
@@ -135,8 +140,8 @@ class Choice:
         eager_graph: the step as it was captured, with what its kernels take for themselves, as if
             every kernel could write where a plan wants.
         eager_bytes: the most memory that the step takes as eager PyTorch orders it.
-        kernel_bytes: the most that one kernel of it takes for itself while it runs; None if this is
-            not known, so that no plan contains it.
+        kernel_bytes: the most that one kernel of the step takes for itself while it runs; None if
+            this is not known, so that no plan contains it.
         copied_in: with a pool, the calls whose results are copied into it.
         is_searched: whether the plan's order was searched for; if not, it is that of another plan
             of the same calls.
@@ -144,13 +149,13 @@ class Choice:
             allocator, if it was tried.
         bound_bytes: no plan without a pool takes less in all, as the search for one has proved;
             None if none was searched.
-        lowered: the step as it was captured and `program`, lowered, for choices of other sizes;
-            where the plan was searched.
+        lowered: the step as it was captured, and `program`, both lowered, for choices of other
+            sizes. None if the plan's order was not searched for.
         memory_limit_bytes: the most that the step may take; None without a limit.
         checks_bytes: how much of that is kept for what the checked first run and computed guards
             allocate for themselves.
-        recomputation: what runs again; None if nothing has to. Then calls of `program` are runs
-            of the captured step's.
+        recomputation: what runs again; None if nothing has to. If something does, each call of
+            `program` is one run of a call of the captured step.
     """
 
     program: Program
@@ -177,7 +182,9 @@ class Choice:
 
     @property
     def share(self) -> float:
-        """What the step takes beside what persists, of what it takes in program order."""
+        """What the step takes without persistent bytes, as a share of what it takes so in program
+        order.
+        """
         persistent_bytes = self.plan.persistent_bytes
         return (self.total_bytes - persistent_bytes) / max(self.eager_bytes - persistent_bytes, 1)
 
@@ -254,8 +261,8 @@ def choose(
             under every timing.
         is_real: whether the step is of real tensors, so that kernels may be run to find out what
             they take for themselves.
-        earlier: choices of the same step for other sizes. Where one has the same calls, its way and
-            its order are tried first, and nothing is searched if they do as well as they did.
+        earlier: choices of the same step for other sizes. If one has the same calls, its way and
+            its order are tried first, and nothing is searched if they do as well as there.
         enough_bytes: a total that the process needs anyway: no search goes on below it.
         memory: the most that each step may take, one number of bytes for all: a share is one of
             the largest total without recomputation. What the device has is asked for here. A pool
@@ -433,7 +440,7 @@ class _Chooser:
                 raise
             return None
         if choice.recomputation is None:
-            name = "running nothing again that torch.utils.checkpoint does"
+            name = "running nothing again that torch.utils.checkpoint runs again"
             return replace(choice, totals=(*choice.totals, (name, choice.total_bytes)))
         if self.plain.total_bytes > left_bytes:
             return choice
@@ -570,7 +577,7 @@ class _Chooser:
                 if limit_bytes >= best.plan.total_lower_bound_bytes:
                     code = "memory_limit_not_found"
                 fault = (
-                    "where operators run again, compiled regions hold their arguments to their "
+                    "if operators run again, each compiled region holds its arguments until its "
                     f"end; then {error}."
                 )
             raise PlanError(
@@ -750,7 +757,7 @@ class _Chooser:
 
     @contextmanager
     def _trying(self) -> Iterator[None]:
-        """Around what finds something out about kernels."""
+        """A context for all that finds out something about kernels: it adds to the timings."""
         stage, before, before_disk = self._timings.kernels, known() + timed(), recalled()
         with self._timings.running(stage):
             yield
@@ -815,8 +822,8 @@ class _Chooser:
     def _copy_choices(
         self, ordinary: Choice, lowering: Lowering, most: float, pool: bool | None
     ) -> list[tuple[str, frozenset[int]]]:
-        """The ways with a pool that are worth a plan, the most promising first, as the order of the
-        plan without a pool has it.
+        """The ways with a pool that are worth a plan, the most promising first, by estimates in the
+        order of the plan without a pool.
         """
         copy_choices = list(_copy_choices(ordinary, self._variant.device))
         if self._streams > 1:
@@ -862,16 +869,17 @@ class _Ran:
         graph: Graph,
         plan: Plan,
     ) -> _Ran:
-        """The program of a sequence, held against the graph that the planner made of it.
+        """The program of a sequence, compared with the graph that the planner made of it.
 
         Args:
             lowering: of the program in which each call runs once.
             sequence: numbers of its calls.
-            copied_in: of these, as above.
-            graph, plan: the planner's.
+            copied_in: those of these calls whose results are copied into the pool; None without a
+                pool.
+            graph, plan: what the planner made.
 
         Raises:
-            PlanError: it is not the program's graph, or not a plan of it.
+            PlanError: the graph is not the program's, or the plan is not valid for it.
         """
         expanded = lowering.expanded(sequence)
         copied_in = None if copied_in is None else expanded.places(copied_in)
@@ -911,7 +919,7 @@ def _is_alike(choice: Choice, like: Choice) -> bool:
 
 
 def _alike(total_bytes: int) -> int:
-    """The most that is as good as a total."""
+    """The largest total that counts as equal to a total."""
     return int(total_bytes * (1 + _NEAR))
 
 
@@ -944,7 +952,7 @@ def ordered_as(ordered: Plan, bounded: Plan, graph: Graph) -> Plan | None:
 
 
 def _best(pooled: list[Choice], runs_once: bool) -> Choice:
-    """Of the plans whose totals are next to the least, the one with the most in the pool; for a
+    """Of the plans whose totals are close to the least, the one with the most in the pool; for a
     first step, with the smallest pool, which later steps keep.
     """
     least = min(choice.total_bytes for choice in pooled)
@@ -958,7 +966,8 @@ def _copy_choices(choice: Choice, device: torch.device) -> Iterator[tuple[str, f
     """Which calls' results are copied into the pool: all, all but those of one operator, those
     whose copies need little, or none.
 
-    Outside of the pool there is room for some, beside the worst of what copies and kernels need.
+    Some results may stay outside of the pool at no cost, since there has to be room outside of it
+    for the most that copies and kernels need.
     """
     program = choice.program
     if sizes := copyable_calls(program, choice.placed, device):

@@ -29,13 +29,13 @@ class Streams(Protocol):
         """What is enqueued on the present stream from here on waits for an event."""
 
     def keep(self, tensor: torch.Tensor, stream: int) -> None:
-        """The allocator does not use a tensor's memory again before what a stream has been given to
-        do by now is done.
+        """Keeps the allocator from using a tensor's memory again before a stream has done all that
+        it has been given so far.
         """
 
 
 class CudaStreams:
-    """Streams of a CUDA device: its own streams beside the current one, and one CUDA event per
+    """Streams of a CUDA device: the current stream, new streams beside it, and one CUDA event per
     number. They are made by the first run, so that a plan can be made without the device.
     """
 

@@ -1,4 +1,4 @@
-"""Where the time of a step's first call goes, and how long operators take that run again."""
+"""Where the time of a step's first call goes, and how long extra runs of operators take."""
 
 from __future__ import annotations
 
@@ -52,9 +52,7 @@ class Timings:
 
     @contextmanager
     def running(self, stage: Stage) -> Iterator[None]:
-        """Adds what is done inside to one of the stages, and not to the one that it is a part
-        of.
-        """
+        """Adds the time of what is done inside to a stage, and not to the stage around it."""
         outer = self._current
         self._charge()
         self._current = stage
@@ -106,14 +104,14 @@ __all__ = ["Stage", "Timings"]
 
 
 class Stopwatch:
-    """Times the calls of a run, of those on the CPU, where a call is over when it returns.
+    """Times the calls of a run on the CPU, where a call is over when it returns.
 
     Args:
-        again: numbers of the calls that a step without a limit has not.
-        transfers: those among them that offload tensors and load them.
+        again: numbers of the calls that a step without a limit does not have.
+        transfers: those of these calls that store or load offloaded tensors.
 
     Attributes:
-        extra_s: seconds that these have taken.
+        extra_s: seconds that the calls of `again` have taken.
         transfers_s: seconds of `transfers` alone.
         step_s: seconds of the others, without the first call, whose beginning nobody sees.
     """

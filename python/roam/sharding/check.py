@@ -27,14 +27,18 @@ GIVEN_SIZES = {
     aten.new_empty.default,
     aten.split_with_sizes.default,
 }
-"""Operators whose numbers are sizes: those of a part's results, which are compared."""
+"""Operators whose numbers are sizes. On a part they are other sizes, so the shapes of the results
+are compared instead.
+"""
 _VIEWS = {aten._unsafe_view.default: aten.view.default, aten.reshape.default: aten.view.default}
-"""`reshape` is a view or a copy and a view, as the strides of a part allow."""
+"""`reshape` is a view, or a copy and a view, depending on the strides of a part."""
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Where a rank first does something else: `path` is that of the module whose code it is."""
+    """Where a rank first does something else than was chosen. `path` is the path of the module
+    whose code does it.
+    """
 
     path: str
     message: str
@@ -52,12 +56,12 @@ def first_difference(
     chosen for it; None if there is none.
 
     Args:
-        trace: of one process.
-        nodes: of it.
-        options: per node, what was chosen.
+        trace: the step of one process.
+        nodes: the nodes of this step.
+        options: the option that was chosen for each node.
         rank: the trace of one rank.
-        raised: by the rank's forward pass.
-        size: ranks that share the step.
+        raised: what the rank's forward pass raised.
+        size: how many ranks share the step.
     """
     chosen = {
         id(node.subject): option
@@ -94,7 +98,7 @@ def first_difference(
 
 
 def _between(trace: Trace, styled: set[str]) -> list[Operator]:
-    """The operators that are in no call of these modules."""
+    """The operators that are in no call of these modules, without copies."""
     within: dict[int, bool] = {-1: False}
 
     def is_within(call: int) -> bool:
@@ -111,7 +115,7 @@ def _between(trace: Trace, styled: set[str]) -> list[Operator]:
 
 
 def target_of(operator: Operator) -> Any:
-    """The operator, one for all views."""
+    """The kernel that an operator calls; the same for all kinds of `view`."""
     return _VIEWS.get(operator.target, operator.target)
 
 

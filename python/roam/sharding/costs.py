@@ -2,8 +2,8 @@
 
 An operator takes as long as moving its bytes or computing its floating-point operations takes,
 whichever is longer, plus the time to launch it; its backward pass takes twice as long. A collective
-takes a fixed time, plus that of the bytes which a rank sends, as ring algorithms send them. Nothing
-overlaps. The constants decide which plan is called faster, not whether a plan is right.
+takes a fixed time, plus the time to send the bytes that each rank sends in a ring algorithm.
+Nothing overlaps. The constants decide which plan is called faster, not whether a plan is right.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ class Division:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of the mesh."""
+        """The shape of the mesh."""
         return self.data, self.tensor
 
     def __str__(self) -> str:
@@ -74,8 +74,9 @@ class Division:
 
 
 def divisions_of(shape: Sequence[int], costs: Costs, data: int | None = None) -> list[Division]:
-    """All ways to divide the ranks of a mesh: of one dimension, into any equal groups; of several,
-    replicas along the first ones, and the ranks of a replica along the others.
+    """All ways to divide the ranks of a mesh. A mesh of one dimension is divided into any equal
+    groups. In a mesh of several dimensions, the first ones are of replicas, and the others of the
+    ranks of a replica.
 
     Args:
         shape: of the mesh.
@@ -83,7 +84,7 @@ def divisions_of(shape: Sequence[int], costs: Costs, data: int | None = None) ->
         data: how many replicas; None for any.
 
     Raises:
-        ValueError: there is none with so many replicas.
+        ValueError: the ranks cannot be divided into so many replicas.
     """
     world = math.prod(shape)
     if len(shape) == 1:
@@ -93,7 +94,9 @@ def divisions_of(shape: Sequence[int], costs: Costs, data: int | None = None) ->
     if data is not None:
         if data not in places:
             known = ", ".join(map(str, places))
-            raise ValueError(f"ranks of this mesh make {known} replicas, not {data}")
+            raise ValueError(
+                f"the ranks of this mesh can be divided into {known} replicas, not into {data}"
+            )
         places = {data: places[data]}
     links = [costs.link_of(dimension) for dimension in range(len(shape))]
     found = []
@@ -159,7 +162,7 @@ def part_of(batch: tuple[Any, ...], replicas: int, replica: int) -> tuple[Any, .
     and everything else whole.
 
     Raises:
-        ValueError: its samples are not divisible by the replicas.
+        ValueError: the number of samples is not a multiple of the number of replicas.
     """
     rows = rows_of(batch)
     if replicas == 1:

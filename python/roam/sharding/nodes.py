@@ -20,22 +20,23 @@ from roam.sharding.transitions import PARTIAL, transition
 aten = torch.ops.aten
 Kind = Literal["plain", "column", "row", "sequence"]
 PLAIN, REPLICATED = -1, -2
-"""Placements of a parameter that is a plain tensor, and of one that is a DTensor which every rank
-has whole; others are the dimension along which it is split."""
+"""Placements of a parameter: `PLAIN` if it is a plain tensor, `REPLICATED` if it is a DTensor that
+every rank has whole. Any other placement is the dimension along which it is split.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One way for a node.
+    """One way to do what a node stands for.
 
     Attributes:
-        inputs: states of what it is given; of a call of a module with parameters, then the
-            placements of these.
-        outputs: states of what it makes.
-        ns: by the model of time, collectives included.
-        size_bytes: that its results take on a rank.
-        collectives: that it needs in one step.
-        kind: of style, for a call of a module with parameters.
+        inputs: states of what the node is given. For a call of a module with parameters, their
+            placements follow.
+        outputs: states of what the node makes.
+        ns: nanoseconds by the model of time, collectives included.
+        size_bytes: bytes that the node's results take on a rank.
+        collectives: the collectives that the node needs in one step.
+        kind: the kind of style, for a call of a module with parameters.
     """
 
     inputs: tuple[State, ...]
@@ -53,11 +54,12 @@ class Node:
     """Something to be decided.
 
     Attributes:
-        key: equal for the same place in equal layers.
-        path: of the module.
-        what: it stands for.
-        sources: per input, the node and which of its outputs; None for what every rank has whole.
-        lifetime: of what it makes, half-open, in operators of the step.
+        key: equal for nodes at the same place in equal layers.
+        path: the path of the module.
+        what: what the node stands for.
+        sources: for each input, the node that makes it and which of that node's outputs it is; None
+            if every rank has it whole.
+        lifetime: lifetime of what the node makes, counted in operators of the step, half-open.
         subject: the operator, the call, or the parameter's name.
     """
 
@@ -69,16 +71,17 @@ class Node:
     lifetime: tuple[int, int]
     subject: Any = None
     value: int = -1
-    """What an entry is of."""
+    """The value that an entry changes; -1 for other nodes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bans:
-    """What has been found not to work, by modules' folded paths: parts of values there.
+    """What has been found not to work: splitting values in certain modules, which are named by
+    their folded paths.
 
     Attributes:
-        values: (path, place, dimension): of the values whose shape the module's own code reads,
-            that in this place may not be split along the dimension.
+        values: (path, place, dimension): among the values whose shape the code of the module at
+            `path` reads, the one at `place` may not be split along the dimension.
         modules: paths of modules between whose operators nothing may be split.
     """
 
@@ -86,7 +89,7 @@ class Bans:
     modules: frozenset[str] = frozenset()
 
     def forbid(self, readers: Iterable[tuple[str, int]], state: State) -> bool:
-        """Whether a value may not have this state, for those who read its shape."""
+        """Whether a value may not have this state because of those who read its shape."""
         return any((*reader, state) in self.values for reader in readers)
 
 
@@ -98,7 +101,9 @@ class Nodes:
     rules: Rules
     nodes: list[Node] = field(default_factory=list)
     producers: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """Per value that is not whole for certain, the node that gives it and which of its outputs."""
+    """For each value that a rank may not have whole, the node that makes it and which of that
+    node's outputs it is.
+    """
 
 
 def nodes_of(
@@ -115,11 +120,11 @@ def nodes_of(
     """The nodes of a step.
 
     Args:
-        trace: of one process.
-        rules: for the ranks of a replica.
-        costs: of computation.
-        division: of the ranks.
-        folded: makes one path of those of equal layers.
+        trace: the step of one process.
+        rules: the rules for the ranks of a replica.
+        costs: the constants of the model of time.
+        division: how the ranks are divided.
+        folded: a function that makes one path of the paths of equal layers.
         state_bytes: bytes of optimizer state for each byte of a parameter.
         units: paths of modules whose parameters replicas gather and reduce together.
         bans: what has been found not to work.
@@ -240,7 +245,7 @@ class _Builder:
         return len(self._found.nodes) - 1
 
     def _readers(self, value: int, within: int) -> list[tuple[str, int]]:
-        """Who reads a value's shape in a call, or anywhere."""
+        """Who reads a value's shape within a call; anywhere, if `within` is negative."""
         if not self._bans.values:
             return []
         return [
@@ -275,7 +280,7 @@ class _Builder:
 
     def _held(self, name: str, value: Value, placement: State) -> Option:
         """A parameter with a placement: its update, its bytes, and the time of its share of what
-        replicas gather and reduce, without that which a collective takes if it carries nothing.
+        replicas gather and reduce, without the time that a collective takes if it carries nothing.
         """
         division, costs = self._division, self._costs
         local = fraction(value, placement, self._rules.size)
@@ -287,7 +292,7 @@ class _Builder:
         padded = division.padded_bytes(value, placement)
         link = replace(division.data_link, latency_ns=0)
         for kind in division.collective_kinds(is_trained=value.is_differentiable, is_root=is_root):
-            # It is copied into what the collective is given, or out of what that makes.
+            # The parameter is copied into the collective's input, or out of its result.
             ns += Collective(kind, padded).ns(link, division.data)
             ns += round(2 * padded / costs.bytes_per_ns)
         if division.is_sharded and is_root:
@@ -335,7 +340,7 @@ class _Builder:
         self._produce(outputs, node)
 
     def _factors(self, sources: Sequence[tuple[int, int] | None]) -> frozenset[int]:
-        """Of the blocks in which inputs may be split."""
+        """The numbers of blocks (see `STRIDED`) in which inputs may be split."""
         return frozenset(
             option.outputs[output] // STRIDED
             for node, output in filter(None, sources)
@@ -387,7 +392,7 @@ class _Builder:
                 if (before == SPREAD) != (after == SPREAD) and not value.is_differentiable:
                     continue
                 if before == SPREAD != after:
-                    continue  # what a style made a DTensor stays one within
+                    continue  # what a style has made a DTensor stays one inside the module
                 crossed = self._transition(before, after, value)
                 if crossed is not None:
                     extra = 0
@@ -407,8 +412,8 @@ class _Builder:
         self._overlays.append((number, {value_number: (node, 0)}))
 
     def _entry_value(self, number: int) -> int | None:
-        """The value whose state a style may change where it enters a module: the first that a
-        gradient flows back from, or else the first.
+        """The value whose state a style may change where it enters a module: the first value
+        through which a gradient flows back, or else the first one. None if no style can.
         """
         call = self._trace.calls[number]
         is_hookable = (
@@ -468,7 +473,8 @@ class _Builder:
         options = self._options[key]
         earlier = self._styled.get(call.path)
         if self._calls[call.path] > 1:
-            # One style serves all calls of a module: it passes from the first to the others.
+            # One style serves all calls of a module. Each option is numbered, and edges from the
+            # first call to the others make all calls choose the same number.
             codes: dict[Any, int] = {}
             marks = [
                 codes.setdefault((one.kind, one.split, one.inputs, one.outputs), len(codes))
@@ -566,7 +572,7 @@ class _Builder:
                             (before, *placed), (after,), time + self._crossing(crossed), taken,
                             crossed, kind,
                         )  # fmt: skip
-        # The style makes all parameters trainable.
+        # `SequenceParallel` makes all parameters trainable, so it is used only if they are.
         for dim in parts if all(value.is_differentiable for value in parameters) else ():
             result = self._sequence(call, dim)
             if result is None:
@@ -630,8 +636,8 @@ def _is_linear(module: torch.nn.Module) -> bool:
 
 
 def _is_table(trace: Trace, call: ModuleCall) -> bool:
-    """Whether a call looks up rows of a table, and maybe multiplies them by numbers, which is the
-    same for parts and for addends.
+    """Whether a call looks up rows of a table, and perhaps multiplies them by numbers. A product
+    with a number can be computed from parts or from addends of the rows.
     """
     module = call.module
     if not isinstance(module, torch.nn.Embedding):
@@ -688,7 +694,7 @@ def _leaves(trace: Trace) -> dict[int, tuple[str, ...]]:
 
 
 def _free_parameters(trace: Trace, leaves: dict[int, tuple[str, ...]]) -> set[str]:
-    """Names of parameters that something outside of such calls reads."""
+    """Names of parameters that operators outside of the calls in `leaves` read."""
     within: set[int] = set()
     for number in leaves:
         call = trace.calls[number]

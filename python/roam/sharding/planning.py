@@ -50,9 +50,11 @@ from roam.sharding.twin import (
 )
 
 WORK = 20_000_000
-"""Entries of cost matrices that a search looks at, unless told otherwise."""
+"""How many entries of cost matrices a search looks at, if the caller does not say."""
 _MOST_TRIES = 12
-"""How often a choice is found anew, after one that does not run or takes too much."""
+"""How often another choice is searched for after one that does not run on a rank or takes too much
+memory.
+"""
 _SIZES = (
     "write sizes that are split as -1, as in x.view(batch, length, -1, width), or take them from "
     "x.shape"
@@ -79,13 +81,14 @@ def parallelize(
     are tried on zeros. One process is enough, for a mesh of any size.
 
     Args:
-        train_step: called as ``train_step(model, optimizer, *batch)``, with one backward pass.
-        model: with plain parameters, no part of it distributed yet.
-        optimizer: over its parameters.
+        train_step: your function, called as ``train_step(model, optimizer, *batch)``. It has one
+            backward pass.
+        model: a model with plain parameters, of which no part is distributed yet.
+        optimizer: an optimizer over the model's parameters.
         batch: the other arguments of the step: all samples of a step, as one process would train
             on them. Replicas get equal parts of it, along the first dimension.
-        mesh: how many ranks, the ranks along each dimension, or a `DeviceMesh`. Of several
-            dimensions, the first ones may be of replicas.
+        mesh: the number of ranks, the numbers along each dimension, or a `DeviceMesh`. If there are
+            several dimensions, the first ones may be of replicas.
         data: how many replicas of the model train on parts of the batch, and average their
             gradients. If None, the fastest number; more than one only if roam finds that the
             replicas compute what one process does.
@@ -109,7 +112,7 @@ def parallelize(
 
 
 def _mesh(mesh: Any, model: torch.nn.Module) -> tuple[tuple[int, ...], str]:
-    """Its shape, and the kind of its devices."""
+    """The mesh's shape, and the kind of its devices."""
     device = next((parameter.device.type for parameter in model.parameters()), "cpu")
     shape = (mesh,) if isinstance(mesh, int) else tuple(getattr(mesh, "shape", mesh))
     if not shape or any(not isinstance(size, int) or size < 1 for size in shape):
@@ -119,7 +122,7 @@ def _mesh(mesh: Any, model: torch.nn.Module) -> tuple[tuple[int, ...], str]:
 
 @dataclass(slots=True)
 class _Replica:
-    """What a replica does with its part of the batch, and what has been found not to run on its
+    """The step of a replica on its part of the batch, and what has been found not to run on its
     ranks.
     """
 
@@ -137,38 +140,38 @@ class Found:
     division: Division
     replica: _Replica
     limit_bytes: int | None
-    """The most that the search lets results take."""
+    """How many bytes the search lets results take at most."""
     bans: Bans = field(default_factory=Bans)
-    """With which it was found."""
+    """What was forbidden when the choice was found."""
     nodes: list[Node] = field(default_factory=list)
     choice: Choice | None = None
     bound_ns: int = 0
-    """No choice takes less."""
+    """A lower bound of the time of all choices, in nanoseconds."""
     launched_ns: int = 0
-    """Of these: what collectives of replicas take that carry nothing."""
+    """The part of this time that collectives of replicas take even if they carry nothing."""
     runs: bool = False
     """Whether it has been found to run on a rank."""
     tries: int = 0
 
     @property
     def trace(self) -> Trace:
-        """Of a replica's step in one process."""
+        """The trace of a replica's step in one process."""
         return self.replica.trace
 
     @property
     def chosen(self) -> Choice:
-        """The choice that there is."""
+        """The choice, which must have been found."""
         assert self.choice is not None
         return self.choice
 
     @property
     def differences(self) -> tuple[Difference, ...]:
-        """Where choices before it did not run on a rank."""
+        """Where earlier choices did not run on a rank."""
         return tuple(self.replica.differences)
 
     @property
     def styles(self) -> dict[str, Style]:
-        """Of the choice, by modules' paths."""
+        """The styles of the choice, by the paths of modules."""
         return styles_of(self.trace, self.nodes, self.chosen.options)
 
 
@@ -189,10 +192,10 @@ class Planning:
         work: int = WORK,
     ) -> None:
         """The arguments are those of `parallelize`; `is_sharded` says whether parameters are
-        sharded over replicas, None for whichever is cheaper.
+        sharded over replicas. If it is None, the cheaper way is taken.
 
         Raises:
-            ValueError: the mesh is none, or has no such replicas.
+            ValueError: the mesh is not valid, or cannot be divided into so many replicas.
         """
         self._train_step, self._model, self._optimizer = train_step, model, optimizer
         self._batch, self._costs, self._work = batch, costs or Costs(), work
@@ -208,10 +211,12 @@ class Planning:
         self._is_real = not has_fakes(model, batch)
         self._replicas: dict[int, _Replica | None] = {}
         self._meshes: dict[tuple[int, int], Any] = {}
-        """Those of processes, which make groups."""
+        """Meshes of real processes, by shape. They are kept, since making one makes process
+        groups.
+        """
         self.seconds = Seconds()
         self.left_out: dict[str, str] = {}
-        """Divisions that were no options, and why."""
+        """Divisions that were not possible, and why."""
         self._errors: list[RoamError] = []
 
     def find(self, limit_bytes: int | None = None) -> Found | None:
@@ -227,7 +232,7 @@ class Planning:
         return best
 
     def within(self, limit_bytes: int | None) -> Sharding:
-        """A choice whose certified memory keeps to a limit.
+        """A sharding whose certified memory is within a limit.
 
         Raises:
             CaptureError, ValueError: as from `find`.
@@ -266,8 +271,8 @@ class Planning:
         )
 
     def candidates(self, limit_bytes: int | None = None) -> list[Found]:
-        """The cheapest choice for each division of the ranks, whether it runs or not; those that
-        have one within a limit.
+        """The cheapest choice for each division of the ranks, whether it runs on a rank or not.
+        Divisions without a choice within the limit are left out.
 
         Raises:
             CaptureError: the step cannot be traced.
@@ -322,7 +327,7 @@ class Planning:
         self._errors.append(error)
 
     def _search(self, candidate: Found) -> None:
-        """Finds the cheapest choice of a candidate, with what is known of its ranks."""
+        """Finds the cheapest choice for a candidate's division that nothing forbids so far."""
         replica, division = candidate.replica, candidate.division
         start = time.perf_counter()
         link = division.tensor_link
@@ -356,7 +361,7 @@ class Planning:
         candidate.choice = choice
 
     def _replica(self, division: Division) -> _Replica | None:
-        """What a replica does; None if it is not known to do what one process does."""
+        """The step of a replica; None if it is not known to compute what one process computes."""
         count = division.data
         if count not in self._replicas:
             start = time.perf_counter()
@@ -394,13 +399,13 @@ class Planning:
             yield mesh
 
     def _rank(self, styles: dict[str, Style], mesh: Any, batch: tuple[Any, ...]) -> Twin:
-        """What a rank has of a replica."""
+        """The twin that one rank of a replica trains."""
         twin = twin_of(self._model, self._optimizer, batch)
         with twin.mode:
             return _renewed(twin, lambda model: apply_styles(model, mesh, styles, source_rank=None))
 
     def rank_trace(self, found: Found) -> Trace:
-        """What the first rank of a replica does.
+        """The trace of the step on the first rank of a replica.
 
         Raises:
             CaptureError: its forward pass raises.
@@ -451,11 +456,11 @@ def _renewed(twin: Twin, change: Callable[[torch.nn.Module], object]) -> Twin:
 
 
 def _more_bans(found: Found, difference: Difference, tries: int) -> Bans:
-    """Forbids what a module cannot have run on: parts of a value whose shape its code reads, or
-    else all parts between its operators.
+    """Forbids what is likely to have made a module fail: parts of a value whose shape its code
+    reads, or, if there is no such value, all parts between its operators.
 
     Raises:
-        CaptureError: that is forbidden already, or too much was tried.
+        CaptureError: all of this is forbidden already, or too many choices were tried.
     """
     bans, trace, path = found.bans, found.trace, folded(difference.path)
     states: dict[int, set[int]] = {}
@@ -475,7 +480,7 @@ def _more_bans(found: Found, difference: Difference, tries: int) -> Bans:
         for place, slot in enumerate(values):
             split = {(path, place, state) for state in states.get(slot, ()) if state >= 0}
             if not split <= bans.values:
-                # The first that is read and split: one more each time.
+                # Only the first value that is read and split is forbidden: one more at each try.
                 return replace(bans, values=bans.values | split)
     if path not in bans.modules and tries < _MOST_TRIES:
         return replace(bans, modules=bans.modules | {path})

@@ -1,4 +1,6 @@
-"""Ranks of a mesh without processes: PyTorch's "fake" process group, where none is there."""
+"""Ranks of a mesh without processes: PyTorch's "fake" process group takes their place if there is
+no real one.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,8 @@ from roam.torch_compat.private import fake_store
 
 @contextmanager
 def one_of(world: int, rank: int = 0) -> Iterator[None]:
-    """A "fake" process group in which this process is a rank, and nobody is the others. Its
-    collectives do nothing.
+    """A "fake" process group in which this process is one rank, and the other ranks do not exist.
+    Its collectives do nothing.
     """
     dist.init_process_group("fake", store=fake_store(), rank=rank, world_size=world)
     try:
@@ -27,8 +29,8 @@ def one_of(world: int, rank: int = 0) -> Iterator[None]:
 
 @contextmanager
 def meshed(shape: Sequence[int], names: Sequence[str], device: str) -> Iterator[Any]:
-    """A mesh of this shape: of the processes that are there, or else of fakes, of which this is the
-    first.
+    """A mesh of this shape: of the processes of the process group, or, without one, of fake ranks,
+    of which this process is the first.
 
     Raises:
         CaptureError: there are processes, and not as many as the mesh has ranks.

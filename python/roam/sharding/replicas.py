@@ -1,7 +1,7 @@
 """Finds out whether replicas that train on parts of a batch, and average their gradients, compute
-what one process computes on the whole batch. For that the loss has to be a mean over samples that
-depend on each other nowhere else. This is found from the operators of one process's step and of a
-replica's, by DTensor's rules.
+what one process computes on the whole batch. This holds if the loss is a mean over samples, and the
+samples do not depend on each other anywhere else. Whether it does is found by comparing the
+operators of one process's step with those of a replica's step, by DTensor's rules.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ from roam.sharding.trace import Operator, Reference, Trace
 from roam.torch_compat.private import schema_of
 
 MEAN = -4
-"""The mean over replicas is what one process has."""
+"""The state of a value whose mean over the replicas is the value of one process."""
 NUMBERS = -5
-"""The numbers of the samples: of all in one process, and of its part in a replica."""
+"""The state of the samples' numbers: one process has those of all samples, and a replica those of
+its part.
+"""
 OTHER = -6
-"""No such relation; allowed where no gradient flows."""
+"""No such relation is known. It is allowed where no gradient flows."""
 
 aten = torch.ops.aten
 _CONSTANT = {
@@ -35,7 +37,9 @@ _LINEAR = {
     aten.detach.default, aten.alias.default, aten._to_copy.default,
     aten.view.default, aten.reshape.default, aten.squeeze.default, aten.unsqueeze.default,
 }  # fmt: skip
-"""Of which the mean of results is the result of the mean, if only the first input has one."""
+"""Linear operators: the mean of the results is the result for the mean, if only the first input
+differs between replicas.
+"""
 _VIEWS = {
     aten.detach.default, aten.alias.default, aten.view.default, aten.reshape.default,
     aten.unsqueeze.default,
@@ -50,8 +54,8 @@ def why_not(whole: Trace, part: Trace, rules: Rules) -> str:
 
     Args:
         whole: the step of one process on the whole batch.
-        part: that of a replica on its part.
-        rules: for the whole step, and as many ranks as there are replicas.
+        part: the step of a replica on its part.
+        rules: the rules for the whole step, for as many ranks as there are replicas.
     """
     if whole.loss < 0:
         return "backward() is not called on a tensor of the step"
@@ -63,11 +67,11 @@ class _Comparison:
         self._whole, self._part, self._rules = whole, part, rules
         self._states: dict[int, State] = {}
         self._mixing: dict[int, str] = {}
-        """Of values of another kind, the operator that they come from."""
+        """For each value with the state `OTHER`, the operator that it comes from."""
 
     def run(self) -> str:
         whole, part = self._whole, self._part
-        # `reshape` is a view or a copy and a view, as the strides of a part allow.
+        # `reshape` is a view, or a copy and a view, depending on the strides of a part.
         others = (one for one in part.operators if one.target is not aten.clone.default)
         other = next(others, None)
         for one in whole.operators:
@@ -111,8 +115,8 @@ class _Comparison:
         self._states[slot] = state
 
     def _is_left_out(self, one: Operator, other: Operator | None) -> bool:
-        """Whether an operator repeats something for every sample, and a replica of one sample does
-        without.
+        """Whether an operator repeats something for every sample and a replica, with one sample,
+        does not need it.
         """
         if one.target is not aten.expand.default or (other and other.target is one.target):
             return False
@@ -124,7 +128,9 @@ class _Comparison:
         )
 
     def _given(self, slot: int, of_part: int) -> State:
-        """The state of an input; of what was there before the step by its shape on a replica."""
+        """The state of an input. If the input was there before the step, its shape on a replica
+        tells its state.
+        """
         if slot not in self._states:
             shape, other = self._whole.values[slot].shape, self._part.values[of_part].shape
             state = WHOLE if shape == other else OTHER
@@ -136,7 +142,7 @@ class _Comparison:
     def _made(
         self, one: Operator, other: Operator, given: Sequence[State]
     ) -> tuple[State, ...] | None:
-        """The states of what an operator makes, None if they are none."""
+        """The states of what an operator makes; None if they cannot be told."""
         size = self._rules.size
         shapes = [self._whole.values[slot].shape for slot in one.outputs if slot is not None]
         local = [self._part.values[slot].shape for slot in other.outputs if slot is not None]
@@ -200,8 +206,8 @@ class _Comparison:
         shapes: Sequence[tuple[int, ...]],
         local: Sequence[tuple[int, ...]],
     ) -> tuple[State, ...] | None:
-        """Of an operator whose result is the same along the only dimension that a replica has less
-        of.
+        """The states of the results of an operator whose result is constant along the only
+        dimension in which a replica's is shorter; None for any other operator.
         """
         shape, size = shapes[0], self._rules.size
         dims = [dim for dim, length in enumerate(shape) if length != local[0][dim]]
@@ -217,7 +223,9 @@ class _Comparison:
     def _is_mean(
         self, one: Operator, given: Sequence[State], shapes: Sequence[tuple[int, ...]]
     ) -> bool:
-        """Whether an operator makes the mean over all of what it is given, which is in parts."""
+        """Whether an operator makes the mean over all elements of its inputs, of which each rank
+        has a part.
+        """
         if shapes[0] or any(state < 0 for state in given):
             return False
         return one.target in _MEANS or _argument(one, "reduction") == _REDUCED_BY_MEAN

@@ -31,10 +31,10 @@ class Seconds:
     """How long each stage took, in seconds.
 
     Attributes:
-        trace: of one process's step on fakes.
+        trace: to trace one process's step on fakes.
         rules: to ask DTensor for its rules and to write down all options.
-        search: for the choices, and their bounds.
-        check: to apply them, and to trace a rank's step.
+        search: to search for the choices and their bounds.
+        check: to apply the choices, and to trace a rank's step.
         certify: to capture and plan a rank's step.
     """
 
@@ -55,13 +55,14 @@ class Sharding:
         styles: by the path of a module, what `parallelize_module` is given for it.
         units: paths of the modules that `fully_shard` is called on before the model, where there
             are replicas.
-        plan: of one rank's step, verified; its `total_bytes` is what the step takes on each rank.
-        choice: what the search found. `ns` is the time of a step by the model, and `bound_ns` a
-            lower bound of it for all divisions that were looked at.
+        plan: the verified plan of one rank's step; its `total_bytes` is what the step takes on each
+            rank.
+        choice: what the search found. `ns` is the time of a step by the model of time, and
+            `bound_ns` a lower bound of it for all divisions that were looked at.
         seconds: how long each stage took.
         left_out: divisions that are not possible, and why.
         knows_kernels: whether `plan` knows what kernels take for themselves while they run. It does
-            not if the model or the batch was of fakes.
+            not know this if the model or the batch consisted of fakes.
     """
 
     mesh_shape: tuple[int, ...]
@@ -84,7 +85,7 @@ class Sharding:
 
     @property
     def is_optimal(self) -> bool:
-        """Whether no choice takes less time by the model."""
+        """Whether no choice takes less time, by the model of time."""
         return self.choice.ns == self.choice.bound_ns
 
     @property
@@ -113,7 +114,7 @@ class Sharding:
 
         Args:
             batch: all samples of a step, the same on every rank.
-            replica: which one's; that of this process's rank if None.
+            replica: the number of the replica; if None, that of this process's rank.
 
         Raises:
             ValueError: the samples have no equal parts.
@@ -141,7 +142,8 @@ class Sharding:
             optimizer: over the model's parameters, without state yet; it gets the new parameters.
                 If you do not pass it, make the optimizer afterwards.
             mesh: a mesh of the shape ``division.shape``. One dimension is enough if there is only
-                one replica, or if each replica is one rank. All processes if None.
+                one replica, or if each replica is one rank. If None, a mesh of all processes is
+                made.
 
         Raises:
             ValueError: the mesh has another shape, or the optimizer has state.
@@ -163,7 +165,7 @@ class Sharding:
         return model
 
     def _meshes(self, mesh: Any, device: str) -> tuple[Any, Any]:
-        """Of replicas, and of the ranks of one."""
+        """The mesh of the replicas, and the mesh of the ranks of one replica."""
         from torch.distributed.device_mesh import init_device_mesh
 
         shape = self.division.shape
@@ -225,7 +227,7 @@ class Sharding:
                 for row in _rows(found, ranks)
             ]
         gap = "optimal" if self.is_optimal else f"at most {self.choice.gap:.2%} above the best"
-        lines.append(f"  time of a step by the model: {self.choice.ns / 1e6:.3f} ms, {gap}")
+        lines.append(f"  time of a step by the model of time: {self.choice.ns / 1e6:.3f} ms, {gap}")
         beside = "" if self.knows_kernels else " beside what kernels take for themselves"
         lines.append(
             f"  memory of each rank, certified: {format_bytes(self.plan.total_bytes)}{beside}"
@@ -235,7 +237,7 @@ class Sharding:
 
 
 def _rows(collectives: Iterable[tuple[str, Collective]], ranks: int) -> list[dict[str, Any]]:
-    """Per kind: how many, and what each rank sends."""
+    """For each kind of collective: how many there are, and how many bytes each rank sends."""
     rows: dict[str, dict[str, Any]] = {}
     for _, one in collectives:
         row = rows.setdefault(one.kind, {"kind": one.kind, "count": 0, "sent_bytes": 0})

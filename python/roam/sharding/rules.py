@@ -31,13 +31,15 @@ from roam.torch_compat.private import (
 WHOLE = -1
 SPREAD = -2
 STRIDED = 8
-"""Added `factor` times to a dimension: each of `factor` blocks along it is in equal parts, of which
-a rank has one each. So is a dimension that a view joined of one before and one in parts."""
+"""Added `factor` times to a dimension, it says that the dimension consists of `factor` blocks, that
+each block is split into equal parts, and that a rank has one part of each block. This happens when
+a view joins two dimensions of which the second is split.
+"""
 State = int
 
 aten = torch.ops.aten
 Rule = tuple[tuple[State | None, ...], tuple[State | None, ...]]
-"""States of the inputs and of the outputs; None for what is no whole and no equal part."""
+"""States of the inputs and of the outputs; None for what is neither whole nor an equal part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,7 @@ class Rules:
     """Strategies of operators, remembered by what they depend on."""
 
     def __init__(self, trace: Trace, size: int) -> None:
-        """`size`: ranks that share the parts."""
+        """`size`: how many ranks share the parts."""
         self._trace = trace
         self.size = size
         self._known: dict[Any, tuple[Strategy, ...]] = {}
@@ -84,9 +86,9 @@ class Rules:
         """All ways to run an operator on parts, the whole one first.
 
         Args:
-            operator: of the trace.
-            is_distributed: within a module that a style runs on DTensors, where gradients of whole
-                parameters may be partial.
+            operator: an operator of the trace.
+            is_distributed: whether the operator is in a module that a style runs on DTensors. There
+                the gradients of whole parameters may be partial.
         """
         values = [self._trace.values[number] for number in operator.inputs]
         flows = tuple(value.is_differentiable and not is_distributed for value in values)
@@ -152,7 +154,7 @@ class Rules:
                 tuple(_state(placement, factor) for placement in row)
                 for row in rows
                 for factor in (0, *sorted(factors))
-                # What names no dimension is no rule for blocks.
+                # A rule that names no dimension is no rule for blocks.
                 if factor == 0 or any(map(_is_placeholder, row))
             ]
         return [
@@ -168,7 +170,9 @@ def dimension(state: State) -> int:
 
 
 def _state(placement: Any, factor: int = 0) -> State | None:
-    """The state that a placement is, `None` where it is none; of a placeholder with a factor."""
+    """The state that a placement stands for; None if it stands for none. `factor` is used for
+    placeholders.
+    """
     kind = type(placement).__name__
     if placement is None or kind == "Replicate":
         return WHOLE
@@ -204,8 +208,8 @@ def _draws_nothing(operator: Operator) -> bool:
 
 
 def _attention(operator: Operator, values: Sequence[Value]) -> list[Rule]:
-    """Samples and heads are independent of each other: query, key, value, and maybe a mask that is
-    broadcast along them.
+    """Rules of attention, whose samples and heads are independent of each other. Its inputs are
+    query, key, value, and perhaps a mask that is broadcast along these dimensions.
     """
     found: list[Rule] = []
     for dim in (0, 1):

@@ -1,5 +1,5 @@
-"""The choice of an option for each node: equal layers choose alike if nothing is lost by it, and
-the bound is that of all layers apart.
+"""The choice of an option for each node: equal layers get equal choices if nothing is lost by it.
+The bound holds also for choices in which equal layers differ.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ class Choice:
     """What a search found.
 
     Attributes:
-        options: per node, the one that was chosen.
-        ns: what they take together, by the model of time.
-        bound_ns: no choice takes less.
+        options: the option that was chosen for each node.
+        ns: nanoseconds that these options take together, by the model of time.
+        bound_ns: a lower bound of the time of all choices.
         is_folded: whether equal layers were made to choose alike, and nothing was lost by it.
-        nodes: of the problem in which all layers choose apart.
-        folded_nodes: of that in which equal ones choose alike.
-        peak_bytes: the most that options say their results take at any time.
+        nodes: how many nodes there are if each layer chooses for itself.
+        folded_nodes: how many there are if equal layers choose alike.
+        peak_bytes: the most bytes that results take at any time, by what the options say.
     """
 
     options: tuple[Option, ...]
@@ -44,7 +44,7 @@ class Choice:
 
 
 class Problem:
-    """The nodes of a step as the solver takes them.
+    """The nodes of a step, in the form that the solver takes.
 
     Args:
         nodes: of a step; equal layers share their tuples of options.
@@ -89,8 +89,9 @@ class Problem:
         """The cheapest choice, or None if it is proved that there is none, or none was found.
 
         Args:
-            work: entries of cost matrices that each search may look at: that in which equal layers
-                choose alike, and that in which they choose apart, where it is needed.
+            work: how many entries of cost matrices each search may look at. There may be two: one
+                in which equal layers choose alike, and, if it is needed, one in which each layer
+                chooses for itself.
         """
         problem = self._problem
         if self._limit_bytes is None:
@@ -111,8 +112,9 @@ class Problem:
 
 
 def _edges(nodes: Sequence[Node]) -> tuple[list[tuple[int, int, int]], list[list[int]]]:
-    """What makes a value and what takes it, with the number of a matrix; and the matrices: nothing
-    where both have the same state, and else forbidden.
+    """The edges and the matrices. An edge leads from the node that makes a value to a node that
+    takes it, and has the number of a matrix. A matrix has a cost of 0 where both nodes have the
+    value in the same state, and `FORBIDDEN` elsewhere.
     """
     edges: list[tuple[int, int, int]] = []
     matrices: list[list[int]] = []
@@ -140,5 +142,5 @@ def _edges(nodes: Sequence[Node]) -> tuple[list[tuple[int, int, int]], list[list
 
 
 def is_whole(option: Option) -> bool:
-    """Whether every rank does all of it on plain tensors."""
+    """Whether, with this option, every rank does all of the work on plain tensors."""
     return option.kind == "plain" and all(state == WHOLE for state in option.outputs)

@@ -19,10 +19,11 @@ class Style:
     """What `parallelize_module` is given for one module.
 
     Attributes:
-        name: of a class of `torch.distributed.tensor.parallel`.
-        before: state of the tensor that the module is given; of `PrepareModuleInput` before the
+        name: the name of a class of `torch.distributed.tensor.parallel`.
+        before: state of the tensor that the module is given; for `PrepareModuleInput`, before the
             change.
-        after: state of what it returns; of `PrepareModuleInput` of its input after the change.
+        after: state of what the module returns; for `PrepareModuleInput`, of the module's input
+            after the change.
         argument: position or name of the argument that `PrepareModuleInput` changes.
         positional: how many arguments the module is called with by position.
         last: the last dimension of what the module is given.
@@ -36,7 +37,7 @@ class Style:
     last: int = -1
 
     def make(self) -> Any:
-        """The object."""
+        """The style object of PyTorch's."""
         from torch.distributed.tensor import parallel
 
         style = getattr(parallel, self.name)
@@ -85,7 +86,7 @@ _NAMES = {"column": "ColwiseParallel", "row": "RowwiseParallel", "sequence": "Se
 
 
 def styles_of(trace: Trace, nodes: Sequence[Node], options: Iterable[Option]) -> dict[str, Style]:
-    """By modules' paths, the styles that make a choice happen."""
+    """The styles that carry out a choice, by the paths of modules."""
     found: dict[str, Style] = {}
     for node, option in zip(nodes, options, strict=True):
         if node.what not in ("style", "entry"):
@@ -116,14 +117,14 @@ def apply_styles(
     *,
     source_rank: int | None = 0,
 ) -> None:
-    """Applies styles to a model on a mesh of one dimension; parameters that were shared are shared
-    again.
+    """Applies styles to a model on a mesh of one dimension. Parameters that several modules shared
+    are shared again afterwards.
 
     Args:
-        model: to be changed.
-        mesh: of one dimension.
-        styles: by path.
-        source_rank: whose parameters all ranks get; None if all have the same.
+        model: the model, which is changed.
+        mesh: a mesh of one dimension.
+        styles: the styles, by the paths of modules.
+        source_rank: the rank whose parameters all ranks get; None if all ranks have the same ones.
     """
     from torch.distributed.tensor.parallel import parallelize_module
 

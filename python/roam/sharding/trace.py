@@ -85,14 +85,16 @@ class ModuleCall:
     parent: int
     """Number of the call around it; -1 if there is none."""
     given: list[tuple[str | int, int]] = field(default_factory=list)
-    """Tensors that it was given: by position or name, and the value."""
+    """Tensors that the call was given: position or name, and the value."""
     positional: int = 0
     returned: list[int] = field(default_factory=list)
     is_single: bool = False
     """Whether it returned one tensor and nothing else."""
     first_operator: int = 0
     last_operator: int = 0
-    """Operators of the call and those within: half-open."""
+    """The operators from `first_operator` up to and without `last_operator` belong to the call or
+    to calls within it.
+    """
 
 
 @dataclass(slots=True)
@@ -159,7 +161,7 @@ def traced_until(train_step: Callable[..., Any], twin: Twin) -> tuple[Trace, Exc
             stack.enter_context(_Reads(tracer))
             train_step(twin.model, optimizer, *twin.batch)
     except Exception as error:  # noqa: BLE001 - the caller says what it means
-        # What comes after the backward pass belongs to no rank alone.
+        # Only what the forward pass raises counts.
         raised = None if tracer.has_gone_back else error
     finally:
         del optimizer.step
@@ -167,7 +169,7 @@ def traced_until(train_step: Callable[..., Any], twin: Twin) -> tuple[Trace, Exc
 
 
 class _Reads(TorchFunctionMode):
-    """Notes whose shape is asked for, and whose gradients."""
+    """Notes the tensors whose shapes, and whose gradients, the step asks for."""
 
     def __init__(self, tracer: _Tracer) -> None:
         super().__init__()
@@ -206,7 +208,7 @@ class _Tracer(TorchDispatchMode):
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._values: list[Value] = []
         self._tensors: list[torch.Tensor] = []
-        """Per value its tensor, so that none's identity is given out twice."""
+        """The tensor of each value, kept so that no identity is given out twice."""
         self._known: dict[int, int] = {}
         self._operators: list[Operator] = []
         self._calls: list[ModuleCall] = []
@@ -218,7 +220,9 @@ class _Tracer(TorchDispatchMode):
         self._reads: dict[int, list[int]] = {}
         self._collectives: list[tuple[str, int]] = []
         self._is_in_hooks = False
-        """Whether other hooks of a module run before its forward pass, such as those of styles."""
+        """Whether other hooks before a module's forward pass, such as those of styles, are running
+        now.
+        """
         self.has_gone_back = False
         self._loss = -1
 
@@ -316,7 +320,7 @@ class _Tracer(TorchDispatchMode):
             return NotImplemented
         result = func(*args, **kwargs)
         if func.namespace in ("prim", "profiler"):
-            return result  # asks for a device, or only tells of itself
+            return result  # asks for a device, or only marks a profiler's range
         if graph_task() != -1:
             self.has_gone_back = True
         if func.namespace == "_c10d_functional" and (kind := _COLLECTIVES.get(base_name(func))):

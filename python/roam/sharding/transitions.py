@@ -1,5 +1,5 @@
-"""What changes the state of a tensor where it crosses the boundary of a module, and the collectives
-of the forward and the backward pass that DTensor makes of it.
+"""Changes of a tensor's state at the boundary of a module, and the collectives that DTensor runs
+for each in the forward and in the backward pass.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from roam.sharding.costs import Collective
 from roam.sharding.rules import SPREAD, WHOLE, State
 
 PARTIAL = -3
-"""Each rank has an addend of the value: what a row-wise style makes before it is reduced."""
+"""Each rank has an addend of the value, as a row-wise style makes it before it is reduced."""
 
 
 def transition(
@@ -17,11 +17,12 @@ def transition(
     """Collectives of a change of state, forward and backward; None if no style makes it.
 
     Args:
-        before: outside of the module for its input, within it for its output.
-        after: the other side.
-        size_bytes: of the whole tensor.
-        is_differentiable: whether a gradient comes back, which has to change in the other
-            direction. That of a spread tensor is a sum over ranks.
+        before: the state before the change: outside of the module for its input, inside of it for
+            its output.
+        after: the state on the other side of the boundary.
+        size_bytes: bytes of the whole tensor.
+        is_differentiable: whether a gradient comes back, whose state has to change in the other
+            direction. The gradient of a `SPREAD` tensor may be a sum over ranks.
     """
     if before == after and before != PARTIAL:
         return ()
@@ -47,4 +48,4 @@ _FORWARD: dict[tuple[str, str], tuple[tuple[str, ...], tuple[str, ...]]] = {
     ("partial", "whole"): (("all_reduce",), ()),
     ("partial", "part"): (("reduce_scatter",), ("all_gather",)),
 }
-"""By state before and after: collectives of the forward and of the backward pass."""
+"""The collectives of the forward and of the backward pass, by the states before and after."""

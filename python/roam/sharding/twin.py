@@ -67,8 +67,8 @@ def twin_of(
 
 
 def optimizer_on(optimizer: torch.optim.Optimizer, new: dict[int, Any]) -> torch.optim.Optimizer:
-    """The optimizer once more, without state, on other parameters: `new`, by the identity of its
-    own.
+    """A copy of the optimizer without state, on other parameters. `new` holds them by the
+    identities of the optimizer's own parameters.
     """
     twin = copy.copy(optimizer)
     twin.state = defaultdict(dict)

@@ -30,7 +30,7 @@ _HEAP_TYPE: Final = 1 << 9
 _POINTER: Final = struct.calcsize("P")
 _DICTIONARIES: Final = (dict, OrderedDict, defaultdict)
 _MOST_VALUES: Final = 5_000
-"""What an object holds that is a batch; with more it is rather a data set."""
+"""The most values that a batch holds. An object with more of them is rather a data set."""
 _TRAINED: Final = (
     torch.nn.Module,
     torch.optim.Optimizer,
@@ -86,9 +86,9 @@ class Parts:
     """What an object is made of.
 
     Attributes:
-        shape: equal for two objects that differ in their parts alone.
-        places: of the parts, in order.
-        spaces: all that hold parts.
+        shape: equal for two objects that differ only in the values of their parts.
+        places: where the parts are, in order.
+        spaces: all spaces that hold parts.
     """
 
     def __init__(self, value: Any, path: str = "") -> None:
@@ -100,7 +100,7 @@ class Parts:
 
     @classmethod
     def again(cls, value: Any) -> Parts:
-        """Those of an object that has been taken apart at another place: none."""
+        """No parts, for an object that has been taken apart at another place already."""
         parts = cls.__new__(cls)
         parts.value, parts.shape, parts.places, parts.spaces = value, None, [], []
         return parts
@@ -110,7 +110,7 @@ class Parts:
         return [space.get(key) for space, key in self.places]
 
     def paths(self) -> list[str]:
-        """How a reader would write each."""
+        """How a reader would write each part."""
         return [space.label(key) for space, key in self.places]
 
     def _entered(self, value: Any, path: str, place: Place) -> Any:
@@ -171,8 +171,8 @@ def _keys_of(path: str) -> Callable[[Any], str]:
 
 
 def parts_of(value: Any, path: str = "") -> Parts | None:
-    """What an object is made of; None for one that is no batch: it holds too much, or what is
-    trained.
+    """What an object is made of. None if the object is no batch: it holds too many values, or a
+    model, an optimizer, a scheduler, or a scaler.
     """
     try:
         return Parts(value, path)
@@ -186,11 +186,11 @@ class Taken:
 
     leaves: list[Any]
     spec: Any
-    """Equal for calls that differ in their leaves alone."""
+    """The structure of the arguments, equal for calls that differ only in their leaves."""
     plain_spec: Any
-    """As `torch.utils._pytree` has it, with objects for leaves."""
+    """The structure as `torch.utils._pytree` gives it: objects are leaves."""
     objects: dict[int, Parts]
-    """Per leaf of `plain_spec` that is an object, its parts."""
+    """The parts of each leaf of `plain_spec` that is taken apart, by the leaf's place."""
 
     def put(self, leaves: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments with other leaves: new containers, but the same objects, with the leaves
@@ -231,8 +231,8 @@ class Taker:
     """Takes calls' arguments apart.
 
     Attributes:
-        opened: which of the objects among them.
-        opens_no_more: whether what it does not take apart stays as it is.
+        opened: which objects among the arguments are taken apart.
+        opens_no_more: whether `learning` adds no further objects.
     """
 
     opened: Opened = frozenset()
@@ -265,8 +265,8 @@ class Taker:
         return Taken(found, (spec, shapes), spec, objects)
 
     def learning(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Taker:
-        """A taker that takes apart those objects too in whose place another one was at the last
-        call that it was asked about.
+        """A taker for the calls after this one. It takes apart also each object in whose place the
+        call before this one had another object of the same class.
         """
         if self.opens_no_more:
             return self
@@ -292,8 +292,8 @@ def is_opened(opened: Opened, keys: Any, value: Any) -> bool:
 
 
 def live_floats(taken: Taken, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Collection[int]:
-    """Places among the leaves of floats that are arguments, or in containers among them; those in
-    objects are values.
+    """The places, among the leaves, of floats that are arguments or lie in containers among the
+    arguments. Floats inside objects do not count: they are compared by value.
     """
     found, place = [], 0
     for index, leaf in enumerate(pytree.tree_leaves((args, kwargs))):

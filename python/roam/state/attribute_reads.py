@@ -24,8 +24,9 @@ from roam.state.library_code import is_library
 from roam.torch_compat.patches import methods_added, replaced
 
 Edge = tuple[int | None, str]
-"""A way from one value to others: an object, by its key, and an attribute; or None and a method of
-an object's class."""
+"""A way from one value to others: the key of an object and the name of one of its attributes; or
+None and the name of a method of an object's class.
+"""
 
 # Asking for one of these hands out all attributes.
 _ALL: Final = frozenset(
@@ -48,7 +49,7 @@ _ONE_NAME: Final = frozenset(
         torch.nn.Module.__setattr__,
     )
 )
-# What code names that reads or writes attributes behind the back of the object's class.
+# Names in code that reads or writes attributes past the methods of the object's class.
 _BEHIND: Final = frozenset(
     {
         "__delattr__",
@@ -60,11 +61,12 @@ _BEHIND: Final = frozenset(
         "__setattr__",
     }
 )
-# What code names that may take functions from a class by names that it makes up.
+# Names in code that may look up functions of a class by computed names.
 _BY_COMPUTED_NAME: Final = frozenset(
     {"attrgetter", "dir", "getattr", "getmembers", "methodcaller", "vars"}
 )
-# A step that reads other attributes in every trace.
+# How often a trace may begin again because the step reads attributes that earlier traces did not.
+# After that, all attributes count as read.
 _MOST_BEGINNINGS: Final = 16
 _MOST_FUNCTIONS: Final = 100
 _HEAP_TYPE: Final = 1 << 9
@@ -72,7 +74,9 @@ _IMMUTABLE_TYPE: Final = 1 << 8
 
 
 class ReadMore(Exception):
-    """The step looks at more than was known when its trace began, which has to begin again."""
+    """The step looks at more than was known when its trace began, so that the trace has to begin
+    again.
+    """
 
 
 class Reads:
@@ -89,13 +93,14 @@ class Reads:
         self.everything = everything
         self._noted: set[Edge] = set()
         self._overwritten: dict[Edge, None] = {}
-        """What every trace has set before it looked at it, in order."""
+        """The attributes that every trace has set before it looked at them, in order."""
         self._set_now: set[Edge] = set()
         self._names: set[str] = set()
         self._whole: set[int] = set()
         self._held: set[int] = set()
-        """Those of `_whole` of which no trace has read all: something that a walk met holds their
-        dictionary."""
+        """Those objects of `_whole` whose attributes no trace has read all at once. They are in
+        `_whole` because something that a walk met holds their dictionary.
+        """
         self._deferred: set[Edge] = set()
         self._known_before: tuple[frozenset[Edge], frozenset[int], frozenset[Edge]] = (
             frozenset(),
@@ -106,16 +111,18 @@ class Reads:
         self._keys: dict[int, int] = {}
         self._kept: list[object] = []  # alive, so that no id is used twice
         self._classes: dict[type, tuple[Callable[..., None], Callable[..., None]]] = {}
-        """How each sets and deletes attributes of its own accord."""
+        """The own `__setattr__` and `__delattr__` of each class."""
         self._has_more = False
         self._beginnings = 0
         self.functions: list[tuple[str, Any]] = []
-        """(path, function) of the user's functions that only a trace told of."""
+        """(path, function) of the user's functions that only a trace has found."""
 
     # -- for the walk
 
     def begin(self) -> None:
-        """Before a walk: what is read from now on and not known yet is news to it."""
+        """Begins a walk. From now on, a read is new if it is not among those that are known at this
+        moment.
+        """
         self._known_before = (
             frozenset(self._noted),
             frozenset(self._whole),
@@ -157,7 +164,7 @@ class Reads:
         return [name for holder, name in self._overwritten if holder == key]
 
     def overwrites(self) -> bool:
-        """Whether there are any."""
+        """Whether the step sets any attribute before it looks at it."""
         return any(key not in self._whole for key, _ in self._overwritten)
 
     def keep(self, key: int, name: str) -> None:
@@ -175,8 +182,8 @@ class Reads:
         return edge in self._noted or key in self._whole
 
     def takes_whole(self, holder: int) -> bool:
-        """Whether the attributes of an object all count as read from now on, since something holds
-        their dictionary itself.
+        """Makes all attributes of an object count as read, since something holds their dictionary
+        itself. Returns whether they did not count as read before.
         """
         if self.everything or holder not in self._reached or holder in self._whole:
             return False
@@ -185,7 +192,7 @@ class Reads:
         return True
 
     def narrow(self) -> Reads:
-        """From now on walks enter what has been read."""
+        """Makes later walks enter only what has been read. Returns self."""
         self.is_narrow = True
         return self
 
@@ -194,8 +201,8 @@ class Reads:
         return edge in self._deferred and not self.has(edge)
 
     def defer(self, edge: Edge | None) -> bool:
-        """Leaves out of the next walk what cannot be captured, unless the step looks at it; whether
-        it could be left out.
+        """Leaves out of the next walk what an edge leads to and what cannot be captured, unless the
+        step looks at it. Returns whether it can be left out.
         """
         if edge is None or self.everything or edge in self._deferred or self.has(edge):
             return False
@@ -203,8 +210,8 @@ class Reads:
         return True
 
     def gives_up(self, name: str, names: Set[str]) -> bool:
-        """Whether all counts as read from now on, since a function's code names a way around what
-        notes it.
+        """Makes everything count as read if the code of a function names a way around the methods
+        that note reads. Returns whether it does so now.
         """
         if self.everything or name in _BEHIND or not names & _BEHIND:
             return False
@@ -212,18 +219,18 @@ class Reads:
         return True
 
     def takes_by_computed_name(self, names: Set[str]) -> bool:
-        """Whether code may take functions from a class by names that it makes up."""
+        """Whether code that names these may look up functions of a class by computed names."""
         return bool(names & _BY_COMPUTED_NAME)
 
     def has_strays(self) -> bool:
-        """After a narrow walk: whether the step has looked at objects that it did not come by."""
+        """After a narrow walk: whether the step looked at objects that the walk did not reach."""
         read = {key for key, _ in (*self._noted, *self._overwritten)} | (self._whole - self._held)
         return not read <= self._reached
 
     # -- for the trace
 
     def check(self) -> None:
-        """After a trace, whether it ended or failed.
+        """To be called after a trace, also after one that failed.
 
         Raises:
             ReadMore: if the step looked at something that the walk had left out.
@@ -234,11 +241,11 @@ class Reads:
             raise ReadMore
 
     def add_functions(self, found: list[tuple[str, Any]]) -> None:
-        """After a trace, with the user's functions that it ran and that the walk had not come to.
+        """To be called after a trace, with the user's functions that it ran and that the walk had
+        not reached.
 
         Raises:
-            ReadMore: if there are new ones. Those that every trace makes anew are not looked for
-                without end.
+            ReadMore: if there are new ones, up to a limit: every trace may make new functions.
         """
         known = {id(function) for _, function in self.functions}
         new = [entry for entry in found if id(entry[1]) not in known]
@@ -342,7 +349,7 @@ class Reads:
                 (None, name) in self._deferred and name not in {known for _, known in noted}
             )
         if key not in self._reached and edge in noted:
-            self.everything = True  # got at in a way that no walk goes
+            self.everything = True  # reached in a way that no walk follows
         return key not in self._reached or (edge not in noted and key not in whole)
 
     def _is_set_new(self, key: int, name: str) -> bool:
@@ -373,7 +380,7 @@ def is_watchable(kind: type) -> bool:
     if not flags & _HEAP_TYPE or flags & _IMMUTABLE_TYPE:
         return False
     if any(_definer(type(kind), name) is not type for name in ("__setattr__", "__delattr__")):
-        return False  # a class that guards its own attributes
+        return False  # its metaclass controls how attributes of the class are set
     is_module = issubclass(kind, torch.nn.Module)
     if is_module and is_library(kind.__module__):
         return False

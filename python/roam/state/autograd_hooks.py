@@ -61,8 +61,8 @@ def check_beneath(reach: Reach) -> None:
 class NodeHooks:
     """Watches that no hook comes to the nodes that accumulate the gradients of some leaves.
 
-    Every hook that Python registers, of whatever kind, takes the next number; only where that has
-    moved are the nodes themselves looked at.
+    Every hook that Python registers, of whatever kind, takes the next number of one counter. The
+    nodes themselves are looked at only if this counter has moved.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class NodeHooks:
         ]
 
     def failure(self) -> str | None:
-        """None while there is none, else where one is."""
+        """None while there is no such hook, else which leaf has one."""
         if self._registered != _registered():
             for path, leaf, is_held in self._leaves:
                 if (reason := _hooked(leaf, is_held=is_held)) is not None:
@@ -116,7 +116,9 @@ def held_by_reducers(reach: Reach) -> set[int]:
 
 
 def _reducing(module: torch.nn.Module) -> str | None:
-    """What a module is called that brings gradients together on its own; None for any other."""
+    """The name of the kind of a module that reduces gradients on its own; None for any other
+    module.
+    """
     if isinstance(module, torch.nn.DataParallel):
         return "DataParallel" if module.device_ids else None
     if isinstance(module, torch.nn.parallel.DistributedDataParallel):
@@ -133,8 +135,8 @@ def _reducing(module: torch.nn.Module) -> str | None:
 
 
 def node_stand_in(fakes: Iterable[tuple[Any, Any]]) -> Callable[[Any], bool]:
-    """Answers whether the engine will run a node: one of a real leaf stands for that of its fake,
-    as hooks on several gradients ask.
+    """Returns a function that tells whether the engine will run a node. Hooks on several gradients
+    ask this for the node of a real leaf; the answer is that for the node of the leaf's fake.
 
     Args:
         fakes: (real tensor, its fake), for all that capture knows.
@@ -206,8 +208,8 @@ def in_group() -> bool:
 
 
 def _hooks_of(register: Any) -> int:
-    """How many hooks a node has of the kind that is registered so. Python's are kept in one
-    dictionary, which the handle of a new one knows.
+    """How many hooks a node has of the kind that `register` registers. Python keeps them in one
+    dictionary, to which the handle of a new hook leads.
     """
     global _own_registrations
     handle = register(_nothing)

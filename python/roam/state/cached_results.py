@@ -67,12 +67,14 @@ def tensors_in(cache: Any) -> list[torch.Tensor]:
 
 
 def keys_of(cache: Any) -> list[Any]:
-    """What a function keeps results for."""
+    """The keys under which a function keeps results."""
     return list(_table(cache) or ())
 
 
 def forget_others(cache: Any, keys: list[Any]) -> None:
-    """Has a function keep results for these alone, of those that it keeps."""
+    """Makes a function forget all its results except those under these keys, or all of them if they
+    cannot be told apart.
+    """
     table, known = _table(cache), set(map(id, keys))
     if table is None:
         cache.cache_clear()
@@ -82,7 +84,7 @@ def forget_others(cache: Any, keys: list[Any]) -> None:
 
 
 def _table(cache: Any) -> dict[Any, Any] | None:
-    """The dictionary in which it keeps them."""
+    """The dictionary in which a function keeps its results; None if it cannot be found."""
     size = cache.cache_info().currsize
     found = [
         held
@@ -99,7 +101,7 @@ def _table(cache: Any) -> dict[Any, Any] | None:
 
 
 class Results:
-    """The tensors that such functions keep now, and those functions."""
+    """The tensors that functions with a cache keep now."""
 
     def __init__(self, caches: list[tuple[str, Any]]) -> None:
         kept = [(path, cache, tensors_in(cache)) for path, cache in caches]

@@ -33,8 +33,9 @@ Names = dict[str, Any]
 
 
 class Reliance:
-    """What traces went through. `settled` when they are over, and everything is in place again;
-    from then on `failure` compares.
+    """The libraries' code and the environment variables that traces used. When the traces are over
+    and everything is in place again, `settled` notes what these are; from then on `failure`
+    compares.
     """
 
     def __init__(self) -> None:
@@ -123,7 +124,7 @@ class Reliance:
     # -- between calls
 
     def settled(self, reach: Reach) -> Reliance:
-        """Notes what all of it is now; itself."""
+        """Notes what everything that the traces used is now. Returns self."""
         holders: dict[int, tuple[str, Mapping[str, Any], dict[str, None]]] = {}
 
         def note(path: str, holder: Mapping[str, Any], identity: int, name: str) -> None:
@@ -152,8 +153,8 @@ class Reliance:
         return self
 
     def covers(self, other: Reliance) -> bool:
-        """Whether all that another compares is compared with the same here, and perhaps more: a
-        first step goes through more.
+        """Whether this one compares everything that another one compares, with the same values. It
+        may compare more: a first step runs more code.
         """
         values = self._values()
         return (

@@ -43,8 +43,8 @@ class MappingSpace(Space):
 
 
 class RecurrentSpace(MappingSpace):
-    """The attributes of a recurrent layer of PyTorch's. It keeps its weights in a list beside them,
-    which it makes anew where it finds another weight than when it made the list.
+    """The attributes of a recurrent layer of PyTorch's. The layer also keeps its weights in a list,
+    and makes this list anew if it finds another weight than when it made the list.
     """
 
     __slots__ = ()
@@ -103,8 +103,9 @@ class BytesSpace(Space):
 class TensorKeyedSpace(MappingSpace):
     """A dictionary with tensors for keys, such as one that holds an optimizer for each parameter.
 
-    During capture its keys are fakes: what is kept under a tensor is then found under its fake. The
-    two have one hash, so that a look-up by the other would compare their values.
+    During capture its keys are fakes: what is kept under a tensor is then found under its fake. A
+    tensor and its fake have the same hash, so a look-up by one of them would compare its values
+    with the other's.
     """
 
     __slots__ = ("_fakes",)
@@ -174,7 +175,9 @@ class SequenceSpace(Space):
 
 
 class FrozenSpace(Space):
-    """A tuple or a frozen set. Another entry of it is another tuple, put where this one is held."""
+    """A tuple or a frozen set. To change an entry, another one with the new entry is put in all
+    places that hold this one.
+    """
 
     __slots__ = ("holder", "places")
 
@@ -185,7 +188,7 @@ class FrozenSpace(Space):
         places: list[Place],
         **options: Any,
     ) -> None:
-        """`places`: all that hold it; more may come."""
+        """`places`: all places that hold it; more may come."""
         super().__init__(path, **options)
         self.holder = holder
         self.places = places
@@ -209,7 +212,7 @@ class FrozenSpace(Space):
         return self.places[0][0].get(self.places[0][1]) if self.places else self.holder
 
     def is_in_all_places(self) -> bool:
-        """Whether all places hold one and the same, as they did when it was found."""
+        """Whether all places hold one and the same object, as they did when it was found."""
         now = self.now()
         return all(space.get(key) is now for space, key in self.places)
 
@@ -265,7 +268,9 @@ def entries_of(container: list[Any] | dict[Any, Any]) -> Items:
 
 
 class SetSpace(Space):
-    """A set; its elements are their own keys, also while others take their places until `put`."""
+    """A set. Its elements are their own keys. An element remains the key of its place while another
+    one is there, until `put`.
+    """
 
     __slots__ = ("_others", "holder")
 

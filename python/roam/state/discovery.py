@@ -87,7 +87,7 @@ _ENTERED: Final = (
 _WHILE_ENTERED: Final = frozenset(
     {"prev", "prev_cache_enabled", "prev_fastdtype", "_inference_mode_context"}
 )
-"""What they keep from entering to leaving, for themselves alone."""
+"""Attributes that only these contexts use, while they are entered."""
 _MOST_SPACES: Final = 1_000_000
 # An attribute that holds more than this is left out until the step looks at it: data sets, replay
 # buffers.
@@ -127,14 +127,16 @@ def reach_of(
 
     Args:
         train_step: the user's function.
-        args: of the call.
-        kwargs: likewise.
-        reads: what is known of the attributes that it looks at; without, all count as looked at.
+        args: the positional arguments of the call.
+        kwargs: its keyword arguments.
+        reads: what is known of the attributes that the function looks at; without it, all
+            attributes count as looked at.
         opened: identities of the arguments that are taken apart (`arguments.Taker`).
         renewed: paths of the lists and dictionaries in whose place the step puts others.
 
     Raises:
-        CaptureError: if there is so much of it that guarding it would cost more than the step.
+        CaptureError: if the function reaches so much that guarding it would cost more than the
+            step.
     """
     reads = Reads(everything=True) if reads is None else reads
     while True:
@@ -147,7 +149,7 @@ def reach_of(
             pass
         finally:
             vars(walk).clear()  # PyTorch's own walk over the arguments keeps it, in a cycle
-    # Where several places hold one tensor, its module's name says most.
+    # If several places hold one tensor, its name in a module says most.
     reach.slots.sort(key=lambda slot: _RANKS[slot.kind])
     return reach
 
@@ -211,7 +213,7 @@ class _Walk:
                 )
 
     def _weigh(self, count: int, most: int = _MOST_UNREAD) -> None:
-        """Leaves an attribute out that holds too much to be entered before the step has looked at
+        """Leaves out an attribute that holds too much to be entered before the step has looked at
         it.
         """
         if self.edge is not None:
@@ -304,7 +306,7 @@ class _Walk:
         owner: int | None = None,
     ) -> None:
         """Record a space, its tensors, and what is to be entered from it. `owner`: the key of the
-        object whose attributes these are, where what is read of it is noted.
+        object whose attributes these are, if its reads are noted.
         """
         self._place(space, guarded)
         items = space.items()
@@ -324,7 +326,7 @@ class _Walk:
         self.edge = outer
 
     def _tensor(self, value: torch.Tensor, space: Space, key: Any, kind: TensorKind) -> None:
-        """Record a tensor and what was noted on it."""
+        """Record a tensor, and the attributes and hooks that were put on it."""
         self._slot(Slot(space.label(key), value, space, key, kind))
         if value.__dict__ and not isinstance(value, FakeTensor) and self._is_new(value.__dict__):
             self._fill(
@@ -496,8 +498,8 @@ class _Walk:
         self._class_of(module)
 
     def _children(self, space: Space, key: int, names: set[str] | None) -> None:
-        """The modules in a module whose code asks for them by name: those that it has asked for, or
-        all before its trace.
+        """Enter the submodules of a module whose reads are noted: those that the step has asked
+        for, or all of them before its trace.
         """
         self._place(space)
         outer = self.edge
@@ -517,7 +519,8 @@ class _Walk:
         self._place(held, guarded=False)
         for name, value in attributes.items():
             if name == "defaults" and not any(map(torch.is_tensor, value.values())):
-                # `load_state_dict` adds entries; where there are tensors, the groups have them.
+                # `load_state_dict` adds entries, so only those of now are guarded. If there are
+                # tensors among the defaults, the groups hold them.
                 where = f"{path}.defaults"
                 self._fill(NamesSpace(value, sorted(value), where, label=_index(where)))
             elif name not in ("state", "param_groups", "defaults"):
@@ -575,8 +578,8 @@ class _Walk:
         self.is_guarding = was
 
     def _live_object(self, value: object, path: str) -> None:
-        """A scheduler or a scaler: its attributes move from step to step; its optimizer is entered
-        as one.
+        """A scheduler or a scaler: its attributes change from step to step; its optimizer is
+        entered as an optimizer.
         """
         attributes = value.__dict__
         self._fill_live(MappingSpace(attributes, path, label=_child(path)), "state")
@@ -622,7 +625,7 @@ class _Walk:
 
     def _globals(self, function: types.FunctionType, is_root: bool) -> None:
         names, attributes = names_of(function.__code__)
-        is_used = self.edge is None or self.reads.is_narrow  # what is behind attributes need not be
+        is_used = self.edge is None or self.reads.is_narrow  # the rest may be unused
         if is_used and self.reads.gives_up(function.__name__, attributes):
             raise _LeftOut
         self.is_held = self.is_held and not self.reads.takes_by_computed_name({*names, *attributes})
@@ -662,8 +665,8 @@ class _Walk:
                 self._user_module(part, f"{path}.{name}", attributes)
 
     def _class_of(self, value: Any) -> None:
-        """Enter an object's class. Where it is noted what is read of the object, a method is
-        entered once something names it.
+        """Enter an object's class. If the reads of the object are noted, a method is entered only
+        once some code names it.
         """
         kind = type(value)
         if not self.reads.is_noted(value):
@@ -769,8 +772,8 @@ class _Walk:
             )
 
     def _overwritten(self, space: Space, key: int | None, names: Collection[str] | None) -> None:
-        """Notes what the step sets in an object before it looks at it; the snapshot keeps all of
-        the space.
+        """Notes which attributes of an object the step sets before it looks at them. The snapshot
+        keeps the contents of the whole space.
         """
         self._place(space, guarded=False)
         for name in self.reads.overwritten(key):
@@ -780,7 +783,9 @@ class _Walk:
 
 
 def _slots_of_super(kind: type) -> frozenset[str]:
-    """Names after which code may ask `super()`, which reads slots unseen."""
+    """The attributes that methods with `super()` name. `super()` may read slots of these names, and
+    such reads are not noted.
+    """
     methods = [
         method
         for base in kind.__mro__

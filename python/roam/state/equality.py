@@ -70,8 +70,8 @@ def is_numpy_array(value: object) -> bool:
 
 
 def is_hashed_by_value(kind: type) -> bool:
-    """Whether the values of a type are immutable, and equal and hashed alike just where they are
-    the same.
+    """Whether the values of a type are immutable, and are equal, with equal hashes, exactly if they
+    are the same.
     """
     return kind in _EXACT
 

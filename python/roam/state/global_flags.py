@@ -40,25 +40,27 @@ _WRITE: dict[str, Callable[[Any], Any]] = {
     "float32 matmul precision": torch.set_float32_matmul_precision,
     "number of threads": torch.set_num_threads,
 }
-"""How those are set that a function sets; the others end with the block that sets them."""
+"""How to set each switch that functions set. The others are set by blocks, and get their old values
+back when such a block ends.
+"""
 
 
 class Switches:
-    """How they all are now."""
+    """All switches as they are now."""
 
     def __init__(self) -> None:
         self._found = [(name, read, read()) for name, read in AMBIENT]
         self._nesting = _autocast_nesting()
 
     def moved(self) -> str | None:
-        """None while all are as they were, else what is not."""
+        """None while all switches are as they were, else the first that is not."""
         for name, read, found in self._found:
             if not same(found, read()):
                 return f"PyTorch's {name} changed from {show(found)} to {show(read())}"
         return None
 
     def restore(self) -> None:
-        """Puts back what a function sets."""
+        """Puts back the switches that functions set."""
         for name, read, found in self._found:
             if name in _WRITE and not same(found, read()):
                 _WRITE[name](found)

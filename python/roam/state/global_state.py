@@ -97,8 +97,9 @@ AMBIENT: Final[tuple[tuple[str, Callable[[], Any]], ...]] = (
     ("number of threads", torch.get_num_threads),
     ("handling of distributed tensors", distributed_switches),
 )
-"""Switches of PyTorch's, and code that it runs around operators, on which hangs what a step
-computes: how to read each."""
+"""PyTorch's switches, and code that it runs around operators. What a step computes depends on them.
+Each comes with a function that reads it.
+"""
 
 
 def surrounding_code() -> Iterator[tuple[str, Any]]:
@@ -116,7 +117,7 @@ def surrounding_code() -> Iterator[tuple[str, Any]]:
 
 
 def check_surroundings() -> None:
-    """Refuses to capture under what no plan could do again."""
+    """Refuses to capture if something surrounds the call that no plan could reproduce."""
     for mode in _dispatch_modes():
         name = type(mode).__qualname__
         raise CaptureError(

@@ -52,7 +52,7 @@ _LIVE: Final = object()
 
 
 class _AnyTensor:
-    """Stands for a tensor that may be replaced; its metadata is checked apart."""
+    """Stands for a tensor that may be replaced; its metadata is checked separately."""
 
 
 class _Form:
@@ -69,7 +69,7 @@ class _Form:
 
     @classmethod
     def of(cls, value: Any, expect: Callable[[Any], Any] = lambda entry: entry) -> _Form:
-        """That of a value."""
+        """The form of a value."""
         keys = list(value) if type(value) is dict else []
         entries = value.values() if type(value) is dict else type(value).__iter__(value)
         return cls(type(value), keys, list(map(expect, entries)))
@@ -95,7 +95,7 @@ def _may_change(expected: Any) -> bool:
 
 
 def _is_as_expected(expected: Any, value: Any) -> bool:
-    """Whether a value, or what is expected elsewhere, is what is expected."""
+    """Whether a value, or what another check expects, is as expected."""
     if expected is _AnyTensor:
         return value is _AnyTensor or issubclass(type(value), torch.Tensor)
     if type(expected) is _Form:
@@ -123,8 +123,9 @@ class Guards:
     Args:
         reach: the state, as it is now.
         ignore: paths that may change, each with everything beneath it, such as ``"self.history"``.
-        reliance: what the step relies on beside, settled.
-        results: what functions with a cache keep, where not what they keep now.
+        reliance: what else the step relies on, settled.
+        results: the tensors that functions with a cache have to keep; without it, those that they
+            keep now.
     """
 
     def __init__(
@@ -200,7 +201,9 @@ class Guards:
         )
 
     def sizes(self) -> tuple[int, int, int]:
-        """How many values in Python, tensors' metadata and switches of PyTorch are compared."""
+        """How many Python values, tensors (by their metadata), and switches of PyTorch are
+        compared.
+        """
         values = sum(
             not issubclass(type(value), torch.Tensor)
             for check in self._checks()
@@ -216,7 +219,7 @@ class Guards:
 
     def stands_for(self, other: Guards) -> bool:
         """Whether these compare the same holders and tensors with the same values as other guards,
-        and no less beside.
+        and at least as much of everything else.
         """
         checks, others = self._checks(), other._checks()
         return (
@@ -298,7 +301,7 @@ class Guards:
         return None
 
     def _group_pattern(self) -> list[int]:
-        """Which optimizers have groups in common, as one around another has."""
+        """Which optimizers have groups in common, as an optimizer that wraps another has."""
         return _pattern(
             [id(group) for optimizer in self._optimizers for group in optimizer.param_groups]
         )
@@ -500,9 +503,9 @@ class ArgGuard:
         return [(path, isinstance(expected, _Leaf)) for path, expected in self._leaves]
 
     def failure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-        """None if the plan of the captured call fits this one too, else the first difference.
-        The state's guards are asked first: by what they found, an argument shares memory with the
-        state or not.
+        """None if the plan of the captured call fits this one too, else the first difference. The
+        state's guards have to be asked first: what they noted tells whether an argument shares
+        memory with the state.
         """
         taken = self.taker.take(args, kwargs)
         leaves = taken.leaves
@@ -538,8 +541,8 @@ class ArgGuard:
 
 
 def argument_key(leaves: Sequence[Any]) -> tuple[Hashable, ...]:
-    """The same for the flattened arguments of any two calls that one `ArgGuard` passes, and other
-    wherever it is cheap to tell that none does.
+    """A key of a call's flattened arguments. It is equal for any two calls that one `ArgGuard` lets
+    pass, and different if it is cheap to tell that no `ArgGuard` lets both pass.
     """
     return tuple(map(_leaf_key, leaves))
 

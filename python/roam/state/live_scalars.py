@@ -61,14 +61,16 @@ class LiveNode:
         return None
 
     def _value(self, *_: object) -> Any:
-        """The number itself, where it depends on nothing but constants written in the step and what
-        a plan may hold for; otherwise refused.
+        """The number itself, if it depends only on constants in the step's code and on numbers for
+        whose values a plan may hold. Otherwise the step is refused.
         """
         known = self.trace.fixed_value(self.slot)
         return self._reached_python() if known is None else known
 
     def decide(self, function: Callable[..., bool], live: Any, others: tuple[Any, ...]) -> bool:
-        """A comparison: answered where a plan can hold on to the answer, otherwise refused."""
+        """Answers a comparison if guards can check the answer at each call; otherwise the step is
+        refused.
+        """
         if all(type(other) in (int, float) for other in others):
             answer = self.trace.decided(self.slot, function, others)
             if answer is not None:
@@ -107,7 +109,7 @@ class LiveNode:
 
 
 class FixedNode:
-    """A number that a plan holds for, as code in C++ calculates with it."""
+    """A number for whose value a plan holds, in the form with which code in C++ calculates."""
 
     __slots__ = ("value",)
 
@@ -152,7 +154,7 @@ class FixedNode:
 
 
 def _calculated(function: Callable[..., Any]) -> Callable[..., FixedNode]:
-    """What code in C++ does with a number that a plan may hold for."""
+    """A method by which code in C++ calculates with a number for whose value a plan may hold."""
 
     def method(self: Any, *others: Any) -> FixedNode:
         return FixedNode(function(self._value(), *(other._value() for other in others)))
@@ -221,7 +223,7 @@ def _unary(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _of_value(function: Any) -> Callable[..., Any]:
-    """What can only be answered with the number itself."""
+    """A method whose result needs the number itself."""
 
     def method(self: Any, *others: Any) -> Any:
         return function(self.node._value(), *others)

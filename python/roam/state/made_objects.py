@@ -44,13 +44,14 @@ pytree.register_pytree_node(
 
 def opened(tree: Any, is_known: Callable[[Any], bool], is_leaf: Callable[[Any], bool]) -> Any:
     """A tree with its objects taken apart, so that its leaves are what these hold. An object stays
-    as it is where another one with the same attributes is not as good.
+    as it is if another one with the same attributes could not stand for it.
 
     Args:
         tree: of containers that PyTorch's pytree knows.
         is_known: whether a container or an object is somebody else's too, such as one from before
             the step.
-        is_leaf: whether something may be in an object, beside tensors, plain values and classes.
+        is_leaf: whether a value may be in an object. (Tensors, plain values and classes always
+            may.)
     """
     opening = _Opening(is_known, is_leaf)
     return pytree.tree_map(opening.leaf, tree, is_leaf=lambda value: type(value) is torch.Size)

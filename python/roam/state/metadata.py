@@ -86,7 +86,7 @@ class Table:
     """The metadata of many tensors, which is compared with that of others in a few passes.
 
     Args:
-        tensors: their metadata is kept, not they.
+        tensors: the tensors. Only their metadata is kept.
     """
 
     __slots__ = ("_are_strided", "_others", "_seen")
@@ -97,8 +97,8 @@ class Table:
         self._others = _others(tensors) if self._are_strided else []
 
     def fits(self, tensors: list[Any]) -> bool:
-        """Whether each of as many tensors has the metadata of the one in its place. False says
-        nothing where one of these is not strided.
+        """Whether each of as many tensors has the metadata of the one in its place. If one of those
+        that the table was made of is not strided, the answer is always False and says nothing.
         """
         return (
             self._are_strided
@@ -121,7 +121,7 @@ _METHODS: Final = (
 
 
 def _others(tensors: list[Any]) -> list[Any]:
-    """What `metadata_of` says of strided tensors, beside what `_seen` does."""
+    """What `metadata_of` says of strided tensors and `_seen` does not."""
     kinds = list(map(type, tensors))
     has_dtensors = any(map(is_dtensor, tensors))
     return [
@@ -134,5 +134,5 @@ def _others(tensors: list[Any]) -> list[Any]:
 
 
 def _counts(hooks: list[Any]) -> list[int]:
-    """How many there are of each; nothing where there are none at all."""
+    """How many hooks each tensor has; an empty list if none has any."""
     return [len(some) if some else 0 for some in hooks] if any(hooks) else []

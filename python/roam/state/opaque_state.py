@@ -48,7 +48,9 @@ _OF_MODULES: Final[tuple[tuple[str, str, Callable[[Any], Any]], ...]] = (
     ("multiprocessing.sharedctypes", "SynchronizedBase", _shared),
     ("torch.distributed.fsdp._fully_shard._fsdp_state", "FSDPState", shard_settings),
 )
-"""Of classes whose modules need not be imported; then no object is of them."""
+"""(module, class, reader) for classes whose modules may not have been imported; if so, there are no
+objects of them.
+"""
 
 
 def reader_of(value: object) -> Callable[[Any], Any] | None:

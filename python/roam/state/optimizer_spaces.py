@@ -11,7 +11,8 @@ import torch
 from roam.state.equality import MISSING, same
 from roam.state.spaces import Items, Space
 
-# Entries of a group that are live numbers even as integers; of the others floats are.
+# Entries of a group that are live numbers even if they are integers. Of all other entries only
+# floats are.
 RATE_KEYS: Final = frozenset({"lr", "initial_lr", "swa_lr"})
 # What torch itself writes while an optimizer is used; `_opt_called` is how a scheduler notices that
 # a step was taken.
@@ -25,9 +26,9 @@ class OptimizerSpace(Space):
     objects hold them now.
 
     ``load_state_dict`` replaces the list of groups and each group's dictionary; equal contents are
-    the same hyper- parameters. Keys are attribute names, ``param_groups`` (the number of groups)
-    and pairs of a group's number and an entry's name; one of the tensors in an entry is found under
-    both and its place there.
+    the same hyperparameters. Keys are attribute names, ``param_groups`` (the number of groups) and
+    pairs of a group's number and an entry's name; the key of a tensor inside an entry has its place
+    there as a third part.
     """
 
     __slots__ = ("holder",)

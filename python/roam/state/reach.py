@@ -130,8 +130,8 @@ class Reach:
         )
 
     def faked(self) -> list[Any]:
-        """What a trace puts fakes and live numbers in, or runs in another way: equal for two walks
-        where a trace would not differ.
+        """Everything that a trace replaces by fakes or live numbers, or runs in another way. It is
+        equal for two walks if their traces would not differ.
         """
         entered = (self.modules, self.optimizers, self.schedulers, self.scalers, self.generators)
         return [
@@ -140,8 +140,8 @@ class Reach:
         ]
 
     def may_be_narrower(self) -> bool:
-        """Whether some of that is behind attributes that the step has not looked at, as far as is
-        known now.
+        """Whether some of what `faked` lists is behind attributes that the step has not looked at,
+        as far as is known now.
         """
         if self.reads.is_narrow or self.reads.everything or not self.reads.is_traced:
             return False

@@ -102,14 +102,14 @@ def as_tuple(kind: type, entries: Iterable[Any]) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Skeleton:
-    """A nest of lists, tuples and dictionaries that a step makes, with None if tensors and live
-    numbers will be.
+    """A nest of lists, tuples and dictionaries that a step makes, with None in the places of
+    tensors and live numbers.
     """
 
     nest: Any
 
     def build(self) -> Any:
-        """A new one."""
+        """A new nest of this form."""
         return _copied(self.nest)
 
 
@@ -143,7 +143,7 @@ class OptimizerReference:
         self.optimizer.state[self.parameter.get()][self.key] = value
 
     def put_last(self) -> None:
-        """Makes it the last of its parameter's entries, and those the last of the state."""
+        """Makes it the last of its parameter's entries, and these entries the last of the state."""
         state, parameter = self.optimizer.state, self.parameter.get()
         entry = state[parameter] = state.pop(parameter)
         entry[self.key] = entry.pop(self.key)
@@ -290,11 +290,11 @@ StateReference = PlaceReference | OptimizerReference | ScalerReference | Gradien
 def optimizer_references(
     reach: Reach, parameters: list[PlaceReference], *, plain: bool | None = False
 ) -> Iterator[OptimizerReference]:
-    """What the optimizers' state holds now, in its own order: tensors, or with `plain` everything
-    else, or for None both.
+    """What the optimizers' state holds now, in its own order: tensors; if `plain` is True,
+    everything else; if it is None, both.
 
-    State of parameters that have been replaced and that no group holds any more is none of the
-    step's.
+    State of parameters that have been replaced, and that no group holds any more, is left out: it
+    does not belong to the step.
     """
     references = {id(reference.get()): reference for reference in parameters}
     for path, optimizer in reach.optimizers:

@@ -69,7 +69,7 @@ class Setting:
 
 @contextmanager
 def applied(settings: Sequence[Setting]) -> Iterator[None]:
-    """With the new values in place; the old ones come back."""
+    """A context in which the new values are in place. When it ends, the old ones come back."""
     for setting in settings:
         setting.apply()
     try:
@@ -80,8 +80,9 @@ def applied(settings: Sequence[Setting]) -> Iterator[None]:
 
 
 Made = Callable[[Any], tuple[int, Callable[[], Any]] | None]
-"""The slot of a tensor that a trace has made and how to make it for real; None if it depends on
-more than constants."""
+"""Takes a tensor that a trace has made, and returns its slot and a function that makes it for real;
+None if it depends on more than constants.
+"""
 
 
 class Snapshot:
@@ -136,8 +137,8 @@ class Snapshot:
         return reasons
 
     def settings(self, made: Made) -> list[Setting] | None:
-        """What `moved` tells of, where all of it is entries of dictionaries and attributes that
-        hold other plain values now, or tensors instead of none.
+        """The changes of which `moved` tells, as settings. None unless all of them are entries of
+        dictionaries, or attributes, that now hold other plain values, or tensors where none were.
         """
         found: list[Setting] = []
         reasons = 0
@@ -157,8 +158,8 @@ class Snapshot:
         return found if is_apart and len(found) == reasons == len(self.moved()) else None
 
     def numbers(self) -> set[str]:
-        """Paths of the numbers, among what `moved` tells of, in whose place there are others now:
-        counters, running sums.
+        """Among the changes of which `moved` tells: paths of the numbers that others have replaced,
+        such as counters and running sums.
         """
         found = set()
         for place, items in self._holders:
@@ -177,8 +178,8 @@ class Snapshot:
         return found
 
     def renewed(self) -> set[str]:
-        """Paths of the lists and dictionaries, among what `moved` tells of, in whose place there
-        are others now that differ by tensors alone.
+        """Among the changes of which `moved` tells: paths of the lists and dictionaries that others
+        have replaced, which differ from them only by tensors.
         """
         found: list[Any] = []
         for place, items in self._holders:
@@ -245,8 +246,8 @@ class _TensorState:
         self.requires_grad = tensor.requires_grad
         self.grad = _gradient(tensor)
         self.version = _version(tensor)
-        # A step is traced on the user's fakes themselves, and on others instead of real
-        # tensors.
+        # If the user's tensors are fakes, the step is traced on these themselves; fakes of roam's
+        # take the place of real tensors only.
         self.data = tensor.detach() if isinstance(tensor, FakeTensor) else None
 
     def has_other_gradient(self) -> bool:
@@ -283,8 +284,8 @@ def _version(tensor: torch.Tensor) -> int:
 
 
 def _is_number_after(old: Any, value: Any) -> bool:
-    """Whether a step left a number instead of one, or a number that it calculated in the place
-    of nothing.
+    """Whether a step put a number in the place of a number, or a number that it calculated in the
+    place of None.
     """
     return (
         isinstance(value, (LiveFloat, LiveInt))
@@ -352,8 +353,9 @@ def _difference(path: str, old: Any, value: Any) -> str:
 
 
 def _has_other_tensors(old: Any, value: Any, renewed: Callable[[Any], None]) -> bool:
-    """Whether two values are equal except for tensors, in tuples too, and in lists and dictionaries
-    that hold some, of which `renewed` is told each that is another one.
+    """Whether two values are equal except for tensors, also for tensors in tuples, lists and
+    dictionaries. `renewed` is called with each list or dictionary that holds tensors and in whose
+    place there is another one.
     """
     if issubclass(type(old), torch.Tensor):
         return issubclass(type(value), torch.Tensor)

@@ -4,7 +4,7 @@ It is a dictionary, a list, a set (`containers`), a closure cell, some names of 
 attributes of an object (`namespaces`), or an optimizer's parameter groups (`optimizer_spaces`). The
 walk over a step's state (`discovery`) finds the spaces, the guards (`guards`) compare their
 contents, and the snapshot (`snapshot`) puts contents back. Contents are read and written through
-the base types' own methods, so that nothing of the user's runs.
+the base types' own methods, so that none of the user's code runs.
 """
 
 from __future__ import annotations

@@ -18,8 +18,9 @@ from roam.state.references import GradientReference, OptimizerReference, ScalerR
 from roam.torch_compat.private import layout_of, local_of
 
 Kind = tuple[tuple[int, ...], torch.dtype, torch.device, tuple[int, ...], Any]
-"""(shape, dtype, device, strides) of a tensor or of this process's part of a distributed one, and
-the layout of that over devices; None for others."""
+"""(shape, dtype, device, strides, layout over devices). For a distributed tensor the first four are
+those of this process's part; for any other tensor the layout is None.
+"""
 _Reference = OptimizerReference | ScalerReference | GradientReference
 _seen: Final = operator.attrgetter("shape", "dtype", "device")
 
@@ -105,12 +106,12 @@ class StateGuard:
 
 
 def _holder(reference: OptimizerReference) -> tuple[int, int]:
-    """The same for what an optimizer keeps of one parameter."""
+    """A key that is equal for all that an optimizer keeps of one parameter."""
     return id(reference.optimizer), id(reference.parameter)
 
 
 def _place(reference: _Reference) -> tuple[Any, ...]:
-    """The same for references of one place, as long as both are there."""
+    """A key that is equal for references to one place, as long as both are there."""
     if isinstance(reference, ScalerReference):
         return id(reference.scaler), reference.key
     space = reference.parameter.space

@@ -43,8 +43,8 @@ class Entry:
     """A model of the zoo.
 
     ``family`` names the module of this package that builds it, ``max_seq`` is its longest sequence
-    in tokens (``None`` where the model sees images), ``arguments`` is what tells it from the others
-    of its family.
+    in tokens (``None`` if the model sees images), ``arguments`` are what that module's ``build`` is
+    given to make this model of the family.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Entry:
 
     @property
     def default_seq(self) -> int | None:
-        """Tokens of a sequence where the caller names no number."""
+        """Tokens of a sequence if the caller names no number."""
         return None if self.max_seq is None else min(DEFAULT_SEQ, self.max_seq)
 
 
@@ -299,7 +299,7 @@ def capture(
         step: ``first``, which makes the optimizer's state, or ``steady``.
         device: where the step would run.
         random_states: as for :func:`roam.capture`.
-        settings: what :func:`build` takes besides.
+        settings: the other arguments of :func:`build`.
 
     Raises:
         ZooError: as from :func:`build`.
@@ -341,7 +341,8 @@ def build(
         clip: the most that the norm of all gradients together may have; if ``None``, gradients are
             not clipped.
         device: where the tensors are made.
-        spread: given the model and the step, the same as one rank of several has them.
+        spread: a function that takes the model and the step, and returns them as one rank of
+            several has them.
 
     Raises:
         ZooError: unknown or impossible settings, or the model's library is not installed.
@@ -362,7 +363,7 @@ def build(
 
     family = importlib.import_module(f"roam.zoo.{chosen.family}")
     # Under fake tensors a finished module cannot be converted (``Module.to`` swaps parameters), so
-    # it is made so.
+    # it is made in its dtype.
     before = torch.get_default_dtype()
     torch.set_default_dtype(getattr(torch, dtype))
     try:

@@ -38,7 +38,7 @@ def train_step(
 def build(
     *, architecture: str, config: dict[str, Any], batch: int, seq: int
 ) -> tuple[torch.nn.Module, Callable[..., torch.Tensor], tuple[torch.Tensor, ...]]:
-    """Make the architecture with its published defaults, ``config`` in place of some."""
+    """Make the architecture with its published settings, except for those in ``config``."""
     make_config, make_model = _ARCHITECTURES[architecture]
     settings = make_config(**config)
     # A training step keeps no keys and values for later tokens; they would be outputs of the model.

@@ -24,7 +24,9 @@ WAYS = ("ddp", "fsdp", "tp", "fsdp+tp")
 NODE_RANKS = 8
 """Ranks that share a machine, and so its fast links."""
 _FIRST_BUCKET_BYTES, _BUCKET_BYTES = 2**20, 25 * 2**20
-"""As `DistributedDataParallel` has them if it is told nothing else."""
+"""The sizes of the first and of all later buckets, as `DistributedDataParallel` has them by
+default.
+"""
 
 
 class ShardingError(ZooError):
@@ -39,10 +41,12 @@ class Sharding:
         way: one of `WAYS`. ``ddp``: every rank has the whole model, and gradients are reduced in
             buckets; ``fsdp``: `fully_shard` of each repeated block and of the rest; ``tp``: tensor
             parallelism, by the plan that transformers ships with the architecture; ``fsdp+tp``:
-            that within groups of `tp_ranks` neighbours, and `fully_shard` across the groups.
+            tensor parallelism within groups of `tp_ranks` neighbours, and `fully_shard` across the
+            groups.
         world: how many ranks there are.
         rank: one of them.
-        tp_ranks: how many ranks share the parts of one layer; None if `way` says it.
+        tp_ranks: how many ranks share the parts of one layer with ``fsdp+tp``. If None, at most
+            `NODE_RANKS` do. For other ways it must be None.
     """
 
     way: str
@@ -77,20 +81,20 @@ class Sharding:
 
     @property
     def note(self) -> str:
-        """What the figures of a plan do not have; empty if there is nothing."""
+        """What the figures of a plan do not contain; empty if they contain everything."""
         if self.way != "ddp":
             return ""
         return (
             "The module itself is planned, with reductions as DistributedDataParallel has them. The "
-            "wrapper's own\nbuckets, as large as all gradients, are not counted: it is without them "
+            "wrapper's own\nbuckets, as large as all gradients, are not counted: they are freed "
             "while plans run.\n"
         )
 
 
 @contextmanager
 def one_process(sharding: Sharding) -> Iterator[DeviceMesh]:
-    """A process group in which this process is the rank and nobody is the others; gives the mesh of
-    shape [world / inner, inner]. Its collectives do nothing, so it is for captures alone.
+    """A process group in which this process is one rank and the other ranks do not exist; gives a
+    mesh of shape [world / inner, inner]. Its collectives do nothing, so it is for captures alone.
 
     Raises:
         ShardingError: this process is in a group already.
@@ -115,10 +119,12 @@ Step = Callable[..., "torch.Tensor"]
 def spread(
     sharding: Sharding, mesh: DeviceMesh, model: torch.nn.Module, train_step: Step
 ) -> tuple[torch.nn.Module, Step]:
-    """One rank's model and training step, in place; the optimizer is made afterwards.
+    """Changes a model, in place, to that of one rank. Returns it and the rank's training step. Make
+    the optimizer afterwards.
 
     Raises:
-        ShardingError: nobody has said how this model is spread, or its sizes are not divisible.
+        ShardingError: there is no plan of how to spread this model's layers, or its sizes are not
+            divisible by the number of ranks.
     """
     if sharding.way == "ddp":
         return model, reducing(train_step)
@@ -139,8 +145,8 @@ def spread(
 
 
 class Parts(Sequence["torch.Tensor"]):
-    """The parts of a tensor for so many ranks, as `torch.chunk` makes them and empty ones after
-    these, each made when somebody asks for it: of hundreds, a rank needs two.
+    """The parts of a tensor for all ranks: those that `torch.chunk` makes, and empty ones after
+    these. Each is made when it is asked for, since a rank needs two of perhaps hundreds.
     """
 
     def __init__(self, tensor: torch.Tensor, count: int, dim: int) -> None:
@@ -193,7 +199,9 @@ def capture_rank(
 
 
 def _spread_layers(model: Any, mesh: DeviceMesh) -> None:
-    """By the plan of transformers; tables of tied words are spread like the last layer."""
+    """Spreads a model's layers by the plan of transformers. A word table that is tied to the last
+    layer is spread like that layer.
+    """
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
@@ -217,7 +225,7 @@ def _spread_layers(model: Any, mesh: DeviceMesh) -> None:
         raise ShardingError(
             "tensor parallelism needs the plan that transformers ships with an architecture, and "
             + (
-                f"this one has styles that PyTorch has not: {', '.join(unknown)}"
+                f"this one has styles that PyTorch does not have: {', '.join(unknown)}"
                 if shipped
                 else "this model has none"
             )
@@ -256,9 +264,10 @@ def _plan_of(config: Any) -> dict[str, str]:
 
 
 def reducing(train_step: Step) -> Step:
-    """A step on the plain module that reduces gradients as `DistributedDataParallel` does, whose
-    constructor reads values that nobody has in a "fake" group: buckets of 25 MiB, the first of 1
-    MiB, in the order in which gradients come; buffers are rank 0's.
+    """A step on the plain module that reduces gradients as `DistributedDataParallel` does: in
+    buckets of 25 MiB, the first of 1 MiB, in the order in which gradients come. Buffers are taken
+    from rank 0. `DistributedDataParallel` itself cannot be used: its constructor reads values of
+    other ranks, which do not exist in a "fake" group.
     """
 
     @functools.wraps(train_step)

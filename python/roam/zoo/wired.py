@@ -77,8 +77,8 @@ class Node(nn.Module):
 
 
 class Stage(nn.Module):
-    """A random graph: nodes without inputs read what enters, the mean of those that nobody reads
-    leaves.
+    """A random graph. Nodes without inputs read the stage's input. The stage's output is the mean
+    of the nodes that no other node reads.
     """
 
     def __init__(self, links: list[list[int]], inputs: int, outputs: int) -> None:

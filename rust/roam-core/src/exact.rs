@@ -5,7 +5,8 @@ use crate::mip::{Outcome, Program, Solver, Task};
 use crate::plan::{Exact, ExactReport, ExactStatus};
 use std::time::Instant;
 
-/// What one program may cost: nodes, times the square of the entries, as which a node takes time.
+/// What one program may cost: its nodes times the square of its entries, because the time of a node
+/// grows as that square.
 const WORK: u64 = 1_300_000_000;
 /// Nodes that are always granted: programs too large for these are not solved.
 const FEWEST_NODES: u64 = 200;
@@ -18,8 +19,8 @@ pub(crate) const MOST_ENTRIES: u64 = (WORK / FEWEST_NODES).isqrt();
 /// Seconds after which programs are given up: nodes are the budget, this only a safety, far from
 /// what a busy machine takes.
 const SAFETY_S: f64 = 300.0;
-/// By how much, as a share of the largest cost, a solver's bound may be wrong. CBC keeps to rows
-/// within 10^-6.
+/// By how much, as a share of the largest cost, a solver's bound may be wrong. CBC meets the rows
+/// of a program only within 10^-6.
 const TOLERANCE: f64 = 1e-5;
 
 /// The planner's hold on the solver.
@@ -47,7 +48,7 @@ pub(crate) struct Answer {
     pub(crate) values: Vec<f64>,
     /// No values cost less, in whole units.
     pub(crate) bound: i64,
-    /// Which program it is of.
+    /// The program that this answers.
     program: usize,
 }
 
@@ -67,7 +68,7 @@ impl<'a> ExactTier<'a> {
         !matches!(self.report.status, ExactStatus::Off | ExactStatus::Unavailable)
     }
 
-    /// Notes that what is open would take too large a program.
+    /// Notes that a program for what is not proved yet would be too large.
     pub(crate) fn too_large(&mut self) {
         if self.report.status == ExactStatus::NotNeeded {
             self.report.status = ExactStatus::TooLarge;
@@ -147,7 +148,7 @@ impl<'a> ExactTier<'a> {
         Ok(())
     }
 
-    /// What can be made of an outcome, which the report counts.
+    /// The answer that an outcome gives, if any. The report counts the outcome.
     fn judge(&mut self, task: &Task, outcome: Outcome) -> Option<Answer> {
         if !matches!(outcome, Outcome::Unavailable(_)) {
             self.report.programs += 1;

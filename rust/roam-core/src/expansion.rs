@@ -57,7 +57,7 @@ pub enum SequenceError {
         tensor: String,
     },
     /// A run uses a view of one instance of a tensor, and another instance itself.
-    #[error("the sequence has {site} use tensor `{tensor}` made anew, and {view} of it as it was before")]
+    #[error("the sequence has {site} use tensor `{tensor}` as made anew, but the view by {view} as it was before")]
     OtherView {
         /// The operator.
         site: Box<Site>,
@@ -224,7 +224,7 @@ impl<'a> Walk<'a> {
         }
         let place = OperatorId(self.operators.len() as u32);
         self.wait(id, place)?;
-        // All have been found to have an instance.
+        // Every one of these tensors has been found to have an instance.
         let instances = |tensors: &[TensorId]| -> Vec<TensorId> {
             tensors.iter().filter(|tensor| !is_left_out(tensor)).filter_map(|t| self.latest[t.index()]).collect()
         };
@@ -304,7 +304,7 @@ impl<'a> Walk<'a> {
             };
             let view = graph.operator(before);
             if view.creates.is_empty() && view.mutates.is_empty() {
-                // What makes a view has no first-only tensors to leave out.
+                // An operator that makes a view has no first-only tensors to leave out.
                 let viewed = iter::zip(&view.reads, &self.operators[run.index()].reads);
                 for (tensor, &instance) in viewed {
                     let is_used = touched(graph.operator(id)).any(|used| used == *tensor);

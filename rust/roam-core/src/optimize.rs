@@ -150,7 +150,7 @@ pub fn optimize_timed(graph: &Graph, settings: &Settings, control: &Control) -> 
     settings.check()?;
     let limit = match settings.time_limit_s {
         None => None,
-        // A limit beyond what an instant can hold is none.
+        // A limit beyond what an instant can hold counts as no limit.
         Some(seconds) => Duration::try_from_secs_f64(seconds).ok().and_then(|limit| Instant::now().checked_add(limit)),
     };
     let deadline = match (limit, control.deadline) {
@@ -267,15 +267,16 @@ const MOST_LAID_OUT: usize = 4;
 /// The pool and the unpooled bytes are searched a second time if more than 1 / `NEAR` of the total
 /// may be gained.
 const NEAR: u64 = 100;
-/// Weights of the pool, and of all that is live, by which the pool is bounded under a limit. By
-/// equal ones AdamW's updates, which make twice as much state as they free gradients, change
-/// nothing.
+/// Weights of the pool, and of all that is live, by which the pool is bounded under a limit. With
+/// equal weights, AdamW's updates, which make twice as many bytes of state as they free of
+/// gradients, change nothing.
 const WEIGHTS: [(u64, u64); 2] = [(1, 1), (2, 1)];
 /// How many of the best orders have their updates moved for the pool's sake.
 const MOST_FITTED: usize = 4;
 /// How many comparisons the search for layouts may make: some seconds' work at most.
 const SEARCH_WORK: u64 = 100_000_000;
-/// How many it makes per operator before it has anything to show.
+/// How many comparisons per operator a search for one order's layout must be granted at least,
+/// because it finds nothing with fewer.
 const LEAST_SEARCH: u64 = 32;
 /// How many of the best orders have their layout improved by core refinement.
 const MOST_FINISHED: usize = 2;
@@ -379,7 +380,7 @@ impl<'a> Search<'a> {
         let mut left = if is_large { MOST_LAID_OUT } else { usize::MAX };
         for at in self.whole.ranking() {
             let work = if at == 0 { &mut for_program } else { &mut for_others };
-            // Too little for another one.
+            // Too little work is left for another layout.
             if *work < operators as u64 {
                 continue;
             }
@@ -395,7 +396,8 @@ impl<'a> Search<'a> {
             }
             left = left.saturating_sub(usize::from(at > 0));
             let limit = total - profile.unpooled_peak + u64::from(profile.peak < peak);
-            // Where greedy layouts take long, the most promising order has them, and program order.
+            // Where greedy layouts take long, only the most promising order and program order get
+            // them.
             let is_quick = is_large && at > 0 && left + 1 < MOST_LAID_OUT;
             let find = if is_quick { layout::best_of_quick } else { layout::best };
             if let Some(layout) = find(self.problem_of(at), profile, limit, work, self.watch)? {
@@ -454,7 +456,7 @@ impl<'a> Search<'a> {
         self.watch.check()
     }
 
-    /// Says whether a smaller layout was found, on half of what the work allows.
+    /// Searches with half of the work that is left; says whether a smaller layout was found.
     fn search_layout(&mut self, at: usize, work: &mut u64) -> Result<bool, Stop> {
         let profile = &self.whole.trials[at].ordered.profile;
         let total = self.total(self.best());
@@ -508,8 +510,8 @@ impl<'a> Search<'a> {
         if self.parts_agree() { Ok(()) } else { self.search_parts() }
     }
 
-    /// Whether the pool and the unpooled bytes have their peaks together, so that they are best
-    /// looked at together.
+    /// Whether the pool and the unpooled bytes have their peaks at the same step, so that they are
+    /// best looked at together.
     fn parts_agree(&self) -> bool {
         let best = self.whole.ranking().first().map(|&at| &self.whole.trials[at].ordered.profile);
         best.is_none_or(|profile| is_within(profile.least_total(), profile.peak))
@@ -518,7 +520,7 @@ impl<'a> Search<'a> {
     /// Searches the pool and the unpooled bytes once more, from the orders found since the first
     /// time.
     fn look_at_parts_again(&mut self) -> Result<(), Stop> {
-        // A first look is worth more than a second.
+        // A first search is worth more than a second one.
         let is_enough = self.is_near() || self.whole.problem.is_large();
         if (is_enough && !self.parts.is_empty()) || is_within(self.least_total(), self.bound()) {
             return Ok(());
@@ -528,8 +530,8 @@ impl<'a> Search<'a> {
         self.weigh_parts()
     }
 
-    /// Bounds the pool by what it needs together with the unpooled bytes: of no order that is worth
-    /// anything does the peak exceed the best total.
+    /// Bounds the pool by what it needs together with the unpooled bytes: an order whose peak
+    /// exceeds the best total is of no use.
     fn weigh_parts(&mut self) -> Result<(), Stop> {
         for (more, all) in WEIGHTS {
             if self.parts.is_empty() || self.is_near() || self.whole.problem.is_large() {
@@ -545,12 +547,12 @@ impl<'a> Search<'a> {
 
     /// Bounds the pool and the unpooled bytes apart, then lowers their peaks one after the other.
     fn search_parts(&mut self) -> Result<(), Stop> {
-        // One of them is all there is.
+        // There are pooled or unpooled bytes alone.
         let program = &self.whole.trials[0].ordered.profile;
         if program.unpooled_peak == 0 || program.pool_peak == 0 {
             return Ok(());
         }
-        // Where updates take the least of the pool.
+        // Orders with the updates where they take the least of the pool.
         let limit = self.least_total();
         for at in self.whole.ranking().into_iter().take(MOST_FITTED) {
             let order = &self.whole.trials[at].ordered.order;
@@ -575,7 +577,7 @@ impl<'a> Search<'a> {
             portfolio.prove(self.watch)?;
             self.note_parts();
         }
-        // The bounds are new, but hardly an order would be.
+        // New bounds have been found, but new orders are unlikely.
         if self.whole.problem.is_large() && self.parts_agree() {
             return Ok(());
         }

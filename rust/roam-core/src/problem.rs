@@ -15,7 +15,7 @@ pub(crate) type Op = u32;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) struct Ten(u32);
 
-/// What numbers rows and entries of lists.
+/// A type whose values number the rows or the entries of lists.
 pub(crate) trait Index: Copy {
     /// The number as a place in a list.
     fn index(self) -> usize;
@@ -272,8 +272,8 @@ impl Problem {
         }
     }
 
-    /// The same with all bytes in the pool and all others multiplied by whole numbers; `None` where
-    /// that is too much to count.
+    /// The same problem with the bytes in the pool multiplied by one whole number and all others by
+    /// another; `None` where the products are too large to count.
     pub(crate) fn weighted(&self, in_pool: u64, unpooled: u64) -> Option<Self> {
         let all = self.tensors.iter().map(|item| item.size).chain(self.workspace.iter().copied()).sum::<u64>();
         all.checked_mul(in_pool.max(unpooled)).filter(|&all| all < 1 << 62)?;

@@ -18,7 +18,7 @@ use std::collections::HashMap;
 const MOST_STATES: usize = 1 << 13;
 /// Steps of ways and comparisons of layouts in all.
 const WORK: u64 = 1 << 25;
-/// What a way that has come to its end counts, apart from its layout.
+/// The work that a way counts that has come to its end, apart from its layout.
 const PER_ORDER: u64 = 64;
 /// Permitted pairs at one operator of which every choice is tried.
 const MOST_PAIRS: usize = 6;
@@ -48,7 +48,8 @@ struct Move {
 struct State {
     done: u64,
     moves: Vec<Move>,
-    /// What ways from here to the end come to; none is as good as another in both.
+    /// The peaks of the ways from here to the end, without those that are no better in either peak
+    /// than some other.
     to_go: Vec<Peaks>,
 }
 
@@ -185,7 +186,7 @@ struct Walk<'a> {
     states: &'a [State],
     /// No way comes to less.
     floor: u64,
-    /// What is to be undercut.
+    /// The least total so far, which is to be undercut.
     best: u64,
     found: Option<(Ordered, Layout)>,
     is_complete: bool,
@@ -232,7 +233,8 @@ impl Walk<'_> {
         self.is_complete &= self.work > 0;
     }
 
-    /// At the end of a way: its smallest layouts, as long as they are less than what there is.
+    /// Called at the end of a way: looks for ever smaller layouts, as long as they take less than
+    /// the best.
     fn lay_out(&mut self, (_, unpooled): Peaks) -> Result<(), Stop> {
         self.spend(PER_ORDER);
         let mut pairs = self.pairs.iter();

@@ -3,7 +3,7 @@
 use crate::graph::Residency;
 use crate::problem::{Index, NONE, Op, Problem, Ten};
 
-/// Updates of more operators than this are none of one parameter.
+/// An update of more operators than this is not that of a single parameter.
 pub(crate) const LONGEST_UPDATE: usize = 64;
 
 /// The updates, each as its operators in program order.
@@ -33,15 +33,17 @@ pub(crate) struct Updates {
 }
 
 impl Updates {
-    /// Connected are updates that wait for the other phases; those that do not, such as counting
-    /// the step, prepare the update that needs them.
+    /// Operators of the update phase that wait for other phases are of one update if they are
+    /// connected. Those that do not wait, such as counting the step, belong to the update that
+    /// needs them.
     pub(crate) fn new(problem: &Problem) -> Self {
         Updates::gather(problem, Updates::of_updates(problem)).measured(problem)
     }
 
-    /// The same, made to need less. Each comes with the operators that make its gradients alone out
-    /// of fewer bytes than the gradients have, such as a linear layer's for few samples: they had
-    /// better wait with it. And its operators run as few bytes at a time want it.
+    /// The same updates, made to need less. Each update comes with the operators that make nothing
+    /// but its gradients, out of fewer bytes than the gradients have, such as those of a linear
+    /// layer for few samples: they had better wait with the update. And the operators of an update
+    /// run in an order that leaves few bytes live.
     pub(crate) fn thrifty(problem: &Problem) -> Self {
         let mut of = Updates::of_updates(problem);
         let bytes = |tensors: &[Ten]| tensors.iter().map(|&t| problem.size(t)).sum::<u64>();
@@ -106,8 +108,8 @@ impl Updates {
         Updates { of, members, waits_for: Vec::new(), added: Vec::new(), keeps: Vec::new(), holds: Vec::new() }
     }
 
-    /// Lets what leaves the fewest bytes live run first within each update, where the update needs
-    /// less then.
+    /// Within each update, lets the operators that leave the fewest bytes live run first, if the
+    /// update then needs less.
     fn arrange(&mut self, problem: &Problem) {
         let mut alone = Alone::new(problem, &self.of);
         for members in self.members.iter_mut().filter(|members| members.len() <= LONGEST_UPDATE) {
@@ -134,7 +136,7 @@ impl Updates {
         self
     }
 
-    /// Whether the operator belongs to any of them, or to several.
+    /// Whether the operator belongs to any update, or to several.
     pub(crate) fn contain(&self, op: Op) -> bool {
         self.of[op as usize] != NONE
     }

@@ -26,8 +26,8 @@ use roam_core::stages::{Needs, Prepared};
 ///         offset), ``skyline`` (LLFB), ``weighted`` (valleys filled by weighted times) or ``tree`` (the published subgraph tree;
 ///         ``tree:100`` searches no leaf of more than 100 tensors); or one of another project: ``executorch``, ``tvm_size``, ``tvm_conflicts``, ``tvm_hill_climb`` or ``xla``. With
 ///         ``caching_allocator`` or ``caching_allocator_expandable`` (with expandable segments) there is no pool but PyTorch's
-///         allocator for CUDA: ``pool_bytes`` is what it reserves in the long run for all but the persistent tensors, in
-///         program order without reuse what eager PyTorch does, and ``outside_bytes`` is 0. See docs/reference/baselines.md.
+///         allocator for CUDA: ``pool_bytes`` is what it reserves in the long run for all but the persistent tensors (in
+///         program order and without reuse, this is what eager PyTorch reserves), and ``outside_bytes`` is 0. See docs/reference/baselines.md.
 ///     reuse: whether an output may take the memory of an input that dies, where the graph permits it.
 ///
 /// Raises:
@@ -58,15 +58,15 @@ pub(crate) fn baseline(
             outside_bytes: unpooled_bytes,
         })
     })?;
-    // Names are known and nothing stops the work, so there is something unless the caching
-    // allocator cannot hold it.
+    // The names are known and nothing stops the work, so there is a result unless the tensors are
+    // too large for the caching allocator.
     found
         .map(PyCandidate::new)
         .ok_or_else(|| unknown(py, format!("the order {order:?} cannot be laid out by {layout:?}")))
 }
 
-/// The order that one method finds: the numbers of the operators, first to last. Names as for
-/// :func:`roam.baseline`.
+/// The order that one method finds: the numbers of the operators, first to last. The methods have
+/// the names that :func:`roam.baseline` lists for `order`.
 #[pyfunction]
 #[pyo3(signature = (graph, order, *, reuse = true))]
 pub(crate) fn baseline_order(
@@ -86,8 +86,8 @@ pub(crate) fn baseline_order(
 }
 
 /// What PyTorch's caching allocator for CUDA reserves after each of a sequence of events, by its
-/// rules (see `roam_core::baseline::caching_allocator`): to check the simulator against a recorded
-/// sequence.
+/// rules (see `roam_core::baseline::caching_allocator`). It serves to check the simulator of these
+/// rules against a recorded sequence.
 ///
 /// Args:
 ///     events: (id, bytes) for an allocation, (id, None) for its free.

@@ -55,11 +55,11 @@ impl PyGraphBuilder {
         self.builder.accounting = name;
     }
 
-    /// Says something of the graph to people; plans, digests and equality leave it out.
+    /// Tells people something about the graph; plans, digests and equality leave it out.
     ///
     /// Args:
     ///     topic: what it is about, in a word or two.
-    ///     text: what there is to say.
+    ///     text: what to say about it.
     fn note(&mut self, topic: String, text: String) {
         self.builder.notes.push((topic, text));
     }
@@ -117,9 +117,9 @@ impl PyGraphBuilder {
     ///     time_ns: nanoseconds that it was measured to take; where None, the model of time tells.
     ///     repeatable: whether it may run again: from the same inputs it makes the same bits, and it changes nothing
     ///         but what it lists.
-    ///     first_only: of what it reads or mutates, the tensors that only its first run touches.
-    ///     link: of one that launches a collective, the link between ranks that it goes over: the collectives of one
-    ///         link go one after the other.
+    ///     first_only: those of the tensors that it reads or mutates that only its first run touches.
+    ///     link: for an operator that launches a collective, the link between ranks that the collective goes over: the
+    ///         collectives of one link run one after another.
     #[pyo3(signature = (
         name, *, reads = None, creates = None, mutates = None, workspace_bytes = None, reuse = None,
         phase = "forward", sequence = None, region = None, module = "", file = "",

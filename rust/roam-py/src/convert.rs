@@ -19,7 +19,8 @@ impl<'a> Where<'a> {
         Self { what, site }
     }
 
-    /// An integer in `[0, max]`, else `GraphError`; what is no integer at all is a `TypeError`.
+    /// The value as an integer in `[0, max]`; raises `GraphError` if it is outside, and `TypeError`
+    /// if it is not an integer at all.
     pub(crate) fn integer(&self, value: &Bound<'_, PyAny>, max: u64) -> PyResult<u64> {
         let py = value.py();
         match value.extract::<u64>() {
@@ -69,7 +70,7 @@ pub(crate) fn order_of(order: &Bound<'_, PyAny>) -> PyResult<Vec<OperatorId>> {
     order.try_iter()?.map(|value| Ok(OperatorId(at.integer32(&value?)?))).collect()
 }
 
-/// How many bytes a reader takes.
+/// The most bytes that a reader takes from a file.
 pub(crate) fn max_bytes_or_default(max_bytes: Option<u64>) -> u64 {
     max_bytes.unwrap_or(DEFAULT_MAX_BYTES)
 }

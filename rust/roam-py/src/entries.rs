@@ -118,7 +118,8 @@ impl PyOperator {
     fn sequence(&self) -> Option<String> {
         self.get().sequence.map(word)
     }
-    /// Of one that launches a collective, the link between ranks that it goes over.
+    /// For an operator that launches a collective, the link between ranks that the collective goes
+    /// over.
     #[getter]
     fn link(&self) -> u32 {
         self.get().link

@@ -128,13 +128,14 @@ impl PyGraph {
     fn estimate(&self) -> &str {
         self.graph.estimate()
     }
-    /// The rules by which its tensors are counted where they are not a real step's, for example
-    /// ``paper``; empty where they are.
+    /// The rules by which its tensors are counted, if these are not the rules of a real step, for
+    /// example ``paper``; otherwise empty.
     #[getter]
     fn accounting(&self) -> &str {
         self.graph.accounting()
     }
-    /// What its maker says of it to people, as pairs (topic, text); no part of digest and equality.
+    /// What the maker of the graph tells people about it, as pairs (topic, text); digest and
+    /// equality leave these out.
     #[getter]
     fn notes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
         PyTuple::new(py, self.graph.notes())

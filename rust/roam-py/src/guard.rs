@@ -7,8 +7,8 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 /// Runs `work` with the interpreter released; a panic becomes a `RoamError`.
 pub(crate) fn detached<T: Send>(py: Python<'_>, work: impl FnOnce() -> T + Send) -> PyResult<T> {
-    // Nothing that `work` may have left half done outlives it: it owns its results and only reads
-    // the rest.
+    // Nothing that `work` leaves half done can be seen afterwards: `work` owns its results, and
+    // only reads everything else.
     py.detach(|| catch_unwind(AssertUnwindSafe(work))).map_err(|panic| internal_error(py, &*panic))
 }
 

@@ -121,7 +121,7 @@ impl PyPlan {
     fn graph_digest(&self) -> &str {
         &self.plan.graph_digest
     }
-    /// What its figures may be wrong about, by the graph; empty where they are exact.
+    /// What its figures may be wrong about, as the graph says; empty where they are exact.
     #[getter]
     fn estimate(&self) -> &str {
         &self.plan.estimate
@@ -136,7 +136,7 @@ impl PyPlan {
         settings.set_item("time_limit_s", self.plan.settings.time_limit_s)?;
         settings.set_item("speed", self.plan.settings.speed)?;
         settings.set_item("stream_model", word(self.plan.settings.stream_model))?;
-        // As in files: only where they were given.
+        // As in files, these are there only where they were given.
         for (name, bytes) in
             [("enough_bytes", self.plan.settings.enough_bytes), ("worth_bytes", self.plan.settings.worth_bytes)]
         {

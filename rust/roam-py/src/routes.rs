@@ -8,12 +8,12 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use roam_core::stages::Prepared;
 
-/// What the heuristics make of a graph's order, and what each exact route makes of the best of
-/// theirs.
+/// The peak that the heuristics reach for a graph, and the peak that each exact route reaches from
+/// the best order of the heuristics.
 ///
 /// Returns: a dict of bytes (`program_order`, `heuristics`, `search`, `search_bound`; with
 /// `programs` also `programs` and `programs_bound`) and `report`, what became of the integer
-/// programs. Ctrl-C waits until it is done.
+/// programs. Ctrl-C takes effect only once everything is done.
 #[pyfunction]
 #[pyo3(signature = (graph, reuse = true, programs = true))]
 pub(crate) fn compare_routes<'py>(

@@ -20,12 +20,13 @@ pub(crate) struct PyShardingProblem {
 
 #[pymethods]
 impl PyShardingProblem {
-    /// What is not allowed costs this or more.
+    /// A strategy, or a pair of strategies, that is not allowed costs this much or more.
     #[classattr]
     const FORBIDDEN: i64 = FORBIDDEN;
 
-    /// Of lists: per node the costs and bytes of its strategies and its lifetime; per edge two nodes
-    /// and the number of a matrix, which has a row for each strategy of the first.
+    /// Makes a problem from lists: per node the costs and the bytes of its strategies, and its
+    /// lifetime; per edge two nodes and the number of a matrix, which has a row for each strategy
+    /// of the first node.
     #[new]
     #[pyo3(signature = (name, costs, bytes, lifetimes, edges, matrices, limit_bytes = None))]
     fn new(
@@ -39,24 +40,24 @@ impl PyShardingProblem {
     ) -> PyResult<Self> {
         let wrong = |message: &str| Err(PyValueError::new_err(message.to_owned()));
         if costs.len() != bytes.len() || costs.len() != lifetimes.len() {
-            return wrong("there are costs, bytes and a lifetime for each node");
+            return wrong("each node must have costs, bytes and a lifetime");
         }
         if costs.iter().zip(&bytes).any(|(costs, bytes)| costs.is_empty() || costs.len() != bytes.len()) {
-            return wrong("a node has a strategy or more, each with a cost and bytes");
+            return wrong("each node must have at least one strategy, and a cost and bytes for each of its strategies");
         }
         let bytes_in_all: u128 = bytes.iter().flatten().map(|&bytes| u128::from(bytes.unsigned_abs())).sum();
         if bytes.iter().flatten().any(|&bytes| bytes < 0) || bytes_in_all > i64::MAX as u128 {
-            return wrong("bytes are not negative, and their sum fits 63 bits");
+            return wrong("bytes must not be negative, and their sum must fit 63 bits");
         }
         if lifetimes.iter().any(|&(start, end)| start > end) {
-            return wrong("a lifetime ends where it starts, or later");
+            return wrong("a lifetime must not end before it starts");
         }
         let fits = |&(first, second, matrix): &(usize, usize, usize)| {
             let size = costs.get(first).zip(costs.get(second)).map(|(rows, columns)| rows.len() * columns.len());
             first != second && size.is_some() && matrices.get(matrix).map(Vec::len) == size
         };
         if !edges.iter().all(fits) {
-            return wrong("an edge has two different nodes, and a matrix with an entry for each pair of strategies");
+            return wrong("an edge must have two different nodes, and a matrix entry for each pair of strategies");
         }
         let nodes = costs.into_iter().zip(bytes).zip(lifetimes);
         let nodes = nodes.map(|((costs, bytes), (start, end))| Node { costs, bytes, lifetime: start..end }).collect();
@@ -98,13 +99,14 @@ impl PyShardingProblem {
         self.problem.limit_bytes
     }
 
-    /// What a choice costs, and its most bytes at any time.
+    /// What a choice costs (None where it is not allowed), and the most bytes that it takes at any
+    /// time.
     fn evaluate(&self, choice: Vec<usize>) -> PyResult<(Option<i64>, i64)> {
         let nodes = &self.problem.nodes;
         if choice.len() != nodes.len()
             || nodes.iter().zip(&choice).any(|(node, &strategy)| strategy >= node.costs.len())
         {
-            return Err(PyValueError::new_err("a choice has one strategy for each node"));
+            return Err(PyValueError::new_err("a choice must have one strategy for each node"));
         }
         Ok((self.problem.cost(&choice), self.problem.peak_bytes(&choice)))
     }
@@ -142,8 +144,8 @@ impl PyShardingProblem {
             fits &= firsts.get(group).is_some_and(|&first| nodes[first].costs.len() == node.costs.len());
         }
         if !fits {
-            let message = "nodes of a group have as many strategies, groups are numbered in the order of their \
-                           first nodes, and there is no limit";
+            let message = "nodes of a group must have equally many strategies, groups must be numbered in the order of \
+                           their first nodes, and there must be no limit";
             return Err(PyValueError::new_err(message));
         }
         let problem = self.problem.clone();

@@ -3,10 +3,10 @@ without one.
 
 For most operators PyTorch chooses the CUDA kernels by the tensors' device type alone, so fake CUDA
 tensors are enough: fused dropout, cuDNN's batch norm, multi-tensor optimizers. Two parts of PyTorch
-ask the device itself. Autograd's engine looks for the device's streams before it starts; here it
-alone is told that tensors have no device, and that the accelerator of the process is one that does
-nothing. Attention chooses its kernel by the device's compute capability; here it gets a kernel that
-every device of 8.0 or later can run (`sdpa.py`).
+ask the device itself. Autograd's engine looks for the device's streams before it starts; here the
+engine alone is told that tensors have no device, and that the accelerator of the process is one
+that does nothing. Attention chooses its kernel by the device's compute capability; here it gets a
+kernel that every device of 8.0 or later can run (`sdpa.py`).
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def prepare() -> None:
     PyTorch takes precedence over it, so one that does nothing is registered.
 
     Raises:
-        CaptureError: where this PyTorch does not permit it.
+        CaptureError: this PyTorch does not permit it.
     """
     if _kept:
         return
@@ -89,8 +89,9 @@ PRESENT: Final[tuple[Replacement, ...]] = (
     (torch.cuda.amp.common, "amp_definitely_not_available", lambda: False),
     (torch.cuda, "is_bf16_supported", lambda *_, **__: True),
 )
-"""Has autocast and gradient scalers for CUDA work, which turn themselves off where there is no
-device."""
+"""Makes autocast and gradient scalers for CUDA work, which otherwise turn themselves off without a
+device.
+"""
 
 
 def asked_by_engine(frame: FrameType | None) -> bool:
@@ -103,8 +104,8 @@ def asked_by_engine(frame: FrameType | None) -> bool:
 
 
 def is_no_move(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the engine moves a gradient to where it is: it compares what it was told now with
-    what it was told before.
+    """Whether the engine moves a gradient to where it is already. The engine does so since it
+    compares the device that it is told now with the one that it was told before.
     """
     if func is not torch.ops.aten._to_copy.default:
         return False

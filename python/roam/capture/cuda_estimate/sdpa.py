@@ -19,9 +19,11 @@ from roam.torch_compat.private import attention_order, run_composite
 
 aten = torch.ops.aten
 _LARGEST_HEAD = 256
-"""Of flash attention."""
+"""The widest head that flash attention takes."""
 _PADDED_TO = 8
-"""Elements of which rows are a multiple, where a fused kernel is given a head or a mask."""
+"""Rows of heads and masks that a fused kernel is given are padded to a multiple of this number of
+elements.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +169,9 @@ def attention(
 
 
 def register() -> torch.library.Library:
-    """Puts it in PyTorch's place for tensors on CUDA, for as long as what is returned lives."""
+    """Puts `attention` in the place of PyTorch's operator for tensors on CUDA, for as long as what
+    is returned lives.
+    """
     library = torch.library.Library("aten", "IMPL")
     library.impl("scaled_dot_product_attention", attention, "AutogradCUDA")
     return library

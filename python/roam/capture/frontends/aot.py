@@ -95,7 +95,7 @@ def replay(
 
     Args:
         graph, mode, recorder, places: what to run, and who sees it.
-        values: of the nodes that are no functions; those of the others are added.
+        values: the values of the nodes that are no functions. Those of all other nodes are added.
 
     Returns:
         Which of the recorder's calls each node makes: often one, none where it only takes a result

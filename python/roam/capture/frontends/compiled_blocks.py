@@ -74,7 +74,7 @@ def with_compiled_blocks(module: GraphModule, args: Sequence[Any]) -> GraphModul
 
 
 def _blocks(module: GraphModule) -> dict[Node, Hashable]:
-    """Per node of a repeated block, which call of a block it is part of."""
+    """For each node of a repeated block, the call of a block that it is part of."""
     stacks = {node: _stack(node) for node in module.graph.nodes if _is_usable(node)}
     found: dict[object, set[str]] = {}
     with_children: set[object] = set()
@@ -140,8 +140,9 @@ def _is_worth_it(piece: list[Node], values: dict[Node, Any]) -> bool:
 
 
 def _pieces(module: GraphModule, block_of: dict[Node, Hashable]) -> Iterator[list[Node]]:
-    """The functions of a graph in an order in which those of one block follow each other as far as
-    they can; all that follow each other at once. What changes an argument stays where it is.
+    """The functions of a graph, in an order in which those of one block follow each other as far as
+    they can. Functions of a block that follow each other come as one list. A function that changes
+    an argument stays where it is.
     """
     stretch: list[Node] = []
     for node in module.graph.nodes:

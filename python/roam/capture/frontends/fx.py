@@ -103,17 +103,20 @@ class Lowered:
     nodes: list[Node]
     """All but the output, in program order."""
     operators: list[Node]
-    """By the operator's number; a node that draws from a state that is read before stands twice,
-    first for the reading, until there are nodes that read."""
+    """The node of each operator, by the operator's number. A node that draws from a state that is
+    read before it is here twice, first for the reading, until there are nodes for the reading (see
+    `reading`).
+    """
     graph: Graph
     devices: dict[Node, torch.device]
-    """Where nodes draw that may be replayed."""
+    """By node that draws and may be replayed, the device on which it draws."""
     states: dict[Node, Node]
-    """Per such node the one that reads the state."""
+    """By node that draws and may be replayed, the node that reads the state."""
     program: Program
     saved_bytes: int = 0
-    """The most that a compiled region may free of its arguments while it runs. The graph has none
-    of it."""
+    """The most that a compiled region may free of its arguments while it runs. The graph does not
+    contain this saving.
+    """
 
     @classmethod
     def of(
@@ -158,7 +161,9 @@ class Lowered:
         return cls(nodes, operators, graph, devices, {}, program, max(saved, default=0))
 
     def reading(self) -> Lowered:
-        """The same with a node before each that may be replayed, which reads the state."""
+        """The same, with one node more before each node that may be replayed: it reads the
+        state.
+        """
         nodes: list[Node] = []
         operators = list(self.operators)
         states: dict[Node, Node] = {}
@@ -172,8 +177,8 @@ class Lowered:
         return Lowered(nodes, operators, self.graph, self.devices, states, self.program)
 
     def expanded(self, sequence: list[int]) -> Lowered:
-        """The nodes with those that run again copied, each after the latest run before it of what
-        it uses.
+        """The nodes, in which each extra run is a copy of a node. A copy uses the latest runs
+        before it.
         """
         graph = self.nodes[0].graph
         latest: dict[Node, Node] = {}
@@ -287,7 +292,9 @@ def _record(module: GraphModule, dying: Collection[str]) -> tuple[Program, dict[
 
 
 def _phase(node: Node | None) -> str:
-    """Where tracers say so: `make_fx` and AOTAutograd mark what autograd's engine ran."""
+    """The phase of a node, as far as tracers tell it: `make_fx` and AOTAutograd mark what
+    autograd's engine ran.
+    """
     if node is None:
         return "forward"
     is_backward = (

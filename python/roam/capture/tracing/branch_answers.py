@@ -34,7 +34,7 @@ _ASKING = (
 )
 """Methods of tensors, and functions of PyTorch's, by which the value of a tensor reaches Python."""
 _MOST_GUESSES = 1024
-"""A loop that no guess ends has more."""
+"""The most guesses in one trace. A loop that no guess ends asks for more."""
 
 Place = tuple[str, int]
 
@@ -102,11 +102,11 @@ def _noting(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Answers:
-    """What one capture takes for answers.
+    """The answers that one capture takes for granted.
 
     Args:
-        known: the first ones, in the order in which the step's code asks.
-        seen: what a run saw that gave these; None if none was watched.
+        known: the first answers, in the order in which the step's code asks.
+        seen: what was seen in a run that gave these answers; None if none was watched.
 
     Attributes:
         guessed: whether an answer has had to be guessed.
@@ -118,7 +118,7 @@ class Answers:
         self.guessed = False
 
     def replay(self) -> Replay:
-        """For one trace."""
+        """The answers for one trace."""
         return Replay(self)
 
 

@@ -32,7 +32,7 @@ _COLLECTIVES = frozenset(
 
 
 class Recording(Protocol):
-    """What of a recorder is needed here."""
+    """The part of a recorder that is needed here."""
 
     def refuse_collective(self, name: str) -> NoReturn: ...
     def add_collective(
@@ -51,7 +51,7 @@ def record(recorder: Recording, func: Any, args: tuple[Any, ...], kwargs: dict[s
     """Records a collective, and gives what it returns.
 
     Raises:
-        CaptureError: one that cannot be recorded.
+        CaptureError: the collective cannot be recorded.
     """
     name = schema_of(func).name.partition("::")[2]
     given = _named(func, args, kwargs)
@@ -203,7 +203,7 @@ def _all_to_all(recorder: Recording, func: Any, given: dict[str, Any]) -> Any:
 
 
 def _waited(recorder: Recording, func: Any, given: dict[str, Any]) -> Any:
-    """Of a tensor whose collective, if there was one, has been waited for."""
+    """The tensor itself: its collective, if there was one, has been waited for already."""
     return given["tensor"] if "tensor" in given else list(given["tensors"])
 
 

@@ -51,12 +51,12 @@ class Code:
     earlier: tuple[CodeType, ...] = ()
     """What Dynamo's cache had for the function when this was made."""
     number: int = field(default_factory=itertools.count().__next__)
-    """Of all that were made, in order."""
+    """Its number among all that were made, in order."""
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What a compiled graph depends on beside the arguments."""
+    """What a compiled graph depends on, apart from the arguments."""
 
     gradients: bool
     autocasts: tuple[tuple[str, bool, torch.dtype], ...]
@@ -90,7 +90,7 @@ class GivenTensor:
     requires_grad: bool
     is_leaf: bool
     known: int | None
-    """The identity of the real one, where it is one from before the step."""
+    """The identity of the real tensor, if it is one from before the step."""
     place: int
     """Where among the arguments it is first."""
     variable: frozenset[int]
@@ -98,7 +98,7 @@ class GivenTensor:
     compiled for it too."""
 
     def made(self) -> torch.Tensor:
-        """A real one like it, whose values nobody looks at."""
+        """A real tensor like it, whose values nobody looks at."""
         tensor = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
         tensor.requires_grad_(self.requires_grad)
         if not self.is_leaf and self.requires_grad:
@@ -112,16 +112,18 @@ class GivenTensor:
 
 @dataclass(frozen=True, slots=True)
 class CompiledCall:
-    """A call of a function that `torch.compile` compiles, by itself or since one that it compiles
-    calls it.
+    """A call of a function that `torch.compile` compiles: because the user has asked for it, or
+    because another compiled function calls it.
 
     Attributes:
         wrapper: the function of `torch.compile`'s that is called.
-        code: of the function, inside of what the wrapper calls, that is called.
+        code: the code of the function that is called, inside of what the wrapper calls.
         names: its globals.
-        cells: those that it closes over, where they are from before the step; else None.
-        leaves: what its arguments and its other free variables hold; `GivenTensor` for tensors.
-        reals: by identity, those of the tensors that are from before the step.
+        cells: the cells of the variables that it closes over, if they are from before the step;
+            else None.
+        leaves: what its arguments and its other free variables hold, with `GivenTensor` for
+            tensors.
+        reals: by identity, the real tensors from before the step among them.
         spec: how arguments and free variables are made of the leaves.
         settings: what else the compiled graph depends on.
     """
@@ -156,8 +158,8 @@ class CompiledCall:
             yield Frame(self.code, self.names, given, cells)
 
     def ask(self, callback: Callable[[Any], Any]) -> None:
-        """Calls the function by its wrapper, with another callback for frames, made of the
-        wrapper's own, which raises `Found`.
+        """Calls the function by its wrapper, with another callback for frames in the place of the
+        wrapper's own. `callback` makes it from that one, and it raises `Found`.
         """
         evaluation = frame_evaluation()
         assert evaluation is not None, "a compiled function was met"
@@ -175,7 +177,7 @@ class CompiledCall:
             self.wrapper(*args, **kwargs)
 
     def found(self, backend: Any) -> CodeType | None:
-        """The code that runs it now; None where there is none yet."""
+        """The code that would run the call now; None if there is none yet."""
         with self.again() as frame:
             entry = first_code(frame.view, backend)
             return None if entry is None else entry.code
@@ -207,8 +209,8 @@ class UsedCode:
     _known: frozenset[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        # Where a function was compiled for two calls of the step, the newer code may be for the
-        # first one too, in later steps.
+        # If a function was compiled for two calls of the step, later steps may run the newer code
+        # for the first call too.
         now = self._now()
         self._known = now if len(now) == len(self._originals()) else frozenset()
 
@@ -270,7 +272,7 @@ def newest_first(original: CodeType) -> list[Any]:
 
 
 def first_code(frame: Any, backend: Any) -> Any:
-    """The first of them that fits a call; None if none does."""
+    """The first entry of `newest_first` that fits a call; None if none does."""
     for entry in newest_first(frame.f_code):
         if innermost_backend(entry.backend) == backend and entry.guard_manager.check(
             frame.f_locals

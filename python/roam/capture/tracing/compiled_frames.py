@@ -1,5 +1,5 @@
-"""Calls of Python functions that `torch.compile` may compile by themselves: those that a function
-calls which it compiles in parts, or not at all.
+"""Calls of Python functions that `torch.compile` may compile by themselves: calls by a function
+that it compiles in parts, or not at all.
 
 Where the graph of a function breaks, the code that Dynamo makes of it calls what broke the graph,
 and then a function for the rest. Dynamo looks at each of these calls when it happens, as it does at
@@ -20,7 +20,7 @@ from typing import Any
 from roam.torch_compat.private import look_at_frames
 
 STAND_IN = "<roam>"
-"""The file that the code in the place of functions is from."""
+"""The file name of the code that runs in the place of functions."""
 
 
 class Empty:
@@ -69,7 +69,7 @@ def function_of(code: CodeType, frame: Frame) -> FunctionType:
 
 
 def spread(code: CodeType, given: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
-    """The arguments of a call, of their values in the order in which the code names them."""
+    """The arguments of a call, made from their values in the order in which the code names them."""
     positional, named = code.co_argcount, code.co_kwonlyargcount
     args, rest = list(given[:positional]), list(given[positional + named :])
     names = code.co_varnames[positional : positional + named]
@@ -82,7 +82,7 @@ def spread(code: CodeType, given: Sequence[Any]) -> tuple[list[Any], dict[str, A
 
 
 def stand_in_for(code: CodeType, run: Callable[[Frame], Any]) -> CodeType:
-    """Code that gives what `run` gives of its call.
+    """Code that returns what `run` returns for its call.
 
     Frames of it are made of frames of `code` as they begin. So it has as many arguments, local
     variables, cells and free variables.
@@ -114,11 +114,11 @@ def around({", ".join(free)}):
     )  # fmt: skip
 
     def called(namespace: dict[str, Any], values: tuple[Any, ...], cells: Any) -> Any:
-        look_at_frames(None)  # roam's own are none of the step's; C++ sets it again at the end
+        look_at_frames(None)  # roam's frames are not the step's; C++ sets it again at the end
         caller = sys._getframe(2).f_code  # past the code in the place of the function
         return run(Frame(code, namespace, values, cells, caller))
 
-    # As constants, since the names of builtins may be others in the globals that it runs in.
+    # As constants, since names of builtins may mean something else in the globals that it runs in.
     constants = {"run": called, "globals": globals}
     replaced = [
         constants.get(one, one) if isinstance(one, str) else one for one in stand_in.co_consts
@@ -150,7 +150,7 @@ def _listed(names: list[str]) -> str:
 
 
 def contents_of(cell: CellType) -> Any:
-    """What a cell holds; `Empty` where that is nothing."""
+    """What a cell holds; `Empty` if it holds nothing."""
     try:
         return cell.cell_contents
     except ValueError:

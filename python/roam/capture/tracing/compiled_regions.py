@@ -94,7 +94,7 @@ from roam.torch_compat.private import (
 _MOST_ROUNDS = 8
 """How often a capture compiles calls of functions that it has compiled before."""
 _MOST_BREAKS = 100
-"""How often a capture compiles what the trace before has met, at most."""
+"""How often at most a capture compiles what the trace before has met."""
 _LINE = re.compile(r'File "([^"]+)", line (\d+)')
 _RESUMED = "torch_dynamo_resume_in_"
 """How the names of functions begin that Dynamo makes for what follows a graph break."""
@@ -104,7 +104,7 @@ _BELOW = (
     os.path.join(_TORCH, "_subclasses", ""),
     os.path.join(_TORCH, "utils", "_python_dispatch.py"),
 )
-"""Files of functions that only run since a step is traced."""
+"""Files of functions that run only because a step is traced."""
 
 
 class Refuses(Protocol):
@@ -125,7 +125,7 @@ class _Wanted:
     state: State
     source: Source
     part: str
-    """What it is a part of the function that the step calls; empty for the whole."""
+    """Which part of the function that the step calls it is, in words; empty for the whole."""
 
 
 @dataclass(slots=True)
@@ -141,7 +141,7 @@ class Regions:
     around: Callable[[], AbstractContextManager[None]] = nullcontext
     _made: MadeCode = field(default_factory=MadeCode)
     _known: dict[object, Code | None] = field(default_factory=dict)
-    """None for what runs as it is written."""
+    """The code of each call; None for a call that runs as it is written."""
     _used: dict[object, tuple[CompiledCall, Code]] = field(default_factory=dict)
     _calls: dict[object, CompiledCall] = field(default_factory=dict)
     _states: dict[object, State] = field(default_factory=dict)
@@ -160,7 +160,7 @@ class Regions:
     """By identity the code of functions in whose place something stands now."""
     _thread: int = 0
     _lacks: bool = False
-    """Whether the trace has met functions whose place nothing stood in."""
+    """Whether the trace has met functions in whose place nothing stood."""
     _refuse: Refuses | None = None
     _here: Callable[[], Source] = Source
     _reals: dict[int, tuple[Any, torch.Tensor]] = field(default_factory=dict)
@@ -217,8 +217,8 @@ class Regions:
             modules: those that the step can reach.
             held: identities of the objects and containers that are from before the step.
             outside: a block that is no part of the trace.
-            watch_numbers: tells a function the slots of live numbers that the step uses, or none
-                any more; gives the number of slots.
+            watch_numbers: makes a function be called with the slot of each live number that the
+                step uses; None ends this. Returns the number of slots so far.
             numbers: references to numbers that the step changes and keeps.
             is_real: whether the step is of real tensors.
         """
@@ -286,7 +286,7 @@ class Regions:
 
     def _meet(self, frame: FrameType) -> bool:
         """Whether a frame is that of a function of `torch.compile`'s that is about to run what it
-        has compiled; then this stands in for what it calls.
+        has compiled; if so, something is put in the place of what it calls.
         """
         if frame.f_code.co_name != "compile_wrapper":
             return False
@@ -459,7 +459,7 @@ class Regions:
         self._depth += 1
         before = self._watch_numbers(lambda slot: self._refuse_number() if slot < before else None)
         try:
-            # Compilers take the branches for them, and what these read matters.
+            # The function takes its branches for compilers, and what these read matters.
             with replaced([(torch.compiler, IS_COMPILING, True)]):
                 return self._run(frame, copy)
         finally:
@@ -489,7 +489,7 @@ class Regions:
 
     def _refuse_optimizer(self) -> NoReturn:
         self._refused(
-            "its graph breaks in an optimizer; of an optimizer's step, and of the whole step, call the plain function: it is planned "
+            "its graph breaks in an optimizer; do not compile an optimizer's step, or the whole step, by torch.compile: roam plans them "
             "too",
             code="compiled_graph_break",
         )  # fmt: skip
@@ -596,7 +596,7 @@ class Regions:
         """Compiles what the trace has met, with the user's objects in place; nothing is run.
 
         Raises:
-            CaptureError: where that gives no code that can be recorded.
+            CaptureError: this gives no code that can be recorded.
         """
         wanted, self._wanted = self._wanted, {}
         codes = {id(one.call.code) for one in wanted.values()}
@@ -638,7 +638,8 @@ class Regions:
             for resumed in _resumed(found):
                 self._look_at(resumed)
             if self.compiled > compiled and has_variable_sizes(found.guard_manager):
-                # What it returns is not known to vary yet, and later calls are given that.
+                # It is not known yet which sizes of its results vary, and later calls are given
+                # these.
                 self._rounds -= 1
                 break
 
@@ -709,9 +710,9 @@ class Regions:
         return found[0]
 
     def _asking(self, call: CompiledCall, callback: Any, found: list[Code | None]) -> Any:
-        """A callback for frames that finds or compiles the code of the first that has any, and does
-        not run it. Compiled again, a function may get other kernels: Dynamo remembers the sizes
-        that it has met, and takes those that change for variables.
+        """A callback for frames that finds or compiles the code of the first frame that has any,
+        and does not run it. Compiled again, a function may get other kernels: Dynamo remembers the
+        sizes that it has met, and takes those that change for variables.
         """
         backend = innermost_backend(callback)
         original = call.code
@@ -719,7 +720,7 @@ class Regions:
             view = begun.view
             entries = newest_first(original)
             if not may_compile(view, entries, callback):
-                # In C++ nobody is asked any more, and it would run.
+                # C++ would not call the callback any more, and the code would run.
                 entry = first_code(view, backend)
                 if entry is None:
                     raise _LimitReached(original.co_name, len(entries))
@@ -782,7 +783,9 @@ def _holds_tensors(
 
 
 def _part(code: CodeType, called: _Called) -> str:
-    """What code is a part of the function that a step calls; empty for its whole."""
+    """Which part of the function that a step calls some code is, in words; empty for the whole
+    function.
+    """
     if code is _written(called.function):
         return ""
     line = f"{code.co_filename}:{code.co_firstlineno}"

@@ -1,6 +1,6 @@
-"""The state, beside the arguments of the call, that Dynamo assumes when it compiles a function that
-a step calls. The function is compiled before the step, so this checks that the state is the same
-there.
+"""The state, apart from the arguments of the call, that Dynamo assumes when it compiles a function
+that a step calls. The function is compiled before the step, so this checks that the state is the
+same there.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from roam.torch_compat.private import is_of_dynamo
 
 State = list[tuple[str, Any, str, object]]
-"""Per value a name for it, what holds it, its name there, and what it is by `_outline`."""
+"""For each value: a name for messages, what holds it, its name there, and its `_outline`."""
 
 
 def state_of(
@@ -101,9 +101,10 @@ def _held(holder: Any, name: str) -> Any:
 
 
 def changes_of(state: State, *, in_trace: bool = False) -> Iterator[tuple[str, Any, Any]]:
-    """Of values that are not as they were the name, what it is now and what it was.
+    """(name, what it is now, what it was) for each value that has changed.
 
-    In a trace what has become something else, such as a number that is recorded, is left out.
+    In a trace, values that have become of another type, such as numbers that are recorded, are left
+    out.
     """
     for name, holder, key, then in state:
         now = _outline(_held(holder, key))

@@ -106,8 +106,8 @@ def _answer(around: list[ast.AST], wanted: bool | None) -> bool | None:
 
 
 def _all_parts(node: ast.AST) -> bool | None:
-    """What all parts of an expression are where it is that itself: true for `and`, false for `or`;
-    None for an expression without parts.
+    """The value of an expression from which the values of all its parts follow, since they are the
+    same: True for `and`, False for `or`; None for an expression without parts.
     """
     if isinstance(node, ast.BoolOp):
         return isinstance(node.op, ast.And)
@@ -199,7 +199,9 @@ def _paths(node: ast.expr, around: list[ast.AST]) -> Iterator[list[ast.AST]]:
 
 
 def _passes(statement: ast.AST) -> bool | None:
-    """What a statement's test is where its code goes on; None if it goes on either way."""
+    """The outcome of a statement's test with which its code goes on; None if it goes on either
+    way.
+    """
     if isinstance(statement, ast.Assert):
         return True
     if isinstance(statement, ast.While):

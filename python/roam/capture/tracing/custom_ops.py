@@ -24,7 +24,7 @@ _OF_OBJECTS = (
 
 
 def collective_stand_ins(trace: TraceContext) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
-    """(holder, name, function) for each collective that begins with something else than its
+    """(holder, name, function) for each collective that begins with something other than its
     operator.
     """
 

@@ -27,7 +27,7 @@ from roam.torch_compat.private import to_device
 
 
 class Recording(Protocol):
-    """What of a recorder is needed here."""
+    """The part of a recorder that is needed here."""
 
     def refuse(self, message: str, *, code: str) -> NoReturn: ...
     def add_collective(
@@ -69,7 +69,9 @@ class Reductions:
         return output
 
     def _reducer(self, ddp: Any, buckets: Buckets | None) -> _Reducer:
-        """Refuses, to be called again, where the module's first backward pass is still to come."""
+        """The reducer of a module. If the module's first backward pass is still to come, the call
+        is refused, and a later one can be captured.
+        """
         if buckets is None:
             try:
                 self._recorder.refuse(
@@ -131,7 +133,7 @@ class Reductions:
 
     @property
     def modules(self) -> list[Any]:
-        """Those whose gradients the step reduces."""
+        """The modules whose gradients the step reduces."""
         return [one.module for one in self._known.values()]
 
     def check(self) -> None:
@@ -141,7 +143,7 @@ class Reductions:
 
 
 class _Reducer:
-    """One module's."""
+    """The reducer of one module."""
 
     def __init__(
         self, recorder: Recording, ddp: Any, parameters: list[Any], buckets: Buckets
@@ -173,7 +175,7 @@ class _Reducer:
         self._begin()
 
     def check(self) -> None:
-        """Refuses where some gradients have come and others have not."""
+        """Refuses if some gradients have come and others have not."""
         if self._ready:
             missing = len(self._parameters) - len(self._ready)
             self._recorder.refuse(
@@ -238,7 +240,7 @@ class _Reducer:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """When the backward pass has ended: the sums are the gradients from now on."""
+        """To be called when the backward pass has ended: from now on the sums are the gradients."""
         if self._next < len(self._buckets):
             return
         if not self._as_views:

@@ -86,7 +86,7 @@ _ANY_NUMBER = 0.5
 
 
 def _if_so(asks: Callable[[Any], bool], refuse: Callable[[], Any], mesh: Any) -> bool:
-    """Refuses where the answer is yes."""
+    """Refuses if the answer is yes."""
     return bool(asks(mesh) and refuse())
 
 
@@ -119,8 +119,8 @@ def parts_of_update(
 
 @contextmanager
 def masks_kept() -> Iterator[None]:
-    """Afterwards the masks that lookups in spread tables keep until they are reduced are as before,
-    also where the trace has ended between the two.
+    """Lookups in spread tables keep masks until their results are reduced. After the block these
+    masks are as before, even if the trace has ended between lookup and reduction.
     """
     kind = mask_buffer()
     if kind is None:

@@ -29,7 +29,7 @@ class Decided:
     """What decides the shapes of a call's results."""
 
     ask: Callable[..., Answer]
-    """Tells it from the real values of `operands`."""
+    """Tells the answer from the real values of `operands`."""
     operands: tuple[Any, ...]
     make: Callable[[Answer], Any]
     """The call's results, as fakes."""
@@ -43,8 +43,8 @@ def may_be_decided(func: Any) -> bool:
 
 
 def decided(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Decided | None:
-    """How values decide what a call gives; None if they do not, or where that is not known of
-    the operator.
+    """How values decide what a call gives; None if they do not, or if this is not known of the
+    operator.
     """
     rule = _RULES.get(func)
     return None if rule is None else rule(func, *_bound(func, args, kwargs))

@@ -51,9 +51,9 @@ class _Made:
     dtype: torch.dtype
     device: torch.device
     base: int | None
-    """Place among the argument tensors of the one that it is a view of."""
+    """The place, among the argument tensors, of the tensor that it is a view of."""
     size_bytes: int | None
-    """Of its storage, where that is more than its elements take."""
+    """Bytes of its storage, if these are more than its elements take."""
 
     def again(self, maker: Maker, mode: FakeTensorMode, tensors: list[Any]) -> FakeTensor:
         if self.base is None and self.size_bytes is None:
@@ -106,9 +106,11 @@ class _Results:
 _signatures: dict[Any, int] = {}
 _numbers = itertools.count(1)
 _MOST_REMEMBERED = 20_000
-"""Results from which on they are forgotten; a deep step has a few hundred for each shape."""
+"""If there are more results than this, all are forgotten. A deep step has a few hundred for each
+shape.
+"""
 _asked: dict[Any, _Results | None] = {}
-"""What real kernels answered, for the process."""
+"""What real kernels have answered so far in the process."""
 
 
 class Remembered:
@@ -141,13 +143,16 @@ class FakeKernels:
         Args:
             asks: whether real kernels may be run, on zeros, for what fake ones need not know; see
                 `roam.capture.tracing.real_layouts`.
-            remembered: results of earlier captures, to which those of this one are added. Only
-                where real kernels are asked: what is guessed is noted anew for each program.
+            remembered: results of earlier captures, to which those of this one are added. They are
+                used only if real kernels are asked, since what is guessed is noted anew for each
+                program.
         """
         self._known = Remembered() if remembered is None or not asks else remembered
         self._known.enter()
         self._of_others: dict[Any, _Results | None] = {}
-        """Of operators of others, who may give them another fake kernel before the next capture."""
+        """Results of operators of other libraries, which may get another fake kernel before the
+        next capture.
+        """
         self._maker = Maker()
         self._asks = asks
         self.guessed: set[Any] = set()

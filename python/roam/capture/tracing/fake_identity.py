@@ -205,7 +205,7 @@ def hooks_on(tensor: Any) -> list[int]:
 
 
 def own_attributes(fake: FakeTensor) -> dict[str, Any]:
-    """What the user's code has noted on a tensor."""
+    """The attributes that the user's code has set on a tensor."""
     if not is_dtensor(fake) and "fake_mode" not in _OF_FAKES:
         _OF_FAKES.update(
             vars(FakeTensor(fake.fake_mode, torch.empty(0, device="meta"), fake.fake_device))

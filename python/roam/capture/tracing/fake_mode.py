@@ -81,8 +81,8 @@ def fake(device: str = "cpu") -> Iterator[None]:
 
 
 def _meshes() -> Iterator[Replacement]:
-    """What stands in for meshes of devices: where the values of their ranks are known, they are
-    made and asked outside of any mode.
+    """What stands in for meshes of devices. If the values of their ranks are known, meshes are made
+    and asked outside of any mode.
     """
     kind = mesh_class()
     if kind is None:
@@ -104,7 +104,7 @@ def _meshes() -> Iterator[Replacement]:
 
 
 def _known(fake: Any) -> Any:
-    """The values of a fake tensor, or itself where nobody knows them."""
+    """The values of a fake tensor; the fake itself if they are not known."""
     return getattr(fake, "_roam_known", fake)
 
 
@@ -195,7 +195,7 @@ def mode_of(tensors: list[torch.Tensor]) -> FakeTensorMode:
     """The mode that the tensors' fakes belong to, or a new mode if all tensors are real.
 
     Raises:
-        CaptureError: where they come from different modes, or from one with symbolic shapes.
+        CaptureError: they come from different modes, or from one with symbolic shapes.
     """
     modes = {id(t.fake_mode): t.fake_mode for t in tensors if isinstance(t, FakeTensor)}
     if not modes:
@@ -211,7 +211,9 @@ def mode_of(tensors: list[torch.Tensor]) -> FakeTensorMode:
 
 
 class StandIns:
-    """Fake tensors of one mode for those of others and for real ones, sharing memory as they do."""
+    """Fake tensors of one mode that stand for fakes of other modes and for real tensors, and share
+    memory as these do.
+    """
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self.mode = mode

@@ -78,7 +78,7 @@ _CLASSES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor)
 
 
 class FakeState:
-    """Owners of everything the step can reach, and the fakes in them."""
+    """References to everything that the step can reach, and the fakes in them."""
 
     def __init__(
         self,
@@ -101,12 +101,12 @@ class FakeState:
             changing: paths of Python numbers that the step keeps and changes, which are live; more
                 may come.
             taker: takes the arguments apart.
-            asks_kernels: whether real kernels may be run for what fake ones do not know, where the
+            asks_kernels: whether real kernels may be run for what fake ones do not know, if the
                 step is of real tensors.
             remembered: what kernels made of fake tensors before.
             reliance: gets what the step relies on without holding it.
-            answers: what to take for granted where its code goes on either way.
-            regions: what is known of the compiled functions that it calls.
+            answers: what to take for granted at branches, where the step's code goes on either way.
+            regions: what is known of the compiled functions that the step calls.
         """
         self.reach = reach
         self.regions = Regions() if regions is None else regions
@@ -122,13 +122,13 @@ class FakeState:
         paths = self.taken.paths(lambda path: f"argument {pytree.keystr(path)}", args, kwargs)
         self.arguments = [ArgumentReference(index, path) for index, path in enumerate(paths)]
         self.places = list(_places(reach))
-        """Owners whose tensors exist before any step: parameters, buffers, the user's own."""
+        """References whose tensors exist before any step: parameters, buffers, the user's own."""
         self.parameters = [
             reference
             for reference in self.places
             if not reference.tied and _is_trained(reference.get())
         ]
-        """Owners of what may have a gradient and an optimizer's state from step to step."""
+        """References to what may have a gradient and an optimizer's state from step to step."""
         rates = [
             reference
             for path, optimizer in reach.optimizers
@@ -139,8 +139,9 @@ class FakeState:
             ::-1
         ]
         self.numbers = list(number_references(reach, self.changing))
-        """Owners of the numbers that the step keeps and changes outside of optimizers' state; some
-        may hold none yet."""
+        """References to the numbers that the step keeps and changes outside of optimizers' state;
+        some may hold none yet.
+        """
         self._check()
         tensors = [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
         tensors += [reference.get() for reference in self.references()]
@@ -156,11 +157,11 @@ class FakeState:
         """
         tensors = list(map(local_of, tensors))
         self.lacks_device = any(is_absent(tensor.device) for tensor in tensors)
-        """Whether it is of fakes on a device that the machine does not have."""
+        """Whether the step is of fakes on a device that the machine does not have."""
         if self.lacks_device:
             prepare()
         self.refuse: Callable[..., NoReturn] = _refuse_nowhere
-        """Refuses what the step does now; of the trace that runs."""
+        """Refuses what the step does now, in the trace that runs."""
         self.mode: FakeTensorMode = mode_of(tensors)
         self.made: Made = _makes_nothing
         """What the last trace knows of the tensors that it has made."""
@@ -184,8 +185,8 @@ class FakeState:
         }
 
     def number_of(self, reference: Any) -> Any:
-        """The tensor that a reference holds where a plan begins, of one number or of a place: as
-        found, or as made by the first step.
+        """What a reference holds when a plan begins, a tensor of one number or what is at a place:
+        as it was found, or as the first step makes it.
         """
         number = self._numbers.get(reference.path, MISSING)
         return number() if callable(number) else number
@@ -217,8 +218,8 @@ class FakeState:
         )
 
     def enter(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Puts fakes in place of all real tensors; the step's arguments with fakes. A `Snapshot`
-        undoes it.
+        """Puts fakes in place of all real tensors, and returns the step's arguments with fakes. A
+        `Snapshot` undoes it.
         """
         self.identities.enter()
         states = [(optimizer, list(optimizer.state.items())) for optimizer in self.optimizers]
@@ -280,12 +281,14 @@ class FakeState:
         self.kernels.forget_fakes()
         self.maker.forget()
         self.identities.leave()
-        # They know the recorder of the last trace, which knows this fake state: without them both
-        # go at once, and with them all of the trace.
+        # These functions hold the recorder of the last trace, which holds this fake state. Without
+        # them both are freed at once, and with them everything of the trace.
         self.refuse, self.made = _refuse_nowhere, _makes_nothing
 
     def _renew_weights(self, layer: Any) -> None:
-        """What a recurrent layer keeps of its weights, of their fakes (`RecurrentSpace`)."""
+        """Renews what a recurrent layer keeps of its weights, with their fakes
+        (`RecurrentSpace`).
+        """
         held = {**layer.__dict__, **parameters_of(layer)}
         weights = [
             held.get(name, self._fake(old))
@@ -295,7 +298,7 @@ class FakeState:
         set_flat_weights(layer, weights, references)
 
     def _exchange_references(self, space: Space) -> None:
-        """Weak references to tensors, such as recurrent layers keep to their weights."""
+        """Exchanges weak references to tensors, such as recurrent layers keep to their weights."""
         for key, value in space.items():
             if _refers_to_tensor(key) or (
                 _refers_to_tensor(value) and not _is_exchanged(space, value)
@@ -414,15 +417,15 @@ class FakeState:
         )
 
     def end_histories(self, before: dict[int, Any]) -> None:
-        """After a trace: what the step keeps has no more history than where the next trace begins,
-        at the state that guards expect.
+        """To be called after a trace: ends the histories of what the step keeps, except for those
+        that are there in the state that guards expect, with which the next trace begins.
 
         Args:
-            before: per place what it held before the trace.
+            before: for each place, what it held before the trace.
         """
         ended: dict[
             int, tuple[torch.Tensor, torch.Tensor]
-        ] = {}  # places that hold one tensor go on to do so
+        ] = {}  # places that hold one tensor still do afterwards
         for reference in self.places:
             tensor = reference.get()
             if (
@@ -528,7 +531,9 @@ class FakeState:
 
 
 def _keeps_order(space: Space) -> bool:
-    """Whether a set made of the same elements in their order has them in that order."""
+    """Whether a new set, made from the elements in their present order, has them in the same
+    order.
+    """
     if not isinstance(space, SetSpace) and not (
         isinstance(space, FrozenSpace) and isinstance(space.now(), frozenset)
     ):

@@ -23,11 +23,11 @@ from roam.torch_compat.private import (
 )
 
 _attributes_of: Any = torch.Tensor.__dict__["__dict__"].__get__
-"""Of a tensor; while a step is traced, its code gets no answer to `vars(tensor)`."""
+"""The attributes of a tensor. (While a step is traced, `vars(tensor)` is refused.)"""
 
 
 class _Mark:
-    """What all fakes of one capture hold; it is there for as long as one of them is."""
+    """What all fakes of one capture hold. It is alive as long as one of them is."""
 
 
 @contextmanager
@@ -46,8 +46,9 @@ def marked_fakes() -> Iterator[Callable[[], bool]]:
 
 
 _MINE = 2
-"""Who knows the storage of a tensor that shares it with no other: the tensor, and the storage as
-Python has it."""
+"""How many hold the storage of a tensor that shares it with no other: the tensor, and Python's
+object for the storage.
+"""
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -70,7 +71,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
         and storage_uses(c_pointer(storage)) == _MINE
         and (
             tensor.dim() > 0 or tensor.dtype is torch.float32
-        )  # of others the mode remembers the value
+        )  # otherwise the mode remembers the value
         and (not tensor.requires_grad or tensor.grad_dtype == tensor.dtype)
     )
 

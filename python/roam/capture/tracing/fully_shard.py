@@ -36,7 +36,7 @@ from roam.torch_compat.private import (
 
 
 class Recording(Protocol):
-    """What of a recorder is needed here."""
+    """The part of a recorder that is needed here."""
 
     def refuse_collective(self, name: str) -> NoReturn: ...
     def add_alias(self, tensor: Any, of: Any) -> None: ...
@@ -82,9 +82,9 @@ def sharded(
     parameters. Afterwards everything that it holds is as before.
 
     Args:
-        recorder: of the trace.
+        recorder: the recorder of the trace.
         modules: all modules of the step.
-        fake: the fake of a tensor.
+        fake: a function that gives the fake of a tensor.
 
     Raises:
         CaptureError: the step leaves parameters gathered, or gradients to be reduced.
@@ -154,7 +154,7 @@ def record(recorder: Recording, func: Any, args: tuple[Any, ...], kwargs: dict[s
     """Records an operator of `torch.ops.fsdp` by what its kernel runs.
 
     Raises:
-        CaptureError: one that is not known.
+        CaptureError: the operator is not known.
     """
     name = schema_of(func).name.partition("::")[2]
     with recorder:

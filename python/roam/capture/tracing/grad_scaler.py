@@ -137,7 +137,7 @@ def _held(fake_state: FakeState, optimizer: Any) -> list[tuple[str, int]]:
 
 
 def check_skippable(program: Program) -> None:
-    """Refuses uses of what is not there where an optimizer's step is left out."""
+    """Refuses uses of what does not exist if an optimizer's step is left out."""
     skip_if: dict[int, int] = {}
     for call in program.calls:
         if any(skip_if.get(slot, call.skip_if) != call.skip_if for slot in call.refs()):

@@ -37,8 +37,8 @@ class PlannedStep(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, refuse: Refuse, value: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
-        """The value, with this node as its history; `refuse` is called where a backward pass comes
-        to it.
+        """The value, with this node as its history; `refuse` is called if a backward pass comes to
+        it.
         """
         ctx.refuse = refuse
         return value.data  # no view: in-place operators may change it
@@ -50,7 +50,7 @@ class PlannedStep(torch.autograd.Function):
 
 
 class _InPlace(PlannedStep):
-    """As `PlannedStep`, of a tensor that is there already."""
+    """As `PlannedStep`, for a tensor that exists already."""
 
     @staticmethod
     def forward(ctx: Any, refuse: Refuse, value: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
@@ -70,8 +70,8 @@ def is_ended(tensor: torch.Tensor) -> bool:
 def with_history(
     value: torch.Tensor, refuse: Refuse, sources: Sequence[torch.Tensor] = ()
 ) -> torch.Tensor:
-    """A tensor on the same memory with such a history, which leads to its sources: a backward pass
-    to one of the sources goes through it.
+    """A tensor on the same memory with `PlannedStep` as its history. The history leads to the
+    sources: a backward pass to one of them goes through it.
     """
     with torch.enable_grad(), _requiring(sources):
         return PlannedStep.apply(refuse, value, *(sources or _nothing()))  # type: ignore[no-any-return]
@@ -83,7 +83,9 @@ def _nothing() -> tuple[torch.Tensor]:
 
 @contextmanager
 def _requiring(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
-    """With gradients required of all, as somewhere in a step that turns that on and off."""
+    """In the block all tensors require gradients, as they may at some point in a step that turns
+    this on and off.
+    """
     turned = [tensor for tensor in tensors if not tensor.requires_grad]
     for tensor in turned:
         tensor.requires_grad_(True)
@@ -95,7 +97,7 @@ def _requiring(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
 
 
 def give_history(tensor: torch.Tensor, refuse: Refuse) -> None:
-    """Gives a tensor that has none such a history in place."""
+    """Gives a tensor without a history such a history, in place."""
     with torch.enable_grad():
         _InPlace.apply(refuse, tensor, *_nothing())
 

@@ -54,8 +54,8 @@ def imports_leave(outside: Callable[[], AbstractContextManager[Any]]) -> Iterato
 
 
 def clear_fakes(others: Container[int] = ()) -> None:
-    """Clears every `functools.lru_cache` that holds a fake tensor; `others` by their identity are
-    none of its concern.
+    """Clears every `functools.lru_cache` that holds a fake tensor; caches whose identities are in
+    `others` are left alone.
     """
     for cache in all_caches():
         if (

@@ -72,17 +72,17 @@ class KernelFacts:
     written: list[tuple[int, str]]
     """Position and name of the arguments that it changes by its schema."""
     names: list[str]
-    """Of its arguments."""
+    """The names of its arguments."""
     sizes: frozenset[str]
     """Names of the arguments that decide shapes: integers by the schema (sizes, dimensions,
     positions, counts), and what a range is made of.
     """
     are_declared: list[bool]
-    """Per result, whether the schema says that it is a view or an argument."""
+    """For each result, whether the schema says that it is a view or an argument."""
 
     @classmethod
     def of(cls, func: Any) -> KernelFacts:
-        """Of a kernel."""
+        """The facts of a kernel."""
         schema = schema_of(func)
         arguments = schema.arguments
         written = [
@@ -114,7 +114,9 @@ class KernelFacts:
 
 
 _known: dict[int, KernelFacts] = {}
-"""By identity, which is found faster than the hash of a kernel; what is known of one keeps it."""
+"""By the kernel's identity, which is found faster than its hash. The entry keeps the kernel
+alive.
+"""
 
 
 def facts_of(func: Any) -> KernelFacts:

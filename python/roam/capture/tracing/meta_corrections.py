@@ -101,7 +101,7 @@ def _multilabel_margin_loss(args: Any, result: Any) -> Any:
 
 
 def _window(args: Any, result: Any) -> Any:
-    """A periodic one is all but the last element of one that is longer."""
+    """A periodic window is a longer window without its last element."""
     is_periodic = len(args) < 2 or args[1]
     return result.new_empty(len(result) + 1)[:-1] if is_periodic and len(result) > 1 else result
 
@@ -124,8 +124,8 @@ _CORRECTIONS: dict[Any, Callable[[Any, Any], Any]] = {
 
 
 def _in_format(fake: Any, memory_format: torch.memory_format) -> Any:
-    """A fake tensor, or another with the strides of the format, which other shapes' formats leave
-    open.
+    """A fake tensor with the strides of a memory format: the given one, or another if its strides
+    differ.
     """
     like = torch.empty(
         fake.shape, dtype=fake.dtype, device=fake.fake_device, memory_format=memory_format

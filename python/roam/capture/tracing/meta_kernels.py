@@ -47,8 +47,8 @@ _NORMS = frozenset(
         "native_layer_norm_backward",
     }
 )
-"""Kernels whose statistics of half precision have a dtype that depends on the device, and batch
-norm none in evaluation.
+"""Kernels that also return statistics. In half precision, the dtype of these depends on the device.
+In evaluation, batch norm returns none.
 """
 _HALF = frozenset({torch.bfloat16, torch.float16})
 

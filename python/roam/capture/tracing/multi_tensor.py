@@ -19,8 +19,9 @@ from roam.state.trace_context import TraceContext
 from roam.torch_compat.private import base_name, run_composite
 
 FUSED = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
-"""Functions of torch that update all parameters by one kernel, in which each element's update is
-its own affair."""
+"""Functions of torch that update all parameters by one kernel, in which the update of each element
+is independent of all others.
+"""
 
 
 def is_multi_tensor(func: Any) -> bool:

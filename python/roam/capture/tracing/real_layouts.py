@@ -27,12 +27,15 @@ _SLOW = frozenset(
         *(aten.convolution.default, aten.convolution_backward.default),
     }
 )
-"""What takes long to ask, and need not be asked: products are contiguous, and the fake convolutions
-ask PyTorch for the format."""
+"""Kernels that take long to ask, and need not be asked: products are contiguous, and the fake
+convolutions ask PyTorch for the format.
+"""
 _SIZED_BY_KERNEL = frozenset(
     {aten._embedding_bag.default, aten._embedding_bag_forward_only.default}
 )
-"""What fake kernels give another size in bytes, on contiguous arguments too."""
+"""Kernels whose results get another size in bytes from fake kernels, even for contiguous
+arguments.
+"""
 
 
 def is_sure(func: Any, tensors: Sequence[Any]) -> bool:

@@ -53,7 +53,7 @@ class Places(Protocol):
     """Knows where the operator that is being dispatched now comes from."""
 
     def here(self) -> tuple[str, Source]:
-        """Its phase and source."""
+        """The operator's phase and source."""
 
 
 class Slots:
@@ -79,8 +79,9 @@ class Slots:
         ] = []  # Storages stay alive, so that none's address is given out twice.
         self._tagged: dict[int, tuple[FakeTensor, int]] = {}
         self._ends: dict[Any, int] = {}
-        """Per node of autograd's that stands for a history from before the step, the slot of its
-        tensor."""
+        """For each node of autograd's that stands for a history from before the step, the slot of
+        its tensor.
+        """
         self._assigned: dict[int, tuple[str, Source]] = {}
         self.assignments = 0
         """How often tensors have been given other data so far."""
@@ -89,8 +90,9 @@ class Slots:
         self._results = {} if results is None else results
         self._held: list[Any] = []
         self._bases: dict[int, Ref | None] = {}
-        """Per storage, by its pointer, of which the memory has been given back: what has all of the
-        memory that was taken again; None while none is."""
+        """For each storage whose memory has been given back, by its pointer: the slot that has all
+        of the memory that was taken instead; None while none has been taken.
+        """
         self._joined: dict[int, tuple[Any, Joined]] = {}
         """By identity, distributed tensors with what stands for them in the program."""
         self._refusal: CaptureError | None = None
@@ -100,7 +102,7 @@ class Slots:
         and a copy."""
 
     def add_referenced(self, reference: Any, tensor: FakeTensor, name: str) -> int:
-        """Registers a tensor that its reference holds before the step; the slot it gets."""
+        """Registers a tensor that its reference holds before the step. Returns its slot."""
         slot = self._add_tensor(local_of(tensor), creator=-1, name=name)
         # Only these are kept: a reference to any other would change how autograd accumulates
         # gradients.
@@ -114,7 +116,7 @@ class Slots:
         return slot
 
     def add_constant(self, tensor: FakeTensor, real: torch.Tensor) -> int:
-        """Registers a tensor that the program itself holds; the slot it gets."""
+        """Registers a tensor that the program itself holds. Returns its slot."""
         slot = self._add_tensor(tensor, creator=-1, name=f"constant_{len(self.program.constants)}")
         self.program.constants.append((real, slot))
         return slot
@@ -165,7 +167,8 @@ class Slots:
         return node.slot
 
     def watch_numbers(self, notice: Callable[[int], None] | None) -> int:
-        """Has `notice` told the slots of live numbers that the step uses, until it is None.
+        """From now on calls `notice` with the slot of each live number that the step uses; None
+        ends this.
 
         Returns:
             How many slots there are so far.
@@ -174,7 +177,7 @@ class Slots:
         return len(self.program.slots)
 
     def use_number(self, slot: int) -> None:
-        """Tells who wants to know that the step uses a live number."""
+        """Tells the function that `watch_numbers` was given that the step uses a live number."""
         if self._on_number is not None:
             self._on_number(slot)
 
@@ -241,9 +244,7 @@ class Slots:
                 "step",
                 code="storage_replaced",
             )
-        alias = (
-            data.detach()
-        )  # shares the data's memory, and is nothing that could be given other data itself
+        alias = data.detach()  # shares the data's memory, and cannot itself be given other data
         self._assigned[id(tensor)] = phase, source = self.frames.here()
         self.assignments += 1
         tensor._roam_slot = (self, self._slot_of_argument(alias, "Tensor.data", source))
@@ -388,7 +389,9 @@ class Slots:
         return slot
 
     def give_memory_back(self, tensor: Any) -> None:
-        """A tensor's memory is given back, of which it has all: whatever lies there is lost."""
+        """A tensor that has all of its storage's memory gives it back: whatever lies there is
+        lost.
+        """
         pointer = storage_pointer(tensor.untyped_storage())
         if self._storage_numbers.pop(pointer, None) is not None:
             self._bases[pointer] = None
@@ -470,7 +473,7 @@ class Slots:
         return self._joined[id(tensor)][1]
 
     def note_joined(self, place: str | int, tensor: Any) -> None:
-        """Notes of what is left at a place that it is a distributed tensor, if it is."""
+        """Notes that what is left at a place is a distributed tensor, if it is one."""
         made = self.joined(tensor, place if isinstance(place, str) else "the step's result")
         if made is not None:
             self.program.left_layouts[place] = made

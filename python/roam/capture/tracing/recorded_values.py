@@ -109,7 +109,7 @@ class Values(Slots):
         self._calculated: dict[Any, Any] = {}
         self._answers = answers
         self._seen: dict[int, float] = {}
-        """Per slot of a number, what a watched run saw of it."""
+        """For each slot of a number, its value in a watched run."""
         self._slices = Slices(self.program)
         self._number_of = number_of
         self._forms: dict[str, ComputedGuard] = {}
@@ -497,10 +497,10 @@ class Values(Slots):
 
 
 def is_integer(number: object) -> bool:
-    """Whether it is one of Python's integers."""
+    """Whether a number is a Python integer."""
     return type(number) is int
 
 
 def is_float(number: object) -> bool:
-    """Whether it is one of Python's floats."""
+    """Whether a number is a Python float."""
     return type(number) is float

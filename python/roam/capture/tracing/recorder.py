@@ -66,7 +66,9 @@ from roam.torch_compat.private import (
 aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default
 _LITERALS = (aten.lift_fresh.default, aten.lift_fresh_copy.default)
-"""What takes in a tensor that is written out in code; the second in graphs of compilers."""
+"""Operators that take in a tensor that is written out in code. The second one is found in graphs of
+compilers.
+"""
 _identity = id  # while a step is traced, what its code calls by this name asks whose code it is
 
 _SET_UNSEEN = (
@@ -101,8 +103,8 @@ class Recorder(Values, TorchDispatchMode):
             number_of: the number that a reference's tensor is where a plan begins.
             results: by identity, real tensors that the step may come by as they are, each with its
                 fake.
-            answers: what to take for granted where the step's code goes on either way; None: it is
-                refused there.
+            answers: what to take for granted at branches, where the step's code goes on either way.
+                If None, the step is refused there.
         """
         TorchDispatchMode.__init__(self)
         Values.__init__(self, frames, real_arguments, kernels, watch, number_of, results, answers)
@@ -542,7 +544,9 @@ def _is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _fixed(kind: type[LiveNode | FixedNode], number: Any) -> Any:
-    """The value of a number that a plan holds for; of a live one too where that is of the kind."""
+    """The value of a number for which a plan holds, and of a live number if its node is of `kind`;
+    any other number as it is.
+    """
     node = getattr(number, "node", None)
     return node._value() if isinstance(node, (kind, FixedNode)) else number
 

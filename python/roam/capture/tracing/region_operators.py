@@ -133,7 +133,7 @@ def region_of(graph: Any, run: Run, inputs: Sequence[Any]) -> Region:
         inputs: fake tensors and numbers.
 
     Raises:
-        Unknown: where that cannot be found out.
+        Unknown: this cannot be found out.
     """
     text = _IDS.sub("", graph.source_code or "")
     if not text:

@@ -35,7 +35,9 @@ def repeated_blocks(modules: Iterable[torch.nn.Module]) -> list[torch.nn.Module]
 
 
 def compile_blocks(modules: Iterable[torch.nn.Module]) -> bool:
-    """Compiles the repeated blocks in place, as by `block.compile()`; whether there were any."""
+    """Compiles the repeated blocks in place, as by `block.compile()`. Returns whether there were
+    any.
+    """
     blocks = repeated_blocks(modules)
     for block in blocks:
         block.compile()

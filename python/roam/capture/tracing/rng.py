@@ -43,7 +43,7 @@ class Watch:
     """
 
     def __init__(self, held: Iterable[torch.Generator]) -> None:
-        """`held`: the generators that the step holds, beside PyTorch's own."""
+        """`held`: the generators that the step holds, in addition to PyTorch's own."""
         generators = [torch.default_generator, *held]
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             generators += torch.cuda.default_generators
@@ -55,8 +55,8 @@ class Watch:
             self._draw(generator)
 
     def known(self, generator: torch.Generator) -> torch.Generator | None:
-        """The very object of the user's; every call of an operator wraps its generator anew. None
-        where there is none.
+        """The user's own object for a generator, since every call of an operator wraps its
+        generator anew. None if there is none.
         """
         entry = self._now.get(_identity(generator))
         return None if entry is None else entry[0]

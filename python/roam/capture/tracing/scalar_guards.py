@@ -244,7 +244,7 @@ def add_guard(
 
 
 def _form(guard: ComputedGuard) -> tuple[Any, ...]:
-    """Shown alike for guards that run the same calls, whatever the numbers of their slots."""
+    """Has the same text for guards that run the same calls, whatever the numbers of their slots."""
     numbers: dict[int, int] = {}
 
     def number(slot: int) -> int:

@@ -44,7 +44,9 @@ def by_rule(func: Any, args: Sequence[Any], kwargs: Any, tensors: Sequence[Any])
 
 
 _Shapes = tuple[tuple[int, ...], ...] | list[tuple[int, ...]] | None
-"""Of one result, or in a list of several that are returned as a tuple."""
+"""The shapes of the results: a tuple with the shape of one result, or a list of several, which are
+returned as a tuple.
+"""
 
 
 def _pointwise(*args: Any) -> _Shapes:

@@ -58,7 +58,7 @@ def _classify(code: CodeType) -> int:
 _bits: Final[dict[int, tuple[int, CodeType]]] = {}
 """What code is, by its identity: the hash of code is that of all that is in it, made anew each
 time. It is kept, and so is its identity."""
-_identity = id  # what the step's code has for it while it is traced is another function
+_identity = id  # while a step is traced, its code gets another function for it
 
 
 def _bits_of(code: CodeType) -> int:

@@ -336,8 +336,8 @@ def user_line(error: BaseException) -> str:
 
 
 class _Original:
-    """A tensor from before the step, as it is then. Guards see to it that every call finds it so,
-    and so does every trace.
+    """A tensor from before the step, as it is then. Guards make sure that every call, and every
+    trace, finds it so.
     """
 
     __slots__ = (
@@ -470,7 +470,7 @@ def _watched(
     plain_truth = torch.Tensor.__bool__
 
     def truth(tensor: Any) -> bool:
-        # A number's truth is asked of in C++, past whoever would record it.
+        # C++ would ask for a number's truth without the recorder's knowledge.
         is_number = tensor.dtype is not torch.bool and tensor.numel() == 1
         return plain_truth(tensor != 0 if is_number else tensor)
 
@@ -541,7 +541,7 @@ def _watched(
             run_engine = fake_state.regions.outside(
                 run_engine,
                 "a backward pass",
-                "compile the forward pass alone, and of the whole step call the plain function: it is planned too",
+                "compile the forward pass alone, and not the whole step: roam plans the plain function too",
             )  # fmt: skip
         if run_engine is not engine():
             replace(torch.autograd, "_engine_run_backward", run_engine)
@@ -746,8 +746,8 @@ def _endings(
     before: list[tuple[StateReference, Any]],
     renewed: list[tuple[RenewedSpace, Any, Items]],
 ) -> None:
-    """What each reference holds after the step, where that is another tensor than before, or the
-    same in another list or dictionary.
+    """Records what each reference holds after the step, if that is another tensor than before, or
+    the same tensor in another list or dictionary.
     """
     program = recorder.program
     program.stepped = [
@@ -788,8 +788,9 @@ def _endings(
 
 
 def _check_tuples(fake_state: FakeState, outside: Any) -> None:
-    """Refuses what a run, which puts tuples together anew, would leave otherwise: which places, and
-    which parts of the step's arguments and result, hold one and the same.
+    """Refuses steps after which several places, or parts of the step's arguments and result, hold
+    one and the same tuple in a way that a run would not reproduce, since it puts tuples together
+    anew.
     """
     held = {id(container) for container in _containers(outside)}
     for space in fake_state.tuples():
@@ -811,7 +812,9 @@ def _check_tuples(fake_state: FakeState, outside: Any) -> None:
 
 
 def _check_renewed(before: list[tuple[RenewedSpace, Any, Items]]) -> None:
-    """Refuses that a step changes a list or dictionary, of those that it renews at other times."""
+    """Refuses a step that changes one of the lists and dictionaries that it replaces at other
+    times.
+    """
     for space, held, items in before:
         now = entries_of(held)
         if len(now) != len(items) or not all(
@@ -886,7 +889,7 @@ def _check_replaceable(recorder: Recorder, reference: StateReference, tensor: to
 def _original_endings(
     fake_state: FakeState, recorder: Recorder, originals: list[_Original]
 ) -> None:
-    """What the step leaves on tensors from before it, beside values."""
+    """What the step leaves on tensors from before it, apart from their values."""
     references = {slot: reference for reference, slot in recorder.program.referenced}
     for one in originals:
         if local_of(one.tensor) is not one.part or layout_of(one.tensor) != one.layout:
@@ -1036,11 +1039,11 @@ def _number_endings(fake_state: FakeState, recorder: Recorder, given: set[str]) 
 def _attribute_endings(
     fake_state: FakeState, recorder: Recorder, arguments: Any, result: Any
 ) -> None:
-    """What the step sets of attributes before it looks at them.
+    """Records the attributes that the step sets before it looks at them.
 
     Raises:
-        ReadMore: where something is not made of tensors, numbers and plain values; from then on it
-            counts as looked at.
+        ReadMore: an attribute holds something that is not made of tensors, numbers and plain
+            values. From then on it counts as looked at.
     """
     program = recorder.program
     shared = _known(fake_state) | {id(container) for container in _containers((arguments, result))}
@@ -1092,8 +1095,8 @@ def _nest(
     path: str = "",
 ) -> tuple[Any, list[tuple[Any, int]]]:
     """What the step has put in a place, without tensors and live numbers, and these with their
-    references; `MISSING` where a run could not put the like there: other objects, or containers
-    that somebody else holds too.
+    references; `MISSING` if a run could not put the like there: other objects, or containers that
+    somebody else holds too.
     """
     path = path or reference.path
     place = EntryReference(reference, keys, path) if keys else reference
@@ -1168,14 +1171,14 @@ def _refill(held: Any, now: Any) -> None:
 def _plain_endings(
     fake_state: FakeState, recorder: Recorder, before: list[tuple[Any, Any]], live: set[str]
 ) -> None:
-    """What the step leaves in optimizer state beside tensors.
+    """What the step leaves in optimizer state, apart from tensors.
 
     Args:
         before: (reference, value) of what was there and is no live number.
         live: paths of the live numbers.
 
     Raises:
-        NumbersChange: where other numbers than the live ones differ from those before.
+        NumbersChange: numbers other than the live ones differ from those before.
     """
     recorder.program.plain_before = before
     known = {reference.path: value for reference, value in before}
@@ -1244,7 +1247,7 @@ class ArgumentsChange(Exception):
     """A step changes a container among its arguments, or an object that has been taken apart."""
 
     def refusal(self) -> CaptureError:
-        """What to raise where no such object is."""
+        """What to raise if there is no such object."""
         return CaptureError(
             "the step changes a list or dictionary among its arguments, which a captured step would not do again; let it work on a "
             "copy",

@@ -48,7 +48,7 @@ pub enum Event {
     },
 }
 
-/// Why events are no program's.
+/// Why no program can ask for these events.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum TraceError {
     /// An id that is in use.
@@ -70,7 +70,7 @@ pub enum TraceError {
 /// Bytes reserved after every event.
 ///
 /// # Errors
-/// [`TraceError`] where an event cannot be.
+/// [`TraceError`] if an event is impossible.
 pub fn replay(events: &[Event], segments: Segments) -> Result<Vec<u64>, TraceError> {
     let mut allocator = CachingAllocator::new(segments);
     let reserved = |event: &Event| allocator.apply(*event).map(|()| allocator.reserved_bytes());
@@ -103,7 +103,7 @@ impl CachingAllocator {
     /// Does what the program asks.
     ///
     /// # Errors
-    /// [`TraceError`] where it cannot be; nothing has changed then.
+    /// [`TraceError`] if that is impossible; nothing has changed then.
     pub fn apply(&mut self, event: Event) -> Result<(), TraceError> {
         match event {
             Event::Alloc { id, .. } if self.in_use.contains_key(&id) => Err(TraceError::MadeTwice(id)),
@@ -241,7 +241,7 @@ impl Pool {
         self.merge(block);
     }
 
-    /// Joins a free block with free neighbours; says what it is part of then.
+    /// Joins a free block with its free neighbours; returns the block that it is part of then.
     fn merge(&mut self, block: usize) -> usize {
         let mut first = block;
         if let Some(before) = self.blocks[block].before.filter(|&before| self.blocks[before].is_free) {

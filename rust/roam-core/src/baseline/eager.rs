@@ -7,13 +7,15 @@ use super::caching_allocator::{CachingAllocator, Event, Segments, TraceError};
 use crate::liveness::Profile;
 use crate::problem::{Index, NONE, Op, Problem, Ten};
 
-/// A training loop keeps its cache from step to step; more often the step is not repeated.
+/// How often the step is repeated at most. It is repeated because a training loop keeps its cache
+/// from step to step.
 const MOST_REPEATS: usize = 3;
 
 /// Most bytes reserved for all that is not persistent, workspace included. The step is repeated
 /// until it reserves no more.
 ///
-/// Persistent tensors are left out, and with them what their segments have to spare, either way.
+/// Persistent tensors are left out, and with them the spare room in their segments: it is neither
+/// counted nor used.
 pub(super) fn reserved_bytes(
     problem: &Problem,
     order: &[Op],

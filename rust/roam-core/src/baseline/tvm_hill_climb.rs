@@ -23,7 +23,7 @@ const ATTEMPTS: u64 = 500;
 /// blocks.
 const WORK: u64 = 4_000_000;
 
-/// From this attempt on no larger pool is kept: it would have to be larger by more than itself.
+/// From this attempt on no larger pool is kept: the chance of that, in whole percent, is 0.
 const NO_LARGER: u64 = 50;
 
 pub(super) fn place(blocks: &Blocks) -> Vec<u64> {
@@ -97,7 +97,8 @@ impl<'a> Climb<'a> {
         self.turn.swap(a as usize, b as usize);
     }
 
-    /// By chance, and then only a pool so much larger that it may lead out of a dead end.
+    /// Whether a larger pool is kept: this is left to chance, and the more likely the larger the
+    /// pool, which may lead out of a dead end.
     fn takes_worse(&mut self, pool_bytes: u64, kept_bytes: u64, attempt: u64) -> bool {
         let percent =
             u128::from(50u8) * u128::from(pool_bytes - kept_bytes) / u128::from(pool_bytes) / u128::from(attempt);

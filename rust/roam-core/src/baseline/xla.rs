@@ -39,8 +39,8 @@ pub(super) fn place(blocks: &Blocks) -> Vec<u64> {
     best.unwrap_or_default()
 }
 
-/// Allocations and frees from each block's allocation to its free. At every time the new blocks are
-/// allocated, then those that it was the last time of are freed.
+/// How many allocations and frees there are from each block's allocation to its free. At every time
+/// the new blocks are allocated first; then the blocks that are not needed any more are freed.
 fn lifetimes(blocks: &Blocks) -> Vec<u64> {
     let mut events: Vec<(u32, bool, usize)> = Vec::with_capacity(2 * blocks.all.len());
     for (at, block) in blocks.all.iter().enumerate() {

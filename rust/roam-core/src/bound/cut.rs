@@ -26,8 +26,8 @@ pub(crate) struct Cut {
     pub(crate) bytes: u64,
     /// Whether other operators had to be probed for it.
     pub(crate) route: BoundRoute,
-    /// Sets of operators that would have run before, each attaining the cut, or nearly where the
-    /// search for it was cut short: the smallest and the largest.
+    /// The smallest and the largest set of operators that may have run before so that as few bytes
+    /// are live (or nearly as few, where the search for the cut was cut short).
     pub(crate) done: Vec<Vec<bool>>,
     /// How many operators, tensors and arcs were looked at.
     pub(crate) work: u64,
@@ -47,7 +47,8 @@ pub(crate) fn cut(problem: &Problem, op: Op, watch: &Watch) -> Result<u64, Stop>
     Ok(least_between(problem, op, &sides(problem, op), watch)?.bytes)
 }
 
-/// The same if some operators are known to run before it and others after it.
+/// The least that can be live while `op` runs, if some operators are known to run before it and
+/// others after it.
 pub(crate) fn cut_at(problem: &Problem, op: Op, side: &mut [Side], watch: &Watch) -> Result<Cut, Stop> {
     spread(op, Side::Before, problem, side);
     spread(op, Side::After, problem, side);
@@ -85,8 +86,8 @@ pub(super) struct Least {
 }
 
 impl Least {
-    /// What it counts against a budget. In large graphs that is all that was done for it; others
-    /// are quick to build networks of.
+    /// The work that the cut counts against a budget. In large graphs this includes building the
+    /// networks; for smaller graphs they are quick to build.
     pub(super) fn cost(&self, problem: &Problem) -> u64 {
         if problem.is_large() { self.work + self.built } else { self.work }
     }
@@ -111,7 +112,7 @@ pub(super) fn cut_between(problem: &Problem, op: Op, side: &[Side], watch: &Watc
     Ok(Cut { bytes, route: BoundRoute::Cut, done, work })
 }
 
-/// The same without the sets.
+/// The same as [`cut_between`], without the sets.
 pub(super) fn least_between(problem: &Problem, op: Op, side: &[Side], watch: &Watch) -> Result<Least, Stop> {
     // An input can be reused only if no other user must come later.
     let pairs: Vec<(Ten, Ten)> = problem

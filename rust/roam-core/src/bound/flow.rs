@@ -1,12 +1,12 @@
 //! Maximum flow and minimum cut by blocking flows (Dinic 1970), the widest paths first (capacity
-//! scaling; Gabow 1985): where the work runs out, little is missing.
+//! scaling; Gabow 1985): so where the work runs out early, the flow is only a little too small.
 
 use crate::control::{Stop, Watch};
 
 /// A capacity that no cut pays: the graph's bytes sum to less.
 pub(crate) const INFINITE: u64 = 1 << 63;
 
-/// How many times, as a power of 2, paths become narrower at once.
+/// The power of 2 by which paths become narrower at a time.
 const NARROWER: u32 = 5;
 
 /// A flow network under construction. Node 0 is the source, node 1 the sink.
@@ -16,7 +16,7 @@ pub(crate) struct Network {
     arcs: Vec<(u32, u32, u64, u64)>,
 }
 
-/// What came out.
+/// The flow that was found.
 #[derive(Clone, Debug)]
 pub(crate) struct Flow {
     /// Bytes sent; no cut is smaller.
@@ -24,13 +24,14 @@ pub(crate) struct Flow {
     /// Whether the search came to its end.
     pub(crate) is_complete: bool,
     residual: Residual,
-    /// Of the last paths looked for.
+    /// Least width of the last paths that were looked for.
     width: u64,
 }
 
 impl Flow {
     /// The smallest and the largest source side of a minimum cut, per node. Where the work limit
-    /// ended the search, of a cut that may be larger than the value: by narrow paths alone.
+    /// ended the search, the cut may be larger than the value, but only by what narrow paths could
+    /// still carry.
     pub(crate) fn sides(mut self) -> [Vec<bool>; 2] {
         // No path is wider than the widest arc.
         while !self.is_complete && self.residual.find_distances(self.width, &mut u64::MAX.clone()) {
@@ -63,7 +64,8 @@ impl Network {
         u64::from(self.nodes) + 2 * self.arcs.len() as u64
     }
 
-    /// Sends as much as `work` looks at arcs allow, and counts them off it.
+    /// Sends as much as possible while looking at no more than `work` arcs, which it takes off
+    /// `work`.
     pub(crate) fn solve(self, work: &mut u64, watch: &Watch) -> Result<Flow, Stop> {
         let mut residual = Residual::new(self.nodes as usize, &self.arcs);
         let widest = self.arcs.iter().flat_map(|&(_, _, there, back)| [there, back]).filter(|&c| c < INFINITE).max();

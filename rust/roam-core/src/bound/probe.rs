@@ -24,7 +24,7 @@ pub(super) const MOST_UNDER_LIMIT: usize = 64;
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Work {
     pub(crate) alone: u64,
-    /// Where a target falls and operators are probed together.
+    /// For probing operators together, where the target is a falling one.
     pub(super) jointly: u64,
     /// How many more probes in a row may ask about the limit in vain.
     pub(super) under_limit: usize,
@@ -35,8 +35,8 @@ impl Work {
     pub(crate) const UNLIMITED: Work = Work { alone: u64::MAX, jointly: u64::MAX, under_limit: usize::MAX };
 }
 
-/// A condition that orders must meet besides: the most that may be live in another problem of the
-/// same constraints, such as the one in which all tensors have a size.
+/// A further condition that orders must meet: the most bytes that may be live in another problem
+/// with the same constraints, such as the one in which all tensors have a size.
 #[derive(Clone, Debug)]
 pub(crate) struct Limit {
     pub(crate) problem: Arc<Problem>,
@@ -158,21 +158,22 @@ pub(crate) fn probe(
     }
 }
 
-/// Supposes that other operators run earlier (or later) than one whose sides are given.
+/// The supposition that other operators run earlier (or later) than `op`.
 struct Probed<'a> {
     op: Op,
     earlier: bool,
     side: &'a [Side],
-    /// No more than this is asked for.
+    /// Bytes beyond which nobody asks how much is needed.
     known: u64,
 }
 
+/// What a probe found out.
 struct Need {
-    /// The least that can be live, no more than is asked for where the limit is broken.
+    /// The least that can be live; [`Probed::known`] where the limit is broken.
     bytes: u64,
-    /// What was looked at.
+    /// Operators, tensors and arcs that were looked at.
     work: u64,
-    /// Where that was asked.
+    /// Whether the limit is broken; `None` where that was not asked.
     breaks_limit: Option<bool>,
 }
 
@@ -192,7 +193,7 @@ impl Probed<'_> {
         let (near, far) = if earlier { (Side::Before, Side::After) } else { (Side::After, Side::Before) };
         for &member in set.iter().filter(|&&member| member != other) {
             if across[member as usize] == near {
-                // Never the first (or last) of them.
+                // `other` is never the first (or last) of the set.
                 return Ok(Need { bytes: known, work: 0, breaks_limit: None });
             }
             if across[member as usize] == Side::Free {
@@ -217,8 +218,8 @@ impl Probed<'_> {
         Ok(Need { bytes: if breaks_limit == Some(true) { known } else { bytes }, work, breaks_limit })
     }
 
-    /// Of the set those of which the first (or last) to run needs the most, and that; `None` where
-    /// it is no more than `least`.
+    /// The subset of `set` whose first (or last) operator to run needs the most, and how much that
+    /// needs at least; `None` where that is no more than `least`.
     fn jointly(
         &self,
         problem: &Problem,
@@ -231,7 +232,8 @@ impl Probed<'_> {
         let mut best = None;
         while !set.is_empty() && *work > 0 {
             let mut needs: Vec<Need> = Vec::with_capacity(set.len());
-            // A set that is begun is finished, but where one of its cuts takes long.
+            // A set that is begun is finished, except in large graphs, where one of its cuts takes
+            // long.
             for batch in set.chunks(if problem.is_large() { BATCH } else { set.len() }) {
                 if *work == 0 {
                     return Ok(best);
@@ -246,7 +248,7 @@ impl Probed<'_> {
                 least = lowest;
                 best = Some((lowest, set.clone()));
             }
-            // The others need no more without these.
+            // Without these operators, the others need no more than before.
             let mut needs = needs.iter();
             set.retain(|_| needs.next().is_some_and(|need| need.bytes > least));
         }

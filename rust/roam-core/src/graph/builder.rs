@@ -28,10 +28,11 @@ pub struct GraphBuilder {
     pub alignment_bytes: u64,
     /// What the step's figures may be wrong about; empty where they are exact.
     pub estimate: String,
-    /// The rules by which its tensors are counted where they are not a real step's; empty where
-    /// they are.
+    /// The rules by which its tensors are counted, if these are not the rules of a real step;
+    /// otherwise empty.
     pub accounting: String,
-    /// What its maker says of it to people: (topic, text) in order. No part of what the graph is.
+    /// What the maker of the graph tells people about it: (topic, text) in order. It is no part of
+    /// what makes graphs equal.
     pub notes: Vec<(String, String)>,
     operators: Vec<Operator>,
     tensors: Vec<Tensor>,
@@ -369,7 +370,7 @@ impl GraphBuilder {
         Ok(())
     }
 
-    /// What is said of its further runs.
+    /// Checks what an operator says about its further runs.
     fn check_repeats(
         &self,
         id: OperatorId,
@@ -512,7 +513,7 @@ impl GraphBuilder {
 
     /// Per tensor who reads or mutates it, by position.
     fn users(&self, program_order: &[OperatorId]) -> Result<Adjacency, GraphError> {
-        // No list names a tensor twice, but two lists of an operator may.
+        // No list names a tensor twice, but two lists of an operator may name the same tensor.
         let accesses = |&id: &OperatorId| {
             let Operator { reads, mutates, .. } = &self.operators[id.index()];
             mutates.iter().map(move |&tensor| (tensor, id)).chain(reads.iter().map(move |&tensor| (tensor, id)))

@@ -1,5 +1,5 @@
-//! A graph's fingerprints: by one a plan names the graph it was made for, by the other the plans of
-//! equal steps are found.
+//! A graph's fingerprints: by one, a plan names the graph that it was made for; by the other, the
+//! plans of equal steps are found.
 
 use super::json::{write_canonical, write_structure};
 use super::step::Graph;
@@ -16,7 +16,7 @@ impl Graph {
 
     /// SHA-256 of the canonical JSON without what no plan depends on: the names of graph and
     /// tensors, and where in the user's program operators come from. Graphs of one structure have
-    /// the same plans, but for the digest by which each names its graph.
+    /// the same plans, except for the digest by which each plan names its graph.
     pub fn structure_digest(&self) -> String {
         sha256(|hash| write_structure(hash, self))
     }

@@ -161,8 +161,8 @@ pub struct Operator {
     /// or are not known.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub flops: u64,
-    /// Nanoseconds that it was measured to take; 0 where nobody measured, and the model of time
-    /// tells.
+    /// Nanoseconds that it was measured to take; 0 where nobody measured it, so that the model of
+    /// time is asked.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub time_ns: u64,
     /// Which outputs may take which inputs' memory.
@@ -173,15 +173,15 @@ pub struct Operator {
     /// as a tensor, and its extra runs draw from that state: they belong to no sequence.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub repeatable: bool,
-    /// Of what it reads or mutates, the tensors that only its first run touches, such as the
+    /// Those of the tensors that it reads or mutates that only its first run touches, such as the
     /// running statistics of a batch norm.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub first_only: Vec<TensorId>,
     /// The sequence it belongs to, if any.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub sequence: Option<Sequence>,
-    /// Of one that launches a collective, the link between ranks that it goes over: the collectives
-    /// of one link go one after the other.
+    /// For an operator that launches a collective, the link between ranks that the collective goes
+    /// over: the collectives of one link run one after another.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub link: u32,
     /// The conditional region it belongs to, if any.
@@ -193,7 +193,7 @@ pub struct Operator {
 }
 
 impl Operator {
-    /// One that reads, makes and needs nothing.
+    /// An operator that reads, makes and needs nothing.
     pub fn new(name: impl Into<String>, position: u32, phase: Phase) -> Self {
         Operator {
             name: name.into(),

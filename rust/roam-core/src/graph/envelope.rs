@@ -223,7 +223,7 @@ impl<R: Read> Read for Limited<R> {
 struct Envelope<'a, T> {
     format: &'static str,
     newest: u64,
-    /// Where a refusal is left that serde's own error type cannot carry.
+    /// Where to leave a refusal that serde's own error type cannot carry.
     refusal: &'a mut Option<FormatError>,
     body: PhantomData<T>,
 }

@@ -27,7 +27,7 @@ pub struct Graph {
     /// Every ordering constraint (data, mutation, sequence, control), no doubles, by program
     /// position.
     pub(crate) predecessors: Adjacency,
-    /// The same, turned round.
+    /// The same constraints, turned round.
     pub(crate) successors: Adjacency,
     /// Computed when first asked for.
     pub(crate) digest: OnceLock<String>,
@@ -82,13 +82,13 @@ impl Graph {
     pub fn estimate(&self) -> &str {
         &self.estimate
     }
-    /// The rules by which its tensors are counted where they are not a real step's, for example
-    /// `paper`; empty where they are.
+    /// The rules by which its tensors are counted, if these are not the rules of a real step, for
+    /// example `paper`; otherwise empty.
     pub fn accounting(&self) -> &str {
         &self.accounting
     }
-    /// What its maker says of it to people: (topic, text) in order. Graphs that differ in nothing
-    /// else are equal.
+    /// What the maker of the graph tells people about it: (topic, text) in order. Graphs that
+    /// differ in nothing else are equal.
     pub fn notes(&self) -> &[(String, String)] {
         &self.notes
     }

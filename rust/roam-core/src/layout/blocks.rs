@@ -185,8 +185,8 @@ fn rank(all: &mut [Block]) -> u32 {
     starts.len() as u32
 }
 
-/// In a list in which what is open names itself and all else a later number: the first open number
-/// from this one on. Shortens the way for the next time.
+/// The first open number from `from` on, in a list in which an open number names itself and every
+/// other number names a later one. Shortens the way for later calls.
 pub(crate) fn first_open(open: &mut [u32], from: u32) -> u32 {
     let mut found = from;
     while open[found as usize] != found {

@@ -7,7 +7,8 @@ use crate::plan::BoundRoute;
 #[derive(Clone, Debug)]
 pub(crate) struct Incumbent<'a> {
     pub(crate) blocks: &'a Blocks,
-    /// Most bytes held at any time, or more where a search has refuted less.
+    /// The most bytes held at any time, or more where a search has shown that no layout takes so
+    /// few.
     pub(crate) floor: u64,
     /// How the floor was proved.
     pub(crate) route: BoundRoute,
@@ -15,7 +16,7 @@ pub(crate) struct Incumbent<'a> {
     pub(crate) limit: u64,
     /// A pool of this size is small enough, whatever the floor; 0 where only the smallest is.
     pub(crate) target: u64,
-    /// What found it, and its offsets per block. Its pool is the limit.
+    /// The best layout: what found it, and its offsets per block. Its pool is the limit.
     pub(crate) found: Option<(&'static str, Vec<u64>)>,
 }
 
@@ -34,13 +35,13 @@ impl<'a> Incumbent<'a> {
         }
     }
 
-    /// No layout takes `capacity` or less, and none between two multiples of `unit` is the
-    /// smallest.
+    /// Notes that no layout takes `capacity` or less, and that the smallest takes a multiple of
+    /// `unit`.
     pub(crate) fn refute(&mut self, capacity: u64, unit: u64) {
         self.raise((capacity / unit + 1) * unit, BoundRoute::Exhaustive);
     }
 
-    /// No layout takes less than `floor`.
+    /// Notes that no layout takes less than `floor`.
     pub(crate) fn raise(&mut self, floor: u64, route: BoundRoute) {
         if floor > self.floor {
             (self.floor, self.route) = (floor, route);

@@ -41,15 +41,15 @@ impl Method {
         Method::Greedy(Sequence::Start),
     ];
 
-    /// Those of it that are quick.
+    /// The methods of the portfolio that are quick.
     const QUICK: &[Method] = Method::ALL.split_at(2).0;
 
-    /// All that there are.
+    /// All methods, those outside the portfolio included.
     pub(crate) fn known() -> impl Iterator<Item = Method> {
         Method::ALL.into_iter().chain([Method::Tree { node_limit: None }])
     }
 
-    /// By its name; the tree's may end in its node limit: `tree:100`.
+    /// The method of this name. The name of the tree may end in its node limit: `tree:100`.
     pub(crate) fn by_name(name: &str) -> Option<Method> {
         let node_limit =
             name.strip_prefix("tree:").and_then(|limit| limit.parse().ok()).filter(|&limit: &usize| limit > 0);

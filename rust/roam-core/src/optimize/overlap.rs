@@ -101,7 +101,7 @@ struct Overlap<'a> {
     /// In the order of their launches.
     transfers: Vec<Transfer>,
     role: Vec<Role>,
-    /// Nanoseconds of every operator that computes.
+    /// Nanoseconds of every operator; 0 for launches and waits.
     ns: Vec<u64>,
     order: Vec<Op>,
     step: Vec<u32>,

@@ -45,7 +45,7 @@ pub(super) fn chain(
     let mut best: Option<Ordered> = None;
     for _ in 0..MOST_ROUNDS {
         let steps = current.order.iter().zip(&current.profile.live);
-        // What has joined stays as high as it is.
+        // Live bytes at operators that have joined the chain do not fall any more.
         let settled = steps.filter(|(op, _)| is_chained[**op as usize]).map(|(_, &live)| live).max().unwrap_or(0);
         let goal = goal.max(settled);
         let known = best.as_ref().unwrap_or(start).profile.peak;
@@ -66,8 +66,8 @@ pub(super) fn chain(
     Ok(best)
 }
 
-/// Of each run of steps with more than `goal` live bytes the operator that touches the most, as it
-/// is the one that needs them most.
+/// For each run of steps with more than `goal` live bytes, the operator that touches the most
+/// bytes, because it is the one that needs live bytes most.
 fn peaks(problem: &Problem, ordered: &Ordered, goal: u64) -> Vec<Op> {
     let Ordered { order, profile } = ordered;
     let steps: Vec<usize> = (0..order.len()).collect();
@@ -114,8 +114,8 @@ fn pass(
     Ok(order)
 }
 
-/// The stretch's operators with the middle one of its chain behind the cut, the place of that, and
-/// what was looked at.
+/// The stretch's operators in an order in which the middle one of its chain follows the cut, the
+/// place of that one, and how much was looked at.
 fn divide(
     problem: &Problem,
     order: &[Op],

@@ -72,7 +72,7 @@ struct Frame {
     stands_for: Vec<Set>,
 }
 
-/// Where to go on from.
+/// The state that the search goes on from.
 struct Target {
     state: Set,
     bytes: u64,
@@ -159,8 +159,8 @@ impl Search<'_> {
             }
         }
         self.work = self.work.saturating_sub(window.len() as u64);
-        // Of equals the one that comes first in the present sequence, seen in the direction of the
-        // search.
+        // Among equals, the best is the one that comes first in the present sequence, seen in the
+        // direction of the search.
         let forward = self.forward;
         moves.sort_unstable_by(|a, b| b.0.cmp(&a.0).then(if forward { b.1.cmp(&a.1) } else { a.1.cmp(&b.1) }));
         Frame { done, bytes, moves, depth, stands_for: Vec::new() }
@@ -188,7 +188,7 @@ impl Search<'_> {
             let depth = frame.depth;
             if path.len() > depth + 1 {
                 let Some(least) = self.least_between(&frame.done, &state, watch)? else { return Ok(None) };
-                // The way there: the same steps, without those that lead elsewhere.
+                // The way to the least state: the same steps, without those that lead elsewhere.
                 let (mut at, mut at_bytes) = (frame.done.clone(), frame.bytes);
                 let steps = path.split_off(depth);
                 for op in steps.into_iter().filter(|&op| least.contains(op) == self.forward) {

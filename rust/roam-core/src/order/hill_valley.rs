@@ -77,8 +77,9 @@ struct Segment {
 }
 
 impl Segment {
-    /// Of segments that may run in any order those with the smaller rank go first: those that free,
-    /// the lowest hill first; then those that add, the highest hill above the valley first.
+    /// Among segments that may run in any order, those with the smaller rank go first: first those
+    /// that free bytes, by ascending hill; then those that add bytes, by descending height of the
+    /// hill above the valley.
     fn rank(&self) -> (bool, i64) {
         if self.change <= 0 { (false, self.hill) } else { (true, self.change - self.hill) }
     }
@@ -96,7 +97,7 @@ impl Segment {
 /// Segments in their order of running, which is that of their ranks.
 #[derive(Default)]
 struct Chain {
-    /// By rank; of equals the one put in last is the first.
+    /// The segments by rank; among equal ranks, the one that was put in last comes first.
     segments: BTreeMap<((bool, i64), Reverse<usize>), Segment>,
     inserted: usize,
 }
@@ -107,7 +108,8 @@ impl Chain {
         self.segments.insert((segment.rank(), Reverse(self.inserted)), segment);
     }
 
-    /// Puts the operator before all others; what would rather run before it is joined to it.
+    /// Puts the operator before all others. Segments whose rank would put them before it are joined
+    /// to it.
     fn prepend(&mut self, mut segment: Segment, next: &mut [Op]) {
         while let Some(entry) = self.segments.first_entry() {
             if segment.rank() <= entry.key().0 {
@@ -127,8 +129,8 @@ impl Chain {
     }
 }
 
-/// Per operator its segment: what it adds while it runs and once it has run in the order given,
-/// reuse counted.
+/// Per operator its segment: what it adds while it runs, and what it leaves, in the order given and
+/// with reuse.
 fn costs(problem: &Problem, order: &[Op]) -> Vec<Segment> {
     let profile = Profile::new(problem, order);
     let own = |op: Op| Segment { hill: problem.transient(op) as i64, change: 0, first: op, last: op };

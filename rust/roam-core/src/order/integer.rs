@@ -12,7 +12,7 @@ use crate::mip::{Column, Program, Sense, common_divisor};
 use crate::problem::{Index, Ten};
 use std::collections::BTreeMap;
 
-/// A number that is known, or a column.
+/// A number that is known, or a column of the program.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Value {
     Known(i64),
@@ -55,8 +55,8 @@ pub(super) struct OrderProgram {
     pub(super) program: Program,
     /// The window's present sequence as values of the columns.
     pub(super) start: Vec<i64>,
-    /// Per operator its first and its last possible step, and the column that says that it is done
-    /// by the first one; the columns of the steps up to before the last one follow.
+    /// Per operator its first and its last possible step, and the column that says whether it is
+    /// done by the first one; the columns for the later steps, without the last one, follow.
     span: Vec<(usize, usize, usize)>,
 }
 
@@ -194,7 +194,7 @@ impl OrderProgram {
         let size = self.units(local.size)?;
         let made = local.creator.map_or(Value::Known(1), |op| self.done(op, step));
         if local.creator.is_none() {
-            // It is among what crosses the window's beginning.
+            // The tensor is among those that cross the window's beginning.
             live.constant -= size;
         }
         // Only users that no other must follow can be the last.

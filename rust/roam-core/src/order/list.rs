@@ -37,7 +37,7 @@ pub(super) struct Start<'a> {
 }
 
 impl Start<'_> {
-    /// Nothing is known.
+    /// The start where nothing is known.
     pub(super) const PLAIN: Start<'static> = Start { ceiling: 0, stages: &[] };
 
     fn stage(&self, op: Op) -> usize {

@@ -29,7 +29,7 @@ type Question = (Shape, [i128; 2]);
 /// searched for once.
 #[derive(Default)]
 pub(crate) struct Answers {
-    /// The sequence found, and the bytes proved, counted as in the question.
+    /// Per question the sequence found, and the bytes proved, counted as in the question.
     known: HashMap<Question, (Option<Vec<usize>>, i128)>,
     /// How many windows asked.
     pub(crate) asked: usize,
@@ -52,7 +52,7 @@ impl Answers {
         let base = i128::from(window.first_bytes);
         let key = (window.shape(), [floor, peak].map(|bytes| i128::from(bytes) - base));
         if let Some((sequence, proved)) = self.known.get(&key) {
-            // Nothing proved is far below 0.
+            // That nothing was proved is said by a number far below 0.
             let proved = u64::try_from(base + proved).unwrap_or(0);
             return Ok(Found { sequence: sequence.clone(), proved });
         }
@@ -147,7 +147,8 @@ fn improve(
         if profile.peak <= bound {
             return Ok(Next::Settled);
         }
-        // Where the peak is reached elsewhere too, one place less at it is progress enough.
+        // Where the peak is reached elsewhere too, it is progress enough that it is reached at one
+        // place less.
         let floor = bound.max(elsewhere.copied().unwrap_or(0).min(profile.peak - 1));
         *work = work.saturating_sub((problem.len() + problem.tensors.len()) as u64);
         let window = Window::new(problem, order, profile, range.clone());

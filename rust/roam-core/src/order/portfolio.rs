@@ -83,7 +83,8 @@ pub(crate) struct Portfolio {
     /// Per operator the fewest bytes that are live while it runs in any order seen, within the
     /// limit or not.
     least_live: Vec<u64>,
-    /// The order of which the search could not tell whether its peak can be lowered, and where.
+    /// An order and the stretch of it for which the search could not tell whether the peak can be
+    /// lowered.
     open: Option<(Ordered, Open)>,
 }
 
@@ -229,9 +230,10 @@ impl Portfolio {
         self.bounds.bound_first_of_set(&self.problem, &updates_of(&self.problem), &neediest, peak, watch)
     }
 
-    /// A bound of what orders need in the pool that never have more than `most` live: together
-    /// `more` times the pool and `all` times all that is live have a peak, of which `all * most`
-    /// may be the rest. Names an operator that reaches it.
+    /// A bound of what orders need in the pool if they never have more than `most` live. The sum of
+    /// `more` times the pooled bytes and `all` times all live bytes has a peak in every order; at
+    /// most `all * most` of that peak are the second term. Names an operator that reaches the
+    /// bound.
     pub(crate) fn bound_pool(
         &self,
         most: u64,

@@ -19,8 +19,8 @@ const MOST_ROUNDS: usize = 4;
 const MOST_LENGTHS: usize = 32;
 /// Stretches of fewer operators are left to the search.
 const FEWEST_OPERATORS: usize = 8;
-/// And those that are less than this part of what it left open: they hardly ever hold the answer,
-/// and take as long as any.
+/// So are stretches that are less than 1 / `FEWEST_PART` of what the search left open: they hardly
+/// ever hold the answer, and take as long as others.
 const FEWEST_PART: usize = 8;
 
 /// Lowers the peak of an order in and around the stretch that a search left open. What is proved
@@ -108,12 +108,12 @@ struct Hopes<'a> {
     live: &'a [u64],
     peak: u64,
     open: &'a Open,
-    /// What no order's peak is below.
+    /// No order has a lower peak than this.
     bound: u64,
 }
 
 impl Hopes<'_> {
-    /// What the peak does not go below, whatever the stretch's sequence.
+    /// The peak does not fall below this, whatever the stretch's sequence.
     fn floor(&self, range: &Range<usize>) -> u64 {
         self.live[..range.start].iter().chain(&self.live[range.end..]).copied().fold(self.bound, u64::max)
     }
@@ -123,7 +123,8 @@ impl Hopes<'_> {
         self.open.is_segment && *range == self.open.range
     }
 
-    /// Whether there is more to gain than next to nothing: from the peak, or from the bound.
+    /// Whether there is more to gain than next to nothing, by lowering the peak or by raising the
+    /// bound.
     fn are_worthwhile(&self, range: &Range<usize>) -> bool {
         let least = if self.can_prove(range) { self.bound } else { self.floor(range) };
         !is_within(self.peak, least)

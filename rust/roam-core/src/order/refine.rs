@@ -81,7 +81,7 @@ impl Ordered {
         Ok((cut.bytes < self.profile.peak).then_some((op, cut)))
     }
 
-    /// What is known of orders with a lower peak, within the limit.
+    /// What is known about orders that have a lower peak and keep to the limit.
     fn probe(
         &self,
         problem: &Problem,
@@ -185,7 +185,7 @@ pub(crate) fn stage(aim: Aim, bounds: &mut Bounds, watch: &Watch) -> Result<Opti
                 best = Some(found.clone());
             }
             let Some((op, cut)) = found.cut(&aim, bounds, watch)? else { return Ok(best) };
-            // Where stages lead nowhere, the next ones seldom do.
+            // Where stages have not helped, further ones seldom do.
             if problem.is_large() && !is_better && bounds.best().0 == bound {
                 break;
             }

@@ -13,7 +13,7 @@ pub(super) fn eager_updates(problem: &Problem, watch: &Watch) -> Result<Vec<Op>,
     eager_in(problem, &Updates::new(problem), &problem.program_order(), watch)
 }
 
-/// The same in another order than program order.
+/// The same for the order `base` instead of program order.
 pub(super) fn eager_in(problem: &Problem, updates: &Updates, base: &[Op], watch: &Watch) -> Result<Vec<Op>, Stop> {
     schedule(problem, updates, &trunk(problem, updates, base), |pending, _, _| pending.oldest(), watch)
 }
@@ -36,8 +36,8 @@ pub(super) fn memory_aware_updates(problem: &Problem, watch: &Watch) -> Result<V
     schedule(problem, &updates, &trunk(problem, &updates, &problem.program_order()), next, watch)
 }
 
-/// An order, with what its other phases need if no update ever ran: whatever limit updates are to
-/// fit under, that is the same.
+/// An order, with what its other phases need if no update ever ran, which is the same for all
+/// limits under which updates are to fit.
 pub(crate) struct FittingUpdates<'a> {
     problem: &'a Problem,
     updates: Updates,
@@ -63,8 +63,8 @@ impl<'a> FittingUpdates<'a> {
         FittingUpdates { problem, updates, trunk, without }
     }
 
-    /// The order, except that updates run as soon as they fit under `most` live bytes, then and at
-    /// every step to come; those that need the most first.
+    /// The order, except that updates run as soon as live bytes stay within `most` with them, then
+    /// and at every later step; those that need the most first.
     pub(crate) fn under(&self, most: u64, watch: &Watch) -> Result<Vec<Op>, Stop> {
         let FittingUpdates { problem, updates, trunk, without } = self;
         // Per operator the live bytes after it, and the most while later ones run.
@@ -88,7 +88,7 @@ impl<'a> FittingUpdates<'a> {
     /// The operators of the trunk that need the most if no update ever ran, each with another need,
     /// the neediest first.
     pub(crate) fn neediest(&self, most: usize) -> Vec<Op> {
-        // Of equals the last has more behind it.
+        // Among equals, the last one has the most operators before it.
         let mut needs: Vec<(u64, Op)> =
             self.without.iter().zip(&self.trunk).rev().map(|(without, &op)| (without.meanwhile, op)).collect();
         needs.sort_by_key(|&(bytes, _)| Reverse(bytes));
@@ -114,8 +114,8 @@ impl Pending {
         self.by_age.first().map(|&(_, update)| update)
     }
 
-    /// The one that adds the most bytes while it runs, of those that add no more than `room` and
-    /// are `fit`; of equals the oldest. Only the first few are asked.
+    /// The update that adds the most bytes while it runs, among those that add no more than `room`
+    /// and are `fit`; among equals the oldest. Only the first few are asked whether they are fit.
     fn largest_within(&self, room: u64, fit: impl Fn(u32) -> bool) -> Option<u32> {
         let largest_first = self.by_need.range(..=(room, Reverse(0), u32::MAX)).rev().map(|&(_, _, update)| update);
         largest_first.take(MOST_ASKED).find(|&update| fit(update))
@@ -170,8 +170,8 @@ impl Outlook {
     }
 }
 
-/// The other phases as in `base`, but what is idle right behind what it waits for, if that is one
-/// of them.
+/// The other phases as in `base`, but each idle operator right after the operator that it waits
+/// for, if that is one of them.
 fn trunk(problem: &Problem, updates: &Updates, base: &[Op]) -> Vec<Op> {
     let is_ours = |op: Op| !updates.contain(op);
     let is_moved = |op: Op| problem.is_idle(op) && problem.predecessors.row(op).iter().all(|&before| is_ours(before));

@@ -69,7 +69,7 @@ pub enum ExactStatus {
     /// They had nothing to gain: the plan met its bound.
     NotNeeded,
     /// A gap is left, but no program was made: almost nothing could be gained, the searches had
-    /// already decided what a program can ask, or the search ended before.
+    /// already decided what a program can ask, or the search ended too early.
     NotTried,
     /// Every program for what was open would have been too large to solve.
     TooLarge,
@@ -148,7 +148,7 @@ pub struct Settings {
     /// The search ends once a plan takes no more bytes than this in all, persistent ones included.
     #[serde(default, skip_serializing_if = "is_default")]
     pub enough_bytes: u64,
-    /// The search ends where it is proved that no plan takes so many bytes less.
+    /// The search ends where it is proved that no plan takes fewer bytes by this many or more.
     #[serde(default, skip_serializing_if = "is_default")]
     pub worth_bytes: u64,
     /// The most bytes that the plan may take in all, persistent ones included. Where order and
@@ -185,7 +185,7 @@ impl Settings {
     /// Whether the settings make sense.
     ///
     /// # Errors
-    /// What does not.
+    /// The first setting that does not make sense.
     pub fn check(&self) -> Result<(), SettingsError> {
         let Settings { streams, time_limit_s, speed, .. } = *self;
         if !(1..=MAX_STREAMS).contains(&streams) {
@@ -226,7 +226,7 @@ pub enum SettingsError {
         streams: u32,
     },
     /// A speed that is not a finite number above 0, or is asked of one stream.
-    #[error("speed must be a finite number above 0, and asks for more than one stream; found {speed}")]
+    #[error("speed must be a finite number above 0, and needs more than one stream; found {speed}")]
     Speed {
         /// What was asked for.
         speed: f64,
@@ -288,8 +288,8 @@ pub struct Schedule {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Recomputation {
-    /// Operators as often as they run; `expansion::expand` makes the graph of it that the plan's
-    /// order, offsets and reuse pairs are of.
+    /// The operators, each as often as it runs. `expansion::expand` makes a graph of this sequence;
+    /// the plan's order, offsets and reuse pairs are those of that graph.
     pub sequence: Vec<OperatorId>,
     /// Nanoseconds that the extra runs take, as measured or by the model of time.
     pub extra_ns: u64,

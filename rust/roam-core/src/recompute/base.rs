@@ -33,7 +33,8 @@ struct Base<'a> {
 }
 
 impl Base<'_> {
-    /// Whether the operator changes something by what stays, or by little, and makes nothing.
+    /// Whether the operator makes nothing, and changes something by means of persistent or of much
+    /// smaller tensors.
     fn can_wait(&self, id: OperatorId) -> bool {
         let Operator { reads, creates, mutates, .. } = self.graph.operator(id);
         let bytes = |tensors: &[TensorId], without: &[TensorId]| -> u64 {
@@ -68,8 +69,9 @@ impl Base<'_> {
         }
     }
 
-    /// What waits for a collective that may run again, and so changes next what this one changes. It
-    /// comes right after: between the two nothing can be dropped and made again.
+    /// The operator that waits for a collective that may run again: it is the next to change what
+    /// the collective makes or changes. It comes right after the collective, because nothing can be
+    /// dropped and made again between the two.
     fn wait_for(&self, id: OperatorId) -> Option<OperatorId> {
         let launch = self.graph.operator(id);
         let is_wait = |after: &&OperatorId| {
@@ -83,7 +85,7 @@ impl Base<'_> {
         self.graph.successors(id).iter().filter(|_| may_run_again).find(is_wait).copied()
     }
 
-    /// The updates that nothing but operators that can wait keeps from running, the first on top.
+    /// Pushes the updates that only operators that can wait keep from running, the first on top.
     fn push_ready(&self, id: OperatorId, stack: &mut Vec<OperatorId>) {
         for &after in self.graph.successors(id).iter().rev() {
             if self.has_run[after.index()] {

@@ -20,12 +20,12 @@ use std::collections::{BTreeSet, BinaryHeap, HashMap};
 /// A graph of more operators or tensors is not small.
 const MOST_OPERATORS: usize = 24;
 const MOST_TENSORS: usize = 64;
-/// Neither is one of more states.
+/// A graph with more states is not small either.
 const MOST_STATES: usize = 1 << 17;
 /// Permitted pairs of one operator of which every choice is tried.
 const MOST_PAIRS: usize = 4;
 
-/// No more divisions of a limit between pool and unpooled bytes are tried.
+/// The most divisions of a limit between pool and unpooled bytes that are tried.
 const MOST_DIVISIONS: usize = 32;
 
 /// Marks a tensor that is not alive.
@@ -38,13 +38,13 @@ pub(crate) struct Complete<'a> {
     waits_for: Vec<u64>,
     may_repeat: Vec<bool>,
     watch: &'a Watch,
-    /// What [`Complete::cheapest`] has found, by limit.
+    /// The results of [`Complete::cheapest`], by limit.
     known: RefCell<HashMap<u64, Option<Option<Found>>>>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 struct State {
-    /// First runs, a bit per operator.
+    /// Which operators have had their first run, a bit per operator.
     done: u64,
     /// Per tensor the version of its instance.
     version: Vec<u8>,

@@ -11,9 +11,9 @@ const LEAST_TERMS: u32 = 4;
 /// Sums that are smaller than the limit divided by this matter little.
 const LIMITS_SHARE: u64 = 32;
 
-/// The program's order, in which an operator that makes much of little, and what only adds to what
-/// such an operator has made, wait until something else needs them. `None` where no large sum of
-/// several terms waits.
+/// The program's order, except that operators that make large tensors from small ones, and
+/// operators that only add to such tensors, wait until something else needs them. `None` where no
+/// large sum of several terms waits.
 pub(super) fn deferred_sums(graph: &Graph, limit_bytes: u64) -> Option<Vec<OperatorId>> {
     let order = graph.program_order();
     let bytes = |tensors: &[TensorId]| -> u64 {

@@ -19,14 +19,15 @@ pub(super) struct Exponents {
 /// What is dropped.
 #[derive(Clone, Debug)]
 pub(super) struct Policy<'a> {
-    /// By which the tensor to drop is chosen when there is no room.
+    /// Exponents of the score by which the tensor to drop is chosen when there is no room.
     pub(super) forced: Exponents,
-    /// By which tensors are dropped though there is room: those of at least the score.
+    /// Exponents of the score by which tensors are dropped although there is room, and the least
+    /// score at which they are.
     pub(super) early: Option<(Exponents, f64)>,
     /// Per place how much holding a byte there counts, summed up to the place; one more entry than
     /// operators.
     pub(super) weight: &'a [f64],
-    /// Per tensor a factor of its scores.
+    /// Per tensor a factor by which its scores are multiplied.
     pub(super) taste: &'a [f64],
     /// Per tensor the place until which it is kept once it cannot be made again; 0 for most.
     pub(super) kept_until: &'a [u32],
@@ -41,13 +42,14 @@ pub(super) struct Failure {
     pub(super) place: u32,
 }
 
-/// No chain of operators that make a tensor again is followed further.
+/// The most operators that a tensor that is dropped may need to be made again.
 const LONGEST_CHAIN: usize = 300;
-/// No more runs inside runs.
+/// How deep runs that are made for other runs may be nested.
 const DEEPEST: u32 = 300;
-/// How often the inputs of a run are made, because one had to be dropped for another.
+/// How many times the inputs of a run are made at most: one of them may have to be dropped to make
+/// another.
 const ROUNDS: usize = 4;
-/// What is needed within the step's operators divided by this is needed soon.
+/// A tensor is needed soon if it is needed before 1 / `SOON` of the step's operators have run.
 const SOON: usize = 64;
 
 /// The runs, late views left out; a failure where there was no room, or the work was used up.
@@ -61,7 +63,7 @@ pub(super) fn evict(model: &Model, limit: u64, policy: &Policy<'_>, work: &mut u
     }
 }
 
-/// Cannot go on.
+/// What a part of an eviction returns: `None` where the eviction cannot go on.
 type Step = Option<()>;
 
 #[derive(PartialEq)]
@@ -97,14 +99,14 @@ struct Eviction<'a> {
     version: Vec<u32>,
     pins: Vec<u32>,
     /// Per tensor how many runs that are under way will use it, and how deep the last of these is
-    /// in runs for other runs.
+    /// nested in runs for other runs.
     holds: Vec<u32>,
     held_at: Vec<u32>,
     /// Per tensor the first of its users that is still to run.
     cursor: Vec<u32>,
     /// Per tensor that is not alive, when it will be made again.
     needed: Vec<u32>,
-    /// Per tensor when others will be made of it: (place, other).
+    /// Per tensor when others will be made from it: (place, other).
     wanted: Vec<BinaryHeap<Reverse<(u32, u32)>>>,
     candidates: BinaryHeap<Candidate>,
     /// Marks of the current walk along a chain.
@@ -195,7 +197,8 @@ impl<'a> Eviction<'a> {
                     }
                 }
             }
-            // Its inputs are pinned next, unless one of them had to be dropped for another.
+            // In the next round the inputs of `op` are pinned, unless one of them had to be dropped
+            // to make another.
             self.release(op, is_again);
         }
         None
@@ -258,8 +261,8 @@ impl<'a> Eviction<'a> {
         }
     }
 
-    /// Before a further run changes a tensor: makes what is made of the tensor as it is now, if
-    /// that will be needed soon.
+    /// Called before a further run changes a tensor: makes what is computed from the present value
+    /// of the tensor, if that will be needed soon.
     fn make_siblings(&mut self, op: u32, depth: u32) -> Step {
         let model = self.model;
         for used in model.used(op, true).filter(|used| used.mutates) {
@@ -289,7 +292,7 @@ impl<'a> Eviction<'a> {
         Some(())
     }
 
-    /// Lets nothing that the run uses go, once it is there, if that can be helped.
+    /// Holds what the run uses: once such a tensor is there, it is dropped only as a last resort.
     fn hold(&mut self, op: u32, is_again: bool, depth: u32) {
         for used in self.model.used(op, is_again) {
             self.holds[used.tensor as usize] += 1;
@@ -399,7 +402,8 @@ impl<'a> Eviction<'a> {
             }
         };
         let used = model.users.row(tensor).get(self.cursor[at] as usize).copied();
-        // It is small: whether it is needed is found out when the runs are known.
+        // A tensor that serves much larger ones is small: whether it is needed is found out when
+        // the runs are known.
         let used = used.or(Some(model.serves_until[at]).filter(|&until| until != NONE && until > self.now));
         let used = used.or(Some(self.policy.kept_until[at]).filter(|&until| until > self.now));
         match (used, wanted) {
@@ -408,7 +412,7 @@ impl<'a> Eviction<'a> {
         }
     }
 
-    /// Has just been made: those that will be made of it hold it.
+    /// Notes, for a tensor that has just been made, when other tensors will be made from it.
     fn note_wants(&mut self, tensor: u32) {
         let model = self.model;
         for &user in model.users.row(tensor) {
@@ -428,7 +432,8 @@ impl<'a> Eviction<'a> {
     fn drop(&mut self, tensor: u32) {
         let Some(next) = self.next_use(tensor) else { return self.free(tensor) };
         self.free(tensor);
-        // All that is missing along the chain is needed then, and what is alive is wanted.
+        // At `next`, all that is missing along the chain is needed, and what is alive is wanted to
+        // make it.
         let model = self.model;
         self.stamps += 1;
         self.stack.clear();
@@ -571,7 +576,8 @@ impl<'a> Eviction<'a> {
         found.sort();
         while self.used + need > self.limit {
             let Some(Candidate { tensor, .. }) = found.pop() else { break };
-            // Dropping others may have made it necessary.
+            // Others have been dropped meanwhile, so this one may be needed earlier, or be
+            // impossible to make again.
             if let Some(next) = self.next_use(tensor) {
                 if self.chain(tensor, next).is_none() {
                     continue;
@@ -582,8 +588,8 @@ impl<'a> Eviction<'a> {
         Some(())
     }
 
-    /// Drops what is used by runs that are under way, or that they are for, and must then be made
-    /// once more: first what nothing holds, then what is held for the outermost.
+    /// Drops tensors that the runs under way, or the runs that these are for, will use and must
+    /// then make once more: first those that nothing holds, then those held for the outermost runs.
     fn drop_held(&mut self, op: u32, need: u64) -> Step {
         let model = self.model;
         self.work = self.work.checked_sub(model.size.len() as u64 / 8)?;
@@ -612,8 +618,9 @@ impl<'a> Eviction<'a> {
         Some(())
     }
 
-    /// Drops tensors until the run fits. May leave it to the run to drop one of its inputs, whose
-    /// memory an output takes.
+    /// Drops tensors until the run fits; `None` where that is impossible. As a last resort it
+    /// returns an input that the run itself drops, because one of its outputs takes the memory of
+    /// that input.
     fn make_room(&mut self, op: u32, is_again: bool) -> Option<Option<u32>> {
         let model = self.model;
         let made = model.creates.row(op).iter().filter(|&&t| !self.is_alive[t as usize]);

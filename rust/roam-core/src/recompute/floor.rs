@@ -13,8 +13,8 @@ use std::cmp::Reverse;
 pub struct Floor {
     /// Live at once in every schedule, persistent tensors included.
     pub bytes: u64,
-    /// The operator at whose first run they are, or before it, while what it uses is made; `None` in
-    /// a graph without operators.
+    /// The operator at whose first run these bytes are live, or before it, while what it uses is
+    /// made; `None` in a graph without operators.
     pub operator: Option<OperatorId>,
 }
 
@@ -40,7 +40,8 @@ pub(super) fn at_the_ends(repeats: &Repeats) -> (u64, Option<Op>) {
     if enters >= leaves { (enters, last.map(|_| 0)) } else { (leaves, last) }
 }
 
-/// Moments before which every schedule is looked at, with how many earlier moments each time.
+/// Per round, before how many moments every schedule is looked at, and at how many earlier moments
+/// for each of these.
 const ROUNDS: [(usize, usize); 3] = [(256, 200), (48, 1000), (12, 5000)];
 /// Tensors looked at for that.
 const MAKINGS_WORK: u64 = 5_000_000;

@@ -13,7 +13,7 @@ use std::cmp::Reverse;
 const MOST_IN_VAIN: usize = 24;
 /// Moments, the best ones, at which tensors are supposed to be kept or lost.
 const MOST_DIVIDED: usize = 8;
-/// Cases that are divided in two at one of them.
+/// Cases that are divided in two at one of these moments.
 const MOST_CASES: usize = 64;
 /// Nodes and arcs looked at for that.
 const DIVIDING_WORK: u64 = 20_000_000;
@@ -26,7 +26,8 @@ pub struct LeastTime {
     pub ns: Option<u64>,
     /// The operator at whose first run this is proved; `None` where nothing is.
     pub operator: Option<OperatorId>,
-    /// The operators that run again in a choice for that moment alone that takes little more.
+    /// The operators that run again in a choice that is made for that moment alone, and that takes
+    /// little more time than `ns`.
     pub again: Vec<OperatorId>,
 }
 
@@ -57,7 +58,7 @@ fn raise(repeats: &Repeats, limit_bytes: u64, best: &mut Best, watch: &Watch) ->
     };
     let live = Profile::new(&repeats.problem, &repeats.problem.program_order()).live;
     let mut moments = moments_at(repeats, &live, watch)?;
-    // Where most would have to be given up if nothing ran again, most time is to be expected.
+    // The most time is to be expected where the most bytes would have to be given up.
     let needed = |moment: &Moment| moment.bytes + moment.keep_all;
     moments.retain(|(_, moment)| needed(moment) > limit);
     moments.sort_by_key(|(op, moment)| (Reverse(moment.promise()), *op));

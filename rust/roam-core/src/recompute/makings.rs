@@ -11,7 +11,7 @@ use std::collections::{BTreeSet, BinaryHeap};
 
 /// How many tensors of a moment are remembered, the largest ones.
 const MOST_HELD: usize = 8;
-/// Smaller tensors than this share of what is proved already are forgotten.
+/// Tensors smaller than 1 / `SMALL` of what is proved already are forgotten.
 const SMALL: u64 = 2000;
 /// Moments looked at between two looks at the watch.
 const MOST_UNWATCHED: usize = 64;
@@ -57,12 +57,13 @@ impl Held {
         };
         let start = largest(self.items.clone());
         let mut seen = BTreeSet::new();
-        // By the most bytes since then; first what has the fewest, and of these who holds least.
+        // Moments to look before, by the most bytes from then on: those with the fewest come first,
+        // and among these those that hold the least.
         let mut open = BinaryHeap::from([Reverse((self.bytes, 0, start))]);
         let mut looked_at = 0;
         while let Some(Reverse((bytes, _, items))) = open.pop() {
             let makers: BTreeSet<Op> = items.iter().filter_map(|&item| maker(repeats, item)).collect();
-            // Nothing of it was made in the step, or there is no time left.
+            // Nothing that is held was made in the step, or the work is used up.
             if makers.is_empty() || looked_at == most || *work == 0 {
                 return Ok(bytes);
             }

@@ -24,8 +24,9 @@ pub(super) const CUTS_WORK: u64 = 200_000_000;
 /// Sums of weighed bytes and times stay below this.
 const MOST_WEIGHED: u128 = 1 << 62;
 
-/// What is cut: to keep a tensor, at so many bytes and so much time of further runs that were needed
-/// to have it; to run an operator later, at so much time; or neither.
+/// What cutting an arc means: to keep a tensor, for so many bytes and so much time of further runs
+/// that were needed to have it; or to run an operator later, for so much time. A `Must` is never
+/// cut.
 #[derive(Clone, Copy, Debug)]
 enum Arc {
     Keep(u64, u64),
@@ -36,23 +37,23 @@ enum Arc {
 /// One choice of what is kept and what runs again.
 #[derive(Clone, Debug)]
 struct Choice {
-    /// Kept, beyond [`Moment::bytes`].
+    /// Bytes kept beyond [`Moment::bytes`].
     bytes: u64,
-    /// Of further runs.
+    /// Nanoseconds of further runs.
     ns: u64,
     /// Per node whether it is wanted or runs again.
     wanted: Vec<bool>,
 }
 
-/// What is supposed of a tensor, by the node that stands for its loss: whether it is lost.
+/// A supposition about a tensor: the node that stands for its loss, and whether it is lost.
 type Supposed = (u32, bool);
 
-/// What holds at a moment within a limit, some tensors supposed to be kept or lost.
+/// What holds at a moment within a limit if some tensors are supposed to be kept or lost.
 #[derive(Clone, Debug)]
 pub(super) struct Least {
-    /// Further runs take no less.
+    /// Further runs take at least so many nanoseconds.
     pub(super) ns: u64,
-    /// A choice for this moment alone takes as much.
+    /// Nanoseconds that further runs take in a known choice for this moment alone.
     most_ns: u64,
     /// Per node whether that choice wants it.
     wanted: Vec<bool>,
@@ -66,20 +67,21 @@ pub(super) struct Moment {
     /// What is live in every schedule, persistent tensors left out: the operator's own working set
     /// and tensors that nothing can bring back.
     pub(super) bytes: u64,
-    /// Of these what the operator does not use, at the version that is held.
+    /// Those of these tensors that are needed after this moment, each at the version that is held.
     pub(super) held: Vec<(Ten, usize)>,
     nodes: u32,
     arcs: Vec<(u32, u32, Arc)>,
-    /// The nodes of operators whose later runs are further ones.
+    /// Operators that have run before, so that a later run is a further one, and their nodes.
     makers: Vec<(u32, Op)>,
     /// Sums over all arcs.
     all_bytes: u64,
     all_ns: u64,
-    /// Kept if nothing runs again, beyond [`Moment::bytes`].
+    /// Bytes kept beyond [`Moment::bytes`] if nothing runs again.
     pub(super) keep_all: u64,
-    /// The same of what has been made for certain: what may as well be made later costs nothing.
+    /// The part of `keep_all` that has been made for certain: what may as well be made later costs
+    /// nothing.
     made: u64,
-    /// Kept where everything is dropped that can be brought back.
+    /// Bytes kept where everything is dropped that can be brought back.
     single: u64,
 }
 
@@ -134,7 +136,7 @@ impl Moment {
             problem.tensors[tensor.index()].residency == Residency::Leaves
                 || problem.users.row(tensor).iter().any(is_later)
         };
-        // Who makes a tensor, where it may be brought back.
+        // Who makes a tensor, if it may be made again.
         let maker = |tensor: Ten| repeats.creator(tensor).filter(|&creator| !is_blocked(creator));
 
         // What keeping the operator's inputs costs beyond its own working set: nothing, unless the
@@ -324,12 +326,12 @@ impl Moment {
         Ok((value, Choice { bytes, ns, wanted }))
     }
 
-    /// About what is live here if nothing runs again.
+    /// About how many bytes are live here if nothing runs again.
     pub(super) fn promise(&self) -> u64 {
         self.bytes + self.made
     }
 
-    /// What [`Moment::floor`] does not exceed.
+    /// The most that [`Moment::floor`] can be.
     pub(super) fn most_floor(&self) -> u64 {
         self.bytes + self.keep_all.min(self.single)
     }
@@ -339,8 +341,8 @@ impl Moment {
         Ok(self.bytes + self.least(1, 0, &[], work, watch)?.0)
     }
 
-    /// What holds of the time of further runs after this moment in every schedule that keeps to the
-    /// limit here; `None` where there is no such schedule.
+    /// What holds, in every schedule that keeps to the limit here, for the time of further runs
+    /// after this moment; `None` where there is no such schedule.
     ///
     /// For every price of a byte, the least of time and priced bytes kept, less the price of the
     /// bytes that may be kept, is no more than the time. The best price is approached from both
@@ -403,7 +405,7 @@ impl Moment {
         watch: &Watch,
     ) -> Result<(u64, Vec<Op>), Stop> {
         let (mut most_ns, mut wanted) = (found.most_ns, found.wanted.clone());
-        // By what is proved of them, then by age: the cases to divide.
+        // The cases to divide, by what is proved of them, then by age.
         let mut cases: BTreeMap<(u64, usize), (Least, Vec<Supposed>)> = BTreeMap::new();
         let mut age = 0;
         cases.insert((found.ns, age), (found, Vec::new()));
@@ -425,7 +427,7 @@ impl Moment {
                 }
             }
         }
-        // No case is left within the limit but those attained.
+        // No case is left in which the limit can be kept and less time may be possible.
         Ok((most_ns, self.again(&wanted)))
     }
 

@@ -33,8 +33,8 @@ pub struct Found {
 const MOST_FOUND: usize = 4;
 /// Work granted to one eviction or to taking runs out of it once, per operator of the order.
 const WORK_PER_OPERATOR: u64 = 400;
-/// An attempt counts as work the operators times how many of them it reaches, divided by this,
-/// beside what it does: so small graphs have thousands of attempts, and large ones do not take
+/// Beside what it does, an attempt counts as work the number of operators times how many of them it
+/// reaches, divided by this: so small graphs have thousands of attempts, and large ones do not take
 /// minutes.
 const SQUARES_PER_WORK: u64 = 2000;
 /// Work granted to the policies, and to the local search; a run, a link of a chain or an extra run
@@ -46,15 +46,16 @@ const MOST_RETRIES: usize = 6;
 /// The local search ends after so many attempts that improve nothing.
 const MOST_IN_VAIN: usize = 300;
 
-/// The search ends within this share of the least extra time and that share of the step's.
+/// The search ends once the extra time exceeds the least by no more than 1 / `WORTHWHILE` of the
+/// least plus 1 / `WORTHWHILE_OF_STEP` of the step's time.
 const WORTHWHILE: u64 = 100;
 const WORTHWHILE_OF_STEP: u64 = 5000;
 
-/// By which tensors are dropped when there is no room: the powers of bytes, gap and time, in
+/// Scores by which tensors are dropped when there is no room: the powers of bytes, gap and time, in
 /// halves. Found on training steps of transformers, convolutional networks and U-Nets.
 const FORCED: [[u8; 3]; 8] = [[2, 2, 2], [2, 1, 2], [2, 0, 2], [2, 1, 3], [1, 2, 2], [2, 2, 1], [2, 2, 4], [1, 1, 2]];
-/// How much tensors are preferred that the proof of the least extra time advises to drop: they are
-/// dropped before all others.
+/// By which factor tensors are preferred that the proof of the least extra time advises to drop:
+/// they are dropped before all others.
 const ADVICE: f64 = 1000.0;
 /// Into how many segments the forward pass is cut; 0 means that none is told apart.
 const SEGMENTS: [usize; 11] = [0, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24];
@@ -74,7 +75,7 @@ const EARLY: [(u8, f64); 12] = [
     (4, 30.0),
     (4, 3.0),
 ];
-/// From how many of the best policies without early drops those with them are tried.
+/// How many of the best policies without early drops are also tried with early drops.
 const MOST_EARLY: usize = 3;
 /// From how many of the best attempts the local search sets out.
 const MOST_SEARCHED: usize = 3;
@@ -128,7 +129,7 @@ pub(crate) fn search(
     found
 }
 
-/// The orders, as the search starts from them; neighbours that are equal once.
+/// The orders, changed to those that the search starts from; of equal neighbours only one.
 fn bases(graph: &Graph, orders: &[&[OperatorId]]) -> Vec<Vec<OperatorId>> {
     let ways: Vec<(&[OperatorId], bool)> = orders.iter().flat_map(|&order| [(order, false), (order, true)]).collect();
     let base = |(order, early_updates)| base_order(graph, order, early_updates);
@@ -161,9 +162,9 @@ struct Search<'a> {
     model: &'a Model,
     limit: u64,
     watch: &'a Watch,
-    /// What [`Policy::weight`] may be.
+    /// The choices for [`Policy::weight`].
     weights: Vec<Vec<f64>>,
-    /// What [`Policy::held_until`] may be, for each of [`SEGMENTS`].
+    /// The choices for [`Policy::held_until`], one for each of [`SEGMENTS`].
     holds: Vec<Vec<u32>>,
     /// Per tensor its class: tensors of different layers that are alike are of one class.
     class: Vec<u32>,
@@ -172,17 +173,17 @@ struct Search<'a> {
     is_advised: Vec<bool>,
     /// Tensors that can be made again and take memory.
     droppable: Vec<u32>,
-    /// No extra time below is possible or worth more effort.
+    /// Less extra time than this is impossible, or not worth more effort.
     enough_ns: u64,
     /// The best solutions, cheapest first.
     best: Vec<Solution>,
     /// What was tried with success, cheapest first, with the cost.
     tried: Vec<(u64, Attempt)>,
-    /// See [`Policy::kept_until`]: what failures have told.
+    /// [`Policy::kept_until`], as learned from failures.
     kept_until: Vec<u32>,
     work: u64,
-    /// By the digest of an eviction's runs and the rank what came of them: many attempts that differ
-    /// drop the same.
+    /// What came of an eviction's runs, by the digest of the runs and the rank: many different
+    /// attempts drop the same tensors.
     outcomes: HashMap<u64, Outcome>,
 }
 
@@ -275,7 +276,7 @@ impl<'a> Search<'a> {
                 self.work += rest;
             }
         }
-        // Where nothing fits as it is, all policies count.
+        // Where no attempt fits without early drops, they are tried with every weight.
         let mut starts: Vec<Attempt> = self.tried.iter().take(MOST_EARLY).map(|(_, attempt)| attempt.clone()).collect();
         if starts.is_empty() {
             let forced = exponents(FORCED[0]);
@@ -340,7 +341,7 @@ impl<'a> Search<'a> {
                 for _ in 0..=random.below(3) {
                     let chosen = random.below(self.droppable.len() as u64) as usize;
                     let factor = [0.25, 0.5, 0.8, 1.25, 2.0, 4.0][random.below(6) as usize];
-                    // All that are alike, or neighbours, or one.
+                    // All tensors that are alike, or neighbours, or a single one.
                     let reach = if kind < 7 { self.droppable.len() } else { random.below(20) as usize };
                     let class = self.class[self.droppable[chosen] as usize];
                     let last = (chosen + reach).min(self.droppable.len() - 1);
@@ -355,8 +356,8 @@ impl<'a> Search<'a> {
         next
     }
 
-    /// The runs of an attempt. Where one fails because it gave up what could not be made again
-    /// later, this is kept from then on.
+    /// The runs of an attempt. Where an eviction fails because it gave up a tensor that could not
+    /// be made again later, that tensor is kept from then on.
     fn evicted(&mut self, attempt: &Attempt) -> Option<Vec<u32>> {
         let none = vec![0; self.kept_until.len()];
         let length = self.model.len() as u64;
@@ -439,7 +440,7 @@ fn exponents([bytes, gap, time]: [u8; 3]) -> Exponents {
     Exponents { bytes, gap, time }
 }
 
-/// Shares of the whole up to each place; even ones where the whole is nothing.
+/// The share of the whole up to each place; all places have equal shares where the whole is 0.
 fn shares(amounts: impl Iterator<Item = f64> + Clone) -> Vec<f64> {
     let whole: f64 = amounts.clone().sum();
     let count = amounts.clone().count() as f64;

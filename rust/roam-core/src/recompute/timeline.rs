@@ -16,11 +16,11 @@ struct Instance {
     end: u32,
     /// Who uses it, ascending; some may have been taken out.
     users: Vec<u32>,
-    /// Those of them that change it.
+    /// Those of the users that change it.
     changes: Vec<u32>,
     /// The instance before it of the same tensor, or [`NONE`].
     before: u32,
-    /// The instance that has taken its place, once its run is taken out.
+    /// Whether it is no more, because its run has been taken out.
     is_gone: bool,
 }
 
@@ -59,7 +59,7 @@ pub(super) enum Rank {
     TimePerArea,
 }
 
-/// What must be put back if a change is no good.
+/// What must be put back if a change turns out to be impossible or too much.
 #[derive(Default)]
 struct Undo {
     ends: Vec<(u32, u32)>,
@@ -139,8 +139,8 @@ impl<'a> Timeline<'a> {
         timeline
     }
 
-    /// The runs that are left, without first runs of which nobody uses what they make before the
-    /// operator runs again: then the next run is the first. `None` where there is no such run.
+    /// The runs that are left, without those first runs whose results nobody uses before the
+    /// operator runs again: the next run is then the first. `None` where there is no such run.
     pub(super) fn without_unused(&self) -> Option<Vec<u32>> {
         let mut left: Vec<u32> = vec![0; self.instances.len()];
         let is_there = |at: &usize| !self.entries[*at].is_gone;
@@ -223,7 +223,7 @@ impl<'a> Timeline<'a> {
     }
 
     /// Takes extra runs out wherever what they make can be kept alive instead: in the order of
-    /// `rank`, until no more can be or the work is used up.
+    /// `rank`, until no more can be taken out, or the work is used up.
     pub(super) fn cancel(&mut self, rank: Rank, work: &mut u64) {
         loop {
             let mut extra: Vec<(f64, u32)> = (0..self.entries.len() as u32)
@@ -256,7 +256,7 @@ impl<'a> Timeline<'a> {
         }
     }
 
-    /// Bytes times entries that keeping alive what the extra run makes would take.
+    /// What it would take to keep alive what the extra run makes: bytes times entries.
     fn area(&self, at: u32) -> u64 {
         let area = |instance: u32| {
             let one = &self.instances[instance as usize];
@@ -338,7 +338,7 @@ impl<'a> Timeline<'a> {
                 self.set_end(before, end, undo);
             }
         }
-        // Who used the merged instances uses others now.
+        // Those who used the merged instances now use the instances before them.
         for &(instance, before) in &undo.merges {
             let users = std::mem::take(&mut self.instances[instance as usize].users);
             users.iter().for_each(|&user| self.exchange(user, instance, before));

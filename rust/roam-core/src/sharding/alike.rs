@@ -2,7 +2,8 @@
 //! equal places choose alike.
 //!
 //! Nodes are eliminated, as in `eliminate.rs`, but in rounds of nodes that have nothing to do with each
-//! other, and equal sums are computed once: of a chain of equal blocks each round leaves one of about
+//! other, and equal sums are computed once: of a chain of equal blocks each round leaves one of
+//! about
 //! half as many. So the sums grow with the logarithm of the number of blocks, and what grows in
 //! proportion to it is looking them up.
 
@@ -14,7 +15,8 @@ use crate::control::Control;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::mem;
 
-/// By how much fewer entries the sums may have than the search's work: they take longer.
+/// The sums may have at most 1 / `SHARE` as many entries as the search may look at, because they
+/// take longer.
 const SHARE: u64 = 4;
 
 /// Searches for the cheapest choice, and for the cheapest one in which nodes of the same group choose
@@ -76,23 +78,24 @@ fn folded(problem: &Problem, groups: &[usize]) -> Problem {
     alike
 }
 
-/// What some nodes cost together: the last one's strategies change fastest.
+/// What some nodes cost together, for each choice of their strategies; those of the last node
+/// change fastest.
 #[derive(Clone, PartialEq, Eq, Hash)]
 struct Table {
     sizes: Vec<usize>,
     costs: Vec<i64>,
 }
 
-/// A term of a sum: a table, and where its nodes are among those of the sum: 0 is the node that is
-/// eliminated. The same term may be there several times.
+/// A term of a sum: a table, where its nodes are among those of the sum (0 is the node that is
+/// eliminated), and how many times the term is there.
 type Term = (usize, Vec<usize>, i64);
 
 fn sum(a: i64, b: i64) -> i64 {
     if a >= NEVER || b >= NEVER { NEVER } else { a.saturating_add(b).min(NEVER) }
 }
 
-/// The cheapest choice, `None` where none is allowed, and how many entries of sums it took; `None` if
-/// that is more than `most`.
+/// The cheapest choice (the inner `None` where none is allowed), and how many entries of sums it
+/// took to find it; the outer `None` if these are more than `most`.
 fn cheapest(problem: &Problem, most: u64) -> Option<(Option<Solution>, u64)> {
     let mut sums = Sums::new(problem);
     let mut live: Vec<usize> = (0..problem.nodes.len()).collect();
@@ -120,7 +123,8 @@ fn cheapest(problem: &Problem, most: u64) -> Option<(Option<Solution>, u64)> {
             if next > most {
                 return None;
             }
-            // Nearly equal ones go together, so that ends of a chain are not ahead of what is between.
+            // Nodes of nearly equal weight are eliminated in the same round, so that the ends of a
+            // chain are not ahead of what is between them.
             threshold = next.next_power_of_two();
         }
     }
@@ -131,19 +135,20 @@ fn cheapest(problem: &Problem, most: u64) -> Option<(Option<Solution>, u64)> {
 struct Sums {
     tables: Vec<Table>,
     numbers: HashMap<Table, usize>,
-    /// Tables about nodes: whose, and which table.
+    /// Costs of choices: the nodes that choose, and the number of the table.
     factors: Vec<(Vec<usize>, usize)>,
-    /// Per node its strategies, and the factors that are about it.
+    /// Per node how many strategies it has, and the factors in which it occurs.
     sizes: Vec<usize>,
     at: Vec<BTreeSet<usize>>,
-    /// Per node how many entries the sums have that eliminate it, once that is known.
+    /// Per node how many entries the sum has that eliminates it, once that is known.
     weights: Vec<Option<u64>>,
-    /// Sums that were computed, by their terms; of each its table, and the best strategy per entry.
+    /// Sums that were computed, by their terms: the place in `computed` of the sum's table and of
+    /// the best strategy per entry.
     known: HashMap<Vec<Term>, usize>,
     computed: Vec<(usize, Vec<usize>)>,
-    /// Nodes that were eliminated, those around them, and the sum.
+    /// Nodes that were eliminated, each with the nodes around it and its place in `computed`.
     steps: Vec<(usize, Vec<usize>, usize)>,
-    /// What nodes cost that have been eliminated and have to do with no other.
+    /// What those nodes cost that have been eliminated and have no edges to nodes that are left.
     constant: i64,
     work: u64,
 }
@@ -196,7 +201,7 @@ impl Sums {
         self.factors.push((nodes, table));
     }
 
-    /// The nodes that have to do with one, in their order.
+    /// The nodes that occur in a factor together with `node`, in their order.
     fn around(&self, node: usize) -> Vec<usize> {
         let all = self.at[node].iter().flat_map(|&factor| &self.factors[factor].0);
         let mut around: Vec<usize> = all.copied().filter(|&other| other != node).collect();
@@ -205,7 +210,7 @@ impl Sums {
         around
     }
 
-    /// How many entries the sums have that eliminate a node, or some number that is as hopeless.
+    /// How many entries the sum has that eliminates a node, or some number that is as hopeless.
     fn weight(&mut self, node: usize) -> u64 {
         const HOPELESS: u64 = 1 << 32;
         const MANY: usize = 64;
@@ -221,7 +226,7 @@ impl Sums {
         weight
     }
 
-    /// Takes a node away, and returns those that had to do with it.
+    /// Takes a node away, and returns the nodes around it.
     fn eliminate(&mut self, node: usize) -> Vec<usize> {
         let around = self.around(node);
         let mut terms: Vec<Term> = Vec::new();

@@ -16,8 +16,9 @@ use crate::control::Watch;
 use crate::rng::Random;
 use std::sync::Arc;
 
-/// Messages pass so often before a part is made smaller, at most so often in all, and they go on
-/// only while the bound grows by that share of the gap.
+/// Messages pass `PASSES` times before it is seen whether a part can be made smaller. They go on,
+/// up to `MOST_PASSES` times in all, while the bound has grown by `GROWS` of the gap since the last
+/// look.
 const PASSES: usize = 20;
 const MOST_PASSES: usize = 200;
 const GROWS: f64 = 0.03;
@@ -25,13 +26,14 @@ const GROWS: f64 = 0.03;
 const SHARE: f64 = 0.05;
 /// Tables of a part that is solved exactly have at most so many entries in all.
 const ENTRIES: u64 = 1 << 22;
-/// Strategies that cost up to this share of the gap more than the least are taken for as good.
+/// Strategies that cost up to this share of the gap more than the least are taken to be equally
+/// good.
 const AS_GOOD: f64 = 0.1;
 
 /// A part that is to be looked at.
 #[derive(Clone)]
 pub(super) struct Part {
-    /// Of all nodes of the root, in order.
+    /// The strategies that are left, for all nodes of the root, in order.
     pub(super) kept: Kept,
     pub(super) known: Arc<Known>,
     /// No choice in it costs less.
@@ -39,7 +41,8 @@ pub(super) struct Part {
 }
 
 impl Part {
-    /// Keeps only some strategies of the nodes that are left; what is kept of the others follows.
+    /// Keeps only some strategies of the nodes that are left; which strategies of the other nodes
+    /// are kept follows from these.
     fn keep(&mut self, left: &Reduced, is_kept: impl Fn(usize, usize) -> bool) {
         for (node, strategies) in left.kept(is_kept) {
             self.kept[node].1 = strategies;
@@ -47,16 +50,17 @@ impl Part {
     }
 }
 
-/// What came of a part.
+/// What came of looking at a part.
 pub(super) struct Looked<'a> {
     pub(super) best: Best<'a>,
-    /// What is left of it, in one part or more.
+    /// What is left of the part, in one part or more.
     pub(super) parts: Vec<Part>,
     pub(super) work: u64,
     pub(super) passes: usize,
 }
 
-/// Exactly the best choice where memory does not matter and tables are small.
+/// Finds the exactly best choice where memory does not matter and tables are small, and returns the
+/// work that this took.
 pub(super) fn solved(reduced: &Reduced, best: &mut Best<'_>) -> Option<u64> {
     if reduced.len() > 0 && !(reduced.room.is_empty() && reduced.is_exact()) {
         return None;
@@ -67,8 +71,8 @@ pub(super) fn solved(reduced: &Reduced, best: &mut Best<'_>) -> Option<u64> {
     Some(elimination.order.work)
 }
 
-/// Which strategies have a bound below the cost of the best choice; `None` where too few have not to
-/// begin anew.
+/// Which strategies have a bound below the cost of the best choice; `None` where so few others can
+/// be left out that it is not worth while to begin anew.
 pub(super) fn without_worse(marginals: &Marginals, cost: i64) -> Option<Vec<bool>> {
     let is_kept: Vec<bool> = marginals.by_strategy.iter().map(|&bound| bound <= (cost - 1) as f64).collect();
     let gone = is_kept.iter().filter(|&&is_kept| !is_kept).count();
@@ -102,7 +106,8 @@ fn split(reduced: &Reduced, marginals: &Marginals, prices: &[f64], gap: f64) -> 
     if let Some((_, node, is_first)) = chosen {
         return Some((node, is_first));
     }
-    // The node with most strategies that are as good: the better half of them.
+    // Otherwise, the node with most strategies that are equally good: the better half of its
+    // strategies.
     let count = |node: usize| (reduced.first[node]..reduced.first[node + 1]).filter(|&place| is_good(place)).count();
     let node = (0..reduced.len()).rev().max_by_key(|&node| (count(node), reduced.size(node)))?;
     let bounds = &marginals.by_strategy[reduced.first[node]..reduced.first[node + 1]];

@@ -11,13 +11,15 @@ use super::reduced::Reduced;
 use std::cmp::Reverse;
 use std::collections::BTreeSet;
 
-/// Stands for infinity where what is not allowed has to be compared: the less of it, the better.
+/// Stands for infinity where choices that are not allowed have to be compared: the fewer such costs
+/// a choice has, the better.
 pub(super) const FAR: f64 = 1e30;
 
 /// A node to be eliminated.
 struct Step {
     node: usize,
-    /// Nodes that are eliminated later and that its table is about, the last of them first.
+    /// The nodes for whose choices its table has entries: they are eliminated later, and the last
+    /// of them comes first.
     around: Vec<usize>,
 }
 
@@ -26,14 +28,16 @@ pub(super) struct Order {
     steps: Vec<Step>,
     /// Per node its place in `steps`.
     place: Vec<usize>,
-    /// Per step the steps whose tables it takes up: those of which its node is the first to go.
+    /// Per step the earlier steps whose tables it adds up: of the nodes of such a table, the node
+    /// of this step is the next to be eliminated.
     taken: Vec<Vec<usize>>,
     /// Entries of sums in all.
     pub(super) work: u64,
 }
 
 impl Order {
-    /// Always the node with the least sums goes next; `None` if that takes more than `most` entries.
+    /// The order in which the next node is always the one with the fewest entries of sums; `None`
+    /// if these are more than `most` in all.
     pub(super) fn new(reduced: &Reduced, most: u64) -> Option<Order> {
         let count = reduced.len();
         let mut around: Vec<BTreeSet<usize>> = vec![BTreeSet::new(); count];
@@ -99,7 +103,7 @@ impl<'a> Elimination<'a> {
         &costs[self.reduced.first[node]..self.reduced.first[node + 1]]
     }
 
-    /// What is added for a step: edges to later nodes, and tables about the node.
+    /// What is added up in a step: edges to later nodes, and tables in which the node occurs.
     fn terms<'t>(&'t self, at: usize, tables: &'t [Vec<f64>]) -> Vec<Term<'t>> {
         let (reduced, order) = (self.reduced, &self.order);
         let Step { node, around } = &order.steps[at];

@@ -30,7 +30,7 @@ impl Least {
     }
 }
 
-/// The same demands, no two of which are at one time.
+/// The same demands, taken apart so that no two of them are at the same time.
 fn apart(demands: &[Demand]) -> Vec<Demand> {
     let ends: BTreeSet<usize> =
         demands.iter().flat_map(|demand| [demand.lifetime.start, demand.lifetime.end]).collect();
@@ -60,9 +60,9 @@ fn apart(demands: &[Demand]) -> Vec<Demand> {
 }
 
 impl Presolve {
-    /// Takes what all strategies of a node take off the room, and leaves out times at which no choice
-    /// takes more than is left, or never more than at a time beside it; `None` where there is a time
-    /// with less than no room.
+    /// Takes off the room what every strategy of a node takes. Leaves out times at which no choice
+    /// takes more than the room that is left, or at which no choice is worse than at the time
+    /// before or after. `None` where the room at some time would be negative.
     pub(super) fn narrow(&mut self) -> Option<()> {
         let times = self.room.len();
         let (mut least, mut most) = (vec![0i64; times + 1], vec![0i64; times + 1]);
@@ -127,8 +127,9 @@ impl Presolve {
         Some(())
     }
 
-    /// Leaves out strategies that take more than what is left beside the least that all others take,
-    /// and forbids pairs of strategies that do so together. `None` where no choice keeps to the limit.
+    /// Leaves out strategies that take more than what is left beside the least that all other nodes
+    /// take, and forbids pairs of strategies that do so together. `None` where no choice keeps to
+    /// the limit.
     pub(super) fn leave_out_large(&mut self, watch: &Watch) -> Result<Option<()>, Stop> {
         if self.narrow().is_none() {
             return Ok(None);
@@ -183,7 +184,7 @@ impl Presolve {
         Ok(Some(()))
     }
 
-    /// Pairs of nodes that together may take more than the room; none if they are many.
+    /// Pairs of nodes that together may take more than the room; none if there are many such pairs.
     fn rivals(&self) -> BTreeSet<[usize; 2]> {
         let mut events = vec![Vec::new(); self.room.len() + 1];
         for (node, demand) in

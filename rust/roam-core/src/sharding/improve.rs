@@ -10,13 +10,14 @@ use crate::rng::Random;
 /// Rounds of forests from one beginning, and forests in each.
 const ROUNDS: usize = 30;
 const FORESTS: usize = 3;
-/// At most so many nodes get a random strategy at the beginning, and keep it for some rounds.
+/// The most nodes that get a random strategy at the beginning, and the rounds for which they keep
+/// it.
 const MOST_KICKED: u64 = 3;
 const KICKED_ROUNDS: usize = 6;
-/// By how much prices fall after a choice within the limit.
+/// By which factor prices fall after a choice within the limit.
 const FALL: f64 = 0.9;
-/// By how much they rise where a choice takes too much, and what is added, as a share of the cost of
-/// a choice per byte of the limit.
+/// By which factor prices rise where a choice takes too much, and what is added to them, as a share
+/// of the cost of a choice per byte of the limit.
 const RISE: f64 = 1.1;
 const MORE: f64 = 0.01;
 

@@ -1,8 +1,8 @@
 //! Bounds per strategy.
 
-/// What choices cost at least.
+/// Lower bounds on what choices cost.
 pub(super) struct Marginals {
-    /// The least cost of all.
+    /// The least cost of all choices.
     pub(super) least: f64,
     /// Per strategy the least cost of all choices that have it.
     pub(super) by_strategy: Vec<f64>,

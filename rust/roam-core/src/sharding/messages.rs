@@ -9,7 +9,8 @@ use super::marginals::{Marginals, least};
 use super::reduced::{Link, Reduced};
 use std::collections::BTreeMap;
 
-/// Messages to both ends of edges, by the ends and their strategies in what a problem was made of.
+/// Messages to both ends of edges. Ends and strategies are named as in the problem that a reduced
+/// problem was made of.
 pub(super) type Known = BTreeMap<[usize; 2], [Vec<f32>; 2]>;
 
 pub(super) struct Messages<'a> {
@@ -23,9 +24,10 @@ pub(super) struct Messages<'a> {
 
 /// What a pass found.
 pub(super) struct Pass {
-    /// Nothing costs less. Rounding is taken off.
+    /// No choice costs less. What rounding may add is taken off.
     pub(super) bound: f64,
-    /// A choice that takes what earlier nodes chose and later ones say.
+    /// A choice: each node chooses by what earlier nodes have chosen and by the messages of later
+    /// ones.
     pub(super) choice: Vec<usize>,
     /// Matrix entries that were looked at.
     pub(super) work: u64,
@@ -61,7 +63,7 @@ impl<'a> Messages<'a> {
         messages
     }
 
-    /// All messages, for what is made of the same as this by leaving more out.
+    /// All messages, for problems that are made of the same problem by leaving more strategies out.
     pub(super) fn known(&self) -> Known {
         let of = |(edge, link): (usize, &Link)| {
             let owns = link.nodes.map(|node| self.reduced.own(node));
@@ -224,21 +226,21 @@ impl Messages<'_> {
                 let lowest = sums[super::marginals::least(&sums)];
                 above.iter_mut().zip(sums).for_each(|(above, sum)| *above += sum - lowest);
                 if before.len() <= number {
-                    // Here a chain begins.
+                    // A chain begins at this node.
                     least += lowest;
                 }
             }
             by_strategy.extend(above);
         }
-        // Each sum is rounded, and none is larger than all of a chain.
+        // Each sum is rounded, and none is larger than that of a whole chain.
         let sums = 4 * (reduced.len() + reduced.edges.len() + 8);
         let error = sums as f64 * f64::EPSILON * largest.max(least.abs());
         by_strategy.iter_mut().for_each(|above| *above += least - error);
         Marginals { least: least - error, by_strategy }
     }
 
-    /// A node's edges to earlier nodes, and those to later ones. Of chains, the one that comes by an
-    /// edge goes on by the edge of the same number.
+    /// A node's edges to earlier nodes, and those to later ones. A chain that comes in by one of
+    /// the earlier edges leaves by the later edge with the same number.
     fn sides(&self, node: usize) -> [&[usize]; 2] {
         let edges = &self.reduced.at_node[node];
         let earlier = edges.iter().filter(|&&edge| self.reduced.edges[edge].nodes[1] == node).count();

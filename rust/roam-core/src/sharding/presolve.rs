@@ -18,7 +18,7 @@ use std::ops::Range;
 /// Nodes, and which of their strategies may be chosen.
 pub(super) type Kept = Vec<(usize, Vec<usize>)>;
 
-/// What is not allowed costs this; no sum of what is allowed comes near it.
+/// The cost of what is not allowed; no sum of allowed costs comes near it.
 pub(super) const NEVER: i64 = i64::MAX / 4;
 
 /// Bytes that a node takes for a while, per strategy.
@@ -48,10 +48,10 @@ pub(super) struct Presolve {
     /// Nodes to look at, those with few neighbours first: what is done to them changes the others.
     open: BinaryHeap<Reverse<(usize, usize)>>,
     is_open: Vec<bool>,
-    /// Times at which some choice takes more than the room: at any other time, none does that keeps
-    /// to it at these.
+    /// Times at which some choice takes more than the room. A choice that keeps to the room at
+    /// these times keeps to it at all other times, too.
     pub(super) times: Vec<usize>,
-    /// What is left of the limit at each of these beside what every choice takes.
+    /// What is left of the limit at each of these times beside what every choice takes.
     pub(super) room: Vec<i64>,
 }
 
@@ -102,7 +102,8 @@ impl Presolve {
         presolve.simplified(watch)
     }
 
-    /// Makes smaller what can be; `None` where no choice is allowed and keeps to the limit.
+    /// Makes the problem as small as possible; `None` where no choice is allowed and keeps to the
+    /// limit.
     fn simplified(mut self, watch: &Watch) -> Result<Option<Presolve>, Stop> {
         loop {
             while let Some(Reverse((_, node))) = self.open.pop() {
@@ -121,8 +122,8 @@ impl Presolve {
         }
     }
 
-    /// Keeps some strategies of some nodes, and makes smaller what that makes smaller; `None` where
-    /// no choice of them is allowed and keeps to the limit.
+    /// Keeps some strategies of some nodes, and makes the problem smaller where that permits it;
+    /// `None` where no choice of these strategies is allowed and keeps to the limit.
     pub(super) fn restricted(&self, kept: &Kept, watch: &Watch) -> Result<Option<Presolve>, Stop> {
         let mut presolve = self.clone();
         kept.iter().for_each(|(node, kept)| presolve.keep(*node, kept));
@@ -229,7 +230,7 @@ impl Presolve {
         self.look_at(node);
     }
 
-    /// Leaves out what is not allowed, or goes with no strategy of a neighbour.
+    /// Leaves out strategies that are not allowed, alone or with any strategy of some neighbour.
     fn leave_out_forbidden(&mut self, node: usize) {
         let mut is_allowed: Vec<bool> = self.nodes[node].costs.iter().map(|&cost| cost < NEVER).collect();
         for &other in self.links[node].keys() {
@@ -241,7 +242,8 @@ impl Presolve {
         self.keep(node, &kept);
     }
 
-    /// What the one strategy left costs together with a neighbour's is the neighbour's cost.
+    /// Of a node with one strategy left: makes what it costs together with each neighbour a cost of
+    /// that neighbour.
     fn fix(&mut self, node: usize) {
         for (other, row) in mem::take(&mut self.links[node]) {
             self.links[other].remove(&node);
@@ -271,8 +273,9 @@ impl Presolve {
         }
     }
 
-    /// A neighbour each of whose strategies leaves the node one that need be looked at: only that is
-    /// allowed, or, where the node has no other neighbour, that costs least and takes least.
+    /// A neighbour such that for each of its strategies only one strategy of the node need be
+    /// looked at: no other is allowed, or, where the node has no other neighbour, it costs least
+    /// and takes least. Returns that strategy of the node per strategy of the neighbour, too.
     fn leader(&self, node: usize) -> Option<(usize, Vec<usize>)> {
         let joined = &self.nodes[node];
         let is_leaf = self.links[node].len() == 1;
@@ -291,7 +294,8 @@ impl Presolve {
             .find_map(|&other| Some((other, self.rows(other, node).map(follows).collect::<Option<_>>()?)))
     }
 
-    /// Joins a node with a neighbour, per strategy of which it has one.
+    /// Joins a node with a neighbour; `follows` has the node's strategy per strategy of the
+    /// neighbour.
     fn join(&mut self, node: usize, leader: usize, follows: &[usize]) {
         let links = mem::take(&mut self.links[node]);
         let gone = mem::take(&mut self.nodes[node]);

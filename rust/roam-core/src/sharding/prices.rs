@@ -11,30 +11,32 @@ use super::marginals::Marginals;
 use super::messages::{self, Messages, Pass};
 use super::reduced::Reduced;
 
-/// How much an excess counts that was met just now; the rest is what was met before.
+/// The weight of the latest excess in the average of excesses; the rest is the weight of earlier
+/// ones.
 const NEW: f64 = 0.3;
 /// The length of a step, as a share of the gap that is left (Polyak).
 const STEP: f64 = 0.1;
 const LONGEST: f64 = 1.5;
 const SHORTEST: f64 = 1e-4;
-/// A step is lengthened by `LONGER` when the bound has grown by that share of itself.
+/// A step is lengthened by the factor `LONGER` when the bound has grown by more than `GROWN` of
+/// itself.
 const GROWN: f64 = 1e-4;
 const LONGER: f64 = 1.1;
-/// After so many passes without a better bound, the best prices come back, with a step of half the
-/// length.
+/// After this many passes without a better bound, the search goes back to the best prices, with a
+/// step of half the length.
 const PATIENCE: usize = 20;
-/// The gap is taken for that share of the bound while no choice is known.
+/// While no choice is known, the gap is supposed to be this share of the bound.
 const GAP: f64 = 0.2;
-/// Messages pass so often before prices change.
+/// Messages pass this often before prices change for the first time.
 const FIRST: usize = 10;
 
-/// Tables that have at most so many entries in all are small.
+/// Tables are small if they have at most this many entries in all.
 const ENTRIES: u64 = 1 << 20;
 
 /// Prices and messages to begin with.
 #[derive(Clone, Default)]
 pub(super) struct Known {
-    /// By the time of the problem, in order.
+    /// Prices with the times of the problem that they are for, in order of time.
     pub(super) prices: Vec<(usize, f64)>,
     pub(super) messages: messages::Known,
 }
@@ -44,7 +46,7 @@ pub(super) struct Prices<'a> {
     messages: Messages<'a>,
     /// Where tables are small, the least cost at given prices is found exactly instead.
     exact: Option<Elimination<'a>>,
-    /// Per time; none where there is no limit.
+    /// Present prices per time; empty where there is no limit.
     now: Vec<f64>,
     best: Vec<f64>,
     direction: Vec<f64>,
@@ -85,13 +87,13 @@ impl<'a> Prices<'a> {
         self.reduced.times().iter().copied().zip(self.best.iter().copied()).collect()
     }
 
-    /// What parts of this begin with.
+    /// What the parts of this problem begin with.
     pub(super) fn known(&self) -> Known {
         let messages = if self.exact.is_some() { messages::Known::new() } else { self.messages.known() };
         Known { prices: self.best(), messages }
     }
 
-    /// One pass of messages at the prices of now, which then change.
+    /// One pass of messages at the present prices, which then change.
     ///
     /// Args:
     ///     known_cost: of the best choice so far.

@@ -8,11 +8,12 @@ use std::io::Read;
 
 /// The first bytes of a gzip file.
 const GZIP: [u8; 2] = [0x1F, 0x8B];
-/// No more bytes of JSON are read. The contest's largest file has 139 MB.
+/// The most bytes of JSON that are read. The contest's largest file has 139 MB.
 const MOST_BYTES: u64 = 1 << 30;
-/// No later times, since something is kept for each.
+/// The latest time that is accepted, because something is kept for each time.
 const MOST_TIMES: i64 = 1 << 24;
-/// Costs that are allowed, and likewise bytes, come to no more in all, so that every sum is exact.
+/// The most that all costs that are allowed may sum up to, and likewise all bytes, so that every
+/// sum is exact.
 const MOST_IN_ALL: i128 = 1_000_000_000_000_000_000;
 
 /// Why a file is no problem of this kind.

@@ -11,7 +11,7 @@ pub(super) const EXACT: f64 = (1u64 << f64::MANTISSA_DIGITS) as f64 / 2.0;
 
 /// Nodes of at least two strategies, each with at least one edge or demand that others share.
 pub(super) struct Reduced {
-    /// The same in whole numbers.
+    /// The same problem in whole numbers.
     presolve: Presolve,
     /// What this was made of by leaving strategies out; the problem itself if `None`.
     outer: Option<Arc<Reduced>>,
@@ -27,9 +27,9 @@ pub(super) struct Reduced {
     pub(super) matrices: Vec<f64>,
     /// Per node its edges, those to earlier nodes first.
     pub(super) at_node: Vec<Vec<usize>>,
-    /// Strategies of nodes, of what this was made of, that have one left.
+    /// The strategies of those nodes, of what this was made of, that have only one left.
     fixed: Vec<usize>,
-    /// What those cost.
+    /// What these strategies cost.
     pub(super) fixed_cost: i64,
     /// What is left of the limit, beside what any choice takes, at each time at which that matters.
     pub(super) room: Vec<i64>,

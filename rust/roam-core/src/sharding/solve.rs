@@ -13,19 +13,20 @@ use rayon::prelude::*;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// In each round messages pass so often, and so many tasks look for better choices.
+/// In each round messages pass `PASSES` times, and `TASKS` tasks look for better choices.
 const PASSES: usize = 10;
 const TASKS: u64 = 2;
-/// Each so many rounds choices begin from what the messages chose, otherwise mostly from the best.
+/// Once every `AFRESH` rounds, tasks begin with what the messages chose, otherwise mostly with the
+/// best choice.
 const AFRESH: u64 = 10;
-/// Before anything is split, the bound has not grown by that share of the gap in so many rounds.
+/// The problem is split once the bound has not grown by `GROWS` of the gap for `PATIENCE` rounds.
 const GROWS: f64 = 0.01;
 const PATIENCE: u64 = 10;
-/// So many parts are looked at in each round.
+/// How many parts are looked at in each round.
 const PARTS: usize = 4;
-/// And at so many about the best choice.
+/// How many parts around the best choice are looked at in each round, besides.
 const AROUND: usize = 1;
-/// After so many rounds without a better choice, only each so many rounds look for one.
+/// After `IDLE` rounds without a better choice, only every `SELDOM`-th round looks for one.
 const IDLE: u64 = 20;
 const SELDOM: u64 = 8;
 
@@ -36,9 +37,9 @@ pub struct Outcome {
     pub solution: Option<Solution>,
     /// No such choice costs less; `None` where it is proved that there is none.
     pub bound: Option<i64>,
-    /// Nodes and edges that were left to search.
+    /// Nodes that were left to search.
     pub nodes: usize,
-    /// See `nodes`.
+    /// Edges that were left to search.
     pub edges: usize,
     /// How many times messages passed.
     pub passes: usize,
@@ -79,7 +80,7 @@ pub fn solve(problem: &Problem, work: u64, control: &Control) -> Outcome {
 struct Search<'a> {
     watch: Watch,
     best: Best<'a>,
-    /// No choice costs less, unless it is as bad as the best.
+    /// No choice that is better than the best so far costs less than this.
     bound: i64,
     rounds: u64,
     /// Rounds since the best choice.
@@ -103,7 +104,7 @@ impl<'a> Search<'a> {
         loop {
             if let Some(work) = solved(&reduced, &mut self.best) {
                 self.work += work;
-                // What was left out before is as bad as the best.
+                // What was left out before is no better than the best choice.
                 self.bound = i64::MAX;
                 return;
             }
@@ -190,7 +191,7 @@ impl<'a> Search<'a> {
         unreachable!("the search ends")
     }
 
-    /// What tasks of their own find from the best choice and from what messages chose.
+    /// What separate tasks find, beginning with the best choice or with what the messages chose.
     fn improved(&self, reduced: &Reduced, found: &Found) -> Vec<(Best<'a>, u64)> {
         let tasks = 0..if self.idle < IDLE || self.rounds % SELDOM == 0 { TASKS } else { 0 };
         let near = self.best.solution.as_ref().map(|best| reduced.near(&best.choice));

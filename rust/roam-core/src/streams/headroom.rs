@@ -1,5 +1,5 @@
-//! Live bytes over the steps of an order: adds to a range of steps, asks for the most in one, in
-//! logarithmic time (a segment tree with lazy sums).
+//! Live bytes over the steps of an order, in a segment tree with lazy sums: adding bytes to a range
+//! of steps, and asking for the most bytes in a range, take logarithmic time.
 
 use crate::segment_tree::SegmentTree;
 
@@ -47,8 +47,8 @@ impl Headroom {
         if from >= to {
             return 0;
         }
-        // What is found so far on the left and on the right, without what waits above the two
-        // edges.
+        // The most bytes found so far on the left and on the right, without what is added at nodes
+        // above the two edges.
         let (mut begin, mut end) = (self.tree.leaf(from), self.tree.leaf(to));
         let (mut left, mut right) = (None::<i64>, None::<i64>);
         let (mut above_left, mut above_right) = (begin, end - 1);

@@ -8,7 +8,7 @@ use crate::order::Ordered;
 use crate::plan::{Candidate, Plan, Schedule, Settings, Status};
 use crate::problem::{Op, Problem, Ten};
 
-/// What streams are planned from.
+/// What the planning of several streams starts from.
 pub(crate) struct Input<'a> {
     pub(crate) graph: &'a Graph,
     pub(crate) problem: &'a Problem,
@@ -19,7 +19,7 @@ pub(crate) struct Input<'a> {
     pub(crate) program_total: u64,
 }
 
-/// A plan but for what does not depend on streams.
+/// Those parts of a plan that depend on streams.
 #[derive(Clone, Debug)]
 pub(crate) struct Found {
     pub(crate) order: Vec<Op>,
@@ -36,7 +36,7 @@ impl Found {
         self.layout.pool_bytes + self.unpooled_bytes
     }
 
-    /// The plan; what does not depend on streams is that of the plan for one.
+    /// The whole plan; whatever does not depend on streams is taken from the plan for one stream.
     pub(crate) fn into_plan(self, problem: &Problem, single: Plan, tried: &[Tried], timed_out: bool) -> Plan {
         let total = self.total() + single.persistent_bytes;
         let mut exact = single.exact;
@@ -68,7 +68,8 @@ impl Found {
     }
 }
 
-/// How many times as fast as one stream any number of streams can be at most, by the model of time.
+/// How many times as fast as one stream any number of streams can be at most, by the model of
+/// time.
 pub(crate) fn most_speed(graph: &Graph) -> f64 {
     speed(cost::serial_ns(graph), cost::critical_path_ns(graph))
 }

@@ -4,16 +4,16 @@ use super::outcome::{Input, Outcome, Single, Tried};
 use super::search::Search;
 use crate::control::{Stop, Watch};
 
-/// Searches for the plan of the least total that is as fast as asked for. Where nothing is asked
-/// for, that is one part in [`search::NEARLY`] short of the fastest plan that is found. No plan
-/// takes more than program order; `singles` are the plans for one stream, the best first and that
-/// in program order among them.
+/// Searches for the plan of the least total that is as fast as asked for. Where no speed is asked
+/// for, a plan is fast enough if its time is at most one part in [`search::NEARLY`] above that of
+/// the fastest plan that is found. No plan takes more than program order. `singles` are the plans
+/// for one stream, the best first; the one in program order is among them.
 ///
 /// # Errors
 /// [`Stop::Cancelled`].
 pub(crate) fn search(input: &Input<'_>, singles: &[Single<'_>], watch: &Watch) -> Result<Outcome, Stop> {
     let search = Search::new(input, watch);
-    // No unpooled memory is reused on several streams, so what needs that does not count.
+    // No unpooled memory is reused on several streams, so plans that need such reuse do not count.
     let mut found = singles.iter().map(|single| (single, search.alone(single)));
     let Some((single, alone)) = found.find(|(_, alone)| alone.total() <= input.program_total) else {
         unreachable!("program order is no worse than itself")

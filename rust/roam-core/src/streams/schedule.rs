@@ -22,9 +22,9 @@ const LOOK: usize = 16;
 /// What to start first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Preference {
-    /// What comes first in the base order.
+    /// The operator that comes first in the base order.
     BaseOrder,
-    /// What the longest chain of operators waits for.
+    /// The operator for which the longest chain of operators waits.
     CriticalPath,
 }
 
@@ -94,7 +94,7 @@ pub(super) struct Task<'a> {
 }
 
 impl Task<'_> {
-    /// A schedule under the ceiling, as far as that goes.
+    /// A schedule under the ceiling, as far as the ceiling can be kept.
     pub(super) fn schedule(&self, ceiling: u64, watch: &Watch) -> Result<Timed, Stop> {
         let count = self.ns.len();
         let operators = 0..count as Op;
@@ -146,8 +146,8 @@ impl Task<'_> {
                     idle.remove(&stream);
                     running.push(Reverse((end, op)));
                 }
-                // Whatever waits, waits for something that runs: alone, the next in turn always
-                // starts.
+                // Whatever waits, waits for something that runs: if nothing runs, the next operator
+                // in turn always starts.
                 None => match running.peek() {
                     Some(&Reverse((end, _))) => now = end,
                     None => unreachable!("nothing runs and nothing can start"),
@@ -157,7 +157,7 @@ impl Task<'_> {
         Ok(timed)
     }
 
-    /// Less is better; no two operators have the same.
+    /// A smaller rank is better; no two operators have the same rank.
     fn rank(&self, op: Op, turn: u32) -> (u64, u32) {
         match self.preference {
             Preference::BaseOrder => (0, turn),

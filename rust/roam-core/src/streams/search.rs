@@ -10,7 +10,7 @@ use crate::plan::{Schedule, StreamModel};
 use crate::problem::{Op, Problem, Ten};
 use rayon::prelude::*;
 
-/// How often the ceiling between the lowest and the highest is halved.
+/// How often the stretch between the lowest and the highest ceiling is halved.
 const HALVINGS: usize = 8;
 /// Base orders that are scheduled.
 const BASES: usize = 3;
@@ -19,7 +19,7 @@ pub(super) const NEARLY: u64 = 20;
 /// How many comparisons the search for a better layout of the best schedule may make.
 const SEARCH_WORK: u64 = 50_000_000;
 
-/// What is scheduled how, and between which ceilings.
+/// Which base order is scheduled, by which preference, and between which ceilings.
 #[derive(Clone, Copy, Debug)]
 struct Flavour {
     base: usize,
@@ -33,7 +33,7 @@ pub(super) struct Search<'a> {
     watch: &'a Watch,
     /// Nanoseconds per operator.
     ns: Vec<u64>,
-    /// What the scheduler takes for them: the same, or one time step each.
+    /// What the scheduler takes for these: the same, or one time step for each operator.
     durations: Vec<u64>,
     tails: Vec<u64>,
     serial_ns: u64,
@@ -81,7 +81,7 @@ impl<'a> Search<'a> {
         let mut tried = self.on_all_flavours(&|flavour| self.fastest(flavour))?;
         let fastest = tried.iter().map(|tried| tried.makespan_ns).min().unwrap_or(self.serial_ns);
         tried.extend(self.on_all_flavours(&|flavour| {
-            // Slower than under the base order's own peak need not be.
+            // There is no need to be slower than under a ceiling at the base order's own peak.
             let flavour = Flavour { lowest: self.input.bases[flavour.base].1.profile.peak, ..*flavour };
             self.leanest(&flavour, |makespan_ns| is_nearly(makespan_ns, fastest))
         })?);
@@ -96,7 +96,8 @@ impl<'a> Search<'a> {
         let flavours: Vec<Flavour> = bases
             .flat_map(|base| {
                 let peak = self.input.bases[base].1.profile.peak;
-                // Under a ceiling below the peak, only what is far from it runs side by side.
+                // Under a ceiling below the peak, only operators far from the peak run side by
+                // side.
                 let (lowest, highest) = (peak / 2, self.input.program_total.max(peak));
                 Preference::ALL.map(|preference| Flavour { base, preference, lowest, highest })
             })
@@ -116,9 +117,9 @@ impl<'a> Search<'a> {
         self.try_ceilings(flavour, [flavour.lowest, flavour.highest], is_slow)
     }
 
-    /// Halves the stretch between two ceilings, on the side that `wants_more` points to, unless an
-    /// end decides it. It is told what came of a ceiling, nothing where that took more than program
-    /// order.
+    /// Halves the stretch between two ceilings again and again, and goes on with the half that
+    /// `wants_more` points to, unless one of the ends decides the question. `wants_more` is told
+    /// what came of a ceiling, or `None` where that took more than program order.
     fn try_ceilings(
         &self,
         flavour: &Flavour,
@@ -223,8 +224,8 @@ impl<'a> Search<'a> {
         Ok(())
     }
 
-    /// Whether a plan that takes less has not lost what the other one was chosen for: other bytes
-    /// are shared, so other waits are made.
+    /// Whether a plan that takes less is still as fast as the other one was chosen to be: it shares
+    /// other bytes, so it makes other waits.
     fn is_as_good(&self, better: &Found, found: &Found) -> bool {
         match self.input.settings.speed {
             Some(_) => self.is_fast_enough(better.schedule.makespan_ns),

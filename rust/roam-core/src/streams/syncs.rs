@@ -24,7 +24,7 @@ pub(super) struct Clocks<'a> {
 }
 
 impl<'a> Clocks<'a> {
-    /// Before any wait; the clocks are zero.
+    /// The clocks before any wait is known: all are zero.
     fn new(timed: &'a Timed, streams: u32) -> Self {
         let streams = streams as usize;
         let mut lanes: Vec<Vec<Op>> = vec![Vec::new(); streams];
@@ -47,7 +47,7 @@ impl<'a> Clocks<'a> {
         self.clocks[op as usize * self.streams + stream]
     }
 
-    /// `before`, and all that it came after, has completed when `after` starts.
+    /// Notes that `before`, and all that it came after, has completed when `after` starts.
     fn follow(&mut self, after: Op, before: Op) {
         for stream in 0..self.streams {
             let known = self.completed(before, stream);
@@ -64,7 +64,7 @@ impl<'a> Clocks<'a> {
         Some(self.lanes[self.stream[op as usize] as usize][before as usize])
     }
 
-    /// Raises per stream how many operators must have completed to those up to `op`.
+    /// Raises `needs` so that all operators up to `op` on its stream must have completed.
     fn require(&self, needs: &mut [u32], op: Op) {
         let need = &mut needs[self.stream[op as usize] as usize];
         *need = (self.place[op as usize] + 1).max(*need);
@@ -81,7 +81,7 @@ impl<'a> Clocks<'a> {
         let lane = &self.lanes[stream];
         let lacks = |op: &Op| self.clock(*op).iter().zip(needs).any(|(has, need)| has < need);
         let at = lane.partition_point(lacks);
-        // The operator before may have been all that was missing.
+        // Perhaps nothing but the operator before `at` was missing.
         let before = at.checked_sub(1).map(|at| lane[at]);
         let completes = before.is_some_and(|op| {
             let others = self.clock(op).iter().zip(needs).enumerate().filter(|(other, _)| *other != stream);
@@ -90,7 +90,7 @@ impl<'a> Clocks<'a> {
         if completes { 2 * at } else { 2 * at + 1 }
     }
 
-    /// The last uses of a tensor; its creation where it has none.
+    /// The uses of a tensor, the last of which end its life; its creation where it has none.
     fn finishers<'p>(problem: &'p Problem, tensor: Ten) -> impl Iterator<Item = Op> + 'p {
         let users = problem.users.row(tensor);
         let creator = Some(problem.tensors[tensor.index()].creator).filter(|&op| users.is_empty() && op != NONE);
@@ -107,8 +107,8 @@ pub(super) struct Syncs<'a> {
 /// The waits from which every constraint follows and everything that sharing bytes asks for: that
 /// a tensor's last uses have completed when another one takes its bytes.
 ///
-/// A wait that follows from stream order and other waits is left out; of several the latest is
-/// kept. `offsets` are per tensor of the problem.
+/// A wait that follows from stream order and other waits is left out; of several waits for one
+/// stream, the latest is kept. `offsets` are per tensor of the problem.
 pub(super) fn syncs<'a>(problem: &Problem, timed: &'a Timed, streams: u32, offsets: &[u64]) -> Syncs<'a> {
     let mut clocks = Clocks::new(timed, streams);
     let memory = displaced(problem, &timed.order, offsets);
@@ -136,7 +136,7 @@ pub(super) fn syncs<'a>(problem: &Problem, timed: &'a Timed, streams: u32, offse
                 .filter(|&stream| stream != own && needs[stream] > 0)
                 .map(|stream| clocks.lanes[stream][needs[stream] as usize - 1]),
         );
-        // The latest launch may come after the others.
+        // The operator launched latest may have waited for the others already.
         open.sort_unstable_by_key(|&before| Reverse(launch[before as usize]));
         for &before in &open {
             if clocks.completed(op, timed.stream[before as usize] as usize) <= clocks.place[before as usize] {
@@ -161,7 +161,7 @@ fn displaced(problem: &Problem, order: &[Op], offsets: &[u64]) -> Rows<Op, Ten> 
                 continue;
             }
             let (from, to) = (offsets[tensor.index()], offsets[tensor.index()] + item.size);
-            // What reaches into the span from below is cut there.
+            // A span that reaches into this one from below is cut off where this one begins.
             let below = held.range(..from).next_back().map(|(&start, &span)| (start, span));
             if let Some((start, (end, holder))) = below.filter(|&(_, (end, _))| end > from) {
                 held.insert(start, (from, holder));
@@ -182,7 +182,7 @@ fn displaced(problem: &Problem, order: &[Op], offsets: &[u64]) -> Rows<Op, Ten> 
 }
 
 impl Syncs<'_> {
-    /// When operators run by the model of time, waits counted.
+    /// The times at which operators run by the model of time, if waits are counted.
     pub(super) fn timed(&self, timed: &Timed, ns: &[u64]) -> Timed {
         let mut result = timed.clone();
         let mut waits = self.pairs.iter().peekable();
@@ -270,7 +270,7 @@ impl Syncs<'_> {
         held
     }
 
-    /// Per state of the anchor the most that the other stream may hold then.
+    /// Per state of the stream `anchor`, the most that the stream `other` may hold meanwhile.
     fn most_beside(&self, anchor: usize, other: usize, held: &[u64]) -> Vec<u64> {
         let clocks = &self.clocks;
         let (mine, theirs) = (&clocks.lanes[anchor], &clocks.lanes[other]);

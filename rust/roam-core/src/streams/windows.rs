@@ -8,7 +8,7 @@ use crate::graph::Residency;
 use crate::liveness::{Lifetimes, Profile, largest_matching};
 use crate::problem::{Index, NONE, Op, Problem, Ten, step_by_operator};
 
-/// The lifetimes of a timed schedule; whatever may be reused by its times is reused.
+/// The lifetimes in a timed schedule; all reuse that its times permit is made use of.
 ///
 /// Times may be those of the model, or time steps. An operator precedes another one where it has
 /// completed when that one starts and was launched before it.
@@ -102,7 +102,7 @@ impl Starts {
 
     fn lifetimes(&self, problem: &Problem, timed: &Timed) -> Lifetimes {
         let count = self.times.len() as u32;
-        // What enters and is not used is gone with the first operator.
+        // A tensor that enters and is not used is gone once the first operator has completed.
         let first = timed.order.first().map_or(0, |&op| self.done(timed, op));
         let (mut start, mut end) = (Vec::new(), Vec::new());
         for (tensor, item) in problem.tensors.iter().enumerate() {

@@ -59,7 +59,7 @@ pub enum PackingViolation {
         time: u64,
     },
     /// A figure that is not so.
-    #[error("the packing claims {found} {figure} bytes; it is {expected}")]
+    #[error("the packing claims {found} {figure} bytes instead of {expected}")]
     Figure {
         /// Which.
         figure: &'static str,
@@ -70,7 +70,7 @@ pub enum PackingViolation {
     },
     /// Figures that contradict each other.
     #[error(
-        "bounds of {live} and {bound} bytes and a pool of {pool}, said to be optimal: {optimal}: not all of that can be so"
+        "{live} live bytes, a bound of {bound} bytes, a pool of {pool} bytes and `optimal: {optimal}` contradict each other"
     )]
     Bound {
         /// Most bytes needed at once.

@@ -67,7 +67,7 @@ pub enum PlanViolation {
         limit_bytes: u64,
     },
     /// The plan passes off an estimate as exact, or gives other reasons for being one.
-    #[error("the plan and the graph say different things about what the figures may be wrong in")]
+    #[error("the plan and the graph disagree about what the figures may be wrong about")]
     Estimate,
     /// A number of streams that cannot be, or that does not go with the plan's schedule or its
     /// lack.

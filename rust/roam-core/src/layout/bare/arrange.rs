@@ -30,13 +30,13 @@ const SOLID_SHARE: u64 = 2;
 const GREEDY_SHARE: u64 = 8;
 /// Most buffers that change their places in the sequence at once.
 const MOST_MOVES: u64 = 3;
-/// What looking at one address span counts, and what placing a piece does beside that, in
-/// comparisons.
+/// How many comparisons looking at one address span counts as, and how many more placing a piece
+/// does.
 const PER_SPAN: u64 = 8;
 const PER_PIECE: u64 = 256;
 /// Changed sequences in a row without a smaller pool after which the search gives up.
 const MOST_FRUITLESS: u32 = 50_000;
-/// Of the search's random numbers.
+/// Seed of the search's random numbers.
 const SEED: u64 = 1;
 
 /// The requests as pieces.
@@ -45,7 +45,7 @@ struct Pieces<'a> {
     blocks: Blocks,
     /// Per piece how far its first byte is from its request's.
     above: Vec<u64>,
-    /// Per request the first of its pieces, and how many there are in the end.
+    /// Per request the number of its first piece; the last entry is the number of all pieces.
     first: Vec<usize>,
 }
 
@@ -75,14 +75,14 @@ impl<'a> Pieces<'a> {
         self.requests[request].offset.is_some()
     }
 
-    /// Those that are not fixed, the largest key first, and among equals the earliest.
+    /// The requests that are not fixed, the largest key first, and among equals the earliest.
     fn sorted_by<K: Ord>(&self, key: impl Fn(usize) -> K) -> Vec<usize> {
         let mut free: Vec<usize> = (0..self.requests.len()).filter(|&request| !self.is_fixed(request)).collect();
         free.sort_by_cached_key(|&request| (Reverse(key(request)), self.requests[request].buffer.lower, request));
         free
     }
 
-    /// Bytes times times.
+    /// The request's bytes, multiplied by how long it needs them.
     fn area(&self, request: usize) -> u128 {
         let areas = self.of(request).map(|at| &self.blocks.all[at]);
         areas.map(|block| u128::from(block.size) * u128::from(block.end - block.start)).sum()
@@ -136,7 +136,7 @@ impl<'a> Pieces<'a> {
         (false, looked_at)
     }
 
-    /// What the first placements may take, whatever the caller's work.
+    /// The work that the first placements may take, however little the caller grants.
     fn first_work(&self) -> u64 {
         PER_SPAN * portfolio_work(self.blocks.all.len())
     }
@@ -146,7 +146,8 @@ impl<'a> Pieces<'a> {
         self.requests.iter().map(|request| request.offset.unwrap_or(0)).collect()
     }
 
-    /// All that is not fixed as solid rectangles above all that is: always found, and quickly.
+    /// Places all that is not fixed, as solid rectangles, above all that is fixed: this is always
+    /// possible, and quick.
     fn above_fixed(&self, watch: &Watch) -> Result<Vec<u64>, Stop> {
         let free: Vec<usize> = (0..self.requests.len())
             .filter(|&request| !self.is_fixed(request) && self.requests[request].buffer.size_bytes > 0)
@@ -270,8 +271,8 @@ impl<'a> Board<'a> {
         }
     }
 
-    /// Each of a sequence at its lowest offset; false where one ends above `most`, or once the work
-    /// is used up.
+    /// Places each request of a sequence at its lowest offset; false where one ends above `most`,
+    /// or once the work is used up.
     fn place(&mut self, sequence: &[usize], most: u64, watch: &Watch) -> Result<bool, Stop> {
         for &request in sequence {
             watch.check()?;
@@ -283,8 +284,8 @@ impl<'a> Board<'a> {
         Ok(self.left() > 0)
     }
 
-    /// Each where it is wished, if that is possible; all others after them, the largest area first.
-    /// False as for [`Board::place`].
+    /// Places each request where it is wished, if that is possible, and then all others, the
+    /// largest area first. The result is false in the same cases as that of [`Board::place`].
     fn place_as_wished(&mut self, wish: impl Fn(usize) -> Option<u64>, most: u64, watch: &Watch) -> Result<bool, Stop> {
         let mut others = Vec::new();
         for request in self.pieces.sorted_by(|request| self.pieces.area(request)) {
@@ -367,7 +368,8 @@ pub(crate) fn arrange(requests: &[Request], goal: Goal, control: &Control) -> Re
     })
 }
 
-/// Everything there is, one after another, until the best is good enough or the work is used up.
+/// Tries all methods, one after another, until the best packing is good enough or the work is used
+/// up.
 fn improve(
     pieces: &Pieces<'_>,
     fixed: &Gaps,

@@ -13,7 +13,8 @@ use crate::layout::work::portfolio_work;
 use crate::packing::{Buffer, Packing, Request};
 use crate::plan::Exact;
 
-/// These parts of the work are kept for core refinement and for annealing.
+/// 1 / `PART_FOR_CORES` of the work is kept for core refinement, 1 / `PART_FOR_ANNEALING` for
+/// annealing.
 const PART_FOR_CORES: u64 = 8;
 const PART_FOR_ANNEALING: u64 = 4;
 
@@ -92,7 +93,7 @@ pub(crate) fn blocks(rectangles: impl Iterator<Item = Buffer> + Clone) -> Blocks
     Blocks::bare(all.collect())
 }
 
-/// Everything there is, one after another. The quickest is done in any case.
+/// Tries all methods, one after another. The quickest method is tried in any case.
 fn find(incumbent: &mut Incumbent<'_>, mut work: u64, exact: &mut ExactTier<'_>, watch: &Watch) -> Result<(), Stop> {
     let mut first = portfolio_work(incumbent.blocks.all.len());
     let mut for_cores = work / PART_FOR_CORES;

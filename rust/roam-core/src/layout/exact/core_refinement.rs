@@ -89,7 +89,7 @@ pub(crate) fn finish(
         let before = (incumbent.floor, incumbent.limit);
         if answer.bound > stated.floor() {
             let proved = stated.unit.saturating_mul(answer.bound.unsigned_abs());
-            // No solver may say that what there is cannot be.
+            // A layout that exists disproves any higher bound of a solver.
             incumbent.raise(proved.min(core.blocks.pool_bytes(&of_core(core))), BoundRoute::IntegerProgram);
         }
         if let Some(found) = stated.offsets(&answer.values) {

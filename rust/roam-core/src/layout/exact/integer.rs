@@ -39,7 +39,7 @@ impl<'a> LayoutProgram<'a> {
     /// `None` where it would have more than `most` entries, or numbers that a solver cannot hold.
     pub(crate) fn new(blocks: &'a Blocks, offsets: &[u64], floor: u64, most: u64) -> Option<Self> {
         let all = &blocks.all[..];
-        // Six for the two rows of each pair alone.
+        // The two rows of each pair alone have six entries.
         if blocks.pairs().saturating_mul(6) > most {
             return None;
         }
@@ -107,8 +107,8 @@ impl<'a> LayoutProgram<'a> {
         (bytes / self.unit) as i64
     }
 
-    /// Two blocks that meet and have no equals, the largest. A layout turned upside down is a
-    /// layout: so which of them lies below can be chosen.
+    /// The largest two blocks that meet and have no equals. A layout turned upside down is a
+    /// layout, too: so one may choose which of the two lies below.
     fn unlike_pair(&self) -> Option<[usize; 2]> {
         let mut unlike: Vec<usize> = (0..self.all.len())
             .filter(|&at| (0..self.all.len()).all(|other| other == at || !self.are_equal(at, other)))

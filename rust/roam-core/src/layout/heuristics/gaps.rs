@@ -47,7 +47,7 @@ impl Gaps {
         Gaps { cover: none.clone(), touch: none, tree, looked_at: 0 }
     }
 
-    /// How many lists of spans there are, each of which a copy copies.
+    /// How many lists of spans there are: a copy copies all of them.
     pub(crate) fn lists_kept(&self) -> u64 {
         2 * self.tree.node_count() as u64
     }
@@ -90,7 +90,7 @@ impl Gaps {
         self.lowest_from(block, 0)
     }
 
-    /// The same, but not below `from`, which is aligned.
+    /// The same as [`Self::lowest`], but not below `from`, which is aligned.
     pub(crate) fn lowest_from(&mut self, block: &Block, from: u64) -> u64 {
         let mut lists = self.lists(block);
         let (mut offset, mut looked_at) = (from, 0);

@@ -69,8 +69,8 @@ pub(crate) struct Filling {
     /// By how much the logarithm of a time's weight grows per byte.
     steepness: f64,
     weights: Vec<f64>,
-    /// Per time the weights of those before it in the same line, up to what is the same for all of
-    /// the line.
+    /// Per time the sum of the weights of the times before it in the same line, up to a constant
+    /// per line.
     before: Vec<f64>,
     pub(crate) offsets: Vec<u64>,
     left: usize,
@@ -117,8 +117,8 @@ impl<'a> Lines<'a> {
         2 * NEAREST as u64 * self.blocks.all.len() as u64 + self.blocks.area() / 4
     }
 
-    /// Nothing placed. Where the top will be one floor higher, a time's weight grows by the
-    /// exponential of `steepness`.
+    /// The filling in which nothing is placed. Where the top will be one floor higher, a time
+    /// weighs more by the factor exp(`steepness`).
     pub(crate) fn filling(&self, steepness: f64) -> Filling {
         let Blocks { all, times, .. } = self.blocks;
         let ends = self.by_start.blocks.iter().map(|&at| all[at as usize].end);
@@ -151,7 +151,7 @@ impl<'a> Lines<'a> {
         watch: &Watch,
     ) -> Result<(), Stop> {
         let scale = filling.weights.len() as f64 / filling.weights.iter().sum::<f64>();
-        // In weights as they are.
+        // The rule, converted from mean lifetimes to the present weights.
         let rule = Rule {
             gap_cost: rule.gap_cost * (self.mean / scale).sqrt(),
             noise: rule.noise * self.mean / scale,
@@ -276,7 +276,7 @@ impl Filling {
         }
     }
 
-    /// Goes on from the time before.
+    /// Continues the sums from the time before.
     fn sum(&mut self, start: u32, end: u32) {
         let (start, end) = (start as usize, end as usize);
         let mut sum = if start > 0 { self.before[start - 1] + self.weights[start - 1] } else { 0.0 };
@@ -287,7 +287,7 @@ impl Filling {
         self.steps += (end - start) as u64 / 8;
     }
 
-    /// Goes on from the time after, backwards.
+    /// Continues the sums backwards, from the time after.
     fn sum_back(&mut self, start: u32, end: u32) {
         let (start, end) = (start as usize, end as usize);
         let mut sum = self.before[end];

@@ -94,7 +94,7 @@ impl Leaf {
         let mut ground = vec![base; starts.len()];
         for &(at, offset) in bottom {
             let block = &all[at as usize];
-            // The last start up to its own, and all others until it is freed.
+            // From the last start that is not after the block's own, until the block is freed.
             let from = starts.partition_point(|&start| start <= block.start).saturating_sub(1);
             let to = starts.partition_point(|&start| start < block.end);
             for height in &mut ground[from..to.max(from)] {
@@ -166,9 +166,10 @@ impl Leaf {
     }
 }
 
-/// Everything where it is wanted, but of two blocks that collide the smaller one, and what is
-/// wanted nowhere, at the lowest offset that is free in the end. On top of all else, once more than
-/// `spans` have been looked at; takes those from it.
+/// Places every block where it is wanted, except the smaller one of two that collide and those that
+/// are wanted nowhere: these go to the lowest offset that is free in the end, or on top of all else
+/// once more than `spans` address spans have been looked at. Takes the spans that it looks at off
+/// `spans`.
 fn settle(all: &[Block], wanted: &[Option<u64>], times: u32, spans: &mut u64, watch: &Watch) -> Result<Vec<u64>, Stop> {
     let mut largest_first: Vec<u32> = (0..all.len() as u32).collect();
     largest_first.sort_by_key(|&at| {
@@ -209,9 +210,9 @@ fn settle(all: &[Block], wanted: &[Option<u64>], times: u32, spans: &mut u64, wa
     Ok(offsets)
 }
 
-/// Each block, from the lowest up, at the lowest offset that is free. None ends higher than before:
-/// what lay below it has not risen, so its own place is free. As it was, if that takes looking at
-/// more than `spans`.
+/// Moves each block, from the lowest up, to the lowest offset that is free. None ends higher than
+/// before: what lay below it has not risen, so its own place is free. Changes nothing if that would
+/// take looking at more than `spans` address spans.
 fn sink(all: &[Block], offsets: Vec<u64>, times: u32, spans: u64, watch: &Watch) -> Result<Vec<u64>, Stop> {
     let mut lowest_first: Vec<u32> = (0..all.len() as u32).collect();
     lowest_first.sort_by_key(|&at| (offsets[at as usize], at));

@@ -21,7 +21,7 @@ const HEAT: u64 = 1024;
 /// the highest again.
 const COLDEST: u64 = 8;
 const CHANGES: u64 = 1 << 17;
-/// How far down from what ends too high the block may lie that is moved.
+/// How many steps down from a block that ends too high the moved block may lie.
 const DEEPEST: u64 = 12;
 /// How far forward most blocks are moved.
 const NEAR: u64 = 20;

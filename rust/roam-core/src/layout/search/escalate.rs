@@ -41,7 +41,8 @@ const NORMAL_SHARE: u64 = 2;
 /// With more blocks than this a valley descent may make twice the comparisons that are left; with
 /// fewer it always comes to its end.
 const MANY: usize = 30_000;
-/// What beginning a search counts, so that many searches of little cannot take for ever.
+/// The work that the begin of a search counts, so that very many small searches cannot take for
+/// ever.
 const BEGIN: u64 = 1000;
 /// Most pairs of blocks that meet, and most sums of lifetimes, for which branch and bound keeps
 /// tables; as many pairs for valley descents.
@@ -194,7 +195,8 @@ fn descend(
     Ok(())
 }
 
-/// Branch and bound per ranking, until the first one has an answer. False if that is of no use.
+/// Branch and bound per ranking, until the first one has an answer. False if more branch and bound
+/// is of no use.
 fn branch(
     incumbent: &mut Incumbent<'_>,
     canonical: &Canonical<'_>,

@@ -40,7 +40,7 @@ pub(crate) fn join(blocks: &Blocks) -> (Option<Whole>, u64) {
 /// What blocks have been joined to.
 pub(crate) struct Whole {
     pub(crate) blocks: Blocks,
-    /// Their numbers among all that there were in between.
+    /// Numbers of these blocks among all blocks, those joined in between included.
     left: Vec<u32>,
     part_of: Vec<Option<(u32, u64)>>,
 }
@@ -52,7 +52,7 @@ impl Whole {
         for (&at, &offset) in self.left.iter().zip(placed) {
             offsets[at as usize] = offset;
         }
-        // What a block became part of came later.
+        // A block always became part of one with a larger number.
         for at in (0..offsets.len()).rev() {
             if let Some((whole, above)) = self.part_of[at] {
                 offsets[at] = offsets[whole as usize] + above;
@@ -66,7 +66,7 @@ impl Whole {
 /// What begins or what ends at a time.
 #[derive(Clone, Default)]
 struct Side {
-    /// Of which some have been joined.
+    /// The blocks; some of them may have been joined to others since.
     blocks: Vec<u32>,
     bytes: u64,
 }
@@ -74,7 +74,8 @@ struct Side {
 struct Joined {
     /// The blocks, then those joined from earlier ones.
     all: Vec<Block>,
-    /// What each has become part of, and how far above its offset it is.
+    /// Per block the one that it has become part of, and how far above the offset of that one it
+    /// is.
     part_of: Vec<Option<(u32, u64)>>,
     /// Per time what ends and what begins.
     ends: Vec<Side>,
