@@ -77,6 +77,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.slow)
 
 
+def pytest_runtest_setup() -> None:
+    # Lightning sets it when it is imported. Without a driver, PyTorch then looks for its library
+    # whenever it is asked whether there is a GPU, as it is at every fake tensor's operator.
+    os.environ.pop("PYTORCH_NVML_BASED_CUDA_CHECK", None)
+
+
 @pytest.fixture
 def one_thread() -> Iterator[None]:
     """Kernels as small as those of tests gain nothing from more threads, and wait for them where

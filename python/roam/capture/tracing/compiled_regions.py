@@ -489,8 +489,8 @@ class Regions:
 
     def _refuse_optimizer(self) -> NoReturn:
         self._refused(
-            "its graph breaks in an optimizer; do not compile an optimizer's step, or the whole step, by torch.compile: roam plans them "
-            "too",
+            "its graph breaks in an optimizer; call the plain function, an optimizer's step or the whole step, without torch.compile: "
+            "roam plans it too",
             code="compiled_graph_break",
         )  # fmt: skip
 
