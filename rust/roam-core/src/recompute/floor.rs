@@ -1,7 +1,7 @@
 //! The floor: bytes that no schedule does without, however often operators run again.
 
 use super::makings::Held;
-use super::moment::{CUTS_WORK, moments_at};
+use super::moment::{CUTS_WORK, Moment, outlooks_at};
 use super::repeats::Repeats;
 use crate::control::{Stop, Watch};
 use crate::graph::{OperatorId, Residency};
@@ -48,22 +48,24 @@ const MAKINGS_WORK: u64 = 5_000_000;
 
 /// Raises what is proved by what holds while single operators run, and before they run.
 fn raise(repeats: &Repeats, best: &mut (u64, Option<Op>), watch: &Watch) -> Result<(), Stop> {
-    let mut moments = moments_at(repeats, &repeats.most_single_bytes(), watch)?;
-    moments.sort_by_key(|(op, moment)| (Reverse(moment.most_floor()), *op));
+    let mut outlooks = outlooks_at(repeats, &repeats.most_single_bytes(), watch)?;
+    outlooks.sort_by_key(|(op, outlook)| (Reverse(outlook.most_floor()), *op));
     let mut work = CUTS_WORK;
-    for (op, moment) in &moments {
-        if moment.most_floor() <= best.0 || work == 0 {
+    for (op, outlook) in &outlooks {
+        if outlook.most_floor() <= best.0 || work == 0 {
             break;
         }
-        let bytes = moment.floor(&mut work, watch)?;
+        let bytes = Moment::new(repeats, *op).floor(&mut work, watch)?;
         if bytes > best.0 {
             *best = (bytes, Some(*op));
         }
     }
-    moments.sort_by_key(|(op, moment)| (Reverse(moment.bytes), *op));
-    let held = moments.iter().take(ROUNDS[0].0);
-    let mut held: Vec<(u64, Held)> =
-        held.map(|(op, moment)| (0, Held::new(repeats, *op, moment.bytes, &moment.held))).collect();
+    outlooks.sort_by_key(|(op, outlook)| (Reverse(outlook.bytes), *op));
+    let held = outlooks.iter().take(ROUNDS[0].0).map(|(op, _)| {
+        let moment = Moment::new(repeats, *op);
+        (0, Held::new(repeats, *op, moment.bytes, &moment.held))
+    });
+    let mut held: Vec<(u64, Held)> = held.collect();
     let mut work = MAKINGS_WORK;
     for (operators, moments) in ROUNDS {
         held.truncate(operators);

@@ -1,7 +1,7 @@
 //! The least time that further runs take in any schedule within a limit of bytes.
 
 use super::floor::at_the_ends;
-use super::moment::{CUTS_WORK, Moment, moments_at};
+use super::moment::{CUTS_WORK, Moment, Outlook, outlooks_at};
 use super::repeats::Repeats;
 use crate::control::{Stop, Watch};
 use crate::graph::OperatorId;
@@ -57,28 +57,29 @@ fn raise(repeats: &Repeats, limit_bytes: u64, best: &mut Best, watch: &Watch) ->
         return Ok(());
     };
     let live = Profile::new(&repeats.problem, &repeats.problem.program_order()).live;
-    let mut moments = moments_at(repeats, &live, watch)?;
+    let mut outlooks = outlooks_at(repeats, &live, watch)?;
     // The most time is to be expected where the most bytes would have to be given up.
-    let needed = |moment: &Moment| moment.bytes + moment.keep_all;
-    moments.retain(|(_, moment)| needed(moment) > limit);
-    moments.sort_by_key(|(op, moment)| (Reverse(moment.promise()), *op));
+    let needed = |outlook: &Outlook| outlook.bytes + outlook.keep_all;
+    outlooks.retain(|(_, outlook)| needed(outlook) > limit);
+    outlooks.sort_by_key(|(op, outlook)| (Reverse(outlook.promise()), *op));
     let mut work = CUTS_WORK;
     let mut in_vain = 0;
     let mut found = Vec::new();
-    for (op, moment) in &moments {
+    for (op, _) in outlooks {
         if in_vain == MOST_IN_VAIN || work == 0 {
             break;
         }
         in_vain += 1;
+        let moment = Moment::new(repeats, op);
         let Some(least) = moment.least_ns(limit, &[], &mut work, watch)? else {
-            (best.ns, best.operator) = (None, Some(*op));
+            (best.ns, best.operator) = (None, Some(op));
             return Ok(());
         };
         if Some(least.ns) > best.ns {
-            (best.ns, best.operator) = (Some(least.ns), Some(*op));
+            (best.ns, best.operator) = (Some(least.ns), Some(op));
             in_vain = 0;
         }
-        found.push((*op, moment, least));
+        found.push((op, moment, least));
     }
     found.sort_by_key(|(op, _, least)| (Reverse(least.ns), *op));
     let mut work = DIVIDING_WORK;

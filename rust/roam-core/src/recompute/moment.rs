@@ -62,7 +62,7 @@ pub(super) struct Least {
 }
 
 /// The moment at which an operator runs for the first time.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub(super) struct Moment {
     /// What is live in every schedule, persistent tensors left out: the operator's own working set
     /// and tensors that nothing can bring back.
@@ -85,18 +85,46 @@ pub(super) struct Moment {
     single: u64,
 }
 
-/// The moments of the operators that promise the most, by program position; of all operators where
-/// they are few.
-pub(super) fn moments_at(repeats: &Repeats, promise: &[u64], watch: &Watch) -> Result<Vec<(Op, Moment)>, Stop> {
+/// What a [`Moment`] promises. There are many moments, and few are worth their arcs.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Outlook {
+    /// [`Moment::bytes`].
+    pub(super) bytes: u64,
+    /// [`Moment::keep_all`].
+    pub(super) keep_all: u64,
+    made: u64,
+    single: u64,
+}
+
+impl Outlook {
+    /// The bytes that are live if nothing runs again, and that have been made for certain.
+    pub(super) fn promise(&self) -> u64 {
+        self.bytes + self.made
+    }
+
+    /// The most that [`Moment::floor`] can be.
+    pub(super) fn most_floor(&self) -> u64 {
+        self.bytes + self.keep_all.min(self.single)
+    }
+}
+
+/// What the moments of the operators promise that promise the most by `promise`, by program
+/// position; of all operators where they are few.
+pub(super) fn outlooks_at(repeats: &Repeats, promise: &[u64], watch: &Watch) -> Result<Vec<(Op, Outlook)>, Stop> {
     let most = (MOMENTS_WORK / repeats.size().max(1)).max(FEWEST_MOMENTS);
     let mut ops: Vec<Op> = (0..promise.len() as Op).collect();
     ops.sort_by_key(|&op| (Reverse(promise[op as usize]), op));
     ops.truncate(most);
     ops.into_par_iter()
-        .map(|op| {
-            watch.check()?;
-            Ok((op, Moment::new(repeats, op)))
-        })
+        .map_init(
+            || (Moment::default(), Marks::default()),
+            |(moment, marks), op| {
+                watch.check()?;
+                moment.fill(repeats, op, marks);
+                let &mut Moment { bytes, keep_all, made, single, .. } = moment;
+                Ok((op, Outlook { bytes, keep_all, made, single }))
+            },
+        )
         .collect()
 }
 
@@ -107,15 +135,69 @@ enum Side {
     Free,
 }
 
-/// Marks operators and tensors that have no node.
+/// Marks operators and tensors that have no node, and the end of a tensor's nodes.
 const NO_NODE: u32 = u32::MAX;
+
+/// Room for what is known of operators and tensors while a moment is made.
+#[derive(Default)]
+struct Marks {
+    side: Vec<Side>,
+    /// By operator.
+    node_of: Vec<u32>,
+    /// By tensor the first of its `versions`.
+    first: Vec<u32>,
+    /// The versions that have nodes, each with its node and the next one of the same tensor.
+    versions: Vec<(usize, u32, u32)>,
+    pending: Vec<(Ten, usize, u32)>,
+    stack: Vec<Op>,
+}
+
+impl Marks {
+    fn clear(&mut self, ops: usize, tensors: usize) {
+        for (marks, len) in [(&mut self.node_of, ops), (&mut self.first, tensors)] {
+            marks.clear();
+            marks.resize(len, NO_NODE);
+        }
+        self.side.clear();
+        self.side.resize(ops, Side::Free);
+        self.versions.clear();
+    }
+
+    /// The node of a version of a tensor.
+    fn node_of_version(&self, tensor: Ten, version: usize) -> Option<u32> {
+        let mut at = self.first[tensor.index()];
+        while at != NO_NODE {
+            let (other, node, next) = self.versions[at as usize];
+            if other == version {
+                return Some(node);
+            }
+            at = next;
+        }
+        None
+    }
+
+    fn know(&mut self, tensor: Ten, version: usize, node: u32) {
+        let first = &mut self.first[tensor.index()];
+        self.versions.push((version, node, *first));
+        *first = self.versions.len() as u32 - 1;
+        self.pending.push((tensor, version, node));
+    }
+}
 
 impl Moment {
     pub(super) fn new(repeats: &Repeats, op: Op) -> Self {
+        let mut moment = Moment::default();
+        moment.fill(repeats, op, &mut Marks::default());
+        moment
+    }
+
+    /// Makes this the moment of an operator.
+    fn fill(&mut self, repeats: &Repeats, op: Op, marks: &mut Marks) {
         let problem = &repeats.problem;
-        let mut side = vec![Side::Free; problem.len()];
+        marks.clear(problem.len(), problem.tensors.len());
+        let (mut side, mut stack) = (std::mem::take(&mut marks.side), std::mem::take(&mut marks.stack));
         for (rows, mark) in [(&repeats.before, Side::Before), (&repeats.after, Side::After)] {
-            let mut stack = vec![op];
+            stack.push(op);
             while let Some(at) = stack.pop() {
                 for &next in rows.row(at) {
                     if side[next as usize] == Side::Free {
@@ -175,18 +257,8 @@ impl Moment {
             }
         };
 
-        let mut moment = Moment {
-            bytes: inputs.iter().map(|&tensor| problem.size(tensor)).sum::<u64>() + problem.transient(op) - saved,
-            held: Vec::new(),
-            nodes: 2,
-            arcs: Vec::new(),
-            makers: Vec::new(),
-            all_bytes: 0,
-            all_ns: 0,
-            keep_all: 0,
-            made: 0,
-            single: 0,
-        };
+        self.clear();
+        self.bytes = inputs.iter().map(|&tensor| problem.size(tensor)).sum::<u64>() + problem.transient(op) - saved;
         // Who makes a version of a tensor; `None` where it enters.
         let maker_of = |tensor: Ten, version: usize| match version.checked_sub(1) {
             None => repeats.creator(tensor),
@@ -197,75 +269,78 @@ impl Moment {
         };
         // What was made before and is used later, unless it is made later in any case.
         let is_past = |maker: Option<Op>| maker.is_none_or(|maker| maker != op && side[maker as usize] != Side::After);
-        let mut node_of = vec![NO_NODE; problem.len()];
-        let mut version_nodes: Vec<Vec<(usize, u32)>> = vec![Vec::new(); problem.tensors.len()];
-        let mut pending = Vec::new();
         for tensor in problem.tensor_ranks() {
             let users = problem.users.row(tensor).iter().copied();
             let later = users.filter(|&user| side[user as usize] == Side::After);
             let leaves = problem.tensors[tensor.index()].residency == Residency::Leaves;
             let last = leaves.then(|| repeats.mutators.row(tensor).len());
             for version in later.map(|user| repeats.version(tensor, user)).chain(last) {
-                let known = &mut version_nodes[tensor.index()];
-                if is_past(maker_of(tensor, version)) && known.iter().all(|&(other, _)| other != version) {
-                    known.push((version, SOURCE));
-                    pending.push((tensor, version, SOURCE));
-                    moment.keep_all += price(tensor, version);
-                    moment.made += if is_made(tensor, version) { price(tensor, version) } else { 0 };
+                if is_past(maker_of(tensor, version)) && marks.node_of_version(tensor, version).is_none() {
+                    marks.know(tensor, version, SOURCE);
+                    self.keep_all += price(tensor, version);
+                    self.made += if is_made(tensor, version) { price(tensor, version) } else { 0 };
                 }
             }
         }
-        while let Some((tensor, version, from)) = pending.pop() {
+        while let Some((tensor, version, from)) = marks.pending.pop() {
             let bytes = price(tensor, version);
             let maker =
                 maker_of(tensor, version).filter(|&maker| side[maker as usize] != Side::Before || !is_blocked(maker));
             let Some(maker) = maker.filter(|_| bytes > 0) else {
                 // Nothing brings it back, or nothing is gained by that.
                 if from == SOURCE {
-                    moment.bytes += bytes;
-                    moment.keep_all -= bytes;
-                    moment.made -= if is_made(tensor, version) { bytes } else { 0 };
-                    moment.held.push((tensor, version));
+                    self.bytes += bytes;
+                    self.keep_all -= bytes;
+                    self.made -= if is_made(tensor, version) { bytes } else { 0 };
+                    self.held.push((tensor, version));
                 } else if bytes > 0 {
-                    moment.single += bytes;
-                    moment.arc(from, SINK, Arc::Keep(bytes, 0));
+                    self.single += bytes;
+                    self.arc(from, SINK, Arc::Keep(bytes, 0));
                 }
                 continue;
             };
-            let lost_node = moment.node();
-            moment.arc(from, lost_node, Arc::Keep(bytes, another_instance(tensor, version)));
-            let mut node = node_of[maker as usize];
+            let lost_node = self.node();
+            self.arc(from, lost_node, Arc::Keep(bytes, another_instance(tensor, version)));
+            let mut node = marks.node_of[maker as usize];
             if node == NO_NODE {
-                node = moment.node();
-                node_of[maker as usize] = node;
+                node = self.node();
+                marks.node_of[maker as usize] = node;
                 // The first run of an operator is no further one.
                 if side[maker as usize] == Side::Before {
-                    moment.arc(node, SINK, Arc::Run(repeats.time_ns[maker as usize]));
-                    moment.makers.push((node, maker));
+                    self.arc(node, SINK, Arc::Run(repeats.time_ns[maker as usize]));
+                    self.makers.push((node, maker));
                 }
                 for &input in repeats.needs.row(maker) {
                     let version = repeats.version(input, maker);
                     if !is_past(maker_of(input, version)) {
                         continue;
                     }
-                    let known = &mut version_nodes[input.index()];
-                    let to = match known.iter().find(|&&(other, _)| other == version) {
-                        Some(&(_, to)) => to,
+                    let to = match marks.node_of_version(input, version) {
+                        Some(to) => to,
                         None => {
-                            let to = moment.node();
-                            known.push((version, to));
-                            pending.push((input, version, to));
+                            let to = self.node();
+                            marks.know(input, version, to);
                             to
                         }
                     };
                     if to != SOURCE {
-                        moment.arc(node, to, Arc::Must);
+                        self.arc(node, to, Arc::Must);
                     }
                 }
             }
-            moment.arc(lost_node, node, Arc::Must);
+            self.arc(lost_node, node, Arc::Must);
         }
-        moment
+        (marks.side, marks.stack) = (side, stack);
+    }
+
+    /// Empties it, and keeps its room.
+    fn clear(&mut self) {
+        let (mut held, mut arcs, mut makers) =
+            (std::mem::take(&mut self.held), std::mem::take(&mut self.arcs), std::mem::take(&mut self.makers));
+        held.clear();
+        arcs.clear();
+        makers.clear();
+        *self = Moment { held, arcs, makers, nodes: 2, ..Moment::default() };
     }
 
     fn node(&mut self) -> u32 {
@@ -327,15 +402,6 @@ impl Moment {
     }
 
     /// About how many bytes are live here if nothing runs again.
-    pub(super) fn promise(&self) -> u64 {
-        self.bytes + self.made
-    }
-
-    /// The most that [`Moment::floor`] can be.
-    pub(super) fn most_floor(&self) -> u64 {
-        self.bytes + self.keep_all.min(self.single)
-    }
-
     /// The fewest bytes that any schedule has live here, persistent tensors left out.
     pub(super) fn floor(&self, work: &mut u64, watch: &Watch) -> Result<u64, Stop> {
         Ok(self.bytes + self.least(1, 0, &[], work, watch)?.0)
