@@ -126,6 +126,36 @@ def count_in_groups(my, x, y):
     return loss
 
 
+def odd_steps_by_bits(my, x, y):
+    my.steps += 1
+    my.seen = (my.seen << 1 | my.steps & 1) ^ 5 & ~my.steps >> 1
+    return train(my, x, y, 2.0 if my.steps & 1 else 1.0)
+
+
+def powers_of_two(my, x, y):
+    my.steps += 1
+    return train(my, x, y, 0.5 if not my.steps & (my.steps - 1) else 1.0)
+
+
+def epochs_and_steps(my, x, y):
+    my.steps += 1
+    epoch, step = divmod(my.steps, 4)
+    my.loss, my.sums[0] = divmod(my.loss + 1.75, 0.5)
+    my.seen, _ = divmod(100, my.steps)
+    return train(my, x, y, 1.0 / (epoch + step + 1))
+
+
+def whole_numbers(my, x, y):
+    my.loss += 0.5
+    return train(my, x, y, 1.0 if my.loss.is_integer() else 0.5)
+
+
+def compared_with_none(my, x, y):
+    my.steps += 1
+    is_set = my.steps != None and my.loss != "none" and my.steps not in (None, ())  # noqa: E711
+    return train(my, x, y, 1.0 if is_set else 0.5)
+
+
 def fade_the_momentum(my, x, y):
     my.optimizer.param_groups[0]["momentum"] *= 0.5
     return train(my, x, y)
@@ -193,6 +223,8 @@ def check(body: Body, change: Callable[[Any, int], None], captures: int) -> None
         (count, 1), (warm_up, 1), (count_in_a_class, 1), (sum_of_losses, 1), (count_in_groups, 1), (set_to_the_size, 1),
         (moving_average, 2),  # there is none at first
         (every_third, 3),  # gradients are there or not, and updated or not
+        (odd_steps_by_bits, 2), (powers_of_two, 2), (epochs_and_steps, 1), (whole_numbers, 2),
+        (compared_with_none, 1),
         (freeze_after_three, 2), (sometimes_none, 3), (start_over, 2), (fade_the_momentum, 1),
     ],
 )  # fmt: skip
