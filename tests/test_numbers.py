@@ -4,6 +4,7 @@ them."""
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -275,6 +276,54 @@ def test_numbers_may_be_set_between_steps(
     body: Body, change: Callable[[Any, int], None], captures: int
 ) -> None:
     check(body, change, captures)
+
+
+def perplexity(my, x, y):
+    loss = functional.cross_entropy(my.net(x), y)
+    try:
+        my.average = math.exp(loss.item() * my.bound.item())
+    except OverflowError:
+        my.average = math.inf
+    my.optimizer.zero_grad()
+    loss.backward()
+    my.optimizer.step()
+    return loss
+
+
+def share_of_what_was_counted(my, x, y):
+    loss = functional.cross_entropy(my.net(x), y) * (1.0 / (y < my.bound).sum().item())
+    my.optimizer.zero_grad()
+    loss.backward()
+    my.optimizer.step()
+    return loss
+
+
+@pytest.mark.parametrize(("body", "bounds"), [
+    (perplexity, [1, 1, 10_000, 1, 10_000, 1]), (share_of_what_was_counted, [3, 3, 0, 3, 0, 3]),
+])  # fmt: skip
+def test_arithmetic_that_raises_is_left_to_the_step_itself(body: Body, bounds: list[int]) -> None:
+    def run(wrap: Callable[[Any], Any]) -> list[Any]:
+        my = make()
+        step = wrap(lambda x, y: body(my, x, y))
+        seen: list[Any] = []
+        for (x, y), bound in zip(batches(STEPS), bounds, strict=True):
+            my.bound = torch.tensor(bound)
+            try:
+                seen += tensors_and_numbers(step(x, y))
+            except ZeroDivisionError as error:
+                seen.append(str(error))
+            seen += everything(my)
+        return seen
+
+    step: Any = None
+
+    def compiled(function: Any) -> Any:
+        nonlocal step
+        step = roam.compile(function, poison=True)
+        return step
+
+    assert_same_bits(run(lambda function: function), run(compiled))
+    assert step.plans
 
 
 def becomes_text(my, x, y):
