@@ -427,3 +427,30 @@ def test_many_plans_for_one_reason_are_told(caplog: pytest.LogCaptureFixture) ->
     warnings = [record.message for record in caplog.records if "bucketing" in record.message]
     assert len(warnings) == 1
     assert "test_dynamic_shapes.py" in warnings[0]
+
+
+def _encoded(enable_nested_tensor: bool) -> Callable[..., torch.Tensor]:
+    """A step whose encoder, in evaluation mode, packs sequences into a nested tensor if it may."""
+    layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=enable_nested_tensor).eval()
+
+    def step(x: torch.Tensor, is_padding: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            return encoder(x, src_key_padding_mask=is_padding)
+
+    return step
+
+
+def _ragged(x: torch.Tensor, is_padding: torch.Tensor) -> torch.Tensor:
+    return torch.nested.nested_tensor([x[0], x[1, 1:]]).to_padded_tensor(0.0)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("step", [_encoded(True), _ragged])
+def test_nested_tensors_are_refused_with_what_to_change(step: Callable[..., torch.Tensor]) -> None:
+    x, is_padding = torch.randn(2, 3, 4), torch.tensor([[False] * 3, [False, False, True]])
+    with pytest.raises(roam.CaptureError, match="enable_nested_tensor=False") as caught:
+        roam.compile(step)(x, is_padding)
+    assert caught.value.code == "refused_operator"
+    other = _encoded(False)
+    assert torch.equal(other(x, is_padding), roam.compile(other)(x, is_padding))

@@ -741,12 +741,18 @@ def _template() -> Any:
     return string.Template("$a")
 
 
+def _logger(name: str) -> Any:
+    logger = logging.getLogger(name)
+    logger.setLevel("NOTSET")
+    return logger
+
+
 OPAQUE: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     "event": (threading.Event, threading.Event.set),
     "semaphore": (threading.Semaphore, threading.Semaphore.release),
-    "logger": (lambda: logging.getLogger("a.step"), lambda logger: logger.setLevel("DEBUG")),
+    "logger": (lambda: _logger("a.step"), lambda logger: logger.setLevel("DEBUG")),
     "logger's parent": (
-        lambda: logging.getLogger("a.step.of"),
+        lambda: _logger("a.step") and _logger("a.step.of"),
         lambda logger: logger.parent.setLevel("ERROR"),
     ),
     "queue": (queue.SimpleQueue, lambda held: held.put(1)),
@@ -931,6 +937,20 @@ def test_a_real_step_is_undone_but_for_values() -> None:
     assert scheduler.last_epoch == 0
     assert optimizer.param_groups[0]["lr"] == 0.1
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("name", sorted(OPAQUE.keys() - {"queue"}))
+def test_objects_whose_state_is_in_no_container_are_put_back(name: str) -> None:
+    make, change = OPAQUE[name]
+    held = make()
+    snapshot = Snapshot(reach_of(lambda: held, ()))
+    guards = guards_of(lambda: held)
+    change(held)
+    assert snapshot.moved()
+    assert guards.failure() is not None
+    snapshot.restore()
+    assert not snapshot.moved()
+    assert guards.failure() is None
 
 
 def test_optimizer_state_keyed_by_tensors_is_restored_in_order() -> None:

@@ -634,3 +634,22 @@ def test_the_time_of_extra_runs_is_theirs_alone(monkeypatch: pytest.MonkeyPatch)
     memory = step.memory()
     assert memory.extra_measured_s == pytest.approx(len(again.calls) * seconds)
     assert memory.step_measured_s == pytest.approx((len(calls) - len(again.calls) - 1) * seconds)
+
+
+def test_a_step_without_operators_is_refused_like_any_other() -> None:
+    """An update whose gradients another function makes: by its own code, the next one has none."""
+    model = torch.nn.Linear(6, 16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def update() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    model(torch.ones(8, 6)).sum().backward()
+    before = copy.deepcopy(tensors_and_numbers(model.state_dict()))
+    with pytest.raises(roam.PlanError, match="runs no operators") as caught:
+        roam.compile(update, memory="1%")()
+    assert caught.value.code == "memory_floor"
+    assert_same_bits(before, tensors_and_numbers(model.state_dict()))
+    roam.compile(update, memory="1MiB")()
+    assert not torch.equal(before[0], model.weight)

@@ -4,6 +4,7 @@ them."""
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -126,6 +127,36 @@ def count_in_groups(my, x, y):
     return loss
 
 
+def odd_steps_by_bits(my, x, y):
+    my.steps += 1
+    my.seen = (my.seen << 1 | my.steps & 1) ^ 5 & ~my.steps >> 1
+    return train(my, x, y, 2.0 if my.steps & 1 else 1.0)
+
+
+def powers_of_two(my, x, y):
+    my.steps += 1
+    return train(my, x, y, 0.5 if not my.steps & (my.steps - 1) else 1.0)
+
+
+def epochs_and_steps(my, x, y):
+    my.steps += 1
+    epoch, step = divmod(my.steps, 4)
+    my.loss, my.sums[0] = divmod(my.loss + 1.75, 0.5)
+    my.seen, _ = divmod(100, my.steps)
+    return train(my, x, y, 1.0 / (epoch + step + 1))
+
+
+def whole_numbers(my, x, y):
+    my.loss += 0.5
+    return train(my, x, y, 1.0 if my.loss.is_integer() else 0.5)
+
+
+def compared_with_none(my, x, y):
+    my.steps += 1
+    is_set = my.steps != None and my.loss != "none" and my.steps not in (None, ())  # noqa: E711
+    return train(my, x, y, 1.0 if is_set else 0.5)
+
+
 def fade_the_momentum(my, x, y):
     my.optimizer.param_groups[0]["momentum"] *= 0.5
     return train(my, x, y)
@@ -193,6 +224,8 @@ def check(body: Body, change: Callable[[Any, int], None], captures: int) -> None
         (count, 1), (warm_up, 1), (count_in_a_class, 1), (sum_of_losses, 1), (count_in_groups, 1), (set_to_the_size, 1),
         (moving_average, 2),  # there is none at first
         (every_third, 3),  # gradients are there or not, and updated or not
+        (odd_steps_by_bits, 2), (powers_of_two, 2), (epochs_and_steps, 1), (whole_numbers, 2),
+        (compared_with_none, 1),
         (freeze_after_three, 2), (sometimes_none, 3), (start_over, 2), (fade_the_momentum, 1),
     ],
 )  # fmt: skip
@@ -243,6 +276,54 @@ def test_numbers_may_be_set_between_steps(
     body: Body, change: Callable[[Any, int], None], captures: int
 ) -> None:
     check(body, change, captures)
+
+
+def perplexity(my, x, y):
+    loss = functional.cross_entropy(my.net(x), y)
+    try:
+        my.average = math.exp(loss.item() * my.bound.item())
+    except OverflowError:
+        my.average = math.inf
+    my.optimizer.zero_grad()
+    loss.backward()
+    my.optimizer.step()
+    return loss
+
+
+def share_of_what_was_counted(my, x, y):
+    loss = functional.cross_entropy(my.net(x), y) * (1.0 / (y < my.bound).sum().item())
+    my.optimizer.zero_grad()
+    loss.backward()
+    my.optimizer.step()
+    return loss
+
+
+@pytest.mark.parametrize(("body", "bounds"), [
+    (perplexity, [1, 1, 10_000, 1, 10_000, 1]), (share_of_what_was_counted, [3, 3, 0, 3, 0, 3]),
+])  # fmt: skip
+def test_arithmetic_that_raises_is_left_to_the_step_itself(body: Body, bounds: list[int]) -> None:
+    def run(wrap: Callable[[Any], Any]) -> list[Any]:
+        my = make()
+        step = wrap(lambda x, y: body(my, x, y))
+        seen: list[Any] = []
+        for (x, y), bound in zip(batches(STEPS), bounds, strict=True):
+            my.bound = torch.tensor(bound)
+            try:
+                seen += tensors_and_numbers(step(x, y))
+            except ZeroDivisionError as error:
+                seen.append(str(error))
+            seen += everything(my)
+        return seen
+
+    step: Any = None
+
+    def compiled(function: Any) -> Any:
+        nonlocal step
+        step = roam.compile(function, poison=True)
+        return step
+
+    assert_same_bits(run(lambda function: function), run(compiled))
+    assert step.plans
 
 
 def becomes_text(my, x, y):

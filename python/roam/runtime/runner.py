@@ -544,6 +544,12 @@ class Runner:
                 self._program.calls[index].is_branch for index in left
             ):  # maybe on a way that the step does not go
                 return Declined(f"{where} failed: {error}")
+            if isinstance(error, (ArithmeticError, ValueError)) and not self._groups:
+                makes = [
+                    self._program.slots[slot] for slot in failure.call.outputs if slot is not None
+                ]
+                if makes == [None] * len(makes):  # Python's numbers, on which the code may go on
+                    return Declined(f"{where} failed: {error}")
             if isinstance(error, ExecutionError):
                 return error
             advice = AGAIN if self._groups else "call the step again"

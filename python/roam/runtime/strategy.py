@@ -564,6 +564,12 @@ class _Chooser:
         """The same with a pool into which the results of some calls are copied, or, where that is
         None, without one.
         """
+        if not lowering.program.calls:
+            raise PlanError(
+                f"{self._variant.name}: the step runs no operators, and what exists before and after it "
+                f"takes {best.total_bytes} bytes, more than {limit_bytes}. Pass memory= of at least that",
+                code="memory_floor",
+            )
         uses_pool = copied_in is not None
         graph = lowering.graph(copied_in=copied_in, pool=uses_pool)
         try:

@@ -468,9 +468,9 @@ class _Walk:
                 code="autograd_node",
             )
         else:
-            if (read := reader_of(value)) is not None:
-                self._weigh(read_bytes_of(value, read), _MOST_UNREAD_BYTES)
-                self._place(ReadSpace(value, path, read))
+            if (asking := reader_of(value)) is not None:
+                self._weigh(read_bytes_of(value, asking[0]), _MOST_UNREAD_BYTES)
+                self._place(ReadSpace(value, path, *asking))
             if not is_opaque(kind):
                 self._attributes(value, path)
                 self._class_of(value)

@@ -172,6 +172,9 @@ for _name, _function in {
 
 
 _NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
+_INTEGERS = (int, torch.SymInt)
+_OTHERS = (torch.Tensor, type(None), str, bytes, tuple, list, dict)
+"""Python's numbers leave a comparison with these to the other side."""
 MATH: dict[str, Callable[..., float]] = {
     name: getattr(math, name)
     for name in (
@@ -197,20 +200,34 @@ _QUESTIONS: dict[str, Callable[[Any], bool]] = {
 }
 
 
-def _binary(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+def _binary(
+    function: Callable[[Any, Any], Any], numbers: tuple[type, ...] = _NUMBERS
+) -> Callable[[Any, Any], Any]:
     def method(self: Any, other: Any) -> Any:
-        if not isinstance(other, _NUMBERS):
+        if not isinstance(other, numbers):
             return NotImplemented
         return self.node.trace.scalar_call(function, (self, other))
 
     return method
 
 
-def _reflected(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+def _reflected(
+    function: Callable[[Any, Any], Any], numbers: tuple[type, ...] = _NUMBERS
+) -> Callable[[Any, Any], Any]:
     def method(self: Any, other: Any) -> Any:
-        if not isinstance(other, _NUMBERS):
+        if not isinstance(other, numbers):
             return NotImplemented
         return self.node.trace.scalar_call(function, (other, self))
+
+    return method
+
+
+def _both(*functions: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """A method that gives the results of several others, as `divmod` does."""
+
+    def method(self: Any, other: Any) -> Any:
+        results = tuple(function(self, other) for function in functions)
+        return NotImplemented if any(one is NotImplemented for one in results) else results
 
     return method
 
@@ -233,7 +250,7 @@ def _of_value(function: Any) -> Callable[..., Any]:
 
 def _comparison(function: Any) -> Callable[..., bool]:
     def method(self: Any, *others: Any) -> bool:
-        if any(isinstance(other, torch.Tensor) for other in others):
+        if any(isinstance(other, _OTHERS) for other in others):
             return NotImplemented  # type: ignore[no-any-return]
         return bool(self.node.decide(function, self, others))
 
@@ -250,6 +267,8 @@ _ARITHMETIC: dict[str, Callable[..., Any]] = {
         for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
     },
     "__array__": lambda self, *_, **__: self.node.to_numpy(),
+    "__divmod__": _both(_binary(operator.floordiv), _binary(operator.mod)),
+    "__rdivmod__": _both(_reflected(operator.floordiv), _reflected(operator.mod)),
     "__copy__": lambda self: self,
     "__deepcopy__": lambda self, _: self,
     "__neg__": _unary(operator.neg),
@@ -273,12 +292,36 @@ _ARITHMETIC: dict[str, Callable[..., Any]] = {
     },
 }  # fmt: skip
 
+_OF_INTEGERS: dict[str, Callable[..., Any]] = {
+    **{
+        f"__{name}__": _binary(getattr(operator, f"__{name}__"), _INTEGERS)
+        for name in ("and", "or", "xor", "lshift", "rshift")
+    },
+    **{
+        f"__r{name}__": _reflected(getattr(operator, f"__{name}__"), _INTEGERS)
+        for name in ("and", "or", "xor", "lshift", "rshift")
+    },
+    "__invert__": _unary(operator.invert),
+    "bit_length": _of_value(int.bit_length),
+    "bit_count": _of_value(lambda number: number.bit_count()),
+    "is_integer": lambda self: True,
+}
+_OF_FLOATS: dict[str, Callable[..., Any]] = {
+    "is_integer": _comparison(float.is_integer),
+    "hex": _of_value(float.hex),
+    "as_integer_ratio": _of_value(float.as_integer_ratio),
+}
+
 # `isinstance(lr, float)` must say what it says of the number itself.
 LiveFloat: Any = type(
-    "LiveFloat", (torch.SymFloat,), _ARITHMETIC | {"__class__": property(lambda self: float)}
+    "LiveFloat",
+    (torch.SymFloat,),
+    _ARITHMETIC | _OF_FLOATS | {"__class__": property(lambda self: float)},
 )
 LiveInt: Any = type(
-    "LiveInt", (torch.SymInt,), _ARITHMETIC | {"__class__": property(lambda self: int)}
+    "LiveInt",
+    (torch.SymInt,),
+    _ARITHMETIC | _OF_INTEGERS | {"__class__": property(lambda self: int)},
 )
 
 

@@ -10,65 +10,108 @@ import threading
 from collections.abc import Callable
 from typing import Any, Final
 
-from roam.state.equality import is_numpy_array
+from roam.state.equality import is_numpy_array, same
 from roam.state.spaces import Items, Space
 from roam.torch_compat.private import shard_settings
 
 
+def _levels(logger: Any) -> Any:
+    levels = [logger.level]
+    while (parent := logger.parent) is not None:
+        logger = parent
+        levels.append(logger.level)
+    return tuple(levels)
+
+
 def _logger(logger: Any) -> Any:
-    level = sys.modules["logging"].Logger.getEffectiveLevel(logger)
-    return level, logger.disabled, logger.manager.disable
+    return _levels(logger), logger.disabled, logger.manager.disable
+
+
+def _set_logger(logger: Any, state: Any) -> None:
+    levels, logger.disabled, logger.manager.disable = state
+    for level in levels:
+        logger.setLevel(level)
+        logger = logger.parent
 
 
 def _bytes(memory: Any) -> bytes:
     return memoryview(memory).tobytes()
 
 
+def _set_bytes(memory: Any, state: bytes) -> None:
+    memoryview(memory).cast("B")[:] = state
+
+
 def _shared(value: Any) -> bytes:
     return _bytes(value.get_obj())
+
+
+def _set_shared(value: Any, state: bytes) -> None:
+    _set_bytes(value.get_obj(), state)
 
 
 def _objects(array: Any) -> Any:
     return array.shape, tuple(array.flat)
 
 
-_READERS: Final[tuple[tuple[type, Callable[[Any], Any]], ...]] = (
-    (BaseException, lambda error: error.args),
-    (threading.Event, threading.Event.is_set),
-    (threading.Semaphore, lambda semaphore: semaphore._value),
-    (string.Template, lambda template: template.template),
+def _set_objects(array: Any, state: Any) -> None:
+    shape, elements = state
+    for place, element in zip(sys.modules["numpy"].ndindex(shape), elements, strict=True):
+        array[place] = element
+
+
+def _set_event(event: Any, is_set: bool) -> None:
+    (event.set if is_set else event.clear)()
+
+
+Reader = Callable[[Any], Any]
+Writer = Callable[[Any, Any], object]
+
+_READERS: Final[tuple[tuple[type, Reader, Writer], ...]] = (
+    (BaseException, lambda error: error.args, lambda error, args: setattr(error, "args", args)),
+    (threading.Event, threading.Event.is_set, _set_event),
+    (
+        threading.Semaphore,
+        lambda semaphore: semaphore._value,
+        lambda semaphore, value: setattr(semaphore, "_value", value),
+    ),
+    (
+        string.Template,
+        lambda template: template.template,
+        lambda template, text: setattr(template, "template", text),
+    ),
 )
-_OF_MODULES: Final[tuple[tuple[str, str, Callable[[Any], Any]], ...]] = (
-    ("logging", "Logger", _logger),
-    ("queue", "SimpleQueue", lambda queue: queue.qsize()),
-    ("mmap", "mmap", _bytes),
-    ("ctypes", "_SimpleCData", _bytes),
-    ("ctypes", "Array", _bytes),
-    ("ctypes", "Structure", _bytes),
-    ("multiprocessing.sharedctypes", "SynchronizedBase", _shared),
-    ("torch.distributed.fsdp._fully_shard._fsdp_state", "FSDPState", shard_settings),
+_OF_MODULES: Final[tuple[tuple[str, str, Reader, Writer | None], ...]] = (
+    ("logging", "Logger", _logger, _set_logger),
+    ("queue", "SimpleQueue", lambda queue: queue.qsize(), None),
+    ("mmap", "mmap", _bytes, _set_bytes),
+    ("ctypes", "_SimpleCData", _bytes, _set_bytes),
+    ("ctypes", "Array", _bytes, _set_bytes),
+    ("ctypes", "Structure", _bytes, _set_bytes),
+    ("multiprocessing.sharedctypes", "SynchronizedBase", _shared, _set_shared),
+    ("torch.distributed.fsdp._fully_shard._fsdp_state", "FSDPState", shard_settings, None),
 )
-"""(module, class, reader) for classes whose modules may not have been imported; if so, there are no
-objects of them.
+"""(module, class, reader, writer) for classes whose modules may not have been imported; if so,
+there are no objects of them. The writer is None if what is read is not enough to put it back.
 """
 
 
-def reader_of(value: object) -> Callable[[Any], Any] | None:
-    """How to ask for the state of such an object; None for any other."""
+def reader_of(value: object) -> tuple[Reader, Writer | None] | None:
+    """How to ask for the state of such an object, and how to put it back; None for any other."""
     if is_numpy_array(value):
-        return _objects
+        return _objects, _set_objects
     kind = type(value)
-    for base, read in _READERS:
+    for base, read, write in _READERS:
         if issubclass(kind, base):
-            return read
-    for module, name, read in _OF_MODULES:
+            return read, write
+    for module, name, reader, writer in _OF_MODULES:
         known = getattr(sys.modules.get(module), name, None)
         if known is not None and issubclass(kind, known):
-            return read
+            return reader, writer
     return None
 
 
-def read_bytes_of(value: Any, read: Callable[[Any], Any]) -> int:
+def read_bytes_of(value: Any, read: Reader) -> int:
     """How many bytes are read of an object at once; 1 if that is almost nothing."""
     if read is _objects:
         return int(value.nbytes)
@@ -80,19 +123,28 @@ def read_bytes_of(value: Any, read: Callable[[Any], Any]) -> int:
 class ReadSpace(Space):
     """What can be asked of an object whose state is in no container: an event, a logger."""
 
-    __slots__ = ("_read", "holder")
+    __slots__ = ("_read", "_write", "holder")
 
-    def __init__(self, holder: Any, path: str, read: Callable[[Any], Any]) -> None:
-        """`read`: what is asked; it gives a plain value, or a tuple that is compared as one."""
+    def __init__(self, holder: Any, path: str, read: Reader, write: Writer | None) -> None:
+        """Reads an object.
+
+        Args:
+            read: what is asked; it gives a plain value, or a tuple that is compared as one.
+            write: puts back what was read; None if that cannot be done.
+        """
         super().__init__(path)
         self.holder = holder
         self._read = read
+        self._write = write
 
     def items(self) -> Items:
         return [("", self._read(self.holder))]
 
     def put(self, items: Items) -> None:
-        """Nothing: a step that changes such an object is refused."""
+        """Puts the state back if it has changed. A step that changes it is refused."""
+        ((_, state),) = items
+        if self._write is not None and not same(state, self._read(self.holder)):
+            self._write(self.holder, state)
 
     def label(self, key: Any) -> str:
         return f"the state of {self.path}"

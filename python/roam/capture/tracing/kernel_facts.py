@@ -42,8 +42,18 @@ _OF_THEIR_OWN = {
     aten._local_scalar_dense.default, aten.lift_fresh.default, aten.lift_fresh_copy.default,
     aten.is_set_to.default, *ANSWERS
 }  # fmt: skip
-# Kernels that give a tensor another storage or size under the same name.
+_NESTED = (
+    "it makes a nested tensor, which has no sizes that a plan could hold for; use padded tensors, "
+    "and pass enable_nested_tensor=False to nn.TransformerEncoder"
+)
+# Kernels that give a tensor another storage or size under the same name, or that make nested ones.
 REFUSED = {
+    "aten::_nested_from_padded": _NESTED,
+    "aten::_nested_tensor_from_mask": _NESTED,
+    "aten::_nested_tensor_from_mask_left_aligned": _NESTED,
+    "aten::_nested_tensor_from_tensor_list": _NESTED,
+    "aten::_nested_view_from_buffer": _NESTED,
+    "aten::_nested_view_from_jagged": _NESTED,
     "aten::set_": "it gives a tensor another storage; assign the data instead, as in x.data = y",
     "aten::resize_": "it changes the size of a tensor's storage; use a form that returns a new "
     "tensor",
