@@ -34,6 +34,10 @@ pub(super) fn within(
     watch: &Watch,
     plan_of: impl Fn(&Graph, &Settings) -> Result<Plan, OptimizeError>,
 ) -> Result<Plan, OptimizeError> {
+    if graph.operators().is_empty() {
+        // Without operators there is one plan.
+        return Err(OptimizeError::BelowFloor { limit_bytes, floor_bytes: plain.total_bytes, site: None });
+    }
     let repeats = Repeats::new(graph);
     let mut floor = recompute::floor(&repeats, watch);
     let complete = Complete::new(graph, watch);
