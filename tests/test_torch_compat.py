@@ -551,6 +551,34 @@ def _has_sizes() -> bool:
     return is_right
 
 
+def _sees_marks() -> bool:
+    tensor = torch.ones(3, 2)
+    is_plain = not private.is_marked(tensor)
+    for mark in (
+        torch._dynamo.mark_dynamic,
+        torch._dynamo.maybe_mark_dynamic,
+        torch._dynamo.mark_static,
+        torch._dynamo.decorators.mark_unbacked,
+    ):
+        tensor = torch.ones(3, 2)
+        mark(tensor, 0)
+        is_plain &= private.is_marked(tensor)
+    return is_plain
+
+
+def _names_what_is_guarded() -> bool:
+    table = {"scale": 2.0, "shift": 1.0}
+
+    def scaled(x: torch.Tensor, by: list[float]) -> torch.Tensor:
+        return sum(x * one for one in table.values()) * by[0]  # type: ignore[return-value]
+
+    torch.compile(scaled, backend="eager")(torch.ones(3), [1.0])
+    (entry,) = private.compiled_entries(scaled.__code__)
+    sources = private.guarded_sources(entry.guard_manager)
+    torch.compiler.reset()
+    return {"L['x']", "L['by'][0]"} <= set(sources) and any("table" in one for one in sources)
+
+
 def _implements() -> bool:
     """A gradient's operator reaches a dispatch mode whole while it has a kernel for autograd."""
     operator, seen = torch.ops.aten.cumprod_backward.default, []
@@ -1209,6 +1237,7 @@ CANARIES: dict[str, Callable[[], bool]] = {
     "function_modes": _function_modes,
     "function_transform": _transforms,
     "gradient_hooks_of": _hooked,
+    "guarded_sources": _names_what_is_guarded,
     "has_kernel": _kernels,
     "has_kernel_for": _kernels,
     "has_module_hooks": _module_calls,
@@ -1225,6 +1254,7 @@ CANARIES: dict[str, Callable[[], bool]] = {
     "is_forgotten": _forgets,
     "is_graph_break": _graph_breaks,
     "is_input_mutation": _partitions,
+    "is_marked": _sees_marks,
     "is_of_dynamo": _raised_by_dynamo,
     "is_view": lambda: private.is_view(torch.ones(2)[0]) and not private.is_view(torch.ones(2)),
     "keeping_activations": _keeps_activations,
