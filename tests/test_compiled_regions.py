@@ -262,6 +262,15 @@ def test_a_block_that_is_called_several_times() -> None:
     assert step.timings.compile.count <= 2
 
 
+def test_the_message_says_why_a_backend_has_failed() -> None:
+    def failing(*_: Any) -> Any:
+        raise RuntimeError("no kernels today")
+
+    error = refused(lambda self, x: self.linear(x), backend=failing)
+    assert error.code == "compiled_region"
+    assert "raised: RuntimeError: no kernels today; call the plain function" in str(error)
+
+
 def test_graphs_that_own_their_memory_are_refused() -> None:
     error = refused(lambda self, x: self.linear(x), mode="reduce-overhead")
     assert error.code == "compiled_cudagraphs"

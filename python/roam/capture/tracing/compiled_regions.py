@@ -983,7 +983,8 @@ def _key(described: Any) -> object:
 
 
 def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)
+    lines = list(filter(str.strip, str(error).splitlines())) or [type(error).__name__]
+    return " ".join(map(str.strip, lines[: 2 if lines[0].rstrip().endswith(":") else 1]))
 
 
 def _last_line(error: Exception) -> str:
