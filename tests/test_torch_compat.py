@@ -541,8 +541,12 @@ def _compiled_code() -> bool:
 def _has_sizes() -> bool:
     def are_variable(dynamic: bool) -> bool:
         torch.compiler.reset()
-        compiled = torch.compile(lambda x: x.sin() + 3, backend="eager", dynamic=dynamic)
-        compiled(torch.ones(3))
+        compiled = torch.compile(
+            lambda given: [one.sin() + 3 for one in given.values()],
+            backend="eager",
+            dynamic=dynamic,
+        )
+        compiled({"x": torch.ones(3)})
         (entry,) = private.compiled_entries(compiled.__wrapped__.__code__)
         return private.has_variable_sizes(entry.guard_manager)
 

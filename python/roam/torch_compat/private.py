@@ -1052,10 +1052,7 @@ def has_variable_sizes(guards: Any) -> bool:
     Args:
         guards: the `guard_manager` of one of `compiled_entries`.
     """
-    managers = [guards.root]
-    while managers:
-        manager = managers.pop()
-        managers += manager.get_child_managers()
+    for manager in _guard_managers(guards):
         parts = (part for leaf in manager.get_leaf_guards() for part in leaf.verbose_code_parts())
         if any(_VARIABLE_SIZE.search(part) for part in parts):
             return True
@@ -1069,17 +1066,20 @@ def guarded_sources(guards: Any) -> list[str]:
     Args:
         guards: the `guard_manager` of one of `compiled_entries`.
     """
-    sources: dict[str, None] = {}
+    managers = (one for one in _guard_managers(guards) if one.get_leaf_guards())
+    return list(dict.fromkeys(manager.get_source() for manager in managers))
+
+
+def _guard_managers(guards: Any) -> Iterator[Any]:
+    """The parts of a `guard_manager`, those for the keys and values of dictionaries included."""
     managers = [guards.root]
     while managers:
         manager = managers.pop()
+        yield manager
         managers += manager.get_child_managers()
         if isinstance(manager, torch._C._dynamo.guards.DictGuardManager):
             for pair in manager.get_key_value_managers().values():
                 managers += filter(None, pair)
-        if manager.get_leaf_guards():
-            sources[manager.get_source()] = None
-    return list(sources)
 
 
 _VARIABLE_SIZE = re.compile(r"\bsize=\[[^\]]*\bNone\b")
