@@ -712,7 +712,9 @@ def test_a_limit_below_a_graph_without_operators_is_refused() -> None:
     builder.tensor("weight", 1000, kind="parameter", residency="persistent")
     graph = builder.build()
     plain = roam.optimize(graph)
-    assert roam.optimize(graph, memory_limit_bytes=plain.total_bytes).total_bytes == plain.total_bytes
+    assert (
+        roam.optimize(graph, memory_limit_bytes=plain.total_bytes).total_bytes == plain.total_bytes
+    )
     with pytest.raises(roam.PlanError) as caught:
         roam.optimize(graph, memory_limit_bytes=plain.total_bytes - 1)
     assert caught.value.code == "memory_floor"
