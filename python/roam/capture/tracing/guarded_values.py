@@ -12,6 +12,7 @@ import inspect
 from collections.abc import Iterator
 from types import (
     CellType,
+    CodeType,
     FunctionType,
     GetSetDescriptorType,
     MemberDescriptorType,
@@ -76,6 +77,8 @@ def _compared(value: Any) -> tuple[type, object] | None:
         return kind, value
     if kind is FunctionType or isinstance(value, type):
         return None if is_library(value.__module__) else (kind, id(value))
+    if kind is CodeType:
+        return kind, id(value)
     if kind in (list, tuple, set) or isinstance(value, dict):
         return kind, len(value)
     return None
