@@ -3,16 +3,20 @@ with the bits of the eager loop over the same compiled code."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import roam
+from marking import marking
 from roam.capture.tracing.repeated_blocks import repeated_blocks
 from roam.kernels import workspace
 from roam.program.ir import refs
@@ -256,6 +260,15 @@ def test_a_block_that_is_called_several_times() -> None:
     step = assert_same(make, steps=4)
     assert len(regions(step)) == 6
     assert step.timings.compile.count <= 2
+
+
+def test_the_message_says_why_a_backend_has_failed() -> None:
+    def failing(*_: Any) -> Any:
+        raise RuntimeError("no kernels today")
+
+    error = refused(lambda self, x: self.linear(x), backend=failing)
+    assert error.code == "compiled_region"
+    assert "raised: RuntimeError: no kernels today; call the plain function" in str(error)
 
 
 def test_graphs_that_own_their_memory_are_refused() -> None:
@@ -569,6 +582,124 @@ def test_what_the_step_has_changed_before_a_region_is_refused(kind: Any) -> None
     with pytest.raises(roam.CaptureError, match="has changed kept") as caught:
         trained(model, roam.compile(step), 2)
     assert caught.value.code == "compiled_call"
+
+
+class Scale:
+    of_class = 1.0
+    __slots__ = ("held",)
+
+
+def _helped(x: torch.Tensor, by: Any = [1.0]) -> torch.Tensor:  # noqa: B006 - changed below
+    return x * by[0] * Scale.of_class * slotted.held * deep.inner.scale * chosen["act"](x)
+
+
+slotted, deep = Scale(), SimpleNamespace(inner=SimpleNamespace(scale=1.0))
+slotted.held = 1.0
+chosen: dict[str, Any] = {"act": lambda x: x.sin()}
+
+
+@pytest.mark.parametrize(
+    ("holder", "name", "value", "shown"),
+    [
+        (Scale, "of_class", 2.0, "Scale.of_class"),
+        (slotted, "held", 2.0, "slotted.held"),
+        (deep.inner, "scale", 2.0, "deep.inner.scale"),
+        (chosen, "act", lambda x: x.cos(), "chosen['act'].__code__"),
+        (_helped.__defaults__[0], 0, 2.0, "_helped.__defaults__[0][0]"),  # type: ignore[index]
+    ],
+)
+def test_what_the_step_has_changed_for_a_function_that_a_region_calls_is_refused(
+    holder: Any, name: Any, value: Any, shown: str
+) -> None:
+    is_item = isinstance(holder, (dict, list))
+    put = holder.__setitem__ if is_item else functools.partial(setattr, holder)
+    before = holder[name] if is_item else getattr(holder, name)
+
+    class Helped(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return _helped(x)
+
+    blocks = [aot_eager(Helped()), aot_eager(Helped())]
+
+    def step(x: torch.Tensor) -> Any:
+        put(name, before)
+        x = blocks[0](x)
+        put(name, value)
+        x = blocks[1](x).sum()
+        put(name, before)
+        return x
+
+    with pytest.raises(roam.CaptureError) as caught:
+        roam.compile(step)(torch.randn(4, 8))
+    assert caught.value.code == "compiled_call"
+    assert f"the step has changed {shown} by then" in str(caught.value)
+    assert (holder[name] if is_item else getattr(holder, name)) is before
+
+
+def test_a_switch_that_the_step_has_changed_before_a_region_is_refused() -> None:
+    compiled = torch.compile(functional.scaled_dot_product_attention, backend="aot_eager")
+
+    def step(x: torch.Tensor) -> Any:
+        with sdpa_kernel(SDPBackend.MATH):
+            return compiled(x, x, x)
+
+    with pytest.raises(roam.CaptureError, match="choice of attention kernels") as caught:
+        roam.compile(step)(torch.randn(1, 2, 4, 8))
+    assert caught.value.code == "compiled_call"
+
+
+def test_a_tensor_that_the_step_has_marked_is_refused() -> None:
+    compiled = torch.compile(lambda x: x.sin() * x.shape[0], backend="aot_eager")
+
+    def step(x: torch.Tensor) -> Any:
+        x = x.cos()
+        torch._dynamo.mark_dynamic(x, 0)
+        return compiled(x)
+
+    with pytest.raises(roam.CaptureError, match="sizes the step has marked") as caught:
+        roam.compile(step)(torch.randn(4, 8))
+    assert caught.value.code == "compiled_call"
+
+
+@pytest.mark.parametrize("kind", ["a base and a view", "views", "a view of a buffer"])
+def test_arguments_that_share_memory(kind: str) -> None:
+    def changes(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x.mul_(2)
+        return x.sin() + y.add_(1)
+
+    def left(wrap: Callable[[Any], Any]) -> list[torch.Tensor]:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        compiled = torch.compile(changes, backend="aot_eager")
+        buffer = torch.randn(8)
+
+        @wrap
+        def step(x: torch.Tensor) -> Any:
+            x = x.clone()
+            if kind == "a view of a buffer":
+                return compiled(buffer, buffer[1:7].view(6)[:1])
+            return compiled(
+                *((x, x.view(8)[:2]) if kind == "a base and a view" else (x[:3], x[1:4]))
+            )
+
+        return [*(step(torch.randn(4, 2)) for _ in range(3)), buffer]
+
+    assert all(map(torch.equal, left(lambda step: step), left(roam.compile)))
+
+
+def test_code_that_torch_compile_has_been_told_to_forget_is_made_anew() -> None:
+    def losses(wrap: Callable[[Any], Any]) -> list[torch.Tensor]:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = by_method(Block(), backend=marking)
+        step, found = wrap(step_of(model)), []
+        for number, size in enumerate((6, 9, 9, 6)):
+            found.append(step(torch.randn(size, 8), torch.randint(8, (size,))).detach())
+            if number == 1:
+                torch._dynamo.reset()
+        return found
+
+    assert all(map(torch.equal, losses(lambda step: step), losses(roam.compile)))
 
 
 def test_more_kinds_of_calls_than_torch_compiles_are_refused() -> None:

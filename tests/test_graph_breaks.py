@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from functorch.compile import make_boxed_func
 from torch._dynamo import graph_break
-from torch._dynamo.backends.common import aot_autograd
 from torch.utils.checkpoint import checkpoint
 
 import roam
+from marking import marking
 from roam.program.operators import is_region
 from roam.torch_compat.private import is_precompiled
 from steps import step_of
@@ -30,23 +29,6 @@ def _apart() -> Iterator[None]:
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
-
-
-def _marked(graph: Any, _: Any) -> Any:
-    """Runs a graph, and lets every result tell how large the graph is."""
-    factor = 1 + len(graph.graph.nodes) / 256
-
-    def run(*args: Any) -> list[Any]:
-        return [
-            one * factor if isinstance(one, torch.Tensor) and one.is_floating_point() else one
-            for one in graph.forward(*args)
-        ]
-
-    return make_boxed_func(run)
-
-
-marking = aot_autograd(fw_compiler=_marked)
-"""A backend whose results differ where a function is compiled in other parts, or not at all."""
 
 
 class Base(torch.nn.Module):

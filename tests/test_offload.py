@@ -222,6 +222,24 @@ def test_without_room_on_the_disk_nothing_is_changed(
     assert step.memory().offloaded_tensors > 0
 
 
+def test_a_folder_that_is_gone_is_a_typed_error(tmp_path: Path) -> None:
+    folder = tmp_path / "offload"
+    folder.mkdir()
+    torch.manual_seed(0)
+    training = perceptron()
+    step = roam.compile(training.step, memory="50%", offload=folder)
+    batch = training.batch(torch.Generator().manual_seed(2))
+    before = state_of(training)
+    folder.rmdir()
+    with pytest.raises(roam.ExecutionError, match="No such file") as refused:
+        step(*training.objects, *batch)
+    assert refused.value.code == "offload_room"
+    assert_same_bits(before, state_of(training))
+    folder.mkdir()
+    step(*training.objects, *batch)
+    assert step.memory().offloaded_tensors > 0
+
+
 @pytest.mark.parametrize("call", ["pwrite", "preadv"])
 def test_a_failing_disk_is_a_typed_error(
     call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -541,14 +541,46 @@ def _compiled_code() -> bool:
 def _has_sizes() -> bool:
     def are_variable(dynamic: bool) -> bool:
         torch.compiler.reset()
-        compiled = torch.compile(lambda x: x.sin() + 3, backend="eager", dynamic=dynamic)
-        compiled(torch.ones(3))
+        compiled = torch.compile(
+            lambda given: [one.sin() + 3 for one in given.values()],
+            backend="eager",
+            dynamic=dynamic,
+        )
+        compiled({"x": torch.ones(3)})
         (entry,) = private.compiled_entries(compiled.__wrapped__.__code__)
         return private.has_variable_sizes(entry.guard_manager)
 
     is_right = are_variable(True) and not are_variable(False)
     torch.compiler.reset()
     return is_right
+
+
+def _sees_marks() -> bool:
+    tensor = torch.ones(3, 2)
+    is_plain = not private.is_marked(tensor)
+    for mark in (
+        torch._dynamo.mark_dynamic,
+        torch._dynamo.maybe_mark_dynamic,
+        torch._dynamo.mark_static,
+        torch._dynamo.decorators.mark_unbacked,
+    ):
+        tensor = torch.ones(3, 2)
+        mark(tensor, 0)
+        is_plain &= private.is_marked(tensor)
+    return is_plain
+
+
+def _names_what_is_guarded() -> bool:
+    table = {"scale": 2.0, "shift": 1.0}
+
+    def scaled(x: torch.Tensor, by: list[float]) -> torch.Tensor:
+        return sum(x * one for one in table.values()) * by[0]  # type: ignore[return-value]
+
+    torch.compile(scaled, backend="eager")(torch.ones(3), [1.0])
+    (entry,) = private.compiled_entries(scaled.__code__)
+    sources = private.guarded_sources(entry.guard_manager)
+    torch.compiler.reset()
+    return {"L['x']", "L['by'][0]"} <= set(sources) and any("table" in one for one in sources)
 
 
 def _implements() -> bool:
@@ -1209,6 +1241,7 @@ CANARIES: dict[str, Callable[[], bool]] = {
     "function_modes": _function_modes,
     "function_transform": _transforms,
     "gradient_hooks_of": _hooked,
+    "guarded_sources": _names_what_is_guarded,
     "has_kernel": _kernels,
     "has_kernel_for": _kernels,
     "has_module_hooks": _module_calls,
@@ -1225,6 +1258,7 @@ CANARIES: dict[str, Callable[[], bool]] = {
     "is_forgotten": _forgets,
     "is_graph_break": _graph_breaks,
     "is_input_mutation": _partitions,
+    "is_marked": _sees_marks,
     "is_of_dynamo": _raised_by_dynamo,
     "is_view": lambda: private.is_view(torch.ones(2)[0]) and not private.is_view(torch.ones(2)),
     "keeping_activations": _keeps_activations,

@@ -58,7 +58,10 @@ def block_ns(tier: Tier, room_bytes: int | None) -> int:
             is too little memory, or too little room on the disk, a byte is taken to need a
             nanosecond.
     """
-    signature = "block", os.stat(tier.folder).st_dev
+    try:
+        signature = "block", os.stat(tier.folder).st_dev
+    except OSError as error:
+        raise tier.lost(error) from error
     device = torch.device("cpu")
     with _one_at_a_time:
         if signature not in _learned:

@@ -104,6 +104,14 @@ class Tier:
                 raise OSError(f"the file of offloaded tensors in {self.folder} is too short")
             left, offset_bytes = left[done:], offset_bytes + done
 
+    def lost(self, error: OSError) -> ExecutionError:
+        """What to raise where the folder is gone, or cannot be looked at."""
+        return ExecutionError(
+            f"{self.folder} cannot be used for offloaded tensors: {error}. Nothing has been changed. "
+            "Make the folder again, or pass another one (offload=)",
+            code="offload_room",
+        )
+
     def _reserve(self, size_bytes: int) -> None:
         if self._process != os.getpid():  # a forked process would write into its parent's file
             self._close()

@@ -985,6 +985,11 @@ FROM_STANCE = "_callback_from_stance"
 """The function that says what compiles the frames of a compiled function."""
 
 
+def is_marked(tensor: torch.Tensor) -> bool:
+    """Whether a tensor tells `torch.compile` which of its sizes vary, as `mark_dynamic` has it."""
+    return any(name.startswith("_dynamo_") and name != DYNAMIC_INDICES for name in vars(tensor))
+
+
 def frame_evaluation() -> Any:
     """The module by which `torch.compile` runs what it has compiled; None if nothing has been
     compiled in this process, or where this PyTorch has no way to look at it.
@@ -1047,14 +1052,34 @@ def has_variable_sizes(guards: Any) -> bool:
     Args:
         guards: the `guard_manager` of one of `compiled_entries`.
     """
-    managers = [guards.root]
-    while managers:
-        manager = managers.pop()
-        managers += manager.get_child_managers()
+    for manager in _guard_managers(guards):
         parts = (part for leaf in manager.get_leaf_guards() for part in leaf.verbose_code_parts())
         if any(_VARIABLE_SIZE.search(part) for part in parts):
             return True
     return False
+
+
+def guarded_sources(guards: Any) -> list[str]:
+    """Where what `torch.compile` has made of a function looks before it runs, as expressions of
+    Python in which `L` are the local variables of the call and `G` the globals.
+
+    Args:
+        guards: the `guard_manager` of one of `compiled_entries`.
+    """
+    managers = (one for one in _guard_managers(guards) if one.get_leaf_guards())
+    return list(dict.fromkeys(manager.get_source() for manager in managers))
+
+
+def _guard_managers(guards: Any) -> Iterator[Any]:
+    """The parts of a `guard_manager`, those for the keys and values of dictionaries included."""
+    managers = [guards.root]
+    while managers:
+        manager = managers.pop()
+        yield manager
+        managers += manager.get_child_managers()
+        if isinstance(manager, torch._C._dynamo.guards.DictGuardManager):
+            for pair in manager.get_key_value_managers().values():
+                managers += filter(None, pair)
 
 
 _VARIABLE_SIZE = re.compile(r"\bsize=\[[^\]]*\bNone\b")
@@ -1281,6 +1306,7 @@ __all__ = [
     "gives_arguments",
     "gradient_hooks_of",
     "graph_task",
+    "guarded_sources",
     "has_kernel",
     "has_kernel_for",
     "has_module_hooks",
@@ -1303,6 +1329,7 @@ __all__ = [
     "is_input_mutation",
     "is_joined",
     "is_looked_at",
+    "is_marked",
     "is_of_dynamo",
     "is_pending",
     "is_precompiled",

@@ -38,6 +38,7 @@ from roam.capture.tracing.compiled_code import (
     GivenTensor,
     MadeCode,
     Settings,
+    SharedMemory,
     UsedCode,
     cell_in,
     first_code,
@@ -52,12 +53,14 @@ from roam.capture.tracing.compiled_frames import (
     stand_in_for,
 )
 from roam.capture.tracing.compiled_state import State, changes_of, state_of
+from roam.capture.tracing.guarded_values import Guarded, changes_since, guarded_by
 from roam.capture.tracing.region_operators import Unknown, region_of
 from roam.errors import CaptureError
 from roam.garbage import referrers
 from roam.own_code import is_own_file
 from roam.program.ir import Source
-from roam.state.equality import is_plain
+from roam.state.equality import is_plain, same, show
+from roam.state.global_state import AMBIENT
 from roam.state.library_code import is_library
 from roam.state.live_scalars import is_live
 from roam.state.made_objects import opened
@@ -71,6 +74,7 @@ from roam.torch_compat.private import (
     FakeTensor,
     as_written,
     backward_compiler,
+    c_pointer,
     compiled_codes,
     compiled_entries,
     disable_current_modes,
@@ -81,7 +85,9 @@ from roam.torch_compat.private import (
     innermost_backend,
     is_graph_break,
     is_looked_at,
+    is_marked,
     is_precompiled,
+    is_view,
     keep_as_written,
     leaves_callee,
     look_at_frames,
@@ -100,6 +106,16 @@ _RESUMED = "torch_dynamo_resume_in_"
 """How the names of functions begin that Dynamo makes for what follows a graph break."""
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _OPTIMIZERS = os.path.join(_TORCH, "optim", "")
+_OF_EACH_CALL = frozenset(
+    {
+        "gradient mode",
+        "autocast on cpu",
+        "autocast on cuda",
+        "autocast cache",
+        "hooks on saved tensors",
+    }
+)
+"""The switches that are part of a call (`Settings`), or change nothing that is compiled."""
 _BELOW = (
     os.path.join(_TORCH, "_subclasses", ""),
     os.path.join(_TORCH, "utils", "_python_dispatch.py"),
@@ -145,6 +161,7 @@ class Regions:
     _used: dict[object, tuple[CompiledCall, Code]] = field(default_factory=dict)
     _calls: dict[object, CompiledCall] = field(default_factory=dict)
     _states: dict[object, State] = field(default_factory=dict)
+    _guarded: dict[object, Guarded] = field(default_factory=dict)
     _wanted: dict[object, _Wanted] = field(default_factory=dict)
     _kept: list[Any] = field(default_factory=list)
     _cells: list[tuple[CellType, Any]] = field(default_factory=list)
@@ -164,6 +181,8 @@ class Regions:
     _refuse: Refuses | None = None
     _here: Callable[[], Source] = Source
     _reals: dict[int, tuple[Any, torch.Tensor]] = field(default_factory=dict)
+    _reals_in: dict[int, torch.Tensor] = field(default_factory=dict)
+    """By address of the fake's memory, the first real tensor that lies in it."""
     _modules: list[tuple[str, torch.nn.Module]] = field(default_factory=list)
     _held: frozenset[int] = frozenset()
     _rounds: int = 0
@@ -178,6 +197,8 @@ class Regions:
     _watch_numbers: Callable[[Callable[[int], None] | None], int] = lambda _: 0
     _numbers: list[Any] = field(default_factory=list)
     _is_real: bool = True
+    _switches: list[tuple[str, Callable[[], Any], Any]] = field(default_factory=list)
+    """PyTorch's switches when the step began: the name of each, what reads it, and what it was."""
 
     def start(self) -> None:
         """Before a capture: the code of each call is looked for anew, since what it depends on may
@@ -187,6 +208,7 @@ class Regions:
         self._wanted.clear()
         self._calls.clear()
         self._states.clear()
+        self._guarded.clear()
         self._used.clear()
         self._kept.clear()
         self._rounds = self._breaks = 0
@@ -224,6 +246,11 @@ class Regions:
         """
         self._refuse, self._here, self._modules, self._depth = refuse, here, modules, 0
         self._reals = {id(fake): (fake, real) for real, fake in fakes}
+        self._reals_in = {
+            c_pointer(fake.untyped_storage()): real
+            for real, fake in reversed(fakes)
+            if isinstance(fake, FakeTensor)
+        }
         self._held, self._outside, self._is_real = held, outside, is_real
         self._watch_numbers, self._numbers = watch_numbers, numbers
         self._thread, self._lacks = threading.get_ident(), False
@@ -233,6 +260,12 @@ class Regions:
                 self._look_at(code)
             for code, _, _ in list(self._looked_at.values()):
                 self._put_in_place(code)
+
+    def run_begins(self) -> None:
+        """When all is in place for a trace, and the step's function is about to run."""
+        self._switches = [
+            (name, read, read()) for name, read in AMBIENT if name not in _OF_EACH_CALL
+        ]
 
     def stand_ins(self) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
         """(holder, name, function) for what runs compiled code."""
@@ -271,8 +304,8 @@ class Regions:
         for cell, content in self._cells:
             cell.cell_contents = content
         self._cells.clear()
-        self._reals = {}
-        self._modules, self._numbers = [], []
+        self._reals, self._reals_in = {}, {}
+        self._modules, self._numbers, self._switches = [], [], []
         self._refuse, self._watch_numbers = None, lambda _: 0
 
     def check(self) -> None:
@@ -415,6 +448,7 @@ class Regions:
             self._refuse_optimizer()
         called = self._callers[-1]
         part = _part(code, called)
+        self._check_switches()
         if any(isinstance(one, torch.optim.Optimizer) for one in frame.contents):
             self._refuse_optimizer()
         # What others close over may be new in each call, and is part of the call.
@@ -423,7 +457,10 @@ class Regions:
             opened((frame.given, contents), lambda value: id(value) in self._held, lambda _: False)
         )
         places = {id(leaf): place for place, leaf in reversed(list(enumerate(leaves)))}
-        described = [self._described(leaf, places[id(leaf)], code) for leaf in leaves]
+        memories = self._memories(leaves, code)
+        described = [
+            self._described(leaf, places[id(leaf)], memories.get(id(leaf)), code) for leaf in leaves
+        ]
         settings = Settings.now()
         live = tuple(one.path for one in self._numbers if is_live(one.get()))
         cells = () if part else tuple(map(id, frame.cells))
@@ -434,11 +471,14 @@ class Regions:
             found = self._known[key]
             if found is None:
                 return self._run(frame, copy)
+            self._check_guarded(key, view)
             self._used[key] = self._calls[key], found
             return self._run(frame, found.code)
         if key not in self._wanted:
             self._kept += (called.wrapper, code, frame.cells, described)
-            known = (self._reals[id(leaf)][1] for leaf in leaves if id(leaf) in self._reals)
+            known = [self._reals[id(leaf)][1] for leaf in leaves if id(leaf) in self._reals]
+            shared = {memory.known for memory in memories.values()}
+            known += [real for real in self._reals_in.values() if id(real) in shared]
             reals = {id(real): weakref.ref(real) for real in known}
             self._calls[key] = CompiledCall(
                 called.wrapper,
@@ -465,6 +505,27 @@ class Regions:
         finally:
             self._watch_numbers(None)
             self._depth -= 1
+
+    def _check_guarded(self, key: object, view: Any) -> None:
+        """Refuses a call where something has changed that Dynamo's code for it depends on."""
+        for changed in changes_since(self._guarded[key], view):
+            self._refused(
+                f"the step has changed {changed} by then; it is compiled for what was there before the step. Change it before the "
+                "step, as model.train() does, or give it to the function as an argument",
+                code="compiled_call",
+            )  # fmt: skip
+
+    def _check_switches(self) -> None:
+        """Refuses a call under other switches of PyTorch's than those that the function would be
+        compiled under, which are those around the step.
+        """
+        for name, read, before in self._switches:
+            if not same(before, now := read()):
+                self._refused(
+                    f"the step has changed PyTorch's {name} by then from {show(before)} to {show(now)}; it would be compiled for the "
+                    "former. Change it before the step, or inside of the compiled function",
+                    code="compiled_call",
+                )  # fmt: skip
 
     def _run(self, frame: Frame, code: CodeType) -> Any:
         """The result of a call by other code, while the functions that it calls are looked at."""
@@ -515,12 +576,56 @@ class Regions:
         reals = (real.device for _, real in self._reals.values())
         return any(device.type == "cuda" for device in chain(fakes, reals))
 
-    def _described(self, leaf: Any, place: int, code: CodeType) -> Any:
+    def _memories(self, leaves: Sequence[Any], code: CodeType) -> dict[int, SharedMemory]:
+        """By identity, where those arguments lie that share their memory with another one, or with
+        a tensor from before the step: what Dynamo makes of a function that changes one of them
+        depends on it.
+        """
+        tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, FakeTensor)}
+        together: dict[int, list[torch.Tensor]] = {}
+        for tensor in tensors.values():
+            together.setdefault(c_pointer(tensor.untyped_storage()), []).append(tensor)
+        memories: dict[int, SharedMemory] = {}
+        for pointer, sharing in together.items():
+            real = self._reals_in.get(pointer)
+            if len(sharing) == 1 and (real is None or id(sharing[0]) in self._reals):
+                continue
+            kinds = {one.dtype for one in sharing}
+            if real is not None and real.dtype not in kinds:
+                real = None
+            if len(kinds) > 1:
+                self._cannot_be_given(
+                    code, "memory in two dtypes", "give it a copy of one of the tensors"
+                )
+            first = min(place for place, leaf in enumerate(leaves) if leaf is sharing[0])
+            for one in sharing:
+                memories[id(one)] = SharedMemory(
+                    first,
+                    one.untyped_storage().nbytes() // one.element_size(),
+                    int(one.storage_offset()),
+                    is_view(one),
+                    None if real is None else id(real),
+                )
+        return memories
+
+    def _described(self, leaf: Any, place: int, memory: SharedMemory | None, code: CodeType) -> Any:
         """An argument without fakes, of a function with this code."""
         if isinstance(leaf, torch.Tensor):
             known = self._reals.get(id(leaf))
             if type(leaf) is not FakeTensor and not isinstance(leaf, torch.nn.Parameter):
                 self._cannot_be_given(code, "tensor subclass", "give it plain tensors")
+            if leaf.is_conj() or leaf.is_neg():
+                self._cannot_be_given(
+                    code,
+                    "conjugate or a negative that is not computed yet",
+                    "give it x.resolve_conj() or x.resolve_neg()",
+                )
+            if known is None and is_marked(leaf):
+                self._cannot_be_given(
+                    code,
+                    "tensor whose sizes the step has marked for torch.compile",
+                    "pass dynamic=True to torch.compile instead",
+                )
             fake: Any = leaf
             return GivenTensor(
                 tuple(leaf.shape),
@@ -532,6 +637,7 @@ class Regions:
                 None if known is None else id(known[1]),
                 place,
                 frozenset(getattr(leaf, DYNAMIC_INDICES, ())),
+                memory,
             )
         if isinstance(leaf, (FunctionType, MethodType)):
             if _holds_tensors(leaf, lambda one: id(one) in self._reals):
@@ -626,7 +732,7 @@ class Regions:
                 )
             compiled = self.compiled
             with self.around():
-                found = self._known[key] = self._compiled(one)
+                found = self._known[key] = self._compiled(key, one)
             if self.compiled > compiled:
                 self._check_order(key, one)
                 self._made_anew.add(key)
@@ -663,7 +769,7 @@ class Regions:
         """Whether Dynamo has made something of a function for this step."""
         return any(one is not None and one.original is code for one in self._known.values())
 
-    def _compiled(self, wanted: _Wanted) -> Code | None:
+    def _compiled(self, key: object, wanted: _Wanted) -> Code | None:
         if id(wanted.call.code) in self._given_up:
             return None
         for name, now, then in changes_of(wanted.state):
@@ -676,6 +782,7 @@ class Regions:
                 code="compiled_call",
             )
         found: list[Code | None] = []
+        self._guarded[key] = []
         try:
             wanted.call.ask(lambda callback: self._asking(wanted.call, callback, found))
         except _LimitReached as limit:
@@ -707,6 +814,9 @@ class Regions:
                 "torch.compile does not look at it; call the plain function",
                 code="compiled_region",
             )
+        if found[0] is not None:
+            with wanted.call.again() as begun:
+                self._guarded[key] = guarded_by(found[0].guard_manager, begun.view)
         return found[0]
 
     def _asking(self, call: CompiledCall, callback: Any, found: list[Code | None]) -> Any:
@@ -873,7 +983,8 @@ def _key(described: Any) -> object:
 
 
 def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)
+    lines = list(filter(str.strip, str(error).splitlines())) or [type(error).__name__]
+    return " ".join(map(str.strip, lines[: 2 if lines[0].rstrip().endswith(":") else 1]))
 
 
 def _last_line(error: Exception) -> str:

@@ -194,6 +194,7 @@ def trace(
             modules = [module for _, module in fake_state.reach.modules]
             stack.enter_context(fully_shard.sharded(recorder, modules, fake_state.fake_of))
             given = fake_state.taker.take(args, kwargs)
+            fake_state.regions.run_begins()
             result = _run(recorder, step, args, kwargs)
             reductions.check()
         recorder.program.reduced = reductions.modules
