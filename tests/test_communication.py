@@ -350,7 +350,7 @@ def test_a_wait_ends_after_the_release_of_what_was_launched(
     holders = held_by(tensors[0])
     assert collectives._holders(tensors) != before
     threading.Timer(0.3, holders.clear).start()
-    Pending(launched, SimpleNamespace(wait=done), (tensors, before)).wait()
+    Pending(launched, SimpleNamespace(wait=done), tensors, before).wait()
     assert not holders
     assert collectives._holders(tensors) == before
 
@@ -361,10 +361,10 @@ def test_a_wait_ends_once_where_the_tensors_are_never_released(
 ) -> None:
     monkeypatch.setattr(collectives, "_RELEASES_S", 0.01)
     tensors = [torch.ones(2)]
-    held = tensors, collectives._holders(tensors)
+    before = collectives._holders(tensors)
     holders = held_by(tensors[0])
-    Pending(launched, SimpleNamespace(wait=done), held).wait()
+    Pending(launched, SimpleNamespace(wait=done), tensors, before).wait()
     assert collectives._held_elsewhere == {launched}
     monkeypatch.setattr(collectives, "_RELEASES_S", 1e9)  # the next one would hang if it waited
-    Pending(launched, SimpleNamespace(wait=done), held).wait()
+    Pending(launched, SimpleNamespace(wait=done), tensors, before).wait()
     assert holders

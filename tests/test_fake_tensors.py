@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import itertools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ import roam
 from roam.capture.step import Known, capture_step
 from roam.capture.tracing.fake_mode import new_mode
 from roam.capture.tracing.fake_tensors import Maker, marked_fakes
+from roam.state.cached_results import all_caches
 
 
 def seen(fake: Any) -> tuple[Any, ...]:
@@ -154,6 +156,17 @@ def test_caches_are_searched_where_a_fake_is_left(
         assert not isinstance(scale(4), FakeTensor)
         scale.cache_clear()
     assert bool(searched) is keeps
+
+
+def test_new_caches_are_found_after_a_search() -> None:
+    assert scale in all_caches()
+    new = functools.lru_cache(lambda: None)
+    assert new in all_caches() and scale in all_caches()
+    left = weakref.ref(new)
+    del new
+    assert left() is None and scale in all_caches()
+    newer = functools.lru_cache(lambda: None)
+    assert newer in all_caches()
 
 
 LAYOUTS: dict[str, Callable[[], torch.Tensor]] = {

@@ -570,7 +570,7 @@ def _sees_marks() -> bool:
     return is_plain
 
 
-def _names_what_is_guarded() -> bool:
+def _tells_what_is_guarded() -> bool:
     table = {"scale": 2.0, "shift": 1.0}
 
     def scaled(x: torch.Tensor, by: list[float]) -> torch.Tensor:
@@ -578,9 +578,10 @@ def _names_what_is_guarded() -> bool:
 
     torch.compile(scaled, backend="eager")(torch.ones(3), [1.0])
     (entry,) = private.compiled_entries(scaled.__code__)
-    sources = private.guarded_sources(entry.guard_manager)
+    places = private.guarded_places(entry.guard_manager)
+    accepted = [all(check(by) for check in places["L['by'][0]"]) for by in (1.0, 2.0)]
     torch.compiler.reset()
-    return {"L['x']", "L['by'][0]"} <= set(sources) and any("table" in one for one in sources)
+    return "L['x']" in places and any("table" in one for one in places) and accepted == [True, False]
 
 
 def _implements() -> bool:
@@ -1241,7 +1242,7 @@ CANARIES: dict[str, Callable[[], bool]] = {
     "function_modes": _function_modes,
     "function_transform": _transforms,
     "gradient_hooks_of": _hooked,
-    "guarded_sources": _names_what_is_guarded,
+    "guarded_places": _tells_what_is_guarded,
     "has_kernel": _kernels,
     "has_kernel_for": _kernels,
     "has_module_hooks": _module_calls,

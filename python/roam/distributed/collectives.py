@@ -129,9 +129,11 @@ class Launch:
             # The group gets storages of its own on the same memory: whatever the step does with its
             # tensors in between, it is known when the group has released them.
             tensors = list(map(on_own_storage, tensors))
-        held = tensors, _holders(tensors)
+            held, before = tensors, _holders(tensors)
+        else:
+            held, before = [], []
         made, read = tensors[: len(outputs)], tensors[len(outputs) :]
-        return Pending(self, _STARTS[self.kind](self, group, made, read), held)
+        return Pending(self, _STARTS[self.kind](self, group, made, read), held, before)
 
 
 def _holders(tensors: list[torch.Tensor]) -> list[tuple[int, int, int]]:
@@ -152,15 +154,21 @@ launch: Callable[..., Launch] = functools.cache(Launch)
 class Pending:
     """A collective between its launch and its wait."""
 
-    __slots__ = ("_held", "_work", "launch")
+    __slots__ = ("_before", "_held", "_work", "launch")
 
     def __init__(
-        self, launch: Launch, work: Any, held: tuple[list[torch.Tensor], list[tuple[int, int, int]]]
+        self,
+        launch: Launch,
+        work: Any,
+        held: list[torch.Tensor],
+        before: list[tuple[int, int, int]],
     ) -> None:
-        """`held`: tensors that only the group holds too, and their holders without the group."""
+        """`held`: tensors that only the group holds too, where its threads keep tensors for a
+        while. `before`: their holders before the launch.
+        """
         self.launch = launch
         self._work = work
-        self._held = held
+        self._held, self._before = held, before
         if work is not None:
             _in_flight[id(self)] = self
 
@@ -207,11 +215,11 @@ class Pending:
         and a process that ends in between would be aborted: that thread cannot release objects of
         an interpreter that is gone.
         """
-        (tensors, before), self._held = self._held, ([], [])
+        tensors, self._held = self._held, []
         if self.launch in _held_elsewhere:
             return
         deadline, looks = time.monotonic() + _RELEASES_S, 0
-        while _holders(tensors) != before:
+        while _holders(tensors) != self._before:
             looks += 1
             if looks > _SPINS and time.monotonic() > deadline:
                 _held_elsewhere.add(self.launch)

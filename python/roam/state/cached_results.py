@@ -23,18 +23,19 @@ class _Caches:
 
     def __init__(self) -> None:
         self._known: list[weakref.ref[Any]] = []
-        self._other_uses = -1
+        self._other_references = -1
 
     def now(self) -> list[Any]:
         """Those that are alive.
 
-        Each refers to its type. So as long as the type's uses by others are as many as before, no
-        new one was made, and the collector need not look through all objects of the process.
+        Each refers to its type. So as long as there are as many other references to the type as
+        before, no new one was made, and the collector need not look through all objects of the
+        process.
         """
         alive = [cache for known in self._known if (cache := known()) is not None]
-        if sys.getrefcount(_CACHE) - len(alive) != self._other_uses:
+        if sys.getrefcount(_CACHE) - len(alive) != self._other_references:
             alive = [cache for cache in referrers(_CACHE) if type(cache) is _CACHE]
-            self._other_uses = sys.getrefcount(_CACHE) - len(alive)
+            self._other_references = sys.getrefcount(_CACHE) - len(alive)
         self._known = list(map(weakref.ref, alive))
         return alive
 

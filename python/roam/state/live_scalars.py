@@ -257,15 +257,18 @@ def _comparison(function: Any) -> Callable[..., bool]:
     return method
 
 
+def _both_sides(names: str, *others: Any) -> dict[str, Callable[..., Any]]:
+    """The methods of operators with the number on the left, and with it on the right."""
+    functions = {name: getattr(operator, f"__{name}__") for name in names.split()}
+    return {
+        f"__{side}{name}__": made(function, *others)
+        for side, made in (("", _binary), ("r", _reflected))
+        for name, function in functions.items()
+    }
+
+
 _ARITHMETIC: dict[str, Callable[..., Any]] = {
-    **{
-        f"__{name}__": _binary(getattr(operator, name))
-        for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
-    },
-    **{
-        f"__r{name}__": _reflected(getattr(operator, name))
-        for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
-    },
+    **_both_sides("add sub mul truediv floordiv mod pow"),
     "__array__": lambda self, *_, **__: self.node.to_numpy(),
     "__divmod__": _both(_binary(operator.floordiv), _binary(operator.mod)),
     "__rdivmod__": _both(_reflected(operator.floordiv), _reflected(operator.mod)),
@@ -293,14 +296,7 @@ _ARITHMETIC: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 
 _OF_INTEGERS: dict[str, Callable[..., Any]] = {
-    **{
-        f"__{name}__": _binary(getattr(operator, f"__{name}__"), _INTEGERS)
-        for name in ("and", "or", "xor", "lshift", "rshift")
-    },
-    **{
-        f"__r{name}__": _reflected(getattr(operator, f"__{name}__"), _INTEGERS)
-        for name in ("and", "or", "xor", "lshift", "rshift")
-    },
+    **_both_sides("and or xor lshift rshift", _INTEGERS),
     "__invert__": _unary(operator.invert),
     "bit_length": _of_value(int.bit_length),
     "bit_count": _of_value(lambda number: number.bit_count()),

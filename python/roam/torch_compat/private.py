@@ -1059,15 +1059,21 @@ def has_variable_sizes(guards: Any) -> bool:
     return False
 
 
-def guarded_sources(guards: Any) -> list[str]:
-    """Where what `torch.compile` has made of a function looks before it runs, as expressions of
-    Python in which `L` are the local variables of the call and `G` the globals.
+def guarded_places(guards: Any) -> dict[str, list[Callable[[Any], bool]]]:
+    """Where what `torch.compile` has made of a function looks before it runs, and by what checks of
+    the value there it decides whether to run.
+
+    The places are expressions of Python in which `L` are the local variables of the call and `G`
+    the globals.
 
     Args:
         guards: the `guard_manager` of one of `compiled_entries`.
     """
-    managers = (one for one in _guard_managers(guards) if one.get_leaf_guards())
-    return list(dict.fromkeys(manager.get_source() for manager in managers))
+    places: dict[str, list[Callable[[Any], bool]]] = {}
+    for manager in _guard_managers(guards):
+        if manager.get_source() and (checks := manager.get_leaf_guards()):
+            places.setdefault(manager.get_source(), []).extend(checks)
+    return places
 
 
 def _guard_managers(guards: Any) -> Iterator[Any]:
@@ -1306,7 +1312,7 @@ __all__ = [
     "gives_arguments",
     "gradient_hooks_of",
     "graph_task",
-    "guarded_sources",
+    "guarded_places",
     "has_kernel",
     "has_kernel_for",
     "has_module_hooks",

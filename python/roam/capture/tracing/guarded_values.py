@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import (
     CellType,
     CodeType,
@@ -26,10 +26,12 @@ import torch
 from roam.state.equality import MISSING, same
 from roam.state.library_code import is_library
 from roam.state.live_scalars import is_live
-from roam.torch_compat.private import guarded_sources
+from roam.torch_compat.private import guarded_places
 
-Guarded = list[tuple[ast.expr, tuple[type, object]]]
-"""For each place, the expression that names it, and what is compared of the value there."""
+Guarded = list[tuple[ast.expr, tuple[type, object], list[Callable[[Any], bool]]]]
+"""For each place, the expression that names it, what is compared of the value there, and Dynamo's
+own checks of that value.
+"""
 
 
 def guarded_by(guards: Any, view: Any) -> Guarded:
@@ -39,19 +41,25 @@ def guarded_by(guards: Any, view: Any) -> Guarded:
         guards: the `guard_manager` of the code.
         view: the call, with `f_locals` and `f_globals`.
     """
-    sources = [ast.parse(source, mode="eval").body for source in guarded_sources(guards) if source]
-    found = [(source, _compared(_held(source, view))) for source in sources]
-    return [(source, seen) for source, seen in found if seen is not None]
+    guarded: Guarded = []
+    for source, checks in guarded_places(guards).items():
+        expression = ast.parse(source, mode="eval").body
+        seen = _compared(_held(expression, view))
+        if seen is not None:
+            guarded.append((expression, seen, checks))
+    return guarded
 
 
 def changes_since(guarded: Guarded, view: Any) -> Iterator[str]:
-    """The places where something else is now, in a trace of a step; numbers that are recorded are
-    left out.
+    """The places whose value is another one now and is not accepted by Dynamo's checks, in a trace
+    of a step; numbers that are recorded are left out.
     """
-    for source, before in guarded:
+    for source, before, checks in guarded:
         value = _held(source, view)
         now = _compared(value)
-        if not same(before, now) and not (now is None and is_live(value)):
+        if same(before, now) or (now is None and is_live(value)):
+            continue
+        if value is MISSING or not all(check(value) for check in checks):
             yield _shown(source)
 
 
@@ -116,6 +124,9 @@ def _item(value: Any, place: Any) -> Any:
 
 def _attribute(value: Any, name: str) -> Any:
     if isinstance(value, torch.Tensor):
+        raise _NotFoundError
+    # A capture replaces the code of some functions itself.
+    if name == "__code__" and is_library(getattr(value, "__module__", None)):
         raise _NotFoundError
     try:
         if name == "__dict__" or type(value) in (FunctionType, MethodType, CellType):

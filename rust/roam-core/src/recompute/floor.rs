@@ -63,7 +63,7 @@ fn raise(repeats: &Repeats, best: &mut (u64, Option<Op>), watch: &Watch) -> Resu
     outlooks.sort_by_key(|(op, outlook)| (Reverse(outlook.bytes), *op));
     let held = outlooks.iter().take(ROUNDS[0].0).map(|(op, _)| {
         let moment = Moment::new(repeats, *op);
-        (0, Held::new(repeats, *op, moment.bytes, &moment.held))
+        (0, Held::new(repeats, *op, moment.outlook.bytes, &moment.held))
     });
     let mut held: Vec<(u64, Held)> = held.collect();
     let mut work = MAKINGS_WORK;

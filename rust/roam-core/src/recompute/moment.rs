@@ -37,7 +37,7 @@ enum Arc {
 /// One choice of what is kept and what runs again.
 #[derive(Clone, Debug)]
 struct Choice {
-    /// Bytes kept beyond [`Moment::bytes`].
+    /// Bytes kept beyond [`Outlook::bytes`].
     bytes: u64,
     /// Nanoseconds of further runs.
     ns: u64,
@@ -64,10 +64,9 @@ pub(super) struct Least {
 /// The moment at which an operator runs for the first time.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Moment {
-    /// What is live in every schedule, persistent tensors left out: the operator's own working set
-    /// and tensors that nothing can bring back.
-    pub(super) bytes: u64,
-    /// Those of these tensors that are needed after this moment, each at the version that is held.
+    pub(super) outlook: Outlook,
+    /// Those tensors of [`Outlook::bytes`] that are needed after this moment, each at the version
+    /// that is held.
     pub(super) held: Vec<(Ten, usize)>,
     nodes: u32,
     arcs: Vec<(u32, u32, Arc)>,
@@ -76,23 +75,20 @@ pub(super) struct Moment {
     /// Sums over all arcs.
     all_bytes: u64,
     all_ns: u64,
-    /// Bytes kept beyond [`Moment::bytes`] if nothing runs again.
+}
+
+/// What a [`Moment`] promises. There are many moments, and few are worth their arcs.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Outlook {
+    /// What is live in every schedule, persistent tensors left out: the operator's own working set
+    /// and tensors that nothing can bring back.
+    pub(super) bytes: u64,
+    /// Bytes kept beyond `bytes` if nothing runs again.
     pub(super) keep_all: u64,
     /// The part of `keep_all` that has been made for certain: what may as well be made later costs
     /// nothing.
     made: u64,
     /// Bytes kept where everything is dropped that can be brought back.
-    single: u64,
-}
-
-/// What a [`Moment`] promises. There are many moments, and few are worth their arcs.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Outlook {
-    /// [`Moment::bytes`].
-    pub(super) bytes: u64,
-    /// [`Moment::keep_all`].
-    pub(super) keep_all: u64,
-    made: u64,
     single: u64,
 }
 
@@ -121,8 +117,7 @@ pub(super) fn outlooks_at(repeats: &Repeats, promise: &[u64], watch: &Watch) -> 
             |(moment, marks), op| {
                 watch.check()?;
                 moment.fill(repeats, op, marks);
-                let &mut Moment { bytes, keep_all, made, single, .. } = moment;
-                Ok((op, Outlook { bytes, keep_all, made, single }))
+                Ok((op, moment.outlook))
             },
         )
         .collect()
@@ -258,7 +253,7 @@ impl Moment {
         };
 
         self.clear();
-        self.bytes = inputs.iter().map(|&tensor| problem.size(tensor)).sum::<u64>() + problem.transient(op) - saved;
+        self.outlook.bytes = inputs.iter().map(|&tensor| problem.size(tensor)).sum::<u64>() + problem.transient(op) - saved;
         // Who makes a version of a tensor; `None` where it enters.
         let maker_of = |tensor: Ten, version: usize| match version.checked_sub(1) {
             None => repeats.creator(tensor),
@@ -277,8 +272,8 @@ impl Moment {
             for version in later.map(|user| repeats.version(tensor, user)).chain(last) {
                 if is_past(maker_of(tensor, version)) && marks.node_of_version(tensor, version).is_none() {
                     marks.know(tensor, version, SOURCE);
-                    self.keep_all += price(tensor, version);
-                    self.made += if is_made(tensor, version) { price(tensor, version) } else { 0 };
+                    self.outlook.keep_all += price(tensor, version);
+                    self.outlook.made += if is_made(tensor, version) { price(tensor, version) } else { 0 };
                 }
             }
         }
@@ -289,12 +284,12 @@ impl Moment {
             let Some(maker) = maker.filter(|_| bytes > 0) else {
                 // Nothing brings it back, or nothing is gained by that.
                 if from == SOURCE {
-                    self.bytes += bytes;
-                    self.keep_all -= bytes;
-                    self.made -= if is_made(tensor, version) { bytes } else { 0 };
+                    self.outlook.bytes += bytes;
+                    self.outlook.keep_all -= bytes;
+                    self.outlook.made -= if is_made(tensor, version) { bytes } else { 0 };
                     self.held.push((tensor, version));
                 } else if bytes > 0 {
-                    self.single += bytes;
+                    self.outlook.single += bytes;
                     self.arc(from, SINK, Arc::Keep(bytes, 0));
                 }
                 continue;
@@ -335,12 +330,11 @@ impl Moment {
 
     /// Empties it, and keeps its room.
     fn clear(&mut self) {
-        let (mut held, mut arcs, mut makers) =
-            (std::mem::take(&mut self.held), std::mem::take(&mut self.arcs), std::mem::take(&mut self.makers));
-        held.clear();
-        arcs.clear();
-        makers.clear();
-        *self = Moment { held, arcs, makers, nodes: 2, ..Moment::default() };
+        self.held.clear();
+        self.arcs.clear();
+        self.makers.clear();
+        self.outlook = Outlook::default();
+        (self.nodes, self.all_bytes, self.all_ns) = (2, 0, 0);
     }
 
     fn node(&mut self) -> u32 {
@@ -401,10 +395,9 @@ impl Moment {
         Ok((value, Choice { bytes, ns, wanted }))
     }
 
-    /// About how many bytes are live here if nothing runs again.
     /// The fewest bytes that any schedule has live here, persistent tensors left out.
     pub(super) fn floor(&self, work: &mut u64, watch: &Watch) -> Result<u64, Stop> {
-        Ok(self.bytes + self.least(1, 0, &[], work, watch)?.0)
+        Ok(self.outlook.bytes + self.least(1, 0, &[], work, watch)?.0)
     }
 
     /// What holds, in every schedule that keeps to the limit here, for the time of further runs
@@ -420,7 +413,7 @@ impl Moment {
         work: &mut u64,
         watch: &Watch,
     ) -> Result<Option<Least>, Stop> {
-        let Some(room) = limit.checked_sub(self.bytes) else { return Ok(None) };
+        let Some(room) = limit.checked_sub(self.outlook.bytes) else { return Ok(None) };
         let (mut best, mut above) = self.least(0, 1, supposed, work, watch)?;
         if above.bytes <= room {
             let Choice { ns: most_ns, wanted, .. } = above;
