@@ -161,10 +161,11 @@ def test_caches_are_searched_where_a_fake_is_left(
 def test_new_caches_are_found_after_a_search() -> None:
     assert scale in all_caches()
     new = functools.lru_cache(lambda: None)
-    assert new in all_caches() and scale in all_caches()
+    assert {new, scale} <= set(all_caches())
     left = weakref.ref(new)
     del new
-    assert left() is None and scale in all_caches()
+    assert left() is None
+    assert scale in all_caches()
     newer = functools.lru_cache(lambda: None)
     assert newer in all_caches()
 

@@ -581,7 +581,9 @@ def _tells_what_is_guarded() -> bool:
     places = private.guarded_places(entry.guard_manager)
     accepted = [all(check(by) for check in places["L['by'][0]"]) for by in (1.0, 2.0)]
     torch.compiler.reset()
-    return "L['x']" in places and any("table" in one for one in places) and accepted == [True, False]
+    return (
+        "L['x']" in places and any("table" in one for one in places) and accepted == [True, False]
+    )
 
 
 def _implements() -> bool:
