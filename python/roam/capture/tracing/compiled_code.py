@@ -10,16 +10,16 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import CellType, CodeType, FunctionType
 from typing import Any
 
 import torch
 
+from roam.capture.tracing.compiled_arguments import Arguments
 from roam.capture.tracing.compiled_frames import Frame, cell_of, function_of, spread
 from roam.torch_compat.patches import replaced
 from roam.torch_compat.private import (
-    DYNAMIC_INDICES,
     FROM_STANCE,
     compiled_entries,
     disable_current_modes,
@@ -80,71 +80,6 @@ class Settings:
 
 
 @dataclass(frozen=True, slots=True)
-class SharedMemory:
-    """Where a tensor lies that shares its memory with others that a compiled function may use.
-
-    Attributes:
-        first: where among the arguments the first one of them is.
-        size: how many elements the memory has.
-        offset: of the tensor, in elements.
-        is_view: whether autograd knows the tensor as a view of another.
-        known: the identity of a real tensor from before the step that lies there, if there is one.
-    """
-
-    first: int
-    size: int
-    offset: int
-    is_view: bool
-    known: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class GivenTensor:
-    """A tensor that a compiled function was given."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    requires_grad: bool
-    is_leaf: bool
-    known: int | None
-    """The identity of the real tensor, if it is one from before the step."""
-    place: int
-    """Where among the arguments it is first."""
-    variable: frozenset[int]
-    """Its dimensions that vary in the compiled code that made it. They then vary in code that is
-    compiled for it too."""
-    memory: SharedMemory | None
-    """None if it shares its memory with nothing."""
-
-    def made_in(self, base: torch.Tensor) -> torch.Tensor:
-        """The same, in the memory of another one."""
-        assert self.memory is not None, "it shares its memory"
-        with torch.set_grad_enabled(self.requires_grad):
-            source = base if self.requires_grad or not base.requires_grad else base.detach()
-            tensor = source.as_strided(self.shape, self.stride, self.memory.offset)
-        if self.is_leaf != tensor.is_leaf or self.requires_grad != tensor.requires_grad:
-            tensor = tensor.detach().requires_grad_(self.requires_grad)
-        return self._marked(tensor)
-
-    def made(self) -> torch.Tensor:
-        """A real tensor like it, whose values nobody looks at."""
-        tensor = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
-        tensor.requires_grad_(self.requires_grad)
-        if not self.is_leaf and self.requires_grad:
-            with torch.enable_grad():
-                other = tensor.clone()
-            tensor = other if other.stride() == self.stride else tensor
-        return self._marked(tensor)
-
-    def _marked(self, tensor: torch.Tensor) -> torch.Tensor:
-        if self.variable:
-            setattr(tensor, DYNAMIC_INDICES, set(self.variable))
-        return tensor
-
-
-@dataclass(frozen=True, slots=True)
 class CompiledCall:
     """A call of a function that `torch.compile` compiles: because the user has asked for it, or
     because another compiled function calls it.
@@ -155,9 +90,7 @@ class CompiledCall:
         names: its globals.
         cells: the cells of the variables that it closes over, if they are from before the step;
             else None.
-        leaves: what its arguments and its other free variables hold, with `GivenTensor` for
-            tensors.
-        reals: by identity, the real tensors from before the step among them.
+        arguments: what its arguments and its other free variables hold.
         spec: how arguments and free variables are made of the leaves.
         settings: what else the compiled graph depends on.
     """
@@ -166,8 +99,7 @@ class CompiledCall:
     code: CodeType
     names: dict[str, Any]
     cells: tuple[CellType, ...] | None
-    leaves: list[Any]
-    reals: dict[int, weakref.ref[torch.Tensor]]
+    arguments: Arguments
     spec: Any
     settings: Settings
 
@@ -175,55 +107,10 @@ class CompiledCall:
     def again(self) -> Iterator[Frame]:
         """The call with real tensors of the same metadata; not begun."""
         with disable_current_modes(), torch.inference_mode(False), ExitStack() as stack:
-            leaves = list[Any]()
-            bases = self._bases()
-            for leaf in self.leaves:
-                real = self._real(leaf.known) if type(leaf) is GivenTensor else None
-                if type(leaf) is not GivenTensor:
-                    leaves.append(leaf)
-                elif real is not None:
-                    leaves.append(real)
-                elif leaf.place < len(leaves):
-                    leaves.append(leaves[leaf.place])
-                elif leaf.memory is None:
-                    leaves.append(leaf.made())
-                else:
-                    given, base = bases[leaf.memory.first]
-                    leaves.append(base if given is leaf else leaf.made_in(base))
-            given, contents = pytree.tree_unflatten(leaves, self.spec)
+            given, contents = pytree.tree_unflatten(self.arguments.made(), self.spec)
             self.settings.enter(stack)
             cells = tuple(map(cell_of, contents)) if self.cells is None else self.cells
             yield Frame(self.code, self.names, given, cells)
-
-    def _real(self, known: int | None) -> torch.Tensor | None:
-        return None if known is None else self.reals[known]()
-
-    def _bases(self) -> dict[int, tuple[GivenTensor | None, torch.Tensor]]:
-        """For each memory that several tensors share, by `SharedMemory.first`, a tensor that the
-        others are views of, and which of the arguments it is.
-        """
-        bases: dict[int, tuple[GivenTensor | None, torch.Tensor]] = {}
-        shared: list[Any] = [one for one in self.leaves if type(one) is GivenTensor and one.memory]
-        for leaf in sorted(shared, key=lambda one: one.memory.is_view):
-            memory = leaf.memory
-            if memory.first in bases:
-                continue
-            base = self._real(memory.known)
-            given = None
-            if base is None and not memory.is_view:
-                given, base = leaf, leaf.made()
-            if base is None or _elements(base) < memory.size:
-                needs = any(one.requires_grad for one in shared if one.memory.first == memory.first)
-                whole = replace(
-                    leaf,
-                    shape=(memory.size,),
-                    stride=(1,),
-                    requires_grad=needs,
-                    variable=frozenset(),
-                )
-                given, base = None, whole.made()
-            bases[memory.first] = given, base
-        return bases
 
     def ask(self, callback: Callable[[Any], Any]) -> None:
         """Calls the function by its wrapper, with another callback for frames in the place of the
@@ -249,11 +136,6 @@ class CompiledCall:
         with self.again() as frame:
             entry = first_code(frame.view, backend)
             return None if entry is None else entry.code
-
-
-def _elements(tensor: torch.Tensor) -> int:
-    """How many elements the memory of a tensor has."""
-    return tensor.untyped_storage().nbytes() // tensor.element_size()
 
 
 @contextmanager

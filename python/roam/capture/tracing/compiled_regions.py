@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import functools
 import os
-import re
 import sys
 import threading
 import weakref
@@ -31,67 +30,53 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 
+from roam.capture.tracing.compilation import Compiler, Wanted, refusal
+from roam.capture.tracing.compiled_arguments import Arguments, Reals
 from roam.capture.tracing.compiled_code import (
     Code,
     CompiledCall,
-    Found,
-    GivenTensor,
-    MadeCode,
     Settings,
-    SharedMemory,
     UsedCode,
     cell_in,
-    first_code,
-    newest_first,
 )
 from roam.capture.tracing.compiled_frames import (
     STAND_IN,
     Frame,
-    contents_of,
     function_of,
     spread,
     stand_in_for,
 )
-from roam.capture.tracing.compiled_state import State, changes_of, state_of
-from roam.capture.tracing.guarded_values import Guarded, changes_since, guarded_by
+from roam.capture.tracing.compiled_state import changes_of, state_of
+from roam.capture.tracing.guarded_values import Guarded, changes_since
 from roam.capture.tracing.region_operators import Unknown, region_of
 from roam.errors import CaptureError
 from roam.garbage import referrers
 from roam.own_code import is_own_file
 from roam.program.ir import Source
-from roam.state.equality import is_plain, same, show
+from roam.state.equality import same, show
 from roam.state.global_state import AMBIENT
-from roam.state.library_code import is_library
 from roam.state.live_scalars import is_live
 from roam.state.made_objects import opened
 from roam.torch_compat.patches import replaced
 from roam.torch_compat.private import (
     CALLS,
-    DYNAMIC_INDICES,
     FROM_STANCE,
     IS_COMPILING,
     IS_NESTED,
     FakeTensor,
     as_written,
     backward_compiler,
-    c_pointer,
     compiled_codes,
-    compiled_entries,
     disable_current_modes,
     frame_evaluation,
     has_tensors,
     has_variable_sizes,
     inductor_graph,
     innermost_backend,
-    is_graph_break,
     is_looked_at,
-    is_marked,
     is_precompiled,
-    is_view,
-    keep_as_written,
     leaves_callee,
     look_at_frames,
-    may_compile,
     put_in_place,
     pytree,
     take_from_place,
@@ -101,7 +86,6 @@ _MOST_ROUNDS = 8
 """How often a capture compiles calls of functions that it has compiled before."""
 _MOST_BREAKS = 100
 """How often at most a capture compiles what the trace before has met."""
-_LINE = re.compile(r'File "([^"]+)", line (\d+)')
 _RESUMED = "torch_dynamo_resume_in_"
 """How the names of functions begin that Dynamo makes for what follows a graph break."""
 _TORCH = os.path.dirname(torch.__file__) + os.sep
@@ -133,36 +117,23 @@ class CompileRegions(Exception):
     """A trace has met compiled functions whose code is not known yet."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Wanted:
-    """A call of a compiled function, to be compiled."""
-
-    call: CompiledCall
-    state: State
-    source: Source
-    part: str
-    """Which part of the function that the step calls it is, in words; empty for the whole."""
-
-
 @dataclass(slots=True)
 class Regions:
     """The compiled functions that one step calls.
 
     Attributes:
-        compiled: how many calls were compiled.
         around: a block around each compilation.
     """
 
-    compiled: int = 0
     around: Callable[[], AbstractContextManager[None]] = nullcontext
-    _made: MadeCode = field(default_factory=MadeCode)
-    _known: dict[object, Code | None] = field(default_factory=dict)
-    """The code of each call; None for a call that runs as it is written."""
+    _compiler: Compiler = field(default_factory=Compiler)
+    _known: dict[object, tuple[Code, Guarded] | None] = field(default_factory=dict)
+    """The code of each call, and what it depends on; None for a call that runs as it is written."""
     _used: dict[object, tuple[CompiledCall, Code]] = field(default_factory=dict)
-    _calls: dict[object, CompiledCall] = field(default_factory=dict)
-    _states: dict[object, State] = field(default_factory=dict)
-    _guarded: dict[object, Guarded] = field(default_factory=dict)
-    _wanted: dict[object, _Wanted] = field(default_factory=dict)
+    _calls: dict[object, Wanted] = field(default_factory=dict)
+    """All calls that traces have met."""
+    _wanted: dict[object, Wanted] = field(default_factory=dict)
+    """Those that the last trace has met, and whose code is to be found."""
     _kept: list[Any] = field(default_factory=list)
     _cells: list[tuple[CellType, Any]] = field(default_factory=list)
     _callers: list[_Called] = field(default_factory=list)
@@ -171,8 +142,6 @@ class Regions:
     place, and a copy that nobody looks at."""
     _own: dict[int, CodeType] = field(default_factory=dict)
     """By identity those copies, and what Dynamo has made."""
-    _given_up: dict[int, CodeType] = field(default_factory=dict)
-    """By identity the code that runs as it is written, since it was called without tensors."""
     _in_place: dict[int, CodeType] = field(default_factory=dict)
     """By identity the code of functions in whose place something stands now."""
     _thread: int = 0
@@ -180,9 +149,7 @@ class Regions:
     """Whether the trace has met functions in whose place nothing stood."""
     _refuse: Refuses | None = None
     _here: Callable[[], Source] = Source
-    _reals: dict[int, tuple[Any, torch.Tensor]] = field(default_factory=dict)
-    _reals_in: dict[int, torch.Tensor] = field(default_factory=dict)
-    """By address of the fake's memory, the first real tensor that lies in it."""
+    _reals: Reals = field(default_factory=lambda: Reals([]))
     _modules: list[tuple[str, torch.nn.Module]] = field(default_factory=list)
     _held: frozenset[int] = frozenset()
     _rounds: int = 0
@@ -207,13 +174,16 @@ class Regions:
         self._known.clear()
         self._wanted.clear()
         self._calls.clear()
-        self._states.clear()
-        self._guarded.clear()
         self._used.clear()
         self._kept.clear()
         self._rounds = self._breaks = 0
         self._compiled_codes.clear()
         self._made_anew.clear()
+
+    @property
+    def compiled(self) -> int:
+        """How many calls were compiled."""
+        return self._compiler.count
 
     # -- while a step is traced
 
@@ -245,12 +215,7 @@ class Regions:
             is_real: whether the step is of real tensors.
         """
         self._refuse, self._here, self._modules, self._depth = refuse, here, modules, 0
-        self._reals = {id(fake): (fake, real) for real, fake in fakes}
-        self._reals_in = {
-            c_pointer(fake.untyped_storage()): real
-            for real, fake in reversed(fakes)
-            if isinstance(fake, FakeTensor)
-        }
+        self._reals = Reals(fakes)
         self._held, self._outside, self._is_real = held, outside, is_real
         self._watch_numbers, self._numbers = watch_numbers, numbers
         self._thread, self._lacks = threading.get_ident(), False
@@ -304,7 +269,7 @@ class Regions:
         for cell, content in self._cells:
             cell.cell_contents = content
         self._cells.clear()
-        self._reals, self._reals_in = {}, {}
+        self._reals = Reals([])
         self._modules, self._numbers, self._switches = [], [], []
         self._refuse, self._watch_numbers = None, lambda _: 0
 
@@ -395,7 +360,7 @@ class Regions:
             return as_written(inside=True)
         if is_own_file(file) or file.startswith(_BELOW):
             return as_written(inside=False)
-        if id(code) in self._given_up or not is_looked_at(frame):
+        if id(code) in self._compiler.given_up or not is_looked_at(frame):
             return as_written(inside=True)
         if not has_tensors(frame):
             if not self._depth:
@@ -428,7 +393,7 @@ class Regions:
         return threading.get_ident() == self._thread and bool(self._callers)
 
     def _give_up(self, code: CodeType) -> None:
-        self._given_up[id(code)] = code
+        self._compiler.given_up[id(code)] = code
         if self._has_code(code):
             self._refused(_by_turns(code), code="compiled_region")
 
@@ -437,7 +402,7 @@ class Regions:
         code = frame.code
         copy = self._looked_at[id(code)][2]
         view = frame.view
-        if self._depth or id(code) in self._given_up or not is_looked_at(view):
+        if self._depth or id(code) in self._compiler.given_up or not is_looked_at(view):
             return self._run(frame, copy)
         if frame.caller is not None and leaves_callee(frame.caller):
             return self._run(frame, copy)
@@ -449,53 +414,43 @@ class Regions:
         called = self._callers[-1]
         part = _part(code, called)
         self._check_switches()
-        if any(isinstance(one, torch.optim.Optimizer) for one in frame.contents):
-            self._refuse_optimizer()
         # What others close over may be new in each call, and is part of the call.
         contents = frame.contents if part else []
         leaves, spec = pytree.tree_flatten(
             opened((frame.given, contents), lambda value: id(value) in self._held, lambda _: False)
         )
-        places = {id(leaf): place for place, leaf in reversed(list(enumerate(leaves)))}
-        memories = self._memories(leaves, code)
-        described = [
-            self._described(leaf, places[id(leaf)], memories.get(id(leaf)), code) for leaf in leaves
-        ]
+        if any(isinstance(one, torch.optim.Optimizer) for one in [*frame.contents, *leaves]):
+            self._refuse_optimizer()
+        arguments = Arguments.of(
+            leaves, self._reals, functools.partial(self._cannot_be_given, part)
+        )
         settings = Settings.now()
         live = tuple(one.path for one in self._numbers if is_live(one.get()))
         cells = () if part else tuple(map(id, frame.cells))
         function = id(called.wrapper), id(code), cells
-        key = function, tuple(map(_key, described)), str(spec), settings, live
+        key = function, arguments.key(), str(spec), settings, live
         self._order.append(key)
-        if key in self._known and not any(changes_of(self._states[key], in_trace=True)):
-            found = self._known[key]
-            if found is None:
+        if key in self._known and not any(changes_of(self._calls[key].state, in_trace=True)):
+            known = self._known[key]
+            if known is None:
                 return self._run(frame, copy)
-            self._check_guarded(key, view)
-            self._used[key] = self._calls[key], found
+            found, guarded = known
+            self._check_guarded(guarded, view)
+            self._used[key] = self._calls[key].call, found
             return self._run(frame, found.code)
         if key not in self._wanted:
-            self._kept += (called.wrapper, code, frame.cells, described)
-            known = [self._reals[id(leaf)][1] for leaf in leaves if id(leaf) in self._reals]
-            shared = {memory.known for memory in memories.values()}
-            known += [real for real in self._reals_in.values() if id(real) in shared]
-            reals = {id(real): weakref.ref(real) for real in known}
-            self._calls[key] = CompiledCall(
+            self._kept += (called.wrapper, code, frame.cells, arguments)
+            call = CompiledCall(
                 called.wrapper,
                 code,
                 frame.names,
                 None if part else frame.cells,
-                described,
-                reals,
+                arguments,
                 spec,
                 settings,
             )
-            self._states[key] = state_of(
-                self._modules, function_of(code, frame), closed_over=not part
-            )
-            self._wanted[key] = _Wanted(
-                self._calls[key], self._states[key], self._line(called), part
-            )
+            state = state_of(self._modules, function_of(code, frame), closed_over=not part)
+            self._calls[key] = self._wanted[key] = Wanted(call, state, self._line(called), part)
         self._depth += 1
         before = self._watch_numbers(lambda slot: self._refuse_number() if slot < before else None)
         try:
@@ -506,9 +461,9 @@ class Regions:
             self._watch_numbers(None)
             self._depth -= 1
 
-    def _check_guarded(self, key: object, view: Any) -> None:
+    def _check_guarded(self, guarded: Guarded, view: Any) -> None:
         """Refuses a call where something has changed that Dynamo's code for it depends on."""
-        for changed in changes_since(self._guarded[key], view):
+        for changed in changes_since(guarded, view):
             self._refused(
                 f"the step has changed {changed} by then; it is compiled for what was there before the step. Change it before the "
                 "step, as model.train() does, or give it to the function as an argument",
@@ -573,92 +528,10 @@ class Regions:
         """Whether arguments, or tensors from before the step, are on CUDA."""
         leaves = pytree.tree_leaves(arguments)
         fakes = (leaf.fake_device for leaf in leaves if isinstance(leaf, FakeTensor))
-        reals = (real.device for _, real in self._reals.values())
+        reals = (real.device for real in self._reals)
         return any(device.type == "cuda" for device in chain(fakes, reals))
 
-    def _memories(self, leaves: Sequence[Any], code: CodeType) -> dict[int, SharedMemory]:
-        """By identity, where those arguments lie that share their memory with another one, or with
-        a tensor from before the step: what Dynamo makes of a function that changes one of them
-        depends on it.
-        """
-        tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, FakeTensor)}
-        together: dict[int, list[torch.Tensor]] = {}
-        for tensor in tensors.values():
-            together.setdefault(c_pointer(tensor.untyped_storage()), []).append(tensor)
-        memories: dict[int, SharedMemory] = {}
-        for pointer, sharing in together.items():
-            real = self._reals_in.get(pointer)
-            if len(sharing) == 1 and (real is None or id(sharing[0]) in self._reals):
-                continue
-            kinds = {one.dtype for one in sharing}
-            if real is not None and real.dtype not in kinds:
-                real = None
-            if len(kinds) > 1:
-                self._cannot_be_given(
-                    code, "memory in two dtypes", "give it a copy of one of the tensors"
-                )
-            first = min(place for place, leaf in enumerate(leaves) if leaf is sharing[0])
-            for one in sharing:
-                memories[id(one)] = SharedMemory(
-                    first,
-                    one.untyped_storage().nbytes() // one.element_size(),
-                    int(one.storage_offset()),
-                    is_view(one),
-                    None if real is None else id(real),
-                )
-        return memories
-
-    def _described(self, leaf: Any, place: int, memory: SharedMemory | None, code: CodeType) -> Any:
-        """An argument without fakes, of a function with this code."""
-        if isinstance(leaf, torch.Tensor):
-            known = self._reals.get(id(leaf))
-            if type(leaf) is not FakeTensor and not isinstance(leaf, torch.nn.Parameter):
-                self._cannot_be_given(code, "tensor subclass", "give it plain tensors")
-            if leaf.is_conj() or leaf.is_neg():
-                self._cannot_be_given(
-                    code,
-                    "conjugate or a negative that is not computed yet",
-                    "give it x.resolve_conj() or x.resolve_neg()",
-                )
-            if known is None and is_marked(leaf):
-                self._cannot_be_given(
-                    code,
-                    "tensor whose sizes the step has marked for torch.compile",
-                    "pass dynamic=True to torch.compile instead",
-                )
-            fake: Any = leaf
-            return GivenTensor(
-                tuple(leaf.shape),
-                leaf.stride(),
-                leaf.dtype,
-                fake.fake_device,
-                leaf.requires_grad,
-                leaf.is_leaf,
-                None if known is None else id(known[1]),
-                place,
-                frozenset(getattr(leaf, DYNAMIC_INDICES, ())),
-                memory,
-            )
-        if isinstance(leaf, (FunctionType, MethodType)):
-            if _holds_tensors(leaf, lambda one: id(one) in self._reals):
-                self._cannot_be_given(
-                    code,
-                    "function that holds tensors of the step",
-                    "pass the tensors by themselves",
-                )
-            return leaf
-        if isinstance(leaf, (torch.nn.Module, type)) or is_plain(leaf):
-            return leaf
-        if isinstance(leaf, torch.optim.Optimizer):
-            self._refuse_optimizer()
-        self._cannot_be_given(
-            code,
-            "number that the step computes" if is_live(leaf) else type(leaf).__name__,
-            "give it tensors, plain numbers, the containers that torch.utils._pytree knows, and objects that the step makes of these",
-        )  # fmt: skip
-
-    def _cannot_be_given(self, code: CodeType, kind: str, remedy: str) -> NoReturn:
-        part = _part(code, self._callers[-1])
+    def _cannot_be_given(self, part: str, kind: str, remedy: str) -> NoReturn:
         if not part:
             self._refused(f"it is given a {kind}; {remedy}", code="compiled_call")
         self._refused(
@@ -712,34 +585,35 @@ class Regions:
         self._compiled_codes |= codes
         for key, one in wanted.items():
             if self._rounds > _MOST_ROUNDS and one.part:
-                _refuse(
+                raise refusal(
                     one,
                     f"its graph breaks, and {one.part} is given a function or module that every step makes anew; make it outside "
                     "of the step, or remove the break",
                     code="compiled_graph_break",
                 )
             if self._rounds > _MOST_ROUNDS:
-                _refuse(
+                raise refusal(
                     one,
                     "every step makes it anew; call torch.compile once, outside of the step",
                     code="compiled_call",
                 )
             if self._breaks > _MOST_BREAKS:
-                _refuse(
+                raise refusal(
                     one,
                     f"its graph breaks more than {_MOST_BREAKS} times in a row; remove breaks, or compile smaller parts",
                     code="compiled_graph_break",
                 )
             compiled = self.compiled
             with self.around():
-                found = self._known[key] = self._compiled(key, one)
+                known = self._known[key] = self._compiler.code_for(one)
             if self.compiled > compiled:
                 self._check_order(key, one)
                 self._made_anew.add(key)
-            if found is None:
-                if id(one.call.code) in self._given_up and self._has_code(one.call.code):
-                    _refuse(one, _by_turns(one.call.code), code="compiled_region")
+            if known is None:
+                if id(one.call.code) in self._compiler.given_up and self._has_code(one.call.code):
+                    raise refusal(one, _by_turns(one.call.code), code="compiled_region")
                 continue
+            found, _ = known
             self._own[id(found.code)] = found.code
             for resumed in _resumed(found):
                 self._look_at(resumed)
@@ -749,14 +623,14 @@ class Regions:
                 self._rounds -= 1
                 break
 
-    def _check_order(self, key: object, wanted: _Wanted) -> None:
+    def _check_order(self, key: object, wanted: Wanted) -> None:
         """Refuses a step in which a later call of the same function was compiled before this one:
         what Dynamo makes of a call depends on those that it has compiled.
         """
         code = wanted.call.code
         later = self._order[self._order.index(key) :]
-        if any(one in self._made_anew and self._calls[one].code is code for one in later):
-            error = _refusal(
+        if any(one in self._made_anew and self._calls[one].call.code is code for one in later):
+            error = refusal(
                 wanted,
                 f"its graph breaks, and {code.co_name} is compiled for several kinds of calls, in an order that only the eager step "
                 "knows; run the step once without roam before",
@@ -767,129 +641,7 @@ class Regions:
 
     def _has_code(self, code: CodeType) -> bool:
         """Whether Dynamo has made something of a function for this step."""
-        return any(one is not None and one.original is code for one in self._known.values())
-
-    def _compiled(self, key: object, wanted: _Wanted) -> Code | None:
-        if id(wanted.call.code) in self._given_up:
-            return None
-        for name, now, then in changes_of(wanted.state):
-            what = f"set {name} to {then!r} by then; it would be compiled for {now!r}, the value before the step"
-            if isinstance(then, tuple):
-                what = f"changed {name} by then; it would be compiled for what was there before the step"
-            _refuse(
-                wanted,
-                f"the step has {what}; set such attributes before the step, as model.train() does",
-                code="compiled_call",
-            )
-        found: list[Code | None] = []
-        self._guarded[key] = []
-        try:
-            wanted.call.ask(lambda callback: self._asking(wanted.call, callback, found))
-        except _LimitReached as limit:
-            _refuse(
-                wanted,
-                f"torch.compile has compiled {limit} for {limit.count} kinds of calls, as many as it is allowed to, and runs all "
-                "others without compiling; raise torch._dynamo.config.recompile_limit before the first call, or make equal "
-                "in all blocks what differs between them",
-                code="compiled_too_often",
-            )
-        except CaptureError:
-            raise
-        except Exception as error:  # noqa: BLE001 - whatever compilers raise
-            if is_graph_break(error):
-                _refuse(
-                    wanted,
-                    f"its graph breaks at {_last_line(error)}: {_first_line(error)}; remove the break, or compile it without "
-                    "fullgraph=True",
-                    code="compiled_graph_break",
-                )
-            _refuse(
-                wanted,
-                f"compiling it raised {type(error).__name__}: {_first_line(error)}; call the plain function",
-                code="compiled_region",
-            )
-        if not found:
-            _refuse(
-                wanted,
-                "torch.compile does not look at it; call the plain function",
-                code="compiled_region",
-            )
-        if found[0] is not None:
-            with wanted.call.again() as begun:
-                self._guarded[key] = guarded_by(found[0].guard_manager, begun.view)
-        return found[0]
-
-    def _asking(self, call: CompiledCall, callback: Any, found: list[Code | None]) -> Any:
-        """A callback for frames that finds or compiles the code of the first frame that has any,
-        and does not run it. Compiled again, a function may get other kernels: Dynamo remembers the
-        sizes that it has met, and takes those that change for variables.
-        """
-        backend = innermost_backend(callback)
-        original = call.code
-        with call.again() as begun:
-            view = begun.view
-            entries = newest_first(original)
-            if not may_compile(view, entries, callback):
-                # C++ would not call the callback any more, and the code would run.
-                entry = first_code(view, backend)
-                if entry is None:
-                    raise _LimitReached(original.co_name, len(entries))
-                found.append(self._code(original, entry, call.names, backend))
-                raise Found
-
-        def compiled(frame: Any, *others: Any, **named: Any) -> Any:
-            assert frame.f_code is original, "the function that is called"
-            entry = first_code(frame, backend)
-            if entry is not None:
-                found.append(self._code(original, entry, call.names, backend))
-                raise Found
-            earlier = tuple([one.code for one in compiled_entries(original)])
-            result = callback(frame, *others, **named)
-            made = result.guarded_code
-            if made is None:
-                keep_as_written(original, result)
-                if result.apply_to_code:
-                    self._given_up[id(original)] = original
-                found.append(None)
-                raise Found
-            self.compiled += 1
-            code = Code(original, made.code, call.names, made.guard_manager, backend, earlier)
-            found.append(code)
-            self._made.codes.append(code)
-            raise Found
-
-        return compiled
-
-    def _code(self, original: CodeType, entry: Any, names: dict[str, Any], backend: Any) -> Code:
-        """An entry of Dynamo's cache, kept."""
-        if type(entry) is Code:
-            return entry
-        return Code(original, entry.code, names, entry.guard_manager, backend)
-
-
-def _holds_tensors(
-    value: Any, is_known: Callable[[Any], bool], seen: set[int] | None = None
-) -> bool:
-    """Whether a function closes over a tensor that is not known, or is a method of what holds
-    one.
-    """
-    seen = set() if seen is None else seen
-    if id(value) in seen or isinstance(value, (torch.nn.Module, type)):
-        return False
-    seen.add(id(value))
-    if isinstance(value, torch.Tensor):
-        return not is_known(value)
-    held: list[Any] = []
-    if type(value) is MethodType:
-        held = [value.__self__, value.__func__]
-    elif type(value) is FunctionType:
-        defaults = value.__defaults__, value.__kwdefaults__
-        held = [*map(contents_of, value.__closure__ or ()), *defaults]
-    elif type(value) in (list, tuple, dict):
-        held = list(value.values() if type(value) is dict else value)
-    elif type(getattr(value, "__dict__", None)) is dict and not is_library(type(value).__module__):
-        held = list(vars(value).values())
-    return any(_holds_tensors(one, is_known, seen) for one in held)
+        return any(one is not None and one[0].original is code for one in self._known.values())
 
 
 def _part(code: CodeType, called: _Called) -> str:
@@ -921,14 +673,6 @@ def _resumed(code: Code) -> Iterator[CodeType]:
     for constant in code.code.co_consts:
         if isinstance(constant, CodeType) and constant.co_name.startswith(_RESUMED):
             yield constant
-
-
-class _LimitReached(Exception):
-    """Dynamo compiles a function no more."""
-
-    def __init__(self, name: str, count: int) -> None:
-        super().__init__(name)
-        self.count = count
 
 
 @dataclass(frozen=True, slots=True)
@@ -972,33 +716,3 @@ def _written(function: Callable[..., Any]) -> CodeType | None:
         function = getattr(function.__self__, "forward", function)
     function = getattr(function, "__func__", function)
     return function.__code__ if type(function) is FunctionType else None
-
-
-def _key(described: Any) -> object:
-    if type(described) is GivenTensor:
-        return described
-    if type(described) is MethodType:  # made anew whenever it is asked for
-        return MethodType, id(described.__self__), id(described.__func__)
-    return type(described), repr(described) if is_plain(described) else id(described)
-
-
-def _first_line(error: Exception) -> str:
-    lines = list(filter(str.strip, str(error).splitlines())) or [type(error).__name__]
-    return " ".join(map(str.strip, lines[: 2 if lines[0].rstrip().endswith(":") else 1]))
-
-
-def _last_line(error: Exception) -> str:
-    """The line of the user's that a compiler names last."""
-    lines = _LINE.findall(str(error))
-    return "{}:{}".format(*lines[-1]) if lines else "unknown line"
-
-
-def _refuse(wanted: _Wanted, what: str, *, code: str) -> NoReturn:
-    raise _refusal(wanted, what, code=code)
-
-
-def _refusal(wanted: _Wanted, what: str, *, code: str) -> CaptureError:
-    return CaptureError(
-        f"{wanted.source}: the step calls a function or module that torch.compile has compiled, and {what}",
-        code=code, source=str(wanted.source),
-    )  # fmt: skip
