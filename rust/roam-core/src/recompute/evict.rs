@@ -1,6 +1,6 @@
 //! Eviction with knowledge of the future: runs the operators in their order, drops tensors where
 //! the limit asks for it or where they had better be dropped anyway, and makes them again when they
-//! are needed.
+//! are needed. docs/explanation/theory.md (When operators run again) explains the terms.
 
 use super::model::{Model, NONE, Use};
 use crate::graph::Residency;
