@@ -70,7 +70,7 @@ class Compiler:
             what = f"set {name} to {then!r} by then; it would be compiled for {now!r}, the value before the step"
             if isinstance(then, tuple):
                 what = f"changed {name} by then; it would be compiled for what was there before the step"
-            raise refusal(
+            raise refused_call(
                 wanted,
                 f"the step has {what}; set such attributes before the step, as model.train() does",
                 code="compiled_call",
@@ -79,7 +79,7 @@ class Compiler:
         try:
             wanted.call.ask(lambda callback: self._asking(wanted.call, callback, found))
         except _LimitReached as limit:
-            raise refusal(
+            raise refused_call(
                 wanted,
                 f"torch.compile has compiled {limit} for {limit.count} kinds of calls, as many as it is allowed to, and runs all "
                 "others without compiling; raise torch._dynamo.config.recompile_limit before the first call, or make equal "
@@ -90,19 +90,19 @@ class Compiler:
             raise
         except Exception as error:
             if is_graph_break(error):
-                raise refusal(
+                raise refused_call(
                     wanted,
                     f"its graph breaks at {_last_line(error)}: {_first_line(error)}; remove the break, or compile it without "
                     "fullgraph=True",
                     code="compiled_graph_break",
                 ) from error
-            raise refusal(
+            raise refused_call(
                 wanted,
                 f"compiling it raised {type(error).__name__}: {_first_line(error)}; call the plain function",
                 code="compiled_region",
             ) from error
         if not found:
-            raise refusal(
+            raise refused_call(
                 wanted,
                 "torch.compile does not look at it; call the plain function",
                 code="compiled_region",
@@ -169,7 +169,7 @@ class _LimitReached(Exception):
         self.count = count
 
 
-def refusal(wanted: Wanted, what: str, *, code: str) -> CaptureError:
+def refused_call(wanted: Wanted, what: str, *, code: str) -> CaptureError:
     """The error that refuses a step because of one of its calls."""
     return CaptureError(
         f"{wanted.source}: the step calls a function or module that torch.compile has compiled, and {what}",

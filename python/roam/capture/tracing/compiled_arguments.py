@@ -132,19 +132,23 @@ class Arguments:
     reals: dict[int, weakref.ref[torch.Tensor]]
 
     @classmethod
-    def of(cls, leaves: Sequence[Any], reals: Reals, refused: CannotBeGiven) -> Arguments:
+    def of(cls, leaves: Sequence[Any], reals: Reals, cannot_be_given: CannotBeGiven) -> Arguments:
         """Those of a call in a trace.
 
         Args:
             leaves: what the function is given, in the trace.
             reals: the trace's.
-            refused: called with what cannot be told without fakes.
+            cannot_be_given: called with what cannot be told without fakes.
         """
         places = {id(leaf): place for place, leaf in reversed(list(enumerate(leaves)))}
-        memories = _memories(leaves, reals, refused)
+        memories = _memories(leaves, reals, cannot_be_given)
         described = [
             _described(
-                leaf, places[id(leaf)], memories.get(id(leaf), (None, None))[0], reals, refused
+                leaf,
+                places[id(leaf)],
+                memories.get(id(leaf), (None, None))[0],
+                reals,
+                cannot_be_given,
             )
             for leaf in leaves
         ]
@@ -213,7 +217,7 @@ def _elements(tensor: torch.Tensor) -> int:
 
 
 def _memories(
-    leaves: Sequence[Any], reals: Reals, refused: CannotBeGiven
+    leaves: Sequence[Any], reals: Reals, cannot_be_given: CannotBeGiven
 ) -> dict[int, tuple[SharedMemory, torch.Tensor | None]]:
     """By identity, where those arguments lie that share their memory with another one, or with a
     tensor from before the step, and such a tensor: what Dynamo makes of a function that changes one
@@ -232,7 +236,7 @@ def _memories(
         if real is not None and real.dtype not in kinds:
             real = None
         if len(kinds) > 1:
-            refused("memory in two dtypes", "give it a copy of one of the tensors")
+            cannot_be_given("memory in two dtypes", "give it a copy of one of the tensors")
         first = min(place for place, leaf in enumerate(leaves) if leaf is sharing[0])
         for one in sharing:
             memory = SharedMemory(
@@ -247,20 +251,20 @@ def _memories(
 
 
 def _described(
-    leaf: Any, place: int, memory: SharedMemory | None, reals: Reals, refused: CannotBeGiven
+    leaf: Any, place: int, memory: SharedMemory | None, reals: Reals, cannot_be_given: CannotBeGiven
 ) -> Any:
     """An argument without fakes."""
     if isinstance(leaf, torch.Tensor):
         known = reals.of(leaf)
         if type(leaf) is not FakeTensor and not isinstance(leaf, torch.nn.Parameter):
-            refused("tensor subclass", "give it plain tensors")
+            cannot_be_given("tensor subclass", "give it plain tensors")
         if leaf.is_conj() or leaf.is_neg():
-            refused(
+            cannot_be_given(
                 "conjugate or a negative that is not computed yet",
                 "give it x.resolve_conj() or x.resolve_neg()",
             )
         if known is None and is_marked(leaf):
-            refused(
+            cannot_be_given(
                 "tensor whose sizes the step has marked for torch.compile",
                 "pass dynamic=True to torch.compile instead",
             )
@@ -279,14 +283,14 @@ def _described(
         )
     if isinstance(leaf, (FunctionType, MethodType)):
         if _holds_tensors(leaf, lambda one: reals.of(one) is not None):
-            refused(
+            cannot_be_given(
                 "function that holds tensors of the step",
                 "pass the tensors by themselves",
             )
         return leaf
     if isinstance(leaf, (torch.nn.Module, type)) or is_plain(leaf):
         return leaf
-    refused(
+    cannot_be_given(
         "number that the step computes" if is_live(leaf) else type(leaf).__name__,
         "give it tensors, plain numbers, the containers that torch.utils._pytree knows, and objects that the step makes of these",
     )  # fmt: skip

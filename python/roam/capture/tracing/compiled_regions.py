@@ -30,7 +30,7 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 
-from roam.capture.tracing.compilation import Compiler, Wanted, refusal
+from roam.capture.tracing.compilation import Compiler, Wanted, refused_call
 from roam.capture.tracing.compiled_arguments import Arguments, Reals
 from roam.capture.tracing.compiled_code import (
     Code,
@@ -585,20 +585,20 @@ class Regions:
         self._compiled_codes |= codes
         for key, one in wanted.items():
             if self._rounds > _MOST_ROUNDS and one.part:
-                raise refusal(
+                raise refused_call(
                     one,
                     f"its graph breaks, and {one.part} is given a function or module that every step makes anew; make it outside "
                     "of the step, or remove the break",
                     code="compiled_graph_break",
                 )
             if self._rounds > _MOST_ROUNDS:
-                raise refusal(
+                raise refused_call(
                     one,
                     "every step makes it anew; call torch.compile once, outside of the step",
                     code="compiled_call",
                 )
             if self._breaks > _MOST_BREAKS:
-                raise refusal(
+                raise refused_call(
                     one,
                     f"its graph breaks more than {_MOST_BREAKS} times in a row; remove breaks, or compile smaller parts",
                     code="compiled_graph_break",
@@ -611,7 +611,7 @@ class Regions:
                 self._made_anew.add(key)
             if known is None:
                 if id(one.call.code) in self._compiler.given_up and self._has_code(one.call.code):
-                    raise refusal(one, _by_turns(one.call.code), code="compiled_region")
+                    raise refused_call(one, _by_turns(one.call.code), code="compiled_region")
                 continue
             found, _ = known
             self._own[id(found.code)] = found.code
@@ -630,7 +630,7 @@ class Regions:
         code = wanted.call.code
         later = self._order[self._order.index(key) :]
         if any(one in self._made_anew and self._calls[one].call.code is code for one in later):
-            error = refusal(
+            error = refused_call(
                 wanted,
                 f"its graph breaks, and {code.co_name} is compiled for several kinds of calls, in an order that only the eager step "
                 "knows; run the step once without roam before",
