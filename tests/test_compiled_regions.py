@@ -712,13 +712,18 @@ def test_more_kinds_of_calls_than_torch_compiles_are_refused() -> None:
             return x * self.number
 
     def step() -> Any:
-        blocks = [aot_eager(Numbered(number)) for number in range(3)]
+        blocks = [
+            torch.compile(Numbered(number), backend="aot_eager", dynamic=False)
+            for number in range(3)
+        ]
         model = torch.nn.Sequential(*blocks, torch.nn.Linear(8, 4))
         return trained(model, roam.compile(step_of(model)), 1)
 
+    settings = torch._dynamo.config.get_config_copy()
     limit = torch._dynamo.config.patch(recompile_limit=2)
     with limit, pytest.raises(roam.CaptureError) as caught:
         step()
+    assert torch._dynamo.config.get_config_copy() == settings
     assert caught.value.code == "compiled_too_often"
     assert "recompile_limit" in str(caught.value)
     step()

@@ -6,13 +6,14 @@ searches the cache and this code together, as Dynamo would search a cache that c
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from types import CellType, CodeType, FunctionType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -120,12 +121,20 @@ class CompiledCall:
         assert evaluation is not None, "a compiled function was met"
 
         def stand_in(own: Any) -> Any:
-            return callback(own) if callable(own) else own
+            if not callable(own):
+                return own
+            try:
+                return callback(own)
+            except BaseException as error:  # noqa: BLE001 - raised below, whatever it is
+                # By now the wrapper has changed Dynamo's settings, and it puts them back only if
+                # the function that it calls raises.
+                called.cell_contents = functools.partial(_raise, error)
+                return None
 
         with (
             self.again() as frame,
             replaced([(evaluation, FROM_STANCE, stand_in)]),
-            calling(self.wrapper, function_of(frame.code, frame)),
+            calling(self.wrapper, function_of(frame.code, frame)) as called,
             suppress(Found),
         ):
             args, kwargs = spread(frame.code, frame.given)
@@ -138,14 +147,20 @@ class CompiledCall:
             return None if entry is None else entry.code
 
 
+def _raise(error: BaseException, *_: Any, **__: Any) -> NoReturn:
+    raise error
+
+
 @contextmanager
-def calling(wrapper: FunctionType, function: Callable[..., Any]) -> Iterator[None]:
-    """A block in which a function of `torch.compile`'s calls this one."""
+def calling(wrapper: FunctionType, function: Callable[..., Any]) -> Iterator[CellType]:
+    """A block in which a function of `torch.compile`'s calls this one, or what is put in the cell
+    instead.
+    """
     cell = cell_in(wrapper, "fn")
     before = cell.cell_contents
     cell.cell_contents = function
     try:
-        yield
+        yield cell
     finally:
         cell.cell_contents = before
 
