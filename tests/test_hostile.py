@@ -508,6 +508,37 @@ def a_rate_and_a_scheduler(my, x, y):
     return loss
 
 
+def test_an_environment_variable_may_be_set_to_what_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("ROAM_TEST_COUNT", "3")
+
+    def body(my, x, y):
+        os.environ["ROAM_TEST_COUNT"] = "3"
+        return train(my, x, y, float(os.environ["ROAM_TEST_COUNT"]))
+
+    my = make()
+    step = roam.compile(lambda x, y: body(my, x, y))
+    data = batches(3)
+    step(*data[0])
+    step(*data[1])
+    monkeypatch.setenv("ROAM_TEST_COUNT", "4")
+    with pytest.raises(roam.CaptureError) as caught:
+        step(*data[2])
+    assert caught.value.code == "moved"
+
+
+def test_operators_that_take_functions_are_refused() -> None:
+    my = make()
+
+    def body(x, y):
+        return train(my, torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,)), y)
+
+    with pytest.raises(roam.CaptureError, match=r"cond at .*torch\.where") as caught:
+        roam.compile(body).plan(*batches(1)[0])
+    assert caught.value.code == "refused_operator"
+
+
 @pytest.mark.parametrize(
     "body",
     [

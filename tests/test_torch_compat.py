@@ -586,6 +586,26 @@ def _tells_what_is_guarded() -> bool:
     )
 
 
+def _reaches_modes() -> bool:
+    """An operator that takes functions reaches a dispatch mode whole that asks for such."""
+    seen = []
+
+    class Mode(torch.utils._python_dispatch.TorchDispatchMode):
+        supports_higher_order_operators = True
+
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if isinstance(func, private.HigherOrderOperator):
+                seen.append(func)
+                return args[-1][0]
+            return func(*args, **(kwargs or {}))
+
+    with Mode():
+        torch.ops.higher_order.cond(True, torch.sin, torch.cos, (torch.ones(2),))
+    return seen == [torch.ops.higher_order.cond]
+
+
 def _implements() -> bool:
     """A gradient's operator reaches a dispatch mode whole while it has a kernel for autograd."""
     operator, seen = torch.ops.aten.cumprod_backward.default, []
@@ -1163,6 +1183,7 @@ CANARIES: dict[str, Callable[[], bool]] = {
     "DisableTorchFunction": _function_modes,
     "DynamicOutputShapeException": _data_dependent,
     "FakeTensor": _fakes,
+    "HigherOrderOperator": _reaches_modes,
     "FakeTensorMode": _fakes,
     "OpOverload": _overloads,
     "TorchDispatchMode": _dispatch_modes,

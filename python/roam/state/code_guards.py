@@ -72,6 +72,15 @@ class Reliance:
 
             return reading_all
 
+        def setting(environment: Any, key: Any, value: Any) -> None:
+            # PyTorch itself sets one whenever a function is given to torch.compile.
+            if isinstance(key, str) and isinstance(value, str):
+                name, now = environment.encodekey(key), environment.encodevalue(value)
+                if environment._data.get(name, MISSING) == now:
+                    self._variables[name] = now
+                    return
+            changing()
+
         def changing(*_: object) -> None:
             refuse(
                 "the step sets an environment variable, which a captured step would not do again; "
@@ -81,7 +90,7 @@ class Reliance:
         yield kind, "__getitem__", reading
         yield kind, "__iter__", all_of(iterate)
         yield kind, "__len__", all_of(count)
-        yield kind, "__setitem__", changing
+        yield kind, "__setitem__", setting
         yield kind, "__delitem__", changing
 
     def unreached(self, reach: Reach) -> list[tuple[str, types.FunctionType]]:

@@ -20,7 +20,7 @@ from types import CodeType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
+from torch._ops import HigherOrderOperator, OpOverload
 from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -1267,6 +1267,7 @@ __all__ = [
     "DynamicOutputShapeException",
     "FakeTensor",
     "FakeTensorMode",
+    "HigherOrderOperator",
     "OpOverload",
     "TorchDispatchMode",
     "UnsupportedOperatorException",

@@ -90,6 +90,10 @@ _RESUMED = "torch_dynamo_resume_in_"
 """How the names of functions begin that Dynamo makes for what follows a graph break."""
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _OPTIMIZERS = os.path.join(_TORCH, "optim", "")
+_TAKE_FUNCTIONS = os.path.join(_TORCH, "_higher_order_ops", "")
+"""Where PyTorch compiles the functions that operators such as `torch.cond` take. These operators
+are refused when they are recorded.
+"""
 _OF_EACH_CALL = frozenset(
     {
         "gradient mode",
@@ -145,6 +149,8 @@ class Regions:
     _in_place: dict[int, CodeType] = field(default_factory=dict)
     """By identity the code of functions in whose place something stands now."""
     _thread: int = 0
+    _is_watched: bool = False
+    """Whether Dynamo was there when the trace began."""
     _lacks: bool = False
     """Whether the trace has met functions in whose place nothing stood."""
     _refuse: Refuses | None = None
@@ -220,7 +226,8 @@ class Regions:
         self._watch_numbers, self._numbers = watch_numbers, numbers
         self._thread, self._lacks = threading.get_ident(), False
         self._order.clear()
-        if frame_evaluation() is not None:
+        self._is_watched = frame_evaluation() is not None
+        if self._is_watched:
             for code in compiled_codes():
                 self._look_at(code)
             for code, _, _ in list(self._looked_at.values()):
@@ -273,6 +280,16 @@ class Regions:
         self._modules, self._numbers, self._switches = [], [], []
         self._refuse, self._watch_numbers = None, lambda _: 0
 
+    def check_failure(self) -> None:
+        """After a trace that failed.
+
+        Raises:
+            CompileRegions: if Dynamo was first imported in this trace, which therefore saw nothing
+                of what `torch.compile` did in it.
+        """
+        if not self._is_watched and frame_evaluation() is not None:
+            raise CompileRegions
+
     def check(self) -> None:
         """After a trace that ended.
 
@@ -307,8 +324,12 @@ class Regions:
         """A call of a compiled function by the step."""
         evaluation = frame_evaluation()
         assert evaluation is not None, "it was met"
+        code = _written(called.function)
         is_on = callable(getattr(evaluation, FROM_STANCE)(called.callback))
         if not is_on:
+            return called.function(*args, **kwargs)
+        if code is not None and code.co_filename.startswith(_TAKE_FUNCTIONS):
+            look_at_frames(None)
             return called.function(*args, **kwargs)
         if self._depth:  # inside of another one, which is compiled with it
             return self._looking(called.function, args, kwargs)
@@ -322,7 +343,6 @@ class Regions:
                 "that no plan can share; compile it without, for example with mode='max-autotune-no-cudagraphs'",
                 code="compiled_cudagraphs",
             )  # fmt: skip
-        code = _written(called.function)
         if code is not None:
             if code.co_filename.startswith(_OPTIMIZERS):
                 self._refuse_optimizer()

@@ -54,6 +54,7 @@ from roam.torch_compat.private import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
+    HigherOrderOperator,
     TorchDispatchMode,
     UnsupportedOperatorException,
     base_name,
@@ -107,6 +108,7 @@ class Recorder(Values, TorchDispatchMode):
                 If None, the step is refused there.
         """
         TorchDispatchMode.__init__(self)
+        self.supports_higher_order_operators = True  # they get here, to be refused
         Values.__init__(self, frames, real_arguments, kernels, watch, number_of, results, answers)
 
     @classmethod
@@ -132,6 +134,11 @@ class Recorder(Values, TorchDispatchMode):
                 and absent.asked_by_engine(sys._getframe(1))
             )
             return absent.NOWHERE if is_hidden else device
+        if isinstance(func, HigherOrderOperator):
+            self.refuse(
+                "it takes functions, and which operators they run cannot be recorded; use Python's own if and loops, or torch.where",
+                code="refused_operator", op=str(func), source=self.frames.here()[1],
+            )  # fmt: skip
         if any(kind is not FakeTensor and _runs_itself(kind) for kind in types):
             return NotImplemented  # its own dispatch calls operators on the parts
         kwargs = kwargs or {}

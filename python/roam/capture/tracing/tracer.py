@@ -195,7 +195,11 @@ def trace(
             stack.enter_context(fully_shard.sharded(recorder, modules, fake_state.fake_of))
             given = fake_state.taker.take(args, kwargs)
             fake_state.regions.run_begins()
-            result = _run(recorder, step, args, kwargs)
+            try:
+                result = _run(recorder, step, args, kwargs)
+            except CaptureError:
+                fake_state.regions.check_failure()
+                raise
             reductions.check()
         recorder.program.reduced = reductions.modules
         taken = fake_state.taker.take(args, kwargs)
