@@ -163,8 +163,9 @@ def _described(inputs: Sequence[Any]) -> list[object]:
 def _registered(
     graph: Any, run: Run, inputs: Sequence[Any], key: tuple[str, int | None, str]
 ) -> Region:
-    if any(not isinstance(value, torch.Tensor) and type(value) is not int for value in inputs):
-        raise Unknown("an input is neither a tensor nor a whole number")
+    for value in inputs:
+        if not isinstance(value, torch.Tensor) and type(value) is not int:
+            raise Unknown(f"an input is a {type(value).__name__}")
     tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
     places = [place for place, value in enumerate(inputs) if isinstance(value, torch.Tensor)]
     if not tensors:
