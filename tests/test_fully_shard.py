@@ -337,16 +337,22 @@ def test_spread_layers_that_are_sharded_too(ranks: Ranks, way: str, step: Any, s
     assert found == [""] * ranks.world
 
 
-@FOUR
-@pytest.mark.parametrize(("make", "step"), [(sharded, update), (sharded_twice, update_twice)])
+@pytest.mark.parametrize(
+    ("processes", "make", "step"),
+    [(2, sharded, update), (4, sharded_twice, update_twice)],
+    indirect=["processes"],
+)
 def test_a_checkpoint_is_loaded_and_training_goes_on(
     ranks: Ranks, tmp_path: Path, make: Any, step: Any
 ) -> None:
     assert ranks.run(saved_and_loaded, str(tmp_path), make, step) == [True] * ranks.world
 
 
-@FOUR
-@pytest.mark.parametrize(("make", "step"), [(sharded, update), (sharded_twice, update_twice)])
+@pytest.mark.parametrize(
+    ("processes", "make", "step"),
+    [(2, sharded, update), (4, sharded_twice, update_twice)],
+    indirect=["processes"],
+)
 def test_a_fake_group_gives_the_plan_of_any_rank(
     ranks: Ranks, one: Ranks, make: Any, step: Any
 ) -> None:
