@@ -77,6 +77,8 @@ def sharded(kind: str = "plain", **options: Any) -> nn.Module:
     net.head = nn.Linear(16, 47, bias=False)
     for block in net.blocks:
         fully_shard(block, mesh=mesh, **options)
+        if kind == "compiled":
+            block.compile()
     return fully_shard(net, mesh=mesh, **options)
 
 
@@ -303,6 +305,8 @@ def saved_and_loaded(rank: int, world: int, folder: str, make: Any, update: Any)
         ("kept", update, 4),
         ("mixed", update, 4),
         ("plain", accumulate, 4),
+        ("compiled", update, 4),
+        ("compiled", accumulate, 4),
     ],
 )
 def test_steps_have_the_bits_of_eager_pytorch(

@@ -958,6 +958,30 @@ def _shards(group: Any) -> bool:
     )
 
 
+def _whole_for_a_while(group: Any) -> bool:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    model = torch.nn.Linear(4, 3)
+    model.bias.requires_grad_(False)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)), mp_policy=policy)
+    private.set_up_shards([model])
+    before = list(model.parameters())
+    with private.whole_parameters([model]):
+        inside = list(model.parameters())
+        with private.whole_parameters([model]):
+            pass
+        is_left = list(map(id, model.parameters())) == list(map(id, inside))
+    told = [(tuple(one.shape), one.dtype, one.requires_grad, type(one)) for one in inside]
+    kind = torch.nn.Parameter
+    return (
+        is_left
+        and list(map(id, model.parameters())) == list(map(id, before))
+        and told == [((3, 4), torch.bfloat16, True, kind), ((3,), torch.bfloat16, False, kind)]
+    )
+
+
 def _parts_of_shards() -> bool:
     holder, name = private.shard_parts()
     rows = torch.arange(10.0).view(5, 2)
@@ -1245,6 +1269,7 @@ CANARIES: dict[str, Callable[[], bool]] = {
     "graph_task": _tells_tasks,
     "single_dimension_rules": _rules_of_placements,
     "spec_rules": _rules_of_placements,
+    "whole_parameters": _in_group(_whole_for_a_while),
     "with_numbers": _finds_layouts,
     "gives_arguments": _finds_layouts,
     "spread_generators": _beside_operators_on_dtensors,

@@ -508,6 +508,28 @@ def shards(group: Any) -> list[Any]:
     return list(group.fsdp_params)
 
 
+@contextmanager
+def whole_parameters(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Inside, modules have whole parameters in the place of those that `fully_shard` has split, as
+    in a forward pass; nobody looks at their values.
+    """
+    split = [one for group in shard_groups(modules) for one in shards(group)]
+    places = [(one._module_info.module, one._module_info.param_name) for one in split]
+    before = [module._parameters[name] for module, name in places]
+    try:
+        for one in split:
+            whole = torch.empty(
+                one._orig_size, dtype=one.param_dtype or one.orig_dtype, device=one.device
+            )
+            parameter = torch.nn.Parameter(whole, one.sharded_param.requires_grad)
+            parameter.grad_dtype = one.unsharded_grad_dtype
+            one._setattr_on_modules(parameter)
+        yield
+    finally:
+        for one, parameter in zip(split, before, strict=True):
+            one._setattr_on_modules(parameter)
+
+
 def forget_forward_passes(group: Any) -> None:
     """Forgets the order of earlier forward passes, such as those of an evaluation, which have had
     no backward pass: by it, PyTorch only chooses what to gather ahead.
@@ -1410,5 +1432,6 @@ __all__ = [
     "tracing_context",
     "version_of",
     "was_step_called",
+    "whole_parameters",
     "with_numbers",
 ]

@@ -159,6 +159,11 @@ class Arguments:
         """What is equal for calls that the same code is compiled for."""
         return tuple(map(_key, self.leaves))
 
+    def modules(self) -> list[torch.nn.Module]:
+        """The modules among them, with all their submodules."""
+        given = [leaf for leaf in self.leaves if isinstance(leaf, torch.nn.Module)]
+        return [part for module in given for part in module.modules()]
+
     def made(self) -> list[Any]:
         """The same with real tensors, those from before the step and others of the same metadata.
         Tensors that share their memory in the call share it here.

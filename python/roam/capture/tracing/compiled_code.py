@@ -28,6 +28,7 @@ from roam.torch_compat.private import (
     innermost_backend,
     is_forgotten,
     pytree,
+    whole_parameters,
 )
 
 _DEVICES = ("cpu", "cuda")
@@ -108,6 +109,7 @@ class CompiledCall:
     def again(self) -> Iterator[Frame]:
         """The call with real tensors of the same metadata; not begun."""
         with disable_current_modes(), torch.inference_mode(False), ExitStack() as stack:
+            stack.enter_context(whole_parameters(self.arguments.modules()))
             given, contents = pytree.tree_unflatten(self.arguments.made(), self.spec)
             self.settings.enter(stack)
             cells = tuple(map(cell_of, contents)) if self.cells is None else self.cells
