@@ -713,6 +713,18 @@ def test_the_first_step_of_ddp_runs_eagerly(tmp_path: Any) -> None:
         assert step.plans
 
 
+def averaged(x: torch.Tensor) -> torch.Tensor:
+    dist.all_reduce(x := x.sin())
+    return x
+
+
+def test_compiled_functions_that_communicate_are_refused(tmp_path: Any) -> None:
+    compiled = torch.compile(averaged)
+    with alone(tmp_path), pytest.raises(roam.CaptureError, match="collectives") as error:
+        roam.compile(lambda x: compiled(x) + 1)(torch.ones(3))
+    assert error.value.code == "compiled_region"
+
+
 # -- ranks that do not do the same
 
 

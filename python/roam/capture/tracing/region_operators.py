@@ -119,6 +119,10 @@ class _Base:
         return row.set_(tensor.untyped_storage(), 0, (self.size,), (1,))
 
 
+_COMMUNICATES = ("c10d", "symm_mem")
+"""What is in the text of a graph that communicates. Ranks have to launch collectives in one order,
+and in a region a plan would not see them.
+"""
 _regions: dict[object, tuple[Any, Region]] = {}
 """By text and inputs, each with the graph that it runs."""
 _numbers = itertools.count()
@@ -138,6 +142,8 @@ def region_of(graph: Any, run: Run, inputs: Sequence[Any]) -> Region:
     text = _IDS.sub("", graph.source_code or "")
     if not text:
         raise Unknown("it has no text to look at")
+    if any(one in text for one in _COMMUNICATES):
+        raise Unknown("it launches collectives")
     # Tensors that are part of the graph are no part of its text.
     own = id(graph) if graph.constants or graph.torchbind_constants else None
     key = text, own, repr(_described(inputs))
