@@ -24,6 +24,7 @@ from roam.torch_compat.private import (
     disable_current_modes,
     function_modes,
     has_real_ranks,
+    is_dtensor,
     mesh_class,
     pytree,
     schema_of,
@@ -176,6 +177,8 @@ class Known(TorchDispatchMode):
 
     def _real(self, tensor: torch.Tensor) -> Any:
         """The value of a fake tensor; None if it is not known."""
+        if is_dtensor(tensor):
+            return None
         real = getattr(tensor, "_roam_known", None) if isinstance(tensor, FakeTensor) else tensor
         return None if real is None or c_pointer(real.untyped_storage()) in self._lost else real
 
