@@ -119,7 +119,7 @@ class _Base:
         return row.set_(tensor.untyped_storage(), 0, (self.size,), (1,))
 
 
-_COMMUNICATES = ("c10d", "symm_mem")
+_COMMUNICATES = ("c10d_functional", "ops.c10d", "ops.symm_mem")
 """What is in the text of a graph that communicates. Ranks have to launch collectives in one order,
 and in a region a plan would not see them.
 """
