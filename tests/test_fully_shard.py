@@ -316,6 +316,22 @@ def test_steps_have_the_bits_of_eager_pytorch(
     assert found == [""] * ranks.world
 
 
+def compiled_by_roam(rank: int, world: int) -> bool:
+    """Whether steps have the bits of a loop over compiled blocks if roam compiles them."""
+    warnings.simplefilter("ignore")
+    found = []
+    for kind, run in (("compiled", update), ("plain", roam.compile(update, kernels="inductor"))):
+        net = sharded(kind)
+        optimizer = adamw(net)
+        results = [run(net, optimizer, batch(number)) for number in range(3)]
+        found.append(parts(results, state_of(net, optimizer)))
+    return is_equal(*found)
+
+
+def test_roam_compiles_blocks_that_are_sharded(ranks: Ranks) -> None:
+    assert ranks.run(compiled_by_roam) == [True] * ranks.world
+
+
 @FOUR
 @pytest.mark.parametrize("kind", ["plain", "hybrid"])
 def test_sums_of_four_ranks_whose_order_shows(ranks: Ranks, kind: str) -> None:

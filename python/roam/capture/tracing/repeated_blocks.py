@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 import torch
 
-from roam.torch_compat.private import has_module_hooks, is_compiled
+from roam.torch_compat.private import has_module_hooks, is_compiled, shard_states
 
 _HOLDERS = (torch.nn.ModuleList, torch.nn.Sequential)
 _UNCALLED = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.ParameterList, torch.nn.ParameterDict)  # fmt: skip
@@ -17,8 +17,8 @@ _UNCALLED = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.ParameterList, t
 
 def repeated_blocks(modules: Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
     """The outermost modules with children that are at least two of one class in one `ModuleList` or
-    `Sequential`, in the modules or inside of them. Those with hooks, and those that are compiled,
-    have compiled parts or are such a part, are left out.
+    `Sequential`, in the modules or inside of them. Those with hooks other than `fully_shard`'s, and
+    those that are compiled, have compiled parts or are such a part, are left out.
     """
     inside = list(dict.fromkeys(one for module in modules for one in module.modules()))
     blocks: dict[torch.nn.Module, None] = {}
@@ -49,6 +49,6 @@ def _is_usable(block: torch.nn.Module) -> bool:
     return (
         len(parts) > 1
         and not isinstance(block, (*_UNCALLED, torch.jit.ScriptModule))
-        and not has_module_hooks(block)
+        and (not has_module_hooks(block) or bool(shard_states([block])))
         and not any(map(is_compiled, parts))
     )
