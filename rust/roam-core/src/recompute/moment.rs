@@ -253,7 +253,8 @@ impl Moment {
         };
 
         self.clear();
-        self.outlook.bytes = inputs.iter().map(|&tensor| problem.size(tensor)).sum::<u64>() + problem.transient(op) - saved;
+        self.outlook.bytes =
+            inputs.iter().map(|&tensor| problem.size(tensor)).sum::<u64>() + problem.transient(op) - saved;
         // Who makes a version of a tensor; `None` where it enters.
         let maker_of = |tensor: Ten, version: usize| match version.checked_sub(1) {
             None => repeats.creator(tensor),
