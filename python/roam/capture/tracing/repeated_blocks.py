@@ -17,8 +17,8 @@ _UNCALLED = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.ParameterList, t
 
 def repeated_blocks(modules: Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
     """The outermost modules with children that are at least two of one class in one `ModuleList` or
-    `Sequential`, in the modules or inside of them. Those with hooks other than `fully_shard`'s, and
-    those that are compiled, have compiled parts or are such a part, are left out.
+    `Sequential`, in the modules or inside of them. Those with hooks that `fully_shard` does not
+    shard, and those that are compiled, have compiled parts or are such a part, are left out.
     """
     inside = list(dict.fromkeys(one for module in modules for one in module.modules()))
     blocks: dict[torch.nn.Module, None] = {}
