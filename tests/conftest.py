@@ -81,6 +81,9 @@ def pytest_runtest_setup() -> None:
     # Lightning sets it when it is imported. Without a driver, PyTorch then looks for its library
     # whenever it is asked whether there is a GPU, as it is at every fake tensor's operator.
     os.environ.pop("PYTORCH_NVML_BASED_CUDA_CHECK", None)
+    # All compiled steps of a process share one pool, which other tests may have needed larger.
+    if pools := sys.modules.get("roam.runtime.pool"):
+        pools.Pool.of(sys.modules["torch"].device("cpu")).release()
 
 
 @pytest.fixture

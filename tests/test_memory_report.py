@@ -16,18 +16,11 @@ import forked
 import roam
 from measured import WAYS, build, compiled
 from roam.runtime.memory_profiler import MemoryTrace, measure_in_child
-from roam.runtime.pool import Pool
 from training import TRAININGS, assert_same_bits, tensors_and_numbers
 
 CLOSE = 0.01
 """How far promise and measurement may be apart, as a share: small tensors are rounded up by plan,
 and not by the allocator."""
-
-
-@pytest.fixture(autouse=True)
-def small_pool() -> None:
-    """Steps of other tests may have made the process's pool larger than any here needs."""
-    Pool.of(torch.device("cpu")).release()
 
 
 def copied(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:

@@ -14,7 +14,6 @@ from roam.kernels import workspace
 from roam.kernels.workspace import workspaces
 from roam.program.ir import Call, Ref, substitute
 from roam.runtime.memory_profiler import measure_peak, observed
-from roam.runtime.pool import Pool
 from roam.runtime.strategy import choose
 from roam.torch_compat.private import chunk_cat
 from training import plain_step
@@ -26,9 +25,8 @@ CLOSE = 0.02
 
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither what other tests have learned, nor the pool that they made larger."""
+    """Nothing that other tests have learned."""
     monkeypatch.setattr(workspace, "_learned", {})
-    Pool.of(torch.device("cpu")).release()
 
 
 def images(dtype: torch.dtype = torch.float32) -> tuple[Any, ...]:
