@@ -13,7 +13,7 @@ BARE := target/bare-venv
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 export PYO3_PYTHON := $(abspath $(BIN))/python
-# Where it is set, every process compiles PyTorch's sources anew, for seconds, and tests start hundreds.
+# Where it is set, each of the hundreds of processes that tests start compiles PyTorch's sources anew.
 unexport PYTHONDONTWRITEBYTECODE
 
 # Each process begins with neighbouring files, so that few fixtures of modules are made twice. One
