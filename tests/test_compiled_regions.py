@@ -702,6 +702,45 @@ def test_code_that_torch_compile_has_been_told_to_forget_is_made_anew() -> None:
     assert all(map(torch.equal, losses(lambda step: step), losses(roam.compile)))
 
 
+class Rotated(torch.nn.Module):
+    """Rotates pairs of numbers, as positions of Llama are encoded; gives conjugates back too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, turns: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        pairs = torch.view_as_complex(self.inner(x).unflatten(-1, (-1, 2)))
+        turned = torch.view_as_real(pairs * turns).flatten(-2)
+        return turned, (pairs.detach() - turns).conj(), turns.conj()
+
+
+def test_conjugates_that_regions_keep_for_the_backward_pass_or_give_back() -> None:
+    found = []
+    for wrap in (lambda step: step, roam.compile):
+        torch.manual_seed(0)
+        block = Rotated()
+        rotate = torch.compile(block)
+        optimizer = torch.optim.SGD(block.parameters(), lr=0.1)
+
+        def step(
+            x: torch.Tensor, turns: torch.Tensor, rotate: Any = rotate, by: Any = optimizer
+        ) -> Any:
+            by.zero_grad()
+            turned, apart, back = rotate(x, turns)
+            loss = turned.cos().mean()
+            loss.backward()
+            by.step()
+            return loss.detach(), (apart * back).resolve_conj()
+
+        run = wrap(step)
+        turns = torch.polar(torch.ones(3, 4), torch.arange(12.0).view(3, 4))
+        found.append([run(torch.randn(3, 8), turns) for _ in range(3)])
+        found[-1].append(tuple(block.parameters()))
+    for eager, planned in zip(*found, strict=True):
+        assert all(map(torch.equal, eager, planned))
+
+
 def test_more_kinds_of_calls_than_torch_compiles_are_refused() -> None:
     class Numbered(torch.nn.Module):
         def __init__(self, number: int) -> None:

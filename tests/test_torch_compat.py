@@ -606,6 +606,13 @@ def _reaches_modes() -> bool:
     return seen == [torch.ops.higher_order.cond]
 
 
+def _negates() -> bool:
+    tensor = torch.ones(2)
+    negative = private.neg_view(tensor)
+    is_right = negative.is_neg() and negative.data_ptr() == tensor.data_ptr()
+    return is_right and bool((negative == -1).all()) and not private.neg_view(negative).is_neg()
+
+
 def _implements() -> bool:
     """A gradient's operator reaches a dispatch mode whole while it has a kernel for autograd."""
     operator, seen = torch.ops.aten.cumprod_backward.default, []
@@ -1315,6 +1322,7 @@ CANARIES: dict[str, Callable[[], bool]] = {
     "kernel_library_switches": _switches,
     "mark_parameter": _marks,
     "may_compile": _limits,
+    "neg_view": _negates,
     "next_sequence_number": _numbered,
     "node_class": _node_class,
     "packet_of": _overloads,

@@ -586,6 +586,8 @@ packet_of: Callable[[Any], Any] = operator.attrgetter("_overloadpacket")
 """All overloads of an overload's name."""
 c_function: Callable[[Any], Any] = operator.attrgetter("_op")
 """What an overload calls in C++, without the checks in Python before it."""
+neg_view: Callable[[torch.Tensor], torch.Tensor] = torch._neg_view
+"""The negative of a tensor in the same memory, which is computed where it is used."""
 has_kernel: Callable[[str], bool] = torch._C._dispatch_has_kernel
 """Whether an operator has any kernel."""
 has_kernel_for: Callable[[str, str], bool] = torch._C._dispatch_has_kernel_for_dispatch_key
@@ -1379,6 +1381,7 @@ __all__ = [
     "mask_buffer",
     "may_compile",
     "mesh_class",
+    "neg_view",
     "next_sequence_number",
     "node_class",
     "on_own_storage",

@@ -20,7 +20,7 @@ import torch
 from roam.capture.tracing.real_layouts import on_zeros
 from roam.kernels.workspace import is_state
 from roam.program.operators import REGION, OnList, add_region
-from roam.torch_compat.private import BelowAutograd, OpOverload, c_pointer
+from roam.torch_compat.private import BelowAutograd, OpOverload, c_pointer, neg_view
 
 _library = torch.library.Library("roam", "FRAGMENT")
 _INPUTS = re.compile(r"^\s*(.+?),? = args$", re.MULTILINE)
@@ -50,6 +50,9 @@ class _View:
     offset: int
     is_whole: bool
     """Whether it is the very tensor that lies there."""
+    is_conj: bool
+    is_neg: bool
+    """Whether it stands for the conjugate, or the negative, of what lies there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +99,10 @@ class Region:
             if type(view) is not _View:
                 return view
             base = (inputs if view.of_input else made)[view.place]
-            if view.is_whole:
-                return base
-            return torch.as_strided(base, view.shape, view.stride, view.offset)
+            if not view.is_whole:
+                base = torch.as_strided(base, view.shape, view.stride, view.offset)
+            base = base.conj() if view.is_conj else base
+            return neg_view(base) if view.is_neg else base
 
         return list(map(result, self.results))
 
@@ -114,7 +118,9 @@ class _Base:
     def of(self, results: Sequence[Any]) -> torch.Tensor:
         tensor: torch.Tensor = results[self.result]
         if self.size is None:
-            return tensor
+            # The same memory, without a conjugate or negative that is not computed yet.
+            tensor = tensor.conj() if tensor.is_conj() else tensor
+            return neg_view(tensor) if tensor.is_neg() else tensor
         row = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         return row.set_(tensor.untyped_storage(), 0, (self.size,), (1,))
 
@@ -262,14 +268,15 @@ def _looked_at(
         if not isinstance(value, torch.Tensor):
             return value
         storage = c_pointer(value.untyped_storage())
-        shape, stride, offset = tuple(value.shape), value.stride(), int(value.storage_offset())
+        layout = tuple(value.shape), value.stride(), int(value.storage_offset())
+        bits = value.is_conj(), value.is_neg()
         if storage in given:
             place = next((p for p, zero in of_place.items() if zero is value), given[storage])
             if value.dtype != of_place[place].dtype:
                 raise Unknown("a result is an input's memory in another dtype")
-            return _View(True, place, shape, stride, offset, of_place[place] is value)
+            return _View(True, place, *layout, of_place[place] is value, *bits)
         place = list(made).index(storage)
-        return _View(False, place, shape, stride, offset, bases[place].size is None)
+        return _View(False, place, *layout, bases[place].size is None, *bits)
 
     return bases, tuple(map(result_of, results)), metas, draws
 
