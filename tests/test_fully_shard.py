@@ -75,10 +75,14 @@ def sharded(kind: str = "plain", **options: Any) -> nn.Module:
     torch.manual_seed(0)
     net = Net()
     net.head = nn.Linear(16, 47, bias=False)
-    for block in net.blocks:
+    for block in net.blocks if kind != "wrapped" else ():
         fully_shard(block, mesh=mesh, **options)
         if kind == "compiled":
             block.compile()
+    if kind == "wrapped":
+        net.blocks = nn.ModuleList(
+            fully_shard(torch.compile(block), mesh=mesh) for block in net.blocks
+        )
     return fully_shard(net, mesh=mesh, **options)
 
 
@@ -307,6 +311,7 @@ def saved_and_loaded(rank: int, world: int, folder: str, make: Any, update: Any)
         ("plain", accumulate, 4),
         ("compiled", update, 4),
         ("compiled", accumulate, 4),
+        ("wrapped", update, 4),
     ],
 )
 def test_steps_have_the_bits_of_eager_pytorch(

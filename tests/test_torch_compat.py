@@ -975,9 +975,9 @@ def _whole_for_a_while(group: Any) -> bool:
     fully_shard(model, mesh=init_device_mesh("cpu", (1,)), mp_policy=policy)
     private.set_up_shards([model])
     before = list(model.parameters())
-    with private.whole_parameters([model]):
+    with private.whole_parameters(private.shard_groups([model]), [model]):
         inside = list(model.parameters())
-        with private.whole_parameters([model]):
+        with private.whole_parameters(private.shard_groups([model]), [model]):
             pass
         is_left = list(map(id, model.parameters())) == list(map(id, inside))
     told = [(tuple(one.shape), one.dtype, one.requires_grad, type(one)) for one in inside]

@@ -509,11 +509,20 @@ def shards(group: Any) -> list[Any]:
 
 
 @contextmanager
-def whole_parameters(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
+def whole_parameters(groups: Sequence[Any], modules: Sequence[torch.nn.Module]) -> Iterator[None]:
     """Inside, modules have whole parameters in the place of those that `fully_shard` has split, as
     in a forward pass; nobody looks at their values.
+
+    Args:
+        groups: the `shard_groups` of the step's modules.
+        modules: those of them that get whole parameters.
+
+    Raises:
+        NotImplementedError: `parallelize_module` has split some of them too.
     """
-    split = [one for group in shard_groups(modules) for one in shards(group)]
+    split = [one for group in groups for one in shards(group) if one._module_info.module in modules]
+    if any(one._unsharded_dtensor_spec is not None for one in split):
+        raise NotImplementedError("its parameters are split by parallelize_module too")
     places = [(one._module_info.module, one._module_info.param_name) for one in split]
     before = [module._parameters[name] for module, name in places]
     try:

@@ -95,6 +95,7 @@ class CompiledCall:
         arguments: what its arguments and its other free variables hold.
         spec: how arguments and free variables are made of the leaves.
         settings: what else the compiled graph depends on.
+        sharded: the groups of the step's parameters that `fully_shard` gathers together.
     """
 
     wrapper: FunctionType
@@ -104,12 +105,13 @@ class CompiledCall:
     arguments: Arguments
     spec: Any
     settings: Settings
+    sharded: list[Any]
 
     @contextmanager
     def again(self) -> Iterator[Frame]:
         """The call with real tensors of the same metadata; not begun."""
         with disable_current_modes(), torch.inference_mode(False), ExitStack() as stack:
-            stack.enter_context(whole_parameters(self.arguments.modules()))
+            stack.enter_context(whole_parameters(self.sharded, self.arguments.modules()))
             given, contents = pytree.tree_unflatten(self.arguments.made(), self.spec)
             self.settings.enter(stack)
             cells = tuple(map(cell_of, contents)) if self.cells is None else self.cells

@@ -79,6 +79,7 @@ from roam.torch_compat.private import (
     look_at_frames,
     put_in_place,
     pytree,
+    shard_groups,
     take_from_place,
 )
 
@@ -468,6 +469,7 @@ class Regions:
                 arguments,
                 spec,
                 settings,
+                shard_groups([module for _, module in self._modules]),
             )
             state = state_of(self._modules, function_of(code, frame), closed_over=not part)
             self._calls[key] = self._wanted[key] = Wanted(call, state, self._line(called), part)
