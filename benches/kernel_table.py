@@ -1,9 +1,13 @@
 """Establish which kernels may write into a plan's memory, and write
 `python/roam/kernels/kernels.json`.
 
-    OMP_WAIT_POLICY=passive python benches/kernel_table.py           # everything; minutes, more on
-    a busy machine if it spins python benches/kernel_table.py --ops add softmax --steps --dry    # a
-    part of it, reported and not written
+    # Everything; minutes, more on a busy machine if it spins.
+    OMP_WAIT_POLICY=passive python benches/kernel_table.py
+    # A part of it, reported and not written.
+    python benches/kernel_table.py --ops add softmax --steps --dry
+    # Every 20th operator, in processes side by side; then all of them together.
+    python benches/kernel_table.py --device cuda --part 3/20 --dry > part-3.json
+    python benches/kernel_table.py --device cuda --join part-*.json
 
 Calls are harvested from the samples that PyTorch tests its own operators with, forward and
 backward, and from training steps of the zoo. Each call is repeated with its tensors laid out in
@@ -41,6 +45,7 @@ from roam.kernels.trial import Ordinary, Unusable, copied, in_place_pairs, try_i
 from roam.runtime.memory_profiler import Block, measure_peak
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.complex64)
+ON_CUDA = (*DTYPES, torch.float16)
 STEPS = (
     "gpt2-tiny",
     "bert-tiny",
@@ -92,6 +97,33 @@ class Findings:
             }
             for cell in self.in_place:
                 note(self.in_place, cell, faults.get(cell[1], ""))
+
+    def add(self, entry: dict[str, Any]) -> None:
+        """Adds what trials in another process found: a fault counts more than a clearance, which
+        counts more than a trial that was too small.
+        """
+        found: dict[Any, str] = {
+            (dtypes, layouts): ""
+            for joined, cleared in entry["cleared"].items()
+            for dtypes in joined.split()
+            for layouts in cleared
+        }
+        found |= {
+            (dtypes, (argument, result)): ""
+            for joined, pairs in entry["in_place"].items()
+            for dtypes in joined.split()
+            for argument, result in pairs
+        }
+        for key, wrong in entry["refused"].items():
+            dtypes, *rest = key.split()
+            is_pair = len(rest) > 1  # in place, argument, result
+            found[dtypes, (rest[-2], int(rest[-1])) if is_pair else rest[0]] = wrong
+        for cell, wrong in found.items():
+            record: dict[Any, str] = self.placed if isinstance(cell[1], str) else self.in_place
+            if wrong == TOO_SMALL:
+                record.setdefault(cell, wrong)
+            else:
+                record[cell] = wrong or record.get(cell, "").replace(TOO_SMALL, "")
 
     def entry(self) -> dict[str, Any]:
         """What the file says of the overload."""
@@ -423,14 +455,17 @@ class Harvest(TorchDispatchMode):
 
 
 def operator_samples(
-    names: list[str] | None, dtypes: Iterable[torch.dtype], device: str, most: int
+    names: list[str] | None,
+    dtypes: Iterable[torch.dtype],
+    device: str,
+    most: int,
+    part: tuple[int, int],
 ) -> Iterator[Any]:
     """PyTorch's own samples: (operator, sample, whether to run backward)."""
     from torch.testing._internal.common_methods_invocations import op_db
 
-    for op in op_db:
-        if names is not None and op.name not in names:
-            continue
+    chosen = [op for op in op_db if names is None or op.name in names]
+    for op in chosen[part[0] :: part[1]]:
         for dtype in dtypes:
             if dtype not in op.supported_dtypes(device):
                 continue
@@ -519,20 +554,22 @@ def establish(arguments: argparse.Namespace) -> Trials:
     """Harvest and try everything that is asked for."""
     trials = Trials(arguments.device)
     harvest = Harvest(trials, arguments.device, arguments.calls)
-    for name in arguments.steps:
+    place, count = arguments.part
+    for name in arguments.steps[place::count]:
         sys.stderr.write(f"{name}\n")
         torch.manual_seed(0)
         seq = None if zoo.entry(name).max_seq is None else 16
         step = zoo.build(name, batch=2, seq=seq, device=arguments.device)
         with harvest:
             step.train_step(step.model, step.optimizer, *step.batch)
-    with harvest:
-        run_fused(arguments.dtypes, arguments.device)
-    with Harvest(trials, arguments.device, MOST_CALLS):
-        run_rows(arguments.dtypes, arguments.device)
+    if place == 0:
+        with harvest:
+            run_fused(arguments.dtypes, arguments.device)
+        with Harvest(trials, arguments.device, MOST_CALLS):
+            run_rows(arguments.dtypes, arguments.device)
     names = None
     for op, sample, backward in operator_samples(
-        arguments.ops, arguments.dtypes, arguments.device, arguments.samples
+        arguments.ops, arguments.dtypes, arguments.device, arguments.samples, arguments.part
     ):
         if op.name != names:
             names = op.name
@@ -543,6 +580,38 @@ def establish(arguments: argparse.Namespace) -> Trials:
     gc.freeze()
     trials.measure()
     return trials
+
+
+def as_table(entries: dict[OpOverload, dict[str, Any]]) -> dict[str, Any]:
+    """What the file says of a device."""
+    found = sorted(entries.items(), key=lambda item: item[0].name())
+    kernels = {op.name(): entry for op, entry in found}
+    return {"torch": torch.__version__.split("+")[0], "kernels": kernels}
+
+
+def joined(parts: list[Path], device: str) -> dict[str, Any]:
+    """The table of what several processes with the same PyTorch found."""
+    tables = [json.loads(path.read_text()) for path in parts]
+    if len({table["torch"] for table in tables}) > 1:
+        raise SystemExit("the parts were established with different versions of PyTorch")
+    found: dict[OpOverload, Findings] = {}
+    for name, entry in (item for table in tables for item in table["kernels"].items()):
+        packet, _, overload = name.removeprefix("aten::").partition(".")
+        target = (
+            getattr(getattr(torch.ops.aten, packet), overload or "default")
+            if name.startswith("aten::")
+            else CROSS_ENTROPY_BACKWARD
+        )
+        found.setdefault(target, Findings(candidate(target, device))).add(entry)
+    for target, findings in found.items():
+        findings.generalize(target)
+    return as_table({op: item.entry() for op, item in found.items()}) | {"torch": tables[0]["torch"]}
+
+
+def part(text: str) -> tuple[int, int]:
+    """``3/20`` as numbers."""
+    place, _, count = text.partition("/")
+    return int(place), int(count)
 
 
 def main() -> int:
@@ -566,7 +635,14 @@ def main() -> int:
         "--calls", type=int, default=5, help="calls of an overload and dtypes (default %(default)s)"
     )
     parser.add_argument(
-        "--dtypes", nargs="*", type=lambda name: getattr(torch, name), default=DTYPES
+        "--dtypes", nargs="*", type=lambda name: getattr(torch, name),
+        help="of samples (default: those of most models)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--part", type=part, default=(0, 1), metavar="K/N", help="every Nth step and operator, the Kth first"
+    )
+    parser.add_argument(
+        "--join", nargs="+", type=Path, metavar="FILE", help="what parts wrote, instead of trials"
     )
     parser.add_argument(
         "--merge", action="store_true", help="only add overloads that the file does not know"
@@ -575,6 +651,7 @@ def main() -> int:
         "--dry", action="store_true", help="write to the screen instead of the file"
     )
     arguments = parser.parse_args()
+    arguments.dtypes = arguments.dtypes or (ON_CUDA if arguments.device == "cuda" else DTYPES)
     warnings.simplefilter("ignore")
     if arguments.device == "cpu":
         # Some operator on large tensors asks for all there is; it shall be told so.
@@ -582,12 +659,11 @@ def main() -> int:
         resource.setrlimit(
             resource.RLIMIT_AS, (used + MOST_WORKSPACE_BYTES, resource.RLIM_INFINITY)
         )
-    trials = establish(arguments)
-    found = sorted(trials.found.items(), key=lambda item: item[0].name())
-    table = {
-        "torch": torch.__version__.split("+")[0],
-        "kernels": {op.name(): item.entry() for op, item in found},
-    }
+    if arguments.join:
+        table = joined(arguments.join, arguments.device)
+    else:
+        trials = establish(arguments)
+        table = as_table({op: item.entry() for op, item in trials.found.items()})
     if arguments.dry:
         json.dump(table, sys.stdout, indent=1)
         return 0

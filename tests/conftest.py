@@ -44,6 +44,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="fail whatever imports torch, as if it were not installed",
     )
+    parser.addoption(
+        "--device", metavar="DEVICE", help="where tensors are made that name no device, as `cuda`"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -55,6 +58,10 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     if config.getoption("--without-torch"):
         sys.modules["torch"] = None  # type: ignore[assignment]
+    if device := config.getoption("--device"):
+        import torch  # here: most tests do without it
+
+        torch.set_default_device(device)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -29,7 +29,7 @@ def same_by_plan(script: Script) -> None:
 
 
 def images(count: int = 3, *shape: int) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(7)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(7)
     return [torch.randn(shape or (4, 6), generator=generator) for _ in range(count)]
 
 
@@ -109,7 +109,7 @@ def both(script: Script) -> None:
 
 
 def batches(count: int, size: int = 5) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(7)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(7)
     return [
         (
             torch.randn(size, 6, generator=generator),
@@ -149,7 +149,7 @@ class Breaking:
 
 
 def inputs(count: int, sizes: tuple[int, ...] = (4,)) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(1)
     return [
         torch.randn(sizes[index % len(sizes)], 6, generator=generator) for index in range(count)
     ]

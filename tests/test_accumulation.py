@@ -321,7 +321,7 @@ class TestShapes:
                 optimizer.step()
                 return loss
 
-            generator, seen = torch.Generator().manual_seed(5), []
+            generator, seen = torch.Generator(torch.get_default_device()).manual_seed(5), []
             for _ in range(3):
                 for shape in ((4, 5), (4, 9), (4, 5), (3, 5)):
                     seen += [

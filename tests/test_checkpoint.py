@@ -135,7 +135,7 @@ class TestGeneratorState:
 
     def test_of_a_generator_of_the_users_own(self) -> None:
         def script(wrap):
-            generator = torch.Generator().manual_seed(5)
+            generator = torch.Generator(torch.get_default_device()).manual_seed(5)
 
             def loss_of(model, x):
                 return (model(x) + torch.randn(4, 6, generator=generator)).square().mean()
@@ -148,7 +148,7 @@ class TestGeneratorState:
         "act", ["seed", "round_trip", "make", "default", "read_seed", "random_seed"]
     )
     def test_is_refused_where_it_cannot_be_seen(self, act: str) -> None:
-        held = torch.Generator().manual_seed(0)
+        held = torch.Generator(torch.get_default_device()).manual_seed(0)
 
         def step(model, optimizer, x):
             generator = held
@@ -159,7 +159,7 @@ class TestGeneratorState:
                 torch.rand(3, generator=generator)
                 generator.set_state(state)
             elif act == "make":
-                generator = torch.Generator().manual_seed(0)
+                generator = torch.Generator(torch.get_default_device()).manual_seed(0)
             elif act == "default":
                 torch.default_generator.manual_seed(0)
             elif act == "read_seed":

@@ -274,7 +274,7 @@ class TestGuards:
             model = transformers.BertForSequenceClassification(config).train()
             optimizer = adamw(model)
             step = wrap(padded_step)
-            generator = torch.Generator().manual_seed(3)
+            generator = torch.Generator(torch.get_default_device()).manual_seed(3)
             returned = []
             for place in range(6):
                 mask = torch.ones(3, 8, dtype=torch.long)

@@ -393,7 +393,7 @@ def test_lazily_conjugated_arguments(conjugate: tuple[int, ...]) -> None:
             optimizer.step()
             return loss, torch.view_as_real(x.resolve_conj()) + 1
 
-        generator = torch.Generator().manual_seed(1)
+        generator = torch.Generator(torch.get_default_device()).manual_seed(1)
         returned = []
         for index in range(6):
             x = torch.randn(5, 6, dtype=torch.complex64, generator=generator)

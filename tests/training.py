@@ -165,7 +165,7 @@ def run(
     training = make()
     step = wrap(training.step)
     torch.manual_seed(1)
-    generator = torch.Generator().manual_seed(2)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(2)
     returned: list[Any] = []
     for _ in range(steps):
         returned += tensors_and_numbers(step(*training.objects, *training.batch(generator)))

@@ -1,0 +1,445 @@
+"""Training steps on a CUDA device: eager PyTorch's bits, and the memory that the plan says."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import roam
+from roam.runtime.memory_profiler import measure_peak
+from training import assert_same_bits, tensors_and_numbers
+
+DEVICE = "cuda"
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs a CUDA device; run `make gpu-test` where there is one"
+)
+functional = torch.nn.functional
+MIB = 1 << 20
+CALLS = 5
+
+
+class Block(torch.nn.Module):
+    """A transformer's block with dropout and PyTorch's attention."""
+
+    def __init__(self, width: int, drop: float) -> None:
+        super().__init__()
+        self.norms = torch.nn.ModuleList(torch.nn.LayerNorm(width) for _ in range(2))
+        self.project, self.out = torch.nn.Linear(width, 3 * width), torch.nn.Linear(width, width)
+        self.up, self.down = torch.nn.Linear(width, 4 * width), torch.nn.Linear(4 * width, width)
+        self.drop = torch.nn.Dropout(drop)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = (
+            part.unflatten(-1, (4, -1)).transpose(1, 2)
+            for part in self.project(self.norms[0](x)).chunk(3, -1)
+        )
+        seen = functional.scaled_dot_product_attention(*heads, is_causal=True)
+        x = x + self.drop(self.out(seen.transpose(1, 2).flatten(2)))
+        return x + self.drop(self.down(functional.gelu(self.up(self.norms[1](x)))))
+
+
+class Language(torch.nn.Module):
+    """A small language model; it returns its loss."""
+
+    def __init__(self, width: int = 256, depth: int = 3, drop: float = 0.1) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(512, width)
+        self.blocks = torch.nn.ModuleList(Block(width, drop) for _ in range(depth))
+        self.norm = torch.nn.LayerNorm(width)
+        self.checkpointed = False
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens[:, :-1])
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
+        logits = functional.linear(self.norm(x), self.embed.weight)
+        return functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+class Images(torch.nn.Module):
+    """A small convolutional network; it returns its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(
+            torch.nn.Conv2d(3, 32, 3, padding=1, bias=False), torch.nn.BatchNorm2d(32), torch.nn.ReLU(inplace=True),
+            torch.nn.MaxPool2d(2), torch.nn.Conv2d(32, 64, 3, padding=1, bias=False), torch.nn.BatchNorm2d(64),
+            torch.nn.SiLU(), torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(), torch.nn.Linear(64, 10),
+        )  # fmt: skip
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        labels = torch.arange(len(images), device=images.device) % 10
+        return functional.cross_entropy(self.layers(images), labels)
+
+
+class Recurrent(torch.nn.Module):
+    """cuDNN's recurrent kernels; it returns its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = torch.nn.LSTM(32, 64, num_layers=2, dropout=0.2, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out, _ = self.lstm(x)
+        return out.square().mean()
+
+
+def tokens(size: int = 8, length: int = 129) -> torch.Tensor:
+    return torch.randint(512, (size, length), device=DEVICE)
+
+
+def images(size: int = 8) -> torch.Tensor:
+    return torch.randn(size, 3, 32, 32, device=DEVICE)
+
+
+def sequences() -> torch.Tensor:
+    return torch.randn(8, 16, 32, device=DEVICE)
+
+
+def plain(model: Any, optimizer: Any, x: Any) -> Any:
+    optimizer.zero_grad()
+    loss = model(x)
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+def clipped(model: Any, optimizer: Any, x: Any) -> Any:
+    optimizer.zero_grad()
+    loss = model(x)
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    return loss, norm
+
+
+def autocast(model: Any, optimizer: Any, x: Any) -> Any:
+    optimizer.zero_grad()
+    with torch.autocast(DEVICE, torch.bfloat16):
+        loss = model(x)
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+def moved(model: Any, optimizer: Any, x: Any) -> Any:
+    """The batch comes from the CPU, and the loss goes there."""
+    x = x.to(DEVICE, non_blocking=True)
+    optimizer.zero_grad()
+    loss = model(x)
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+def adamw(**options: Any) -> Callable[..., torch.optim.Optimizer]:
+    return functools.partial(torch.optim.AdamW, lr=1e-3, **options)
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+CASES: dict[str, tuple[Any, ...]] = {
+    "language": (Language, adamw(), plain, tokens),
+    "foreach=False": (Language, adamw(foreach=False), plain, tokens),
+    "fused": (Language, adamw(fused=True), plain, tokens),
+    "capturable": (Language, adamw(capturable=True), plain, tokens),
+    "clipped": (Language, adamw(), clipped, tokens),
+    "autocast": (Language, adamw(), autocast, tokens),
+    "bfloat16": (lambda: Language().bfloat16(), adamw(), plain, tokens),
+    "moved": (Language, adamw(), moved, lambda: tokens().cpu()),
+    "moved from pinned memory": (Language, adamw(), moved, lambda: tokens().cpu().pin_memory()),
+    "images": (Images, sgd, plain, images),
+    "images, channels last": (
+        lambda: Images().to(memory_format=torch.channels_last), sgd, plain,
+        lambda: images().to(memory_format=torch.channels_last),
+    ),
+    "images, autocast": (Images, sgd, autocast, images),
+    "recurrent": (Recurrent, adamw(), plain, sequences),
+}  # fmt: skip
+OPTIONS: dict[str, dict[str, Any]] = {
+    "chosen": {},
+    "pool": {"pool": True},
+    "poison": {"pool": True, "poison": True},
+    "no pool": {"pool": False},
+}
+
+
+def outcome(
+    wrap: Callable[[Any], Any], make: Any, optimizer_of: Any, step: Any, batch: Any, calls: int = CALLS
+) -> tuple[list[Any], Any]:
+    """What some steps return and leave behind, and the step."""
+    torch.manual_seed(0)
+    model = make().to(DEVICE)
+    optimizer = optimizer_of(model.parameters())
+    run = wrap(step)
+    returned = [run(model, optimizer, batch()) for _ in range(calls)]
+    state = [returned, model.state_dict(), optimizer.state_dict(), torch.get_rng_state()]
+    return tensors_and_numbers(*state, torch.cuda.get_rng_state()), run
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("case", CASES)
+def test_bits_of_eager(case: str, options: str) -> None:
+    expected, _ = outcome(lambda step: step, *CASES[case])
+    found, _ = outcome(functools.partial(roam.compile, **OPTIONS[options]), *CASES[case])
+    assert_same_bits(found, expected)
+
+
+def test_counters_of_a_case_counted_by_hand() -> None:
+    def work() -> None:
+        one = torch.empty(3 * MIB, dtype=torch.uint8, device=DEVICE)
+        two = torch.empty(5 * MIB, dtype=torch.uint8, device=DEVICE)
+        del one
+        three = torch.empty(2 * MIB, dtype=torch.uint8, device=DEVICE)
+        del two, three
+
+    kept = torch.empty(7 * MIB, dtype=torch.uint8, device=DEVICE)
+    before = torch.cuda.memory_allocated()
+    trace = measure_peak(work, device=DEVICE)
+    assert (trace.peak_bytes, trace.end_bytes, trace.start_bytes) == (8 * MIB, 0, before)
+    assert trace.events == 6
+    del kept
+
+
+@pytest.mark.parametrize("options", ["pool", "no pool"])
+@pytest.mark.parametrize("case", ["language", "fused", "images", "autocast", "bfloat16"])
+def test_a_step_takes_what_its_plan_says(case: str, options: str) -> None:
+    _, step = outcome(functools.partial(roam.compile, **OPTIONS[options]), *CASES[case])
+    make, optimizer_of, _, batch = CASES[case]
+    torch.manual_seed(0)
+    model = make().to(DEVICE)
+    optimizer = optimizer_of(model.parameters())
+    run = roam.compile(CASES[case][2], **OPTIONS[options])
+    x = batch()
+    for _ in range(3):
+        run(model, optimizer, x)
+    run.measured(model, optimizer, x)
+    memory = run.memory()
+    print(case, options, memory)
+    assert memory.measured_bytes is not None
+    # The allocator rounds sizes up to 512 bytes.
+    assert memory.measured_bytes <= 1.02 * memory.total_bytes + MIB
+    assert memory.measured_bytes >= 0.98 * memory.total_bytes - MIB
+
+
+def test_two_streams() -> None:
+    expected, _ = outcome(lambda step: step, *CASES["language"])
+    found, _ = outcome(functools.partial(roam.compile, streams=2), *CASES["language"])
+    assert_same_bits(found, expected)
+
+
+@pytest.mark.parametrize("share", ["85%", "70%"])
+@pytest.mark.parametrize("case", ["language", "images", "bfloat16"])
+def test_within_a_memory_limit(case: str, share: str) -> None:
+    make, optimizer_of, step, _ = CASES[case]
+    batch = functools.partial(images, 64) if case == "images" else functools.partial(tokens, 32, 257)
+    expected, _ = outcome(lambda step: step, make, optimizer_of, step, batch)
+    limited = functools.partial(roam.compile, memory=share)
+    found, run = outcome(limited, make, optimizer_of, step, batch)
+    assert_same_bits(found, expected)
+    print(case, share, run.memory())
+
+
+def test_within_what_the_device_has_free() -> None:
+    expected, _ = outcome(lambda step: step, *CASES["language"])
+    found, _ = outcome(functools.partial(roam.compile, memory="auto"), *CASES["language"])
+    assert_same_bits(found, expected)
+
+
+def test_checkpoints_of_the_user() -> None:
+    def make() -> Any:
+        model = Language()
+        model.checkpointed = True
+        return model
+
+    rest = CASES["language"][1:]
+    expected, _ = outcome(lambda step: step, make, *rest)
+    found, _ = outcome(roam.compile, make, *rest)
+    assert_same_bits(found, expected)
+
+
+def test_a_gradient_scaler() -> None:
+    def script(wrap: Any) -> list[Any]:
+        torch.manual_seed(0)
+        model = Language().to(DEVICE)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        scaler = torch.amp.GradScaler(DEVICE, init_scale=2.0**20, growth_interval=2)
+
+        @wrap
+        def step(x: torch.Tensor) -> Any:
+            optimizer.zero_grad()
+            with torch.autocast(DEVICE, torch.float16):
+                loss = model(x)
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            return loss
+
+        returned = [step(tokens()) for _ in range(8)]
+        return tensors_and_numbers(
+            returned, model.state_dict(), optimizer.state_dict(), scaler.state_dict()
+        )
+
+    assert_same_bits(script(roam.compile), script(lambda step: step))
+
+
+def test_a_rate_that_changes() -> None:
+    def script(wrap: Any) -> list[Any]:
+        torch.manual_seed(0)
+        model = Language().to(DEVICE)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
+
+        @wrap
+        def step(x: torch.Tensor) -> Any:
+            optimizer.zero_grad()
+            loss = model(x)
+            loss.backward()
+            optimizer.step()
+            scheduler.step()
+            return loss
+
+        returned = [step(tokens()) for _ in range(6)]
+        return tensors_and_numbers(returned, model.state_dict(), optimizer.state_dict())
+
+    assert_same_bits(script(roam.compile), script(lambda step: step))
+
+
+def test_compiled_kernels() -> None:
+    def blocks(step: Any) -> Any:
+        def run(model: Any, optimizer: Any, x: Any) -> Any:
+            if not hasattr(model, "is_compiled"):
+                for block in model.blocks:
+                    block.compile()
+                model.is_compiled = True
+            return step(model, optimizer, x)
+
+        return run
+
+    no_drop = functools.partial(Language, drop=0.0)
+    rest = CASES["language"][1:]
+    expected, _ = outcome(blocks, no_drop, *rest)
+    torch._dynamo.reset()
+    found, _ = outcome(functools.partial(roam.compile, kernels="inductor"), no_drop, *rest)
+    assert_same_bits(found, expected)
+
+
+def test_a_step_runs_on_the_stream_that_is_current() -> None:
+    def script(wrap: Any) -> list[Any]:
+        torch.manual_seed(0)
+        model = Language().to(DEVICE)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        step = wrap(plain)
+        returned = []
+        streams = [torch.cuda.Stream(), torch.cuda.current_stream()]
+        for place in range(6):
+            x = tokens()
+            stream = streams[place % 2]
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                returned.append(step(model, optimizer, x))
+            torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.synchronize()
+        return tensors_and_numbers(returned, model.state_dict(), optimizer.state_dict())
+
+    assert_same_bits(script(functools.partial(roam.compile, pool=True)), script(lambda step: step))
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[None]:
+    """A group of this process alone."""
+    torch.cuda.set_device(0)
+    dist.init_process_group(
+        "nccl", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1,
+        device_id=torch.device("cuda", 0),
+    )  # fmt: skip
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
+def test_data_parallel_over_nccl() -> None:
+    def make() -> Any:
+        return DistributedDataParallel(Language().to(DEVICE))
+
+    rest = CASES["language"][1:]
+    expected, _ = outcome(lambda step: step, make, *rest)
+    found, _ = outcome(roam.compile, make, *rest)
+    assert_same_bits(found, expected)
+
+
+@pytest.mark.usefixtures("alone")
+def test_fully_sharded_over_nccl() -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    def script(wrap: Any) -> list[Any]:
+        torch.manual_seed(0)
+        model = Language().to(DEVICE)
+        for block in model.blocks:
+            fully_shard(block)
+        fully_shard(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        step = wrap(plain)
+        returned = [step(model, optimizer, tokens()) for _ in range(CALLS)]
+        state = [value.full_tensor() for value in model.state_dict().values()]
+        return tensors_and_numbers(returned, state)
+
+    assert_same_bits(script(roam.compile), script(lambda step: step))
+
+
+def test_what_a_fake_device_says_is_what_the_device_does() -> None:
+    def graph_of(model: Any, x: Any) -> Any:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        return roam.capture(plain, model, optimizer, x)
+
+    torch.manual_seed(0)
+    real = graph_of(Language().to(DEVICE), tokens())
+    with roam.fake(DEVICE):
+        fake = graph_of(Language().to(DEVICE), tokens())
+    assert real.digest == fake.digest
+
+
+def test_a_copy_of_a_trained_model_trains_on() -> None:
+    def script(wrap: Any) -> list[Any]:
+        torch.manual_seed(0)
+        model = Language().to(DEVICE)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        step = wrap(plain)
+        for _ in range(3):
+            step(model, optimizer, tokens())
+        other = copy.deepcopy(model)
+        second = torch.optim.AdamW(other.parameters(), lr=1e-3)
+        second.load_state_dict(optimizer.state_dict())
+        again = wrap(plain)
+        returned = [again(other, second, tokens()) for _ in range(3)]
+        return tensors_and_numbers(returned, other.state_dict(), second.state_dict())
+
+    assert_same_bits(script(roam.compile), script(lambda step: step))
+
+
+def test_memory_of_the_pool_is_given_back() -> None:
+    model = Language().to(DEVICE)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    step = roam.compile(plain, pool=True)
+    for _ in range(3):
+        step(model, optimizer, tokens())
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    step.release()
+    assert before - torch.cuda.memory_allocated() >= step.memory().pool_bytes > MIB
+    step(model, optimizer, tokens())
+
+
