@@ -170,6 +170,8 @@ class Trials:
         if target.name() in CRASHING or not kernel.applies(target, args, kwargs):
             return
         for layout_args, layout_kwargs in variants(args, kwargs, number):
+            if self.device == "cuda" and is_out_of_range(target, layout_args, layout_kwargs):
+                continue
             try:
                 ordinary = Ordinary.run(target, layout_args, layout_kwargs)
             except Unusable:
@@ -243,6 +245,22 @@ class Trials:
                     for cell in findings.placed:
                         if cell[1] == key:
                             note(findings.placed, cell, wrong)
+
+
+def is_out_of_range(target: OpOverload, args: Any, kwargs: Any) -> bool:
+    """Whether the CPU says that an index is out of range; a CUDA kernel would end the process's use
+    of the device.
+    """
+    args, kwargs = pytree.tree_map_only(Tensor, Tensor.cpu, (args, kwargs))
+    if "device" in kwargs:
+        kwargs = {**kwargs, "device": torch.device("cpu")}
+    try:
+        target(*args, **kwargs)
+    except IndexError:
+        return True
+    except Exception as error:  # noqa: BLE001 - there may be no such kernel on the CPU
+        return "out of range" in str(error) or "out of bounds" in str(error)
+    return False
 
 
 def note(record: dict[Any, str], key: Any, wrong: str) -> None:

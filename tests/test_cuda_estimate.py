@@ -128,7 +128,7 @@ class TestKernels:
             ({"width": 6}, "attention_math"),
             ({"dtype": torch.float64}, "attention_math"),
             ({"dtype": torch.bfloat16, "groups": 2}, "flash_attention"),
-            ({"groups": 2}, "efficient_attention"),
+            ({"groups": 2}, "attention_math"),
         ],
     )
     def test_the_choice_of_attention(self, settings: dict[str, Any], name: str) -> None:

@@ -32,6 +32,7 @@ from roam.report.export import write_export
 from roam.report.page import ReportUnavailable, page, write_page
 from roam.report.progress import Progress
 from roam.runtime.captures import BUCKETS, MANY, Captured, Captures, call_key
+from roam.runtime.cuda_graph import refuse_graph
 from roam.runtime.divergence import PlannedValues
 from roam.runtime.log import logger, replans
 from roam.runtime.memory_report import KeptPlan, KeptPlans, StepMemory, host_bytes
@@ -66,6 +67,7 @@ def compile(
     keep_checkpoints: bool = False,
     offload: str | os.PathLike[str] | None = None,
     kernels: Literal["eager", "inductor"] = "eager",
+    cuda_graph: bool = False,
 ) -> Step:
     """Compiles a training step: the result has the function's signature, runs by a plan, and gives
     eager PyTorch's bits.
@@ -111,6 +113,9 @@ def compile(
             compiled. ``"inductor"`` compiles the repeated blocks of the step's models by
             `torch.nn.Module.compile`, in place, at the first call. The bits are then those of
             compiled blocks, in roam and elsewhere. See docs/how-to/compiled-blocks.md.
+        cuda_graph: on CUDA, run the third call and later ones as one CUDA graph, which takes
+            Python's time for the step away. The step may read no value of the device, and must not
+            copy from the CPU. See docs/how-to/cuda-graph.md.
 
     Raises:
         CaptureError: at a call, if the step cannot be captured exactly.
@@ -135,6 +140,11 @@ def compile(
         raise ValueError(f"max_plans must be at least 1, not {max_plans}")
     if streams > 1 and memory is not None:
         raise ValueError("a memory limit is for plans of one stream; leave streams= or memory= out")
+    if cuda_graph and (streams > 1 or poison):
+        raise ValueError(
+            "a CUDA graph is of one stream, and does not poison the pool; leave cuda_graph= out, or "
+            "streams= and poison="
+        )
     if kernels not in ("eager", "inductor"):
         raise ValueError(f"kernels must be 'eager' or 'inductor', not {kernels!r}")
     options = Options(
@@ -146,6 +156,7 @@ def compile(
         keep_checkpoints=keep_checkpoints,
         offload=None if offload is None else _folder(offload, memory),
         kernels=kernels,
+        cuda_graph=cuda_graph,
     )
     return Step(
         train_step, on_change=on_change, keep_grads=keep_grads, options=options, max_plans=max_plans
@@ -699,6 +710,8 @@ class Step:
             offload=options.offload,
             timings=timings,
         )
+        if options.cuda_graph:
+            refuse_graph(choices[0].program, variants[0].device)
         guards = [runner.state_guard for runner in known]
         runners = [
             Runner(variant, choice, options, taker=step.arguments.taker, guards=guards)

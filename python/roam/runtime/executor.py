@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from roam._core import Plan
+from roam.errors import ExecutionError
 from roam.kernels.calls import Placed
 from roam.kernels.substitutes import UNINITIALIZED
 from roam.program.bits import differ
@@ -22,6 +23,7 @@ from roam.program.ir import Call, Program, substitute
 from roam.program.tier import Load, Tier
 from roam.runtime.bindings import POISON, Bindings
 from roam.runtime.codegen import GeneratedSource, Watcher
+from roam.runtime.cuda_graph import CudaGraph, Recorder, RecordingFailed
 from roam.runtime.first_run import Check
 from roam.runtime.pool import Pool
 from roam.runtime.streams import Streams
@@ -55,6 +57,7 @@ class Executor:
         shrinks: a pool, which the plan need not use, and the most bytes that it may have while this
             plan runs. If other steps have made it larger, its memory is freed first.
         tier: where tensors are offloaded, and what it has to hold; None if none is offloaded.
+        recorder: what records runs as a CUDA graph; None: they are not.
     """
 
     def __init__(
@@ -69,6 +72,7 @@ class Executor:
         proven: bool = True,
         shrinks: tuple[Pool, int] | None = None,
         tier: tuple[Tier, int] | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         self.program = program
         self.bindings = Bindings(program, placed, plan, pool=pool, poison=poison)
@@ -82,6 +86,10 @@ class Executor:
         self._shrinks = shrinks
         self._tier = tier
         self._watcher: Watcher | None = None
+        self._graph = None
+        if recorder is not None:
+            address = (lambda: 0) if pool is None else (lambda: pool.address)
+            self._graph = CudaGraph(program, self.bindings.input_slots(), recorder, address)
 
     def watch(self, watcher: Watcher | None) -> None:
         """From now on the watcher is told of each call; None: no more."""
@@ -113,8 +121,30 @@ class Executor:
                 The list is emptied, so that what nothing else holds is gone after its last use.
         """
         assert self.generated is not None, "the first run is checked"
+        if self._graph is not None and self._watcher is None:
+            try:
+                return self._graph.run(self.generated.run, inputs)
+            except RecordingFailed as error:
+                raise self._unrecordable(error.__cause__ or error) from error.__cause__
         with nullcontext() if self._streams is None else self._streams.entered():
             return self.generated.run(inputs)
+
+    def forget_graph(self) -> None:
+        """Frees the CUDA graph, if there is one, and its memory."""
+        if self._graph is not None:
+            self._graph.forget()
+
+    def _unrecordable(self, error: BaseException) -> ExecutionError:
+        """What to raise where a run could not be recorded."""
+        failure = self.failure(error)
+        where = "" if failure is None else f"{failure.call.name} at {failure.call.source}: "
+        return ExecutionError(
+            f"the step cannot be recorded as a CUDA graph: {where}{error}. Nothing has been "
+            "updated by this call; leave cuda_graph= out",
+            code="cuda_graph",
+            operator=None if failure is None else failure.call.name,
+            source=None if failure is None else str(failure.call.source),
+        )
 
     def run_checked(self, inputs: list[Any]) -> tuple[Any, list[Any], list[Any], list[Any]]:
         """As `run`, comparing shape, strides, dtype, device and storage of every result with the

@@ -51,6 +51,11 @@ class Pool:
         """Bytes that it takes now."""
         return self._storage.nbytes() if "_storage" in vars(self) else 0
 
+    @property
+    def address(self) -> int:
+        """Where it begins now. To be asked while held."""
+        return self._storage.data_ptr()
+
     @contextmanager
     def held(self, size_bytes: int, most_bytes: int | None = None) -> Iterator[None]:
         """Keeps other steps out, with at least `size_bytes` allocated, and no more than

@@ -21,6 +21,7 @@ from roam.kernels.table import is_proven
 from roam.program.checks import CheckFailed
 from roam.program.collectives import sequences
 from roam.program.ir import Call, Program, TensorMeta
+from roam.runtime.cuda_graph import OnCuda
 from roam.runtime.divergence import PlannedValues
 from roam.runtime.executor import Executor, Failure
 from roam.runtime.log import logger
@@ -122,6 +123,7 @@ class Runner:
             proven=is_proven(variant.device.type),
             shrinks=shrinks,
             tier=None if offloaded is None else (offloaded.tier, offloaded.tier_bytes),
+            recorder=OnCuda(list(_generators(program))) if options.cuda_graph else None,
         )
         self._references = [reference for reference, _ in program.referenced]
         # Gradients that a run uses up are kept until it is done: it may fail, and be tried again.
@@ -474,7 +476,10 @@ class Runner:
         return held if text is None else [*held, text.source, text.steps]
 
     def release(self) -> None:
-        """Gives the pool, and the room on the disk, back until the next run."""
+        """Gives the pool, what a CUDA graph holds, and the room on the disk back until the next
+        run.
+        """
+        self._executor.forget_graph()
         if self._pool is not None:
             self._pool.release()
         if self._tier is not None:

@@ -92,6 +92,7 @@ class Options:
     keep_checkpoints: bool = False
     offload: Path | None = None
     kernels: Literal["eager", "inductor"] = "eager"
+    cuda_graph: bool = False
     tries_kernels: bool = False
     """Whether kernels are tried even if the step's tensors are fakes. The real tensors that these
     stand for have room.

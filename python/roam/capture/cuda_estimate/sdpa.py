@@ -71,6 +71,7 @@ class _Call:
         aligned = _PADDED_TO if self._is_half() else 4
         return (
             self._is_dense((*self._tensors(), *masks))
+            and self.query.shape[1] == self.key.shape[1]  # it takes no groups
             and (self._is_half() or self.query.dtype is torch.float32)
             and self.query.shape[-1] == self.key.shape[-1]
             and all(tensor.shape[-1] % aligned == 0 for tensor in self._tensors())

@@ -4,6 +4,7 @@ of a step finds those that are not known.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from roam.kernels.recurrent import ASKED, asked
 from roam.program.ir import Call
 from roam.torch_compat.private import (
     current_node,
+    disable_current_modes,
     function_transform,
     schema_of,
     suggest_memory_format,
@@ -106,7 +108,49 @@ def _window(args: Any, result: Any) -> Any:
     return result.new_empty(len(result) + 1)[:-1] if is_periodic and len(result) > 1 else result
 
 
+def _attention(args: Any, result: Any, *, func: Any) -> Any:
+    """What kernels of attention keep for the random numbers of their backward pass may be on the
+    CPU, which no fake kernel says.
+    """
+    query, (dropout_at, places) = args[0], _ATTENTION[func]
+    if query.device.type != "cuda":
+        return result
+    draws = len(args) > dropout_at and args[dropout_at] > 0
+    devices = _seed_devices(func, draws) if torch.cuda.is_available() else _SEED_DEVICES.get(func)
+    made = list(result)
+    for place, kind in zip(places, devices or (), strict=False):
+        if made[place] is not None and kind != made[place].device.type:
+            made[place] = torch.empty(made[place].shape, dtype=made[place].dtype, device=kind)
+    return tuple(made)
+
+
+_ATTENTION: dict[Any, tuple[int, tuple[int, int]]] = {
+    aten._scaled_dot_product_efficient_attention.default: (5, (2, 3)),
+    aten._scaled_dot_product_flash_attention.default: (3, (6, 7)),
+    aten._scaled_dot_product_cudnn_attention.default: (5, (6, 7)),
+}
+"""For kernels of attention, the places of dropout among their arguments, and of the seed and the
+offset among their results.
+"""
+_SEED_DEVICES = {aten._scaled_dot_product_efficient_attention.default: ("cpu", "cpu")}
+"""Where no device can be asked, the devices of seed and offset that are not those of the query."""
+
+
+@functools.cache
+def _seed_devices(func: Any, draws: bool) -> tuple[str, str]:
+    """The types of the devices on which a kernel of attention leaves its seed and offset, as a
+    small call of it tells. The states of random generators are restored.
+    """
+    dropout_at, (seed, offset) = _ATTENTION[func]
+    rest: list[Any] = [None, True] if dropout_at == 5 else []
+    with disable_current_modes(), torch.no_grad(), torch.random.fork_rng():
+        query = torch.zeros(1, 1, 64, 64, dtype=torch.bfloat16, device="cuda")
+        found = func(query, query, query, *rest, 0.5 if draws else 0.0)
+    return found[seed].device.type, found[offset].device.type
+
+
 _CORRECTIONS: dict[Any, Callable[[Any, Any], Any]] = {
+    **{func: functools.partial(_attention, func=func) for func in _ATTENTION},
     **{
         getattr(getattr(aten, f"{name}_window"), overload): _window
         for name in ("bartlett", "blackman", "hamming", "hann", "kaiser")

@@ -107,9 +107,14 @@ def _zeros(tensors: Sequence[Any]) -> list[torch.Tensor]:
 @contextmanager
 def _generator_kept(arguments: Sequence[Any]) -> Iterator[None]:
     """Puts back the state of the generator that a kernel with these arguments may draw from."""
+    devices = [
+        value.device
+        for value in arguments
+        if isinstance(value, torch.Tensor) and value.device.type == "cuda"
+    ]
     generator = next(
         (value for value in arguments if isinstance(value, torch.Generator)),
-        torch.default_generator,
+        torch.cuda.default_generators[devices[0].index] if devices else torch.default_generator,
     )
     state = generator.get_state()
     try:
