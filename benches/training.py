@@ -14,6 +14,8 @@ their bits.
 | `roam` | `roam.compile`, which chooses whether to use a pool |
 | `roam-pool`, `roam-no-pool` | the same with `pool=True` and `pool=False` |
 | `roam-inductor` | the same with `kernels="inductor"`, which has the bits of compiled kernels |
+| `roam-cuda-graph` | the same with `cuda_graph=True` |
+| `roam-streams` | the same with `streams=2` |
 
 Each row runs in a process of its own: its peaks and its allocator are its own, and if it dies the
 others go on. Rows that do not fit into ``--minutes`` any more are listed as not run. Exits with 1
@@ -51,11 +53,13 @@ DTYPES = ("float32", "bfloat16")
 OPTIMIZERS = ("foreach=False", "default", "fused")
 """AdamW's forms. PyTorch's default is ``foreach=False`` on the CPU and ``foreach=True`` on CUDA."""
 WAYS = (
-    "eager", "eager-again", "roam", "roam-pool", "roam-no-pool", "in-backward", "eager-expandable", "torch-compile",
-    "roam-inductor",
+    "eager", "eager-again", "roam", "roam-cuda-graph", "roam-pool", "roam-no-pool", "in-backward", "eager-expandable",
+    "torch-compile", "roam-inductor", "roam-streams",
 )  # fmt: skip
 _MAIN = ("eager", "eager-again", "roam")
 OURS = tuple(way for way in WAYS if way.startswith("roam"))
+ON_CUDA = ("eager-expandable", "roam-cuda-graph", "roam-streams")
+"""Ways that there are on CUDA alone."""
 COMPILED = ("roam-inductor",)
 """Ours whose bits are not those of eager PyTorch."""
 MODELS = {
@@ -85,7 +89,7 @@ def wanted(arguments: argparse.Namespace, machine: dict[str, Any]) -> list[dict[
         # Other forms of the optimizer need not be tried on everything.
         if is_other_form and not (model == models[0] and dtype == DTYPES[0] and way in _MAIN):
             continue
-        if way == "eager-expandable" and device == "cpu":
+        if way in ON_CUDA and device == "cpu":
             continue
         row = {"model": model, "dtype": dtype, "optimizer": optimizer, "way": way, "device": device}
         family = "gpt2" if model.startswith("gpt2") else "resnet"

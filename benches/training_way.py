@@ -35,8 +35,15 @@ from training_models import Missing, Training, build
 import roam
 from roam.runtime.memory_profiler import measure_peak, observed
 
-POOLS = {"roam": None, "roam-pool": True, "roam-no-pool": False, "roam-inductor": None}
-"""Our ways, with the pool that each asks for."""
+OURS: dict[str, dict[str, Any]] = {
+    "roam": {},
+    "roam-pool": {"pool": True},
+    "roam-no-pool": {"pool": False},
+    "roam-inductor": {"kernels": "inductor"},
+    "roam-cuda-graph": {"cuda_graph": True},
+    "roam-streams": {"streams": 2},
+}
+"""Our ways, with the options that each is compiled with."""
 REFERENCE = "eager"
 """The way that the others are compared with."""
 _ALONE = ("eager", "eager-again", "eager-expandable")
@@ -91,10 +98,7 @@ class Way:
             torch.compile(self.training.model) if way == "torch-compile" else self.training.model
         )
         train_step = self.training.train_step
-        kernels: Any = "inductor" if way == "roam-inductor" else "eager"
-        self.compiled = (
-            roam.compile(train_step, pool=POOLS[way], kernels=kernels) if way in POOLS else None
-        )
+        self.compiled = roam.compile(train_step, **OURS[way]) if way in OURS else None
         self._step = self.compiled or train_step
 
     def step(self) -> torch.Tensor:
@@ -175,6 +179,8 @@ class Row:
         torch.cuda.synchronize()
         return losses, {
             "allocated_bytes": torch.cuda.max_memory_allocated(),
+            # Without what the allocator rounds up, and rests of blocks that it does not split off.
+            "requested_bytes": torch.cuda.memory_stats()["requested_bytes.all.peak"],
             "reserved_bytes": torch.cuda.max_memory_reserved(),
             "start_bytes": before,
         }

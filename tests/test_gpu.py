@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -165,7 +167,6 @@ CASES: dict[str, tuple[Any, ...]] = {
         lambda: images().to(memory_format=torch.channels_last),
     ),
     "images, autocast": (Images, sgd, autocast, images),
-    "recurrent": (Recurrent, adamw(), plain, sequences),
 }  # fmt: skip
 OPTIONS: dict[str, dict[str, Any]] = {
     "chosen": {},
@@ -188,10 +189,31 @@ def outcome(
     return tensors_and_numbers(*state, torch.cuda.get_rng_state()), run
 
 
+def eager(*case: Any, calls: int = CALLS) -> list[Any]:
+    """What eager PyTorch gives. Skips the test if it does not give its own bits again, as kernels
+    that add up in any order do not.
+    """
+    once, again = (outcome(lambda step: step, *case, calls=calls)[0] for _ in range(2))
+    try:
+        assert_same_bits(once, again)
+    except AssertionError:
+        pytest.skip("eager PyTorch does not give its own bits again")
+    return once
+
+
+@pytest.fixture(autouse=True)
+def _repeatable() -> Iterator[None]:
+    """Kernels of cuDNN that give the same bits again."""
+    before = torch.backends.cudnn.deterministic
+    torch.backends.cudnn.deterministic = True
+    yield
+    torch.backends.cudnn.deterministic = before
+
+
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("case", CASES)
 def test_bits_of_eager(case: str, options: str) -> None:
-    expected, _ = outcome(lambda step: step, *CASES[case])
+    expected = eager(*CASES[case])
     found, _ = outcome(functools.partial(roam.compile, **OPTIONS[options]), *CASES[case])
     assert_same_bits(found, expected)
 
@@ -204,6 +226,7 @@ def test_counters_of_a_case_counted_by_hand() -> None:
         three = torch.empty(2 * MIB, dtype=torch.uint8, device=DEVICE)
         del two, three
 
+    gc.collect()
     kept = torch.empty(7 * MIB, dtype=torch.uint8, device=DEVICE)
     before = torch.cuda.memory_allocated()
     trace = measure_peak(work, device=DEVICE)
@@ -215,26 +238,33 @@ def test_counters_of_a_case_counted_by_hand() -> None:
 @pytest.mark.parametrize("options", ["pool", "no pool"])
 @pytest.mark.parametrize("case", ["language", "fused", "images", "autocast", "bfloat16"])
 def test_a_step_takes_what_its_plan_says(case: str, options: str) -> None:
-    _, step = outcome(functools.partial(roam.compile, **OPTIONS[options]), *CASES[case])
-    make, optimizer_of, _, batch = CASES[case]
+    make, optimizer_of, step, batch = CASES[case]
     torch.manual_seed(0)
     model = make().to(DEVICE)
     optimizer = optimizer_of(model.parameters())
-    run = roam.compile(CASES[case][2], **OPTIONS[options])
+    run = roam.compile(step, **OPTIONS[options])
     x = batch()
     for _ in range(3):
         run(model, optimizer, x)
     run.measured(model, optimizer, x)
+    # Of blocks of a MiB and more, the allocator does not split off a rest of up to a MiB.
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_stats()
+    run(model, optimizer, x)
+    after = torch.cuda.memory_stats()
+    allocated, requested = (
+        after[f"{name}_bytes.all.peak"] - before[f"{name}_bytes.all.current"]
+        for name in ("allocated", "requested")
+    )
     memory = run.memory()
-    print(case, options, memory)
     assert memory.measured_bytes is not None
-    # The allocator rounds sizes up to 512 bytes.
-    assert memory.measured_bytes <= 1.02 * memory.total_bytes + MIB
-    assert memory.measured_bytes >= 0.98 * memory.total_bytes - MIB
+    used = memory.measured_bytes - (allocated - requested)
+    print(case, options, memory.total_bytes, memory.measured_bytes, used)
+    assert used == pytest.approx(memory.total_bytes, rel=0.02)
 
 
 def test_two_streams() -> None:
-    expected, _ = outcome(lambda step: step, *CASES["language"])
+    expected = eager(*CASES["language"])
     found, _ = outcome(functools.partial(roam.compile, streams=2), *CASES["language"])
     assert_same_bits(found, expected)
 
@@ -247,14 +277,13 @@ GRAPHS: dict[str, tuple[Any, ...]] = {
     "autocast": (Language, adamw(fused=True), autocast, tokens),
     "clipped": (Language, adamw(fused=True), clipped, tokens),
     "images": CASES["images"],
-    "recurrent": (Recurrent, adamw(fused=True), plain, sequences),
 }
 
 
 @pytest.mark.parametrize("pool", [True, False])
 @pytest.mark.parametrize("case", GRAPHS)
 def test_a_cuda_graph(case: str, pool: bool) -> None:
-    expected, _ = outcome(lambda step: step, *GRAPHS[case], calls=8)
+    expected = eager(*GRAPHS[case], calls=8)
     wrap = functools.partial(roam.compile, cuda_graph=True, pool=pool)
     found, step = outcome(wrap, *GRAPHS[case], calls=8)
     assert_same_bits(found, expected)
@@ -283,7 +312,7 @@ def test_a_cuda_graph_with_a_rate_that_changes() -> None:
 def test_within_a_memory_limit(case: str, share: str) -> None:
     make, optimizer_of, step, _ = CASES[case]
     batch = functools.partial(tokens, 32, 257)
-    expected, _ = outcome(lambda step: step, make, optimizer_of, step, batch)
+    expected = eager(make, optimizer_of, step, batch)
     limited = functools.partial(roam.compile, memory=share)
     found, run = outcome(limited, make, optimizer_of, step, batch)
     assert_same_bits(found, expected)
@@ -291,7 +320,7 @@ def test_within_a_memory_limit(case: str, share: str) -> None:
 
 
 def test_within_what_the_device_has_free() -> None:
-    expected, _ = outcome(lambda step: step, *CASES["language"])
+    expected = eager(*CASES["language"])
     found, _ = outcome(functools.partial(roam.compile, memory="auto"), *CASES["language"])
     assert_same_bits(found, expected)
 
@@ -303,7 +332,7 @@ def test_checkpoints_of_the_user() -> None:
         return model
 
     rest = CASES["language"][1:]
-    expected, _ = outcome(lambda step: step, make, *rest)
+    expected = eager(make, *rest)
     found, _ = outcome(roam.compile, make, *rest)
     assert_same_bits(found, expected)
 
@@ -357,6 +386,7 @@ def test_a_rate_that_changes() -> None:
     assert_same_bits(script(roam.compile), script(lambda step: step))
 
 
+@pytest.mark.filterwarnings("ignore")  # of PyTorch about its own code
 def test_compiled_kernels() -> None:
     def blocks(step: Any) -> Any:
         def run(model: Any, optimizer: Any, x: Any) -> Any:
@@ -376,6 +406,7 @@ def test_compiled_kernels() -> None:
     assert_same_bits(found, expected)
 
 
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
 def test_a_step_runs_on_the_stream_that_is_current() -> None:
     def script(wrap: Any) -> list[Any]:
         torch.manual_seed(0)
@@ -415,7 +446,7 @@ def test_data_parallel_over_nccl() -> None:
         return DistributedDataParallel(Language().to(DEVICE))
 
     rest = CASES["language"][1:]
-    expected, _ = outcome(lambda step: step, make, *rest)
+    expected = eager(make, *rest)
     found, _ = outcome(roam.compile, make, *rest)
     assert_same_bits(found, expected)
 
@@ -439,16 +470,46 @@ def test_fully_sharded_over_nccl() -> None:
     assert_same_bits(script(roam.compile), script(lambda step: step))
 
 
+def test_recurrent_layers_are_refused() -> None:
+    with pytest.raises(roam.CaptureError, match="recurrent layers are captured on the CPU only"):
+        outcome(roam.compile, Recurrent, adamw(), plain, sequences)
+
+
+@pytest.mark.parametrize(
+    "kernel", [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH]
+)
+def test_kernels_of_attention_with_dropout(kernel: SDPBackend) -> None:
+    def attend(query: torch.Tensor) -> torch.Tensor:
+        with sdpa_kernel(kernel):
+            return functional.scaled_dot_product_attention(query, query, query, dropout_p=0.2)
+
+    class Attending(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.project = torch.nn.Linear(64, 64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return attend(self.project(x)).square().mean()
+
+    def batch() -> torch.Tensor:
+        return torch.randn(2, 4, 96, 64, device=DEVICE, dtype=torch.bfloat16)
+
+    case = lambda: Attending().bfloat16(), adamw(), plain, batch  # noqa: E731
+    expected = eager(*case)
+    for options in ({"pool": True}, {"pool": False}):
+        found, _ = outcome(functools.partial(roam.compile, **options), *case)
+        assert_same_bits(found, expected)
+
+
 def test_what_a_fake_device_says_is_what_the_device_does() -> None:
     def graph_of(model: Any, x: Any) -> Any:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         return roam.capture(plain, model, optimizer, x)
 
-    torch.manual_seed(0)
     real = graph_of(Language().to(DEVICE), tokens())
     with roam.fake(DEVICE):
-        fake = graph_of(Language(), tokens())
-    assert real.digest == fake.digest
+        model, x = Language(), tokens()
+    assert graph_of(model, x).digest == real.digest
 
 
 def test_a_copy_of_a_trained_model_trains_on() -> None:

@@ -145,7 +145,10 @@ def _mixtures(sample: Any) -> Iterator[Any]:
 def _swept(op: Any, sweep: Sweep, most: int) -> None:
     samples = list(
         itertools.islice(
-            op.sample_inputs("cpu", torch.float32, requires_grad=op.supports_autograd), 60
+            op.sample_inputs(
+                torch.get_default_device().type, torch.float32, requires_grad=op.supports_autograd
+            ),
+            60,
         )
     )
     for sample in samples[:: max(1, len(samples) // most)]:

@@ -73,4 +73,5 @@ class CudaStreams:
         torch.cuda.current_stream(self._device).wait_event(self._events[event])
 
     def keep(self, tensor: torch.Tensor, stream: int) -> None:
-        tensor.record_stream(self._streams[stream])
+        if tensor.is_cuda:  # some kernels leave a seed on the CPU
+            tensor.record_stream(self._streams[stream])

@@ -375,13 +375,21 @@ def replicate(module: torch.nn.Module, *, mesh: Any) -> None:
     found.replicate(module, mesh=mesh)
 
 
+def _groups(state: Any) -> list[Any]:
+    """The groups of parameters of a module: one at most before PyTorch 2.12."""
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+    return list(groups)
+
+
 def shard_groups(modules: Sequence[torch.nn.Module]) -> list[Any]:
     """The groups of parameters that `fully_shard` gathers together for these modules."""
     module = sys.modules.get(f"{_FSDP}_fsdp_state")
     if module is None:
         return []
     states = [module._get_module_fsdp_state(one) for one in modules]
-    groups = [group for state in states if state is not None for group in state._fsdp_param_groups]
+    groups = [group for state in states if state is not None for group in _groups(state)]
     return list(dict.fromkeys(groups))
 
 
@@ -397,7 +405,7 @@ def shard_holders(states: Sequence[Any]) -> list[Any]:
     found: list[Any] = []
     for state in states:
         found += [state, state._state_ctx, state._comm_ctx]
-        for group in state._fsdp_param_groups:
+        for group in _groups(state):
             found += [group, group.comm_ctx, *group.fsdp_params]
     return list({id(one): one for one in found}.values())
 
@@ -468,9 +476,11 @@ def _is_in_place(parameter: Any) -> bool:
 
 def shard_faults(state: Any) -> Iterator[str]:
     """What of a module's sharding is not captured: each a clause about it, with a remedy."""
+    if not hasattr(state, "_fsdp_param_groups"):
+        yield "is captured with newer versions of PyTorch; install one"
     if state._is_root is None:
         yield ""
-    for group in state._fsdp_param_groups:
+    for group in _groups(state):
         if not group.is_sharded or group._all_gather_result is not None:
             yield (
                 "holds gathered parameters, as after an evaluation; call reshard() of each such "
@@ -492,7 +502,7 @@ def shard_faults(state: Any) -> Iterator[str]:
             yield "communicates in a way of its own; leave set_custom_all_gather and the like out"
         for one in group.fsdp_params:
             local = one.sharded_param._local_tensor
-            if one.is_spmd_types:
+            if getattr(one, "is_spmd_types", False):
                 yield "shards parameters with types of spmd_types; shard plain ones or DTensors"
                 break
             if hasattr(local, "fsdp_pre_all_gather"):

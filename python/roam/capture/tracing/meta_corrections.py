@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from roam.capture.tracing.real_layouts import generator_kept
 from roam.kernels.recurrent import ASKED, asked
 from roam.program.ir import Call
 from roam.torch_compat.private import (
@@ -22,8 +23,8 @@ from roam.torch_compat.private import (
 
 aten = torch.ops.aten
 
-# Losses whose CPU kernels write the unreduced loss into the result's storage first and never give
-# the rest of it back.
+# Losses whose kernels write the unreduced loss into the result's storage first and never give the
+# rest of it back.
 _REDUCED_LOSSES = {
     aten.mse_loss.default,
     aten.smooth_l1_loss.default,
@@ -143,9 +144,10 @@ def _seed_devices(func: Any, draws: bool) -> tuple[str, str]:
     """
     dropout_at, (seed, offset) = _ATTENTION[func]
     rest: list[Any] = [None, True] if dropout_at == 5 else []
-    with disable_current_modes(), torch.no_grad(), torch.random.fork_rng():
+    with disable_current_modes(), torch.no_grad():
         query = torch.zeros(1, 1, 64, 64, dtype=torch.bfloat16, device="cuda")
-        found = func(query, query, query, *rest, 0.5 if draws else 0.0)
+        with generator_kept([query]):
+            found = func(query, query, query, *rest, 0.5 if draws else 0.0)
     return found[seed].device.type, found[offset].device.type
 
 
@@ -192,15 +194,17 @@ def without_masked(call: Call, args: Any, kwargs: Any, results: Any) -> Any:
 
 
 def bytes_at_least(func: Any, tensors: list[Any], position: int, result: Any) -> int:
-    """Bytes of the storage of a result for which a CPU kernel takes more than it then fills; 0 for
-    any other.
+    """Bytes of the storage of a result for which a kernel takes more than it then fills; 0 for any
+    other.
     """
-    if func not in _OVERSIZED or tensors[0].device.type != "cpu":
+    if func not in _OVERSIZED:
         return 0
-    item_bytes = int(tensors[0].element_size())
     if func in _REDUCED_LOSSES:  # in the result's dtype, where the two differ
         losses = torch.broadcast_shapes(tensors[0].shape, tensors[1].shape).numel()
         return int(losses) * int(result.element_size())
+    if tensors[0].device.type != "cpu":
+        return 0
+    item_bytes = int(tensors[0].element_size())
     if func in _UNFOLDED:
         return int(tensors[0].numel()) * item_bytes
     if position == 1 and result.numel():

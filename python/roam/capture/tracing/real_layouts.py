@@ -78,7 +78,7 @@ def on_zeros(
             args, kwargs = pytree.tree_map(
                 lambda value: next(remaining) if isinstance(value, torch.Tensor) else value, given
             )
-            with _generator_kept(pytree.tree_leaves((args, kwargs))):
+            with generator_kept(pytree.tree_leaves((args, kwargs))):
                 return look(func(*args, **kwargs), zeros)
     except Exception:  # noqa: BLE001 - no memory for it, or zeros are no indices of it; the first run checks it all the same
         return None
@@ -105,7 +105,7 @@ def _zeros(tensors: Sequence[Any]) -> list[torch.Tensor]:
 
 
 @contextmanager
-def _generator_kept(arguments: Sequence[Any]) -> Iterator[None]:
+def generator_kept(arguments: Sequence[Any]) -> Iterator[None]:
     """Puts back the state of the generator that a kernel with these arguments may draw from."""
     devices = [
         value.device
