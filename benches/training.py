@@ -16,6 +16,8 @@ their bits.
 | `roam-inductor` | the same with `kernels="inductor"`, which has the bits of compiled kernels |
 | `roam-cuda-graph` | the same with `cuda_graph=True` |
 | `roam-streams` | the same with `streams=2` |
+| `roam-75%`, `roam-50%`, `roam-25%` | the same with `memory=` that share of what it takes without |
+| `checkpoint` | every block by `torch.utils.checkpoint` |
 
 Each row runs in a process of its own: its peaks and its allocator are its own, and if it dies the
 others go on. Rows that do not fit into ``--minutes`` any more are listed as not run. Exits with 1
@@ -54,7 +56,7 @@ OPTIMIZERS = ("foreach=False", "default", "fused")
 """AdamW's forms. PyTorch's default is ``foreach=False`` on the CPU and ``foreach=True`` on CUDA."""
 WAYS = (
     "eager", "eager-again", "roam", "roam-cuda-graph", "roam-pool", "roam-no-pool", "in-backward", "eager-expandable",
-    "torch-compile", "roam-inductor", "roam-streams",
+    "torch-compile", "roam-inductor", "roam-streams", "roam-75%", "roam-50%", "roam-25%", "checkpoint",
 )  # fmt: skip
 _MAIN = ("eager", "eager-again", "roam")
 OURS = tuple(way for way in WAYS if way.startswith("roam"))

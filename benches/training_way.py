@@ -18,10 +18,12 @@ was measured before a process died or ran out of time is not lost.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import json
 import os
 import statistics
+import subprocess
 import sys
 import time
 import traceback
@@ -30,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import checkpoint
 from training_models import Missing, Training, build
 
 import roam
@@ -42,6 +45,9 @@ OURS: dict[str, dict[str, Any]] = {
     "roam-inductor": {"kernels": "inductor"},
     "roam-cuda-graph": {"cuda_graph": True},
     "roam-streams": {"streams": 2},
+    "roam-75%": {"memory": "75%"},
+    "roam-50%": {"memory": "50%"},
+    "roam-25%": {"memory": "25%"},
 }
 """Our ways, with the options that each is compiled with."""
 REFERENCE = "eager"
@@ -98,6 +104,8 @@ class Way:
             torch.compile(self.training.model) if way == "torch-compile" else self.training.model
         )
         train_step = self.training.train_step
+        if way == "checkpoint":
+            checkpoint_blocks(self.training.model)
         self.compiled = roam.compile(train_step, **OURS[way]) if way in OURS else None
         self._step = self.compiled or train_step
 
@@ -105,6 +113,14 @@ class Way:
         """One step; the loss."""
         loss: torch.Tensor = self._step(self.model, self.optimizer, *self.training.batch)
         return loss
+
+
+def checkpoint_blocks(model: torch.nn.Module) -> None:
+    """Runs every block of a model again in the backward pass, as `torch.utils.checkpoint` does."""
+    for blocks in model.modules():
+        if isinstance(blocks, (torch.nn.ModuleList, torch.nn.Sequential)) and len(blocks) > 4:
+            for block in blocks:
+                block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
 
 
 class Row:
@@ -128,7 +144,7 @@ class Row:
     def run(self) -> None:
         """All phases."""
         request = self.request
-        self.say("making the model")
+        self.say("making the model", library_bytes=library_bytes() if self.on_cuda else 0)
         with observed_on(self.on_cuda):
             way = Way(request, self.way)
         count = sum(parameter.numel() for parameter in way.parameters)
@@ -144,7 +160,10 @@ class Row:
         more, steady = self.memory(way, request["steps"] - 2)
         self.say("comparing", memory=steady)
         if way.compiled is not None:
-            self.say("comparing", **planned(way.compiled, steady["allocated_bytes"]))
+            used_bytes = steady.get("requested_bytes", steady["allocated_bytes"])
+            self.say(
+                "comparing", **planned(way.compiled, used_bytes - self.values["library_bytes"])
+            )
         self.compare(losses + more, way.parameters)
         if self.way != "eager-again":
             self.say("timing")
@@ -284,6 +303,14 @@ class Row:
             torch.cuda.synchronize()
 
 
+def library_bytes() -> int:
+    """What cuBLAS takes at its first use, and keeps as long as the process lives."""
+    one = torch.ones(64, 64, device="cuda")
+    before = torch.cuda.memory_allocated()
+    made = one @ one
+    return torch.cuda.memory_allocated() - before - made.untyped_storage().nbytes()
+
+
 def observed_on(on_cuda: bool) -> Any:
     """On the CPU, what the measurement must have seen being made."""
     return contextlib.nullcontext() if on_cuda else observed()
@@ -349,6 +376,7 @@ def describe() -> dict[str, Any]:
     """This process's device and libraries."""
     cuda = torch.cuda.is_available()
     values: dict[str, Any] = {
+        "driver": driver() if cuda else None,
         "torch": torch.__version__,
         "cuda": torch.version.cuda if cuda else None,
         "cuda_available": cuda,
@@ -362,13 +390,23 @@ def describe() -> dict[str, Any]:
     return values
 
 
+def driver() -> str | None:
+    """The version of the GPU's driver, where NVIDIA's tool tells it."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
+    try:
+        finished = subprocess.run(command, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return finished.stdout.strip()
+
+
 def ending(error: Exception, way: str) -> str:
     """A row's status for what was raised."""
     text = " ".join(str(error).split())[:300]
     package = type(error).__module__
     if isinstance(error, Missing):
         return f"skipped: {text}"
-    if isinstance(error, roam.CaptureError):
+    if isinstance(error, (roam.CaptureError, roam.PlanError)):
         return f"refused: {text}"
     if any(map(is_out_of_memory, (error, error.__cause__))):
         return f"out of memory: {text}"

@@ -43,6 +43,10 @@ _TO_OUT = frozenset(("aten._chunk_cat.out",))
 """Operators that make something in between and write the result to their argument `out`: they first
 copy what cannot be cut evenly.
 """
+_ATTENTION = frozenset(
+    f"aten._scaled_dot_product_{name}_attention.default" for name in ("flash", "efficient", "cudnn")
+)
+"""Operators that draw random numbers for dropout alone, and may take memory for themselves."""
 _learned: dict[object, int] = {}
 _one_at_a_time = threading.Lock()
 
@@ -91,7 +95,7 @@ def workspaces(
     signatures = {
         index: signature_of(program, call)
         for index, call in enumerate(program.calls)
-        if ((at := placed[index]) is None or at.by_rows or _allocates(program, call))
+        if ((at := placed[index]) is None or at.by_rows or _allocates(program, call, device))
         and _is_tried(program, index, device)
     }
     with _one_at_a_time:
@@ -259,11 +263,12 @@ def _is_tried(program: Program, index: int, device: torch.device) -> bool:
         return False  # who knows what else it does
     # What a compiled region changes and draws comes back; of other calls that change something
     # little is known, unless it is their `out`.
-    is_known = is_region(call.target) or call.name in _TO_OUT
+    is_known = is_region(call.target) or call.name in (*_TO_OUT, *_ATTENTION)
     if not is_known and (call.mutates or call.random or not _made(program, index)):
         return False
     metas = [program.slots[slot] for slot in (*call.refs(), *_made(program, index))]
-    return all(meta is not None and meta.device == device for meta in metas)
+    # Attention may keep its seed, one number, on the CPU.
+    return all(meta is not None and (meta.device == device or not meta.shape) for meta in metas)
 
 
 def touched_bytes(program: Program, call: Call) -> int:
@@ -284,12 +289,12 @@ def _trial_bytes(program: Program, index: int) -> int:
     return max(sizes, default=0) + sum(program.storages[number].size_bytes for number in made)
 
 
-def _allocates(program: Program, call: Call) -> bool:
+def _allocates(program: Program, call: Call, device: torch.device) -> bool:
     """Whether a kernel that writes where a plan says may have memory of its own all the same: it
     makes something in between, or puts its arguments into another order first, which depends on the
-    CPU.
+    CPU. On CUDA, what a library takes depends on shapes that no test had.
     """
-    if call.name in _IN_STEPS:
+    if call.name in _IN_STEPS or device.type == "cuda":
         return True
     metas = [program.slots[slot] for slot in call.refs()]
     return call.name in _PRODUCTS and any(

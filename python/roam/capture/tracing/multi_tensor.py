@@ -1,10 +1,11 @@
-"""Multi-tensor and fused updates: one call for many tensors, recorded as one call for each.
+"""Multi-tensor and fused updates: one call for many tensors, recorded as several calls.
 
 A `torch._foreach_*` or `torch._fused_*` call updates all parameters at once, so every gradient
 would have to be alive at once. If the call is split, each gradient dies as soon as its own update
 has run. The bits stay the same. On the CPU a multi-tensor kernel is a loop over its lists, which is
 run here so that the trace sees what it calls. On other devices a call is split if each part takes
-the same path as the whole, and stays whole otherwise.
+the same path as the whole, and stays whole otherwise. There the launch of a kernel takes longer
+than the update of a small tensor, so small tensors share a call.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ FUSED = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
 """Functions of torch that update all parameters by one kernel, in which the update of each element
 is independent of all others.
 """
+
+_SHARE = 1 / 64
+"""Gradients of this share of all elements may wait for each other."""
 
 
 def is_multi_tensor(func: Any) -> bool:
@@ -65,18 +69,31 @@ def splits(args: tuple[Any, ...]) -> bool:
 def parts(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """The arguments of a call on lists for one place of the lists after the other."""
+    """The arguments of a call on lists for one part of the lists after the other."""
     count = max(len(argument) for argument in args if isinstance(argument, (list, tuple)))
 
-    def at(argument: Any, place: int) -> Any:
+    def at(argument: Any, places: slice) -> Any:
         is_whole = not isinstance(argument, (list, tuple)) or len(argument) != count
-        return argument if is_whole else [argument[place]]
+        return argument if is_whole else list(argument[places])
 
-    for place in range(count):
+    for places in _places(_tensor_lists(args)[0]):
         yield (
-            tuple(at(argument, place) for argument in args),
-            {key: at(kwargs[key], place) for key in kwargs},
+            tuple(at(argument, places) for argument in args),
+            {key: at(kwargs[key], places) for key in kwargs},
         )
+
+
+def _places(tensors: list[torch.Tensor]) -> Iterator[slice]:
+    """Places of the lists that stay together: one on the CPU; on other devices as many neighbours
+    as have together `_SHARE` of all elements.
+    """
+    least = 0 if tensors[0].device.type == "cpu" else _SHARE * sum(t.numel() for t in tensors)
+    start, elements = 0, 0
+    for place, tensor in enumerate(tensors):
+        elements += tensor.numel()
+        if elements >= least or place == len(tensors) - 1:
+            yield slice(start, place + 1)
+            start, elements = place + 1, 0
 
 
 def fused_stand_in(trace: TraceContext, name: str) -> Any:
