@@ -14,6 +14,11 @@ backward, and from training steps of the zoo. Each call is repeated with its ten
 other ways, and once for every argument whose memory a result could take. A kernel is cleared, per
 layouts and dtypes, if all its calls give the ordinary result byte for byte in a view of a poisoned
 pool, touch nothing else, and allocate nothing of the result's size.
+
+On CUDA, trials of small tensors prove less. How many blocks of a kernel run before others have read
+their part depends on the size and on the device, so only pointwise results may take an argument's
+memory. Which number an element draws depends on the size too, so no random kernel stands for
+another.
 """
 
 from __future__ import annotations
@@ -169,6 +174,8 @@ class Trials:
         kernel = candidate(target, self.device)
         if target.name() in CRASHING or not kernel.applies(target, args, kwargs):
             return
+        if draws_otherwise(target, self.device):
+            return
         for layout_args, layout_kwargs in variants(args, kwargs, number):
             if self.device == "cuda" and is_out_of_range(target, layout_args, layout_kwargs):
                 continue
@@ -192,7 +199,8 @@ class Trials:
         if wrong:
             return
         keep_larger(findings.largest, layouts, ordinary)
-        for pair in in_place_pairs(ordinary):
+        pairs = in_place_pairs(ordinary) if may_be_in_place(ordinary.target, self.device) else ()
+        for pair in pairs:
             wrong = try_in_place(ordinary, kernel, *pair)
             if wrong == "other bits" and not ordinary.is_reproducible():
                 continue
@@ -245,6 +253,17 @@ class Trials:
                     for cell in findings.placed:
                         if cell[1] == key:
                             note(findings.placed, cell, wrong)
+
+
+def may_be_in_place(target: OpOverload, device: str) -> bool:
+    """Whether trials can show that a result may take an argument's memory."""
+    return device == "cpu" or torch.Tag.pointwise in target.tags
+
+
+def draws_otherwise(target: OpOverload, device: str) -> bool:
+    """Whether a kernel would stand for another that draws random numbers on CUDA."""
+    is_random = torch.Tag.nondeterministic_seeded in target.tags
+    return device == "cuda" and is_random and candidate(target, device).way == "substitute"
 
 
 def is_out_of_range(target: OpOverload, args: Any, kwargs: Any) -> bool:
@@ -620,7 +639,11 @@ def joined(parts: list[Path], device: str) -> dict[str, Any]:
             if name.startswith("aten::")
             else CROSS_ENTROPY_BACKWARD
         )
+        if draws_otherwise(target, device):
+            continue
         found.setdefault(target, Findings(candidate(target, device))).add(entry)
+        if not may_be_in_place(target, device):
+            found[target].in_place.clear()
     for target, findings in found.items():
         findings.generalize(target)
     return as_table({op: item.entry() for op, item in found.items()}) | {"torch": tables[0]["torch"]}

@@ -63,6 +63,7 @@ class TestTable:
             samples=1,
             calls=1,
             dtypes=[torch.float32],
+            part=(0, 1),
         )
         found = bench.establish(arguments).found
         assert len(found) > 20

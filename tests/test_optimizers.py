@@ -974,12 +974,15 @@ class TestAccelerators:
     """What is recorded for CUDA, from the fakes of gradients that a backward pass would have left
     there."""
 
-    def names(self, make: Any, *, strides: tuple[int, int] = (4, 1)) -> list[str]:
+    def names(
+        self, make: Any, *, size: tuple[int, int] = (128, 128), is_turned: bool = False
+    ) -> list[str]:
         with FakeTensorMode():
-            weights = [torch.nn.Parameter(torch.empty(3, 4, device="cuda")) for _ in range(5)]
-            weights.append(torch.nn.Parameter(torch.empty_strided((3, 4), strides, device="cuda")))
+            weights = [torch.nn.Parameter(torch.empty(size, device="cuda")) for _ in range(5)]
+            last = torch.empty(size, device="cuda")
+            weights.append(torch.nn.Parameter(last.t() if is_turned else last))
             for weight in weights:
-                weight.grad = torch.empty(3, 4, device="cuda")
+                weight.grad = torch.empty(size, device="cuda")
         optimizer = make(weights)
 
         def step() -> None:
@@ -993,7 +996,7 @@ class TestAccelerators:
         assert names.count("aten.add_.Tensor") == 6  # step counts are on the CPU
 
     def test_a_list_that_goes_the_slow_way_as_a_whole(self) -> None:
-        names = self.names(torch.optim.AdamW, strides=(1, 3))
+        names = self.names(torch.optim.AdamW, is_turned=True)
         assert (
             names.count("aten._foreach_lerp_.Scalar") == 1
         )  # state as the weight lies, its gradient otherwise
@@ -1006,6 +1009,11 @@ class TestAccelerators:
             )
             == 6
         )
+
+    def test_small_tensors_share_a_call(self) -> None:
+        names = self.names(torch.optim.AdamW, size=(64, 64))  # four of them are large enough
+        assert names.count("aten._foreach_addcdiv_.ScalarList") == 2
+        assert self.names(torch.optim.AdamW, size=(3, 4)).count("aten._foreach_addcdiv_.ScalarList") == 1
 
     def test_capturable(self) -> None:
         names = self.names(lambda p: torch.optim.AdamW(p, capturable=True))

@@ -24,8 +24,8 @@ FUSED = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
 is independent of all others.
 """
 
-_SHARE = 1 / 64
-"""Gradients of this share of all elements may wait for each other."""
+_SHARE, _SMALL = 1 / 64, 1 << 14
+"""Gradients of this share of all elements, or of so many elements, may wait for each other."""
 
 
 def is_multi_tensor(func: Any) -> bool:
@@ -85,9 +85,11 @@ def parts(
 
 def _places(tensors: list[torch.Tensor]) -> Iterator[slice]:
     """Places of the lists that stay together: one on the CPU; on other devices as many neighbours
-    as have together `_SHARE` of all elements.
+    as have together `_SHARE` of all elements, and no fewer than `_SMALL`.
     """
-    least = 0 if tensors[0].device.type == "cpu" else _SHARE * sum(t.numel() for t in tensors)
+    least = 0.0
+    if tensors[0].device.type != "cpu":
+        least = max(_SHARE * sum(tensor.numel() for tensor in tensors), _SMALL)
     start, elements = 0, 0
     for place, tensor in enumerate(tensors):
         elements += tensor.numel()
