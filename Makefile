@@ -20,7 +20,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # that is done takes over half of what another has left.
 PARALLEL := -n auto --maxprocesses 8 --dist worksteal
 
-.PHONY: help install wheel dependencies demo quick test-planner test canaries durations rust-test nightly fuzz sweep hard-limit wheel-test bench bench-compare gpu docs site lint lint-workflows format lock release ci clean
+.PHONY: help install wheel dependencies demo quick test-planner test canaries durations rust-test nightly fuzz sweep hard-limit wheel-test bench bench-compare gpu gpu-test docs site lint lint-workflows format lock release ci clean
 
 help:
 	@echo "make install     the release wheel and everything that tests need, into VENV ($(VENV))"
@@ -40,6 +40,7 @@ help:
 	@echo "make bench       the planner's benchmarks"
 	@echo "make bench-compare BASE=commit   the same, here and at another commit: names what became slower, and then fails"
 	@echo "make gpu         real training steps on the GPU, next to eager PyTorch and others; without a GPU it says so"
+	@echo "make gpu-test    the tests that need a GPU; without one they are skipped"
 	@echo "make docs        install; the documents as a site, warnings being errors, in $(SITE)"
 	@echo "make site        the same, against what is installed"
 	@echo "make lint        rustfmt, clippy, ruff, mypy, stubtest, and the workflows' linters"
@@ -130,6 +131,9 @@ bench-compare:
 gpu:
 	mkdir -p target
 	$(BIN)/python benches/training.py --output target/training.json
+
+gpu-test:
+	$(BIN)/python -m pytest -rs tests/test_gpu.py
 
 docs: install
 	$(BIN)/pip install --quiet --constraint constraints.txt "$$(echo $(WHEELS)/*.whl)[docs]"

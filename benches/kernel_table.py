@@ -646,7 +646,9 @@ def joined(parts: list[Path], device: str) -> dict[str, Any]:
             found[target].in_place.clear()
     for target, findings in found.items():
         findings.generalize(target)
-    return as_table({op: item.entry() for op, item in found.items()}) | {"torch": tables[0]["torch"]}
+    return as_table({op: item.entry() for op, item in found.items()}) | {
+        "torch": tables[0]["torch"]
+    }
 
 
 def part(text: str) -> tuple[int, int]:
@@ -680,7 +682,11 @@ def main() -> int:
         help="of samples (default: those of most models)",
     )  # fmt: skip
     parser.add_argument(
-        "--part", type=part, default=(0, 1), metavar="K/N", help="every Nth step and operator, the Kth first"
+        "--part",
+        type=part,
+        default=(0, 1),
+        metavar="K/N",
+        help="every Nth step and operator, the Kth first",
     )
     parser.add_argument(
         "--join", nargs="+", type=Path, metavar="FILE", help="what parts wrote, instead of trials"

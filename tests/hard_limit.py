@@ -55,7 +55,7 @@ def batch(samples: int, generator: torch.Generator) -> torch.Tensor:
 
 def losses(step: Callable[..., torch.Tensor], samples: int, steps: int) -> list[float]:
     model, optimizer = built()
-    generator = torch.Generator(torch.get_default_device()).manual_seed(1)
+    generator = torch.Generator().manual_seed(1)
     return [step(model, optimizer, batch(samples, generator)).item() for _ in range(steps)]
 
 

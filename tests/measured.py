@@ -33,6 +33,6 @@ def compiled(name: str, how: str) -> tuple[Any, tuple[Any, ...]]:
     """A training's step, compiled but for ``eager``, and the arguments to call it with."""
     torch.manual_seed(0)
     training = TRAININGS[name]()
-    batch = training.batch(torch.Generator(torch.get_default_device()).manual_seed(0))
+    batch = training.batch(torch.Generator().manual_seed(0))
     step = training.step if how == "eager" else roam.compile(training.step, pool=WAYS[how])
     return step, (*training.objects, *batch)

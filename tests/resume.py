@@ -16,7 +16,7 @@ def main(part: int, folder: Path) -> None:
     torch.manual_seed(0)
     training = gpt2()
     torch.manual_seed(1)
-    generator = torch.Generator(torch.get_default_device()).manual_seed(2)
+    generator = torch.Generator().manual_seed(2)
     if part:
         states, torch_state, data_state = torch.load(folder / "checkpoint.pt")
         for holder, state in zip(training.objects, states, strict=True):

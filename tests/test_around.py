@@ -60,7 +60,7 @@ def run(
     compiled = wrap(step)
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
     outcome: list[Any] = []
-    generator = torch.Generator(torch.get_default_device()).manual_seed(1)
+    generator = torch.Generator().manual_seed(1)
     with ExitStack() as stack:
         my.stack = stack
         for index in range(6):

@@ -34,7 +34,7 @@ def network() -> torch.nn.Module:
 
 def batches(count: int = STEPS) -> list[torch.Tensor]:
     """Large and small ones by turns."""
-    generator = torch.Generator(torch.get_default_device()).manual_seed(3)
+    generator = torch.Generator().manual_seed(3)
     return [
         torch.randn(5, 4, generator=generator) * (3.0 if place % 3 else 0.3)
         for place in range(count)

@@ -41,7 +41,7 @@ def make() -> Any:
         net=net,
         optimizer=optimizer,
         scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5),
-        generator=torch.Generator(torch.get_default_device()).manual_seed(3),
+        generator=torch.Generator().manual_seed(3),
         seen=0,
     )
 

@@ -68,7 +68,7 @@ def train(
 
 
 def batches(poisoned: int | None = None) -> list[torch.Tensor]:
-    generator = torch.Generator(torch.get_default_device()).manual_seed(1)
+    generator = torch.Generator().manual_seed(1)
     made = [torch.randn(5, 6, generator=generator) for _ in range(5)]
     if poisoned is not None:
         made[poisoned][2, 3] = math.nan

@@ -58,7 +58,7 @@ class Recorded:
 def test_the_text_is_the_plan(name: str) -> None:
     torch.manual_seed(0)
     training = TRAININGS[name]()
-    batch = training.batch(torch.Generator(torch.get_default_device()).manual_seed(0))
+    batch = training.batch(torch.Generator().manual_seed(0))
     arguments = (*training.objects, *batch)
     training.step(*arguments)
     variant = capture_step(training.step, arguments, {}).steady
@@ -114,7 +114,7 @@ def test_in_launch_order_the_bits_are_those_of_eager() -> None:
     torch.manual_seed(0)
     training, other = TRAININGS["gpt2"](), TRAININGS["gpt2"]()
     other.model.load_state_dict(training.model.state_dict())
-    batch = training.batch(torch.Generator(torch.get_default_device()).manual_seed(0))
+    batch = training.batch(torch.Generator().manual_seed(0))
     torch.manual_seed(1)
     training.step(*training.objects, *batch)
     torch.manual_seed(1)
@@ -144,7 +144,7 @@ def test_in_launch_order_the_bits_are_those_of_eager() -> None:
 
 def test_streams_are_refused_where_there_are_none() -> None:
     training = TRAININGS["gpt2"]()
-    batch = training.batch(torch.Generator(torch.get_default_device()).manual_seed(0))
+    batch = training.batch(torch.Generator().manual_seed(0))
     with pytest.raises(roam.ExecutionError, match="several streams need CUDA") as caught:
         roam.compile(training.step, streams=2)(*training.objects, *batch)
     assert caught.value.code == "streams"

@@ -61,7 +61,7 @@ def small(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def batch(rank: int, number: int, rows: int = 6) -> torch.Tensor:
-    generator = torch.Generator(torch.get_default_device()).manual_seed(1000 * rank + number)
+    generator = torch.Generator().manual_seed(1000 * rank + number)
     return torch.randn(rows, 16, generator=generator)
 
 

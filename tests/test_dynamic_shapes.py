@@ -67,7 +67,7 @@ def captures(step: Any) -> int:
 
 
 def batches(decide: Callable[[torch.Generator], torch.Tensor], count: int = 4) -> list[Any]:
-    generator = torch.Generator(torch.get_default_device()).manual_seed(3)
+    generator = torch.Generator().manual_seed(3)
     return [(torch.randn(6, 4, generator=generator), decide(generator)) for _ in range(count)]
 
 
@@ -240,7 +240,7 @@ def test_a_pointer_that_the_step_moves_is_planned_for_each_of_its_values() -> No
     assert captures(step) == 2
 
 
-LENGTHS = [(torch.randn(3, 5, 4, generator=torch.Generator(torch.get_default_device()).manual_seed(n)), torch.tensor(lengths)) for n, lengths in
+LENGTHS = [(torch.randn(3, 5, 4, generator=torch.Generator().manual_seed(n)), torch.tensor(lengths)) for n, lengths in
            enumerate(([5, 3, 2], [2, 5, 3], [4, 4, 1], [5, 3, 2]))]  # fmt: skip
 
 
@@ -347,7 +347,7 @@ class TestCtcLoss:
                 scores, targets, inputs, lengths, reduction=reduction, zero_infinity=True
             ).sum()
 
-        generator = torch.Generator(torch.get_default_device()).manual_seed(0)
+        generator = torch.Generator().manual_seed(0)
         given = []
         for lengths in ([3, 2, 1], [3, 0, 3], [4, 2, 1]):
             targets = torch.randint(

@@ -42,7 +42,7 @@ def lowerings(name: str) -> list[Lowering]:
     """Of the first step and of later ones."""
     training = MAKERS[name]()
     step = roam.compile(training.step, pool=False)
-    step(*training.objects, *training.batch(torch.Generator(torch.get_default_device()).manual_seed(2)))
+    step(*training.objects, *training.batch(torch.Generator().manual_seed(2)))
     runners: list[Runner] = step._captures[0].runners
     return [
         Lowering(

@@ -221,7 +221,7 @@ def budgeted(rank: int, world: int) -> tuple[bool, bool, int, int, int]:
     is the least.
     """
     warnings.simplefilter("ignore")
-    x = torch.randn(4, 256, generator=torch.Generator(torch.get_default_device()).manual_seed(rank))
+    x = torch.randn(4, 256, generator=torch.Generator().manual_seed(rank))
     totals = []
     for kept in (True, False):
         net = layers(kept)

@@ -22,9 +22,11 @@ from training import assert_same_bits, tensors_and_numbers
 
 DEVICE = "cuda"
 pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available(), reason="needs a CUDA device; run `make gpu-test` where there is one"
+    not torch.cuda.is_available(),
+    reason="needs a CUDA device; run `make gpu-test` where there is one",
 )
 functional = torch.nn.functional
+IS_NEW = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
 MIB = 1 << 20
 CALLS = 5
 
@@ -177,7 +179,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def outcome(
-    wrap: Callable[[Any], Any], make: Any, optimizer_of: Any, step: Any, batch: Any, calls: int = CALLS
+    wrap: Callable[[Any], Any],
+    make: Any,
+    optimizer_of: Any,
+    step: Any,
+    batch: Any,
+    calls: int = CALLS,
 ) -> tuple[list[Any], Any]:
     """What some steps return and leave behind, and the step."""
     torch.manual_seed(0)
@@ -386,6 +393,7 @@ def test_a_rate_that_changes() -> None:
     assert_same_bits(script(roam.compile), script(lambda step: step))
 
 
+@pytest.mark.skipif(not IS_NEW, reason="needs PyTorch 2.15")
 @pytest.mark.filterwarnings("ignore")  # of PyTorch about its own code
 def test_compiled_kernels() -> None:
     def blocks(step: Any) -> Any:
@@ -451,6 +459,7 @@ def test_data_parallel_over_nccl() -> None:
     assert_same_bits(found, expected)
 
 
+@pytest.mark.skipif(not IS_NEW, reason="needs PyTorch 2.15")
 @pytest.mark.usefixtures("alone")
 def test_fully_sharded_over_nccl() -> None:
     from torch.distributed.fsdp import fully_shard
@@ -476,7 +485,13 @@ def test_recurrent_layers_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "kernel", [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH]
+    "kernel",
+    [
+        SDPBackend.FLASH_ATTENTION,
+        SDPBackend.EFFICIENT_ATTENTION,
+        SDPBackend.CUDNN_ATTENTION,
+        SDPBackend.MATH,
+    ],
 )
 def test_kernels_of_attention_with_dropout(kernel: SDPBackend) -> None:
     def attend(query: torch.Tensor) -> torch.Tensor:
@@ -494,7 +509,7 @@ def test_kernels_of_attention_with_dropout(kernel: SDPBackend) -> None:
     def batch() -> torch.Tensor:
         return torch.randn(2, 4, 96, 64, device=DEVICE, dtype=torch.bfloat16)
 
-    case = lambda: Attending().bfloat16(), adamw(), plain, batch  # noqa: E731
+    case = (lambda: Attending().bfloat16(), adamw(), plain, batch)
     expected = eager(*case)
     for options in ({"pool": True}, {"pool": False}):
         found, _ = outcome(functools.partial(roam.compile, **options), *case)
@@ -541,5 +556,3 @@ def test_memory_of_the_pool_is_given_back() -> None:
     step.release()
     assert before - torch.cuda.memory_allocated() >= step.memory().pool_bytes > MIB
     step(model, optimizer, tokens())
-
-

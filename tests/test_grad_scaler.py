@@ -40,7 +40,7 @@ def make_scaler(**options: Any) -> torch.amp.GradScaler:
 def batches(
     infinite: tuple[int, ...] = (), count: int = STEPS
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    generator = torch.Generator(torch.get_default_device()).manual_seed(3)
+    generator = torch.Generator().manual_seed(3)
     made = []
     for index in range(count):
         x = torch.randn(5, 6, generator=generator)

@@ -122,7 +122,7 @@ def test_reach_lists_what_a_step_uses_with_readable_paths() -> None:
     model, optimizer, x = parts()
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     scaler = torch.amp.GradScaler("cpu")
-    generator = torch.Generator(torch.get_default_device())
+    generator = torch.Generator()
     history = [torch.zeros(1)]
 
     def step(model: Net, optimizer: torch.optim.Optimizer, *batch: Any) -> None:
@@ -1008,7 +1008,7 @@ def test_model_surgery_is_undone() -> None:
 
 
 def test_random_generators_are_noticed_and_put_back() -> None:
-    own, torch_own, numpy_own = random.Random(1), torch.Generator(torch.get_default_device()), np.random.default_rng(1)
+    own, torch_own, numpy_own = random.Random(1), torch.Generator(), np.random.default_rng(1)
     legacy = np.random.RandomState(1)
 
     def step() -> list[Any]:

@@ -446,7 +446,7 @@ def draw_from_a_numpy_generator(my, x, y):
 
 
 def draw_from_a_generator_made_inside(my, x, y):
-    return train(my, x * torch.rand(x.shape, generator=torch.Generator(torch.get_default_device()).manual_seed(5)), y)
+    return train(my, x * torch.rand(x.shape, generator=torch.Generator().manual_seed(5)), y)
 
 
 def add_a_group(my, x, y):
@@ -596,7 +596,7 @@ class TestGenerators:
     def check(self, use: Callable[[Any, torch.Tensor, torch.Generator], torch.Tensor]) -> None:
         def script(wrap):
             torch.manual_seed(0)
-            my, generators = make(), [torch.Generator(torch.get_default_device()).manual_seed(index) for index in (5, 6)]
+            my, generators = make(), [torch.Generator().manual_seed(index) for index in (5, 6)]
 
             @wrap
             def step(x, y, generator):
@@ -631,7 +631,7 @@ class TestGenerators:
         self.check(lambda my, x, generator: x[:, torch.randperm(6, generator=generator)])
 
     def test_are_put_back_after_a_failure_that_changed_nothing(self) -> None:
-        generator, table = torch.Generator(torch.get_default_device()).manual_seed(1), torch.nn.Embedding(4, 6)
+        generator, table = torch.Generator().manual_seed(1), torch.nn.Embedding(4, 6)
         my = make()
 
         @roam.compile

@@ -110,7 +110,7 @@ def trainer(folder: Path, plugins: Any = None, **options: Any) -> lightning.Trai
 
 
 def loader(batch: int = 4) -> Any:
-    generator = torch.Generator(torch.get_default_device()).manual_seed(3)
+    generator = torch.Generator().manual_seed(3)
     data = torch.randn(4 * batch, 8, generator=generator), torch.arange(4 * batch) % 3
     return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*data), batch, shuffle=True)
 

@@ -70,7 +70,7 @@ def test_steps_that_run_operators_again_have_eagers_bits(
     memory = steps[0].memory()
     assert memory.extra_runs > 0
     assert pool is None or memory.uses_pool is pool
-    steps[0].measured(*training.objects, *training.batch(torch.Generator(torch.get_default_device()).manual_seed(2)))
+    steps[0].measured(*training.objects, *training.batch(torch.Generator().manual_seed(2)))
     assert steps[0].memory().measured_bytes == pytest.approx(memory.total_bytes, rel=0.01)
 
 
@@ -82,7 +82,7 @@ def scaled(wrap: Callable[[Any], Any]) -> Any:
     )  # fmt: skip
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
-    generator = torch.Generator(torch.get_default_device()).manual_seed(3)
+    generator = torch.Generator().manual_seed(3)
 
     @wrap
     def step(model, optimizer, scaler, x, y):
@@ -111,7 +111,7 @@ def branching(wrap: Callable[[Any], Any]) -> Any:
         torch.nn.Linear(8, 2),
     )  # fmt: skip
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    generator = torch.Generator(torch.get_default_device()).manual_seed(3)
+    generator = torch.Generator().manual_seed(3)
 
     @wrap
     def step(model, optimizer, x):
@@ -134,7 +134,7 @@ def branching(wrap: Callable[[Any], Any]) -> Any:
 
 def checkpointed(wrap: Callable[[Any], Any]) -> Any:
     """Recomputation of the user's own, which replays the random generator."""
-    generator = torch.Generator(torch.get_default_device()).manual_seed(7)
+    generator = torch.Generator().manual_seed(7)
     batches = [torch.randn(4, 6, generator=generator) for _ in range(4)]
     return train(Recomputing(), wrap, batches)
 
@@ -157,7 +157,7 @@ def test_scalers_branches_and_checkpoints_have_eagers_bits(
 def test_a_comparison_watches_further_runs_too(monkeypatch: pytest.MonkeyPatch) -> None:
     used = planning(monkeypatch, SEQUENCES["many"])
     training = MAKERS["small"]()
-    batch = training.batch(torch.Generator(torch.get_default_device()).manual_seed(2))
+    batch = training.batch(torch.Generator().manual_seed(2))
     step = roam.compile(training.step, memory=1)
     result = roam.compare(step, *training.objects, *batch, steps=2)
     assert used
@@ -166,7 +166,7 @@ def test_a_comparison_watches_further_runs_too(monkeypatch: pytest.MonkeyPatch) 
 
 def test_nothing_changes_where_the_plan_is_within_the_limit() -> None:
     training = MAKERS["small"]()
-    batch = training.batch(torch.Generator(torch.get_default_device()).manual_seed(2))
+    batch = training.batch(torch.Generator().manual_seed(2))
     plain, limited = (
         roam.compile(training.step, memory=memory).plan(*training.objects, *batch)
         for memory in (None, "100%")
@@ -198,7 +198,7 @@ def test_auto_is_what_the_device_has(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     training = MAKERS["small"]()
     step = roam.compile(training.step, memory="auto", pool=False)
-    step(*training.objects, *training.batch(torch.Generator(torch.get_default_device()).manual_seed(2)))
+    step(*training.objects, *training.batch(torch.Generator().manual_seed(2)))
     memory = step.memory()
     assert memory.limit_bytes is not None
     assert 2**20 < memory.limit_bytes < 2**50
@@ -236,7 +236,7 @@ def deep() -> Training:
 def local_share(share: float) -> int:
     """That share of what a step takes beside what persists, and what persists."""
     _, training = run(deep, 2)
-    batch = training.batch(torch.Generator(torch.get_default_device()).manual_seed(2))
+    batch = training.batch(torch.Generator().manual_seed(2))
     plan = roam.compile(training.step, pool=False).plan(*training.objects, *batch)
     return plan.persistent_bytes + int(share * (plan.total_bytes - plan.persistent_bytes))
 
@@ -258,7 +258,7 @@ def test_a_budget_is_kept_as_measured_whatever_other_steps_did_to_the_pool(
     assert_same_bits(run(deep, 5)[0], planned)
     # A step without a budget makes the pool larger in between.
     run(deep, 1, functools.partial(roam.compile, pool=True))
-    steps[0].measured(*training.objects, *training.batch(torch.Generator(torch.get_default_device()).manual_seed(2)))
+    steps[0].measured(*training.objects, *training.batch(torch.Generator().manual_seed(2)))
     memory = steps[0].memory()
     assert memory.limit_bytes == limit_bytes
     assert memory.extra_runs > 0
@@ -318,7 +318,7 @@ def test_ordinary_loops_keep_within_a_share(make: Callable[[], Training], share:
 
     planned, training = run(make, 5, wrap)
     assert_same_bits(run(make, 5)[0], planned)
-    steps[0].measured(*training.objects, *training.batch(torch.Generator(torch.get_default_device()).manual_seed(2)))
+    steps[0].measured(*training.objects, *training.batch(torch.Generator().manual_seed(2)))
     memory = steps[0].memory()
     assert memory.extra_runs > 0
     assert memory.measured_bytes is not None
@@ -329,7 +329,7 @@ def test_ordinary_loops_keep_within_a_share(make: Callable[[], Training], share:
 def test_a_budget_that_cannot_be_kept_is_refused_before_anything_runs() -> None:
     torch.manual_seed(0)
     training = deep()
-    batch = training.batch(torch.Generator(torch.get_default_device()).manual_seed(2))
+    batch = training.batch(torch.Generator().manual_seed(2))
     before = tensors_and_numbers([part.state_dict() for part in training.objects])
     persistent = roam.compile(training.step).plan(*training.objects, *batch).persistent_bytes
     for memory in (1, persistent // 2, persistent):
@@ -366,7 +366,7 @@ def test_a_share_is_one_budget_for_the_first_step_and_later_ones() -> None:
     torch.manual_seed(0)
     training = deep()
     step = roam.compile(training.step, memory="75%")
-    step(*training.objects, *training.batch(torch.Generator(torch.get_default_device()).manual_seed(2)))
+    step(*training.objects, *training.batch(torch.Generator().manual_seed(2)))
     first, later = (runner.choice for runner in step._captures[0].runners)
     assert first.memory_limit_bytes == later.memory_limit_bytes
     assert max(first.total_bytes, later.total_bytes) <= first.memory_limit_bytes
@@ -380,7 +380,7 @@ def test_a_program_that_is_not_the_plans_is_refused(monkeypatch: pytest.MonkeyPa
     training = MAKERS["small"]()
     step = roam.compile(training.step, memory=1)
     with pytest.raises(roam.PlanError) as caught:
-        step(*training.objects, *training.batch(torch.Generator(torch.get_default_device()).manual_seed(2)))
+        step(*training.objects, *training.batch(torch.Generator().manual_seed(2)))
     assert caught.value.code == "self_check"
 
 
@@ -397,7 +397,7 @@ def test_a_gpt2_trains_in_a_third_of_its_memory() -> None:
     assert planned == hard_limit.losses(hard_limit.train_step, 16, 20)
     model, optimizer = hard_limit.built()
     for _ in range(2):  # the step that makes the optimizer's state, and a later one
-        steps[0].measured(model, optimizer, hard_limit.batch(16, torch.Generator(torch.get_default_device()).manual_seed(1)))
+        steps[0].measured(model, optimizer, hard_limit.batch(16, torch.Generator().manual_seed(1)))
         measured_bytes = steps[0].memory().measured_bytes
         assert measured_bytes is not None
         assert measured_bytes <= budget_bytes
@@ -430,7 +430,7 @@ def test_all_that_the_plan_without_recomputation_takes_is_enough(
     torch.manual_seed(0)
     training = MAKERS[name]()
     step = roam.compile(training.step, memory="100%", pool=pool)
-    step.plan(*training.objects, *training.batch(torch.Generator(torch.get_default_device()).manual_seed(2)))
+    step.plan(*training.objects, *training.batch(torch.Generator().manual_seed(2)))
     choices = [runner.choice for runner in step._captures[0].runners]
     assert all(choice.recomputation is None for choice in choices)
     assert {choice.memory_limit_bytes for choice in choices} == {
@@ -502,7 +502,7 @@ def test_an_interrupted_search_loses_nothing(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(hard_limit, "LAYERS", 1)
     budget_bytes = int(hard_limit.eager_bytes(12) / 1.6)
     model, optimizer = hard_limit.built()
-    batch = hard_limit.batch(12, torch.Generator(torch.get_default_device()).manual_seed(1))
+    batch = hard_limit.batch(12, torch.Generator().manual_seed(1))
     before = tensors_and_numbers([model.state_dict(), torch.get_rng_state()])
     step = roam.compile(hard_limit.train_step, memory=budget_bytes)
     with pytest.raises(KeyboardInterrupt):
@@ -523,7 +523,7 @@ def test_steps_of_one_pool_have_budgets_of_their_own() -> None:
         roam.compile(training.step, memory=budget, pool=True)
         for training, budget in zip(trainings, budgets, strict=True)
     ]
-    generator = torch.Generator(torch.get_default_device()).manual_seed(2)
+    generator = torch.Generator().manual_seed(2)
     for _ in range(3):
         for step, training, budget in zip(steps, trainings, budgets, strict=True):
             step.measured(*training.objects, *training.batch(generator))
@@ -540,7 +540,7 @@ def test_what_happens_between_steps_changes_nothing() -> None:
         torch.manual_seed(0)
         training = deep()
         model, optimizer = training.objects
-        generator = torch.Generator(torch.get_default_device()).manual_seed(2)
+        generator = torch.Generator().manual_seed(2)
         step, found = compile(training.step), list[Any]()
         saved: Any = None
         for index in range(9):
@@ -577,7 +577,7 @@ def test_what_happens_between_steps_changes_nothing() -> None:
 def test_a_switched_off_step_plans_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     training = deep()
-    batch = training.batch(torch.Generator(torch.get_default_device()).manual_seed(2))
+    batch = training.batch(torch.Generator().manual_seed(2))
     step = roam.compile(training.step, memory=1)
     with roam.disabled():
         step(*training.objects, *batch)
@@ -605,7 +605,7 @@ def test_a_branch_on_values_keeps_to_the_budget_too(caplog: pytest.LogCaptureFix
 
     step = roam.compile(train_step, memory=local_share(0.9))
     for scale in (1.0, 100.0, 0.0, 100.0):
-        x, y = training.batch(torch.Generator(torch.get_default_device()).manual_seed(2))
+        x, y = training.batch(torch.Generator().manual_seed(2))
         step(*training.objects, x * scale, y)  # with a plan for each answer
         step.measured(*training.objects, x * scale, y)
         memory = step.memory()
@@ -618,7 +618,7 @@ def test_a_branch_on_values_keeps_to_the_budget_too(caplog: pytest.LogCaptureFix
 def test_the_time_of_extra_runs_is_theirs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     planning(monkeypatch, SEQUENCES["few"])
     training = MAKERS["small"]()
-    batch = training.batch(torch.Generator(torch.get_default_device()).manual_seed(2))
+    batch = training.batch(torch.Generator().manual_seed(2))
     step = roam.compile(training.step, pool=False, memory=1)
     step.measured(*training.objects, *batch)
     assert step.memory().extra_measured_s is None  # a first run, which checks every call

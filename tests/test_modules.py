@@ -72,7 +72,7 @@ class TestEmbeddings:
     @staticmethod
     def script(kind: str, options: dict[str, Any]) -> Script:
         def script(wrap):
-            generator = torch.Generator(torch.get_default_device()).manual_seed(1)
+            generator = torch.Generator().manual_seed(1)
             batches = [torch.randint(0, 10, (3, 4), generator=generator) for _ in range(3)]
             return train(getattr(torch.nn, kind)(10, 6, **options), wrap, batches)
 
@@ -156,7 +156,7 @@ def test_losses_train(name: str) -> None:
     loss, target = LOSSES[name]
 
     def script(wrap):
-        generator = torch.Generator(torch.get_default_device()).manual_seed(1)
+        generator = torch.Generator().manual_seed(1)
         batches = [(torch.randn(4, 6, generator=generator), target(generator)) for _ in range(3)]
         return train(
             torch.nn.Linear(6, 3),

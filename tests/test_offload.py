@@ -80,7 +80,7 @@ def test_steps_that_load_tensors_at_any_place_have_eagers_bits(
     assert memory.offloaded_tensors > 3
     assert memory.offloaded_bytes > 0
     assert memory.loaded_bytes > 0
-    steps[0].measured(*training.objects, *training.batch(torch.Generator(torch.get_default_device()).manual_seed(2)))
+    steps[0].measured(*training.objects, *training.batch(torch.Generator().manual_seed(2)))
     measured_bytes = steps[0].memory().measured_bytes
     assert measured_bytes is not None
     # Handles take a byte, for which plans count 64.
@@ -128,7 +128,7 @@ def test_a_limit_is_kept_in_less_time_and_with_eagers_bits(tmp_path: Path) -> No
     assert memory.step_s == pytest.approx(recomputing.step_s)
     assert memory.floor_bytes is None
     assert memory.least_extra_s is None
-    step.measured(*training.objects, *training.batch(torch.Generator(torch.get_default_device()).manual_seed(2)))
+    step.measured(*training.objects, *training.batch(torch.Generator().manual_seed(2)))
     memory = step.memory()
     assert memory.limit_bytes is not None
     assert memory.measured_bytes is not None
@@ -206,7 +206,7 @@ def test_without_room_on_the_disk_nothing_is_changed(
     torch.manual_seed(0)
     training = perceptron()
     step = roam.compile(training.step, memory="50%", offload=tmp_path)
-    batch = training.batch(torch.Generator(torch.get_default_device()).manual_seed(2))
+    batch = training.batch(torch.Generator().manual_seed(2))
     before = state_of(training)
 
     def full(*args: Any) -> None:
@@ -228,7 +228,7 @@ def test_a_folder_that_is_gone_is_a_typed_error(tmp_path: Path) -> None:
     torch.manual_seed(0)
     training = perceptron()
     step = roam.compile(training.step, memory="50%", offload=folder)
-    batch = training.batch(torch.Generator(torch.get_default_device()).manual_seed(2))
+    batch = training.batch(torch.Generator().manual_seed(2))
     before = state_of(training)
     folder.rmdir()
     with pytest.raises(roam.ExecutionError, match="No such file") as refused:
@@ -253,7 +253,7 @@ def test_a_failing_disk_is_a_typed_error(
     with pytest.raises(
         roam.ExecutionError, match=r"roam\.(store|load) at .*: .*Input/output"
     ) as failed:
-        step(*training.objects, *training.batch(torch.Generator(torch.get_default_device()).manual_seed(2)))
+        step(*training.objects, *training.batch(torch.Generator().manual_seed(2)))
     assert failed.value.code in ("failed", "torn")
     assert failed.value.operator in ("roam.store", "roam.load")
 
@@ -281,7 +281,7 @@ def test_released_room_is_taken_again(tmp_path: Path) -> None:
     assert tier.nbytes > 0
     step.release()
     assert tier.nbytes == 0
-    step(*training.objects, *training.batch(torch.Generator(torch.get_default_device()).manual_seed(2)))
+    step(*training.objects, *training.batch(torch.Generator().manual_seed(2)))
     assert tier.nbytes > 0
 
 

@@ -854,7 +854,11 @@ def test_optimizers_of_timm(name: str) -> None:
         model = Images()
         optimizer = timm.optim.create_optimizer_v2(model, opt=name, lr=0.01, weight_decay=0.05)
         scheduler = timm.scheduler.CosineLRScheduler(optimizer, t_initial=6)
-        step, generator, losses = wrap(train_step), torch.Generator(torch.get_default_device()).manual_seed(1), []
+        step, generator, losses = (
+            wrap(train_step),
+            torch.Generator(torch.get_default_device()).manual_seed(1),
+            [],
+        )
         for place in range(6):
             x, y = (
                 torch.randn(3, 2, 5, 5, generator=generator),
@@ -1013,7 +1017,10 @@ class TestAccelerators:
     def test_small_tensors_share_a_call(self) -> None:
         names = self.names(torch.optim.AdamW, size=(64, 64))  # four of them are large enough
         assert names.count("aten._foreach_addcdiv_.ScalarList") == 2
-        assert self.names(torch.optim.AdamW, size=(3, 4)).count("aten._foreach_addcdiv_.ScalarList") == 1
+        assert (
+            self.names(torch.optim.AdamW, size=(3, 4)).count("aten._foreach_addcdiv_.ScalarList")
+            == 1
+        )
 
     def test_capturable(self) -> None:
         names = self.names(lambda p: torch.optim.AdamW(p, capturable=True))

@@ -189,7 +189,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], set[str]]] = {
 def training(model: nn.Module, wrap: Callable[[Any], Any]) -> list[Any]:
     """Five steps with AdamW and clipping; all that they leave after each."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    generator = torch.Generator(torch.get_default_device()).manual_seed(5)
+    generator = torch.Generator().manual_seed(5)
 
     @wrap
     def step(model, optimizer, x):
@@ -292,7 +292,7 @@ def test_generators_of_the_users_own_are_replayed_apart(monkeypatch: pytest.Monk
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        generators = [torch.Generator(torch.get_default_device()).manual_seed(seed) for seed in (1, 2)]
+        generators = [torch.Generator().manual_seed(seed) for seed in (1, 2)]
 
         def step(model, optimizer, one, other, x):
             optimizer.zero_grad()
@@ -325,7 +325,7 @@ def gpt2() -> tuple[nn.Module, Tensor]:
         n_layer=2, n_embd=64, n_head=4, vocab_size=97, n_positions=64, use_cache=False,
         bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
-    tokens = torch.randint(0, 97, (8, 64), generator=torch.Generator(torch.get_default_device()).manual_seed(3))
+    tokens = torch.randint(0, 97, (8, 64), generator=torch.Generator().manual_seed(3))
     return transformers.GPT2LMHeadModel(config).train(), tokens
 
 

@@ -149,7 +149,7 @@ def test_a_plan_without_a_pool_cuts_nothing(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(calls, "WORTH_BYTES", 1)
     training = vit()
     variant = capture_step(
-        training.step, (*training.objects, *training.batch(torch.Generator(torch.get_default_device()))), {}
+        training.step, (*training.objects, *training.batch(torch.Generator())), {}
     ).steady
     assert any(placed is not None and placed.by_rows for placed in variant.placed)
     (choice,) = choose([variant], pool=False, time_limit_s=None)
@@ -162,7 +162,7 @@ def test_a_plan_without_a_pool_cuts_nothing(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def choice_of(training: Training, pool: bool | None) -> Choice:
-    arguments = (*training.objects, *training.batch(torch.Generator(torch.get_default_device()).manual_seed(0)))
+    arguments = (*training.objects, *training.batch(torch.Generator().manual_seed(0)))
     return choose(
         [capture_step(training.step, arguments, {}).steady], pool=pool, time_limit_s=None
     )[0]
@@ -187,7 +187,7 @@ def test_pieces_take_less_than_copies_of_the_whole(monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(calls, "WORTH_BYTES", worth)
         training = vit()
         variant = capture_step(
-            training.step, (*training.objects, *training.batch(torch.Generator(torch.get_default_device()))), {}
+            training.step, (*training.objects, *training.batch(torch.Generator())), {}
         ).steady
         sizes = calls.copyable_calls(variant.program, variant.placed, variant.device)
         taken.append(

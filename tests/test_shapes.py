@@ -68,7 +68,7 @@ def make_step(
 
 
 def batch(length: int, size: int = 2) -> torch.Tensor:
-    return torch.randint(0, 11, (size, length), generator=torch.Generator(torch.get_default_device()).manual_seed(length))
+    return torch.randint(0, 11, (size, length), generator=torch.Generator().manual_seed(length))
 
 
 @pytest.fixture

@@ -206,7 +206,7 @@ def accumulate(net: nn.Module, optimizer: torch.optim.Optimizer, tokens: torch.T
 
 
 def batch(number: int) -> torch.Tensor:
-    generator = torch.Generator(torch.get_default_device()).manual_seed(number)
+    generator = torch.Generator().manual_seed(number)
     return torch.randint(0, WORDS, (4, 8), generator=generator)
 
 

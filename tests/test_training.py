@@ -76,7 +76,10 @@ def test_the_kernels_captured_are_the_kernels_of_eager(name: str) -> None:
     """Fake tensors must not make library code take another branch than real ones do."""
     torch.manual_seed(0)
     training = TRAININGS[name]()
-    arguments = (*training.objects, *training.batch(torch.Generator(torch.get_default_device()).manual_seed(0)))
+    arguments = (
+        *training.objects,
+        *training.batch(torch.Generator(torch.get_default_device()).manual_seed(0)),
+    )
     training.step(*arguments)  # makes the optimizer's state
     graph = roam.capture(training.step, *arguments)
     captured = [operator.name for operator in graph.operators if operator.name.startswith("aten.")]

@@ -195,7 +195,9 @@ def refuse_graph(program: Program, device: torch.device) -> None:
         ExecutionError: it says which operator, where, and what to change (code ``cuda_graph``).
     """
     if device.type != "cuda":
-        raise _refusal(f"a CUDA graph needs CUDA, and the step runs on {device.type}; leave cuda_graph= out")
+        raise _refusal(
+            f"a CUDA graph needs CUDA, and the step runs on {device.type}; leave cuda_graph= out"
+        )
     for call in program.calls:
         if (why := _why_not(program, call)) is not None:
             reason, remedy = why
@@ -220,7 +222,11 @@ def refuse_graph(program: Program, device: torch.device) -> None:
             )
     constants = {slot for _, slot in program.constants}
     for slot in leaving:
-        if slot not in inputs and slot not in constants and program.storage_of(slot) in storages - {-1}:
+        if (
+            slot not in inputs
+            and slot not in constants
+            and program.storage_of(slot) in storages - {-1}
+        ):
             raise _refusal(
                 "the step returns or keeps a view of a tensor from before it; return a copy "
                 "(x.clone()), or leave cuda_graph= out"
@@ -253,11 +259,14 @@ def _why_not(program: Program, call: Call) -> tuple[str, str] | None:
     makes = [program.slots[slot] for slot in call.outputs if slot is not None]
     if None in makes and any(program.slots[slot] is not None for slot in call.refs()):
         return "it reads a value of a tensor", _CAPTURABLE
-    devices = {meta.device.type for meta in metas if meta is not None and not _is_seed(program, meta)}
+    devices = {
+        meta.device.type for meta in metas if meta is not None and not _is_seed(program, meta)
+    }
     if "cpu" in devices:
         is_copy = "cuda" in devices
-        return "it runs on the CPU" if not is_copy else "it copies between the CPU and the device", (
-            _TO_DEVICE if is_copy else _CAPTURABLE
+        return (
+            "it runs on the CPU" if not is_copy else "it copies between the CPU and the device",
+            (_TO_DEVICE if is_copy else _CAPTURABLE),
         )
     return None
 
@@ -273,9 +282,7 @@ def _is_seed(program: Program, meta: Any) -> bool:
 def _refusal(message: str, call: Call | None = None) -> ExecutionError:
     if call is None:
         return ExecutionError(message, code="cuda_graph")
-    return ExecutionError(
-        message, code="cuda_graph", operator=call.name, source=str(call.source)
-    )
+    return ExecutionError(message, code="cuda_graph", operator=call.name, source=str(call.source))
 
 
 def _is_copied(program: Program, slot: int) -> bool:
