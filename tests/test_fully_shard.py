@@ -114,6 +114,16 @@ def update(net: Any, optimizer: torch.optim.Optimizer, tokens: torch.Tensor) -> 
     return loss.detach(), norm, norm.full_tensor()
 
 
+def decay(net: Any, optimizer: torch.optim.Optimizer, tokens: torch.Tensor) -> Any:
+    """Decays parameters by a rate that changes from step to step, in an update of lists."""
+    group = optimizer.param_groups[0]
+    rate = group["lr"]
+    with torch.no_grad():
+        torch._foreach_mul_(list(net.parameters()), 1 - rate * 0.1)
+    group["lr"] = rate * 0.9
+    return update(net, optimizer, tokens)
+
+
 def update_twice(net: Any, optimizer: torch.optim.Optimizer, tokens: torch.Tensor) -> Any:
     """A step of `sharded_twice`: ranks that share a layer see the same batch."""
     from torch.distributed.tensor.parallel import loss_parallel
@@ -384,6 +394,17 @@ def test_a_fake_group_gives_the_plan_of_any_rank(
     *figures, code = one.run(in_fake_group, 1, ranks.world, True, make, step)[0]
     assert code == "fake_group"
     assert figures == ranks.run(planned, make, step)[1]
+
+
+def test_one_process_plans_for_one_rank_after_another(one: Ranks) -> None:
+    for rank in (1, 0):
+        assert one.run(in_fake_group, rank, 2, True, sharded, update)[0][-1] == "fake_group"
+
+
+def test_a_rate_that_changes_in_an_update_of_lists(one: Ranks) -> None:
+    # Without an eager step before it, C++ has not met the class of live numbers. The process may
+    # have planned for other ranks before.
+    assert one.run(in_fake_group, 0, 2, True, sharded, decay)[0][-1] == "fake_group"
 
 
 def test_parameters_are_gathered_again_within_a_limit(ranks: Ranks) -> None:

@@ -73,7 +73,7 @@ def outcome(
     model = Net(of_matrices=of_matrices)
     optimizer = make(model)
     step = wrap(train_step)
-    generator = torch.Generator(torch.get_default_device()).manual_seed(7)
+    generator = torch.Generator().manual_seed(7)
     losses = []
     for place in range(steps):
         x, y = (
@@ -854,11 +854,7 @@ def test_optimizers_of_timm(name: str) -> None:
         model = Images()
         optimizer = timm.optim.create_optimizer_v2(model, opt=name, lr=0.01, weight_decay=0.05)
         scheduler = timm.scheduler.CosineLRScheduler(optimizer, t_initial=6)
-        step, generator, losses = (
-            wrap(train_step),
-            torch.Generator(torch.get_default_device()).manual_seed(1),
-            [],
-        )
+        step, generator, losses = wrap(train_step), torch.Generator().manual_seed(1), []
         for place in range(6):
             x, y = (
                 torch.randn(3, 2, 5, 5, generator=generator),

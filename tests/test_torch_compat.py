@@ -1109,6 +1109,16 @@ def _beside_operators_on_dtensors() -> bool:
     )
 
 
+def _forgets_layouts(_: Any) -> bool:
+    from torch.distributed.tensor import debug, distribute_tensor
+
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+    spread = distribute_tensor(torch.ones(4), mesh)
+    _ = spread + spread
+    private.forget_layouts()
+    return debug._get_python_sharding_prop_cache_info().currsize == 0
+
+
 def _keeps(group: Any) -> bool:
     private.store_of(group).set("key", "value")
     return private.store_of(group).get("key") == b"value"
@@ -1294,6 +1304,7 @@ CANARIES: dict[str, Callable[[], bool]] = {
     "flat_weights_of": _flat_weights,
     "foreach_types": _foreach,
     "frame_evaluation": _compiled_code,
+    "forget_layouts": _in_group(_forgets_layouts),
     "function_modes": _function_modes,
     "function_transform": _transforms,
     "gradient_hooks_of": _hooked,

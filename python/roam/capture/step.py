@@ -27,6 +27,7 @@ from roam.capture.tracing.repeated_blocks import compile_blocks
 from roam.capture.tracing.rng import watched
 from roam.capture.tracing.scalar_guards import CHANCE
 from roam.capture.tracing.tracer import ArgumentsChange, NumbersChange, check_no_leaf, trace
+from roam.distributed.agreement import note_rank
 from roam.errors import CaptureError
 from roam.garbage import collections_wait
 from roam.interrupts import interrupts_wait
@@ -348,6 +349,7 @@ def capture_step(
     # No other capture meanwhile: tracing puts fakes and stand-ins where other threads would find
     # them.
     with watched, collections_wait():
+        note_rank()
         check_surroundings()
         if torch.is_autocast_cache_enabled() and any(
             map(torch.is_autocast_enabled, ("cpu", "cuda"))

@@ -22,7 +22,7 @@ import torch
 from roam._core import __version__
 from roam.errors import ExecutionError
 from roam.state.autograd_hooks import in_group
-from roam.torch_compat.private import resolve_group, store_of
+from roam.torch_compat.private import forget_layouts, resolve_group, store_of
 
 if TYPE_CHECKING:
     from roam.distributed.collectives import Group
@@ -83,6 +83,18 @@ def _enter(group: Group) -> None:
     for key in (f"left/{group.rank}", f"pending/{group.rank}"):
         if store.check([key]):
             store.set(key, "")
+
+
+def note_rank() -> None:
+    """Has `DTensor` find local shapes anew if the process plans for another rank than before, as
+    under "fake" groups: its caches do not tell ranks from each other.
+    """
+    if not in_group():
+        return
+    now = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    if _announced.get("rank", now) != now:
+        forget_layouts()
+    _announced["rank"] = now
 
 
 def announce() -> None:

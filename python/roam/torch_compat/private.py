@@ -211,6 +211,13 @@ def layout_rules() -> tuple[Any, str] | None:
     )
 
 
+def forget_layouts() -> None:
+    """Empties the caches in which `DTensor` keeps local shapes, which say nothing of the rank."""
+    if "torch.distributed.tensor._sharding_prop" in sys.modules:
+        found = importlib.import_module("torch.distributed.tensor.debug")
+        found._clear_sharding_prop_cache()
+
+
 def single_dimension_rules(
     target: Any, arguments: Any, kind: type, meta: Callable[[Any], Any]
 ) -> list[Any] | None:
@@ -1350,6 +1357,7 @@ __all__ = [
     "flat_weights_of",
     "foreach_types",
     "forget_forward_passes",
+    "forget_layouts",
     "frame_evaluation",
     "function_modes",
     "function_transform",

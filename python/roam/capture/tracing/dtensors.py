@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from roam.capture.tracing.fake_cache import tensors_in
-from roam.state.live_scalars import LiveFloat
 from roam.state.trace_context import TraceContext
 from roam.torch_compat.patches import Replacement, replaced
 from roam.torch_compat.private import (
@@ -45,7 +44,8 @@ def stand_ins(trace: TraceContext) -> Iterator[Replacement]:
             live: list[Any] = []
 
             def plain_number(value: Any) -> Any:
-                if not isinstance(value, LiveFloat):
+                # Lists of tensors get a number by way of C++, which makes the plain class of it.
+                if not isinstance(value, torch.SymFloat):
                     return value
                 live.append(value)
                 return _ANY_NUMBER

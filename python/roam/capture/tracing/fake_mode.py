@@ -10,6 +10,7 @@ import torch
 
 from roam.capture.cuda_estimate import absent
 from roam.capture.tracing.imports import clear_fakes, imports_leave
+from roam.distributed.agreement import note_rank
 from roam.errors import CaptureError
 from roam.torch_compat.patches import Replacement, replaced
 from roam.torch_compat.private import (
@@ -58,6 +59,7 @@ def fake(device: str = "cpu") -> Iterator[None]:
         >>> with roam.fake():
         ...     model = torch.nn.Linear(10_000, 10_000)
     """
+    note_rank()
     inside, around = torch.device(device), _default_device()
     # It draws again until no value is too large, which nobody can tell of fakes.
     replacements: list[Replacement] = [
