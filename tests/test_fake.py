@@ -107,6 +107,41 @@ def check_library(library: Any) -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("how", ["to", "bfloat16", "to_both", "twice"])
+def test_models_that_are_moved_and_cast(device: str, how: str) -> None:
+    if device == "cuda" and torch.version.cuda is None:
+        pytest.skip("this PyTorch was not built for CUDA")
+    dtype = torch.float32 if how == "to" else torch.bfloat16
+    convert = {
+        "to": lambda model: model.to(device),
+        "bfloat16": lambda model: model.bfloat16(),
+        "to_both": lambda model: model.to(device, torch.bfloat16),
+        "twice": lambda model: model.double().to(device).to(torch.bfloat16),
+    }[how]
+
+    def graph(make: Callable[[], Any]) -> Any:
+        with roam.fake(device):
+            model = make()
+            model.head.weight = model.body.weight
+            x, y = torch.ones(2, 4, dtype=dtype), torch.zeros(2, dtype=torch.long)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        return roam.capture(plain_step, model, optimizer, x, y)
+
+    class Net(torch.nn.Module):
+        def __init__(self, **options: Any) -> None:
+            super().__init__()
+            self.body = torch.nn.Linear(4, 4, **options)
+            self.norm = torch.nn.BatchNorm1d(4, **options)
+            self.head = torch.nn.Linear(4, 4, **options)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.norm(self.body(x)))
+
+    made = graph(lambda: Net(dtype=dtype))
+    assert graph(lambda: convert(Net())).digest == made.digest
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_modules_imported_inside_are_real(device: str, library: Callable[[], Any]) -> None:
     if device == "cuda" and torch.version.cuda is None:
         pytest.skip("this PyTorch was not built for CUDA")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -63,7 +64,8 @@ def fake(device: str = "cpu") -> Iterator[None]:
     inside, around = torch.device(device), _default_device()
     # It draws again until no value is too large, which nobody can tell of fakes.
     replacements: list[Replacement] = [
-        (torch.nn.init, "_no_grad_trunc_normal_", lambda tensor, *_, **__: tensor)
+        (torch.nn.init, "_no_grad_trunc_normal_", lambda tensor, *_, **__: tensor),
+        (torch.utils, "swap_tensors", _swapped),
     ]
     if absent.is_absent(inside):
         absent.prepare()
@@ -81,6 +83,19 @@ def fake(device: str = "cpu") -> Iterator[None]:
             yield
     finally:
         clear_fakes()
+
+
+_swap_tensors = torch.utils.swap_tensors
+
+
+def _swapped(one: torch.Tensor, other: torch.Tensor) -> None:
+    """Exchanges two tensors, as `Module.to` and its like do with parameters that are fakes. Fake
+    modes keep weak references to all fakes, and PyTorch refuses what anybody refers to.
+    """
+    are_fakes = isinstance(one, FakeTensor) and isinstance(other, FakeTensor)
+    unknown = SimpleNamespace(getweakrefs=lambda _: ())
+    with replaced([(torch.utils, "weakref", unknown)]) if are_fakes else nullcontext():
+        _swap_tensors(one, other)
 
 
 def _meshes() -> Iterator[Replacement]:
