@@ -140,9 +140,13 @@ def mark_parameter(tensor: Any) -> None:
 # -- distributed tensors
 
 
+_COMMON = frozenset((torch.Tensor, torch.nn.Parameter, FakeTensor))
+"""Classes of most tensors."""
+
+
 def is_dtensor(value: object) -> bool:
     """Whether a value is a `torch.distributed.tensor.DTensor`; does not import that."""
-    return _is_named(value, "torch.distributed.tensor", "DTensor")
+    return type(value) not in _COMMON and _is_named(value, "torch.distributed.tensor", "DTensor")
 
 
 def dtensor_class() -> Any:
@@ -161,8 +165,7 @@ def _is_named(value: object, module: str, name: str) -> bool:
     """Whether a value's class has this name, in a module that may not have been imported."""
     kind = type(value)
     return (
-        kind is not torch.Tensor
-        and kind is not FakeTensor
+        kind not in _COMMON
         and kind.__name__ == name
         and kind.__module__ == module
     )
@@ -170,7 +173,7 @@ def _is_named(value: object, module: str, name: str) -> bool:
 
 def local_of(value: Any) -> Any:
     """This process's part of a distributed tensor, waited for; anything else as it is."""
-    if not is_dtensor(value):
+    if type(value) in _COMMON or not is_dtensor(value):
         return value
     if is_pending(value._local_tensor):
         value._local_tensor = value._local_tensor.wait()
@@ -181,7 +184,7 @@ def layout_of(value: Any) -> Any:
     """How a distributed tensor lies on its mesh of devices: mesh, placements, shape and strides of
     the whole. None for any other tensor.
     """
-    return value._spec if is_dtensor(value) else None
+    return value._spec if type(value) not in _COMMON and is_dtensor(value) else None
 
 
 def joined(local: torch.Tensor, layout: Any, *, requires_grad: bool = False) -> Any:
