@@ -164,11 +164,7 @@ def is_pending(value: object) -> bool:
 def _is_named(value: object, module: str, name: str) -> bool:
     """Whether a value's class has this name, in a module that may not have been imported."""
     kind = type(value)
-    return (
-        kind not in _COMMON
-        and kind.__name__ == name
-        and kind.__module__ == module
-    )
+    return kind not in _COMMON and kind.__name__ == name and kind.__module__ == module
 
 
 def local_of(value: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -85,7 +85,7 @@ def fake(device: str = "cpu") -> Iterator[None]:
         clear_fakes()
 
 
-_swap_tensors = torch.utils.swap_tensors
+_swap_tensors: Callable[[torch.Tensor, torch.Tensor], None] = torch.utils.swap_tensors
 
 
 def _swapped(one: torch.Tensor, other: torch.Tensor) -> None:
