@@ -101,6 +101,12 @@ class TestRecording:
 
         assert self.same(change) == 2
 
+    def test_again_if_a_rate_has_another_sign_or_type(self) -> None:
+        def change(place: int, optimizer: Any, _: Any) -> None:
+            optimizer.param_groups[0]["lr"] = (0.0, 0.0, 0.0, 0.0, -0.0, -0.0, 0, 0, 0)[place]
+
+        assert self.same(change) == 3
+
     def test_not_for_ever_if_a_rate_changes_at_every_step(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:

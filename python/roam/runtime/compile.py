@@ -113,7 +113,7 @@ def compile(
             compiled. ``"inductor"`` compiles the repeated blocks of the step's models by
             `torch.nn.Module.compile`, in place, at the first call. The bits are then those of
             compiled blocks, in roam and elsewhere. See docs/how-to/compiled-blocks.md.
-        cuda_graph: on CUDA, run the third call and later ones as one CUDA graph, which takes
+        cuda_graph: on CUDA, run calls as one CUDA graph once the plan has run twice, which takes
             Python's time for the step away. The step may read no value of the device, and must not
             copy from the CPU. See docs/how-to/cuda-graph.md.
 

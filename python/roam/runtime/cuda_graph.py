@@ -138,12 +138,8 @@ class CudaGraph:
 
     def _key(self, inputs: list[Any]) -> tuple[Any, ...]:
         copied = set(self._copied)
-        addresses = (
-            value.data_ptr() if isinstance(value, torch.Tensor) else value
-            for place, value in enumerate(inputs)
-            if place not in copied
-        )
-        return self._address(), *addresses
+        told = (_told(value) for place, value in enumerate(inputs) if place not in copied)
+        return self._address(), *told
 
     def _record(self, run: Run, inputs: list[Any], key: tuple[Any, ...]) -> _Recorded:
         given = list(inputs)
@@ -179,6 +175,15 @@ class CudaGraph:
             return copies[id(value)]
 
         return copy(recorded.outgoing)  # type: ignore[no-any-return]
+
+
+def _told(value: Any) -> object:
+    """A tensor's address, or all that tells a number from another: -0.0 from 0.0, and 1 from
+    1.0.
+    """
+    if isinstance(value, torch.Tensor):
+        return value.data_ptr()
+    return type(value), value.hex() if isinstance(value, float) else value
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
