@@ -486,9 +486,10 @@ def test_memory_that_is_shared_in_another_way_stops_a_run_before_it_begins(
     step = roam.compile(plain_step)
     step(net, optimizer, *batches(1)[0])
     step(net, optimizer, *batches(1)[0])
-    monkeypatch.setattr(
-        step._last, "_sharing", [0] * len(step._last._sharing)
-    )  # the last look, behind all guards
+    # The last look, behind all guards.
+    inputs = step._last._inputs
+    monkeypatch.setattr(inputs, "_sharing", [0] * len(inputs._sharing))
+    monkeypatch.setattr(inputs, "_seen", None)
     before = tensors_and_numbers(list(net.parameters()))
     with pytest.raises(roam.ExecutionError) as caught:
         step(net, optimizer, *batches(1)[0])

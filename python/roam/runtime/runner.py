@@ -24,6 +24,7 @@ from roam.program.ir import Call, Program, TensorMeta
 from roam.runtime.cuda_graph import OnCuda
 from roam.runtime.divergence import PlannedValues
 from roam.runtime.executor import Executor, Failure
+from roam.runtime.inputs import Inputs
 from roam.runtime.log import logger
 from roam.runtime.memory_profiler import MemoryTrace, measure_peak
 from roam.runtime.memory_report import StepMemory
@@ -44,7 +45,6 @@ from roam.state.references import (
 from roam.state.state_guard import Kind, StateGuard
 from roam.torch_compat.private import (
     DisableTorchFunction,
-    c_pointer,
     expects_backward,
     is_view,
     joined,
@@ -160,8 +160,12 @@ class Runner:
             and program.slots[slot] is not None
         )
         self.state_guard = next((known for known in guards if known.stands_for(state)), state)
-        referenced = [program.slots[slot] for _, slot in program.referenced]
-        self._sharing = _pattern([meta.storage for meta in referenced if meta is not None])
+        self._inputs = Inputs(program)
+        self._rates = [
+            (place, reference)
+            for place, reference in enumerate(self._references)
+            if isinstance(reference, RateReference)
+        ]
         self._generators = list(_generators(program))
         groups: list[Group] = [call.target.group for call in program.launches()]
         self._groups = list(dict.fromkeys(groups))
@@ -175,14 +179,15 @@ class Runner:
         """None if optimizer state and gradients are as this variant finds them, else what is
         not.
         """
+        # A first step's plan, which later calls ask too, fails here, before it looks at all state.
+        for reference in self._program.absent:
+            if reference.get() is not MISSING:
+                return f"{reference.path} exists already"
         if (failure := self.state_guard.failure()) is not None:
             return failure
         for group in self._groups:
             if (failure := group.failure()) is not None:
                 return failure
-        for reference in self._program.absent:
-            if reference.get() is not MISSING:
-                return f"{reference.path} exists already"
         for reference, comparison, constants, answer in self._program.decisions:
             number = reference.get()
             if (
@@ -237,7 +242,7 @@ class Runner:
                 code="fake_group",
             )
         leaves = self._taker.take(args, kwargs).leaves
-        inputs = [_found(reference, leaves) for reference in self._references]
+        inputs = self._inputs.read(leaves)
         self._check_inputs(inputs)
         if (busy := unsettled()) is not None:
             raise ExecutionError(
@@ -487,11 +492,9 @@ class Runner:
 
     def _check_inputs(self, inputs: list[Any]) -> None:
         """The last look before anything is changed."""
-        storages = []
-        for reference, value in zip(self._references, inputs, strict=True):
-            if isinstance(value, torch.Tensor):
-                storages.append(c_pointer(value.untyped_storage()))
-            elif isinstance(reference, RateReference) and (
+        for place, reference in self._rates:
+            value = inputs[place]
+            if not isinstance(value, torch.Tensor) and (
                 type(value) is bool or not isinstance(value, (float, int))
             ):
                 raise ExecutionError(
@@ -501,7 +504,7 @@ class Runner:
         for place in self._detached:
             if is_view(inputs[place]):
                 raise ExecutionError(f"{self._references[place].path} {VIEW}", code="failed")
-        if _pattern(storages) != self._sharing:
+        if not self._inputs.share_as_captured(inputs):
             raise ExecutionError(
                 "tensors of the step do not share memory as they did at capture; tie or untie "
                 "weights before the first call of the compiled step, or compile it again",
@@ -637,12 +640,6 @@ def _workspace(trace: MemoryTrace) -> int | None:
 def _kind(meta: TensorMeta | None, layout: Any) -> Kind:
     assert meta is not None, "state is made of tensors"
     return meta.shape, meta.dtype, meta.device, meta.stride, layout
-
-
-def _pattern(storages: list[int]) -> list[int]:
-    """For each storage, the place of the first that is the same."""
-    first: dict[int, int] = {}
-    return [first.setdefault(storage, place) for place, storage in enumerate(storages)]
 
 
 def listed(paths: list[str], most: int = 4) -> str:
