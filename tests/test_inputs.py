@@ -51,7 +51,7 @@ def test_other_sharing_is_noticed(captured: list[int], calls: list[tuple[list[in
     inputs = Inputs(program(captured, holder))
     storages = [torch.zeros(16) for _ in range(5)]
     now = list(captured)
-    for arrangement, moves_all in calls:
+    for arrangement, moves_all in [(captured, True), *calls]:
         now = arrangement if moves_all else [*now[:KEPT], *arrangement[KEPT:]]
         values = [storages[one][place : place + 4] for place, one in enumerate(now)]
         holder.update({f"t{place}": value for place, value in enumerate(values[:KEPT])})
