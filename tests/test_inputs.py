@@ -41,15 +41,21 @@ def pattern(storages: list[int]) -> list[int]:
     return [storages.index(storage) for storage in storages]
 
 
-arrangements = st.lists(st.integers(0, 4), min_size=KEPT + GIVEN, max_size=KEPT + GIVEN)
+def storages_of(low: int, high: int, count: int) -> st.SearchStrategy[list[int]]:
+    return st.lists(st.integers(low, high), min_size=count, max_size=count)
 
 
-@given(arrangements, st.lists(st.tuples(arrangements, st.booleans()), min_size=1, max_size=6))
+at_capture = st.builds(list.__add__, storages_of(0, 3, KEPT), storages_of(3, 6, GIVEN))
+"""Arguments mostly apart from the rest."""
+arrangements = storages_of(0, 6, KEPT + GIVEN)
+
+
+@given(at_capture, st.lists(st.tuples(arrangements, st.booleans()), min_size=1, max_size=6))
 def test_other_sharing_is_noticed(captured: list[int], calls: list[tuple[list[int], bool]]) -> None:
     """At every call, arguments, and sometimes all inputs, come to lie in other storages."""
     holder: dict[str, Any] = {}
     inputs = Inputs(program(captured, holder))
-    storages = [torch.zeros(16) for _ in range(5)]
+    storages = [torch.zeros(16) for _ in range(7)]
     now = list(captured)
     for arrangement, moves_all in [(captured, True), *calls]:
         now = arrangement if moves_all else [*now[:KEPT], *arrangement[KEPT:]]
