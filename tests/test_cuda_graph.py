@@ -132,6 +132,29 @@ class TestRecording:
 
         assert self.same(release) == 2
 
+    def test_what_a_step_returns_shares_memory_as_ever(self) -> None:
+        net = torch.nn.Linear(3, 3)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+        @graphed
+        def step(x: torch.Tensor) -> Any:
+            optimizer.zero_grad()
+            out = net(x)
+            out.sum().backward()
+            optimizer.step()
+            return {"whole": out.detach(), "row": out.detach()[1], "again": out.detach()[1]}
+
+        kept = []
+        for _ in range(5):
+            Recorded.kept = list(net.parameters())
+            kept.append(step(torch.randn(2, 3)))
+        assert Recorded.recordings == 1
+        for found in kept:
+            found["whole"][1] = 7.0
+            assert found["row"].tolist() == found["again"].tolist() == [7.0] * 3
+        starts = {found["whole"].untyped_storage().data_ptr() for found in kept}
+        assert len(starts) == len(kept)
+
     def test_the_callers_own_tensors_leave_as_they_are(self) -> None:
         net = torch.nn.Linear(3, 3)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)

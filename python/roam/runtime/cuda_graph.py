@@ -15,11 +15,13 @@ from typing import Any, Protocol
 
 import torch
 
+from roam.distributed.collectives import is_launch
 from roam.errors import ExecutionError
 from roam.program.ir import Call, Program, extents, is_dense
 from roam.program.operators import is_region
 from roam.program.replay import Replay, generator_state
 from roam.state.references import ArgumentReference
+from roam.torch_compat.private import c_pointer
 
 Outgoing = tuple[Any, list[Any], list[Any], list[Any]]
 """What `Bindings.outgoing` says."""
@@ -98,6 +100,7 @@ class CudaGraph:
             for place, (reference, slot) in enumerate(program.referenced)
             if isinstance(reference, ArgumentReference) and _is_copied(program, slot)
         ]
+        self._fixed = sorted(set(places.values()) - set(self._copied))
         written = {program.storage_of(slot) for call in program.calls for slot in call.mutates}
         self._written = [
             place
@@ -137,9 +140,7 @@ class CudaGraph:
         self._recorded = None
 
     def _key(self, inputs: list[Any]) -> tuple[Any, ...]:
-        copied = set(self._copied)
-        told = (_told(value) for place, value in enumerate(inputs) if place not in copied)
-        return self._address(), *told
+        return self._address(), *[_told(inputs[place]) for place in self._fixed]
 
     def _record(self, run: Run, inputs: list[Any], key: tuple[Any, ...]) -> _Recorded:
         given = list(inputs)
@@ -155,11 +156,11 @@ class CudaGraph:
         return _Recorded(key, given, outgoing, replay)
 
     def _copies(self, recorded: _Recorded, inputs: list[Any]) -> Outgoing:
-        """What leaves a run: copies of what the next one overwrites, and the caller's own tensors
-        where these leave again.
+        """What leaves a run: copies of what the next one overwrites, which share memory as the
+        originals do, and the caller's own tensors where these leave again.
         """
-        own = {id(value): inputs[place] for place, value in enumerate(recorded.given)}
-        copies: dict[int, Any] = {}
+        made = {id(value): inputs[place] for place, value in enumerate(recorded.given)}
+        storages: dict[int, torch.UntypedStorage] = {}
 
         def copy(value: Any) -> Any:
             if isinstance(value, (list, tuple)):
@@ -168,11 +169,17 @@ class CudaGraph:
                 return {name: copy(item) for name, item in value.items()}
             if not isinstance(value, torch.Tensor):
                 return value
-            if id(value) in own:
-                return own[id(value)]
-            if id(value) not in copies:
-                copies[id(value)] = _copy(value)
-            return copies[id(value)]
+            if id(value) not in made:
+                storage = value.untyped_storage()
+                if c_pointer(storage) not in storages:
+                    storages[c_pointer(storage)] = storage.clone()
+                made[id(value)] = torch.empty(0, dtype=value.dtype, device=value.device).set_(
+                    storages[c_pointer(storage)],
+                    value.storage_offset(),
+                    value.shape,
+                    value.stride(),
+                )
+            return made[id(value)]
 
         return copy(recorded.outgoing)  # type: ignore[no-any-return]
 
@@ -184,13 +191,6 @@ def _told(value: Any) -> object:
     if isinstance(value, torch.Tensor):
         return value.data_ptr()
     return type(value), value.hex() if isinstance(value, float) else value
-
-
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy with the same strides in a storage of the same size."""
-    storage = tensor.untyped_storage().clone()
-    made = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return made.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 def refuse_graph(program: Program, device: torch.device) -> None:
@@ -256,7 +256,7 @@ def _why_not(program: Program, call: Call) -> tuple[str, str] | None:
             "it reads a generator's state",
             "leave memory= out, or train without dropout in what runs again",
         )
-    if any(launch is call for launch in program.launches()):
+    if is_launch(call.target):
         return "it is a collective", "train in one process"
     if call.random and is_region(call.target):
         return "it is compiled and draws random numbers", "leave the block uncompiled"
