@@ -89,7 +89,7 @@ class TestKernels:
             optimizer = torch.optim.AdamW(net.parameters())
             batch = torch.randn(3, 8), torch.randint(4, (3,))
         graph = roam.capture(plain_step, net, optimizer, *batch)
-        assert kernels(graph)["_foreach_addcdiv_"] == 4  # one for each parameter
+        assert kernels(graph)["_foreach_addcdiv_"] == 1  # small parameters share a call
         roam.verify(graph, roam.optimize(graph))
 
     def test_mixed_precision(self) -> None:
