@@ -5,7 +5,7 @@
     OMP_WAIT_POLICY=passive python benches/kernel_table.py
     # A part of it, reported and not written.
     python benches/kernel_table.py --ops add softmax --steps --dry
-    # Every 20th operator, in processes side by side; then all of them together.
+    # Every 20th operator, in processes side by side (0/20 to 19/20); then all of them together.
     python benches/kernel_table.py --device cuda --part 3/20 --dry > part-3.json
     python benches/kernel_table.py --device cuda --join part-*.json
 
@@ -686,7 +686,7 @@ def main() -> int:
         type=part,
         default=(0, 1),
         metavar="K/N",
-        help="every Nth step and operator, the Kth first",
+        help="every Nth step and operator from the Kth on; K is 0 to N-1",
     )
     parser.add_argument(
         "--join", nargs="+", type=Path, metavar="FILE", help="what parts wrote, instead of trials"

@@ -89,8 +89,12 @@ def wanted(arguments: argparse.Namespace, machine: dict[str, Any]) -> list[dict[
     ):
         is_other_form = not arguments.optimizers and optimizer != OPTIMIZERS[0]
         # Other forms of the optimizer need not be tried on everything.
-        if is_other_form and not (model == models[0] and dtype == DTYPES[0] and way in _MAIN):
+        is_graph = way == "roam-cuda-graph" and optimizer == "fused"
+        is_main = way in _MAIN or is_graph
+        if is_other_form and not (model == models[0] and dtype == DTYPES[0] and is_main):
             continue
+        if way == "roam-cuda-graph" and not (is_graph or arguments.ways):
+            continue  # other forms of AdamW count their steps on the CPU
         if way in ON_CUDA and device == "cpu":
             continue
         row = {"model": model, "dtype": dtype, "optimizer": optimizer, "way": way, "device": device}

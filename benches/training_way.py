@@ -8,7 +8,7 @@ was measured before a process died or ran out of time is not lost.
 
 1. The model is made from a seed, and the first step's memory is measured.
 2. From the third step on it is steady: a plan's first run of its own checks every kernel. The
-  memory of steps 3 to k is measured.
+  memory of steps 3 to k is measured. A CUDA graph is recorded in the fourth.
 3. Losses and parameters after step k are compared, bit for bit, with those that eager PyTorch left
   on disk.
 4. Steps are timed, each beside one of eager PyTorch on a second model where there is memory for
@@ -406,7 +406,8 @@ def ending(error: Exception, way: str) -> str:
     package = type(error).__module__
     if isinstance(error, Missing):
         return f"skipped: {text}"
-    if isinstance(error, (roam.CaptureError, roam.PlanError)):
+    is_no_graph = getattr(error, "code", "") == "cuda_graph"
+    if is_no_graph or isinstance(error, (roam.CaptureError, roam.PlanError)):
         return f"refused: {text}"
     if any(map(is_out_of_memory, (error, error.__cause__))):
         return f"out of memory: {text}"

@@ -3,12 +3,14 @@ refused. `test_gpu.py` runs real graphs."""
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from typing import Any, ClassVar
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import roam
 from roam.runtime import runner
@@ -25,7 +27,7 @@ class Recorded:
     kept: ClassVar[list[torch.Tensor]] = []
     """What a recording would change."""
 
-    def __init__(self, generators: list[torch.Generator]) -> None:
+    def __init__(self, device: torch.device, generators: list[torch.Generator]) -> None:
         pass
 
     def record(self, run: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
@@ -107,15 +109,21 @@ class TestRecording:
 
         assert self.same(change) == 3
 
-    def test_not_for_ever_if_a_rate_changes_at_every_step(
-        self, monkeypatch: pytest.MonkeyPatch
+    @pytest.mark.parametrize(("last_change", "recordings"), [(9, 2), (5, 3)])
+    def test_not_while_a_rate_changes_at_every_step(
+        self,
+        last_change: int,
+        recordings: int,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
     ) -> None:
-        monkeypatch.setattr("roam.runtime.cuda_graph._MOST_RECORDED", 2)
+        monkeypatch.setattr("roam.runtime.cuda_graph._MOST_CHANGES", 2)
 
         def change(place: int, optimizer: Any, _: Any) -> None:
-            optimizer.param_groups[0]["lr"] = 0.1 / (place + 1)
+            optimizer.param_groups[0]["lr"] = 0.1 / (min(place, last_change) + 1)
 
-        assert self.same(change) == 3
+        assert self.same(change) == recordings
+        assert caplog.text.count("runs without a CUDA graph until they stay the same") == 1
 
     def test_again_if_a_tensor_has_moved(self) -> None:
         def move(place: int, optimizer: Any, _: Any) -> None:
@@ -154,6 +162,28 @@ class TestRecording:
             assert found["row"].tolist() == found["again"].tolist() == [7.0] * 3
         starts = {found["whole"].untyped_storage().data_ptr() for found in kept}
         assert len(starts) == len(kept)
+
+    def test_a_conjugate_that_leaves(self) -> None:
+        weight = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
+        optimizer = torch.optim.SGD([weight], lr=0.1)
+
+        def step(x: torch.Tensor) -> Any:
+            optimizer.zero_grad()
+            out = x * weight
+            out.abs().sum().backward()
+            optimizer.step()
+            found = out.detach()
+            return found.conj(), found.conj().imag
+
+        run = graphed(step)
+        for _ in range(5):
+            Recorded.kept = [weight]
+            x = torch.randn(2, dtype=torch.complex64)
+            product = x * weight.detach()
+            conjugate, negative = run(x)
+            assert torch.equal(conjugate, product.conj())
+            assert torch.equal(negative, -product.imag)
+        assert Recorded.recordings == 1
 
     def test_the_callers_own_tensors_leave_as_they_are(self) -> None:
         net = torch.nn.Linear(3, 3)
@@ -239,7 +269,7 @@ class TestRefusals:
         """Why a step is not recorded."""
         with roam.fake("cuda"):
             net = torch.nn.Linear(8, 8)
-            x = torch.empty(4, 8, device=device)
+            x = torch.empty(1024, 8, device=device)
         optimizer = optimizer_of(net.parameters())
         compiled = roam.compile(step, cuda_graph=True)
         if is_allowed:
@@ -281,9 +311,37 @@ class TestRefusals:
         def step(net: Any, optimizer: Any, x: Any) -> Any:
             return self.plain(net, optimizer, x.to("cuda"))
 
-        assert "move the batch to the device before the step" in self.refusal(
+        assert "make or move the tensor there before the step" in self.refusal(
             step, torch.optim.SGD, "cpu"
         )
+
+    def test_results_that_go_to_the_cpu(self) -> None:
+        def step(net: Any, optimizer: Any, x: Any) -> Any:
+            return self.plain(net, optimizer, x).cpu()
+
+        assert "move results there after the step" in self.refusal(step, torch.optim.SGD)
+
+    def test_a_tensor_made_on_the_cpu(self) -> None:
+        def step(net: Any, optimizer: Any, x: Any) -> Any:
+            return self.plain(net, optimizer, x * torch.tensor([2.0], device=x.device))
+
+        assert "make" in self.refusal(step, torch.optim.SGD)
+
+    def test_several_devices(self) -> None:
+        def step(net: Any, optimizer: Any, x: Any) -> Any:
+            return self.plain(net, optimizer, x.to("cuda:0"))
+
+        assert "of one device" in self.refusal(step, torch.optim.SGD, "cuda:1")
+
+    def test_checkpoints_that_keep_states(self) -> None:
+        def step(net: Any, optimizer: Any, x: Any) -> Any:
+            def drop(x: Any) -> Any:
+                return functional.dropout(net(x), 0.5)
+
+            checkpointed = functools.partial(checkpoint, drop, use_reentrant=False)
+            return self.plain(checkpointed, optimizer, x)
+
+        assert "preserve_rng_state=False" in self.refusal(step, torch.optim.SGD)
 
     def test_an_argument_that_changes(self) -> None:
         def step(net: Any, optimizer: Any, x: Any) -> Any:
@@ -306,7 +364,7 @@ def test_a_step_on_the_cpu_is_refused() -> None:
     assert caught.value.code == "cuda_graph"
 
 
-@pytest.mark.parametrize("options", [{"streams": 2}, {"poison": True}])
+@pytest.mark.parametrize("options", [{"streams": 2}, {"poison": True}, {"memory": "80%"}])
 def test_options_that_exclude_each_other(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="a CUDA graph is of one stream"):
         roam.compile(lambda: None, cuda_graph=True, **options)

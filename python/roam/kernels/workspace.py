@@ -1,11 +1,11 @@
 """Learns what kernels take for themselves while they run: scratchpads, weights in another order,
 results in another layout.
 
-No schema says how much this is. So each kernel is run once, on zeros of the same shapes, strides
-and dtypes, while the allocations are recorded. The result holds for every equal call in the
-process. Only kernels that may allocate memory for themselves are run: kernels that cannot write
+No schema says how much this is. So each kernel is run on zeros of the same shapes, strides and
+dtypes, while the allocations are recorded. The result holds for every equal call in the process. On
+the CPU only kernels that may allocate memory for themselves are run: kernels that cannot write
 where a plan says, and those named by `_allocates`. The others were cleared by tests that record
-allocations too.
+allocations too. On CUDA all are run, each at least twice.
 """
 
 from __future__ import annotations
@@ -506,7 +506,7 @@ def _storage_bytes(tensors: Sequence[torch.Tensor]) -> int:
 
 
 def _peak_cuda(run: Callable[[], list[torch.Tensor]]) -> tuple[int, int]:
-    """The same by the counters of the device's allocator."""
+    """As `_peak_cpu`, by the counters of the device's allocator."""
     run()  # once before: libraries try algorithms, and make handles that stay
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()

@@ -113,9 +113,10 @@ def compile(
             compiled. ``"inductor"`` compiles the repeated blocks of the step's models by
             `torch.nn.Module.compile`, in place, at the first call. The bits are then those of
             compiled blocks, in roam and elsewhere. See docs/how-to/compiled-blocks.md.
-        cuda_graph: on CUDA, run calls as one CUDA graph once the plan has run twice, which takes
-            Python's time for the step away. The step may read no value of the device, and must not
-            copy from the CPU. See docs/how-to/cuda-graph.md.
+        cuda_graph: on CUDA, run each call as one CUDA graph once its plan has run twice, so that
+            Python no longer launches kernels one by one. The step may read no value of the device,
+            use the CPU, change its arguments, or launch collectives. See
+            docs/how-to/cuda-graph.md.
 
     Raises:
         CaptureError: at a call, if the step cannot be captured exactly.
@@ -140,10 +141,10 @@ def compile(
         raise ValueError(f"max_plans must be at least 1, not {max_plans}")
     if streams > 1 and memory is not None:
         raise ValueError("a memory limit is for plans of one stream; leave streams= or memory= out")
-    if cuda_graph and (streams > 1 or poison):
+    if cuda_graph and (streams > 1 or poison or memory is not None):
         raise ValueError(
-            "a CUDA graph is of one stream, and does not poison the pool; leave cuda_graph= out, or "
-            "streams= and poison="
+            "a CUDA graph is of one stream, does not poison the pool, and keeps memory that no "
+            "limit counts; leave cuda_graph= out, or streams=, poison= and memory="
         )
     if kernels not in ("eager", "inductor"):
         raise ValueError(f"kernels must be 'eager' or 'inductor', not {kernels!r}")
@@ -613,8 +614,8 @@ class Step:
         return runner.measured_eagerly(lambda: self._train_step(*args, **kwargs))
 
     def release(self) -> None:
-        """Frees the pools of this step's plans, for example before evaluation or sampling. The next
-        call allocates them again.
+        """Frees the pools and the CUDA graphs of this step's plans, for example before evaluation
+        or sampling. Later calls allocate and record them again.
 
         All compiled steps of a process share one pool per device.
         """
@@ -714,8 +715,14 @@ class Step:
             refuse_graph(choices[0].program, variants[0].device)
         guards = [runner.state_guard for runner in known]
         runners = [
-            Runner(variant, choice, options, taker=step.arguments.taker, guards=guards)
-            for variant, choice in zip(variants, choices, strict=True)
+            Runner(
+                variant,
+                choice,
+                options if place == 0 else replace(options, cuda_graph=False),  # it runs once
+                taker=step.arguments.taker,
+                guards=guards,
+            )
+            for place, (variant, choice) in enumerate(zip(variants, choices, strict=True))
         ]
         return runners[::-1]
 

@@ -1,15 +1,15 @@
 """Records the run of a plan as one CUDA graph, and replays it: the device gets the whole step at
-once, and Python's time for it is gone.
+once, and Python launches no kernels one by one.
 
 A graph works on the addresses that it was recorded with. Parameters and optimizer state keep
-theirs; the arguments of a call are copied into tensors of the graph's own, and what leaves the step
-is copied out. If a number changes that kernels were given, such as a learning rate that is a float,
-or if a tensor has moved, the graph is recorded again.
+theirs; tensors of the batch are copied into tensors of the graph's own, if they are dense and share
+no memory, and what leaves the step is copied out. If a number changes that the step reads, such as
+a learning rate that is a float, or if another tensor has moved, the graph is recorded again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -20,14 +20,17 @@ from roam.errors import ExecutionError
 from roam.program.ir import Call, Program, extents, is_dense
 from roam.program.operators import is_region
 from roam.program.replay import Replay, generator_state
+from roam.runtime.log import logger
 from roam.state.references import ArgumentReference
-from roam.torch_compat.private import c_pointer
+from roam.torch_compat.private import c_pointer, neg_view
 
 Outgoing = tuple[Any, list[Any], list[Any], list[Any]]
 """What `Bindings.outgoing` says."""
 Run = Callable[[list[Any]], Outgoing]
-_MOST_RECORDED = 8
-"""How often a graph may be recorded in consecutive runs before the step runs without it."""
+_MOST_CHANGES = 8
+"""After so many runs in a row whose numbers or addresses were new, runs go without a graph."""
+_ENOUGH_ALIKE = 3
+"""After so many runs without a graph whose numbers and addresses were the same, it is recorded."""
 
 
 class RecordingFailed(Exception):
@@ -38,8 +41,8 @@ class Recorder(Protocol):
     """What a graph needs of a device."""
 
     def record(self, run: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
-        """What `run` returns, which has not happened yet, and a function that makes it happen, as
-        often as it is called.
+        """Runs `run` without executing its kernels. Gives what it returned, and a function that
+        executes them, as often as it is called.
         """
 
 
@@ -47,19 +50,26 @@ class OnCuda:
     """Records by PyTorch's CUDA graphs.
 
     Args:
+        device: where the step runs.
         generators: the generators, besides the device's own, that calls are given.
     """
 
-    def __init__(self, generators: Sequence[torch.Generator]) -> None:
+    def __init__(self, device: torch.device, generators: Sequence[torch.Generator]) -> None:
+        self._device = device
         self._generators = [one for one in generators if one.device.type == "cuda"]
 
     def record(self, run: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
         graph = torch.cuda.CUDAGraph()
         for generator in self._generators:
             graph.register_generator_state(generator)
-        # Other threads, such as those of a data loader, go on using the device.
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            made = run()
+        with torch.cuda.device(self._device):
+            before, own = torch.cuda.current_stream(), torch.cuda.Stream()
+            try:
+                # Other threads, such as those of a data loader, go on using the device.
+                with torch.cuda.graph(graph, stream=own, capture_error_mode="thread_local"):
+                    made = run()
+            finally:  # where it fails, PyTorch may stay on its own stream
+                torch.cuda.set_stream(before)
         return made, graph.replay
 
 
@@ -67,14 +77,17 @@ class OnCuda:
 class _Recorded:
     key: tuple[Any, ...]
     """Numbers and addresses that the graph was recorded with."""
-    given: list[Any]
-    """The inputs that it works on."""
+    copied: list[torch.Tensor]
+    """The graph's own tensors for inputs that are copied, in the order of `CudaGraph._copied`."""
+    returned: dict[int, int]
+    """By the identity of an input that leaves again, its place."""
     outgoing: Outgoing
     replay: Callable[[], None]
 
 
 class CudaGraph:
-    """The runs of one plan, from the second ordinary one on by a graph.
+    """The runs of one plan after its checked one: the first in the ordinary way, later ones by a
+    graph.
 
     Args:
         program: the program; `refuse_graph` has let it pass.
@@ -92,8 +105,11 @@ class CudaGraph:
     ) -> None:
         self._recorder, self._address = recorder, address
         self._recorded: _Recorded | None = None
-        self._in_a_row = 0
         self._has_run = False
+        self._changes = 0
+        """How many runs in a row, up to the last, had another key than the one before."""
+        self._alike = 0
+        self._last_key: tuple[Any, ...] | None = None
         places = {slot: place for place, slot in enumerate(input_slots)}
         self._copied = [
             place
@@ -114,30 +130,45 @@ class CudaGraph:
         Raises:
             RecordingFailed: the run cannot be recorded. Nothing has been changed.
         """
-        if not self._has_run or self._in_a_row > _MOST_RECORDED:
+        if not self._has_run:
             # Libraries make their handles and choose their algorithms in an ordinary run.
             self._has_run = True
             return run(inputs)
         key = self._key(inputs)
-        recorded = self._recorded
-        if recorded is None or recorded.key != key:
-            self._in_a_row += 1
+        is_new = self._last_key is not None and key != self._last_key
+        self._alike = 0 if is_new else self._alike + 1
+        if is_new:
+            self._changes += 1
+        elif self._recorded is not None or self._alike >= _ENOUGH_ALIKE:
+            self._changes = 0
+        self._last_key = key
+        if self._changes >= _MOST_CHANGES:
+            if self._recorded is not None:
+                self._recorded = None
+                logger.warning(
+                    "numbers that the step reads, or addresses of its tensors, were new in %d calls "
+                    "in a row, so it runs without a CUDA graph until they stay the same; make a "
+                    "learning rate that changes a tensor (docs/how-to/cuda-graph.md)",
+                    self._changes,
+                )
+            return run(inputs)
+        if self._recorded is None or self._recorded.key != key:
             self._recorded = None  # its memory is free for the next
-            recorded = self._recorded = self._record(run, inputs, key)
+            self._recorded = self._record(run, inputs, key)
         else:
-            self._in_a_row = 0
-            for place in self._copied:
-                recorded.given[place].copy_(inputs[place])
-        recorded.replay()
+            for place, own in zip(self._copied, self._recorded.copied, strict=True):
+                own.copy_(inputs[place])
+        self._recorded.replay()
         written = [inputs[place] for place in self._written]
         torch.autograd.graph.increment_version([one for one in written if not one.is_inference()])
-        outgoing = self._copies(recorded, inputs)
+        outgoing = self._copies(self._recorded, inputs)
         inputs.clear()
         return outgoing
 
     def forget(self) -> None:
         """Frees the graph and its memory; the next run records it again."""
-        self._recorded = None
+        self._recorded = self._last_key = None
+        self._changes = 0
 
     def _key(self, inputs: list[Any]) -> tuple[Any, ...]:
         return self._address(), *[_told(inputs[place]) for place in self._fixed]
@@ -153,13 +184,19 @@ class CudaGraph:
             outgoing, replay = self._recorder.record(lambda: run(list(given)))
         except Exception as error:
             raise RecordingFailed from error
-        return _Recorded(key, given, outgoing, replay)
+        leaving = set(map(id, _leaves(outgoing)))
+        returned = {
+            id(value): place
+            for place, value in enumerate(given)
+            if isinstance(value, torch.Tensor) and id(value) in leaving
+        }
+        return _Recorded(key, [given[place] for place in self._copied], returned, outgoing, replay)
 
     def _copies(self, recorded: _Recorded, inputs: list[Any]) -> Outgoing:
         """What leaves a run: copies of what the next one overwrites, which share memory as the
         originals do, and the caller's own tensors where these leave again.
         """
-        made = {id(value): inputs[place] for place, value in enumerate(recorded.given)}
+        made = {value: inputs[place] for value, place in recorded.returned.items()}
         storages: dict[int, torch.UntypedStorage] = {}
 
         def copy(value: Any) -> Any:
@@ -173,15 +210,29 @@ class CudaGraph:
                 storage = value.untyped_storage()
                 if c_pointer(storage) not in storages:
                     storages[c_pointer(storage)] = storage.clone()
-                made[id(value)] = torch.empty(0, dtype=value.dtype, device=value.device).set_(
-                    storages[c_pointer(storage)],
-                    value.storage_offset(),
-                    value.shape,
-                    value.stride(),
-                )
+                made[id(value)] = _view(storages[c_pointer(storage)], value)
             return made[id(value)]
 
         return copy(recorded.outgoing)  # type: ignore[no-any-return]
+
+
+def _view(storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:
+    """A tensor in a storage that lies there as another does in its own."""
+    view = torch.empty(0, dtype=like.dtype, device=like.device)
+    view.set_(storage, like.storage_offset(), like.shape, like.stride())
+    view = view.conj() if like.is_conj() else view
+    return neg_view(view) if like.is_neg() else view
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """All that a nest of tuples, lists and dictionaries holds."""
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _leaves(item)
+    else:
+        yield value
 
 
 def _told(value: Any) -> object:
@@ -202,6 +253,11 @@ def refuse_graph(program: Program, device: torch.device) -> None:
     if device.type != "cuda":
         raise _refusal(
             f"a CUDA graph needs CUDA, and the step runs on {device.type}; leave cuda_graph= out"
+        )
+    devices = {meta.device for meta in program.slots if meta is not None}
+    if len({one for one in devices if one.type == "cuda"}) > 1:
+        raise _refusal(
+            "a CUDA graph is of one device, and the step uses several; leave cuda_graph= out"
         )
     for call in program.calls:
         if (why := _why_not(program, call)) is not None:
@@ -238,42 +294,47 @@ def refuse_graph(program: Program, device: torch.device) -> None:
             )
 
 
-_TO_DEVICE = "move the batch to the device before the step"
-_CAPTURABLE = (
-    "let the optimizer keep its state on the device (capturable=True or fused=True, or "
-    "PyTorch's SGD), and read values after the step"
+_ON_DEVICE = (
+    "make tensors before the step or with device=, and take an optimizer that keeps its state on the "
+    "device (capturable=True or fused=True; SGD needs neither)"
+)
+_RANDOM = (
+    "pass preserve_rng_state=False to torch.utils.checkpoint, or train without dropout in what it "
+    "runs again"
 )
 
 
 def _why_not(program: Program, call: Call) -> tuple[str, str] | None:
     """Why a call cannot be recorded, and what to change; None if it can."""
-    if call.is_check or call.is_branch:
+    if call.is_branch:
         return "the step's code decides by a value", "decide by torch.where"
+    if call.is_check:
+        return "the step's code checks a value", "check it after the step"
     if call.skip_if is not None:
         return "it is left out by a value of the device", "train without a gradient scaler"
-    if call.target is generator_state or isinstance(call.target, Replay):
-        return (
-            "it reads a generator's state",
-            "leave memory= out, or train without dropout in what runs again",
-        )
+    is_state = call.target is generator_state or "rng_state" in call.name
+    if is_state or isinstance(call.target, Replay):
+        return "it reads or sets a generator's state", _RANDOM
     if is_launch(call.target):
         return "it is a collective", "train in one process"
     if call.random and is_region(call.target):
         return "it is compiled and draws random numbers", "leave the block uncompiled"
-    metas = [program.slots[slot] for slot in (*call.refs(), *call.outputs) if slot is not None]
-    makes = [program.slots[slot] for slot in call.outputs if slot is not None]
-    if None in makes and any(program.slots[slot] is not None for slot in call.refs()):
-        return "it reads a value of a tensor", _CAPTURABLE
+    read = [program.slots[slot] for slot in call.refs()]
+    made = [program.slots[slot] for slot in call.outputs if slot is not None]
+    if None in made and any(meta is not None for meta in read):
+        return "it reads a value of a tensor", f"read values after the step, or {_ON_DEVICE}"
     devices = {
-        meta.device.type for meta in metas if meta is not None and not _is_seed(program, meta)
+        meta.device.type
+        for meta in (*read, *made)
+        if meta is not None and not _is_seed(program, meta)
     }
-    if "cpu" in devices:
-        is_copy = "cuda" in devices
-        return (
-            "it runs on the CPU" if not is_copy else "it copies between the CPU and the device",
-            (_TO_DEVICE if is_copy else _CAPTURABLE),
-        )
-    return None
+    if "cpu" not in devices:
+        return None
+    if devices == {"cpu"}:
+        return "it runs on the CPU", _ON_DEVICE
+    if any(meta is not None and meta.device.type == "cpu" for meta in made):
+        return "it copies from the device to the CPU", "move results there after the step"
+    return "it copies from the CPU to the device", "make or move the tensor there before the step"
 
 
 def _is_seed(program: Program, meta: Any) -> bool:
@@ -281,7 +342,8 @@ def _is_seed(program: Program, meta: Any) -> bool:
     where a graph is recorded.
     """
     creator = program.storages[meta.storage].creator
-    return creator >= 0 and "attention" in program.calls[creator].name
+    name = "" if creator < 0 else program.calls[creator].name
+    return name.startswith("aten._") and "attention" in name
 
 
 def _refusal(message: str, call: Call | None = None) -> ExecutionError:

@@ -123,7 +123,9 @@ class Runner:
             proven=is_proven(variant.device.type),
             shrinks=shrinks,
             tier=None if offloaded is None else (offloaded.tier, offloaded.tier_bytes),
-            recorder=OnCuda(list(_generators(program))) if options.cuda_graph else None,
+            recorder=OnCuda(variant.device, list(_generators(program)))
+            if options.cuda_graph
+            else None,
         )
         self._references = [reference for reference, _ in program.referenced]
         # Gradients that a run uses up are kept until it is done: it may fail, and be tried again.

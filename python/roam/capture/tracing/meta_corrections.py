@@ -117,7 +117,9 @@ def _attention(args: Any, result: Any, *, func: Any) -> Any:
     if query.device.type != "cuda":
         return result
     draws = len(args) > dropout_at and args[dropout_at] > 0
-    devices = _seed_devices(func, draws) if torch.cuda.is_available() else _SEED_DEVICES.get(func)
+    devices = _SEED_DEVICES.get(func)
+    if torch.cuda.is_available():
+        devices = _seed_devices(func, draws, query.dtype, query.device)
     made = list(result)
     for place, kind in zip(places, devices or (), strict=False):
         if made[place] is not None and kind != made[place].device.type:
@@ -138,14 +140,16 @@ _SEED_DEVICES = {aten._scaled_dot_product_efficient_attention.default: ("cpu", "
 
 
 @functools.cache
-def _seed_devices(func: Any, draws: bool) -> tuple[str, str]:
+def _seed_devices(
+    func: Any, draws: bool, dtype: torch.dtype, device: torch.device
+) -> tuple[str, str]:
     """The types of the devices on which a kernel of attention leaves its seed and offset, as a
     small call of it tells. The states of random generators are restored.
     """
     dropout_at, (seed, offset) = _ATTENTION[func]
     rest: list[Any] = [None, True] if dropout_at == 5 else []
     with disable_current_modes(), torch.no_grad():
-        query = torch.zeros(1, 1, 64, 64, dtype=torch.bfloat16, device="cuda")
+        query = torch.zeros(1, 1, 64, 64, dtype=dtype, device=device)
         with generator_kept([query]):
             found = func(query, query, query, *rest, 0.5 if draws else 0.0)
     return found[seed].device.type, found[offset].device.type

@@ -25,7 +25,8 @@ is independent of all others.
 """
 
 _SHARE, _SMALL = 1 / 64, 1 << 14
-"""Gradients of this share of all elements, or of so many elements, may wait for each other."""
+"""Neighbours share a call until together they have this share of all elements of the list, and at
+least so many elements."""
 
 
 def is_multi_tensor(func: Any) -> bool:
@@ -85,7 +86,7 @@ def parts(
 
 def _places(tensors: list[torch.Tensor]) -> Iterator[slice]:
     """Places of the lists that stay together: one on the CPU; on other devices as many neighbours
-    as have together `_SHARE` of all elements, and no fewer than `_SMALL`.
+    as have together `_SHARE` of all elements, and at least `_SMALL` elements.
     """
     least = 0.0
     if tensors[0].device.type != "cpu":
