@@ -45,7 +45,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from roam import zoo
 from roam.kernels.fused import CROSS_ENTROPY_BACKWARD
 from roam.kernels.rows import piece_bytes
-from roam.kernels.table import TABLE, Placement, candidate, dtypes_of, layouts_of, named, placement
+from roam.kernels.table import (
+    TABLE,
+    Placement,
+    candidate,
+    capability,
+    dtypes_of,
+    layouts_of,
+    named,
+    placement,
+)
 from roam.kernels.trial import Ordinary, Unusable, copied, in_place_pairs, try_in_place, try_placed
 from roam.runtime.memory_profiler import Block, measure_peak
 
@@ -623,14 +632,18 @@ def as_table(entries: dict[OpOverload, dict[str, Any]]) -> dict[str, Any]:
     """What the file says of a device."""
     found = sorted(entries.items(), key=lambda item: item[0].name())
     kernels = {op.name(): entry for op, entry in found}
-    return {"torch": torch.__version__.split("+")[0], "kernels": kernels}
+    return {
+        "torch": torch.__version__.split("+")[0],
+        "capability": capability(),
+        "kernels": kernels,
+    }
 
 
 def joined(parts: list[Path], device: str) -> dict[str, Any]:
     """The table of what several processes with the same PyTorch found."""
     tables = [json.loads(path.read_text()) for path in parts]
-    if len({table["torch"] for table in tables}) > 1:
-        raise SystemExit("the parts were established with different versions of PyTorch")
+    if len({(table["torch"], str(table["capability"])) for table in tables}) > 1:
+        raise SystemExit("the parts were established with different versions of PyTorch or devices")
     found: dict[OpOverload, Findings] = {}
     for name, entry in (item for table in tables for item in table["kernels"].items()):
         packet, _, overload = name.removeprefix("aten::").partition(".")
@@ -646,9 +659,8 @@ def joined(parts: list[Path], device: str) -> dict[str, Any]:
             found[target].in_place.clear()
     for target, findings in found.items():
         findings.generalize(target)
-    return as_table({op: item.entry() for op, item in found.items()}) | {
-        "torch": tables[0]["torch"]
-    }
+    told = {name: tables[0][name] for name in ("torch", "capability")}
+    return as_table({op: item.entry() for op, item in found.items()}) | told
 
 
 def part(text: str) -> tuple[int, int]:
@@ -755,7 +767,8 @@ def text(tables: dict[str, Any]) -> str:
             f"{json.dumps(name)}: {json.dumps(entry)}" for name, entry in table["kernels"].items()
         )
         parts.append(
-            f'{json.dumps(device)}: {{"torch": {json.dumps(table["torch"])}, "kernels": {{\n{lines}\n}}}}'
+            f'{json.dumps(device)}: {{"torch": {json.dumps(table["torch"])}, '
+            f'"capability": {json.dumps(table["capability"])}, "kernels": {{\n{lines}\n}}}}'
         )
     return "{" + ",\n".join(parts) + "}\n"
 

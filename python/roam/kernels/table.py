@@ -156,13 +156,20 @@ def _by_dtypes(joined: dict[str, list[Any]]) -> dict[str, list[Any]]:
 
 
 def is_proven(device: str) -> bool:
-    """Whether the table was established with the PyTorch that is running and on this device.
+    """Whether the table was established with the PyTorch that is running, on this type of device,
+    and for CUDA on one of the same compute capability.
 
     If not, whoever uses a placement has to compare its results with the ordinary call's.
     """
-    return device in _table() and bool(
-        _table()[device]["torch"] == torch.__version__.partition("+")[0]
-    )
+    table = _table().get(device)
+    if table is None or table["torch"] != torch.__version__.partition("+")[0]:
+        return False
+    return device != "cuda" or table["capability"] == capability()
+
+
+def capability() -> list[int] | None:
+    """The compute capability of the CUDA device; None if there is none."""
+    return list(torch.cuda.get_device_capability()) if torch.cuda.is_available() else None
 
 
 def _tested(device: str) -> dict[str, Any]:
