@@ -55,7 +55,8 @@ from roam.kernels.table import (
     named,
     placement,
 )
-from roam.kernels.trial import Ordinary, Unusable, copied, in_place_pairs, try_in_place, try_placed
+from roam.kernels.trial import Ordinary, Unusable, in_place_pairs, try_in_place, try_placed
+from roam.program.bits import copied
 from roam.runtime.memory_profiler import Block, measure_peak
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.complex64)
@@ -628,6 +629,13 @@ def establish(arguments: argparse.Namespace) -> Trials:
     return trials
 
 
+def overload(name: str) -> Any:
+    """The operator of a name such as ``aten::add.Tensor``; None if there is none."""
+    namespace, _, full = name.partition("::")
+    packet, _, rest = full.partition(".")
+    return getattr(getattr(getattr(torch.ops, namespace), packet, None), rest or "default", None)
+
+
 def as_table(entries: dict[OpOverload, dict[str, Any]]) -> dict[str, Any]:
     """What the file says of a device."""
     found = sorted(entries.items(), key=lambda item: item[0].name())
@@ -646,12 +654,8 @@ def joined(parts: list[Path], device: str) -> dict[str, Any]:
         raise SystemExit("the parts were established with different versions of PyTorch or devices")
     found: dict[OpOverload, Findings] = {}
     for name, entry in (item for table in tables for item in table["kernels"].items()):
-        packet, _, overload = name.removeprefix("aten::").partition(".")
-        target = (
-            getattr(getattr(torch.ops.aten, packet), overload or "default")
-            if name.startswith("aten::")
-            else CROSS_ENTROPY_BACKWARD
-        )
+        target = overload(name)
+        assert target is not None, "an operator that was tried"
         if draws_otherwise(target, device):
             continue
         found.setdefault(target, Findings(candidate(target, device))).add(entry)
@@ -744,8 +748,7 @@ def summary(device: str) -> str:
     for name in torch._C._dispatch_get_all_op_names():
         if not name.startswith("aten::"):
             continue
-        packet, _, rest = name.removeprefix("aten::").partition(".")
-        target = getattr(getattr(torch.ops.aten, packet, None), rest or "default", None)
+        target = overload(name)
         # What PyTorch composes of others is never captured.
         if target is None or torch._C._dispatch_has_kernel_for_dispatch_key(
             name, "CompositeImplicitAutograd"

@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
@@ -85,6 +85,28 @@ def graphed(step: Any) -> Any:
     return roam.compile(step, pool=True, cuda_graph=True)
 
 
+def small(result: Callable[..., Any]) -> tuple[torch.nn.Linear, Callable[[], Any]]:
+    """A layer, and what runs a graphed step that trains it on new data and returns what `result`
+    makes of the layer, of its input and of its output."""
+    net = torch.nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+    @graphed
+    def step(x: torch.Tensor) -> Any:
+        optimizer.zero_grad()
+        out = net(x)
+        out.sum().backward()
+        optimizer.step()
+        return result(net, x, out)
+
+    def run(x: torch.Tensor | None = None) -> Any:
+        Recorded.kept = list(net.parameters())
+        return step(torch.randn(2, 3) if x is None else x)
+
+    run.step = step  # type: ignore[attr-defined]
+    return net, run
+
+
 @pytest.mark.usefixtures("on_cpu")
 class TestRecording:
     def same(self, between: Callable[[int, Any, Any], Any]) -> int:
@@ -141,26 +163,21 @@ class TestRecording:
         assert self.same(release) == 2
 
     def test_what_a_step_returns_shares_memory_as_ever(self) -> None:
-        net = torch.nn.Linear(3, 3)
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        class Rows(NamedTuple):
+            whole: torch.Tensor
+            row: torch.Tensor
+            again: torch.Tensor
 
-        @graphed
-        def step(x: torch.Tensor) -> Any:
-            optimizer.zero_grad()
-            out = net(x)
-            out.sum().backward()
-            optimizer.step()
-            return {"whole": out.detach(), "row": out.detach()[1], "again": out.detach()[1]}
-
-        kept = []
-        for _ in range(5):
-            Recorded.kept = list(net.parameters())
-            kept.append(step(torch.randn(2, 3)))
+        _, run = small(
+            lambda _, __, out: Rows(out.detach(), out.detach()[1], again=out.detach()[1])
+        )
+        kept = [run() for _ in range(5)]
         assert Recorded.recordings == 1
         for found in kept:
-            found["whole"][1] = 7.0
-            assert found["row"].tolist() == found["again"].tolist() == [7.0] * 3
-        starts = {found["whole"].untyped_storage().data_ptr() for found in kept}
+            assert type(found) is Rows
+            found.whole[1] = 7.0
+            assert found.row.tolist() == found.again.tolist() == [7.0] * 3
+        starts = {found.whole.untyped_storage().data_ptr() for found in kept}
         assert len(starts) == len(kept)
 
     def test_a_conjugate_that_leaves(self) -> None:
@@ -186,57 +203,30 @@ class TestRecording:
         assert Recorded.recordings == 1
 
     def test_the_callers_own_tensors_leave_as_they_are(self) -> None:
-        net = torch.nn.Linear(3, 3)
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-
-        @graphed
-        def step(x: torch.Tensor) -> Any:
-            optimizer.zero_grad()
-            net(x).sum().backward()
-            optimizer.step()
-            return x, net.weight
-
+        net, run = small(lambda net, x, _: (x, net.weight))
         for _ in range(5):
-            Recorded.kept = list(net.parameters())
             x = torch.randn(2, 3)
-            same, weight = step(x)
+            same, weight = run(x)
             assert same is x
             assert weight is net.weight
         assert Recorded.recordings == 1
 
     def test_autograd_notices_what_a_replay_changes(self) -> None:
-        net = torch.nn.Linear(3, 3)
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-
-        @graphed
-        def step(x: torch.Tensor) -> Any:
-            optimizer.zero_grad()
-            net(x).sum().backward()
-            optimizer.step()
-
+        net, run = small(lambda *_: None)
         for _ in range(4):
-            Recorded.kept = list(net.parameters())
-            step(torch.randn(2, 3))
+            run()
         x = torch.randn(2, 3, requires_grad=True)
         loss = net(x).square().sum()
-        step(torch.randn(2, 3))
+        run()
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
 
     def test_what_cannot_be_recorded_says_where(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        net = torch.nn.Linear(3, 3)
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-
-        @graphed
-        def step(x: torch.Tensor) -> Any:
-            optimizer.zero_grad()
-            net(x).sum().backward()
-            optimizer.step()
-
-        step(torch.randn(2, 3))
-        step(torch.randn(2, 3))
+        net, run = small(lambda *_: None)
+        run()
+        run()
         before = net.weight.detach().clone()
-        generated = step._last._executor.generated
+        generated = run.step._last._executor.generated  # type: ignore[attr-defined]
 
         def record(_: Any, run: Any) -> Any:
             names = generated.run.__globals__
@@ -249,7 +239,7 @@ class TestRecording:
         with pytest.raises(
             roam.ExecutionError, match="cannot be recorded as a CUDA graph"
         ) as caught:
-            step(torch.randn(2, 3))
+            run()
         assert caught.value.code == "cuda_graph"
         assert torch.equal(net.weight, before)
 

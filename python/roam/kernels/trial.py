@@ -18,7 +18,8 @@ from torch import Tensor
 
 from roam.kernels import substitutes
 from roam.kernels.table import Kernel, layout, named
-from roam.program.bits import as_bytes, differ
+from roam.program.bits import as_bytes, copied, differ
+from roam.program.replay import generator_of
 from roam.torch_compat.private import OpOverload, c_pointer, pytree
 
 _ALIGNMENT_BYTES = 64
@@ -81,25 +82,6 @@ class Ordinary:
         """
         again = Ordinary.run(self.target, self.args, self.kwargs)
         return not differ(again.results, self.results)
-
-
-def copied(nest: Any) -> Any:
-    """A copy of all tensors of a nest; views of one storage are views of one copy."""
-    storages: dict[int, torch.UntypedStorage] = {}
-
-    def copy(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if c_pointer(storage) not in storages:
-            storages[c_pointer(storage)] = storage.clone()
-        made = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        return made.set_(
-            storages[c_pointer(storage)], tensor.storage_offset(), tensor.shape, tensor.stride()
-        )
-
-    tensors: dict[int, Tensor] = {}
-    return pytree.tree_map_only(
-        Tensor, lambda tensor: tensors.setdefault(id(tensor), copy(tensor)), nest
-    )
 
 
 def try_placed(ordinary: Ordinary, kernel: Kernel) -> str:
@@ -241,10 +223,8 @@ def _is_uninitialized(ordinary: Ordinary) -> bool:
 
 
 def _generator(nest: Any) -> torch.Generator:
-    for tensor in _tensors(nest):
-        if tensor.is_cuda:
-            return torch.cuda.default_generators[tensor.device.index]
-    return torch.default_generator
+    on_cuda = (tensor.device for tensor in _tensors(nest) if tensor.is_cuda)
+    return generator_of(next(on_cuda, torch.device("cpu")))
 
 
 @contextmanager

@@ -23,7 +23,7 @@ import torch
 from roam.kernels.calls import Placed
 from roam.kernels.kept import recall, retain
 from roam.program.ir import Call, Program, Ref, TensorMeta, substitute
-from roam.program.operators import is_region, on_list
+from roam.program.operators import ATTENTION, is_region, on_list
 from roam.program.releases import Release, released
 from roam.torch_compat.private import (
     OpOverload,
@@ -43,10 +43,6 @@ _TO_OUT = frozenset(("aten._chunk_cat.out",))
 """Operators that make something in between and write the result to their argument `out`: they first
 copy what cannot be cut evenly.
 """
-_ATTENTION = frozenset(
-    f"aten._scaled_dot_product_{name}_attention.default" for name in ("flash", "efficient", "cudnn")
-)
-"""Operators that draw random numbers for dropout alone, and may take memory for themselves."""
 _learned: dict[object, int] = {}
 _one_at_a_time = threading.Lock()
 
@@ -263,7 +259,7 @@ def _is_tried(program: Program, index: int, device: torch.device) -> bool:
         return False  # who knows what else it does
     # What a compiled region changes and draws comes back; of other calls that change something
     # little is known, unless it is their `out`.
-    is_known = is_region(call.target) or call.name in (*_TO_OUT, *_ATTENTION)
+    is_known = is_region(call.target) or call.target in ATTENTION or call.name in _TO_OUT
     if not is_known and (call.mutates or call.random or not _made(program, index)):
         return False
     metas = [program.slots[slot] for slot in (*call.refs(), *_made(program, index))]

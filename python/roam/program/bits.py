@@ -1,11 +1,14 @@
-"""Whether tensors have the same bytes."""
+"""Compares and copies tensors, byte for byte."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from roam.torch_compat.private import c_pointer, neg_view, pytree
 
 
 def differ(views: Sequence[Tensor], results: Sequence[Tensor]) -> bool:
@@ -24,3 +27,33 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return flat.set_(
         tensor.untyped_storage(), tensor.storage_offset() * size, (*tensor.shape, size), strides
     )
+
+
+def with_bits(tensor: Tensor, is_conj: bool, is_neg: bool) -> Tensor:
+    """A tensor, or a view of it that stands for its conjugate, for its negative, or for both."""
+    tensor = tensor.conj() if is_conj else tensor
+    return neg_view(tensor) if is_neg else tensor
+
+
+def copied(nest: Any, known: Mapping[int, Any] | None = None) -> Any:
+    """A copy of all tensors of a nest; views of one storage are views of one copy.
+
+    Args:
+        nest: a nest of tuples, lists and dictionaries.
+        known: by the identity of a tensor, what stands for it instead of a copy.
+    """
+    storages: dict[int, torch.UntypedStorage] = {}
+    tensors = dict(known or {})
+
+    def copy(tensor: Tensor) -> Any:
+        if id(tensor) not in tensors:
+            storage = tensor.untyped_storage()
+            if c_pointer(storage) not in storages:
+                storages[c_pointer(storage)] = storage.clone()
+            made = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
+                storages[c_pointer(storage)], tensor.storage_offset(), tensor.shape, tensor.stride()
+            )
+            tensors[id(tensor)] = with_bits(made, tensor.is_conj(), tensor.is_neg())
+        return tensors[id(tensor)]
+
+    return pytree.tree_map_only(Tensor, copy, nest)

@@ -1,15 +1,28 @@
-"""Which library an operator comes from."""
+"""Which library an operator comes from, and kinds of operators that need care."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
+
+import torch
 
 from roam.torch_compat.private import OpOverload
 
 REGION = "roam::region_"
 """How the names of operators begin that stand for compiled regions."""
 _OURS = frozenset({"aten", "roam"})
+
+aten = torch.ops.aten
+ATTENTION: Final[dict[Any, tuple[int, tuple[int, int]]]] = {
+    aten._scaled_dot_product_efficient_attention.default: (5, (2, 3)),
+    aten._scaled_dot_product_flash_attention.default: (3, (6, 7)),
+    aten._scaled_dot_product_cudnn_attention.default: (5, (6, 7)),
+}
+"""Operators of attention on CUDA. They draw random numbers for dropout alone, and may keep seed and
+offset on the CPU. For each, the places of dropout among its arguments, and of seed and offset among
+its results.
+"""
 
 
 def is_ours(func: object) -> bool:

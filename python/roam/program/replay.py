@@ -24,7 +24,7 @@ GENERATOR = "generator"
 
 def generator_state(source: torch.Generator | torch.device) -> torch.Tensor:
     """The state of a generator, or of a device's own, as a new tensor of bytes on the CPU."""
-    return _generator(source).get_state()
+    return generator_of(source).get_state()
 
 
 def state_bytes(source: torch.Generator | torch.device) -> int | None:
@@ -35,7 +35,8 @@ def state_bytes(source: torch.Generator | torch.device) -> int | None:
     return torch.default_generator.get_state().numel() if device.type == "cpu" else None
 
 
-def _generator(source: torch.Generator | torch.device) -> torch.Generator:
+def generator_of(source: torch.Generator | torch.device) -> torch.Generator:
+    """A generator, or a device's own."""
     if isinstance(source, torch.Generator):
         return source
     if source.type == "cuda":
@@ -72,7 +73,7 @@ class Replay:
             generator = torch.Generator(self.device)
             generator.set_state(state)
             return overload(*args, **{**kwargs, GENERATOR: generator})
-        generator = _generator(self.device)
+        generator = generator_of(self.device)
         before = generator.get_state()
         generator.set_state(state)
         try:

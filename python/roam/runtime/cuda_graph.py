@@ -9,7 +9,7 @@ a learning rate that is a float, or if another tensor has moved, the graph is re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,12 +17,13 @@ import torch
 
 from roam.distributed.collectives import is_launch
 from roam.errors import ExecutionError
+from roam.program.bits import copied
 from roam.program.ir import Call, Program, extents, is_dense
-from roam.program.operators import is_region
+from roam.program.operators import ATTENTION, is_region
 from roam.program.replay import Replay, generator_state
 from roam.runtime.log import logger
 from roam.state.references import ArgumentReference
-from roam.torch_compat.private import c_pointer, neg_view
+from roam.torch_compat.private import pytree
 
 Outgoing = tuple[Any, list[Any], list[Any], list[Any]]
 """What `Bindings.outgoing` says."""
@@ -161,7 +162,9 @@ class CudaGraph:
         self._recorded.replay()
         written = [inputs[place] for place in self._written]
         torch.autograd.graph.increment_version([one for one in written if not one.is_inference()])
-        outgoing = self._copies(self._recorded, inputs)
+        # The next run overwrites what leaves this one, except for the caller's own tensors.
+        known = {tensor: inputs[place] for tensor, place in self._recorded.returned.items()}
+        outgoing: Outgoing = copied(self._recorded.outgoing, known)
         inputs.clear()
         return outgoing
 
@@ -184,55 +187,13 @@ class CudaGraph:
             outgoing, replay = self._recorder.record(lambda: run(list(given)))
         except Exception as error:
             raise RecordingFailed from error
-        leaving = set(map(id, _leaves(outgoing)))
+        leaving = set(map(id, pytree.tree_leaves(outgoing)))
         returned = {
             id(value): place
             for place, value in enumerate(given)
             if isinstance(value, torch.Tensor) and id(value) in leaving
         }
         return _Recorded(key, [given[place] for place in self._copied], returned, outgoing, replay)
-
-    def _copies(self, recorded: _Recorded, inputs: list[Any]) -> Outgoing:
-        """What leaves a run: copies of what the next one overwrites, which share memory as the
-        originals do, and the caller's own tensors where these leave again.
-        """
-        made = {value: inputs[place] for value, place in recorded.returned.items()}
-        storages: dict[int, torch.UntypedStorage] = {}
-
-        def copy(value: Any) -> Any:
-            if isinstance(value, (list, tuple)):
-                return type(value)(map(copy, value))
-            if isinstance(value, dict):
-                return {name: copy(item) for name, item in value.items()}
-            if not isinstance(value, torch.Tensor):
-                return value
-            if id(value) not in made:
-                storage = value.untyped_storage()
-                if c_pointer(storage) not in storages:
-                    storages[c_pointer(storage)] = storage.clone()
-                made[id(value)] = _view(storages[c_pointer(storage)], value)
-            return made[id(value)]
-
-        return copy(recorded.outgoing)  # type: ignore[no-any-return]
-
-
-def _view(storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:
-    """A tensor in a storage that lies there as another does in its own."""
-    view = torch.empty(0, dtype=like.dtype, device=like.device)
-    view.set_(storage, like.storage_offset(), like.shape, like.stride())
-    view = view.conj() if like.is_conj() else view
-    return neg_view(view) if like.is_neg() else view
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    """All that a nest of tuples, lists and dictionaries holds."""
-    if isinstance(value, dict):
-        value = tuple(value.values())
-    if isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _leaves(item)
-    else:
-        yield value
 
 
 def _told(value: Any) -> object:
@@ -342,8 +303,7 @@ def _is_seed(program: Program, meta: Any) -> bool:
     where a graph is recorded.
     """
     creator = program.storages[meta.storage].creator
-    name = "" if creator < 0 else program.calls[creator].name
-    return name.startswith("aten._") and "attention" in name
+    return creator >= 0 and program.calls[creator].target in ATTENTION
 
 
 def _refusal(message: str, call: Call | None = None) -> ExecutionError:

@@ -113,6 +113,7 @@ class Runner:
         again = choice.recomputation
         offloaded = None if again is None else again.offloaded
         self._tier = None if offloaded is None else offloaded.tier
+        self._generators = list(_generators(program))
         self._executor = Executor(
             program,
             choice.placed,
@@ -123,9 +124,7 @@ class Runner:
             proven=is_proven(variant.device.type),
             shrinks=shrinks,
             tier=None if offloaded is None else (offloaded.tier, offloaded.tier_bytes),
-            recorder=OnCuda(variant.device, list(_generators(program)))
-            if options.cuda_graph
-            else None,
+            recorder=OnCuda(variant.device, self._generators) if options.cuda_graph else None,
         )
         self._references = [reference for reference, _ in program.referenced]
         # Gradients that a run uses up are kept until it is done: it may fail, and be tried again.
@@ -168,7 +167,6 @@ class Runner:
             for place, reference in enumerate(self._references)
             if isinstance(reference, RateReference)
         ]
-        self._generators = list(_generators(program))
         groups: list[Group] = [call.target.group for call in program.launches()]
         self._groups = list(dict.fromkeys(groups))
         self._sequences = sequences(program, self.plan.order.tolist())

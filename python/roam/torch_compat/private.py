@@ -164,12 +164,12 @@ def is_pending(value: object) -> bool:
 def _is_named(value: object, module: str, name: str) -> bool:
     """Whether a value's class has this name, in a module that may not have been imported."""
     kind = type(value)
-    return kind not in _COMMON and kind.__name__ == name and kind.__module__ == module
+    return kind.__name__ == name and kind.__module__ == module
 
 
 def local_of(value: Any) -> Any:
     """This process's part of a distributed tensor, waited for; anything else as it is."""
-    if type(value) in _COMMON or not is_dtensor(value):
+    if not is_dtensor(value):
         return value
     if is_pending(value._local_tensor):
         value._local_tensor = value._local_tensor.wait()
@@ -180,7 +180,7 @@ def layout_of(value: Any) -> Any:
     """How a distributed tensor lies on its mesh of devices: mesh, placements, shape and strides of
     the whole. None for any other tensor.
     """
-    return value._spec if type(value) not in _COMMON and is_dtensor(value) else None
+    return value._spec if is_dtensor(value) else None
 
 
 def joined(local: torch.Tensor, layout: Any, *, requires_grad: bool = False) -> Any:
@@ -484,6 +484,7 @@ def shard_faults(state: Any) -> Iterator[str]:
     """What of a module's sharding is not captured: each a clause about it, with a remedy."""
     if not hasattr(state, "_fsdp_param_groups"):
         yield "is captured with newer versions of PyTorch; install one"
+        return
     if state._is_root is None:
         yield ""
     for group in _groups(state):
@@ -508,7 +509,7 @@ def shard_faults(state: Any) -> Iterator[str]:
             yield "communicates in a way of its own; leave set_custom_all_gather and the like out"
         for one in group.fsdp_params:
             local = one.sharded_param._local_tensor
-            if getattr(one, "is_spmd_types", False):
+            if one.is_spmd_types:
                 yield "shards parameters with types of spmd_types; shard plain ones or DTensors"
                 break
             if hasattr(local, "fsdp_pre_all_gather"):

@@ -13,6 +13,7 @@ import torch
 from roam.capture.tracing.real_layouts import generator_kept
 from roam.kernels.recurrent import ASKED, asked
 from roam.program.ir import Call
+from roam.program.operators import ATTENTION
 from roam.torch_compat.private import (
     current_node,
     disable_current_modes,
@@ -113,7 +114,7 @@ def _attention(args: Any, result: Any, *, func: Any) -> Any:
     """What kernels of attention keep for the random numbers of their backward pass may be on the
     CPU, which no fake kernel says.
     """
-    query, (dropout_at, places) = args[0], _ATTENTION[func]
+    query, (dropout_at, places) = args[0], ATTENTION[func]
     if query.device.type != "cuda":
         return result
     draws = len(args) > dropout_at and args[dropout_at] > 0
@@ -127,14 +128,6 @@ def _attention(args: Any, result: Any, *, func: Any) -> Any:
     return tuple(made)
 
 
-_ATTENTION: dict[Any, tuple[int, tuple[int, int]]] = {
-    aten._scaled_dot_product_efficient_attention.default: (5, (2, 3)),
-    aten._scaled_dot_product_flash_attention.default: (3, (6, 7)),
-    aten._scaled_dot_product_cudnn_attention.default: (5, (6, 7)),
-}
-"""For kernels of attention, the places of dropout among their arguments, and of the seed and the
-offset among their results.
-"""
 _SEED_DEVICES = {aten._scaled_dot_product_efficient_attention.default: ("cpu", "cpu")}
 """Where no device can be asked, the devices of seed and offset that are not those of the query."""
 
@@ -146,7 +139,7 @@ def _seed_devices(
     """The types of the devices on which a kernel of attention leaves its seed and offset, as a
     small call of it tells. The states of random generators are restored.
     """
-    dropout_at, (seed, offset) = _ATTENTION[func]
+    dropout_at, (seed, offset) = ATTENTION[func]
     rest: list[Any] = [None, True] if dropout_at == 5 else []
     with disable_current_modes(), torch.no_grad():
         query = torch.zeros(1, 1, 64, 64, dtype=dtype, device=device)
@@ -156,7 +149,7 @@ def _seed_devices(
 
 
 _CORRECTIONS: dict[Any, Callable[[Any, Any], Any]] = {
-    **{func: functools.partial(_attention, func=func) for func in _ATTENTION},
+    **{func: functools.partial(_attention, func=func) for func in ATTENTION},
     **{
         getattr(getattr(aten, f"{name}_window"), overload): _window
         for name in ("bartlett", "blackman", "hamming", "hann", "kaiser")

@@ -16,6 +16,7 @@ import torch
 
 from roam.kernels.recurrent import ASKED
 from roam.program.operators import is_ours
+from roam.program.replay import generator_of
 from roam.torch_compat.private import c_pointer, disable_current_modes, pytree
 
 aten = torch.ops.aten
@@ -107,15 +108,10 @@ def _zeros(tensors: Sequence[Any]) -> list[torch.Tensor]:
 @contextmanager
 def generator_kept(arguments: Sequence[Any]) -> Iterator[None]:
     """Puts back the state of the generator that a kernel with these arguments may draw from."""
-    devices = [
-        value.device
-        for value in arguments
-        if isinstance(value, torch.Tensor) and value.device.type == "cuda"
-    ]
-    generator = next(
-        (value for value in arguments if isinstance(value, torch.Generator)),
-        torch.cuda.default_generators[devices[0].index] if devices else torch.default_generator,
-    )
+    devices = [value.device for value in arguments if isinstance(value, torch.Tensor)]
+    on_cuda = next((device for device in devices if device.type == "cuda"), torch.device("cpu"))
+    given = (value for value in arguments if isinstance(value, torch.Generator))
+    generator = next(given, generator_of(on_cuda))
     state = generator.get_state()
     try:
         yield

@@ -19,8 +19,9 @@ import torch
 
 from roam.capture.tracing.real_layouts import on_zeros
 from roam.kernels.workspace import is_state
+from roam.program.bits import with_bits
 from roam.program.operators import REGION, OnList, add_region
-from roam.torch_compat.private import BelowAutograd, OpOverload, c_pointer, neg_view
+from roam.torch_compat.private import BelowAutograd, OpOverload, c_pointer
 
 _library = torch.library.Library("roam", "FRAGMENT")
 _INPUTS = re.compile(r"^\s*(.+?),? = args$", re.MULTILINE)
@@ -101,8 +102,7 @@ class Region:
             base = (inputs if view.of_input else made)[view.place]
             if not view.is_whole:
                 base = torch.as_strided(base, view.shape, view.stride, view.offset)
-            base = base.conj() if view.is_conj else base
-            return neg_view(base) if view.is_neg else base
+            return with_bits(base, view.is_conj, view.is_neg)
 
         return list(map(result, self.results))
 
@@ -119,8 +119,7 @@ class _Base:
         tensor: torch.Tensor = results[self.result]
         if self.size is None:
             # The same memory, without a conjugate or negative that is not computed yet.
-            tensor = tensor.conj() if tensor.is_conj() else tensor
-            return neg_view(tensor) if tensor.is_neg() else tensor
+            return with_bits(tensor, tensor.is_conj(), tensor.is_neg())
         row = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         return row.set_(tensor.untyped_storage(), 0, (self.size,), (1,))
 
