@@ -81,7 +81,7 @@ class _Recorded:
     copied: list[torch.Tensor]
     """The graph's own tensors for inputs that are copied, in the order of `CudaGraph._copied`."""
     returned: dict[int, int]
-    """By the identity of an input that leaves again, its place."""
+    """For each input that the step returns: its identity, and its place among the inputs."""
     outgoing: Outgoing
     replay: Callable[[], None]
 

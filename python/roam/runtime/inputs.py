@@ -68,8 +68,9 @@ class Inputs:
             if meta is not None and place not in given
         )
         self._seen: tuple[list[int], list[int], list[int]] | None = None
-        """Addresses of the tensors that are no arguments, and of their storages, as of the last
-        look at all; the former once more in ascending order."""
+        """From the last time that the storages of all inputs were compared, of the tensors that
+        are not arguments: their addresses, those of their storages in ascending order, and their
+        addresses in ascending order."""
 
     def read(self, leaves: list[Any]) -> list[Any]:
         """The inputs of a call with these flattened arguments; of a distributed tensor, this
@@ -101,9 +102,9 @@ class Inputs:
         return True
 
     def _are_where_they_were(self, inputs: list[Any]) -> bool:
-        """Whether all tensors but arguments are where they were at the last look at all, so that
-        they share what they shared, and arguments share as at capture. A batch may lie elsewhere in
-        every call.
+        """Whether all tensors except arguments have the addresses that they had when the storages
+        of all inputs were last compared, so that they share memory as they did then, and arguments
+        share memory as at capture. A batch may lie elsewhere in every call.
         """
         if self._seen is None or not self._are_apart:
             return False

@@ -111,8 +111,8 @@ def _window(args: Any, result: Any) -> Any:
 
 
 def _attention(args: Any, result: Any, *, func: Any) -> Any:
-    """What kernels of attention keep for the random numbers of their backward pass may be on the
-    CPU, which no fake kernel says.
+    """Kernels of attention keep a seed and an offset, with which their backward pass draws dropout
+    again. Some keep them on the CPU; fake kernels put them where the query is.
     """
     query, (dropout_at, places) = args[0], ATTENTION[func]
     if query.device.type != "cuda":
@@ -129,7 +129,8 @@ def _attention(args: Any, result: Any, *, func: Any) -> Any:
 
 
 _SEED_DEVICES = {aten._scaled_dot_product_efficient_attention.default: ("cpu", "cpu")}
-"""Where no device can be asked, the devices of seed and offset that are not those of the query."""
+"""The devices of seed and offset on a machine without a GPU, for operators that do not keep them
+where the query is."""
 
 
 @functools.cache
