@@ -163,7 +163,7 @@ def settings() -> Iterator[tuple[str, float, int]]:
 
 
 def plans(graphs: Mapping[str, Any], packings: Mapping[str, Any]) -> dict[str, Any]:
-    """What is planned now: per name (bytes, lower bound), and seconds of processor time."""
+    """What is planned now: per name (bytes, lower bound), and seconds of CPU time."""
     import roam
     from roam import layout
 
@@ -186,7 +186,7 @@ def apart(
     setting: str, graphs: Mapping[str, Any], packings: Mapping[str, Any], limit_s: int
 ) -> dict[str, Any] | None:
     """The same in a process of its own, which reads the constant when it first needs it; None where
-    that takes more processor time.
+    that takes more CPU time.
     """
     read, write = os.pipe()
     child = os.fork()
@@ -264,11 +264,11 @@ def line(row: Mapping[str, Any]) -> str:
     """What one setting changed."""
     name = f"{row['constant']} x {row['factor']:g} = {row['value']:,}"
     if row.get("is_too_slow"):
-        return f"{name}: more than {MOST_TIMES} times the processor time"
+        return f"{name}: more than {MOST_TIMES} times the CPU time"
     return (
         f"{name}: {row['larger']} larger (at most {row['worst']:+.2%}), {row['smaller']} smaller "
         f"(at most {row['best']:+.2%}), {row['bounds']} other bounds, {row['proved']:+d} proved, "
-        f"processor time x {row['plan_time']:.2f} (packings {row['pack_time']:.2f})"
+        f"CPU time x {row['plan_time']:.2f} (packings {row['pack_time']:.2f})"
     )
 
 

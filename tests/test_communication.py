@@ -189,7 +189,7 @@ def test_a_step_of_the_users_own(tmp_path: Path) -> None:
     assert int(count) == 4 + 4 + 4  # gathered twice, and reduced
 
 
-# -- the model of time
+# -- the cost model
 
 
 def test_a_collective_goes_round_the_ring() -> None:

@@ -31,5 +31,5 @@ def test_a_setting_is_told_by_what_it_changed() -> None:
     row = {"constant": "f.rs:MOST", "factor": 0.25, "value": 4, **constants.compared(base, other)}
     assert constants.line(row) == (
         "f.rs:MOST x 0.25 = 4: 1 larger (at most +10.00%), 0 smaller (at most +0.00%), "
-        "0 other bounds, -1 proved, processor time x 0.50 (packings 1.00)"
+        "0 other bounds, -1 proved, CPU time x 0.50 (packings 1.00)"
     )

@@ -269,7 +269,7 @@ made again."""
 def test_a_budget_is_kept_by_making_random_tensors_again(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # By the model of time alone, so that the plan is the same on every machine.
+    # By the cost model alone, so that the plan is the same on every machine.
     monkeypatch.setattr(strategy, "times", lambda *_, **__: {})
     steps: list[roam.Step] = []
 

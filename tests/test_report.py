@@ -340,7 +340,7 @@ def test_the_terminal_shows_what_is_alive_at_the_peak(
         assert any(all(part in line for part in parts) for line in shown.splitlines()), held
     assert "What sets the bound" in shown
     assert cli.main(["plan", path, "-v", "--streams", "2"]) == 0
-    assert "by the model of time" in capsys.readouterr().out
+    assert "by the cost model" in capsys.readouterr().out
 
 
 # -- the ways to get one

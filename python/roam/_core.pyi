@@ -251,7 +251,7 @@ class Graph:
         """
     @property
     def times_ns(self) -> _Numbers:
-        """Nanoseconds that every operator takes: as measured, or else by the model of time. Shape
+        """Nanoseconds that every operator takes: as measured, or else by the cost model. Shape
         [num_operators].
         """
     @property
@@ -458,8 +458,8 @@ class GraphBuilder:
             line: the user's line, counted from 1; unknown where None or 0.
             position: its place in program order; if None, after all operators that were added
                 before.
-            flops: floating-point operations that it takes, for the model of time; 0 if None.
-            time_ns: nanoseconds that it was measured to take; if None, the model of time gives
+            flops: floating-point operations that it takes, for the cost model; 0 if None.
+            time_ns: nanoseconds that it was measured to take; if None, the cost model gives
                 them.
             repeatable: whether it may run again: from the same inputs it makes the same bits, and
                 it changes nothing but what it lists.
@@ -562,10 +562,10 @@ class Plan:
         """Time step per operator in the time-step model, else None."""
     @property
     def makespan_s(self) -> float | None:
-        """Seconds that the whole step takes by the model of time; None for one stream."""
+        """Seconds that the whole step takes by the cost model; None for one stream."""
     @property
     def serial_s(self) -> float | None:
-        """Seconds of all operators one after another, by the model of time; None for one stream."""
+        """Seconds of all operators one after another, by the cost model; None for one stream."""
     @property
     def critical_path_s(self) -> float | None:
         """Seconds of the longest chain of operators that wait for each other, which no number of

@@ -54,7 +54,7 @@ def optimize(
             share of the work done, in [0, 1]. An exception that it raises ends planning and is
             raised here.
         speed: with several streams, how many times as fast as one stream the plan must be, by the
-            model of time (docs/reference/formats.md). Of the plans that are so fast, and whose
+            cost model (docs/reference/formats.md). Of the plans that are so fast, and whose
             total is no larger than in program order, the one with the smallest total is returned.
             If None, a plan is fast enough if it is at most five percent slower than the fastest
             such plan.

@@ -221,7 +221,7 @@ def _planned_without_limit(net: Net) -> tuple[roam.Graph, roam.Plan]:
 
 
 def plan(net: Net, share: float) -> Row:
-    """Plan the large step within a share, by the model of time; nothing is allocated."""
+    """Plan the large step within a share, by the cost model; nothing is allocated."""
     return _planned(*_planned_without_limit(net), share)
 
 

@@ -1,6 +1,6 @@
 """What two prototypes of planning within a budget took, for `roam bench memory --part prototypes`.
 
-Both were scripts over files of graphs, written before the search, and used roam's model of time. At
+Both were scripts over files of graphs, written before the search, and used roam's cost model. At
 the peak of an order, `greedy` drops the saved tensors with the least time per byte, and makes each
 of them again once, before its first use in the backward pass. `eviction` drops tensors that do not
 fit, chosen by their next use, and makes them again as often as needed.

@@ -149,7 +149,7 @@ def _made(kind: str, layers: int) -> tuple[Any, torch.optim.Optimizer, torch.Ten
 
 def measure(kind: str, mesh: tuple[int, ...], layers: int) -> Row:
     """Find a sharding of one architecture, and what its own plan and Megatron's cost by the same
-    model of time.
+    cost model.
 
     All ranks share the parts of one replica; on a mesh of two dimensions those along the second.
     Along the first there are replicas then, with the same choices for both plans.
@@ -162,7 +162,7 @@ def measure(kind: str, mesh: tuple[int, ...], layers: int) -> Row:
         ``megatron_ns`` and ``megatron`` (the same of Megatron's plan, of which no style is left
         out), ``whole_ns`` (where every rank of a replica does all), ``nodes``, ``folded_nodes``,
         ``retries`` (choices that did not run on a rank), and seconds: ``trace_s``, ``rules_s``,
-        ``check_s``, and ``search_s``, the processor time of one search with its bound for each
+        ``check_s``, and ``search_s``, the CPU time of one search with its bound for each
         division of the ranks.
     """
     row: Row = dict.fromkeys(_FIGURES)
@@ -381,7 +381,7 @@ def plot(record: Record, figure: Figure) -> None:
         )  # fmt: skip
     axes.set_xticks(depths, [str(depth) for depth in depths])
     axes.minorticks_off()
-    axes.set(xlabel="layers", ylabel="processor time, s")
+    axes.set(xlabel="layers", ylabel="CPU time, s")
     axes.legend(frameon=False)
 
 

@@ -1,4 +1,4 @@
-"""The cost of other ways to split a model, by the same model of time: Megatron's plan, made by a
+"""The cost of other ways to split a model, by the same cost model: Megatron's plan, made by a
 rule, and an integer program in which all layers choose apart.
 """
 

@@ -80,7 +80,7 @@ def benchmark(arguments: argparse.Namespace) -> Benchmark:
 
 
 def largest_table(record: Record) -> Table:
-    """The largest size of each family, and by which power of the size processor time grew from a
+    """The largest size of each family, and by which power of the size CPU time grew from a
     tenth of it.
     """
     rows = record["rows"]

@@ -102,7 +102,7 @@ def completed(measured: Mapping[int, int], model: Sequence[int]) -> dict[int, in
 
     Args:
         measured: what `times` gives; not empty.
-        model: per call nanoseconds by the model of time.
+        model: per call nanoseconds by the cost model.
     """
     modelled = sum(int(model[index]) for index in measured)
     scale = sum(measured.values()) / max(modelled, 1)

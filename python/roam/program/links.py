@@ -1,6 +1,6 @@
 """How long collectives take, by a model of the links between ranks.
 
-It extends the planner's model of time (`rust/roam-core/src/cost.rs`): GPUs of a data centre, eight
+It extends the planner's cost model (`rust/roam-core/src/cost.rs`): GPUs of a data centre, eight
 in a machine, whose collectives use a ring of all ranks.
 """
 

@@ -178,7 +178,7 @@ class Lowering:
         """The same with nanoseconds that calls take.
 
         Args:
-            times_ns: per call; the model of time tells those of others.
+            times_ns: per call; the cost model tells those of others.
             measured: the calls whose times were measured.
         """
         result = copy.copy(self)

@@ -285,7 +285,7 @@ def holdings(planned: Planned) -> Table:
         rows.append((Amount(size_bytes), Count(tensors), name, "", "", "", ""))
     place, note = planned.place, ""
     if place is not None:
-        times = "time steps" if planned.plan.time_steps is not None else "the model of time"
+        times = "time steps" if planned.plan.time_steps is not None else "the cost model"
         when = f"start {place.step:,} by {times}" if planned.is_parallel else f"step {place.step:,}"
         note = f"The peak is at {when}: {place}."
     headings = ("bytes", "tensors", "kind", "phase", "module", "made by", "line")
@@ -355,7 +355,7 @@ def changes(listed: Sequence[Change], planned: Planned) -> Table:
         return change.name, total, difference, extra
 
     headings = ("change", "total", "compared with this plan", "extra time")
-    note = "Each line is a plan of the changed step. Extra time is that of operators that run again, as measured or by the model of time."
+    note = "Each line is a plan of the changed step. Extra time is that of operators that run again, as measured or by the cost model."
     return Table("What you could change", headings, tuple(map(row, listed)), note)
 
 

@@ -24,7 +24,7 @@ def chrome_trace(planned: Planned) -> dict[str, Any]:
     """The plan and eager PyTorch's order: operators, on a thread for each stream, and live bytes as
     a counter.
 
-    Times are those of the graph: measured, or else by the model of time.
+    Times are those of the graph: measured, or else by the cost model.
     """
     program, plan = planned.as_written, planned.plan
     one_by_one = Starts.one_by_one(program.program_order)

@@ -1,4 +1,4 @@
-"""What a rank's step waits for other ranks, by its plan and the model of time."""
+"""What a rank's step waits for other ranks, by its plan and the cost model."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Collectives:
 
 @dataclass(frozen=True, slots=True)
 class Communication:
-    """How long a step of one rank waits for others, by the model of time.
+    """How long a step of one rank waits for others, by the cost model.
 
     A rank computes one operator after the other. At the same time, the collectives of each process
     group go over the links one after the other. A wait for a collective lasts until the collective
@@ -140,7 +140,7 @@ class Communication:
         ]
         links = self.links
         return Table(
-            "Communication, by the model of time",
+            "Communication, by the cost model",
             ("collective", "ranks", "", "in a step", "bytes", "takes", "exposed"),
             tuple(rows),
             f"The rank computes for {_ms(self.compute_s)}, and waits for {_ms(self.exposed_s)} of the "

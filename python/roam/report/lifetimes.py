@@ -37,7 +37,7 @@ class Starts:
 
     @classmethod
     def of(cls, graph: Graph, plan: Plan) -> Starts:
-        """The starts of a valid plan: on several streams by the model of time, or by time steps if
+        """The starts of a valid plan: on several streams by the cost model, or by time steps if
         the plan has them. These are the starts that `plan.peak_bytes` is about.
         """
         if plan.settings["streams"] == 1:

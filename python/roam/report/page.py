@@ -87,7 +87,7 @@ def page(anatomy: Anatomy) -> str:
         "streams": anatomy.planned.plan.settings["streams"],
         "times": "time steps"
         if anatomy.planned.plan.time_steps is not None
-        else "the model of time",
+        else "the cost model",
         "overview": first + facts,
         "tables": rest,
         "phase_colors": {

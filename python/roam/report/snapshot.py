@@ -43,7 +43,7 @@ def snapshot(planned: Planned) -> dict[str, Any]:
     """One step by the plan. What persists is there from the start, and has no events.
 
     Each step of the plan is a microsecond, on several streams each start of an operator by the
-    model of time; a tensor is freed before the step after its last use begins. Operators'
+    cost model; a tensor is freed before the step after its last use begins. Operators'
     workspaces are allocated like tensors.
     """
     graph, steps = planned.graph, planned.graph.num_operators

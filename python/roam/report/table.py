@@ -62,7 +62,7 @@ def _streams(values: Mapping[str, Any]) -> str:
         else "in time steps, not to be run"
     )
     return (
-        f"{values['streams']}, {how}; {speed:.2f} times as fast as one stream, by the model of time "
+        f"{values['streams']}, {how}; {speed:.2f} times as fast as one stream, by the cost model "
         f"({makespan_s * 1e3:.3f} ms; at least {values['critical_path_s'] * 1e3:.3f} ms on any number)"
     )
 

@@ -555,8 +555,8 @@ class Step:
             return planned_by(choice).values
 
     def communication(self, links: Links | None = None) -> Communication:
-        """How long this rank waits for others in the plan of the most recent call, by the model of
-        time: how long collectives take, and for how much of that the rank computes nothing.
+        """How long this rank waits for others in the plan of the most recent call, by the cost
+        model: how long collectives take, and for how much of that the rank computes nothing.
 
         Before the first call, it is the plan that `plan` made.
 

@@ -121,7 +121,7 @@ class StepMemory:
         step_s: seconds of the step without extra runs, by plan; 0 if nothing runs again.
         timed_operators: how many operators have a time that was measured on the device, each
             kernel once for each set of shapes; 0 if nothing runs again.
-        modelled_operators: how many operators have a time by the model of time, scaled to the
+        modelled_operators: how many operators have a time by the cost model, scaled to the
             measured times if there are any.
         extra_measured_s: seconds that the extra runs took in the step that was measured; None until
             `Step.measured`, on CUDA, and if nothing runs again.

@@ -107,13 +107,13 @@ class Recomputation:
         runs: how many calls run again, views and loads not counted.
         calls: numbers of all calls that a step without a limit does not have: extra runs, stores,
             and loads.
-        extra_s: seconds that these calls take, as measured or by the model of time.
+        extra_s: seconds that these calls take, as measured or by the cost model.
         step_s: seconds of the step without these calls.
         least_extra_s: no plan within the limit has extra runs that take less; None if tensors are
             offloaded, since it is not known then.
         floor_bytes: no plan, whatever it runs again, takes less in all; None as `least_extra_s`.
         timed_calls: how many of the step's calls have a time that was measured on the device.
-        modelled_calls: how many have a time by the model of time, scaled to the measured times.
+        modelled_calls: how many have a time by the cost model, scaled to the measured times.
     """
 
     runs: int
@@ -417,7 +417,7 @@ class _Chooser:
     def _prepared(self, lowering: Lowering, left_bytes: int) -> Lowering:
         """The same with what it takes to run calls again."""
         lowering = lowering.holding().with_states()
-        # Where collectives may run again, all ranks have to choose the same, and the model of time
+        # Where collectives may run again, all ranks have to choose the same, and the cost model
         # tells all of them the same.
         if not self._is_real or gathers_again(lowering.repeats):
             return lowering

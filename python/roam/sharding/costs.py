@@ -1,4 +1,4 @@
-"""The model of time by which shardings are compared.
+"""The cost model by which shardings are compared.
 
 An operator takes as long as moving its bytes or computing its floating-point operations takes,
 whichever is longer, plus the time to launch it; its backward pass takes twice as long. A collective
@@ -32,7 +32,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Constants of the model of time; by default those of NVIDIA A100s that NVLink connects.
+    """Constants of the cost model; by default those of NVIDIA A100s that NVLink connects.
 
     Attributes:
         flops_per_ns: floating-point operations that a device computes in a nanosecond.

@@ -33,7 +33,7 @@ class Option:
         inputs: states of what the node is given. For a call of a module with parameters, their
             placements follow.
         outputs: states of what the node makes.
-        ns: nanoseconds by the model of time, collectives included.
+        ns: nanoseconds by the cost model, collectives included.
         size_bytes: bytes that the node's results take on a rank.
         collectives: the collectives that the node needs in one step.
         kind: the kind of style, for a call of a module with parameters.
@@ -122,7 +122,7 @@ def nodes_of(
     Args:
         trace: the step of one process.
         rules: the rules for the ranks of a replica.
-        costs: the constants of the model of time.
+        costs: the constants of the cost model.
         division: how the ranks are divided.
         folded: a function that makes one path of the paths of equal layers.
         state_bytes: bytes of optimizer state for each byte of a parameter.

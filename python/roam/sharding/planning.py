@@ -73,7 +73,7 @@ def parallelize(
     work: int = WORK,
 ) -> Sharding:
     """Finds how to split a model over the ranks of a mesh so that a training step takes the least
-    time by a model of time, and certifies how much memory each rank needs.
+    time by a cost model, and certifies how much memory each rank needs.
 
     Runs the user's function on fake tensors only. The model, the optimizer and the batch stay as
     they are; under `with roam.fake():` they need no memory either, but then the certified memory
@@ -94,7 +94,7 @@ def parallelize(
             replicas compute what one process does.
         memory: the most that a rank's step may take in all, in bytes or as text such as
             ``"20GiB"``; no limit if None.
-        costs: constants of the model of time.
+        costs: constants of the cost model.
         work: how long to search at most, in entries of cost matrices.
 
     Raises:

@@ -57,7 +57,7 @@ class Sharding:
             are replicas.
         plan: the verified plan of one rank's step; its `total_bytes` is what the step takes on each
             rank.
-        choice: what the search found. `ns` is the time of a step by the model of time, and
+        choice: what the search found. `ns` is the time of a step by the cost model, and
             `bound_ns` a lower bound of it for all divisions that were looked at.
         seconds: how long each stage took.
         left_out: divisions that are not possible, and why.
@@ -85,7 +85,7 @@ class Sharding:
 
     @property
     def is_optimal(self) -> bool:
-        """Whether no choice takes less time, by the model of time."""
+        """Whether no choice takes less time, by the cost model."""
         return self.choice.ns == self.choice.bound_ns
 
     @property
@@ -214,7 +214,7 @@ class Sharding:
             lines += [columns(table, right=(2,)), ""]
         elif self.division.data == 1:
             lines.append(
-                "  nothing is split: by the model of time it is fastest if every rank "
+                "  nothing is split: by the cost model it is fastest if every rank "
                 "does everything"
             )
         for between, found, ranks in (
@@ -227,8 +227,8 @@ class Sharding:
                 for row in _rows(found, ranks)
             ]
         gap = "optimal" if self.is_optimal else f"at most {self.choice.gap:.2%} above the best"
-        lines.append(f"  time of a step by the model of time: {self.choice.ns / 1e6:.3f} ms, {gap}")
-        beside = "" if self.knows_kernels else " beside what kernels take for themselves"
+        lines.append(f"  time of a step by the cost model: {self.choice.ns / 1e6:.3f} ms, {gap}")
+        beside = "" if self.knows_kernels else " without what kernels allocate for themselves"
         lines.append(
             f"  memory of each rank, certified: {format_bytes(self.plan.total_bytes)}{beside}"
         )

@@ -21,7 +21,7 @@ class Choice:
 
     Attributes:
         options: the option that was chosen for each node.
-        ns: nanoseconds that these options take together, by the model of time.
+        ns: nanoseconds that these options take together, by the cost model.
         bound_ns: a lower bound of the time of all choices.
         is_folded: whether equal layers were made to choose alike, and nothing was lost by it.
         nodes: how many nodes there are if each layer chooses for itself.

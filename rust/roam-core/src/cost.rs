@@ -1,4 +1,4 @@
-//! The model of time: how long an operator takes.
+//! The cost model: how long an operator takes.
 //!
 //! An operator takes as long as moving its bytes or computing its floating-point operations takes,
 //! whichever is longer, plus the time to launch it. Bytes moved are those of the tensors that it

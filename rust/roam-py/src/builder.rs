@@ -113,8 +113,8 @@ impl PyGraphBuilder {
     ///     file: the user's file.
     ///     line: the user's line, counted from 1; unknown where None or 0.
     ///     position: its place in program order; as many operators as there are already where None.
-    ///     flops: floating-point operations that it takes, for the model of time; 0 where None.
-    ///     time_ns: nanoseconds that it was measured to take; where None, the model of time tells.
+    ///     flops: floating-point operations that it takes, for the cost model; 0 where None.
+    ///     time_ns: nanoseconds that it was measured to take; where None, the cost model tells.
     ///     repeatable: whether it may run again: from the same inputs it makes the same bits, and it changes nothing
     ///         but what it lists.
     ///     first_only: those of the tensors that it reads or mutates that only its first run touches.

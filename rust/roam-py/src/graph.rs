@@ -212,7 +212,7 @@ impl PyGraph {
         let sizes = || self.operator_ids().map(|id| to_i64(self.graph.workspace_bytes(id))).collect();
         column(&self.workspaces_bytes, py, sizes)
     }
-    /// Nanoseconds that every operator takes: as measured, or else by the model of time.
+    /// Nanoseconds that every operator takes: as measured, or else by the cost model.
     #[getter]
     fn times_ns<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray1<i64>>> {
         let times = || self.operator_ids().map(|id| to_i64(operator_ns(&self.graph, id))).collect();

@@ -224,7 +224,7 @@ impl PyPlan {
         let is_stepped = self.plan.settings.stream_model == StreamModel::TimeStep;
         self.plan.schedule.as_ref().filter(|_| is_stepped).map(|schedule| schedule.time_steps.clone())
     }
-    /// Seconds that the whole step takes by the model of time; None for one stream, like the next
+    /// Seconds that the whole step takes by the cost model; None for one stream, like the next
     /// two.
     #[getter]
     fn makespan_s(&self) -> Option<f64> {
@@ -241,7 +241,7 @@ impl PyPlan {
         self.seconds(|schedule| schedule.critical_path_ns)
     }
     /// Start and end of each operator of a graph that this is a plan of, in nanoseconds from the
-    /// start of the step, by the model of time.
+    /// start of the step, by the cost model.
     fn times_ns<'py>(&self, py: Python<'py>, graph: &Bound<'py, PyGraph>) -> PyResult<(Numbers<'py>, Numbers<'py>)> {
         let (graph, plan) = (graph.get().inner(), &self.plan);
         let times = detached(py, || verify(graph, plan).map(|()| plan.times_ns(graph)))?;

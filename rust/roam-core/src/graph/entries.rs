@@ -157,7 +157,7 @@ pub struct Operator {
     /// Bytes that live only while it runs.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub workspace_bytes: u64,
-    /// Floating-point operations that it takes, for the model of time; 0 where they do not matter
+    /// Floating-point operations that it takes, for the cost model; 0 where they do not matter
     /// or are not known.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub flops: u64,

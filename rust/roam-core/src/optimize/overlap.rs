@@ -76,7 +76,7 @@ enum Role {
     Waits,
 }
 
-/// When operators run, by the model of time.
+/// When operators run, by the cost model.
 struct Timeline {
     /// Per step when it is reached; the last entry is the end.
     reached: Vec<u64>,

@@ -137,7 +137,7 @@ pub struct Settings {
     pub exact: Exact,
     /// Wall-clock safety limit in seconds; `None` for none.
     pub time_limit_s: Option<f64>,
-    /// How many times as fast as one stream the plan must be, by the model of time
+    /// How many times as fast as one stream the plan must be, by the cost model
     /// ([`crate::cost`]). Where `None`, it is at most one part in twenty slower than the fastest
     /// that takes no more bytes than program order.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -276,7 +276,7 @@ pub struct Schedule {
     /// Per operator id its time step, counted from 0. Empty but in the time-step model.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub time_steps: Vec<u32>,
-    /// Nanoseconds of the whole step, by the model of time.
+    /// Nanoseconds of the whole step, by the cost model.
     pub makespan_ns: u64,
     /// Nanoseconds of all operators one after another.
     pub serial_ns: u64,
@@ -291,7 +291,7 @@ pub struct Recomputation {
     /// The operators, each as often as it runs. `expansion::expand` makes a graph of this sequence;
     /// the plan's order, offsets and reuse pairs are those of that graph.
     pub sequence: Vec<OperatorId>,
-    /// Nanoseconds that the extra runs take, as measured or by the model of time.
+    /// Nanoseconds that the extra runs take, as measured or by the cost model.
     pub extra_ns: u64,
     /// Nanoseconds of the step without them.
     pub step_ns: u64,

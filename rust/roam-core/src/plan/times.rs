@@ -1,4 +1,4 @@
-//! When the operators of a plan run, by the model of time.
+//! When the operators of a plan run, by the cost model.
 
 use super::{Plan, Schedule};
 use crate::cost::{self, SYNC_NS, after};

@@ -1,6 +1,6 @@
 //! Plans of more than one stream.
 //!
-//! A list scheduler puts operators on streams by the model of time, under a ceiling of live bytes.
+//! A list scheduler puts operators on streams by the cost model, under a ceiling of live bytes.
 //! Its tensors are laid out by the times at which they are live there. The waits are then derived
 //! from the layout: whatever shares bytes in that schedule is held apart by waits, so that the plan
 //! is safe under every timing (docs/explanation/streams.md has the proof), and by no more waits

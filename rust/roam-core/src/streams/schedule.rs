@@ -1,4 +1,4 @@
-//! List scheduling on several streams, by the model of time, under a ceiling of live bytes.
+//! List scheduling on several streams, by the cost model, under a ceiling of live bytes.
 //!
 //! The schedule follows a base order, an order for one stream whose live bytes are known. Whenever
 //! a stream is idle, the first operator by preference is started there that is ready and fits: one

@@ -182,7 +182,7 @@ fn displaced(problem: &Problem, order: &[Op], offsets: &[u64]) -> Rows<Op, Ten> 
 }
 
 impl Syncs<'_> {
-    /// The times at which operators run by the model of time, if waits are counted.
+    /// The times at which operators run by the cost model, if waits are counted.
     pub(super) fn timed(&self, timed: &Timed, ns: &[u64]) -> Timed {
         let mut result = timed.clone();
         let mut waits = self.pairs.iter().peekable();

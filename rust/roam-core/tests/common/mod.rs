@@ -192,7 +192,7 @@ fn most_saved(graph: &Graph, pairs: &[ReusePair]) -> u64 {
     most_saved(graph, others).max(graph.counted_bytes(first.input) + most_saved(graph, &apart))
 }
 
-/// How many times as fast as one stream a plan is by the model of time.
+/// How many times as fast as one stream a plan is by the cost model.
 pub(crate) fn speed(plan: &Plan) -> f64 {
     let schedule = plan.schedule.as_ref().expect("a plan of several streams");
     if schedule.makespan_ns == 0 { 1.0 } else { schedule.serial_ns as f64 / schedule.makespan_ns as f64 }
