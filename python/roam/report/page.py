@@ -85,9 +85,7 @@ def page(anatomy: Anatomy) -> str:
         "levels": {name: dash for name, _, dash in _levels(anatomy)},
         "estimate": anatomy.planned.plan.estimate,
         "streams": anatomy.planned.plan.settings["streams"],
-        "times": "time steps"
-        if anatomy.planned.plan.time_steps is not None
-        else "the cost model",
+        "times": "time steps" if anatomy.planned.plan.time_steps is not None else "the cost model",
         "overview": first + facts,
         "tables": rest,
         "phase_colors": {

@@ -214,8 +214,7 @@ class Sharding:
             lines += [columns(table, right=(2,)), ""]
         elif self.division.data == 1:
             lines.append(
-                "  nothing is split: by the cost model it is fastest if every rank "
-                "does everything"
+                "  nothing is split: by the cost model it is fastest if every rank does everything"
             )
         for between, found, ranks in (
             ("", self.collectives, self.division.tensor),
