@@ -744,6 +744,7 @@ class _Tracer:
                     change = difference(programs[-2], programs[-1])
                     if change is None:
                         return programs
+                inside.stir()
         finally:
             switches.restore()
             snapshot.restore()

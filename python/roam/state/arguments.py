@@ -89,12 +89,14 @@ class Parts:
         shape: equal for two objects that differ only in the values of their parts.
         places: where the parts are, in order.
         spaces: all spaces that hold parts.
+        objects: what has been opened: the object itself, and objects and containers inside it.
     """
 
     def __init__(self, value: Any, path: str = "") -> None:
         self.value = value
         self.places: list[Place] = []
         self.spaces: list[Space] = []
+        self.objects: list[Any] = []
         self._seen: dict[int, int] = {}
         self.shape = self._opened(value, path, None)
 
@@ -103,6 +105,7 @@ class Parts:
         """No parts, for an object that has been taken apart at another place already."""
         parts = cls.__new__(cls)
         parts.value, parts.shape, parts.places, parts.spaces = value, None, [], []
+        parts.objects = []
         return parts
 
     def values(self) -> list[Any]:
@@ -133,6 +136,7 @@ class Parts:
         if id(value) in self._seen:
             return "again", self._seen[id(value)]
         self._seen[id(value)] = len(self._seen)
+        self.objects.append(value)
         kind = type(value)
         if kind in _DICTIONARIES:
             shown = _keys_of(path)

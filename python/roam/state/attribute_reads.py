@@ -61,6 +61,10 @@ _BEHIND: Final = frozenset(
         "__setattr__",
     }
 )
+CONSTRUCTORS: Final = ("__new__", "__init__", "__post_init__")
+"""What runs when an object is made. It sets attributes of the new object, whose reads do not
+count.
+"""
 # Names in code that may look up functions of a class by computed names.
 _BY_COMPUTED_NAME: Final = frozenset(
     {"attrgetter", "dir", "getattr", "getmembers", "methodcaller", "vars"}
@@ -213,7 +217,7 @@ class Reads:
         """Makes everything count as read if the code of a function names a way around the methods
         that note reads. Returns whether it does so now.
         """
-        if self.everything or name in _BEHIND or not names & _BEHIND:
+        if self.everything or name in _BEHIND or name in CONSTRUCTORS or not names & _BEHIND:
             return False
         self.everything = True
         return True

@@ -6,14 +6,17 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import sys
 import weakref
-from types import FunctionType
-from typing import Any
+from types import FunctionType, ModuleType
+from typing import Any, Final
 
 import torch
 
 from roam.garbage import referrers
+from roam.state.equality import MISSING, is_plain
+from roam.state.spaces import Items, Space
 
 _CACHE: Any = functools._lru_cache_wrapper
 
@@ -47,6 +50,9 @@ _PLAIN = frozenset((type(None), type, bool, int, float, str, bytes, FunctionType
 """Types of most of the values that hold no results."""
 
 
+_MOST_PARTS: Final = 1_000
+
+
 def tensors_in(cache: Any) -> list[torch.Tensor]:
     """The tensors in the results that a function keeps, and in containers among them."""
     found: dict[int, torch.Tensor] = {}
@@ -73,15 +79,31 @@ def keys_of(cache: Any) -> list[Any]:
 
 
 def forget_others(cache: Any, keys: list[Any]) -> None:
-    """Makes a function forget all its results except those under these keys, or all of them if they
-    cannot be told apart.
+    """Makes a function forget all its results except those under these keys and those that cannot
+    hold tensors, or all of them if they cannot be told apart.
     """
     table, known = _table(cache), set(map(id, keys))
     if table is None:
         cache.cache_clear()
         return
+    known |= {id(key) for key, result in _entries(cache) if _is_free_of_tensors((key, result))}
     for key in [key for key in table if id(key) not in known]:
         del table[key]  # which leaves the rest of such a cache as it is
+
+
+def _is_free_of_tensors(value: Any) -> bool:
+    """Whether a value holds no tensor, however deep; False if it holds very much."""
+    seen: set[int] = set()
+    waiting = [value]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, torch.Tensor) or len(seen) > _MOST_PARTS:
+            return False
+        if type(part) in _PLAIN or isinstance(part, (type, ModuleType)) or id(part) in seen:
+            continue
+        seen.add(id(part))
+        waiting += gc.get_referents(part)
+    return True
 
 
 def _table(cache: Any) -> dict[Any, Any] | None:
@@ -99,6 +121,53 @@ def _table(cache: Any) -> dict[Any, Any] | None:
             if all(type(value).__name__ == "_lru_list_elem" for value in held.values())
         ]
     return found[0] if len(found) == 1 else None
+
+
+def results_of(cache: Any) -> list[tuple[Any, Any]]:
+    """The keys and results that a function keeps, of those results that may change or be exchanged:
+    they are no plain values and no tensors.
+    """
+    return [
+        (key, result)
+        for key, result in _entries(cache)
+        if not (is_plain(result) or isinstance(result, torch.Tensor))
+    ]
+
+
+def _entries(cache: Any) -> list[tuple[Any, Any]]:
+    """The keys and results that a function keeps."""
+    table = _table(cache)
+    if not table:
+        return []
+    if cache.cache_info().maxsize is None:
+        return list(table.items())
+    # The table leads to elements of a linked list, which show nothing. The collector finds in the
+    # function each key, followed by its result.
+    keys = set(map(id, table))
+    found: dict[int, tuple[Any, Any]] = {}
+    held = gc.get_referents(cache)
+    for key, result in itertools.pairwise(held):
+        if id(key) in keys:
+            found.setdefault(id(key), (key, result))
+    return list(found.values())
+
+
+class ResultsSpace(Space):
+    """Results that a function with a cache keeps."""
+
+    __slots__ = ("_keys", "holder")
+
+    def __init__(self, holder: Any, path: str) -> None:
+        super().__init__(path, label=lambda _: f"a result of {path}")
+        self.holder = holder
+        self._keys = [key for key, _ in results_of(holder)]
+
+    def items(self) -> Items:
+        kept = {id(key): result for key, result in _entries(self.holder)}
+        return [(place, kept.get(id(key), MISSING)) for place, key in enumerate(self._keys)]
+
+    def put(self, items: Items) -> None:
+        pass  # a snapshot makes the function forget what is new
 
 
 class Results:

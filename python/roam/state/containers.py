@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import types
 from array import array
-from collections import OrderedDict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -301,6 +302,58 @@ class SetSpace(Space):
         set.clear(self.holder)
         set.update(self.holder, elements)
         self._others[id(key)] = value
+
+
+class FactorySpace(Space):
+    """What a `defaultdict` calls for an entry that is not there."""
+
+    __slots__ = ("holder",)
+
+    def __init__(self, holder: defaultdict[Any, Any], path: str) -> None:
+        super().__init__(path, label=lambda key: f"{path}.{key}")
+        self.holder = holder
+
+    def items(self) -> Items:
+        return [("default_factory", self.holder.default_factory)]
+
+    def put(self, items: Items) -> None:
+        self.holder.default_factory = items[0][1]
+
+
+class ObjectArraySpace(Space):
+    """The elements of a NumPy array of Python objects."""
+
+    __slots__ = ("holder",)
+
+    def __init__(self, holder: Any, path: str) -> None:
+        super().__init__(path)
+        self.holder = holder
+
+    def items(self) -> Items:
+        return [("shape", self.holder.shape), *enumerate(self.holder.flat)]
+
+    def put(self, items: Items) -> None:
+        for place, element in items[1:]:
+            self.set(place, element)
+
+    def get(self, key: Any) -> Any:
+        return self.holder.shape if key == "shape" else self.holder.flat[key]
+
+    def set(self, key: Any, value: Any) -> None:
+        if self.holder.flat[key] is not value:
+            self.holder[self._unravel(key)] = value
+
+    def _unravel(self, place: int) -> Any:
+        return sys.modules["numpy"].unravel_index(place, self.holder.shape)
+
+
+def memory_of(array: Any) -> range:
+    """The addresses of the bytes that a NumPy array lies in."""
+    start, end = array.__array_interface__["data"][0], array.itemsize
+    for count, stride in zip(array.shape, array.strides, strict=True):
+        start += min(0, (count - 1) * stride)
+        end += abs((count - 1) * stride)
+    return range(start, start + end if array.size else start)
 
 
 class ArraySpace(Space):

@@ -8,6 +8,7 @@ user wrote, only the names that the user's functions use are followed.
 
 from __future__ import annotations
 
+import builtins
 import contextvars
 import functools
 import inspect
@@ -29,12 +30,15 @@ from torch.utils.weak import WeakIdKeyDictionary
 from roam.errors import CaptureError
 from roam.own_code import is_compiled_step
 from roam.state.arguments import parts_of
-from roam.state.attribute_reads import Edge, Reads
+from roam.state.attribute_reads import CONSTRUCTORS, Edge, Reads
+from roam.state.cached_results import ResultsSpace, results_of
 from roam.state.containers import (
     ArraySpace,
     BytesSpace,
+    FactorySpace,
     FrozenSpace,
     MappingSpace,
+    ObjectArraySpace,
     ProxySpace,
     RecurrentSpace,
     RenewedSpace,
@@ -42,9 +46,22 @@ from roam.state.containers import (
     SetSpace,
     TensorKeyedSpace,
 )
-from roam.state.equality import MISSING, attributes_of, is_numpy_array, is_plain
+from roam.state.equality import (
+    MISSING,
+    attributes_of,
+    enumerations_in,
+    is_numpy_array,
+    is_plain,
+)
 from roam.state.global_state import surrounding_code
-from roam.state.library_code import is_library, is_library_code, is_opaque, names_of
+from roam.state.library_code import (
+    imports_of,
+    is_added_builtin,
+    is_library,
+    is_library_code,
+    is_opaque,
+    names_of,
+)
 from roam.state.namespaces import (
     AttributesSpace,
     CellSpace,
@@ -64,18 +81,7 @@ from roam.state.spaces import Space
 from roam.torch_compat.private import HOOKS, FakeTensor, is_of_dynamo, pytree
 
 # Methods that no step runs on an object that it has been given ready-made.
-_NOT_IN_STEP: Final = frozenset(
-    {
-        "__init__",
-        "__post_init__",
-        "__new__",
-        "__init_subclass__",
-        "__del__",
-        "__repr__",
-        "__str__",
-        "extra_repr",
-    }
-)
+_NOT_IN_STEP: Final = frozenset({*CONSTRUCTORS, "__init_subclass__", "__del__"})
 _SCHEDULERS: Final = (
     torch.optim.lr_scheduler.LRScheduler,
     torch.optim.lr_scheduler.ReduceLROnPlateau,
@@ -84,6 +90,14 @@ _ENTERED: Final = (
     torch.autocast, torch.no_grad, torch.enable_grad, torch.set_grad_enabled, torch.inference_mode
 )  # fmt: skip
 """Contexts of PyTorch's that a script may make once and enter in every step."""
+_DESCRIPTORS: Final = (
+    property,
+    staticmethod,
+    classmethod,
+    functools.cached_property,
+    functools.partialmethod,
+    functools.singledispatchmethod,
+)
 _WHILE_ENTERED: Final = frozenset(
     {"prev", "prev_cache_enabled", "prev_fastdtype", "_inference_mode_context"}
 )
@@ -168,6 +182,9 @@ class _Walk:
         self.opened = opened
         self.renewed = renewed
         self.seen: dict[int, object] = {}  # keeps what it names alive, so that no id is used twice
+        self.given: dict[int, object] = {}  # the containers among the arguments
+        self.asks_seeds = False  # whether code names a generator's `initial_seed`
+        self.made: set[int] = set()  # classes of which the step may make objects
         self.guarded: deque[_Item] = deque()
         self.optimizers: deque[_Item] = deque()  # after the modules whose parameters they name
         self.live: deque[_Item] = deque()
@@ -196,7 +213,7 @@ class _Walk:
         self._root(train_step)
         for path, value in chain(surrounding_code(), self.reads.functions):
             self._enqueue(value, path)
-        while self.guarded or self.optimizers or self.live or self._enter_modules():
+        while self.guarded or self.optimizers or self._enter_modules() or self.live:
             self.is_guarding = bool(self.guarded or self.optimizers)
             if not self.guarded and self.optimizers:
                 value, path, self.edge = self.optimizers.popleft()
@@ -211,6 +228,10 @@ class _Walk:
                     "arguments, and of what its function reads",
                     code="reach",
                 )
+
+        if self.asks_seeds:
+            for path, generator in self.reach.generators:
+                self._place(ReadSpace(generator, path, torch.Generator.initial_seed, None), True)
 
     def _weigh(self, count: int, most: int = _MOST_UNREAD) -> None:
         """Leaves out an attribute that holds too much to be entered before the step has looked at
@@ -231,13 +252,18 @@ class _Walk:
 
     def _argument(self, argument: Any, name: str) -> None:
         """Enter an argument. Containers that `torch.utils._pytree` knows are new at every call: a
-        snapshot restores them, but guards look at their leaves only, through `ArgGuard`.
+        snapshot restores them, but guards look at their leaves only, through `ArgGuard`. If the
+        step holds such a container at another place too, it is guarded there.
         """
 
         def restore_later(node: Any) -> bool:
-            if isinstance(node, (dict, list, deque)) and self._is_new(node):
+            if pytree.tree_is_leaf(node) or id(node) in self.given:
+                return False
+            self.given[id(node)] = node
+            if isinstance(node, (dict, list, deque)):
                 space = MappingSpace if isinstance(node, dict) else SequenceSpace
                 self._place(space(node, name, label=_index(name)), guarded=False)  # type: ignore[arg-type]
+            self._class_of(node)
             return False
 
         leaves, _ = pytree.tree_flatten_with_path(argument, is_leaf=restore_later)
@@ -252,7 +278,8 @@ class _Walk:
                 self._place(space, guarded=False)
             for value, where in zip(parts.values(), parts.paths(), strict=True):
                 self._given(value, where)
-            self._class_of(leaf)
+            for part in parts.objects:
+                self._class_of(part)
 
     def _given(self, value: Any, path: str) -> None:
         if issubclass(type(value), torch.Tensor):
@@ -288,7 +315,13 @@ class _Walk:
         self.reach.places.append(Place(space, self.is_guarding if guarded is None else guarded))
 
     def _enqueue(self, value: Any, path: str, place: tuple[Space, Any] | None = None) -> None:
-        if value is not MISSING and not is_plain(value):
+        if value is MISSING:
+            return
+        for kind in enumerations_in(value):
+            self._class_of_kind(kind)
+        if not is_plain(value):
+            if issubclass(type(value), type):
+                self._constructors(value)
             is_renewed = bool(self.renewed) and type(value) in (list, dict)
             if place is not None and (is_renewed or issubclass(type(value), (tuple, frozenset))):
                 self.frozen[id(value)].append(place)
@@ -368,6 +401,8 @@ class _Walk:
             self._list(self.reach.generators, value, path)
         elif issubclass(kind, random.Random) or _is_numpy_generator(kind):
             self._list(self.reach.random_sources, value, path)
+            self._attributes(value, path)
+            self._class_of_kind(kind)
         elif kind is types.FunctionType:
             if not is_library_code(value.__code__, value.__globals__):
                 self._function(value, path)
@@ -395,8 +430,10 @@ class _Walk:
             for key in dict.__iter__(value):
                 if not issubclass(type(key), torch.Tensor):
                     self._enqueue(key, f"{path}.keys()")
+            if issubclass(kind, defaultdict):
+                self._fill(FactorySpace(value, path))
             self._attributes(value, path)
-            self._enqueue(kind, kind.__qualname__)
+            self._class_of_kind(kind)
         elif issubclass(
             kind, (weakref.WeakSet, weakref.WeakKeyDictionary, weakref.WeakValueDictionary)
         ):
@@ -411,22 +448,29 @@ class _Walk:
         elif issubclass(kind, (list, deque)):
             self._fill(SequenceSpace(value, path, label=_index(path)))
             self._attributes(value, path)
-            self._enqueue(kind, kind.__qualname__)
+            self._class_of_kind(kind)
         elif issubclass(kind, tuple):
             self._fill(FrozenSpace(value, path, self.frozen[id(value)], label=_index(path)))
             self._attributes(value, path)
-            self._enqueue(kind, kind.__qualname__)
+            self._class_of_kind(kind)
         elif issubclass(kind, frozenset):
             self._fill(
                 FrozenSpace(value, path, self.frozen[id(value)], label=lambda key: f"{path}{{...}}")
             )
-            self._enqueue(kind, kind.__qualname__)
+            self._attributes(value, path)
+            self._class_of_kind(kind)
         elif issubclass(kind, set):
             self._fill(SetSpace(value, path, label=lambda key: f"{path}{{...}}"))
-            self._enqueue(kind, kind.__qualname__)
-        elif is_numpy_array(value) and not value.dtype.hasobject:
+            self._attributes(value, path)
+            self._class_of_kind(kind)
+        elif is_numpy_array(value):
             self._weigh(value.nbytes, _MOST_UNREAD_BYTES)
-            self._place(ArraySpace(value, path))
+            if value.dtype.hasobject:
+                self._fill(ObjectArraySpace(value, path))
+            else:
+                self._place(ArraySpace(value, path))
+            self._attributes(value, path)
+            self._class_of_kind(kind)
         elif issubclass(kind, types.ModuleType):
             self.held_modules.append((value, path, self.edge))
         elif kind is types.CodeType:
@@ -434,23 +478,30 @@ class _Walk:
         elif issubclass(kind, (bytearray, array)):
             self._place(BytesSpace(value, path))
         elif kind is memoryview:
-            self._enqueue(value.obj, f"{path}.obj")
+            with suppress(ValueError):  # one that has been released
+                self._enqueue(value.obj, f"{path}.obj")
         elif kind is contextvars.ContextVar:
             self._fill(VariableSpace(value, path))
         elif kind in (_KEYS, _VALUES, _ITEMS):
             self._enqueue(value.mapping, f"{path}.mapping")
         elif issubclass(kind, threading.local):
             self._fill(MappingSpace(value.__dict__, path, label=_child(path)))
+            self._class_of_kind(kind)
         elif issubclass(kind, (types.BuiltinFunctionType, types.MethodWrapperType)):
             self._enqueue(value.__self__, f"{path}.__self__")
         elif issubclass(kind, weakref.ref):
             if not issubclass(type(value()), torch.Tensor):
                 self._enqueue(value(), f"{path}()")
-        elif issubclass(kind, (property, staticmethod, classmethod, functools.cached_property)):
+        elif kind in weakref.ProxyTypes:
+            with suppress(ReferenceError):
+                self._enqueue(value.__init__.__self__, path)
+        elif issubclass(kind, _DESCRIPTORS):
             self._descriptor(value, path)
         elif kind is functools._lru_cache_wrapper:
             self._list(self.reach.caches, value, path)
             self._enqueue(value.__wrapped__, path)
+            if results_of(value):
+                self._fill(ResultsSpace(value, path))
         elif is_compiled_step(kind):
             self._enqueue(
                 value.__wrapped__, path
@@ -562,7 +613,13 @@ class _Walk:
             return f"{path}[{paths.get(id(key), '...')}]"
 
         self._place(MappingSpace(state, path, label=label), guarded=False)
+        # What belongs to no parameter may not change from step to step.
+        others = [key for key in state if not isinstance(key, torch.Tensor)]
+        if others:
+            self._fill(NamesSpace(state, others, path, label=_index(path)))
         for key, entry in state.items():
+            if not isinstance(key, torch.Tensor):
+                continue
             if isinstance(entry, dict) and self._is_new(entry):
                 nested = [
                     (name, value) for name, value in entry.items() if type(value) in (list, dict)
@@ -625,6 +682,7 @@ class _Walk:
 
     def _globals(self, function: types.FunctionType, is_root: bool) -> None:
         names, attributes = names_of(function.__code__)
+        self.asks_seeds = self.asks_seeds or "initial_seed" in attributes
         is_used = self.edge is None or self.reads.is_narrow  # the rest may be unused
         if is_used and self.reads.gives_up(function.__name__, attributes):
             raise _LeftOut
@@ -640,15 +698,21 @@ class _Walk:
             )
         for name in names:
             self._user_module(holder.get(name), f"global {name}", attributes)
+        for name, parts in imports_of(function.__code__, holder.get("__package__")):
+            self._user_module(sys.modules.get(name), name, attributes | parts)
+        added = [name for name in names if name not in holder and is_added_builtin(name)]
+        if added:
+            self._fill(NamesSpace(vars(builtins), added, "builtins", label=_child("builtins")))
 
     def _enter_modules(self) -> bool:
         """Enters modules that the user wrote, and that his objects hold, by the names that his code
         could take from them.
         """
         held, self.held_modules = self.held_modules, []
+        self.is_guarding = True
         for module, path, self.edge in held:
             self._user_module(module, path, frozenset(self.named))
-        return bool(self.guarded or self.optimizers or self.live)
+        return bool(self.guarded or self.optimizers)
 
     def _user_module(self, module: Any, path: str, attributes: frozenset[str]) -> None:
         """Enter a module that the user wrote by the names that his code could take from it."""
@@ -664,13 +728,30 @@ class _Walk:
             if isinstance(part, types.ModuleType) and self._is_new(part):
                 self._user_module(part, f"{path}.{name}", attributes)
 
+    def _class_of_kind(self, kind: type) -> None:
+        """Enter the class of an object, whose methods the step may call."""
+        if not is_library(kind.__module__):
+            queue = self.guarded if self.is_guarding else self.live
+            queue.append((kind, kind.__qualname__, self.edge))
+
+    def _constructors(self, kind: type) -> None:
+        """Enter what runs if the step makes an object of a class that it names."""
+        for base in type.__dict__["__mro__"].__get__(kind):
+            if is_library(base.__module__) or id(base) in self.made:
+                continue
+            self.made.add(id(base))
+            for name in CONSTRUCTORS:
+                part = type.__dict__["__dict__"].__get__(base).get(name)
+                if part is not None:
+                    self._enqueue(part, f"{base.__qualname__}.{name}")
+
     def _class_of(self, value: Any) -> None:
         """Enter an object's class. If the reads of the object are noted, a method is entered only
         once some code names it.
         """
         kind = type(value)
         if not self.reads.is_noted(value):
-            self._enqueue(kind, kind.__qualname__)
+            self._class_of_kind(kind)
             return
         for base in type.__dict__["__mro__"].__get__(kind):
             if not is_library(base.__module__) and id(base) not in self.classes:
@@ -682,6 +763,7 @@ class _Walk:
         """
         if is_library(value.__module__):
             return
+        self._class_of_kind(type(value))
         self._class_space(value, path)
         for base in type.__dict__["__mro__"].__get__(value)[1:]:
             if not is_library(base.__module__):
@@ -720,7 +802,7 @@ class _Walk:
 
     def _descriptor(self, value: Any, path: str) -> None:
         """Enter the functions behind a property or a method that is not an ordinary one."""
-        for name in ("fget", "fset", "func", "__func__"):
+        for name in ("fget", "fset", "func", "__func__", "args", "keywords", "dispatcher"):
             part = getattr(value, name, None)
             if part is not None:
                 self._enqueue(part, path)

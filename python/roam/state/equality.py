@@ -8,6 +8,7 @@ import enum
 import struct
 import sys
 import types
+from collections.abc import Iterator
 from typing import Any, Final
 
 import torch
@@ -90,6 +91,18 @@ def is_plain(value: object) -> bool:
     return issubclass(kind, enum.Enum) or is_numpy_scalar(value)
 
 
+def enumerations_in(value: object) -> Iterator[type]:
+    """The classes of the enumerations' members in a plain value, whose methods a step may call."""
+    kind = type(value)
+    if kind in _EXACT or kind is float:
+        return
+    if issubclass(kind, enum.Enum):
+        yield kind
+    elif kind in _SEQUENCES or kind is frozenset:
+        for element in value:  # type: ignore[attr-defined]
+            yield from enumerations_in(element)
+
+
 def same(expected: Any, value: Any) -> bool:
     """Whether two values are the same to a program that may not change: plain ones by exact type
     and value (floats by bits), tuples element by element, bound methods by their object and
@@ -111,7 +124,11 @@ def same(expected: Any, value: Any) -> bool:
     if kind is types.MethodType:
         return expected.__self__ is value.__self__ and expected.__func__ is value.__func__
     if issubclass(kind, tuple):
-        return len(expected) == len(value) and all(map(same, expected, value))
+        return (
+            len(expected) == len(value)
+            and all(map(same, expected, value))
+            and (kind is tuple or _same_attributes(expected, value))
+        )
     if kind is slice:
         return same(
             (expected.start, expected.stop, expected.step), (value.start, value.stop, value.step)
@@ -123,35 +140,19 @@ def same(expected: Any, value: Any) -> bool:
     return False
 
 
+def _same_attributes(expected: object, value: object) -> bool:
+    """Whether two objects have the same attributes in their ``__dict__``."""
+    old, new = attributes_of(expected), attributes_of(value)
+    if not old or not new:
+        return not old and not new
+    return list(old) == list(new) and all(map(same, old.values(), new.values()))
+
+
 def same_elements(expected: Any, value: Any) -> bool:
-    """Whether two sets hold the same elements: plain ones by type and value, others by identity."""
-    if len(expected) != len(value):
-        return False
-    if set(map(id, expected)) == set(map(id, value)):
-        return True
-    return _element_keys(expected) == _element_keys(value)
-
-
-def _element_keys(elements: Any) -> set[object]:
-    """Hashable stand-ins for the elements of a set, so that no element's own hash or `==` runs."""
-    return {_element_key(element) for element in elements}
-
-
-def _element_key(element: Any) -> object:
-    kind = type(element)
-    if kind is float:
-        return kind, struct.pack("d", element)
-    if kind is complex:
-        return kind, struct.pack("dd", element.real, element.imag)
-    if kind in _SEQUENCES:
-        return kind, tuple(map(_element_key, element))
-    if kind is frozenset:
-        return kind, frozenset(map(_element_key, element))
-    if kind in _EXACT:
-        return kind, element
-    if is_numpy_scalar(element):
-        return kind, str(element.dtype), element.tobytes()
-    return kind, id(element)
+    """Whether two sets hold the same elements in the same order: a step may go through them. Plain
+    ones are compared by type and value, others by identity.
+    """
+    return len(expected) == len(value) and all(map(same, expected, value))
 
 
 def show(value: object) -> str:

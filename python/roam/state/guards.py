@@ -341,7 +341,7 @@ class _SpaceCheck:
         if isinstance(space, SetSpace):
             if same_elements([key for key, _ in self.expected], [key for key, _ in items]):
                 return None
-            return f"{space.path} holds other elements than before"
+            return f"{space.path} holds other elements than before, or in another order"
         for (key, value), (old, expected) in zip(items, self.expected, strict=False):
             if not same(old, key):
                 break
@@ -479,6 +479,7 @@ class ArgGuard:
         self.taker = Taker() if taker is None else taker
         taken = self.taker.take(args, kwargs)
         self._spec = taken.spec
+        self._keys = _keys_in(taken.plain_spec)
         self._leaves = [
             (path, _LIVE if index in live else _leaf(value, index in received))
             for index, (path, value) in enumerate(
@@ -509,7 +510,9 @@ class ArgGuard:
         """
         taken = self.taker.take(args, kwargs)
         leaves = taken.leaves
-        if taken.spec != self._spec:
+        if taken.spec != self._spec or (
+            self._keys and not same(self._keys, _keys_in(taken.plain_spec))
+        ):
             return "the arguments have another structure than before"
         for (path, expected), value in zip(self._leaves, leaves, strict=True):
             if isinstance(expected, _Leaf):
@@ -538,6 +541,15 @@ class ArgGuard:
         storages = [storage_of(leaf) for leaf in leaves if issubclass(type(leaf), torch.Tensor)]
         owned = self._guards.storage_indices() if self._guards else {}
         return _pattern(storages), [owned.get(storage, -1) for storage in storages]
+
+
+def _keys_in(spec: Any) -> tuple[Any, ...]:
+    """The keys of dictionaries in a structure that are no text: 1, 1.0, and True are equal."""
+    context = spec.context if isinstance(spec.context, list) else []
+    # That of a `defaultdict` is its factory and the list of its keys.
+    keys = chain.from_iterable(part if isinstance(part, list) else [part] for part in context)
+    inner = (key for child in spec.children() for key in _keys_in(child))
+    return (*(key for key in keys if type(key) is not str), *inner)
 
 
 def argument_key(leaves: Sequence[Any]) -> tuple[Hashable, ...]:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import builtins
 import dis
 import functools
+import importlib.metadata
+import importlib.util
 import os
 import sys
+import sysconfig
 import types
 from collections.abc import Mapping
 from typing import Final
@@ -73,7 +77,12 @@ _MESHES: Final = (
     "torch.distributed.fsdp",
 )
 # Standard library modules whose objects are mere holders of attributes.
-_HOLDERS: Final = frozenset({"builtins", "types", "argparse", "collections", "queue", "weakref"})
+_HOLDERS: Final = frozenset(
+    {
+        *("builtins", "types", "argparse", "collections", "queue", "weakref"),
+        *("concurrent.futures._base", "configparser", "fractions", "optparse", "statistics"),
+    }
+)
 # Standard library modules whose functions make classes for others, with their own name for the
 # class's module.
 _MAKERS: Final = frozenset({"abc", "types"})
@@ -91,15 +100,49 @@ def _is_standard(module: str) -> bool:
 
 
 def is_library(module: object) -> bool:
-    """Whether a module's name is one of the standard library, of PyTorch or of another known
-    library.
+    """Whether a module is one of the standard library, of PyTorch or of another known library. A
+    module of the user's may have the name of such a library.
     """
     return type(module) is str and (
-        _is_standard(module)
-        or _is_in(module, _LIBRARIES)
-        or _is_in(module, _WATCHERS)
+        (
+            (_is_standard(module) or _is_in(module, _LIBRARIES) or _is_in(module, _WATCHERS))
+            and not _is_of_user(module.partition(".")[0])
+        )
         or is_own_module(module)
     )
+
+
+_PLACES: Final = tuple(
+    os.path.normcase(sysconfig.get_path(name)) + os.sep
+    for name in ("stdlib", "platstdlib", "purelib", "platlib")
+)
+_installed: Final[dict[str, bool]] = {}
+"""By the names of packages that have been imported: whether the user wrote them."""
+
+
+def _is_of_user(package: str) -> bool:
+    """Whether a package with a library's name lies where no library is installed."""
+    known = _installed.get(package)
+    if known is None:
+        module = sys.modules.get(package)
+        if module is None:
+            return False  # it may be imported later
+        known = _installed[package] = _lies_elsewhere(package, module)
+    return known
+
+
+def _lies_elsewhere(package: str, module: types.ModuleType) -> bool:
+    file = getattr(module, "__file__", None)
+    if not isinstance(file, str) or package == "__main__":
+        return False
+    path = os.path.normcase(os.path.abspath(file))
+    if path.startswith(_PLACES) or "-packages" in path:  # site-packages, dist-packages
+        return False
+    try:  # one that is developed where it lies
+        origin = importlib.metadata.distribution(package).read_text("direct_url.json")
+    except importlib.metadata.PackageNotFoundError:
+        return True
+    return origin is None or "editable" not in origin
 
 
 def is_library_code(code: types.CodeType, names: Mapping[str, object]) -> bool:
@@ -119,10 +162,14 @@ def is_opaque(kind: type) -> bool:
     values of the user's and are entered.
     """
     module = _home_of(kind)
-    return type(module) is str and (
-        (_is_standard(module) and module not in _HOLDERS and module != "__main__")
-        or _is_in(module, _WATCHERS)
-        or _is_in(module, _MESHES)
+    return (
+        type(module) is str
+        and (
+            (_is_standard(module) and module not in _HOLDERS and module != "__main__")
+            or _is_in(module, _WATCHERS)
+            or _is_in(module, _MESHES)
+        )
+        and not _is_of_user(module.partition(".")[0])
     )
 
 
@@ -157,3 +204,46 @@ def names_of(code: types.CodeType) -> tuple[tuple[str, ...], frozenset[str]]:
             names.update(dict.fromkeys(inner))
             attributes |= inner_attributes
     return tuple(names), frozenset(attributes)
+
+
+@functools.cache
+def imports_of(code: types.CodeType, package: str | None) -> tuple[tuple[str, frozenset[str]], ...]:
+    """The modules that code and the functions inside it import, in order, each with the names that
+    are taken from it.
+
+    Args:
+        package: the package from which relative imports start.
+    """
+    found: dict[str, frozenset[str]] = {}
+    constants: list[object] = []
+    for instruction in dis.get_instructions(code):
+        if instruction.opname == "IMPORT_NAME":
+            level, parts = constants[-2:]
+            name = "." * level + instruction.argval  # type: ignore[operator]
+            try:
+                name = importlib.util.resolve_name(name, package)
+            except ImportError:
+                continue
+            taken = frozenset(parts) if isinstance(parts, tuple) else frozenset()
+            # `import a.b` gives the name `a`; `from a import b` may take the module `a.b`.
+            for module in (
+                name,
+                name.partition(".")[0],
+                *(f"{name}.{part}" for part in sorted(taken)),
+            ):
+                found[module] = found.get(module, frozenset()) | taken
+        elif "CONST" in instruction.opname or instruction.opname == "LOAD_SMALL_INT":
+            constants.append(instruction.argval)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            for module, taken in imports_of(constant, package):
+                found[module] = found.get(module, frozenset()) | taken
+    return tuple(found.items())
+
+
+def is_added_builtin(name: str) -> bool:
+    """Whether a name is found among the built-in ones because somebody has put it there."""
+    value = vars(builtins).get(name)
+    return value is not None and not isinstance(
+        value, (types.BuiltinFunctionType, type, bool, type(...), type(NotImplemented))
+    )

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
 from typing import Any, Final
 
 import torch
 
-from roam.state.equality import show
+from roam.state.equality import same, show
 from roam.torch_compat.private import (
     c_pointer,
     gradient_hooks_of,
@@ -34,11 +35,48 @@ def metadata_of(tensor: torch.Tensor) -> tuple[Any, ...]:
         tensor.retains_grad,
         tensor.is_conj() or tensor.is_neg(),
         tensor.is_inference(),
-        len(tensor.__dict__),
-        len(hooks) if hooks else 0,
-        len(post_hooks) if post_hooks else 0,
+        _attributes_of(tensor),
+        _hooks_in(hooks),
+        _hooks_in(post_hooks),
         layout_over_devices(tensor),
     )
+
+
+class Held:
+    """What hangs on a tensor: attributes, or hooks. They are compared as guards compare values
+    (`same`), except for tensors among the attributes, which are compared elsewhere.
+    """
+
+    __slots__ = ("_keys", "_values")
+
+    def __init__(self, keys: Iterable[object], values: Iterable[object]) -> None:
+        self._keys = tuple(keys)
+        self._values = tuple(
+            torch.Tensor if issubclass(type(value), torch.Tensor) else value for value in values
+        )
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, Held)
+            and self._keys == other._keys
+            and same(self._values, other._values)
+        )
+
+    def __hash__(self) -> int:
+        return hash(self._keys)
+
+
+def _attributes_of(tensor: torch.Tensor) -> Held | None:
+    attributes = tensor.__dict__
+    if not attributes or is_dtensor(tensor):
+        return None
+    # Dynamo notes here which sizes it takes as dynamic.
+    names = [name for name in attributes if not name.startswith("_dynamo")]
+    return Held(names, [attributes[name] for name in names])
+
+
+def _hooks_in(hooks: Any) -> Held | None:
+    return Held(range(len(hooks)), hooks.values()) if hooks else None
 
 
 def layout_over_devices(tensor: torch.Tensor) -> tuple[Any, ...] | None:
@@ -128,11 +166,11 @@ def _others(tensors: list[Any]) -> list[Any]:
         kinds,
         list(map(layout_over_devices, tensors)) if has_dtensors else [],
         *[list(map(method, tensors)) for method in _METHODS],
-        list(map(len, map(_attributes, tensors))),
-        *[_counts(list(map(hooks, tensors))) for hooks in (hooks_of, gradient_hooks_of)],
+        list(map(_attributes_of, tensors)) if any(map(_attributes, tensors)) else [],
+        *[_held_hooks(list(map(hooks, tensors))) for hooks in (hooks_of, gradient_hooks_of)],
     ]
 
 
-def _counts(hooks: list[Any]) -> list[int]:
-    """How many hooks each tensor has; an empty list if none has any."""
-    return [len(some) if some else 0 for some in hooks] if any(hooks) else []
+def _held_hooks(hooks: list[Any]) -> list[Held | None]:
+    """The hooks of each tensor; an empty list if none has any."""
+    return list(map(_hooks_in, hooks)) if any(hooks) else []

@@ -155,7 +155,7 @@ class SlotsSpace(Space):
     def _read(self, slot: types.MemberDescriptorType) -> Any:
         try:
             return slot.__get__(self.holder, type(self.holder))
-        except AttributeError:
+        except (AttributeError, TypeError):  # not set, or the object has another class now
             return MISSING
 
     def put(self, items: Items) -> None:

@@ -1,5 +1,5 @@
 """Reads the state of objects that hold it in C, or whose reads cannot be noted: events, loggers,
-shared memory.
+shared memory, pandas' tables.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, Final
 
-from roam.state.equality import is_numpy_array, same
+from roam.state.equality import same
 from roam.state.spaces import Items, Space
 from roam.torch_compat.private import shard_settings
 
@@ -50,14 +50,11 @@ def _set_shared(value: Any, state: bytes) -> None:
     _set_bytes(value.get_obj(), state)
 
 
-def _objects(array: Any) -> Any:
-    return array.shape, tuple(array.flat)
-
-
-def _set_objects(array: Any, state: Any) -> None:
-    shape, elements = state
-    for place, element in zip(sys.modules["numpy"].ndindex(shape), elements, strict=True):
-        array[place] = element
+def _frame(frame: Any) -> Any:
+    """The labels of a pandas object, and a number for each row of its values."""
+    rows = sys.modules["pandas"].util.hash_pandas_object(frame).to_numpy().tobytes()
+    labels = getattr(frame, "columns", None)
+    return rows, () if labels is None else tuple(map(str, labels)), str(frame.shape)
 
 
 def _set_event(event: Any, is_set: bool) -> None:
@@ -83,6 +80,9 @@ _READERS: Final[tuple[tuple[type, Reader, Writer], ...]] = (
 )
 _OF_MODULES: Final[tuple[tuple[str, str, Reader, Writer | None], ...]] = (
     ("logging", "Logger", _logger, _set_logger),
+    ("pandas", "DataFrame", _frame, None),
+    ("pandas", "Series", _frame, None),
+    ("pandas", "Index", _frame, None),
     ("queue", "SimpleQueue", lambda queue: queue.qsize(), None),
     ("mmap", "mmap", _bytes, _set_bytes),
     ("ctypes", "_SimpleCData", _bytes, _set_bytes),
@@ -98,8 +98,6 @@ there are no objects of them. The writer is None if what is read is not enough t
 
 def reader_of(value: object) -> tuple[Reader, Writer | None] | None:
     """How to ask for the state of such an object, and how to put it back; None for any other."""
-    if is_numpy_array(value):
-        return _objects, _set_objects
     kind = type(value)
     for base, read, write in _READERS:
         if issubclass(kind, base):
@@ -113,8 +111,8 @@ def reader_of(value: object) -> tuple[Reader, Writer | None] | None:
 
 def read_bytes_of(value: Any, read: Reader) -> int:
     """How many bytes are read of an object at once; 1 if that is almost nothing."""
-    if read is _objects:
-        return int(value.nbytes)
+    if read is _frame:
+        return int(value.size) * 8
     if read not in (_bytes, _shared):
         return 1
     return memoryview(value.get_obj() if read is _shared else value).nbytes

@@ -46,7 +46,7 @@ class OptimizerSpace(Space):
         groups = attributes["param_groups"]
         items.append((self.COUNT, len(groups)))
         for number, group in enumerate(groups):
-            for key in sorted(group):
+            for key in sorted(group, key=str):
                 value = group[key]
                 items.append(((number, key), tuple(value) if type(value) is list else value))
         return items

@@ -252,7 +252,7 @@ class RateReference:
 def rate_references(optimizer: torch.optim.Optimizer, path: str) -> Iterator[RateReference]:
     """The live numbers of an optimizer's groups."""
     for number, group in enumerate(optimizer.param_groups):
-        for key in sorted(group):
+        for key in sorted(group, key=str):
             value, where = group[key], f"{path}.param_groups[{number}][{key!r}]"
             if is_live_number(key, value):
                 yield RateReference(optimizer, number, where, key)
@@ -300,7 +300,7 @@ def optimizer_references(
     for path, optimizer in reach.optimizers:
         for parameter, entry in optimizer.state.items():
             reference = references.get(id(parameter))
-            if reference is None:
+            if reference is None or not isinstance(entry, dict):
                 continue
             for key, value in entry.items():
                 if plain is None or isinstance(value, torch.Tensor) is not plain:

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -135,6 +135,16 @@ class Snapshot:
                 if not _is_same_state(read(), drawn):
                     reasons.append(f"{name} {DRAWN}")
         return reasons
+
+    def stir(self) -> None:
+        """Moves Python's and NumPy's random generators on. A step that draws a number and puts the
+        state back then draws another number in its next trace.
+        """
+        for place, (_, _, write) in enumerate(self._sources):
+            state = _moved_on(self._drawn[place])
+            if state is not None:
+                write(state)
+                self._drawn[place] = state
 
     def settings(self, made: Made) -> list[Setting] | None:
         """The changes of which `moved` tells, as settings. None unless all of them are entries of
@@ -391,6 +401,7 @@ def _stand_in(key: Any) -> Any:
     return (type(key), key) if type(key) in (str, int) else id(key)
 
 
+_DRAWS: Final = 1_000
 Source = tuple[str, Callable[[], Any], Callable[[Any], object]]
 
 
@@ -431,6 +442,27 @@ def random_sources(reach: Reach) -> list[Source]:
                 )
             )
     return sources
+
+
+def _moved_on(state: Any) -> Any:
+    """The state of a generator of Python's or NumPy's after some draws; None for any other."""
+    numpy = sys.modules.get("numpy")
+    if type(state) is dict and numpy is not None:
+        bits = getattr(numpy.random, state["bit_generator"])()
+        bits.state = state
+        bits.random_raw(_DRAWS)
+        return bits.state
+    if type(state) is not tuple:
+        return None
+    if type(state[0]) is int:
+        source = random.Random()
+        source.setstate(state)
+        source.getrandbits(32 * _DRAWS)
+        return source.getstate()
+    twin = numpy.random.RandomState()  # type: ignore[union-attr]
+    twin.set_state(state)
+    twin.random_sample(_DRAWS)
+    return twin.get_state()
 
 
 def _is_same_state(state: Any, other: Any) -> bool:

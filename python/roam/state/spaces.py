@@ -78,6 +78,6 @@ class Space:
 def is_under(path: str, prefixes: Iterable[str]) -> bool:
     """Whether a path is one of these, or leads on from it."""
     return any(
-        path == prefix or (path.startswith(prefix) and path[len(prefix)] in ".[{ ")
+        path == prefix or (path.startswith(prefix) and path[len(prefix)] in ".[{")
         for prefix in prefixes
     )

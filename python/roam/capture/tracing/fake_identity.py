@@ -12,11 +12,12 @@ import gc
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 import torch
 
 from roam.capture.tracing.source_location import is_user_code
+from roam.state.live_scalars import LiveFloat, LiveInt
 from roam.torch_compat.patches import Replacement, globals_added, replaced
 from roam.torch_compat.private import (
     ASKS_FOR_FAKES,
@@ -230,6 +231,10 @@ def _is_stand_in(value: Any) -> bool:
 _plain_attributes: Any = torch.Tensor.__dict__["__dict__"]
 
 
+_PLAIN: Final[dict[type, type]] = {LiveFloat: float, LiveInt: int}
+"""The classes of the numbers that live ones stand for."""
+
+
 def _type_stand_in(class_of: Callable[[Any], type]) -> Any:
     """What the user's code has for `type` while it runs: the same, except for fakes."""
 
@@ -240,7 +245,7 @@ def _type_stand_in(class_of: Callable[[Any], type]) -> Any:
             kind = _type(args[0])
             if kind is FakeTensor:
                 return class_of(args[0])
-            return cls if kind is _type else kind
+            return cls if kind is _type else _PLAIN.get(kind, kind)
 
         def __instancecheck__(cls, value: Any) -> bool:
             return isinstance(value, _type)

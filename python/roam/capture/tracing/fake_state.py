@@ -235,11 +235,14 @@ class FakeState:
                 place.space.exchange(self._fake)
             self._exchange_references(place.space)
         for optimizer, entries in states:
+            others = {key: value for key, value in optimizer.state.items() if not _is_tensor(key)}
             optimizer.state.clear()
             for parameter, entry in entries:
-                optimizer.state[self._fake(parameter)] = {
-                    key: self._fake(value) for key, value in entry.items()
-                }
+                optimizer.state[self._fake(parameter)] = (
+                    {key: self._fake(value) for key, value in entry.items()}
+                    if _is_tensor(parameter)
+                    else others[parameter]
+                )
         leaves = [self._fake(leaf) for leaf in self.leaves]
         self.results = {
             id(real): (real, self._fake(real))
@@ -517,7 +520,16 @@ class FakeState:
                         "of autograd's graph, which is not captured; leave differentiable out",
                         code="optimizer_form",
                     )
-            for entry in optimizer.state.values():
+            for parameter, entry in optimizer.state.items():
+                if not _is_tensor(parameter):
+                    continue
+                if not isinstance(entry, dict):
+                    refuse(
+                        path,
+                        "keeps something else than a dictionary as a parameter's state; keep it in "
+                        "a dictionary, as in self.state[p]['momentum']",
+                        code="optimizer_state",
+                    )
                 if not all(
                     type(value) in (list, dict) or is_plain(value)
                     for value in entry.values()
@@ -528,6 +540,10 @@ class FakeState:
                         "keeps tensors in tuples in its state; keep them in lists",
                         code="nested_state",
                     )
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, torch.Tensor)
 
 
 def _keeps_order(space: Space) -> bool:

@@ -68,6 +68,8 @@ class Slots:
         results: Mapping[int, tuple[torch.Tensor, Any]] | None,
     ) -> None:
         self.program = Program()
+        self.literals: list[tuple[torch.Tensor, int, Source]] = []
+        """(tensor, slot, line) of each literal of the user's code."""
         self.frames = frames
         self._real_arguments = real_arguments
         self._kernels = kernels

@@ -408,6 +408,7 @@ class Recorder(Values, TorchDispatchMode):
             self.program.constants.append((real.detach().clone(), constant))
         index = len(self.program.calls)
         slot = self._add_tensor(fake, creator=index, name=f"tensor_{index}")
+        self.literals.append((real, slot, source))
         self.program.calls.append(
             Call(aten.clone.default, (Ref(constant),), {}, (slot,), False, phase, source)
         )

@@ -43,7 +43,7 @@ from roam.own_code import is_own_file
 from roam.program.ir import History, HostCall, Program, Ref
 from roam.state.attribute_reads import ReadMore
 from roam.state.autograd_hooks import node_stand_in
-from roam.state.containers import FrozenSpace, RenewedSpace, entries_of
+from roam.state.containers import ArraySpace, FrozenSpace, RenewedSpace, entries_of, memory_of
 from roam.state.equality import MISSING, is_plain, same
 from roam.state.library_code import is_library
 from roam.state.live_scalars import as_live, number_stand_ins
@@ -223,6 +223,7 @@ def trace(
         fake_state.regions.check()
         check_updated(fake_state)
         _results(fake_state, recorder, result)
+        _check_literals(fake_state, recorder)
         _keep_lists(plain)
         _endings(fake_state, recorder, before, renewed)
         _argument_endings(recorder, received)
@@ -280,6 +281,41 @@ def _not_tracing() -> Iterator[None]:
         yield
     finally:
         _state.is_tracing = before
+
+
+def _check_literals(fake_state: FakeState, recorder: Recorder) -> None:
+    """Refuses to write to, and to return, a tensor that shares its memory with an array from before
+    the step, as `torch.from_numpy` makes it: each run of a plan has a copy.
+    """
+    arrays = [
+        (place.space.path, memory_of(place.space.holder))
+        for place in fake_state.reach.places
+        if isinstance(place.space, ArraySpace)
+    ]
+    if not arrays:
+        return
+    program = recorder.program
+    leaves, _ = program.result
+    used = {program.storage_of(slot) for call in program.calls for slot in call.mutates}
+    used |= {
+        program.storage_of(leaf.slot)
+        for leaf in leaves
+        if isinstance(leaf, Ref) and program.slots[leaf.slot] is not None
+    }
+    for real, slot, source in recorder.literals:
+        if program.storage_of(slot) not in used:
+            continue
+        storage = real.untyped_storage()
+        start, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+        for path, memory in arrays:
+            if start < memory.stop and memory.start < end:
+                recorder.refuse(
+                    f"the step writes to, or returns, a tensor in the memory of {path}, a NumPy "
+                    "array from before the step; make the tensor outside of the step and pass it "
+                    "to the step, or copy it (torch.tensor(array))",
+                    code="moved",
+                    source=source,
+                )
 
 
 def _run(
