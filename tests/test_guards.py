@@ -760,10 +760,6 @@ OPAQUE: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     "number of C": (lambda: ctypes.c_double(1.0), lambda number: setattr(number, "value", 2.0)),
     "array of C": (lambda: (ctypes.c_int * 2)(1, 2), lambda array: array.__setitem__(0, 3)),
     "memory map": (lambda: mmap.mmap(-1, 16), lambda memory: memory.__setitem__(0, 3)),
-    "array of objects": (
-        lambda: np.array([1.0, "a"], dtype=object),
-        lambda array: array.__setitem__(0, 2.0),
-    ),
     "template": (_template, lambda template: setattr(template, "template", "$b")),
     "exception": (lambda: ValueError(1.0), lambda error: setattr(error, "args", (2.0,))),
 }

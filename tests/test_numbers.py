@@ -211,6 +211,11 @@ def outcome(
     return seen, len(getattr(step, "_captures", []))
 
 
+def looks_at_the_type(my, x, y):
+    my.steps += 1
+    return train(my, x, y, 1.0 if type(my.steps) is int else 0.5)
+
+
 def check(body: Body, change: Callable[[Any, int], None], captures: int) -> None:
     eager, _ = outcome(lambda step: step, body, change)
     planned, made = outcome(lambda step: roam.compile(step, poison=True), body, change)
@@ -225,7 +230,7 @@ def check(body: Body, change: Callable[[Any, int], None], captures: int) -> None
         (moving_average, 2),  # there is none at first
         (every_third, 3),  # gradients are there or not, and updated or not
         (odd_steps_by_bits, 2), (powers_of_two, 2), (epochs_and_steps, 1), (whole_numbers, 2),
-        (compared_with_none, 1),
+        (compared_with_none, 1), (looks_at_the_type, 1),
         (freeze_after_three, 2), (sometimes_none, 3), (start_over, 2), (fade_the_momentum, 1),
     ],
 )  # fmt: skip
@@ -357,11 +362,6 @@ def mean_with_numpy(my, x, y):
     my.average = np.mean([my.loss, 1.0])
 
 
-def looks_at_the_type(my, x, y):
-    my.steps += 1
-    return train(my, x, y, 1.0 if type(my.steps) is int else 0.5)
-
-
 def catches_the_refusal(my, x, y):
     my.steps += 1
     factor = 1.0
@@ -397,7 +397,7 @@ def state_of_no_parameter(my, x, y):
     "body",
     [
         becomes_text, shows_it, counts_in_a_list_that_grows, longer_and_longer, with_numpy,
-        mean_with_numpy, looks_at_the_type, catches_the_refusal, two_of_one_name, state_of_no_parameter,
+        mean_with_numpy, catches_the_refusal, two_of_one_name, state_of_no_parameter,
     ],
 )  # fmt: skip
 def test_what_else_a_step_does_with_them_is_refused(body: Body) -> None:

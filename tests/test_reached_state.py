@@ -1,0 +1,667 @@
+"""State that a step reaches on unusual ways: a later call sees what has changed there, or the step
+is refused.
+"""
+
+from __future__ import annotations
+
+import builtins
+import concurrent.futures
+import configparser
+import dataclasses
+import enum
+import functools
+import optparse
+import random
+import sys
+import threading
+import types
+import weakref
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas
+import pytest
+import torch
+from transformers.utils import ModelOutput
+
+import roam
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+STEPS = 6
+VALUE = 1.0
+module = types.ModuleType("settings_of_a_test")
+module.value = 1.0  # type: ignore[attr-defined]
+sys.modules[module.__name__] = module
+
+
+def set_global(value: float) -> None:
+    global VALUE
+    VALUE = value
+
+
+class Held:
+    """An object with attributes."""
+
+    def __init__(self, **attributes: Any) -> None:
+        vars(self).update(attributes)
+
+
+class Config(dict):  # type: ignore[type-arg]
+    __getattr__ = dict.__getitem__
+
+
+class Values(list):  # type: ignore[type-arg]
+    pass
+
+
+@dataclasses.dataclass
+class Case:
+    """A factor of a step's loss, and how to change it between calls.
+
+    Attributes:
+        factor: what the step calls for its factor, with the arguments.
+        change: called with another number before some calls.
+        arguments: what the step is given for `factor` at each call.
+    """
+
+    factor: Callable[..., Any]
+    change: Callable[[float], object]
+    arguments: Callable[[], tuple[Any, ...]] = tuple
+
+
+def losses(case: Case, wrap: Callable[[Any], Any]) -> list[float]:
+    case.change(1.0)
+    torch.manual_seed(0)
+    net = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+    def step(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = (net(x) * case.factor(*arguments)).pow(2).sum()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    train = wrap(step)
+    found = []
+    for index in range(STEPS):
+        case.change(1.0 + index // 2)
+        found.append(train(torch.randn(3, 4), *case.arguments()).item())
+    return found
+
+
+# -- arguments
+
+
+def dictionary_of_a_class() -> Case:
+    config = Config(value=1.0)
+    return Case(
+        lambda config: config.value,
+        lambda value: config.__setitem__("value", value),
+        lambda: (config,),
+    )
+
+
+def list_of_a_class_in_a_dictionary() -> Case:
+    values = Values([1.0])
+    return Case(
+        lambda given: given["values"][0],
+        lambda value: values.__setitem__(0, value),
+        lambda: ({"values": values},),
+    )
+
+
+def dictionary_that_a_closure_holds_too() -> Case:
+    config = {"value": 1.0}
+    given = iter([config, *({"value": 1.0} for _ in range(STEPS))] * 2)
+    return Case(
+        lambda one: one["value"] * config["value"],
+        lambda value: config.__setitem__("value", value),
+        lambda: (next(given),),
+    )
+
+
+class Batch(NamedTuple):
+    index: int
+
+    @property
+    def value(self) -> float:
+        return VALUE
+
+
+class Batch2(NamedTuple):
+    index: int
+
+
+def property_of_a_named_tuple() -> Case:
+    return Case(lambda batch: batch.value, set_global, lambda: (Batch(1),))
+
+
+def attribute_of_a_named_tuples_class() -> Case:
+    return Case(
+        lambda batch: batch.value,
+        lambda value: setattr(Batch2, "value", value),
+        lambda: (Batch2(1),),
+    )
+
+
+@dataclasses.dataclass
+class Output(ModelOutput):
+    index: int = 1
+
+    @property
+    def value(self) -> float:
+        return VALUE
+
+
+def property_of_a_registered_class() -> Case:
+    return Case(lambda output: output.value, set_global, lambda: (Output(index=1),))
+
+
+class Mode(enum.Enum):
+    FAST = 1
+
+    def value_now(self) -> float:
+        return VALUE
+
+
+def method_of_an_enumeration() -> Case:
+    return Case(lambda mode: mode.value_now(), set_global, lambda: (Mode.FAST,))
+
+
+def method_of_an_enumeration_in_a_tuple() -> Case:
+    modes = (Mode.FAST, 1)
+    return Case(lambda: modes[0].value_now(), set_global)
+
+
+class Meta:
+    def value_now(self) -> float:
+        return VALUE
+
+
+class Sample:
+    def __init__(self) -> None:
+        self.meta = Meta()
+
+
+def method_of_a_part_of_an_argument() -> Case:
+    return Case(lambda sample: sample.meta.value_now(), set_global, lambda: (Sample(),))
+
+
+def kind_of_a_key() -> Case:
+    given: list[Any] = []
+    return Case(
+        lambda given: 2.0 if isinstance(next(iter(given)), bool) else 1.0,
+        lambda value: given.__setitem__(slice(None), [{1: 0.0} if value < 2 else {True: 0.0}]),
+        lambda: (given[0],),
+    )
+
+
+# -- what the step's code names
+
+
+class Weighted:
+    def __init__(self) -> None:
+        self.value = VALUE
+
+
+@dataclasses.dataclass
+class Scaled:
+    value: float
+
+    def __post_init__(self) -> None:
+        self.value *= VALUE
+
+
+class Named:
+    def __repr__(self) -> str:
+        return f"{VALUE}"
+
+
+def constructor() -> Case:
+    return Case(lambda: Weighted().value, set_global)
+
+
+def constructor_with_a_closure() -> Case:
+    held = [1.0]
+
+    class Made:
+        def __init__(self) -> None:
+            self.value = held[0]
+
+    return Case(lambda: Made().value, lambda value: held.__setitem__(0, value))
+
+
+def end_of_a_dataclass_constructor() -> Case:
+    return Case(lambda: Scaled(1.0).value, set_global)
+
+
+def text_of_an_object() -> Case:
+    named = Named()
+    return Case(lambda: {"1.0": 1.0, "2.0": 2.0, "3.0": 3.0}[repr(named)], set_global)
+
+
+def name_from_an_import() -> Case:
+    def factor() -> Any:
+        from settings_of_a_test import value  # type: ignore[import-not-found]
+
+        return value
+
+    return Case(factor, lambda value: setattr(module, "value", value))
+
+
+def module_from_an_import() -> Case:
+    def factor() -> Any:
+        import settings_of_a_test
+
+        return settings_of_a_test.value
+
+    return Case(factor, lambda value: setattr(module, "value", value))
+
+
+def name_among_the_builtins() -> Case:
+    return Case(
+        lambda: value_among_the_builtins,  # type: ignore[name-defined]  # noqa: F821
+        lambda value: setattr(builtins, "value_among_the_builtins", value),
+    )
+
+
+def closure_variable_of_an_equal_name() -> Case:
+    def make() -> tuple[Callable[[], float], Callable[[float], None]]:
+        count = 1.0
+
+        def get() -> float:
+            return count
+
+        def put(value: float) -> None:
+            nonlocal count
+            count = value
+
+        return get, put
+
+    get, put = make()
+    count = 0
+
+    def factor() -> float:
+        nonlocal count
+        count += 1
+        return get()
+
+    return Case(factor, put)
+
+
+# -- objects
+
+
+@functools.lru_cache
+def settings() -> dict[str, float]:
+    return {"value": 1.0}
+
+
+@functools.cache
+def other_settings(name: str) -> dict[str, float]:
+    return {"value": 1.0}
+
+
+def result_of_a_cached_function() -> Case:
+    return Case(lambda: settings()["value"], lambda value: settings().__setitem__("value", value))
+
+
+def result_that_the_step_makes_first() -> Case:
+    def change(value: float) -> None:
+        if value > 1:
+            other_settings("a")["value"] = value
+        else:
+            other_settings.cache_clear()
+
+    return Case(lambda: other_settings("a")["value"], change)
+
+
+def weak_proxy() -> Case:
+    owner = Held(value=1.0)
+    proxy = weakref.proxy(owner)
+    case = Case(lambda: proxy.value, lambda value: setattr(owner, "value", value))
+    case.owner = owner  # type: ignore[attr-defined]
+    return case
+
+
+def module_that_an_object_holds() -> Case:
+    net = torch.nn.Linear(2, 2)
+    scheduler = torch.optim.lr_scheduler.StepLR(torch.optim.SGD(net.parameters()), 100)
+    held = Held(module=module)
+
+    def factor() -> Any:
+        scheduler.optimizer.step()
+        scheduler.step()
+        return held.module.value
+
+    return Case(factor, lambda value: setattr(module, "value", value))
+
+
+def attribute_of_a_replaced_tensor() -> Case:
+    held: dict[str, Any] = {}
+
+    def change(value: float) -> None:
+        held["tensor"] = torch.ones(4)
+        held["tensor"].value = value
+
+    return Case(lambda: held["tensor"] * held["tensor"].value, change)
+
+
+class Pair(tuple):  # type: ignore[type-arg]
+    value: float
+
+
+def attribute_of_a_replaced_tuple() -> Case:
+    held: dict[str, Any] = {}
+
+    def change(value: float) -> None:
+        held["pair"] = Pair((1,))
+        held["pair"].value = value
+
+    return Case(lambda: held["pair"].value, change)
+
+
+def attributes_of(kind: type, *arguments: Any) -> Callable[[], Case]:
+    def case() -> Case:
+        value = type("Of" + kind.__name__, (kind,), {"__module__": __name__})(*arguments)
+        return Case(lambda: value.value, lambda number: setattr(value, "value", number))
+
+    return case
+
+
+def attribute_of_an_array() -> Case:
+    array = np.zeros(2).view(type("Array", (np.ndarray,), {"__module__": __name__}))
+    return Case(lambda: array.value, lambda value: setattr(array, "value", value))
+
+
+def element_of_an_array_of_objects() -> Case:
+    array = np.array([{"value": 1.0}], dtype=object)
+    return Case(lambda: array[0]["value"], lambda value: array[0].__setitem__("value", value))
+
+
+def default_factory() -> Case:
+    table: defaultdict[str, float] = defaultdict(float)
+    return Case(
+        lambda: Counter(table)["there"] + table.default_factory(),  # type: ignore[misc]
+        lambda value: setattr(table, "default_factory", functools.partial(float, value)),
+    )
+
+
+def order_of_a_set() -> Case:
+    numbers = {0, 8}
+
+    def change(value: float) -> None:
+        numbers.clear()
+        numbers.update([8, 0] if value == 2 else [0, 8])
+
+    return Case(lambda: next(iter(numbers)) + 1, change)
+
+
+class OnThread(threading.local):
+    value = 1.0
+
+
+def class_of_a_thread_local() -> Case:
+    local = OnThread()
+    return Case(lambda: local.value, lambda value: setattr(OnThread, "value", value))
+
+
+class Metaclass(type):
+    value: float
+
+
+class OfMetaclass(metaclass=Metaclass):
+    pass
+
+
+def attribute_of_a_metaclass() -> Case:
+    return Case(lambda: OfMetaclass.value, lambda value: setattr(Metaclass, "value", value))
+
+
+def value_now(self: object, factor: float) -> float:
+    return VALUE * factor
+
+
+class WithMethods:
+    partial = functools.partialmethod(value_now, 1.0)
+
+    @functools.singledispatchmethod
+    def dispatched(self, number: int) -> float:
+        return VALUE
+
+
+def partial_method() -> Case:
+    held = WithMethods()
+    return Case(lambda: held.partial(), set_global)
+
+
+def method_with_single_dispatch() -> Case:
+    held = WithMethods()
+    return Case(lambda: held.dispatched(1), set_global)
+
+
+def configuration_file() -> Case:
+    parser = configparser.ConfigParser()
+    parser.read_dict({"a": {"value": "1.0"}})
+    return Case(
+        lambda: parser["a"].getfloat("value"), lambda value: parser.set("a", "value", str(value))
+    )
+
+
+def parsed_options() -> Case:
+    options = optparse.Values({"value": 1.0})
+    return Case(lambda: options.value, lambda value: setattr(options, "value", value))
+
+
+def result_of_a_future() -> Case:
+    future: concurrent.futures.Future[float] = concurrent.futures.Future()
+    future.set_result(1.0)
+    return Case(lambda: future.result(), lambda value: setattr(future, "_result", value))
+
+
+def series() -> Case:
+    table = pandas.Series({"value": 1.0})
+    return Case(lambda: float(table["value"]), lambda value: table.__setitem__("value", value))
+
+
+def seed_of_a_generator() -> Case:
+    generator = torch.Generator()
+    return Case(lambda: generator.initial_seed(), lambda value: generator.manual_seed(int(value)))
+
+
+@pytest.mark.parametrize("make", [
+    dictionary_of_a_class, list_of_a_class_in_a_dictionary, dictionary_that_a_closure_holds_too,
+    property_of_a_named_tuple, attribute_of_a_named_tuples_class, property_of_a_registered_class,
+    method_of_an_enumeration, method_of_an_enumeration_in_a_tuple, method_of_a_part_of_an_argument,
+    kind_of_a_key, constructor, constructor_with_a_closure,
+    end_of_a_dataclass_constructor, text_of_an_object, name_from_an_import, module_from_an_import,
+    name_among_the_builtins, closure_variable_of_an_equal_name, result_of_a_cached_function,
+    result_that_the_step_makes_first, weak_proxy, module_that_an_object_holds,
+    attribute_of_a_replaced_tensor, attribute_of_a_replaced_tuple, attributes_of(set),
+    attributes_of(frozenset), attributes_of(random.Random, 0), attribute_of_an_array,
+    element_of_an_array_of_objects, default_factory, order_of_a_set, class_of_a_thread_local,
+    attribute_of_a_metaclass, partial_method, method_with_single_dispatch, configuration_file,
+    parsed_options, result_of_a_future, series, seed_of_a_generator,
+])  # fmt: skip
+def test_a_later_call_sees_the_change(make: Callable[[], Case]) -> None:
+    case = make()
+    seen = losses(case, lambda step: step)
+    assert losses(case, roam.compile) == seen
+
+
+@pytest.mark.parametrize("package", ["wave", "datasets"])
+def test_a_module_of_the_users_may_have_the_name_of_a_library(
+    package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / f"{package}.py").write_text(
+        "VALUE = 1.0\nclass Config:\n    pass\nconfig = Config()\ndef value(): return VALUE\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if name.partition(".")[0] == package]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr("roam.state.library_code._installed", {})
+    own = __import__(package)
+    monkeypatch.setitem(sys.modules, package, own)
+    config = own.config
+
+    def change(value: float) -> None:
+        own.VALUE = config.value = value
+
+    case = Case(lambda: own.value() + config.value, change)
+    seen = losses(case, lambda step: step)
+    assert losses(case, roam.compile) == seen
+
+
+def write_to_an_array() -> Callable[[], Any]:
+    array = np.zeros(4, dtype=np.float32)
+    return lambda: torch.from_numpy(array).add_(1.0).sum()
+
+
+def draw_in_secret() -> Callable[[], Any]:
+    def factor() -> float:
+        state = random.getstate()
+        number = random.random()
+        random.setstate(state)
+        return number
+
+    return factor
+
+
+def draw_from_numpy_in_secret() -> Callable[[], Any]:
+    generator = np.random.default_rng(0)
+
+    def factor() -> float:
+        state = generator.bit_generator.state
+        number = generator.random()
+        generator.bit_generator.state = state
+        return float(number)
+
+    return factor
+
+
+def grow_an_argument() -> Callable[[], Any]:
+    values = Values()
+    return lambda: values.append(1.0) or len(values)
+
+
+def change_a_series() -> Callable[[], Any]:
+    table = pandas.Series({"count": 0})
+
+    def factor() -> float:
+        table["count"] += 1
+        return float(table["count"])
+
+    return factor
+
+
+@pytest.mark.parametrize(("make", "code"), [
+    (write_to_an_array, "moved"), (draw_in_secret, "unstable"),
+    (draw_from_numpy_in_secret, "unstable"), (grow_an_argument, "moved"),
+    (change_a_series, "moved"),
+])  # fmt: skip
+def test_what_a_plan_cannot_do_again_is_refused(make: Callable[[], Any], code: str) -> None:
+    with pytest.raises(roam.CaptureError) as caught:
+        losses(Case(make(), lambda value: None), roam.compile)
+    assert caught.value.code == code
+
+
+def test_state_of_no_parameter_is_guarded() -> None:
+    class Mine(torch.optim.SGD):
+        def __init__(self, parameters: Any) -> None:
+            super().__init__(parameters, lr=0.1)
+            self.state["shared"] = {"factor": 1.0}  # type: ignore[index]
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    factor = self.state["shared"]["factor"]
+                    parameter.add_(parameter.grad, alpha=-group["lr"] * factor)
+
+    def weights(wrap: Callable[[Any], Any]) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        net = torch.nn.Linear(4, 4)
+        optimizer = Mine(net.parameters())
+
+        def step(x: torch.Tensor) -> None:
+            optimizer.zero_grad()
+            net(x).pow(2).sum().backward()
+            optimizer.step()
+
+        train = wrap(step)
+        for index in range(STEPS):
+            optimizer.state["shared"]["factor"] = 1.0 + index // 2  # type: ignore[index]
+            train(torch.ones(3, 4))
+        return [parameter.detach() for parameter in net.parameters()]
+
+    for one, other in zip(weights(lambda step: step), weights(roam.compile), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_state_that_is_no_dictionary_is_refused_by_name() -> None:
+    net = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    optimizer.state[net.weight] = torch.zeros(4, 4)  # type: ignore[assignment]
+
+    def step(x: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        net(x).pow(2).sum().backward()
+        optimizer.step()
+
+    with pytest.raises(roam.CaptureError, match="as a parameter's state") as caught:
+        roam.compile(step)(torch.ones(3, 4))
+    assert caught.value.code == "optimizer_state"
+
+
+def test_keys_of_a_group_may_be_of_several_kinds() -> None:
+    def weights(wrap: Callable[[Any], Any]) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        net = torch.nn.Linear(4, 4)
+        optimizer = torch.optim.SGD([{"params": [*net.parameters()], 1: "mine"}], lr=0.1)
+
+        def step(x: torch.Tensor) -> None:
+            optimizer.zero_grad()
+            net(x).pow(2).sum().backward()
+            optimizer.step()
+
+        train = wrap(step)
+        for _ in range(2):
+            train(torch.ones(3, 4))
+        return [parameter.detach() for parameter in net.parameters()]
+
+    for one, other in zip(weights(lambda step: step), weights(roam.compile), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_released_view_of_memory_is_passed_by() -> None:
+    view = memoryview(bytearray(4))
+    view.release()
+    assert losses(Case(lambda: 1.0 if view is None else 2.0, lambda value: None), roam.compile)
+
+
+def test_another_class_of_an_object_with_slots_is_noticed() -> None:
+    class One:
+        __slots__ = ("factor",)
+
+        def value(self) -> float:
+            return 1.0
+
+    class Two:
+        __slots__ = ("factor",)
+
+        def value(self) -> float:
+            return 2.0
+
+    held = One()
+    held.factor = 3.0
+
+    def change(value: float) -> None:
+        held.__class__ = One if value < 2 else Two  # type: ignore[assignment]
+
+    case = Case(lambda: held.value() * held.factor, change)
+    seen = losses(case, lambda step: step)
+    assert losses(case, roam.compile) == seen
