@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, contextmanager
 from importlib.machinery import ExtensionFileLoader, SourceFileLoader, SourcelessFileLoader
 from types import ModuleType
 from typing import Any, Final
+from weakref import WeakKeyDictionary
 from zipimport import zipimporter
 
 from roam.state.cached_results import all_caches, tensors_in
@@ -27,6 +28,11 @@ _LOADERS: Final[tuple[Any, ...]] = (
     ExtensionFileLoader,
     zipimporter,
 )
+
+
+_MANY_RESULTS: Final = 64
+_searched: Final[WeakKeyDictionary[Any, Any]] = WeakKeyDictionary()
+"""What `cache_info` said of functions with a cache when they were found to keep no fakes."""
 
 
 @contextmanager
@@ -58,9 +64,16 @@ def clear_fakes(others: Container[int] = ()) -> None:
     `others` are left alone.
     """
     for cache in all_caches():
-        if (
-            id(cache) not in others
-            and cache.cache_info().currsize
-            and any(type(tensor) is FakeTensor for tensor in tensors_in(cache))
-        ):
+        info = cache.cache_info()
+        if id(cache) in others or not info.currsize:
+            continue
+        known = _searched.get(cache)
+        # Small caches are searched quickly. A large one has hardly been cleared and filled again up
+        # to the very number of results.
+        is_known = known is not None and known.misses == info.misses and known.hits <= info.hits
+        if is_known and info.misses >= _MANY_RESULTS:
+            continue
+        if any(type(tensor) is FakeTensor for tensor in tensors_in(cache)):
             cache.cache_clear()
+        else:
+            _searched[cache] = info
