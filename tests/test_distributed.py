@@ -803,9 +803,12 @@ def without_memory_for_the_pool(rank: int, world: int) -> None:
         step(net, optimizer, batch(rank, number))
     if rank == 1:
         step.release()
-        with mock.patch.object(Pool, "_reserve", side_effect=roam.ExecutionError("none is left")):
-            with pytest.raises(roam.ExecutionError, match="none is left"):
-                step(net, optimizer, batch(rank, 3))
+        error = roam.ExecutionError("none is left")
+        with (
+            mock.patch.object(Pool, "_reserve", side_effect=error),
+            pytest.raises(roam.ExecutionError, match="none is left"),
+        ):
+            step(net, optimizer, batch(rank, 3))
     step(net, optimizer, batch(rank, 3))
 
 

@@ -272,7 +272,12 @@ class Runner:
                     "evaluate under torch.no_grad()"
                 )
         with interrupts_wait():
-            with self._together(), self._undisturbed(), self._executor.held(), self._kernels_alone():
+            with (
+                self._together(),
+                self._undisturbed(),
+                self._executor.held(),
+                self._kernels_alone(),
+            ):
                 # Not as tensors: those would count as memory of the step.
                 drawn = [generator.get_state().numpy().tobytes() for generator in self._generators]
                 try:
