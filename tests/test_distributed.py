@@ -669,6 +669,19 @@ def first_half(net: nn.Module, optimizer: Any, x: torch.Tensor) -> torch.Tensor:
     return loss
 
 
+def updating_in_hooks() -> Any:
+    net, optimizer = small_ddp()
+    for parameter in net.parameters():
+        own = torch.optim.SGD([parameter])
+
+        def update(_: torch.Tensor, own: torch.optim.Optimizer = own) -> None:
+            own.step()
+            own.zero_grad()
+
+        parameter.register_post_accumulate_grad_hook(update)
+    return net, optimizer
+
+
 OPTION, UNUSED = "ddp_option", "ddp_unused"  # error codes
 
 
@@ -681,6 +694,7 @@ OPTION, UNUSED = "ddp_option", "ddp_unused"  # error codes
         (clipped, static, OPTION),
         (clipped, finalized_by_hand, OPTION),
         (first_half, small_ddp, UNUSED),
+        (backward, updating_in_hooks, UNUSED),
     ],
 )
 def test_what_no_plan_can_reduce_is_refused(
