@@ -523,6 +523,15 @@ def test_what_is_no_mesh(mesh: Any) -> None:
         roam.parallelize(square_step, *small(), mesh=mesh)
 
 
+def test_a_mesh_of_devices_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with roam.fake():
+        net = nn.Linear(2, 2, device="cuda")
+        optimizer, x = torch.optim.SGD(net.parameters()), torch.randn(2, 2, device="cuda")
+    with pytest.raises(ValueError, match="no mesh of CUDA devices"):
+        roam.parallelize(square_step, net, optimizer, x, mesh=2)
+
+
 def test_a_mesh_of_another_size_than_the_group() -> None:
     with meshed((2,), ("tensor",), "cpu"), pytest.raises(CaptureError) as raised:
         roam.parallelize(square_step, *small(), mesh=4)

@@ -117,7 +117,13 @@ def _mesh(mesh: Any, model: torch.nn.Module) -> tuple[tuple[int, ...], str]:
     shape = (mesh,) if isinstance(mesh, int) else tuple(getattr(mesh, "shape", mesh))
     if not shape or any(not isinstance(size, int) or size < 1 for size in shape):
         raise ValueError(f"a mesh needs at least one rank along each dimension, not {mesh!r}")
-    return shape, getattr(mesh, "device_type", device)
+    device = getattr(mesh, "device_type", device)
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError(
+            "PyTorch makes no mesh of CUDA devices on a machine that has none; make the model and "
+            'the batch on the CPU, or under `roam.fake("cpu")`'
+        )
+    return shape, device
 
 
 @dataclass(slots=True)
