@@ -208,7 +208,7 @@ MEASURED = ("measured_bytes", "workspace_bytes", "eager_measured_bytes", "eager_
 
 
 def test_a_run_needs_the_larger_of_its_first_and_its_later_steps() -> None:
-    net = torch.nn.Linear(256, 256)
+    net = torch.nn.Linear(64, 64)
     optimizer = torch.optim.AdamW(net.parameters())
 
     def train_step(net: torch.nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:

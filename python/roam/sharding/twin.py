@@ -21,6 +21,7 @@ from roam.torch_compat.private import (
     FakeTensor,
     FakeTensorMode,
     disable_current_modes,
+    hooks_on_all_optimizers,
     is_dtensor,
     pytree,
 )
@@ -114,7 +115,8 @@ def _refuse_hooks(optimizer: torch.optim.Optimizer, named: dict[int, str]) -> No
     Raises:
         CaptureError: there is such a hook.
     """
-    for hook in (hook for name in _HOOKS for hook in getattr(optimizer, name).values()):
+    tables = (*(vars(optimizer).get(name, {}) for name in _HOOKS), *hooks_on_all_optimizers())
+    for hook in (hook for table in tables for hook in table.values()):
         held = [slot for slot in reach_of(hook).slots if id(slot.tensor) in named]
         if held:
             raise CaptureError(
