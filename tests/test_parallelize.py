@@ -490,7 +490,7 @@ def test_certified_memory_has_what_kernels_take_unless_nothing_is_real() -> None
     assert real.total_bytes - fake.total_bytes == pytest.approx(4096 * 8 * 4, rel=0.01)
     for sharding, knows in ((real, True), (fake, False)):
         assert sharding.figures()["knows_kernels"] == knows
-        assert ("beside what kernels take" in str(sharding)) != knows
+        assert ("without what kernels allocate" in str(sharding)) != knows
 
 
 # -- what is refused
@@ -587,6 +587,15 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert printed["total_bytes"] >= printed["bound_bytes"] > 0
     assert cli.main([*arguments, "--memory", "10KiB"]) == cli.EXIT_BAD_INPUT
     assert "no sharding over 2 ranks" in capsys.readouterr().err
+
+
+def test_the_command_counts_what_clipping_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    totals = []
+    for options in ([], ["--clip", "1"]):
+        command = ["parallelize", "llama-tiny", "--mesh", "1", "--seq", "16", "--json", *options]
+        assert cli.main(command) == cli.EXIT_OK
+        totals.append(json.loads(capsys.readouterr().out)["total_bytes"])
+    assert totals[0] < totals[1]
 
 
 def test_the_command_divides_ranks_into_replicas(capsys: pytest.CaptureFixture[str]) -> None:
