@@ -409,11 +409,33 @@ class Counting(torch.optim.SGD):
         return super().step(closure)
 
 
+class Wrapping(torch.optim.Optimizer):
+    """It wraps another optimizer, as accelerate's does."""
+
+    def __init__(self, wrapped: torch.optim.Optimizer) -> None:
+        self.wrapped = wrapped
+
+    param_groups = property(
+        lambda self: self.wrapped.param_groups,
+        lambda self, groups: setattr(self.wrapped, "param_groups", groups),
+    )
+    state = property(
+        lambda self: self.wrapped.state, lambda self, state: setattr(self.wrapped, "state", state)
+    )
+
+    def step(self, closure: Any = None) -> Any:
+        return self.wrapped.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.wrapped.zero_grad(set_to_none)
+
+
 def clip(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 1.0)
 
 
-def test_hooks_of_the_optimizer_are_planned() -> None:
+@pytest.mark.parametrize("wrap", [lambda optimizer: optimizer, Wrapping])
+def test_hooks_of_the_optimizer_are_planned(wrap: Any) -> None:
     totals = []
     for hook in (None, clip):
         with roam.fake():
@@ -421,6 +443,7 @@ def test_hooks_of_the_optimizer_are_planned() -> None:
             optimizer, x = torch.optim.SGD(net.parameters(), foreach=False), torch.randn(4, 64)
         if hook is not None:
             optimizer.register_step_pre_hook(hook)
+        optimizer = wrap(optimizer)
         planned = roam.optimize(roam.capture(square_step, net, optimizer, x)).total_bytes
         totals.append(roam.parallelize(square_step, net, optimizer, x, mesh=1).total_bytes)
         assert totals[-1] == planned

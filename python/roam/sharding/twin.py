@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -83,6 +83,8 @@ def optimizer_on(optimizer: torch.optim.Optimizer, new: dict[int, Any]) -> torch
     for name, value in vars(optimizer).items():
         if name in _HOOKS:
             vars(twin)[name] = value.copy()
+        elif isinstance(value, torch.optim.Optimizer):  # one that this one wraps
+            vars(twin)[name] = optimizer_on(value, new)
         elif name not in _OWN:
             try:
                 vars(twin)[name] = copy.deepcopy(value, memo)
@@ -105,6 +107,15 @@ _OWN = ("state", "param_groups", "step")
 """Attributes that are not copied. A scheduler puts a `step` there that is the real optimizer's."""
 
 
+def _hooks_of(optimizer: torch.optim.Optimizer) -> Iterator[dict[int, Any]]:
+    """The tables of hooks on an optimizer, and on those that it wraps."""
+    for name, value in vars(optimizer).items():
+        if name in _HOOKS:
+            yield value
+        elif isinstance(value, torch.optim.Optimizer):
+            yield from _hooks_of(value)
+
+
 def _refuse_hooks(optimizer: torch.optim.Optimizer, named: dict[int, str]) -> None:
     """Refuses hooks that reach parameters or buffers in another way than through the optimizer that
     they are called with: they would work on the real ones.
@@ -115,7 +126,7 @@ def _refuse_hooks(optimizer: torch.optim.Optimizer, named: dict[int, str]) -> No
     Raises:
         CaptureError: there is such a hook.
     """
-    tables = (*(vars(optimizer).get(name, {}) for name in _HOOKS), *hooks_on_all_optimizers())
+    tables = [*_hooks_of(optimizer), *hooks_on_all_optimizers()]
     for hook in (hook for table in tables for hook in table.values()):
         held = [slot for slot in reach_of(hook).slots if id(slot.tensor) in named]
         if held:
@@ -174,7 +185,8 @@ def state_bytes_of(optimizer: torch.optim.Optimizer) -> float:
         parameter.grad = torch.zeros_like(parameter)
         held = [one for one_group in optimizer.param_groups for one in one_group["params"]]
         small = optimizer_on(optimizer, {id(one): parameter for one in held})
-        vars(small).update({name: OrderedDict() for name in _HOOKS})
+        for hooks in _hooks_of(small):
+            hooks.clear()
         small.param_groups = [{**group, "lr": 0.0, "params": [parameter]}]
         try:
             small.step()
