@@ -11,6 +11,7 @@ import signal
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -102,7 +103,8 @@ class Ranks:
         """Ends all of them."""
         for process in self.processes:
             if process.is_alive() and process.pid is not None:
-                os.kill(process.pid, signal.SIGKILL)
+                with suppress(ProcessLookupError):  # it has ended meanwhile
+                    os.kill(process.pid, signal.SIGKILL)
         for process in self.processes:
             process.join(10)
 

@@ -140,6 +140,14 @@ def test_an_architecture_without_a_plan_is_not_spread(capsys: pytest.CaptureFixt
     assert not dist.is_initialized()
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_ranks_of_devices_that_are_not_there(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ShardingError, match="planned for the CPU, and not for cuda"):
+        zoo.capture_rank("llama-tiny", Sharding(way, 2), device="cuda", seq=16)
+    assert not dist.is_initialized()
+
+
 def test_a_sharding_says_what_it_is() -> None:
     assert str(Sharding("fsdp+tp", 64)) == "fsdp+tp on 64 ranks, 8 for each layer, rank 0"
     with pytest.raises(ShardingError, match="not 'zero'"):

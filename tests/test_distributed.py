@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -36,6 +37,7 @@ from torch.utils import _pytree as pytree
 import roam
 from ranks import Ranks, alive, revived
 from roam.distributed import agreement, collectives
+from roam.runtime.pool import Pool
 from roam.torch_compat.private import kept_buckets, store_of
 
 Step = Callable[..., Any]
@@ -667,6 +669,19 @@ def first_half(net: nn.Module, optimizer: Any, x: torch.Tensor) -> torch.Tensor:
     return loss
 
 
+def updating_in_hooks() -> Any:
+    net, optimizer = small_ddp()
+    for parameter in net.parameters():
+        own = torch.optim.SGD([parameter])
+
+        def update(_: torch.Tensor, own: torch.optim.Optimizer = own) -> None:
+            own.step()
+            own.zero_grad()
+
+        parameter.register_post_accumulate_grad_hook(update)
+    return net, optimizer
+
+
 OPTION, UNUSED = "ddp_option", "ddp_unused"  # error codes
 
 
@@ -679,6 +694,7 @@ OPTION, UNUSED = "ddp_option", "ddp_unused"  # error codes
         (clipped, static, OPTION),
         (clipped, finalized_by_hand, OPTION),
         (first_half, small_ddp, UNUSED),
+        (backward, updating_in_hooks, UNUSED),
     ],
 )
 def test_what_no_plan_can_reduce_is_refused(
@@ -794,6 +810,22 @@ def other_version_on_one(rank: int, world: int) -> None:
     roam.compile(reduced)(net, optimizer, batch(rank, 0))
 
 
+def without_memory_for_the_pool(rank: int, world: int) -> None:
+    net, optimizer = small()
+    step = roam.compile(reduced, pool=True)
+    for number in range(3):
+        step(net, optimizer, batch(rank, number))
+    if rank == 1:
+        step.release()
+        error = roam.ExecutionError("none is left")
+        with (
+            mock.patch.object(Pool, "_reserve", side_effect=error),
+            pytest.raises(roam.ExecutionError, match="none is left"),
+        ):
+            step(net, optimizer, batch(rank, 3))
+    step(net, optimizer, batch(rank, 3))
+
+
 DIFFER, LEFT = "collectives_differ", "rank_left"  # error codes
 LEFT_S = 30
 """When one rank has left, all others have an error within so many seconds."""
@@ -809,6 +841,7 @@ LEFT_S = 30
             "_allgather_base_",
         ),
         (raising_in_the_run, {LEFT, "torn", "failed"}, "rank 1 has left|out of bounds"),
+        (without_memory_for_the_pool, {LEFT}, "none is left"),
         (other_version_on_one, {DIFFER}, "ranks run different versions: roam .* and roam "),
     ],
 )
@@ -827,6 +860,26 @@ def test_all_ranks_get_an_error_soon(
         assert (kind, code in codes) == ("ExecutionError", True), told
         assert re.search(text, trace), told
         assert code == DIFFER or agreement.AGAIN in trace, told
+
+
+def test_groups_are_compared_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks whose groups form a circle would else wait for each other."""
+    stores = {"left": dist.HashStore(), "right": dist.HashStore()}
+    groups = [collectives.Group("left", (0, 1), 0), collectives.Group("right", (0, 2), 0)]
+    looks: list[bool] = []
+
+    def others_come(_: float) -> None:
+        looks.append(all(store.check(["pending/0"]) for store in stores.values()))
+        for store in stores.values():
+            store.set(f"known/1/{json.loads(store.get('pending/0'))['digest']}", "1")
+
+    monkeypatch.setattr(agreement, "resolve_group", lambda name: name)
+    monkeypatch.setattr(agreement, "store_of", stores.get)
+    monkeypatch.setattr(agreement, "_process_of", lambda _: None)
+    monkeypatch.setattr(time, "sleep", others_come)
+    agreement.begin({group: [["allreduce_", "a.py:1"]] for group in groups}, is_new=True)
+    assert looks == [True]
+    assert [store.get("pending/0") for store in stores.values()] == [b"", b""]
 
 
 def interrupted_while_it_waits(rank: int, world: int) -> None:

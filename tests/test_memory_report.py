@@ -73,6 +73,41 @@ def test_what_a_step_tells_is_what_a_process_of_its_own_sees(how: str) -> None:
     assert step.memory().measured_bytes == memory.measured_bytes
 
 
+@pytest.mark.parametrize("most", [1, 8])
+def test_a_measurement_belongs_to_the_plan_that_ran(most: int) -> None:
+    net = torch.nn.Linear(256, 256)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+
+    def train_step(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = net(x).square().mean()
+        if loss > 10.0:
+            loss = loss + torch.tanh(x.repeat(40, 1)).mean() * net.weight.sum()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    step = roam.compile(train_step, max_plans=most)
+    small, large = torch.randn(64, 256), torch.randn(64, 256) * 1000
+    for x in (small, small, small):
+        step.measured(x)
+    before = step.memory()
+    assert before.measured_bytes == pytest.approx(before.total_bytes, rel=0.02)
+    step.measured_eagerly(small)  # which plan it would have run by is not known
+    assert step.memory() == before
+    step.measured(large)
+    assert step.memory() == before  # by the step's own function
+    step.measured(large)
+    if most == 1:
+        assert step.memory() == before
+        return
+    other = step.memory()
+    assert other.total_bytes > before.total_bytes
+    assert other.measured_bytes == pytest.approx(other.total_bytes, rel=0.02)
+    step.measured(small)
+    assert step.memory().measured_bytes == before.measured_bytes
+
+
 class Landing(torch.nn.Module):
     """Convolutions, whose results cannot be written where a plan wants them."""
 

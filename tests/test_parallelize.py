@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import roam
 from ranks import Ranks, alive, revived
@@ -24,7 +25,8 @@ from roam.sharding import Costs, Link, Sharding
 from roam.sharding.division import divisions_of, part_of
 from roam.sharding.nodes import Node, Option
 from roam.sharding.planning import Planning
-from roam.sharding.ranks import meshed
+from roam.sharding.ranks import meshed, of_all_ranks, one_of
+from roam.sharding.twin import state_bytes_of
 
 WORDS, WIDTH, HEADS, ROWS, TOKENS = 64, 32, 4, 4, 16
 FREE = Costs(
@@ -373,6 +375,104 @@ def test_a_batch_in_parts() -> None:
     assert parts[1]["table"].shape == (3,)
     assert parts[1]["labels"].tolist() == [2, 3]
     assert parts[2] == 4
+    with pytest.raises(ValueError, match="no replica 3 of 2"):
+        part_of((x,), 2, 3)
+
+
+def test_a_part_is_for_the_place_in_the_mesh_that_was_applied() -> None:
+    net, optimizer, x = small()
+    sharding = roam.parallelize(square_step, net, optimizer, x, mesh=2, data=2)
+    with one_of(8, rank=7):
+        with pytest.raises(ValueError, match="no replica 7 of 2"):
+            sharding.part(x)
+        unnamed = DeviceMesh("cpu", torch.tensor([[6], [7]]))
+        with pytest.raises(ValueError, match="no names"):
+            sharding.apply(small()[0], mesh=unnamed)
+        outer = init_device_mesh("cpu", (4, 2), mesh_dim_names=("outer", "data"))
+        sharding.apply(small()[0], mesh=outer["data"])
+        assert sharding.part(x)[0].equal(x[2:])
+
+
+# -- optimizers
+
+
+class Counting(torch.optim.SGD):
+    """It has an attribute of its own, and one that holds its parameters."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters)
+        self.steps, self.own = 0, [*self.param_groups[0]["params"]]
+
+    def step(self, closure: Any = None) -> Any:
+        self.steps += 1
+        torch._foreach_mul_([one.grad for one in self.own], 0.5)
+        return super().step(closure)
+
+
+class Wrapping(torch.optim.Optimizer):
+    """It wraps another optimizer, as accelerate's does."""
+
+    def __init__(self, wrapped: torch.optim.Optimizer) -> None:
+        self.wrapped = wrapped
+
+    param_groups = property(
+        lambda self: self.wrapped.param_groups,
+        lambda self, groups: setattr(self.wrapped, "param_groups", groups),
+    )
+    state = property(
+        lambda self: self.wrapped.state, lambda self, state: setattr(self.wrapped, "state", state)
+    )
+
+    def step(self, closure: Any = None) -> Any:
+        return self.wrapped.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.wrapped.zero_grad(set_to_none)
+
+
+def clip(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 1.0)
+
+
+@pytest.mark.parametrize("wrap", [lambda optimizer: optimizer, Wrapping])
+def test_hooks_of_the_optimizer_are_planned(wrap: Any) -> None:
+    totals = []
+    for hook in (None, clip):
+        with roam.fake():
+            net = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+            optimizer, x = torch.optim.SGD(net.parameters(), foreach=False), torch.randn(4, 64)
+        if hook is not None:
+            optimizer.register_step_pre_hook(hook)
+        optimizer = wrap(optimizer)
+        planned = roam.optimize(roam.capture(square_step, net, optimizer, x)).total_bytes
+        totals.append(roam.parallelize(square_step, net, optimizer, x, mesh=1).total_bytes)
+        assert totals[-1] == planned
+    assert totals[1] > totals[0]
+
+
+def test_a_hook_that_reaches_the_model_itself_is_refused() -> None:
+    net, optimizer, x = small()
+    optimizer.register_step_pre_hook(lambda *_: nn.utils.clip_grad_norm_(net.parameters(), 1.0))
+    with pytest.raises(
+        CaptureError, match=r"hook of the optimizer's step reaches 0\.weight"
+    ) as told:
+        roam.parallelize(square_step, net, optimizer, x, mesh=2)
+    assert told.value.code == "optimizer"
+
+
+def test_an_optimizer_of_ones_own() -> None:
+    net, _, x = small()
+    optimizer = Counting(net.parameters())
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)  # it wraps the optimizer's step
+    before = [one.detach().clone() for one in net.parameters()]
+    roam.parallelize(square_step, net, optimizer, x, mesh=2)
+    assert optimizer.steps == 0
+    assert all(map(torch.equal, before, net.parameters()))
+    with pytest.raises(CaptureError, match="closure") as told:
+        roam.parallelize(square_step, net, torch.optim.LBFGS(net.parameters()), x, mesh=2)
+    assert told.value.code == "optimizer"
+    on_cuda = torch.optim.AdamW(net.parameters(), capturable=True)
+    assert state_bytes_of(on_cuda) == 2
 
 
 # -- memory
@@ -413,7 +513,7 @@ def test_certified_memory_has_what_kernels_take_unless_nothing_is_real() -> None
     assert real.total_bytes - fake.total_bytes == pytest.approx(4096 * 8 * 4, rel=0.01)
     for sharding, knows in ((real, True), (fake, False)):
         assert sharding.figures()["knows_kernels"] == knows
-        assert ("beside what kernels take" in str(sharding)) != knows
+        assert ("without what kernels allocate" in str(sharding)) != knows
 
 
 # -- what is refused
@@ -444,6 +544,15 @@ def test_a_step_that_asks_for_a_value() -> None:
 def test_what_is_no_mesh(mesh: Any) -> None:
     with pytest.raises(ValueError, match="along each dimension"):
         roam.parallelize(square_step, *small(), mesh=mesh)
+
+
+def test_a_mesh_of_devices_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with roam.fake():
+        net = nn.Linear(2, 2, device="cuda")
+        optimizer, x = torch.optim.SGD(net.parameters()), torch.randn(2, 2, device="cuda")
+    with pytest.raises(ValueError, match="no mesh of CUDA devices"):
+        roam.parallelize(square_step, net, optimizer, x, mesh=2)
 
 
 def test_a_mesh_of_another_size_than_the_group() -> None:
@@ -501,6 +610,15 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert printed["total_bytes"] >= printed["bound_bytes"] > 0
     assert cli.main([*arguments, "--memory", "10KiB"]) == cli.EXIT_BAD_INPUT
     assert "no sharding over 2 ranks" in capsys.readouterr().err
+
+
+def test_the_command_counts_what_clipping_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    totals = []
+    for options in ([], ["--clip", "1"]):
+        command = ["parallelize", "llama-tiny", "--mesh", "1", "--seq", "16", "--json", *options]
+        assert cli.main(command) == cli.EXIT_OK
+        totals.append(json.loads(capsys.readouterr().out)["total_bytes"])
+    assert totals[0] < totals[1]
 
 
 def test_the_command_divides_ranks_into_replicas(capsys: pytest.CaptureFixture[str]) -> None:
@@ -585,6 +703,34 @@ def planned_and_applied(rank: int, world: int) -> list[float]:
     losses = torch.tensor([square_step(net, optimizer, *sharding.part(x)) for _ in range(3)])
     torch.distributed.all_reduce(losses)
     return (losses / world).tolist()
+
+
+def uneven(rank: int, world: int) -> tuple[list[int], str, str]:
+    """What each rank's step takes of a layer whose rows do not divide, the sharding within the mean
+    of this, and why there is none within less.
+    """
+    warnings.simplefilter("ignore")
+    torch.manual_seed(0)
+    net, x = nn.Linear(1 << 12, world + 1, bias=False), torch.randn(2 * world, 1 << 12)
+    optimizer = torch.optim.AdamW(net.parameters(), foreach=False)
+    plans = Planning(square_step, net, optimizer, (x,), mesh=world, data=world, is_sharded=True)
+    sharding = plans.within(None)
+    totals = of_all_ranks(sharding.plan.total_bytes)
+    assert sharding.total_bytes == max(totals)
+    refusals = []
+    for limit in (min(totals), (min(totals) + max(totals)) // 2):
+        try:
+            refusals.append(str(plans.within(limit).division))
+        except PlanError as error:
+            refusals.append(error.code)
+    return totals, refusals[0], refusals[1]
+
+
+def test_ranks_with_parts_of_different_sizes_decide_alike(ranks: Ranks) -> None:
+    (totals, *refusals), *others = ranks.run(uneven)
+    assert min(totals) < max(totals) == totals[0]
+    assert refusals == ["sharding_memory"] * 2
+    assert others == [(totals, *refusals)] * len(others)
 
 
 def test_every_rank_may_find_the_sharding_itself(ranks: Ranks) -> None:

@@ -215,6 +215,7 @@ def test_initial_values_of_real_models_stay_truncated() -> None:
         ("gpt2-xl", {"seq": 1025}, "2 to 1024 tokens, not 1025"),
         ("gpt2", {"seq": 1}, "2 to 1024 tokens, not 1"),
         ("gpt2", {"batch": 0}, "at least 1, not 0"),
+        ("gpt2", {"batch": 9 * 10**18}, "at most 1099511627776, not 9000000000000000000"),
         ("gpt2", {"dtype": "float64"}, "float32, bfloat16"),
         ("gpt2", {"optimizer": "lion"}, "not 'lion'"),
         ("gpt2", {"clip": 0.0}, "above 0, not 0.0"),

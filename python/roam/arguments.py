@@ -34,8 +34,13 @@ def seconds(text: str) -> float:
 
 
 def memory_limit(text: str) -> MemoryLimit:
-    """Bytes, with or without a unit, or a share; see `MemoryLimit.of`."""
-    return MemoryLimit.of(int(text) if text.isdecimal() else text)
+    """Bytes, with or without a unit, or a share; see `MemoryLimit.of`. No command asks a device how
+    much it has free.
+    """
+    limit = MemoryLimit.of(int(text) if text.isdecimal() else text)
+    if limit.is_auto:
+        raise ValueError
+    return limit
 
 
 def shares(text: str) -> tuple[int, ...]:

@@ -65,8 +65,8 @@ def begin(sequences: Sequences, *, is_new: bool) -> None:
             )
         _runs[group.name] = _runs.get(group.name, 0) + 1
         _current[group.name] = _runs[group.name], sequence
-        if is_new and len(group.ranks) > 1:
-            _agree(group, sequence)
+    if is_new:
+        _agree({group: one for group, one in sequences.items() if len(group.ranks) > 1})
 
 
 def _enter(group: Group) -> None:
@@ -145,31 +145,46 @@ def look(group: Group) -> None:
         _raise_if_left(store, group, other)
 
 
-def _agree(group: Group, sequence: list[list[str]]) -> None:
+def _agree(sequences: Sequences) -> None:
     """Waits until all ranks have a plan that launches the same collectives."""
+    # All groups are told first: groups that share ranks may each wait for the next in a circle.
+    for group, sequence in sequences.items():
+        store, digest = _store(group), _digest(sequence)
+        store.set(f"known/{group.rank}/{digest}", "1")
+        mine = {
+            "run": _runs[group.name], "digest": digest, "sequence": sequence, "versions": _versions()
+        }  # fmt: skip
+        store.set(f"pending/{group.rank}", json.dumps(mine))
+    start = time.monotonic()
+    while sequences := {
+        group: one for group, one in sequences.items() if not _has_agreed(group, one, start)
+    }:
+        time.sleep(_ASK_S)
+
+
+def _has_agreed(group: Group, sequence: list[list[str]], start: float) -> bool:
+    """Whether all ranks of a group have a plan that launches the same collectives. `start`: since
+    when this rank waits.
+    """
     store, digest = _store(group), _digest(sequence)
     others = [other for other in range(len(group.ranks)) if other != group.rank]
-    store.set(f"known/{group.rank}/{digest}", "1")
-    mine = {
-        "run": _runs[group.name], "digest": digest, "sequence": sequence, "versions": _versions()
-    }  # fmt: skip
-    store.set(f"pending/{group.rank}", json.dumps(mine))
-    deadline = time.monotonic() + store.timeout.total_seconds()
-    while missing := [one for one in others if not store.check([f"known/{one}/{digest}"])]:
-        for other in missing:  # differences come first: a rank that finds one leaves
-            theirs = _read(store, f"pending/{other}")
-            if theirs and not store.check([f"known/{group.rank}/{theirs['digest']}"]):
-                _raise_different(group, other, sequence, theirs)
-            _raise_if_left(store, group, other)
-        if time.monotonic() > deadline:
-            raise ExecutionError(
-                f"rank {_named(group, missing[0])} did not start a plan with the same collectives within "
-                f"{store.timeout.total_seconds():.0f} s, the time limit of the group's store; call the "
-                "same compiled step on all ranks, or on none (ROAM_DISABLE=1)",
-                code="rank_left",
-            )
-        time.sleep(_ASK_S)
-    store.set(f"pending/{group.rank}", "")
+    missing = [one for one in others if not store.check([f"known/{one}/{digest}"])]
+    for other in missing:  # differences come first: a rank that finds one leaves
+        theirs = _read(store, f"pending/{other}")
+        if theirs and not store.check([f"known/{group.rank}/{theirs['digest']}"]):
+            _raise_different(group, other, sequence, theirs)
+        _raise_if_left(store, group, other)
+    limit_s = store.timeout.total_seconds()
+    if missing and time.monotonic() > start + limit_s:
+        raise ExecutionError(
+            f"rank {_named(group, missing[0])} did not start a plan with the same collectives within "
+            f"{limit_s:.0f} s, the time limit of the group's store; call the "
+            "same compiled step on all ranks, or on none (ROAM_DISABLE=1)",
+            code="rank_left",
+        )
+    if not missing:
+        store.set(f"pending/{group.rank}", "")
+    return not missing
 
 
 def _digest(sequence: Sequence[Sequence[str]]) -> str:

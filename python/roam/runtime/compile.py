@@ -245,10 +245,10 @@ class Step:
             if capture is None:
                 return None
             found = capture
-        captured, self._last = found
+        captured, runner = found
         for setting in captured.step.settings:
             setting.apply()  # as the user's function would now
-        return self._last
+        return runner
 
     def _capture_seen(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str, known: tuple[bool, ...]
@@ -314,9 +314,17 @@ class Step:
             self._seen.popitem(last=False)
         return result
 
-    def _run(self, runner: Runner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(
+        self,
+        runner: Runner,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        is_measured: bool = False,
+    ) -> Any:
         """Runs a call by a plan. If the call has other answers to branches than the plan, it runs
-        by a plan for these, or by the user's function.
+        by a plan for these, or by the user's function. If asked, the run by the plan that fits is
+        measured.
         """
         if runner.plan.estimate:
             raise ExecutionError(
@@ -328,8 +336,9 @@ class Step:
         known: tuple[bool, ...] = ()
         while other is not None:
             try:
-                result = self._run_once(other, args, kwargs)
-                self._in_vain = 0
+                once = partial(self._run_once, other, args, kwargs)
+                result = other.measured(once) if is_measured else once()
+                self._in_vain, self._last = 0, other
                 return result
             except Declined as declined:
                 if not declined.answers:
@@ -602,15 +611,19 @@ class Step:
         runner = self._runner(args, kwargs)
         if runner is None:
             return self._own(args, kwargs)
-        return runner.measured(lambda: self._run(runner, args, kwargs))
+        return self._run(runner, args, kwargs, is_measured=True)
 
     def measured_eagerly(self, *args: Any, **kwargs: Any) -> Any:
         """As `measured`, but runs the user's own function, for comparison. This too is a real
         training step, with the same results.
+
+        A call of a step that branches on values is not measured, since it is not known which plan
+        it would run by.
         """
         runner = self._runner(args, kwargs)
-        if runner is None:
+        if runner is None or runner.branches:
             return self._own(args, kwargs)
+        self._last = runner
         return runner.measured_eagerly(lambda: self._train_step(*args, **kwargs))
 
     def release(self) -> None:

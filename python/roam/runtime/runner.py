@@ -16,7 +16,7 @@ from roam.distributed.agreement import AGAIN, begin, leave
 from roam.distributed.buckets import give_back
 from roam.distributed.collectives import Group, settle, unsettled
 from roam.errors import ExecutionError
-from roam.interrupts import interrupts_wait
+from roam.interrupts import interrupts_allowed, interrupts_wait
 from roam.kernels.table import is_proven
 from roam.program.checks import CheckFailed
 from roam.program.collectives import sequences
@@ -229,6 +229,11 @@ class Runner:
         return None
 
     @property
+    def branches(self) -> bool:
+        """Whether the step branches on values."""
+        return bool(self._answers)
+
+    @property
     def joins_processes(self) -> bool:
         """Whether its runs launch collectives."""
         return bool(self._groups)
@@ -266,13 +271,15 @@ class Runner:
                     "pass, and only a step of eager PyTorch ends the module's waiting for it; "
                     "evaluate under torch.no_grad()"
                 )
-        if self._groups:
-            self._begin()
-        self._make_room()
-        # Not as tensors: those would count as memory of the step.
-        drawn = [generator.get_state().numpy().tobytes() for generator in self._generators]
         with interrupts_wait():
-            with self._undisturbed(), self._executor.held(), self._kernels_alone():
+            with (
+                self._together(),
+                self._undisturbed(),
+                self._executor.held(),
+                self._kernels_alone(),
+            ):
+                # Not as tensors: those would count as memory of the step.
+                drawn = [generator.get_state().numpy().tobytes() for generator in self._generators]
                 try:
                     run = (
                         self._executor.run_checked
@@ -338,14 +345,27 @@ class Runner:
             ],
         )
 
-    def _begin(self) -> None:
-        """Sees to it that all ranks launch the same collectives."""
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """Around a run: sees to it that all ranks launch the same collectives, and makes room. If
+        anything fails, the other ranks are told.
+        """
+        with self._telling():
+            if self._groups:
+                with interrupts_allowed():
+                    begin(self._sequences, is_new=not self._has_begun)
+                self._has_begun = True
+            self._make_room()
+            yield
+
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        """In the block, the other ranks are told of what fails: they may wait for this one."""
         try:
-            begin(self._sequences, is_new=not self._has_begun)
+            yield
         except BaseException as error:
             leave(self._sequences, str(error) or type(error).__name__)
             raise
-        self._has_begun = True
 
     def _undisturbed(self) -> AbstractContextManager[Any]:
         """Around a run that draws random numbers, or watches who draws them: keeps others from
@@ -394,7 +414,7 @@ class Runner:
         """The result of a run by the plan; `memory` then tells what it took."""
         # What a run does first, and what outlasts it, does not count as its own.
         self._make_room()
-        with self._executor.held():
+        with self._telling(), self._executor.held():
             held_bytes = 0 if self._pool is None else self._pool.nbytes
         with self._timed() as stopwatch:
             trace = measure_peak(work, device=self._device.type)

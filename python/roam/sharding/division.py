@@ -162,11 +162,14 @@ def part_of(batch: tuple[Any, ...], replicas: int, replica: int) -> tuple[Any, .
     and everything else whole.
 
     Raises:
-        ValueError: the number of samples is not a multiple of the number of replicas.
+        ValueError: the number of samples is not a multiple of the number of replicas, or there is
+            no such replica.
     """
     rows = rows_of(batch)
     if replicas == 1:
         return batch
+    if not 0 <= replica < replicas:
+        raise ValueError(f"there is no replica {replica} of {replicas}; pass replica=")
     if rows is None or rows % replicas:
         raise ValueError(
             f"a batch of {rows or 0} samples has no equal parts for {replicas} replicas"

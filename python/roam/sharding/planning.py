@@ -33,7 +33,7 @@ from roam.sharding.division import (
     units_of,
 )
 from roam.sharding.nodes import Bans, Node, nodes_of, placements_of
-from roam.sharding.ranks import meshed
+from roam.sharding.ranks import meshed, of_all_ranks
 from roam.sharding.replicas import why_not
 from roam.sharding.result import Seconds, Sharding
 from roam.sharding.rules import Rules
@@ -117,7 +117,13 @@ def _mesh(mesh: Any, model: torch.nn.Module) -> tuple[tuple[int, ...], str]:
     shape = (mesh,) if isinstance(mesh, int) else tuple(getattr(mesh, "shape", mesh))
     if not shape or any(not isinstance(size, int) or size < 1 for size in shape):
         raise ValueError(f"a mesh needs at least one rank along each dimension, not {mesh!r}")
-    return shape, getattr(mesh, "device_type", device)
+    device = getattr(mesh, "device_type", device)
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError(
+            "PyTorch makes no mesh of CUDA devices on a machine that has none; make the model and "
+            'the batch on the CPU, or under `roam.fake("cpu")`'
+        )
+    return shape, device
 
 
 @dataclass(slots=True)
@@ -242,22 +248,22 @@ class Planning:
         while (best := self._cheapest(candidates)) is not None:
             start = time.perf_counter()
             try:
-                plan = self._plan(best)
+                plan, total_bytes = self._certified(best)
             except RoamError as error:
                 self._leave_out(candidates, best, error)
                 continue
             finally:
                 self.seconds.certify += time.perf_counter() - start
-            if limit_bytes is None or plan.total_bytes <= limit_bytes:
-                return self._sharding(best, candidates, plan)
-            least = min(least or plan.total_bytes, plan.total_bytes)
+            if limit_bytes is None or total_bytes <= limit_bytes:
+                return self._sharding(best, candidates, plan, total_bytes)
+            least = min(least or total_bytes, total_bytes)
             best.tries += 1
             if best.tries == _MOST_TRIES:
                 best.choice = None
                 continue
             # The search counts gradients as alive all the time, and knows no order or layout.
             assert best.limit_bytes is not None
-            lowered = best.chosen.peak_bytes * limit_bytes // plan.total_bytes
+            lowered = best.chosen.peak_bytes * limit_bytes // total_bytes
             best.limit_bytes = min(best.limit_bytes - 1, lowered)
             self._search(best)
         if least is None and self._errors:
@@ -286,12 +292,14 @@ class Planning:
                 self._search(found[-1])
         return [one for one in found if one.choice is not None]
 
-    def _sharding(self, best: Found, candidates: Sequence[Found], plan: Plan) -> Sharding:
+    def _sharding(
+        self, best: Found, candidates: Sequence[Found], plan: Plan, total_bytes: int
+    ) -> Sharding:
         bound = min(one.bound_ns for one in candidates)
         choice = replace(best.chosen, bound_ns=min(bound, best.chosen.ns))
         return Sharding(
             self.shape, best.division, best.styles, self._units, best.trace, tuple(best.nodes),
-            choice, plan, self._costs, self.seconds, dict(self.left_out), self._is_real,
+            choice, plan, total_bytes, self._costs, self.seconds, dict(self.left_out), self._is_real,
         )  # fmt: skip
 
     def _cheapest(self, candidates: list[Found]) -> Found | None:
@@ -422,6 +430,28 @@ class Planning:
         size = found.division.tensor
         return first_difference(found.trace, found.nodes, found.chosen.options, rank, raised, size)
 
+    def _certified(self, found: Found) -> tuple[Plan, int]:
+        """The plan of this rank's step, and the most bytes that a step takes on a rank. Ranks may
+        have parts of different sizes, and must decide alike.
+
+        Raises:
+            RoamError: a rank has no plan.
+        """
+        plan, failure = None, None
+        try:
+            plan = self._plan(found)
+        except RoamError as error:
+            failure = error
+        told = (plan.total_bytes, "", "") if plan else (0, str(failure), failure and failure.code)
+        ranks = of_all_ranks(told)
+        if failure is not None:
+            raise failure
+        for rank, (_, message, code) in enumerate(ranks):
+            if message:
+                raise CaptureError(f"on rank {rank}: {message}", code=code)
+        assert plan is not None
+        return plan, max(total_bytes for total_bytes, _, _ in ranks)
+
     def _plan(self, found: Found) -> Plan:
         """The plan of a rank's step.
 
@@ -451,7 +481,8 @@ def _renewed(twin: Twin, change: Callable[[torch.nn.Module], object]) -> Twin:
     before = dict(twin.model.named_parameters(remove_duplicate=False))
     change(twin.model)
     after = dict(twin.model.named_parameters(remove_duplicate=False))
-    new = {id(parameter): after[name] for name, parameter in before.items()}
+    new: dict[int, Any] = {id(module): module for module in twin.model.modules()}
+    new |= {id(parameter): after[name] for name, parameter in before.items()}
     return replace(twin, optimizer=optimizer_on(twin.optimizer, new))
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from roam.errors import CaptureError
-from roam.torch_compat.private import fake_store
+from roam.torch_compat.private import disable_current_modes, fake_store
 
 
 @contextmanager
@@ -49,3 +49,15 @@ def meshed(shape: Sequence[int], names: Sequence[str], device: str) -> Iterator[
         return
     with one_of(world):
         yield init_device_mesh(device, tuple(shape), mesh_dim_names=tuple(names))
+
+
+def of_all_ranks(value: Any) -> list[Any]:
+    """What each rank has found, in the order of ranks; this process's value alone without a process
+    group, or in a "fake" one. All ranks must call it.
+    """
+    if not dist.is_initialized() or dist.get_backend() == "fake":
+        return [value]
+    found: list[Any] = [None] * dist.get_world_size()
+    with disable_current_modes():
+        dist.all_gather_object(found, value)
+    return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -55,8 +55,10 @@ class Sharding:
         styles: by the path of a module, what `parallelize_module` is given for it.
         units: paths of the modules that `fully_shard` is called on before the model, where there
             are replicas.
-        plan: the verified plan of one rank's step; its `total_bytes` is what the step takes on each
-            rank.
+        plan: the verified plan of one rank's step: of this process's rank if there is a process
+            group, otherwise of the first one.
+        total_bytes: the most memory that a step takes on a rank, parameters and state included.
+            Rows that are sharded over replicas may not divide evenly; the first rank has the most.
         choice: what the search found. `ns` is the time of a step by the cost model, and
             `bound_ns` a lower bound of it for all divisions that were looked at.
         seconds: how long each stage took.
@@ -73,15 +75,13 @@ class Sharding:
     nodes: tuple[Node, ...]
     choice: Choice
     plan: Plan
+    total_bytes: int
     costs: Costs
     seconds: Seconds
     left_out: dict[str, str]
     knows_kernels: bool
-
-    @property
-    def total_bytes(self) -> int:
-        """The memory that a step takes on each rank, parameters and state included."""
-        return self.plan.total_bytes
+    _applied: tuple[int, int] | None = field(default=None, init=False, repr=False, compare=False)
+    """The rank that `apply` was called on last, and the number of its replica."""
 
     @property
     def is_optimal(self) -> bool:
@@ -114,14 +114,17 @@ class Sharding:
 
         Args:
             batch: all samples of a step, the same on every rank.
-            replica: the number of the replica; if None, that of this process's rank.
+            replica: the number of the replica; if None, that of this process's rank: in the mesh
+                that `apply` was given, or before `apply`, in a mesh of all processes.
 
         Raises:
-            ValueError: the samples have no equal parts.
+            ValueError: the samples have no equal parts, or there is no such replica.
         """
         if replica is None:
             rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
             replica = rank // self.division.tensor
+            if self._applied is not None and self._applied[0] == rank:
+                replica = self._applied[1]
         return part_of(batch, self.division.data, replica)
 
     def apply(
@@ -146,7 +149,8 @@ class Sharding:
                 made.
 
         Raises:
-            ValueError: the mesh has another shape, or the optimizer has state.
+            ValueError: the mesh has another shape, or several dimensions without names, or the
+                optimizer has state.
         """
         if optimizer is not None and optimizer.state:
             raise ValueError("the optimizer has state already; apply before the first step")
@@ -155,6 +159,8 @@ class Sharding:
         before = dict(model.named_parameters(remove_duplicate=False))
         apply_styles(model, tensor_mesh, self.styles)
         if self.division.data > 1:
+            placed = torch.distributed.get_rank(), data_mesh.get_local_rank()
+            object.__setattr__(self, "_applied", placed)
             is_sharded = self.division.is_sharded
             spread_replicas(model, data_mesh, self.units, is_sharded=is_sharded)
         if optimizer is not None:
@@ -172,7 +178,12 @@ class Sharding:
         if mesh is None:
             mesh = init_device_mesh(device, shape, mesh_dim_names=(DATA, TENSOR))
         if tuple(mesh.shape) == shape:
-            first, second = mesh.mesh_dim_names or (DATA, TENSOR)
+            if mesh.mesh_dim_names is None:
+                raise ValueError(
+                    "the mesh's dimensions have no names, by which they could be taken apart; make "
+                    f'it with mesh_dim_names=("{DATA}", "{TENSOR}")'
+                )
+            first, second = mesh.mesh_dim_names
             return mesh[first], mesh[second]
         if 1 in shape and tuple(mesh.shape) == (max(shape),):
             return mesh, mesh
@@ -196,7 +207,7 @@ class Sharding:
             "collectives": _rows(self.collectives, self.division.tensor),
             "replica_collectives": _rows(self.replica_collectives, self.division.data),
             "left_out": dict(self.left_out),
-            "total_bytes": self.plan.total_bytes,
+            "total_bytes": self.total_bytes,
             "knows_kernels": self.knows_kernels,
             "bound_bytes": self.plan.total_lower_bound_bytes,
             "seconds": asdict(self.seconds),
@@ -228,9 +239,7 @@ class Sharding:
         gap = "optimal" if self.is_optimal else f"at most {self.choice.gap:.2%} above the best"
         lines.append(f"  time of a step by the cost model: {self.choice.ns / 1e6:.3f} ms, {gap}")
         beside = "" if self.knows_kernels else " without what kernels allocate for themselves"
-        lines.append(
-            f"  memory of each rank, certified: {format_bytes(self.plan.total_bytes)}{beside}"
-        )
+        lines.append(f"  memory of each rank, certified: {format_bytes(self.total_bytes)}{beside}")
         lines += [f"  no option: {what}, since {reason}" for what, reason in self.left_out.items()]
         return "\n".join(lines)
 

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 DTYPES = ("float32", "bfloat16")
 OPTIMIZERS = ("adamw", "adam", "sgd", "sgd-momentum")
 DEFAULT_SEQ = 512
+_MOST_SAMPLES = 2**40
+"""The bytes of so many samples can be counted with 63 bits."""
 
 
 class ZooError(RoamError, ValueError):
@@ -264,6 +266,8 @@ def check(
     chosen = entry(name)
     if batch < 1:
         raise ZooError(f"batch must be at least 1, not {batch}")
+    if batch > _MOST_SAMPLES:
+        raise ZooError(f"batch must be at most {_MOST_SAMPLES}, not {batch}")
     if dtype not in DTYPES:
         raise ZooError(f"dtype must be one of {', '.join(DTYPES)}, not {dtype!r}")
     if optimizer not in OPTIMIZERS:

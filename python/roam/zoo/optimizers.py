@@ -15,8 +15,10 @@ def make_optimizer(
     if clip is not None:
         limit = clip
 
-        def clipped(*_: object) -> None:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
+        def clipped(optimizer: torch.optim.Optimizer, *_: object) -> None:
+            groups = optimizer.param_groups
+            parameters = [parameter for group in groups for parameter in group["params"]]
+            torch.nn.utils.clip_grad_norm_(parameters, limit)
 
         optimizer.register_step_pre_hook(clipped)
     return optimizer

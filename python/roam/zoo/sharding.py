@@ -182,12 +182,20 @@ def capture_rank(
         step, device, settings: as for :func:`roam.zoo.capture`.
 
     Raises:
-        ZooError: as from :func:`roam.zoo.build` and :func:`spread`.
+        ZooError: as from :func:`roam.zoo.build` and :func:`spread`, or the ranks are not on the
+            CPU: the mesh is, and without a CUDA device collectives cannot be called for it.
         CaptureError: the step cannot be captured.
     """
+    import torch
+
     import roam
     from roam.capture.step import capture_variant
 
+    if device != "cpu" and not (sharding.way == "ddp" and torch.cuda.is_available()):
+        raise ShardingError(
+            f"one rank of many is planned for the CPU, and not for {device} (with 'ddp' for cuda "
+            "too, on a machine that has it); leave the device out"
+        )
     with one_process(sharding) as mesh:
         with roam.fake(device):
             made = build(name, device=device, spread=partial(spread, sharding, mesh), **settings)

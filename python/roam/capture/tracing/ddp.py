@@ -209,6 +209,13 @@ class _Reducer:
             return
         parameter = self._parameters[place]
         gradient = parameter.grad
+        if gradient is None:
+            self._recorder.refuse(
+                "a hook takes away the gradient of a parameter of a DistributedDataParallel before "
+                "the module reduces it, as one that steps an optimizer and sets gradients to None "
+                "does; step the optimizer after the backward pass",
+                code="ddp_unused",
+            )
         if place in self._ready or gradient.requires_grad:
             what = (
                 "comes twice in one backward pass"
