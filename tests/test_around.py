@@ -549,6 +549,7 @@ AS_EAGER: list[Change] = [
 
 @late_or_not
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.sweep
 @pytest.mark.parametrize("change", AS_EAGER)
 def test_as_eager(change: Change, late: bool) -> None:
     check(change, late)

@@ -360,6 +360,7 @@ def spread(a: torch.Tensor) -> torch.Tensor:
     return row.sin() * row.t().cos()
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("leaves", [False, True])
 @pytest.mark.parametrize("pool", [None, True])

@@ -427,6 +427,7 @@ def with_scaler() -> Any:
     return small_ddp()
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("step", "make", "steps"),
     [

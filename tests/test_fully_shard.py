@@ -312,6 +312,7 @@ def saved_and_loaded(rank: int, world: int, folder: str, make: Any, update: Any)
 # -- tests
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("kind", "step", "steps"),
     [

@@ -245,6 +245,7 @@ def assert_same(kind: Any, sizes: list[int], **options: Any) -> Any:
     return step
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", KINDS)
 def test_parts_have_the_bits_of_the_eager_loop_over_them(kind: Any) -> None:
     assert_same(kind, [16] * 20)

@@ -673,7 +673,8 @@ def sent(sharding: Sharding) -> Sharding:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("data", "limits"), [(1, (None,)), (2, (None, 0.8))])
+@pytest.mark.sweep
+@pytest.mark.parametrize(("data", "limits"), [(2, (None, 0.8)), (1, (None,))])
 def test_ranks_train_as_one_process_does_in_what_was_certified(
     ranks: Ranks, data: int, limits: tuple[float | None, ...]
 ) -> None:

@@ -232,6 +232,7 @@ def test_random_tensors_that_are_made_again_are_the_same(
     assert MODELS[name][1] <= set(compared(name, True, all_again, monkeypatch))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", ["dropout", "noise", "forked", "checkpoint", "attention"])
 def test_so_are_those_that_are_made_again_often(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     sequence = functools.partial(at_random, seed=4, share=0.2)
@@ -265,6 +266,7 @@ LIMITS = {
 made again."""
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", LIMITS)
 def test_a_budget_is_kept_by_making_random_tensors_again(
     name: str, monkeypatch: pytest.MonkeyPatch

@@ -75,6 +75,7 @@ KINDS = ["apart", "in place", "statistics"]
 CASES = [*product(KINDS, [False, True])]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("kind", "reentrant"), CASES)
 def test_what_he_marked_is_kept_where_the_budget_allows_it(kind: str, reentrant: bool) -> None:
     own, chosen = (
