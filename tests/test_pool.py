@@ -703,6 +703,35 @@ class Formed(torch.nn.Module):
         return self.second(self.form(self.first(x), self.weight))
 
 
+def test_deterministic_mode_fills_what_has_no_values_yet() -> None:
+    def step(weight: torch.Tensor) -> Any:
+        y = weight * 2
+        made = [
+            torch.empty(64, 64),
+            torch.empty_like(y),
+            torch.empty_like(y, dtype=torch.int64),
+            y.new_empty(64, 64, dtype=torch.bool),
+            y.new_empty_strided((64, 64), (1, 64)),
+            torch.empty_strided((64, 64), (1, 64), dtype=torch.complex64),
+            torch.empty_permuted((64, 64), (1, 0), dtype=torch.bfloat16),
+        ]
+        for tensor in made:
+            tensor[:32] = y[:32]
+        weight.add_(y.mean())
+        return [tensor.clone() for tensor in made], torch.isnan(made[0] * 2).sum()
+
+    torch.use_deterministic_algorithms(True)
+    try:
+        outcomes = []
+        for wrap in (lambda step: step, pooled):
+            weight, compiled = torch.ones(64, 64), wrap(step)
+            outcomes.append(tensors_and_numbers([compiled(weight) for _ in range(3)], weight))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert_same_bits(*outcomes)
+    assert compiled.memory().pool_bytes > 0
+
+
 @pytest.mark.parametrize("form", [pytest.param(form, id=name) for name, form in forms()])
 def test_tensors_of_every_form(form: Callable[..., Any]) -> None:
     def script(wrap):
