@@ -77,6 +77,8 @@ class KernelFacts:
     takes_dtype: bool
     mutates: bool
     """Whether it may change an argument."""
+    computes: bool
+    """Whether it does more than to make views."""
     may_be_decided: bool
     """Whether values may decide the shape of its results."""
     written: list[tuple[int, str]]
@@ -100,6 +102,8 @@ class KernelFacts:
             for position, argument in enumerate(arguments)
             if argument.alias_info is not None and argument.alias_info.is_write
         ]
+        mutates = bool(written) or func in HIDDEN_MUTATION
+        are_declared = [result.alias_info is not None for result in schema.returns]
         makes_range = packet_of(func) in _SHAPED_BY_NUMBERS
         return cls(
             func,
@@ -114,12 +118,13 @@ class KernelFacts:
             takes_dtype=any(
                 argument.kwarg_only and argument.name == "dtype" for argument in arguments
             ),
-            mutates=bool(written) or func in HIDDEN_MUTATION,
+            mutates=mutates,
+            computes=mutates or (not all(are_declared) and func not in HIDDEN_ALIAS),
             may_be_decided=may_be_decided(func),
             written=written,
             names=[argument.name for argument in arguments],
             sizes=frozenset(a.name for a in arguments if makes_range or "int" in str(a.type)),
-            are_declared=[result.alias_info is not None for result in schema.returns],
+            are_declared=are_declared,
         )
 
 
