@@ -374,8 +374,11 @@ class _Chooser:
             lowered=(written, lowering),
         )
         alike = [one for one in searched if _has_same_calls(one.program, program)]
+        size = math.log(max(eager_bytes, 1))
         like = min(
-            alike, key=lambda one: abs(math.log(one.eager_bytes / eager_bytes)), default=None
+            alike,
+            key=lambda one: abs(math.log(max(one.eager_bytes, 1)) - size),
+            default=None,
         )
         best = None
         if like is not None and self._streams == 1:

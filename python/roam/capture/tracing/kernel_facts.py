@@ -19,8 +19,11 @@ aten = torch.ops.aten
 _identity = id  # while a step is traced, what its code calls by this name asks whose code it is
 
 # Kernels that change arguments although their schema does not say so: argument positions, and the
-# position of the flag that makes them do it.
-HIDDEN_MUTATION: dict[Any, tuple[tuple[int, ...], int]] = {
+# position of the flag that makes them do it; None if they always do.
+HIDDEN_MUTATION: dict[Any, tuple[tuple[int, ...], int | None]] = {
+    aten.batch_norm_gather_stats.default: ((3, 4), None),
+    aten.batch_norm_gather_stats_with_counts.default: ((3, 4), None),
+    aten.batch_norm_update_stats.default: ((1, 2), None),
     aten.native_batch_norm.default: ((3, 4), 5),
     aten.cudnn_batch_norm.default: ((3, 4), 5),
     aten.miopen_batch_norm.default: ((3, 4), 5),

@@ -464,7 +464,7 @@ class Recorder(Values, TorchDispatchMode):
         for position, name in facts_of(func).written:
             changed.append(args[position] if position < len(args) else kwargs.get(name))
         hidden = HIDDEN_MUTATION.get(func)
-        if hidden is not None and args[hidden[1]]:
+        if hidden is not None and (hidden[1] is None or args[hidden[1]]):
             changed.extend(args[position] for position in hidden[0])
         slots = tuple(
             dict.fromkeys(self._slot_of_argument(t, func, call.source) for t in tensors_in(changed))
