@@ -703,6 +703,30 @@ class Formed(torch.nn.Module):
         return self.second(self.form(self.first(x), self.weight))
 
 
+@pytest.mark.parametrize("pool", [None, True])
+def test_a_kernel_that_is_given_a_tensor_twice_does_not_write_over_it(pool: bool | None) -> None:
+    order, size = torch.randperm(256), 256
+
+    def step(weight: torch.Tensor) -> Any:
+        h = weight * 2
+        h = torch.scatter_reduce(h, 0, order.expand(size, size), h, reduce="sum")
+        h = h.index_put((order,), h)
+        places = (weight > 0).long() * 7
+        places = places.gather(0, places)
+        solved = weight[:64, :64] + 64 * torch.eye(64)
+        solved = torch.linalg.solve_ex(solved, solved).result
+        solved = torch.linalg.solve_triangular(solved, solved, upper=True)
+        weight.add_(h.mean())
+        return h.sum(), places.sum(), solved.sum()
+
+    outcomes = []
+    for wrap in (lambda step: step, functools.partial(roam.compile, pool=pool, poison=True)):
+        torch.manual_seed(0)
+        weight, compiled = torch.randn(size, size), wrap(step)
+        outcomes.append(tensors_and_numbers([compiled(weight) for _ in range(3)], weight))
+    assert_same_bits(*outcomes)
+
+
 def test_deterministic_mode_fills_what_has_no_values_yet() -> None:
     def step(weight: torch.Tensor) -> Any:
         y = weight * 2
