@@ -505,6 +505,14 @@ class Runner:
             if is_view(inputs[place]):
                 raise ExecutionError(f"{self._references[place].path} {VIEW}", code="failed")
         if not self._inputs.share_as_captured(inputs):
+            if (places := self._inputs.overlap(inputs)) is not None:
+                one, other = (self._references[place].path for place in places)
+                raise ExecutionError(
+                    f"{one} and {other} are tensors with the same memory that PyTorch takes for "
+                    "different ones, as torch.from_numpy and DLPack make them, and the step writes "
+                    "to it; use the same tensor or views of it in both places, or copy one",
+                    code="sharing",
+                )
             raise ExecutionError(
                 "tensors of the step do not share memory as they did at capture; tie or untie "
                 "weights before the first call of the compiled step, or compile it again",
