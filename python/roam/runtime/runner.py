@@ -632,11 +632,17 @@ def _skipped(program: Program, numbers: list[Any]) -> set[int]:
 
 
 def _generators(program: Program) -> Iterator[torch.Generator]:
-    """PyTorch's own random generator, and those that calls are given."""
+    """PyTorch's own random generators that calls may draw from, and those that calls are given."""
     given = {
         id(value): value for call in program.calls for value in (*call.args, *call.kwargs.values())
     }
     yield torch.default_generator
+    if any(call.random for call in program.calls):
+        devices = {meta.device for meta in program.slots if meta is not None}
+        used = {device.index or 0 for device in devices if device.type == "cuda"}
+        for index, generator in enumerate(torch.cuda.default_generators):
+            if index in used:
+                yield generator
     yield from (value for value in given.values() if isinstance(value, torch.Generator))
 
 
