@@ -700,9 +700,9 @@ def set_kernel_libraries(found: tuple[Any, ...]) -> None:
     # To set some of them warns, even if they are so already.
     new = [None if old == value else value for old, value in zip(now, found, strict=True)]
     backends = torch.backends
-    backends.mkldnn.set_flags(*new[:3], None)  # type: ignore[no-untyped-call]
+    backends.mkldnn.set_flags(*new[:3], None)  # type: ignore[call-arg]
     backends.nnpack.set_flags(found[3])
-    backends.cudnn.set_flags(*new[4:6], None, *new[6:], None)
+    backends.cudnn.set_flags(*new[4:6], None, *new[6:], None)  # type: ignore[call-arg]
 
 
 def float32_precisions(library: str) -> tuple[str, ...]:
