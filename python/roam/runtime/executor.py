@@ -254,7 +254,8 @@ class Executor:
             if isinstance(value, torch.Generator)
         ]
         with torch.random.fork_rng(
-            [device for device in devices if device.type == "cuda"], enabled=call.random
+            [device for device in devices if device.type == "cuda"],
+            enabled=call.random and not given,
         ):
             result = call.target(*args, **kwargs)
         for generator, state in given:
